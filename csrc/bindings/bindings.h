@@ -1,0 +1,12 @@
+// What module.cpp registers, one function per layer.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace zerocore {
+
+void register_plan(pybind11::module_& module);
+void register_runtime(pybind11::module_& module);
+void register_engine(pybind11::module_& module);
+
+} // namespace zerocore

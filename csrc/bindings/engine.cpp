@@ -1,0 +1,287 @@
+// Python face of the engine, and the registrar that writes parameters into module dicts.
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "bindings/bindings.h"
+#include "engine/engine.h"
+
+namespace py = pybind11;
+
+namespace zerocore {
+
+namespace {
+
+// Where a parameter is registered: module._parameters and the name in it.
+struct Place {
+  py::dict parameters;
+  py::str name;
+};
+
+struct RegisteredParam {
+  py::object full;
+  py::object shard;
+  std::vector<Place> places;
+};
+
+class DictRegistrar final : public Registrar {
+ public:
+  explicit DictRegistrar(size_t num_units) : units_(num_units) {}
+  DictRegistrar(const DictRegistrar&) = delete;
+  DictRegistrar& operator=(const DictRegistrar&) = delete;
+  ~DictRegistrar() override {
+    const py::gil_scoped_acquire gil;
+    units_.clear();
+  }
+
+  void bind(UnitId unit, RegisteredParam param) {
+    units_.at(unit).push_back(std::move(param));
+  }
+
+  void show(UnitId unit, bool full) override {
+    const py::gil_scoped_acquire gil;
+    for (const RegisteredParam& param : units_[unit]) {
+      for (const Place& place : param.places) {
+        PyObject* value = full ? param.full.ptr() : param.shard.ptr();
+        if (PyDict_SetItem(place.parameters.ptr(), place.name.ptr(), value) != 0) {
+          throw py::error_already_set();
+        }
+      }
+    }
+  }
+
+ private:
+  std::vector<std::vector<RegisteredParam>> units_;
+};
+
+// Tensors that require grad in nested tuples, lists, dicts and dataclasses.
+void collect_outputs(PyObject* value, std::vector<at::Tensor>& out) {
+  if (THPVariable_Check(value)) {
+    const at::Tensor& tensor = THPVariable_Unpack(value);
+    if (tensor.requires_grad()) {
+      out.push_back(tensor);
+    }
+  } else if (PyTuple_Check(value) || PyList_Check(value)) {
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(value);
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      collect_outputs(PySequence_Fast_GET_ITEM(value, i), out);
+    }
+  } else if (PyDict_Check(value)) {
+    PyObject* key = nullptr;
+    PyObject* item = nullptr;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(value, &position, &key, &item) != 0) {
+      collect_outputs(item, out);
+    }
+  } else if (value != Py_None && PyObject_HasAttrString(value, "__dataclass_fields__") != 0) {
+    const py::object fields = py::handle(value).attr("__dict__");
+    collect_outputs(fields.ptr(), out);
+  }
+}
+
+std::vector<at::Tensor> collect_outputs(const py::object& value) {
+  std::vector<at::Tensor> outputs;
+  collect_outputs(value.ptr(), outputs);
+  return outputs;
+}
+
+// (fqn, full parameter or meta tensor)
+using ParamArg = std::pair<std::string, at::Tensor>;
+
+UnitInit make_unit(std::string name, const std::vector<ParamArg>& params) {
+  UnitInit unit{std::move(name), {}};
+  for (const auto& [fqn, tensor] : params) {
+    UnitParam param;
+    param.spec.fqn = fqn;
+    param.spec.shape = tensor.sizes().vec();
+    param.spec.dtype = static_cast<int>(tensor.scalar_type());
+    param.spec.itemsize = static_cast<int64_t>(tensor.itemsize());
+    param.spec.requires_grad = tensor.requires_grad();
+    // Strides that skip or repeat memory are not kept: the buffer is dense.
+    param.strides = tensor.is_non_overlapping_and_dense()
+        ? tensor.strides().vec()
+        : c10::TensorType::contiguousStridesOf(tensor.sizes());
+    unit.params.push_back(std::move(param));
+  }
+  return unit;
+}
+
+// The engine with the registrar it owns.
+struct PyEngine {
+  std::shared_ptr<Engine> engine;
+  DictRegistrar* registrar = nullptr;
+};
+
+PyEngine make_engine(
+    int64_t stage,
+    int prefetch,
+    bool hold_full,
+    bool exchange_used,
+    const std::optional<std::string>& group_name,
+    const at::Device& device,
+    const std::vector<std::pair<std::string, std::vector<ParamArg>>>& units,
+    std::vector<CallEvent> order) {
+  std::vector<UnitInit> inits;
+  for (const auto& [name, params] : units) {
+    inits.push_back(make_unit(name, params));
+  }
+  auto registrar = std::make_unique<DictRegistrar>(units.size());
+  PyEngine self;
+  self.registrar = registrar.get();
+  self.engine = std::make_shared<Engine>(
+      EngineOptions{stage, prefetch, hold_full, exchange_used},
+      group_name ? c10d::resolve_process_group(*group_name) : nullptr,
+      device,
+      std::move(inits),
+      std::move(order),
+      std::move(registrar));
+  return self;
+}
+
+void bind_param(
+    PyEngine& self,
+    UnitId unit,
+    int index,
+    const py::object& full,
+    const py::object& shard,
+    const py::object& grad,
+    const std::vector<std::pair<py::dict, std::string>>& places) {
+  UnitParam& param = self.engine->unit(unit).params().at(index);
+  param.full = THPVariable_Unpack(full.ptr());
+  param.shard = THPVariable_Unpack(shard.ptr());
+  if (!grad.is_none()) {
+    self.engine->reducer().bind_grad(unit, index, THPVariable_Unpack(grad.ptr()));
+  }
+  RegisteredParam registered{full, shard, {}};
+  for (const auto& [parameters, name] : places) {
+    // Interned, so that the dict finds the key by identity.
+    PyObject* key = PyUnicode_InternFromString(name.c_str());
+    registered.places.push_back({parameters, py::reinterpret_steal<py::str>(key)});
+  }
+  self.registrar->bind(unit, std::move(registered));
+}
+
+using TraceTuple = std::tuple<std::string, UnitId, int64_t, int64_t, int64_t, int64_t, int64_t>;
+
+std::vector<TraceTuple> stop_trace(PyEngine& self) {
+  std::vector<TraceTuple> result;
+  for (const TraceRecord& record : self.engine->trace().stop()) {
+    result.emplace_back(
+        trace_op_name(record.op),
+        record.unit,
+        record.nbytes,
+        record.pool_nbytes,
+        record.issued_ns,
+        record.done_ns,
+        record.wait_ns);
+  }
+  return result;
+}
+
+void register_setup(py::class_<PyEngine>& engine) {
+  engine
+      .def(
+          py::init(&make_engine),
+          py::kw_only(),
+          py::arg("stage"),
+          py::arg("prefetch"),
+          py::arg("hold_full"),
+          py::arg("exchange_used"),
+          py::arg("group_name"),
+          py::arg("device"),
+          py::arg("units"),
+          py::arg("order"))
+      .def(
+          "make_full",
+          [](PyEngine& self, UnitId unit, int i) { return self.engine->unit(unit).make_full(i); })
+      .def(
+          "make_shard",
+          [](PyEngine& self, UnitId unit, int i) { return self.engine->unit(unit).make_shard(i); })
+      .def(
+          "make_grad",
+          [](PyEngine& self, UnitId unit, int i) {
+            return self.engine->reducer().make_grad(unit, i);
+          })
+      .def(
+          "materialize",
+          [](PyEngine& self, UnitId unit, const std::vector<at::Tensor>& full, bool broadcast) {
+            const py::gil_scoped_release no_gil;
+            self.engine->unit(unit).materialize(full, broadcast);
+          })
+      .def("bind", &bind_param)
+      .def("start", [](PyEngine& self, bool consistent) { self.engine->start(consistent); });
+}
+
+void register_steps(py::class_<PyEngine>& engine) {
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  engine.def("begin_pass", [](PyEngine& self) { self.engine->begin_pass(); }, no_gil)
+      .def("fail_pass", [](PyEngine& self) { self.engine->fail_pass(); }, no_gil)
+      .def(
+          "end_pass",
+          [](PyEngine& self, const py::object& value) {
+            const auto outputs = collect_outputs(value);
+            const py::gil_scoped_release release;
+            self.engine->end_pass(outputs);
+          })
+      .def("enter", [](PyEngine& self, UnitId unit) { self.engine->enter(unit); }, no_gil)
+      .def(
+          "exit",
+          [](PyEngine& self, UnitId unit, const py::object& value) {
+            const auto outputs = collect_outputs(value);
+            const py::gil_scoped_release release;
+            self.engine->exit(unit, outputs);
+          })
+      .def("pin", [](PyEngine& self, const std::vector<UnitId>& u) { self.engine->pin(u); }, no_gil)
+      .def(
+          "unpin",
+          [](PyEngine& self, const std::vector<UnitId>& units, bool write_back) {
+            self.engine->unpin(units, write_back);
+          },
+          no_gil)
+      .def("mark_changed", [](PyEngine& self, UnitId unit) { self.engine->mark_changed(unit); })
+      .def("reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
+      .def_property(
+          "sync",
+          [](const PyEngine& self) { return self.engine->sync(); },
+          [](PyEngine& self, bool sync) { self.engine->set_sync(sync); });
+}
+
+void register_figures(py::class_<PyEngine>& engine) {
+  engine
+      .def(
+          "layout",
+          [](PyEngine& self, UnitId unit) { return self.engine->unit(unit).layout(); })
+      .def_property_readonly(
+          "order", [](const PyEngine& self) { return self.engine->schedule().order(); })
+      .def_property_readonly(
+          "pool_stats", [](const PyEngine& self) { return self.engine->pool_stats(); })
+      .def_property_readonly(
+          "parameter_nbytes",
+          [](PyEngine& self) {
+            int64_t nbytes = 0;
+            for (UnitId id = 0; id < self.engine->num_units(); ++id) {
+              nbytes += self.engine->unit(id).persistent_nbytes();
+            }
+            return nbytes;
+          })
+      .def_property_readonly(
+          "gradient_nbytes",
+          [](PyEngine& self) { return self.engine->reducer().persistent_nbytes(); })
+      .def("start_trace", [](PyEngine& self) { self.engine->trace().start(); })
+      .def("stop_trace", &stop_trace);
+}
+
+} // namespace
+
+void register_engine(py::module_& module) {
+  py::class_<PyEngine> engine(module, "Engine");
+  register_setup(engine);
+  register_steps(engine);
+  register_figures(engine);
+}
+
+} // namespace zerocore

@@ -1,0 +1,224 @@
+// Python face of the plan layer: layouts, schedules and predictions, for planning and tests.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <tuple>
+
+#include "bindings/bindings.h"
+#include "plan/memory_plan.h"
+
+namespace py = pybind11;
+
+namespace zerocore {
+
+namespace {
+
+using ActionTuple = std::tuple<std::string, UnitId>;
+
+std::vector<ActionTuple> take(Actions& actions) {
+  std::vector<ActionTuple> result;
+  for (const Action& action : actions) {
+    const char* name = action.kind == ActionKind::Unshard ? "unshard"
+        : action.kind == ActionKind::Reshard              ? "reshard"
+                                                          : "reduce";
+    result.emplace_back(name, action.unit);
+  }
+  actions.clear();
+  return result;
+}
+
+// A schedule whose methods return the actions as a list of (name, unit).
+struct PySchedule {
+  PySchedule(int num_units, int prefetch, bool gathers, bool releases, std::vector<CallEvent> order)
+      : schedule({num_units, prefetch, gathers, releases}, std::move(order)) {}
+
+  template <typename Call>
+  std::vector<ActionTuple> run(const Call& call) {
+    call();
+    return take(actions);
+  }
+
+  Schedule schedule;
+  Actions actions;
+};
+
+void register_layout(py::module_& module) {
+  py::class_<ParamSpec>(module, "ParamSpec")
+      .def(
+          py::init([](std::string fqn,
+                      std::vector<int64_t> shape,
+                      int dtype,
+                      int64_t itemsize,
+                      bool requires_grad) {
+            return ParamSpec{std::move(fqn), std::move(shape), dtype, itemsize, requires_grad};
+          }),
+          py::arg("fqn"),
+          py::arg("shape"),
+          py::arg("dtype"),
+          py::arg("itemsize"),
+          py::arg("requires_grad") = true)
+      .def_readonly("fqn", &ParamSpec::fqn)
+      .def_readonly("shape", &ParamSpec::shape)
+      .def_readonly("requires_grad", &ParamSpec::requires_grad)
+      .def_property_readonly("numel", &ParamSpec::numel);
+  py::class_<Region>(module, "Region")
+      .def_readonly("dtype", &Region::dtype)
+      .def_readonly("itemsize", &Region::itemsize)
+      .def_readonly("requires_grad", &Region::requires_grad)
+      .def_readonly("shard_numel", &Region::shard_numel)
+      .def_readonly("params", &Region::params)
+      .def_property_readonly("numel", &Region::numel)
+      .def_property_readonly("nbytes", &Region::nbytes)
+      .def_property_readonly("shard_nbytes", &Region::shard_nbytes);
+  py::class_<ParamPlace>(module, "ParamPlace")
+      .def_readonly("region", &ParamPlace::region)
+      .def_readonly("offset", &ParamPlace::offset)
+      .def_readonly("numel", &ParamPlace::numel);
+  py::class_<Layout>(module, "Layout")
+      .def_static("build", &Layout::build, py::arg("params"), py::arg("num_shards"))
+      .def("of_shard", &Layout::of_shard)
+      .def_property_readonly("regions", &Layout::regions)
+      .def_property_readonly("places", &Layout::places)
+      .def_property_readonly("num_shards", &Layout::num_shards)
+      .def_property_readonly("nbytes", &Layout::nbytes)
+      .def_property_readonly("shard_nbytes", &Layout::shard_nbytes)
+      .def_property_readonly("param_nbytes", &Layout::param_nbytes)
+      .def("offset_in_shard", &Layout::offset_in_shard, py::arg("param"), py::arg("shard"))
+      .def(
+          "owned",
+          [](const Layout& layout, int param, int64_t shard) {
+            const Range range = layout.owned(param, shard);
+            return std::make_pair(range.begin, range.end);
+          },
+          py::arg("param"),
+          py::arg("shard"));
+}
+
+void register_schedule(py::module_& module) {
+  py::class_<CallEvent>(module, "CallEvent")
+      .def(
+          py::init([](bool enter, UnitId unit, bool needs_backward) {
+            return CallEvent{enter ? EventKind::Enter : EventKind::Exit, unit, needs_backward};
+          }),
+          py::arg("enter"),
+          py::arg("unit"),
+          py::arg("needs_backward") = true)
+      .def_property_readonly(
+          "enter", [](const CallEvent& event) { return event.kind == EventKind::Enter; })
+      .def_readonly("unit", &CallEvent::unit)
+      .def_readonly("needs_backward", &CallEvent::needs_backward);
+  py::class_<CallHandle>(module, "CallHandle").def_readonly("unit", &CallHandle::unit);
+  using S = PySchedule;
+  py::class_<S>(module, "Schedule")
+      .def(
+          py::init<int, int, bool, bool, std::vector<CallEvent>>(),
+          py::arg("num_units"),
+          py::arg("prefetch"),
+          py::arg("gathers"),
+          py::arg("releases"),
+          py::arg("order"))
+      .def(
+          "begin_pass",
+          [](S& s, bool grad) { return s.run([&] { s.schedule.begin_pass(grad, s.actions); }); })
+      .def(
+          "enter",
+          [](S& s, UnitId unit, bool grad) {
+            return s.run([&] { s.schedule.enter(unit, grad, s.actions); });
+          },
+          py::arg("unit"),
+          py::arg("grad") = true)
+      .def(
+          "exit",
+          [](S& s, UnitId unit, bool needs_backward) {
+            const CallHandle call = s.schedule.exit(unit, needs_backward, s.actions);
+            return std::make_pair(call, take(s.actions));
+          },
+          py::arg("unit"),
+          py::arg("needs_backward") = true)
+      .def("end_pass", [](S& s) { return s.run([&] { s.schedule.end_pass(s.actions); }); })
+      .def("abort", [](S& s) { return s.run([&] { s.schedule.abort(s.actions); }); })
+      .def("begin_backward", [](S& s) { s.schedule.begin_backward(); })
+      .def(
+          "pre_backward",
+          [](S& s, const CallHandle& call) {
+            return s.run([&] { s.schedule.pre_backward(call, s.actions); });
+          })
+      .def(
+          "ready",
+          [](S& s, UnitId unit) { return s.run([&] { s.schedule.ready(unit, s.actions); }); })
+      .def("end_backward", [](S& s) { return s.run([&] { s.schedule.end_backward(s.actions); }); })
+      .def(
+          "invalidate",
+          [](S& s, UnitId unit) { return s.run([&] { s.schedule.invalidate(unit, s.actions); }); })
+      .def("is_resident", [](const S& s, UnitId unit) { return s.schedule.is_resident(unit); })
+      .def_property_readonly("order", [](const S& s) { return s.schedule.order(); });
+}
+
+} // namespace
+
+void register_plan(py::module_& module) {
+  register_layout(module);
+  register_schedule(module);
+  py::class_<MemoryPlan>(module, "MemoryPlan")
+      .def_readonly("parameters", &MemoryPlan::parameters)
+      .def_readonly("gradients", &MemoryPlan::gradients)
+      .def_readonly("optimizer", &MemoryPlan::optimizer)
+      .def_readonly("pool", &MemoryPlan::pool);
+  const auto unit_plans = [](std::vector<std::vector<ParamSpec>> units) {
+    std::vector<UnitPlan> plans;
+    for (auto& params : units) {
+      plans.push_back({std::move(params)});
+    }
+    return plans;
+  };
+  module.def(
+      "plan_events",
+      [unit_plans](
+          std::vector<std::vector<ParamSpec>> units,
+          const std::vector<CallEvent>& order,
+          int64_t stage,
+          int64_t world_size,
+          int prefetch,
+          bool exchanges) {
+        std::vector<std::tuple<std::string, UnitId, int64_t, int64_t>> result;
+        const PlanOptions options{stage, world_size, prefetch, exchanges};
+        for (const auto& event : plan_events(unit_plans(std::move(units)), order, options)) {
+          result.emplace_back(
+              trace_op_name(event.op), event.unit, event.nbytes, event.pool_nbytes);
+        }
+        return result;
+      },
+      py::arg("units"),
+      py::arg("order"),
+      py::kw_only(),
+      py::arg("stage"),
+      py::arg("world_size"),
+      py::arg("prefetch"),
+      py::arg("exchanges"));
+  module.def(
+      "plan_memory",
+      [unit_plans](
+          std::vector<std::vector<ParamSpec>> units,
+          const std::vector<CallEvent>& order,
+          int64_t stage,
+          int64_t world_size,
+          int prefetch,
+          bool exchanges,
+          int64_t rank,
+          int64_t optimizer_states) {
+        const PlanOptions options{stage, world_size, prefetch, exchanges};
+        return plan_memory(
+            unit_plans(std::move(units)), order, options, rank, optimizer_states);
+      },
+      py::arg("units"),
+      py::arg("order"),
+      py::kw_only(),
+      py::arg("stage"),
+      py::arg("world_size"),
+      py::arg("prefetch"),
+      py::arg("exchanges"),
+      py::arg("rank"),
+      py::arg("optimizer_states"));
+}
+
+} // namespace zerocore

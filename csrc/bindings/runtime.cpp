@@ -1,0 +1,49 @@
+// Python face of the runtime layer: the bucket pool, for tests.
+#include <pybind11/pybind11.h>
+
+#include <memory>
+
+#include "bindings/bindings.h"
+#include "runtime/bucket_pool.h"
+
+namespace py = pybind11;
+
+namespace zerocore {
+
+namespace {
+
+// A pool on the CPU together with the streams it needs.
+struct CpuPool {
+  CpuPool() : streams(c10::Device(c10::DeviceType::CPU)), pool(streams) {}
+
+  Streams streams;
+  BucketPool pool;
+};
+
+} // namespace
+
+void register_runtime(py::module_& module) {
+  py::class_<PoolStats>(module, "PoolStats")
+      .def_readonly("in_use_nbytes", &PoolStats::in_use_nbytes)
+      .def_readonly("peak_nbytes", &PoolStats::peak_nbytes)
+      .def_readonly("reserved_nbytes", &PoolStats::reserved_nbytes)
+      .def_readonly("num_allocations", &PoolStats::num_allocations);
+  py::class_<Slot>(module, "Slot")
+      .def_readonly("nbytes", &Slot::nbytes)
+      .def_property_readonly("address", [](const Slot& slot) {
+        return reinterpret_cast<uintptr_t>(slot.data.get());
+      });
+  py::class_<CpuPool>(module, "CpuBucketPool")
+      .def(py::init<>())
+      .def(
+          "acquire",
+          [](CpuPool& self, int64_t nbytes) {
+            return self.pool.acquire(nbytes, StreamRole::Compute);
+          })
+      .def(
+          "release",
+          [](CpuPool& self, Slot& slot) { self.pool.release(slot, StreamRole::Compute); })
+      .def_property_readonly("stats", [](const CpuPool& self) { return self.pool.stats(); });
+}
+
+} // namespace zerocore

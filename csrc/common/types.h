@@ -1,0 +1,43 @@
+// Ids and small value types that every layer shares.
+#pragma once
+
+#include <cstdint>
+
+namespace zerocore {
+
+using UnitId = int32_t;
+
+// What the runtime does and the planner predicts.
+enum class TraceOp : uint8_t { AllGather, ReduceScatter, AllReduce, Unshard, Reshard };
+
+inline const char* trace_op_name(TraceOp op) {
+  switch (op) {
+    case TraceOp::AllGather:
+      return "all_gather";
+    case TraceOp::ReduceScatter:
+      return "reduce_scatter";
+    case TraceOp::AllReduce:
+      return "all_reduce";
+    case TraceOp::Unshard:
+      return "unshard";
+    case TraceOp::Reshard:
+      return "reshard";
+  }
+  return "";
+}
+
+// Half-open range of elements, [begin, end).
+struct Range {
+  int64_t begin = 0;
+  int64_t end = 0;
+
+  int64_t size() const {
+    return end - begin;
+  }
+  bool empty() const {
+    return end <= begin;
+  }
+  bool operator==(const Range& other) const = default;
+};
+
+} // namespace zerocore

@@ -1,0 +1,67 @@
+// C++ hooks on the autograd graph.
+#include "engine/autograd.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+namespace zerocore {
+
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+struct BackwardHook final : torch::autograd::FunctionPreHook {
+  explicit BackwardHook(std::function<void()> run) : run_(std::move(run)) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    run_();
+    return grads;
+  }
+
+  std::function<void()> run_;
+};
+
+struct AccumulatedHook final : torch::autograd::PostAccumulateGradHook {
+  explicit AccumulatedHook(std::function<void()> run) : run_(std::move(run)) {}
+
+  void operator()(const at::Tensor& /*leaf*/) override {
+    run_();
+  }
+
+  std::function<void()> run_;
+};
+
+} // namespace
+
+void on_backward_of(const std::vector<at::Tensor>& outputs, const std::function<void()>& run) {
+  std::vector<Node*> hooked;
+  for (const at::Tensor& output : outputs) {
+    Node* node = output.grad_fn().get();
+    if (node != nullptr && std::find(hooked.begin(), hooked.end(), node) == hooked.end()) {
+      node->add_tensor_pre_hook(std::make_unique<BackwardHook>(run));
+      hooked.push_back(node);
+    }
+  }
+}
+
+void on_grad_accumulated(const at::Tensor& leaf, std::function<void()> run) {
+  torch::autograd::impl::set_post_acc_grad_hooks(
+      leaf, std::make_unique<AccumulatedHook>(std::move(run)));
+}
+
+bool in_backward() {
+  return torch::autograd::get_current_graph_task_id() != -1;
+}
+
+void on_backward_end(std::function<void()> run) {
+  torch::autograd::Engine::get_default_engine().queue_callback(std::move(run));
+}
+
+} // namespace zerocore

@@ -1,0 +1,24 @@
+// C++ hooks on the autograd graph; nothing of Python runs in them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <vector>
+
+namespace zerocore {
+
+// Calls `run` each time the backward reaches one of `outputs` (those with a grad_fn), before the
+// node that produced it runs.
+void on_backward_of(const std::vector<at::Tensor>& outputs, const std::function<void()>& run);
+
+// Calls `run` after a gradient was accumulated into the leaf.
+void on_grad_accumulated(const at::Tensor& leaf, std::function<void()> run);
+
+// Whether this thread is inside of a backward.
+bool in_backward();
+
+// Calls `run` when the backward this thread is inside of has ended without an exception.
+void on_backward_end(std::function<void()> run);
+
+} // namespace zerocore

@@ -1,0 +1,378 @@
+// Wires units, schedule, reducer and autograd.
+#include "engine/engine.h"
+
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/autograd.h"
+
+namespace zerocore {
+
+namespace {
+
+UnitContext make_context(
+    const EngineOptions& options,
+    Collectives* collectives,
+    Streams& streams,
+    BucketPool& pool,
+    Trace& trace) {
+  UnitContext context;
+  const int64_t world_size = collectives == nullptr ? 1 : collectives->size();
+  context.policy = StagePolicy::from_stage(options.stage, world_size);
+  context.collectives = collectives;
+  context.streams = &streams;
+  context.pool = &pool;
+  context.trace = &trace;
+  context.num_shards = context.policy.shards_optimizer() ? world_size : 1;
+  context.shard = context.policy.shards_optimizer() ? collectives->rank() : 0;
+  return context;
+}
+
+std::vector<std::unique_ptr<Unit>> make_units(
+    std::vector<UnitInit> inits,
+    const UnitContext& context) {
+  std::vector<std::unique_ptr<Unit>> units;
+  for (UnitInit& init : inits) {
+    const auto id = static_cast<UnitId>(units.size());
+    units.push_back(
+        std::make_unique<Unit>(id, std::move(init.name), std::move(init.params), context));
+  }
+  return units;
+}
+
+bool any_requires_grad(const std::vector<at::Tensor>& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
+    return tensor.requires_grad();
+  });
+}
+
+} // namespace
+
+Engine::Engine(
+    EngineOptions options,
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    c10::Device device,
+    std::vector<UnitInit> units,
+    std::vector<CallEvent> order,
+    std::unique_ptr<Registrar> registrar)
+    : options_(options),
+      streams_(device),
+      pool_(streams_),
+      collectives_(
+          group == nullptr || group->getSize() == 1
+              ? nullptr
+              : std::make_unique<Collectives>(std::move(group), streams_)),
+      context_(make_context(options, collectives_.get(), streams_, pool_, trace_)),
+      units_(make_units(std::move(units), context_)),
+      progress_(units_.size()),
+      schedule_(
+          {static_cast<int>(units_.size()),
+           options.prefetch,
+           context_.policy.shards_optimizer(),
+           context_.policy.shards_parameters()},
+          std::move(order)),
+      reducer_(units_, context_, {options.hold_full, options.exchange_used}),
+      registrar_(std::move(registrar)),
+      agreed_(false) {}
+
+Engine::~Engine() {
+  try {
+    reset();
+  } catch (const std::exception& error) {
+    TORCH_WARN("zerocore: a collective failed while the model was freed: ", error.what());
+  }
+}
+
+void Engine::start(bool consistent) {
+  for (UnitId id = 0; id < num_units(); ++id) {
+    progress_[id].fired.assign(units_[id]->params().size(), 0);
+    units_[id]->mark_fresh();
+    if (!consistent) {
+      mark_changed(id);
+    }
+  }
+}
+
+// -- forward --------------------------------------------------------------------------------
+
+void Engine::begin_pass() {
+  recover();
+  if (schedule_.in_rooted_pass() || in_backward()) {
+    recomputing_.push_back(true); // nested: the outer pass goes on
+    return;
+  }
+  recomputing_.push_back(false);
+  for (UnitId id = 0; id < num_units(); ++id) {
+    refresh(id);
+  }
+  schedule_.begin_pass(c10::GradMode::is_enabled(), actions_);
+  run(actions_);
+}
+
+void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
+  const bool nested = recomputing_.back();
+  recomputing_.pop_back();
+  if (nested) {
+    return;
+  }
+  schedule_.end_pass(actions_);
+  run(actions_);
+  if (!agreed_) {
+    agree_on_called();
+  }
+  if (any_requires_grad(outputs)) {
+    on_backward_of(outputs, [weak = weak_from_this()] {
+      if (const auto engine = weak.lock()) {
+        engine->begin_backward();
+      }
+    });
+  }
+}
+
+void Engine::fail_pass() {
+  const bool nested = recomputing_.back();
+  recomputing_.pop_back();
+  if (!nested) {
+    reset();
+  }
+}
+
+void Engine::enter(UnitId id) {
+  recover();
+  recomputing_.push_back(in_backward());
+  if (recomputing_.back()) {
+    begin_backward();
+    schedule_.recompute(id, actions_);
+  } else {
+    if (!schedule_.in_rooted_pass()) {
+      refresh(id);
+    }
+    schedule_.enter(id, c10::GradMode::is_enabled(), actions_);
+  }
+  run(actions_);
+  units_[id]->wait_for_unshard();
+  update_registration(id);
+}
+
+void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs) {
+  const bool recomputing = recomputing_.back();
+  recomputing_.pop_back();
+  const bool records = any_requires_grad(outputs);
+  CallHandle call{-1, -1, id};
+  if (!recomputing) {
+    // Without grad mode in a pass that records: reentrant checkpointing, whose backward comes.
+    const bool rerun = !c10::GradMode::is_enabled() && progress_[id].num_trainable > 0;
+    call = schedule_.exit(id, records || rerun, actions_);
+    run(actions_);
+    update_registration(id);
+  }
+  if (records) {
+    on_backward_of(outputs, [weak = weak_from_this(), call, version = units_[id]->version()] {
+      if (const auto engine = weak.lock()) {
+        engine->pre_backward(call, version);
+      }
+    });
+  }
+}
+
+// A rank that never calls a unit the others call would wait for it forever once the order is
+// learned; units that no rank calls would be gathered for nothing. Asked once.
+void Engine::agree_on_called() {
+  agreed_ = true;
+  std::vector<bool> called = schedule_.called();
+  if (collectives_ != nullptr) {
+    at::Tensor flags = at::zeros({num_units()}, at::kByte);
+    std::copy(called.begin(), called.end(), flags.data_ptr<uint8_t>());
+    collectives_->all_reduce_max(flags);
+    const uint8_t* values = flags.const_data_ptr<uint8_t>();
+    std::transform(values, values + called.size(), called.begin(), [](uint8_t value) {
+      return value != 0;
+    });
+  }
+  schedule_.prune(called);
+}
+
+// -- backward -------------------------------------------------------------------------------
+
+void Engine::begin_backward() {
+  if (std::exchange(backward_, true)) {
+    return;
+  }
+  schedule_.begin_backward();
+  on_backward_end([weak = weak_from_this()] {
+    if (const auto engine = weak.lock()) {
+      engine->end_backward();
+    }
+  });
+}
+
+void Engine::pre_backward(const CallHandle& call, int64_t version) {
+  Unit& unit = *units_[call.unit];
+  TORCH_CHECK(
+      unit.version() == version,
+      "backward through unit '",
+      unit.name(),
+      "': its parameters were changed after the forward (by an optimizer step or a load). Run "
+      "backward before the step, or run the forward again.");
+  begin_backward();
+  if (schedule_.pre_backward(call, actions_)) {
+    forget_fired(call.unit);
+  }
+  run(actions_);
+  unit.wait_for_unshard();
+  update_registration(call.unit);
+}
+
+void Engine::grad_ready(UnitId id, int param) {
+  begin_backward();
+  UnitProgress& progress = progress_[id];
+  if (!std::exchange(progress.fired[param], 1)) {
+    ++progress.num_fired;
+  }
+  if (progress.num_fired == progress.num_trainable) {
+    schedule_.ready(id, actions_);
+    run(actions_);
+  }
+}
+
+void Engine::forget_fired(UnitId id) {
+  std::fill(progress_[id].fired.begin(), progress_[id].fired.end(), 0);
+  progress_[id].num_fired = 0;
+}
+
+void Engine::end_backward() {
+  schedule_.end_backward(actions_);
+  run(actions_);
+  for (UnitId id = 0; id < num_units(); ++id) {
+    if (reducer_.has_grads(id)) {
+      reducer_.reduce(id, sync_);
+    }
+    forget_fired(id);
+    update_registration(id);
+  }
+  reducer_.finish();
+  backward_ = false;
+}
+
+// -- shared ---------------------------------------------------------------------------------
+
+// A backward that ended with an exception never reached end_backward().
+void Engine::recover() {
+  if (backward_ && !in_backward()) {
+    reset();
+  }
+}
+
+void Engine::run(Actions& actions) {
+  for (const Action& action : actions) {
+    Unit& unit = *units_[action.unit];
+    switch (action.kind) {
+      case ActionKind::Unshard:
+        unit.unshard();
+        break;
+      case ActionKind::Reshard:
+        unit.reshard();
+        break;
+      case ActionKind::Reduce:
+        reducer_.reduce(action.unit, sync_);
+        break;
+    }
+    if (action.kind != ActionKind::Unshard) {
+      update_registration(action.unit);
+    }
+  }
+  actions.clear();
+}
+
+void Engine::update_registration(UnitId id) {
+  const bool full = schedule_.is_active(id);
+  if (progress_[id].full_shown != full) {
+    if (full) {
+      sync_requires_grad(id);
+    }
+    registrar_->show(id, full);
+    progress_[id].full_shown = full;
+  }
+}
+
+// Carries requires_grad from the parameters the user sees to those that compute.
+void Engine::sync_requires_grad(UnitId id) {
+  UnitProgress& progress = progress_[id];
+  if (backward_) {
+    return;
+  }
+  progress.num_trainable = 0;
+  auto& params = units_[id]->params();
+  for (size_t i = 0; i < params.size(); ++i) {
+    UnitParam& param = params[i];
+    const bool requires_grad = param.shard.requires_grad();
+    if (param.full.requires_grad() != requires_grad) {
+      param.full.set_requires_grad(requires_grad);
+    }
+    progress.num_trainable += requires_grad ? 1 : 0;
+    if (requires_grad && !std::exchange(param.hooked, true)) {
+      on_grad_accumulated(param.full, [weak = weak_from_this(), id, i] {
+        if (const auto engine = weak.lock()) {
+          engine->grad_ready(id, static_cast<int>(i));
+        }
+      });
+    }
+  }
+  schedule_.set_reducible(id, progress.num_trainable > 0);
+}
+
+void Engine::refresh(UnitId id) {
+  Unit& unit = *units_[id];
+  if (unit.gathered_version() != unit.version() && !schedule_.is_active(id)) {
+    schedule_.invalidate(id, actions_);
+    run(actions_);
+    unit.mark_fresh();
+    // What wrote the shards ran on the compute stream.
+    streams_.wait(StreamRole::AllGather, streams_.record(StreamRole::Compute));
+  }
+}
+
+void Engine::pin(const std::vector<UnitId>& units) {
+  recover();
+  for (const UnitId id : units) {
+    refresh(id);
+    schedule_.pin(id, actions_);
+    run(actions_);
+    units_[id]->wait_for_unshard();
+    update_registration(id);
+  }
+}
+
+void Engine::unpin(const std::vector<UnitId>& units, bool write_back) {
+  const at::NoGradGuard no_grad;
+  for (const UnitId id : units) {
+    if (write_back) {
+      units_[id]->write_back();
+    }
+    schedule_.unpin(id, actions_);
+    run(actions_);
+    update_registration(id);
+  }
+}
+
+void Engine::mark_changed(UnitId unit) {
+  units_.at(unit)->mark_changed();
+}
+
+void Engine::reset() {
+  backward_ = false;
+  recomputing_.clear();
+  schedule_.abort(actions_);
+  run(actions_);
+  reducer_.reset();
+  for (UnitId id = 0; id < num_units(); ++id) {
+    forget_fired(id);
+    update_registration(id);
+  }
+}
+
+} // namespace zerocore

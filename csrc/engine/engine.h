@@ -1,0 +1,136 @@
+// The one object Python holds: wires units, schedule, reducer and autograd.
+//
+// Calls come from one thread at a time (backward may run on another one). enter/exit bracket a
+// module call; begin_pass/end_pass bracket a call of the sharded model.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/reducer.h"
+#include "engine/unit.h"
+#include "plan/schedule.h"
+
+namespace zerocore {
+
+struct EngineOptions {
+  int64_t stage = 3;
+  int prefetch = 1;
+  bool hold_full = false;
+  bool exchange_used = false;
+};
+
+struct UnitInit {
+  std::string name;
+  std::vector<UnitParam> params;
+};
+
+// Writes a unit's parameters into the modules that own them. Called from any thread.
+class Registrar {
+ public:
+  virtual ~Registrar() = default;
+  virtual void show(UnitId unit, bool full) = 0;
+};
+
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  // `group` is null for a world of one. `order` is the expected order of calls.
+  Engine(
+      EngineOptions options,
+      c10::intrusive_ptr<c10d::ProcessGroup> group,
+      c10::Device device,
+      std::vector<UnitInit> units,
+      std::vector<CallEvent> order,
+      std::unique_ptr<Registrar> registrar);
+  ~Engine();
+
+  Unit& unit(UnitId id) {
+    return *units_.at(id);
+  }
+  UnitId num_units() const {
+    return static_cast<UnitId>(units_.size());
+  }
+  Reducer& reducer() {
+    return reducer_;
+  }
+  const StagePolicy& policy() const {
+    return context_.policy;
+  }
+  const Schedule& schedule() const {
+    return schedule_;
+  }
+  const PoolStats& pool_stats() const {
+    return pool_.stats();
+  }
+  Trace& trace() {
+    return trace_;
+  }
+
+  // All parameters are materialized and bound. `consistent`: all ranks hold the same values.
+  void start(bool consistent);
+
+  // -- forward
+  void begin_pass();
+  void end_pass(const std::vector<at::Tensor>& outputs);
+  void fail_pass();
+  void enter(UnitId unit);
+  void exit(UnitId unit, const std::vector<at::Tensor>& outputs);
+
+  // -- between steps
+  void set_sync(bool sync) {
+    sync_ = sync;
+  }
+  bool sync() const {
+    return sync_;
+  }
+  // Unshards the units and shows their full parameters until unpin.
+  void pin(const std::vector<UnitId>& units);
+  void unpin(const std::vector<UnitId>& units, bool write_back);
+  void mark_changed(UnitId unit);
+  // Drops everything in flight: gathers, graphs waiting for a backward, unreduced gradients.
+  void reset();
+
+ private:
+  void begin_backward();
+  void end_backward();
+  void pre_backward(const CallHandle& call, int64_t version);
+  void grad_ready(UnitId unit, int param);
+  void forget_fired(UnitId unit);
+  void recover();
+  void run(Actions& actions);
+  void update_registration(UnitId unit);
+  void sync_requires_grad(UnitId unit);
+  void refresh(UnitId unit);
+  void agree_on_called();
+
+  struct UnitProgress {
+    bool full_shown = false;
+    int num_trainable = 0;
+    int num_fired = 0;
+    std::vector<uint8_t> fired;
+  };
+
+  EngineOptions options_;
+  Streams streams_;
+  BucketPool pool_;
+  Trace trace_;
+  std::unique_ptr<Collectives> collectives_;
+  UnitContext context_;
+  std::vector<std::unique_ptr<Unit>> units_;
+  std::vector<UnitProgress> progress_;
+  Schedule schedule_;
+  Reducer reducer_;
+  std::unique_ptr<Registrar> registrar_;
+  std::vector<bool> recomputing_; // for each entered unit: in a recompute, not a forward
+  Actions actions_; // reused
+  bool backward_ = false;
+  bool sync_ = true;
+  bool agreed_ = false; // the ranks compared which units they call
+};
+
+} // namespace zerocore

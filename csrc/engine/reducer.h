@@ -1,0 +1,101 @@
+// Packs, reduces and accumulates gradients; decides nothing about order.
+//
+// Note [Where gradients live]
+// stage 0, 1   one persistent bucket per region: packed into, reduced in place. The gradient the
+//              optimizer sees is this rank's slice of it (stage 0: all of it).
+// stage 2, 3   packed into a pool slot, reduced into a persistent shard, the slot given back.
+// While gradients accumulate without communication the bucket holds this rank's own sums
+// (`local`). Gradients are scaled by 1 / world size when they are packed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "engine/unit.h"
+#include "kernels/ops.h"
+
+namespace zerocore {
+
+struct ReducerOptions {
+  bool hold_full = false; // stages 2, 3: keep full sums while not syncing
+  bool exchange_used = false; // ask the ranks in every backward which parameters took part
+};
+
+class Reducer {
+ public:
+  Reducer(std::vector<std::unique_ptr<Unit>>& units, UnitContext context, ReducerOptions options);
+
+  // A tensor over the memory of a parameter's gradient shard, 1-D; memory comes with the first
+  // gradient.
+  at::Tensor make_grad(UnitId unit, int param) const;
+  // The tensor that becomes `shard.grad`; same memory as make_grad.
+  void bind_grad(UnitId unit, int param, at::Tensor grad);
+
+  // Packs the unit's gradients and, with sync, starts their reduction; otherwise they are summed
+  // locally (stages 0, 1, hold_full). Parameters without gradient count as zero.
+  void reduce(UnitId unit, bool sync);
+  // Whether the unit has gradients that reduce() has not seen.
+  bool has_grads(UnitId unit) const;
+  // Ends a backward: waits for the reductions and shows the gradients on the shards.
+  void finish();
+  // Waits for what is in flight and drops it, and all gradients not reduced yet.
+  void reset();
+  // Bytes of gradient memory that stay between steps.
+  int64_t persistent_nbytes() const;
+
+ private:
+  struct RegionGrads {
+    explicit RegionGrads(const Unit& unit, int region, bool exchanges);
+
+    int region = 0;
+    Bucket full; // packed gradients of this rank
+    std::optional<Bucket> shard; // reduced; only where gradients are sharded
+    Bucket scratch; // what the other ranks sent, or a sum to be added
+    Slot full_slot, scratch_slot;
+    bool local = false; // `full` holds sums that were not reduced
+    PendingCollective pending;
+  };
+  struct ParamGrads {
+    at::Tensor grad;
+    bool valid = false; // the gradient memory holds a value
+    bool local = false; // the bucket's unreduced sums include this parameter
+    bool used = false; // took part in a backward since the last reduction
+  };
+  struct UnitGrads {
+    std::vector<RegionGrads> regions; // floating-point ones
+    std::vector<ParamGrads> params;
+    bool touched = false; // in this backward
+    bool reduced = false; // in this backward
+  };
+
+  bool persistent() const {
+    return !context_.policy.shards_gradients();
+  }
+  bool is_trainable(const Unit& unit, int region) const;
+  void touch(UnitId unit);
+  void attach_full(RegionGrads& grads);
+  void pack(UnitId unit, RegionGrads& grads);
+  Range add_range(const Unit& unit, const RegionGrads& grads, int param) const;
+  bool adds_to_shard(UnitId unit, const RegionGrads& grads) const;
+  void issue(UnitId unit, RegionGrads& grads);
+  void complete(UnitId unit, RegionGrads& grads);
+  void complete_all();
+  void zero_invalid(UnitId unit, RegionGrads& grads);
+  void clear_full_grads(UnitId unit);
+  void exchange_used();
+  void show(UnitId unit);
+  const at::Tensor& shard_of(const RegionGrads& grads) const;
+
+  std::vector<std::unique_ptr<Unit>>& units_;
+  UnitContext context_;
+  ReducerOptions options_;
+  bool asked_used_ = false;
+  std::vector<UnitGrads> grads_;
+  std::vector<std::pair<UnitId, int>> in_flight_; // (unit, index into regions)
+  std::vector<kernels::PackSegment> segments_; // reused
+};
+
+} // namespace zerocore

@@ -1,0 +1,195 @@
+// One unit and its states.
+#include "engine/unit.h"
+
+#include <ATen/ops/as_strided.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <numeric>
+#include <utility>
+
+namespace zerocore {
+
+namespace {
+
+std::vector<ParamSpec> specs(const std::vector<UnitParam>& params) {
+  std::vector<ParamSpec> result;
+  result.reserve(params.size());
+  for (const UnitParam& param : params) {
+    result.push_back(param.spec);
+  }
+  return result;
+}
+
+std::vector<int> all_regions(const Layout& layout) {
+  std::vector<int> regions(layout.regions().size());
+  std::iota(regions.begin(), regions.end(), 0);
+  return regions;
+}
+
+c10::DataPtr allocate(c10::Device device, int64_t nbytes) {
+  return c10::GetAllocator(device.type())->allocate(static_cast<size_t>(nbytes));
+}
+
+} // namespace
+
+Unit::Unit(
+    UnitId id,
+    std::string name,
+    std::vector<UnitParam> params,
+    const UnitContext& context)
+    : id_(id),
+      name_(std::move(name)),
+      params_(std::move(params)),
+      context_(context),
+      layout_(Layout::build(specs(params_), context.num_shards)),
+      bucket_(
+          layout_,
+          all_regions(layout_),
+          context.shard,
+          context.streams->device(),
+          "unit '" + name_ + "'") {
+  if (context_.policy.shards_parameters()) {
+    shards_.emplace(
+        layout_.of_shard(context_.shard),
+        all_regions(layout_),
+        0,
+        context_.streams->device(),
+        "unit '" + name_ + "'");
+  }
+}
+
+at::Tensor Unit::make_full(int param) const {
+  const ParamPlace& place = layout_.places().at(param);
+  const UnitParam& full = params_[param];
+  return bucket_.view(place.region, place.offset, full.spec.shape, full.strides);
+}
+
+at::Tensor Unit::make_shard(int param) const {
+  const int region = layout_.places().at(param).region;
+  const int64_t offset = layout_.offset_in_shard(param, context_.shard);
+  const int64_t numel = layout_.owned(param, context_.shard).size();
+  if (shards_) {
+    return shards_->view(region, offset, {numel}, {1});
+  }
+  const int64_t begin = layout_.regions()[region].shard_range(context_.shard).begin;
+  return bucket_.view(region, begin + offset, {numel}, {1});
+}
+
+const at::Tensor& Unit::shard(int region) const {
+  return shards_ ? shards_->full(region) : bucket_.own(region);
+}
+
+void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast) {
+  const c10::Device device = context_.streams->device();
+  Slot staging;
+  if (shards_) {
+    shards_->attach(allocate(device, shards_->nbytes()));
+    // From the allocator, not the pool: what is only needed once must not stay reserved.
+    bucket_.attach(allocate(device, bucket_.nbytes()));
+  } else {
+    bucket_.attach(allocate(device, bucket_.nbytes()));
+  }
+  fill(full);
+  for (const int region : bucket_.regions()) {
+    if (broadcast && context_.collectives != nullptr) {
+      context_.collectives->broadcast(bucket_.full_bytes(region), {&name_, nullptr})
+          .wait(*context_.streams);
+    }
+    if (shards_) {
+      shards_->full(region).copy_(bucket_.own(region));
+    }
+  }
+  if (shards_) {
+    bucket_.detach();
+  } else {
+    state_ = UnitState::Unsharded;
+  }
+}
+
+void Unit::fill(const std::vector<at::Tensor>& full) {
+  const c10::InferenceMode normal(false);
+  const at::NoGradGuard no_grad;
+  for (const int region : bucket_.regions()) {
+    bucket_.full(region).zero_();
+  }
+  for (int i = 0; i < static_cast<int>(params_.size()); ++i) {
+    make_full(i).copy_(full.at(i));
+  }
+}
+
+void Unit::set_state(UnitState next) {
+  const bool legal = (state_ == UnitState::Sharded && next == UnitState::Unsharding) ||
+      (state_ == UnitState::Unsharding && next == UnitState::Unsharded) ||
+      (state_ == UnitState::Unsharded && next != UnitState::Unsharded);
+  TORCH_INTERNAL_ASSERT(
+      legal, "unit ", name_, ": ", static_cast<int>(state_), " > ", static_cast<int>(next));
+  state_ = next;
+}
+
+void Unit::unshard() {
+  // At stages 1 and 2 a unit with stale parameters is gathered again in place.
+  set_state(UnitState::Unsharding);
+  gathered_version_ = version();
+  if (shards_) {
+    slot_ = context_.pool->acquire(bucket_.nbytes(), StreamRole::AllGather);
+    bucket_.attach(slot_.data.get());
+    context_.trace->add(
+        TraceOp::Unshard, id_, bucket_.nbytes(), context_.pool->stats().in_use_nbytes);
+  }
+  for (const int region : bucket_.regions()) {
+    const at::Tensor& own = shards_ ? shards_->full_bytes(region) : bucket_.own_bytes(region);
+    CollectiveTag tag{
+        &name_,
+        context_.trace->add(
+            TraceOp::AllGather,
+            id_,
+            layout_.regions()[region].nbytes(),
+            context_.pool->stats().in_use_nbytes)};
+    gathers_.push_back(
+        context_.collectives->all_gather(bucket_.full_bytes(region), own, std::move(tag)));
+  }
+}
+
+void Unit::wait_for_unshard() {
+  if (state_ != UnitState::Unsharding) {
+    return;
+  }
+  for (PendingCollective& gather : gathers_) {
+    gather.wait(*context_.streams);
+  }
+  gathers_.clear();
+  set_state(UnitState::Unsharded);
+}
+
+void Unit::reshard() {
+  wait_for_unshard();
+  set_state(UnitState::Sharded);
+  bucket_.detach();
+  context_.pool->release(slot_, StreamRole::Compute);
+  context_.trace->add(
+      TraceOp::Reshard, id_, bucket_.nbytes(), context_.pool->stats().in_use_nbytes);
+}
+
+void Unit::write_back() {
+  for (const int region : bucket_.regions()) {
+    if (shards_) {
+      shards_->full(region).copy_(bucket_.own(region));
+    }
+  }
+  mark_changed();
+}
+
+int64_t Unit::version() const {
+  int64_t version = changes_;
+  for (const UnitParam& param : params_) {
+    version += param.shard._version();
+  }
+  return version;
+}
+
+int64_t Unit::persistent_nbytes() const {
+  return shards_ ? shards_->nbytes() : bucket_.nbytes();
+}
+
+} // namespace zerocore

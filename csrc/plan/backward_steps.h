@@ -1,0 +1,49 @@
+// Turns the calls of one forward pass into the ordered steps of its backward.
+//
+// The list is the same on every rank that ran (or skipped in turn) the same calls, and every
+// collective of the backward is a position in it. A rank that finds a later step due first does
+// all steps before it, so no rank waits for a collective that another one leaves out.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "common/types.h"
+
+namespace zerocore {
+
+enum class EventKind : uint8_t { Enter, Exit };
+
+// A unit entered or left in a forward pass.
+struct CallEvent {
+  EventKind kind = EventKind::Enter;
+  UnitId unit = -1;
+  bool needs_backward = true; // of an Exit: its outputs require grad
+  bool skipped = false; // done in turn for the other ranks; this rank did not call the unit
+
+  bool is_enter(UnitId of) const {
+    return kind == EventKind::Enter && unit == of;
+  }
+};
+
+enum class StepKind : uint8_t {
+  Pre, // the backward of a call is about to run
+  Gather, // the unit must be (on its way to be) unsharded
+  Release, // the unit is not needed any more, and other calls of it follow or nothing is reduced
+  Reduce, // the unit's gradients are complete: reduce them and release the unit
+};
+
+struct Step {
+  StepKind kind = StepKind::Pre;
+  UnitId unit = -1;
+  int32_t exit = -1; // of a Pre: index of the call's Exit event
+};
+
+// `reduces(unit)` says whether the unit's gradients are reduced when its first call is left.
+std::vector<Step> backward_steps(
+    const std::vector<CallEvent>& events,
+    int prefetch,
+    const std::function<bool(UnitId)>& reduces);
+
+} // namespace zerocore

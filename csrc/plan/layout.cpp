@@ -1,0 +1,148 @@
+// Builds and validates the layout of one unit.
+#include "plan/layout.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace zerocore {
+
+namespace {
+
+void check_spec(const ParamSpec& spec) {
+  TORCH_CHECK_VALUE(
+      spec.itemsize > 0,
+      "parameter '",
+      spec.fqn,
+      "': itemsize must be positive, got ",
+      spec.itemsize);
+  for (const int64_t size : spec.shape) {
+    TORCH_CHECK_VALUE(
+        size >= 0, "parameter '", spec.fqn, "': sizes must not be negative, got ", size);
+  }
+}
+
+int find_or_add_region(std::vector<Region>& regions, const ParamSpec& spec, int64_t num_shards) {
+  for (size_t i = 0; i < regions.size(); ++i) {
+    if (regions[i].dtype == spec.dtype && regions[i].requires_grad == spec.requires_grad) {
+      return static_cast<int>(i);
+    }
+  }
+  Region region;
+  region.dtype = spec.dtype;
+  region.itemsize = spec.itemsize;
+  region.requires_grad = spec.requires_grad;
+  region.num_shards = num_shards;
+  regions.push_back(std::move(region));
+  return static_cast<int>(regions.size()) - 1;
+}
+
+// Elements that make up `nbytes`, at least one where an element is larger.
+int64_t aligned_numel(int64_t nbytes, int64_t itemsize) {
+  return std::max<int64_t>(1, nbytes / itemsize);
+}
+
+} // namespace
+
+Layout Layout::build(const std::vector<ParamSpec>& params, int64_t num_shards) {
+  TORCH_CHECK_VALUE(num_shards >= 1, "num_shards must be at least 1, got ", num_shards);
+  std::vector<Region> regions;
+  std::vector<ParamPlace> places;
+  std::vector<int64_t> used; // elements of each region so far
+  places.reserve(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    const ParamSpec& spec = params[i];
+    check_spec(spec);
+    const int region = find_or_add_region(regions, spec, num_shards);
+    used.resize(regions.size(), 0);
+    const int64_t offset =
+        round_up(used[region], aligned_numel(kParamAlignment, spec.itemsize));
+    places.push_back({region, offset, spec.numel()});
+    used[region] = offset + spec.numel();
+    regions[region].params.push_back(static_cast<int>(i));
+  }
+  for (size_t i = 0; i < regions.size(); ++i) {
+    const int64_t multiple = aligned_numel(kShardAlignment, regions[i].itemsize);
+    regions[i].shard_numel = round_up(ceil_div(used[i], num_shards), multiple);
+  }
+  Layout layout(std::move(regions), std::move(places), num_shards);
+  layout.validate();
+  return layout;
+}
+
+Layout::Layout(std::vector<Region> regions, std::vector<ParamPlace> places, int64_t num_shards)
+    : regions_(std::move(regions)), places_(std::move(places)), num_shards_(num_shards) {
+  std::vector<int> all(regions_.size());
+  std::iota(all.begin(), all.end(), 0);
+  nbytes_ = nbytes_of(all);
+}
+
+Layout Layout::of_shard(int64_t shard) const {
+  std::vector<Region> regions = regions_;
+  for (Region& region : regions) {
+    region.num_shards = 1;
+  }
+  std::vector<ParamPlace> places;
+  places.reserve(places_.size());
+  for (int i = 0; i < static_cast<int>(places_.size()); ++i) {
+    places.push_back({places_[i].region, offset_in_shard(i, shard), owned(i, shard).size()});
+  }
+  return Layout(std::move(regions), std::move(places), 1);
+}
+
+int64_t Layout::nbytes_of(const std::vector<int>& regions) const {
+  int64_t nbytes = 0;
+  for (const int region : regions) {
+    nbytes = round_up(nbytes, kRegionAlignment) + regions_.at(region).nbytes();
+  }
+  return nbytes;
+}
+
+int64_t Layout::shard_nbytes() const {
+  int64_t nbytes = 0;
+  for (const Region& region : regions_) {
+    nbytes += region.shard_nbytes();
+  }
+  return nbytes;
+}
+
+int64_t Layout::param_nbytes() const {
+  int64_t nbytes = 0;
+  for (const ParamPlace& place : places_) {
+    nbytes += place.numel * regions_[place.region].itemsize;
+  }
+  return nbytes;
+}
+
+Range Layout::owned(int param, int64_t shard) const {
+  const ParamPlace& place = places_.at(param);
+  const Range part = intersect(place.range(), regions_[place.region].shard_range(shard));
+  if (part.empty()) {
+    return {0, 0};
+  }
+  return {part.begin - place.offset, part.end - place.offset};
+}
+
+int64_t Layout::offset_in_shard(int param, int64_t shard) const {
+  const ParamPlace& place = places_.at(param);
+  const Range range = owned(param, shard);
+  if (range.empty()) {
+    return 0;
+  }
+  return place.offset + range.begin - regions_[place.region].shard_range(shard).begin;
+}
+
+void Layout::validate() const {
+  for (const Region& region : regions_) {
+    TORCH_INTERNAL_ASSERT(region.shard_nbytes() % kShardAlignment == 0);
+    int64_t end = 0;
+    for (const int param : region.params) {
+      const ParamPlace& place = places_[param];
+      TORCH_INTERNAL_ASSERT(place.offset >= end, "parameters overlap");
+      TORCH_INTERNAL_ASSERT(place.offset * region.itemsize % kParamAlignment == 0);
+      end = place.offset + place.numel;
+    }
+    TORCH_INTERNAL_ASSERT(end <= region.numel(), "region too small");
+  }
+}
+
+} // namespace zerocore

@@ -1,0 +1,105 @@
+// Where every parameter of a unit lies: regions, offsets, padding, each rank's part.
+//
+//   unit buffer   | region 0 (float32, trainable)        | region 1 (float32, frozen) | ...
+//   region        | weight ....|gap| bias .|gap| ... |tail padding|
+//   shards        | rank 0       | rank 1       | rank 2          |   equal parts
+//
+// Parameters are contiguous in their region and start on a multiple of kParamAlignment bytes. A
+// region is padded so that its shards are equal and a multiple of kShardAlignment bytes, which
+// keeps every rank's bytes of a collective aligned.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/types.h"
+#include "plan/param_spec.h"
+
+namespace zerocore {
+
+constexpr int64_t kParamAlignment = 128; // bytes
+constexpr int64_t kShardAlignment = 16; // bytes
+constexpr int64_t kRegionAlignment = 256; // bytes, start of a region in a buffer
+
+// Place of one parameter. Offsets and sizes count elements.
+struct ParamPlace {
+  int region = 0;
+  int64_t offset = 0; // in the region
+  int64_t numel = 0;
+
+  Range range() const {
+    return {offset, offset + numel};
+  }
+};
+
+// One contiguous part of a unit's buffer that is moved by one collective.
+struct Region {
+  int dtype = 0;
+  int64_t itemsize = 0;
+  bool requires_grad = true;
+  int64_t shard_numel = 0;
+  int64_t num_shards = 1;
+  std::vector<int> params; // indices into the unit's parameters, in order of offset
+
+  int64_t numel() const {
+    return shard_numel * num_shards;
+  }
+  int64_t nbytes() const {
+    return numel() * itemsize;
+  }
+  int64_t shard_nbytes() const {
+    return shard_numel * itemsize;
+  }
+  Range shard_range(int64_t shard) const {
+    return {shard * shard_numel, (shard + 1) * shard_numel};
+  }
+};
+
+class Layout {
+ public:
+  // Lays out `params` for `num_shards` equal shards. Parameters of one dtype and one requires_grad
+  // share a region; regions appear in the order of their first parameter.
+  // Throws c10::ValueError for num_shards < 1 or a parameter without a valid shape or itemsize.
+  static Layout build(const std::vector<ParamSpec>& params, int64_t num_shards);
+
+  // The layout of what one shard holds: the same regions without the other ranks' parts, every
+  // parameter reduced to its owned range (not aligned any more).
+  Layout of_shard(int64_t shard) const;
+
+  const std::vector<Region>& regions() const {
+    return regions_;
+  }
+  const std::vector<ParamPlace>& places() const {
+    return places_;
+  }
+  int64_t num_shards() const {
+    return num_shards_;
+  }
+  // Bytes of the unsharded unit buffer, gaps and padding included.
+  int64_t nbytes() const {
+    return nbytes_;
+  }
+  // Bytes of a buffer that holds only some of the regions, one after the other.
+  int64_t nbytes_of(const std::vector<int>& regions) const;
+  // Bytes that one rank owns.
+  int64_t shard_nbytes() const;
+  // Bytes of the parameters themselves.
+  int64_t param_nbytes() const;
+
+  // The flattened elements of parameter `param` that `shard` owns, possibly empty.
+  Range owned(int param, int64_t shard) const;
+  // Where that range starts in the shard, in elements; 0 for an empty range.
+  int64_t offset_in_shard(int param, int64_t shard) const;
+
+ private:
+  Layout(std::vector<Region> regions, std::vector<ParamPlace> places, int64_t num_shards);
+  // Checks what build() promises; a violation is a bug.
+  void validate() const;
+
+  std::vector<Region> regions_;
+  std::vector<ParamPlace> places_;
+  int64_t num_shards_ = 1;
+  int64_t nbytes_ = 0;
+};
+
+} // namespace zerocore

@@ -1,0 +1,30 @@
+// A ZeRO stage as three placements; the only place that knows the number.
+#pragma once
+
+#include <cstdint>
+
+namespace zerocore {
+
+enum class Placement { Replicated, Sharded };
+
+struct StagePolicy {
+  Placement parameters = Placement::Replicated;
+  Placement gradients = Placement::Replicated;
+  Placement optimizer = Placement::Replicated;
+
+  // Stage 0-3 on `world_size` ranks; one rank has nothing to shard, whatever the stage.
+  // Throws c10::ValueError for any other stage.
+  static StagePolicy from_stage(int64_t stage, int64_t world_size);
+
+  bool shards_parameters() const {
+    return parameters == Placement::Sharded;
+  }
+  bool shards_gradients() const {
+    return gradients == Placement::Sharded;
+  }
+  bool shards_optimizer() const {
+    return optimizer == Placement::Sharded;
+  }
+};
+
+} // namespace zerocore

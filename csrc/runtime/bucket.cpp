@@ -1,0 +1,102 @@
+// A flat buffer with a layout.
+#include "runtime/bucket.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/StorageImpl.h>
+
+#include <utility>
+
+namespace zerocore {
+
+at::Tensor tensor_over(
+    const c10::Storage& storage,
+    c10::ScalarType dtype,
+    int64_t offset_numel,
+    at::IntArrayRef sizes,
+    at::IntArrayRef strides) {
+  const auto options = at::TensorOptions().dtype(dtype).device(storage.device());
+  // Through empty() for the right dispatch keys; InferenceMode must not leak into leaves.
+  const c10::InferenceMode normal(false);
+  at::Tensor tensor = at::empty({0}, options);
+  tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset_numel);
+  return tensor;
+}
+
+Bucket::Bucket(
+    const Layout& layout,
+    std::vector<int> regions,
+    int64_t shard,
+    c10::Device device,
+    std::string owner)
+    : regions_(std::move(regions)),
+      offsets_(layout.regions().size(), 0),
+      detached_message_(
+          "the full parameters of " + owner +
+          " were used while they are sharded. They exist only during the unit's own forward and "
+          "backward; read them inside `with zerocore.unsharded(module):`, or mark the method that "
+          "uses them with zerocore.register_forward_method"),
+      device_(device),
+      nbytes_(layout.nbytes_of(regions_)),
+      full_(layout.regions().size()),
+      own_(layout.regions().size()),
+      full_bytes_(layout.regions().size()),
+      own_bytes_(layout.regions().size()) {
+  storage_ = c10::Storage(
+      c10::Storage::use_byte_size_t(),
+      static_cast<size_t>(nbytes_),
+      c10::DataPtr(nullptr, device),
+      /*allocator=*/nullptr,
+      /*resizable=*/false);
+  for (const Region& region : layout.regions()) {
+    dtypes_.push_back(static_cast<c10::ScalarType>(region.dtype));
+  }
+  int64_t offset = 0;
+  for (const int index : regions_) {
+    const Region& region = layout.regions()[index];
+    offset = round_up(offset, kRegionAlignment);
+    offsets_[index] = offset;
+    const int64_t own_offset = offset + shard * region.shard_nbytes();
+    full_[index] = flat(dtypes_[index], offset, region.numel());
+    own_[index] = flat(dtypes_[index], own_offset, region.shard_numel);
+    full_bytes_[index] = flat(c10::ScalarType::Byte, offset, region.nbytes());
+    own_bytes_[index] = flat(c10::ScalarType::Byte, own_offset, region.shard_nbytes());
+    offset += region.nbytes();
+  }
+  detach();
+}
+
+at::Tensor Bucket::flat(c10::ScalarType dtype, int64_t offset_nbytes, int64_t numel) const {
+  const auto itemsize = static_cast<int64_t>(c10::elementSize(dtype));
+  return tensor_over(storage_, dtype, offset_nbytes / itemsize, {numel}, {1});
+}
+
+at::Tensor Bucket::view(
+    int region,
+    int64_t offset,
+    at::IntArrayRef sizes,
+    at::IntArrayRef strides) const {
+  const auto itemsize = static_cast<int64_t>(c10::elementSize(dtypes_.at(region)));
+  return tensor_over(
+      storage_, dtypes_[region], offsets_.at(region) / itemsize + offset, sizes, strides);
+}
+
+void Bucket::attach(void* data) {
+  attach(c10::DataPtr(data, device_));
+}
+
+void Bucket::attach(c10::DataPtr data) {
+  c10::StorageImpl* storage = storage_.unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(std::move(data));
+  storage->clear_data_ptr_access_error_msg_();
+  attached_ = true;
+}
+
+void Bucket::detach() {
+  c10::StorageImpl* storage = storage_.unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(detached_message_);
+  attached_ = false;
+}
+
+} // namespace zerocore

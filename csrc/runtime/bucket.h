@@ -1,0 +1,92 @@
+// A flat buffer with a layout: one storage that slots are attached to, and views made once.
+//
+// Note [One storage, many slots]
+// All tensors of a bucket share one StorageImpl. Attaching a slot is one pointer assignment,
+// whatever the number of parameters, and moves no version counter; tensors that autograd saved
+// share the storage and so read the bytes of the slot attached last. While nothing is attached,
+// touching the data raises an error that names the owner instead of reading freed memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "plan/layout.h"
+
+namespace zerocore {
+
+class Bucket {
+ public:
+  // Holds `regions` of `layout`, one after the other; `shard` is this rank's index. `owner` is
+  // named in errors. Allocates nothing.
+  Bucket(
+      const Layout& layout,
+      std::vector<int> regions,
+      int64_t shard,
+      c10::Device device,
+      std::string owner);
+
+  // The buffer reads and writes `data` (at least nbytes()) from now on.
+  void attach(void* data);
+  // As attach, and the bucket owns the memory.
+  void attach(c10::DataPtr data);
+  // Forgets the memory; any access to it is an error until the next attach.
+  void detach();
+
+  bool attached() const {
+    return attached_;
+  }
+  int64_t nbytes() const {
+    return nbytes_;
+  }
+  const std::vector<int>& regions() const {
+    return regions_;
+  }
+  bool has(int region) const {
+    return full_.at(region).defined();
+  }
+  // 1-D, Region::numel() elements of the region's dtype.
+  const at::Tensor& full(int region) const {
+    return full_.at(region);
+  }
+  // 1-D, this rank's Region::shard_numel elements.
+  const at::Tensor& own(int region) const {
+    return own_.at(region);
+  }
+  // The same memory as bytes, for collectives that only move it.
+  const at::Tensor& full_bytes(int region) const {
+    return full_bytes_.at(region);
+  }
+  const at::Tensor& own_bytes(int region) const {
+    return own_bytes_.at(region);
+  }
+  // A new leaf over the bucket with its own version counter; `offset` counts elements of the
+  // region.
+  at::Tensor view(int region, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides)
+      const;
+
+ private:
+  at::Tensor flat(c10::ScalarType dtype, int64_t offset_nbytes, int64_t numel) const;
+
+  std::vector<int> regions_;
+  std::vector<int64_t> offsets_; // bytes, by region of the layout
+  std::vector<c10::ScalarType> dtypes_; // by region of the layout
+  std::string detached_message_;
+  c10::Device device_;
+  int64_t nbytes_ = 0;
+  bool attached_ = false;
+  c10::Storage storage_;
+  // By region of the layout; undefined for regions that the bucket does not hold.
+  std::vector<at::Tensor> full_, own_, full_bytes_, own_bytes_;
+};
+
+// A leaf tensor over `storage` that is no view of another tensor: own version counter.
+at::Tensor tensor_over(
+    const c10::Storage& storage,
+    c10::ScalarType dtype,
+    int64_t offset_numel,
+    at::IntArrayRef sizes,
+    at::IntArrayRef strides);
+
+} // namespace zerocore

@@ -1,0 +1,42 @@
+// The flat-bucket allocator.
+#include "runtime/bucket_pool.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace zerocore {
+
+BucketPool::BucketPool(const Streams& streams) : streams_(streams) {}
+
+Slot BucketPool::acquire(int64_t nbytes, StreamRole role) {
+  Slot slot;
+  if (nbytes == 0) {
+    return slot;
+  }
+  std::vector<Slot>& free = free_[nbytes];
+  if (free.empty()) {
+    slot.data = c10::GetAllocator(streams_.device().type())->allocate(nbytes);
+    slot.nbytes = nbytes;
+    stats_.reserved_nbytes += nbytes;
+    ++stats_.num_allocations;
+  } else {
+    slot = std::move(free.back());
+    free.pop_back();
+    streams_.wait(role, slot.last_use);
+    slot.last_use = nullptr;
+  }
+  stats_.in_use_nbytes += nbytes;
+  stats_.peak_nbytes = std::max(stats_.peak_nbytes, stats_.in_use_nbytes);
+  return slot;
+}
+
+void BucketPool::release(Slot& slot, StreamRole role) {
+  if (!slot.held()) {
+    return;
+  }
+  slot.last_use = streams_.record(role);
+  stats_.in_use_nbytes -= slot.nbytes;
+  free_[slot.nbytes].push_back(std::exchange(slot, Slot{}));
+}
+
+} // namespace zerocore

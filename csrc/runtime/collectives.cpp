@@ -1,0 +1,183 @@
+// Collectives over a c10d backend.
+//
+// The backend is called directly, not through the dispatcher: 5 us less of host time a call.
+#include "runtime/collectives.h"
+
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+namespace zerocore {
+
+namespace {
+
+using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+
+} // namespace
+
+void PendingCollective::wait(const Streams& streams) {
+  if (!pending()) {
+    return;
+  }
+  const char* op = std::exchange(op_, nullptr);
+  const int64_t begin = record_ ? now_ns() : 0;
+  try {
+    if (done_ == nullptr) {
+      for (const auto& work : works_) {
+        work->wait();
+      }
+    } else {
+      streams.wait(StreamRole::Compute, done_);
+    }
+  } catch (const std::exception& error) {
+    TORCH_CHECK_WITH(
+        DistBackendError,
+        false,
+        op,
+        " of ",
+        *unit_,
+        " failed; did a rank stop, or call other units than this one? ",
+        error.what());
+  }
+  if (record_) {
+    record_->wait_ns += now_ns() - begin;
+  }
+  works_.clear();
+  keep_alive_.clear();
+  record_.reset();
+}
+
+Collectives::Collectives(c10::intrusive_ptr<c10d::ProcessGroup> group, const Streams& streams)
+    : group_(std::move(group)),
+      backend_(group_->getBackend(streams.device().type())),
+      streams_(streams),
+      rank_(group_->getRank()),
+      size_(group_->getSize()),
+      is_gloo_(backend_->getBackendName() == "gloo") {}
+
+template <typename Issue>
+PendingCollective Collectives::start(
+    const char* op,
+    StreamRole role,
+    std::vector<at::Tensor> tensors,
+    CollectiveTag tag,
+    const Issue& issue) {
+  PendingCollective pending;
+  pending.op_ = op;
+  pending.unit_ = tag.unit;
+  pending.record_ = std::move(tag.record);
+  if (role != StreamRole::AllGather) {
+    streams_.wait(role, streams_.record(StreamRole::Compute));
+  }
+  const auto guard = streams_.use(role);
+  pending.works_ = issue(/*async=*/!streams_.has_streams());
+  pending.keep_alive_ = std::move(tensors);
+  pending.done_ = streams_.record(role);
+  if (pending.record_) {
+    trace_completion(pending);
+  }
+  return pending;
+}
+
+void Collectives::trace_completion(const PendingCollective& pending) const {
+  if (streams_.has_streams()) {
+    return;
+  }
+  for (const auto& work : pending.works_) {
+    work->getFuture()->addCallback([record = pending.record_](c10::ivalue::Future&) {
+      record->done_ns = std::max(record->done_ns, now_ns());
+    });
+  }
+}
+
+PendingCollective Collectives::all_gather(
+    const at::Tensor& full,
+    const at::Tensor& own,
+    CollectiveTag tag) {
+  return start("all_gather", StreamRole::AllGather, {full, own}, std::move(tag), [&](bool async) {
+    if (!is_gloo_) {
+      at::Tensor out = full;
+      at::Tensor in = own;
+      c10d::AllgatherOptions options;
+      options.asyncOp = async;
+      return Works{backend_->_allgather_base(out, in, options)};
+    }
+    // In-place broadcasts of the slices: gloo's all-gather stages the data twice (5.8 ms for
+    // 12.6 MB on 2 ranks, the broadcasts 3.2).
+    const int64_t numel = own.numel();
+    const at::Tensor slice = full.narrow(0, rank_ * numel, numel);
+    if (slice.data_ptr() != own.data_ptr()) {
+      slice.copy_(own);
+    }
+    Works works;
+    for (int64_t root = 0; root < size_; ++root) {
+      std::vector<at::Tensor> tensors = {full.narrow(0, root * numel, numel)};
+      c10d::BroadcastOptions options;
+      options.rootRank = root;
+      works.push_back(backend_->broadcast(tensors, options));
+    }
+    return works;
+  });
+}
+
+PendingCollective Collectives::reduce_scatter(
+    const at::Tensor& shard,
+    const at::Tensor& full,
+    CollectiveTag tag) {
+  TORCH_INTERNAL_ASSERT(!exchanges());
+  return start(
+      "reduce_scatter", StreamRole::ReduceScatter, {shard, full}, std::move(tag), [&](bool async) {
+        at::Tensor out = shard;
+        at::Tensor in = full;
+        c10d::ReduceScatterOptions options;
+        options.asyncOp = async;
+        return Works{backend_->_reduce_scatter_base(out, in, options)};
+      });
+}
+
+PendingCollective Collectives::exchange(
+    const at::Tensor& received,
+    const at::Tensor& full,
+    CollectiveTag tag) {
+  return start(
+      "reduce_scatter",
+      StreamRole::ReduceScatter,
+      {received, full},
+      std::move(tag),
+      [&](bool async) {
+        at::Tensor out = received;
+        at::Tensor in = full;
+        std::vector<int64_t> even;
+        c10d::AllToAllOptions options;
+        options.asyncOp = async;
+        return Works{backend_->alltoall_base(out, in, even, even, options)};
+      });
+}
+
+PendingCollective Collectives::all_reduce(const at::Tensor& tensor, CollectiveTag tag) {
+  return start("all_reduce", StreamRole::ReduceScatter, {tensor}, std::move(tag), [&](bool async) {
+    std::vector<at::Tensor> tensors = {tensor};
+    c10d::AllreduceOptions options;
+    options.asyncOp = async;
+    return Works{backend_->allreduce(tensors, options)};
+  });
+}
+
+PendingCollective Collectives::broadcast(const at::Tensor& bytes, CollectiveTag tag) {
+  return start("broadcast", StreamRole::AllGather, {bytes}, std::move(tag), [&](bool async) {
+    std::vector<at::Tensor> tensors = {bytes};
+    c10d::BroadcastOptions options;
+    options.asyncOp = async;
+    return Works{backend_->broadcast(tensors, options)};
+  });
+}
+
+void Collectives::all_reduce_max(at::Tensor& values) {
+  std::vector<at::Tensor> tensors = {values.to(streams_.device())};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  backend_->allreduce(tensors, options)->wait();
+  values.copy_(tensors[0]);
+}
+
+} // namespace zerocore

@@ -1,0 +1,44 @@
+"""zerocore: shards training state over data-parallel ranks (ZeRO stages 0 to 3)."""
+
+import torch  # noqa: F401  # loads the libraries the extension links to
+
+from zerocore.api import (
+    clip_grad_norm_,
+    no_sync,
+    register_forward_method,
+    reset,
+    shard,
+    unsharded,
+)
+from zerocore.checkpoint import full_state_dict, load_full_state_dict
+from zerocore.config import ShardConfig
+from zerocore.description import Description, describe
+from zerocore.memory import MemoryBytes, memory_usage, predict_events, predict_memory
+from zerocore.tensor import LocalShard, Place, ShardedGrad, ShardedParameter
+from zerocore.trace import Event, record_events
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Description",
+    "Event",
+    "LocalShard",
+    "MemoryBytes",
+    "Place",
+    "ShardConfig",
+    "ShardedGrad",
+    "ShardedParameter",
+    "clip_grad_norm_",
+    "describe",
+    "full_state_dict",
+    "load_full_state_dict",
+    "memory_usage",
+    "no_sync",
+    "predict_events",
+    "predict_memory",
+    "record_events",
+    "register_forward_method",
+    "reset",
+    "shard",
+    "unsharded",
+]

@@ -1,0 +1,57 @@
+"""Compares what the ranks are about to do, so that a mistake on one is an error on all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def is_simulated(group: dist.ProcessGroup) -> bool:
+    """Whether the group has no real peers that could answer."""
+    return dist.get_backend(group) in ("fake", "emulated")
+
+
+def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: list[Any]) -> None:
+    """Raises on every rank if any rank failed or if the ranks' facts differ.
+
+    Args:
+        group: the ranks; None or one without real peers compares nothing.
+        error: what went wrong on this rank so far.
+        facts: small picklable values, in an order that is the same on all ranks.
+
+    Raises:
+        Exception: ``error`` itself on the rank it came from.
+        RuntimeError: another rank failed; its message is included.
+        ValueError: facts differ; the first difference is named.
+    """
+    if group is None or group.size() == 1 or is_simulated(group):
+        if error is not None:
+            raise error
+        return
+    mine = (None if error is None else f"{type(error).__name__}: {error}", facts)
+    answers: list[Any] = [None] * group.size()
+    dist.all_gather_object(answers, mine, group=group)
+    if error is not None:
+        raise error
+    for rank, (message, _) in enumerate(answers):
+        if message is not None:
+            raise RuntimeError(f"rank {rank} failed: {message}")
+    for rank, (_, other) in enumerate(answers):
+        if other != answers[0][1]:
+            raise ValueError(_difference(rank, answers[0][1], other))
+
+
+def _difference(rank: int, expected: list[Any], came: list[Any]) -> str:
+    for first, second in zip(expected, came, strict=False):
+        if first != second:
+            return (
+                f"the ranks shard different models: rank 0 has {first}, rank {rank} has {second}; "
+                "build the same model with the same options on every rank"
+            )
+    more, extra = (0, expected[len(came) :]) if len(expected) > len(came) else (
+        rank, came[len(expected) :])
+    return (
+        f"the ranks shard different models: only rank {more} has {extra[0]}; build the same model "
+        "with the same options on every rank"
+    )

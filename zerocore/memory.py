@@ -1,0 +1,103 @@
+"""Bytes on this rank: measured on a sharded model, and predicted from its layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerocore import _C
+from zerocore.state import ShardState, state_of
+
+
+@dataclass(frozen=True)
+class MemoryBytes:
+    """Bytes on one rank.
+
+    Attributes:
+        parameters: parameters that stay between steps, gaps and padding included.
+        gradients: gradient memory that stays between steps.
+        optimizer: states of the parameters' size (step counters not counted).
+        pool: peak of the bucket pool: gathered parameters and gradients on their way.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    pool: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all kinds, bytes."""
+        return self.parameters + self.gradients + self.optimizer + self.pool
+
+
+def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> MemoryBytes:
+    """Measured: what is allocated on this rank now, and the pool's peak since ``shard``."""
+    engine = state_of(model).engine
+    states = 0
+    if optimizer is not None:
+        for entry in optimizer.state.values():
+            states += sum(
+                t.numel() * t.element_size()
+                for t in entry.values()
+                if isinstance(t, Tensor) and t.dim() > 0
+            )
+    return MemoryBytes(
+        engine.parameter_nbytes, engine.gradient_nbytes, states, engine.pool_stats.peak_nbytes
+    )
+
+
+def predict_memory(
+    model: nn.Module, stage: int | None = None, optimizer_states: int = 2
+) -> MemoryBytes:
+    """Predicted from the layouts: what :func:`memory_usage` shows after a steady step.
+
+    Args:
+        model: a sharded model.
+        stage: any stage, the model's own by default.
+        optimizer_states: tensors of the parameter's size that the optimizer keeps (Adam: 2).
+    """
+    state = state_of(model)
+    plan = _C.plan_memory(
+        *_inputs(state),
+        stage=state.config.stage if stage is None else stage,
+        world_size=state.world_size,
+        prefetch=state.config.prefetch,
+        exchanges=state.exchanges,
+        rank=state.rank,
+        optimizer_states=optimizer_states,
+    )
+    return MemoryBytes(plan.parameters, plan.gradients, plan.optimizer, plan.pool)
+
+
+def _inputs(state: ShardState) -> tuple[list[list[_C.ParamSpec]], list[_C.CallEvent]]:
+    units = [[param.spec for param in unit.params] for unit in state.units]
+    return units, state.engine.order
+
+
+def planned_events(model: nn.Module) -> list[tuple[str, str, int, int]]:
+    """Predicted events of a steady step: ``(op, unit, nbytes, pool_nbytes)`` in order."""
+    state = state_of(model)
+    events = _C.plan_events(
+        *_inputs(state),
+        stage=state.config.stage,
+        world_size=state.world_size,
+        prefetch=state.config.prefetch,
+        exchanges=state.exchanges,
+    )
+    return [(op, state.units[unit].name, nbytes, pool) for op, unit, nbytes, pool in events]
+
+
+def predict_events(model: nn.Module) -> list[tuple[str, str, int]]:
+    """Predicted collectives of a steady step, one micro-batch: ``(op, unit, nbytes)`` in order.
+
+    ``nbytes`` is the full bucket; a rank sends or receives ``nbytes * (W - 1) / W`` of it (twice
+    that for an all-reduce).
+    """
+    return [
+        (op, unit, nbytes)
+        for op, unit, nbytes, _ in planned_events(model)
+        if op not in ("unshard", "reshard")
+    ]

@@ -1,0 +1,120 @@
+"""The per-class subclass whose ``__call__`` enters and leaves units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from zerocore._C import Engine
+    from zerocore.state import ShardState
+
+_ENTRY = "_zerocore_entry"
+
+
+class Entry:
+    """What a module does around its call: enter its units, and the pass if it is the root."""
+
+    __slots__ = ("engine", "units", "reverse", "is_root", "state")
+
+    def __init__(self, state: ShardState, units: tuple[int, ...], is_root: bool) -> None:
+        self.state = state
+        self.engine: Engine = state.engine
+        self.units = units
+        self.reverse = units[::-1]
+        self.is_root = is_root
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs ``function`` with the units unsharded."""
+        engine = self.engine
+        entered = 0
+        if self.is_root:
+            engine.begin_pass()
+        try:
+            for unit in self.units:
+                engine.enter(unit)
+                entered += 1
+            output = function(*args, **kwargs)
+        except BaseException:
+            for unit in self.units[:entered][::-1]:
+                engine.exit(unit, None)
+            if self.is_root:
+                engine.fail_pass()
+            raise
+        for unit in self.reverse:
+            engine.exit(unit, output)
+        if self.is_root:
+            engine.end_pass(output)
+        return output
+
+
+def entry_of(module: nn.Module) -> Entry | None:
+    """The module's entry, None if it is none."""
+    return module.__dict__.get(_ENTRY)
+
+
+def set_entry(module: nn.Module, entry: Entry) -> None:
+    """Makes ``module`` enter units when called; its class keeps its name."""
+    module.__dict__[_ENTRY] = entry
+    module.__class__ = _entry_class(type(module))
+
+
+@lru_cache(maxsize=None)
+def _entry_class(cls: type[nn.Module]) -> type[nn.Module]:
+    original_call = cls.__call__
+    original_apply = cls._apply
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_ENTRY].call(original_call, self, *args, **kwargs)
+
+    def _apply(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        _check_apply(self, fn)
+        return original_apply(self, fn, recurse)
+
+    def _refuse_copy(self: nn.Module, *args: Any) -> Any:
+        raise TypeError(
+            f"this {cls.__name__} is sharded and cannot be copied or pickled; copy it before "
+            "zerocore.shard, or save zerocore.full_state_dict(model) and load that"
+        )
+
+    namespace = {
+        "__call__": __call__,
+        "_apply": _apply,
+        "__deepcopy__": _refuse_copy,
+        "__reduce_ex__": _refuse_copy,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    return type(cls)(cls.__name__, (cls,), namespace)
+
+
+def _check_apply(module: nn.Module, fn: Callable[..., Any]) -> None:
+    """``.to()``, ``.half()``... may not move sharded parameters out of their flat buffers."""
+    for param in module.parameters():
+        probe = torch.empty(0, dtype=param.dtype, device=param.device)
+        result = fn(probe)
+        if result.dtype != probe.dtype or result.device != probe.device:
+            raise TypeError(
+                f"cannot change a sharded {type(module).__name__} from {probe.dtype} on "
+                f"{probe.device} to {result.dtype} on {result.device}; do it before zerocore.shard"
+            )
+
+
+def wrap_method(module: nn.Module, name: str) -> None:
+    """Makes ``module.name(...)`` enter the module's units as its call does."""
+    entry = entry_of(module)
+    method = getattr(module, name)
+    if entry is None:
+        return
+    inner = Entry(entry.state, entry.units, is_root=False)
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return inner.call(method, *args, **kwargs)
+
+    module.__dict__[name] = call

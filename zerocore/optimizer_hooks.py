@@ -1,0 +1,69 @@
+"""Watches optimizer steps: finds optimizers built before ``shard``, marks updated units."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from zerocore.state import ShardState
+from zerocore.tensor import ShardedParameter
+
+_REPLACED = "_zerocore_replaced"
+# Units an optimizer updates, found once per number of parameters it holds.
+_Updates = tuple[int, list[tuple[ref[ShardState], set[int]]]]
+_updates: WeakKeyDictionary[Optimizer, _Updates] = WeakKeyDictionary()
+
+
+def mark_replaced(param: nn.Parameter, fqn: str) -> None:
+    """Remembers that ``param`` was replaced by shards."""
+    setattr(param, _REPLACED, fqn)
+
+
+def check_not_stale(optimizer: Optimizer) -> None:
+    """Raises ValueError if the optimizer holds parameters that ``shard`` has replaced."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            fqn = getattr(param, _REPLACED, None)
+            if fqn is not None:
+                raise ValueError(
+                    f"the optimizer was built before zerocore.shard: it holds the old parameter "
+                    f"'{fqn}', which the model does not use any more. Build the optimizer after "
+                    "shard, from model.parameters()"
+                )
+
+
+def _find_updates(optimizer: Optimizer) -> _Updates:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found: dict[ref[ShardState], set[int]] = {}
+    for param in params:
+        if isinstance(param, ShardedParameter):
+            found.setdefault(param.state_ref, set()).add(param.unit)
+    return len(params), list(found.items())
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    known = _updates.get(optimizer)
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if known is None or known[0] != count:
+        check_not_stale(optimizer)
+        _updates[optimizer] = _find_updates(optimizer)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # Version counters show in-place updates, not those an optimizer makes through `.data`.
+    for state_ref, units in _updates[optimizer][1]:
+        state = state_ref()
+        if state is not None:
+            for unit in units:
+                state.engine.mark_changed(unit)
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,231 @@
+"""Turns a model into a sharded one: validate, agree, build the engine, swap parameters."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from zerocore._C import CallEvent, Engine, ParamSpec
+from zerocore.agreement import agree
+from zerocore.config import ShardConfig
+from zerocore.materialize import InitFn, full_values, materialize_buffers
+from zerocore.module import Entry, set_entry
+from zerocore.optimizer_hooks import mark_replaced
+from zerocore.state import Param, ShardState, Unit, find_state, set_state
+from zerocore.tensor import Place, ShardedGrad, ShardedParameter
+from zerocore.wrapping import ParamChoice, UnitChoice, UnitPlanned, choose_units
+
+_log = logging.getLogger("zerocore")
+
+
+def find_group(group: object | None, model: nn.Module) -> dist.ProcessGroup | None:
+    """The process group to shard over; under torchrun it is made if there is none.
+
+    Args:
+        group: a process group, a 1-D DeviceMesh, or None for the default group.
+
+    Returns:
+        None for a world of one without torch.distributed.
+
+    Raises:
+        TypeError, ValueError: not a group, or a mesh of more than one dimension.
+    """
+    if group is not None:
+        if hasattr(group, "get_group"):
+            if group.ndim != 1:
+                raise ValueError(f"group: expected a 1-D DeviceMesh, got {group.ndim} dimensions")
+            return group.get_group()
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group: expected a ProcessGroup or DeviceMesh, got {type(group)}")
+        return group
+    if not dist.is_initialized():
+        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            return None
+        on_gpu = torch.cuda.is_available() and any(p.is_cuda for p in model.parameters())
+        backend = "nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend)
+        if dist.get_rank() == 0:
+            _log.warning("no process group: initialised one of %d ranks with %s",
+                         dist.get_world_size(), backend)
+    return dist.group.WORLD
+
+
+def shard_model(
+    model: nn.Module,
+    config: ShardConfig,
+    group: dist.ProcessGroup | None,
+    units: Sequence[UnitChoice] | None,
+    device: torch.device | None,
+    init_fn: InitFn | None,
+    optimizer: Optimizer | None,
+) -> ShardState:
+    """Shards ``model`` in place and returns its state. Errors come on every rank alike."""
+    planned: list[UnitPlanned] = []
+    error: Exception | None = None
+    try:
+        _check_model(model, optimizer)
+        planned = choose_units(model, units)
+        target = _find_device(planned, device)
+    except Exception as caught:
+        error = caught
+    agree(group, error, [] if error else _facts(planned, config))
+    engine = Engine(
+        stage=config.stage,
+        prefetch=config.prefetch,
+        hold_full=config.accumulate == "full",
+        exchange_used=config.find_unused_parameters,
+        group_name=None if group is None or group.size() == 1 else group.group_name,
+        device=target,
+        units=[(u.name, [(c.fqns[0], _like(c.param)) for c in u.params]) for u in planned],
+        order=call_order(model, planned),
+    )
+    state = ShardState(engine, config, group, target)
+    for index, unit in enumerate(planned):
+        state.units.append(_shard_unit(state, index, unit, init_fn))
+    materialize_buffers(model, target, init_fn)
+    _set_entries(model, planned, state)
+    engine.start(config.sync_params or state.world_size == 1)
+    set_state(model, state)
+    return state
+
+
+def _check_model(model: nn.Module, optimizer: Optimizer | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard expects an nn.Module, got {type(model)}")
+    if find_state(model) is not None:
+        raise ValueError(
+            f"this {type(model).__name__} (or a part of it) is sharded already; shard once, the "
+            "outermost model"
+        )
+    if optimizer is not None:
+        raise ValueError(
+            "optimizer: build it after zerocore.shard, from model.parameters(); one built before "
+            "holds parameters that the model does not use any more"
+        )
+    for name, param in model.named_parameters():
+        if param.requires_grad and not param.is_floating_point():
+            raise ValueError(
+                f"parameter '{name}' of dtype {param.dtype} requires grad; only floating-point "
+                "parameters can be trained. Call requires_grad_(False) on it"
+            )
+
+
+def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> torch.device:
+    found: dict[torch.device, str] = {}
+    for unit in planned:
+        for choice in unit.params:
+            if not choice.param.is_meta:
+                found.setdefault(choice.param.device, choice.fqns[0])
+    if len(found) > 1:
+        places = ", ".join(f"'{fqn}' on {where}" for where, fqn in found.items())
+        raise ValueError(f"parameters are on different devices: {places}; move the model to one")
+    if device is not None:
+        return torch.device(device)
+    if found:
+        return next(iter(found))
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _facts(planned: list[UnitPlanned], config: ShardConfig) -> list[object]:
+    facts: list[object] = [config]
+    for unit in planned:
+        facts.append(f"unit '{unit.name}'")
+        facts += [
+            f"parameter '{' = '.join(c.fqns)}' of shape {list(c.param.shape)}, {c.param.dtype}, "
+            f"requires_grad={c.param.requires_grad}"
+            for c in unit.params
+        ]
+    return facts
+
+
+def _like(param: nn.Parameter) -> torch.Tensor:
+    like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
+    return like.requires_grad_(param.requires_grad)
+
+
+def call_order(model: nn.Module, planned: list[UnitPlanned]) -> list[CallEvent]:
+    """Enters and exits of the units if modules are called in order of registration."""
+    entries = entry_units(planned)
+    order: list[CallEvent] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        units = entries.get(id(module), ())
+        order.extend(CallEvent(True, unit) for unit in units)
+        for child in module.children():
+            visit(child)
+        order.extend(CallEvent(False, unit) for unit in units[::-1])
+
+    visit(model)
+    return order
+
+
+def entry_units(planned: list[UnitPlanned]) -> dict[int, tuple[int, ...]]:
+    """Units to enter by id of the module that is called."""
+    entries: dict[int, tuple[int, ...]] = {}
+    for index, unit in enumerate(planned):
+        for module in unit.modules:
+            entries[id(module)] = (*entries.get(id(module), ()), index)
+    return entries
+
+
+def _shard_unit(
+    state: ShardState, index: int, planned: UnitPlanned, init_fn: InitFn | None
+) -> Unit:
+    values = full_values(planned.params, state.device, init_fn)
+    state.engine.materialize(index, values, state.config.sync_params)
+    del values
+    unit = Unit(index, planned.name)
+    for position, choice in enumerate(planned.params):
+        unit.params.append(_shard_param(state, unit, position, choice))
+    planned.params.clear()
+    return unit
+
+
+def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoice) -> Param:
+    engine, old = state.engine, choice.param
+    layout = engine.layout(unit.index)
+    shared = layout.num_shards > 1
+    place = Place(
+        choice.fqns[0],
+        old.shape,
+        layout.owned(position, state.rank if shared else 0),
+        state.group if shared else None,
+    )
+    full = nn.Parameter(engine.make_full(unit.index, position), requires_grad=old.requires_grad)
+    shard = ShardedParameter.make(
+        engine.make_shard(unit.index, position), place, old.requires_grad
+    )
+    shard.state_ref = ref(state)
+    shard.unit = unit.index
+    grad = None
+    if old.is_floating_point():
+        grad = ShardedGrad.make(engine.make_grad(unit.index, position), place)
+    owners = [(owner._parameters, name) for owner, name in choice.owners]
+    engine.bind(unit.index, position, full, shard, grad, owners)
+    for parameters, name in owners:
+        parameters[name] = shard
+    mark_replaced(old, choice.fqns[0])
+    spec = ParamSpec(
+        choice.fqns[0], list(old.shape), layout.regions[layout.places[position].region].dtype,
+        old.element_size(), old.requires_grad,
+    )
+    return Param(choice.fqns, choice.owners, full, shard, spec)
+
+
+def _set_entries(model: nn.Module, planned: list[UnitPlanned], state: ShardState) -> None:
+    entries = entry_units(planned)
+    for module in list(model.modules()):
+        units = entries.get(id(module), ())
+        if units or module is model:
+            set_entry(module, Entry(state, units, is_root=module is model))

@@ -1,0 +1,111 @@
+"""What zerocore knows about a sharded model: its engine, group, units and parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerocore._C import Engine, ParamSpec
+from zerocore.config import ShardConfig
+from zerocore.module import entry_of
+from zerocore.tensor import ShardedParameter
+
+_STATE = "_zerocore_state"
+
+
+@dataclass(eq=False)
+class Param:
+    """One parameter: its names, its places in modules, its two faces."""
+
+    fqns: list[str]
+    owners: list[tuple[nn.Module, str]]
+    full: nn.Parameter
+    shard: ShardedParameter
+    spec: ParamSpec
+
+    @property
+    def fqn(self) -> str:
+        return self.fqns[0]
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters that are gathered together."""
+
+    index: int
+    name: str
+    params: list[Param] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class ShardState:
+    """Everything that belongs to one sharded model."""
+
+    engine: Engine
+    config: ShardConfig
+    group: dist.ProcessGroup | None
+    device: torch.device
+    units: list[Unit] = field(default_factory=list)
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def exchanges(self) -> bool:
+        """Reduce-scatters run as an exchange and a local sum, as they do on gloo."""
+        return self.group is not None and dist.get_backend(self.group) == "gloo"
+
+    def params(self) -> list[Param]:
+        """All parameters, in the order of the units."""
+        return [param for unit in self.units for param in unit.params]
+
+    def units_of(self, module: nn.Module) -> list[Unit]:
+        """Units with a parameter that is registered in ``module`` or below."""
+        inside = set(module.modules())
+        return [
+            unit
+            for unit in self.units
+            if any(owner in inside for param in unit.params for owner, _ in param.owners)
+        ]
+
+
+def set_state(model: nn.Module, state: ShardState) -> None:
+    """Attaches the state to the model."""
+    model.__dict__[_STATE] = state
+
+
+def find_state(module: nn.Module) -> ShardState | None:
+    """The state of the sharded model that ``module`` is, contains or belongs to."""
+    for inner in module.modules():
+        if _STATE in inner.__dict__:
+            return inner.__dict__[_STATE]
+        entry = entry_of(inner)
+        if entry is not None:
+            return entry.state
+    for param in module.parameters():
+        if isinstance(param, ShardedParameter):
+            return getattr(param, "state_ref")()
+    return None
+
+
+def state_of(module: nn.Module) -> ShardState:
+    """As :func:`find_state`.
+
+    Raises:
+        ValueError: the module is not sharded.
+    """
+    state = find_state(module)
+    if state is None:
+        raise ValueError(
+            f"this {type(module).__name__} is not sharded; call zerocore.shard(model) first"
+        )
+    return state
+

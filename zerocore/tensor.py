@@ -1,0 +1,216 @@
+"""The sharded parameter and its gradient: 1-D local shards that know their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import optimizer as _optimizer
+from torch.utils import _foreach_utils
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a local shard lies in its parameter.
+
+    Attributes:
+        fqn: name of the parameter.
+        global_shape: shape of the full parameter.
+        shard_range: ``(start, end)`` of this rank's elements; for a parameter that is not
+            C-contiguous (channels_last) elements count in the order of its memory.
+        group: the ranks that share the parameter; None where every rank holds all of it.
+    """
+
+    fqn: str
+    global_shape: torch.Size
+    shard_range: tuple[int, int]
+    group: dist.ProcessGroup | None = None
+
+
+class _Placed:
+    """Attributes common to all tensors that are a shard of something."""
+
+    place: Place
+
+    @property
+    def fqn(self) -> str:
+        """Name of the parameter."""
+        return self.place.fqn
+
+    @property
+    def global_shape(self) -> torch.Size:
+        """Shape of the full parameter."""
+        return self.place.global_shape
+
+    @property
+    def shard_range(self) -> tuple[int, int]:
+        """This rank's elements of the flattened parameter, ``(start, end)``."""
+        return self.place.shard_range
+
+
+class LocalShard(_Placed, Tensor):
+    """What ``state_dict`` holds of a sharded parameter: 1-D, this rank's elements."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class ShardedParameter(_Placed, nn.Parameter):
+    """This rank's elements of a parameter, 1-D, possibly none; what the optimizer updates."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def make(data: Tensor, place: Place, requires_grad: bool) -> ShardedParameter:
+        """Wraps ``data`` (1-D) without copying."""
+        param = torch.Tensor._make_subclass(ShardedParameter, data, requires_grad)
+        param.place = place
+        return param
+
+    def detach(self) -> Tensor:
+        """A :class:`LocalShard` on the same memory."""
+        shard = super().detach().as_subclass(LocalShard)
+        shard.place = self.place
+        return shard
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        raise TypeError(
+            f"parameter '{self.fqn}' is sharded and cannot be deep-copied; copy the model before "
+            "zerocore.shard, or use zerocore.full_state_dict(model)"
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        start, end = self.shard_range
+        return (
+            f"ShardedParameter('{self.fqn}', global_shape={tuple(self.global_shape)}, "
+            f"elements {start}:{end}, dtype={self.dtype})"
+        )
+
+
+class ShardedGrad(_Placed, Tensor):
+    """This rank's elements of an averaged gradient.
+
+    Elementwise functions work on the local elements. Norms are those of the full gradient, equal
+    on all ranks (so ``torch.nn.utils.clip_grad_norm_`` is right unchanged). Other reductions
+    would silently be local and raise TypeError.
+    """
+
+    @staticmethod
+    def make(data: Tensor, place: Place) -> ShardedGrad:
+        """Wraps ``data`` (1-D) without copying."""
+        grad = torch.Tensor._make_subclass(ShardedGrad, data, False)
+        grad.place = place
+        return grad
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            if handler is not None:
+                return handler(func, *args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            first = args[0] if args else None
+            if type(result) is Tensor and isinstance(first, ShardedGrad):
+                return _keep_place(result, first)
+            return result
+
+    def local(self) -> Tensor:
+        """The local elements as a plain tensor on the same memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+
+def _keep_place(result: Tensor, source: ShardedGrad) -> Tensor:
+    # A changed copy of the gradient is as local as the gradient.
+    if result.shape != source.shape:
+        return result
+    placed = result.as_subclass(ShardedGrad)
+    placed.place = source.place
+    return placed
+
+
+def global_norms(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None) -> Tensor:
+    """Norms of full gradients from local shards, shape ``[len(grads)]``; one all-reduce.
+
+    ``|x|_p = (sum over ranks of |x_r|_p^p)^(1/p)``, and the maximum for p = inf.
+    """
+    group = next((g.place.group for g in grads if isinstance(g, ShardedGrad)), None)
+    locals_ = [g.as_subclass(Tensor) for g in grads]
+    norms = torch.stack(
+        [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in locals_]
+        if dtype is not None
+        else list(torch._foreach_norm(locals_, norm_type))
+    )
+    return reduce_norms(norms, norm_type, group)
+
+
+def reduce_norms(norms: Tensor, norm_type: float, group: dist.ProcessGroup | None) -> Tensor:
+    """Combines the ranks' norms of disjoint parts, elementwise, into those of the whole."""
+    if group is None:
+        return norms
+    if norm_type == float("inf"):
+        dist.all_reduce(norms, dist.ReduceOp.MAX, group=group)
+        return norms
+    if norm_type <= 0:
+        raise ValueError(f"the norm of a sharded gradient needs p > 0 or inf, got {norm_type}")
+    powers = norms.pow(norm_type)
+    dist.all_reduce(powers, group=group)
+    return powers.pow(1.0 / norm_type)
+
+
+def _parse_p(p: Any) -> float:
+    return 2.0 if p is None or p == "fro" else float(p)
+
+
+def _norm(func: Any, grad: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False,
+          dtype: torch.dtype | None = None, out: Any = None) -> Tensor:
+    if out is not None or keepdim or (dim not in (None, 0, -1, (0,), [0])):
+        raise TypeError("the norm of a sharded gradient takes no dim, keepdim or out")
+    return global_norms([grad], _parse_p(p), dtype)[0]
+
+
+def _foreach_norm(func: Any, grads: Sequence[Tensor], ord: Any = 2,
+                  dtype: torch.dtype | None = None) -> list[Tensor]:
+    return list(global_norms(list(grads), _parse_p(ord), dtype).unbind())
+
+
+def _refuse(func: Any, grad: Any, *args: Any, **kwargs: Any) -> Any:
+    sharded = next((a for a in (grad, *args) if isinstance(a, ShardedGrad)), None)
+    if sharded is None or sharded.place.group is None:
+        return func(grad, *args, **kwargs)
+    name = getattr(func, "__name__", str(func))
+    raise TypeError(
+        f"{name}() of the gradient of '{sharded.fqn}' would only see this rank's elements. Norms "
+        "(torch.linalg.vector_norm) are global; take grad.local() to reduce the local elements, "
+        "or all-reduce what you need"
+    )
+
+
+_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm)
+_REDUCTIONS = [
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in (
+        "sum", "mean", "prod", "max", "min", "amax", "amin", "aminmax", "std", "var", "any",
+        "all", "argmax", "argmin", "median", "quantile", "dot", "nansum", "nanmean", "logsumexp",
+        "count_nonzero", "cumsum", "sort", "topk",
+    )
+]  # fmt: skip
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_REDUCTIONS, _refuse),
+    **dict.fromkeys(_NORMS, _norm),
+    torch._foreach_norm: _foreach_norm,
+}
+
+# Without this, optimizers fall back to their for-loop without a word.
+for _types in (_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+    _types.extend([ShardedParameter, ShardedGrad])

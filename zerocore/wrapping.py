@@ -1,0 +1,235 @@
+"""Chooses the units of a model: which parameters are gathered together, and for which modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+# Containers that are never called: what they hold is used by the module around them.
+_NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+# Leftovers that follow each other are gathered together while one of two is smaller than this.
+_SMALL_NBYTES = 1 << 20
+
+UnitChoice = type[nn.Module] | str | nn.Module
+
+
+@dataclass
+class ParamChoice:
+    """One parameter and every place it is registered at; the first name is its FQN."""
+
+    param: nn.Parameter
+    fqns: list[str] = field(default_factory=list)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return self.param.numel() * self.param.element_size()
+
+
+@dataclass
+class UnitPlanned:
+    """Parameters gathered together while one of ``modules`` runs."""
+
+    name: str
+    modules: list[nn.Module]
+    params: list[ParamChoice] = field(default_factory=list)
+    is_leftover: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(choice.nbytes for choice in self.params)
+
+
+def choose_units(
+    model: nn.Module, units: Sequence[UnitChoice] | None
+) -> list[UnitPlanned]:
+    """The units of ``model`` in order of registration.
+
+    Args:
+        model: any module.
+        units: classes, class or module names, or modules that each become a unit; None finds the
+            repeated blocks: lists of at least two children of one class, outermost lists first.
+
+    Raises:
+        ValueError: nothing to shard, an entry that matches nothing, or units that overlap.
+    """
+    params = collect_params(model)
+    if not params:
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
+    blocks = _find_blocks(model) if units is None else _resolve(model, units)
+    planned = _make_units(model, blocks)
+    _assign(planned, model, params, explicit=units is not None)
+    return _merge_small([unit for unit in planned if unit.params], model)
+
+
+def collect_params(model: nn.Module) -> list[ParamChoice]:
+    """Every parameter once, tied ones with all their names, in order of registration."""
+    found: dict[int, ParamChoice] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            choice = found.setdefault(id(param), ParamChoice(param))
+            fqn = f"{prefix}.{name}" if prefix else name
+            if fqn not in choice.fqns:
+                choice.fqns.append(fqn)
+            if all(owner is not module or key != name for owner, key in choice.owners):
+                choice.owners.append((module, name))
+    return list(found.values())
+
+
+def _find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    blocks: list[tuple[str, nn.Module]] = []
+    chosen: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in chosen):
+            continue
+        children = list(module.named_children())
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+        if is_list and len(children) > 1 and _same_class(child for _, child in children):
+            chosen.append(name)
+            blocks += [(f"{name}.{key}" if name else key, child) for key, child in children]
+    return [(name, block) for name, block in blocks if any(True for _ in block.parameters())]
+
+
+def _same_class(modules: Iterable[nn.Module]) -> bool:
+    return len({type(module) for module in modules}) == 1
+
+
+def _resolve(model: nn.Module, units: Sequence[UnitChoice]) -> list[tuple[str, nn.Module]]:
+    by_id = {id(module): name for name, module in model.named_modules()}
+    blocks: dict[int, tuple[str, nn.Module]] = {}
+    for choice in units:
+        if isinstance(choice, nn.Module):
+            matches = [choice] if id(choice) in by_id else []
+        elif isinstance(choice, str):
+            matches = [m for n, m in model.named_modules() if choice in (n, type(m).__name__)]
+        else:
+            matches = [m for m in model.modules() if isinstance(m, choice)]
+        if not matches:
+            raise ValueError(
+                f"units: {choice!r} matches no module of {type(model).__name__}; expected a class, "
+                "a class or module name, or a module of the model"
+            )
+        for module in matches:
+            if id(module) in blocks:
+                raise ValueError(
+                    f"units overlap: '{by_id[id(module)]}' is chosen twice; name each module once"
+                )
+            blocks[id(module)] = (by_id[id(module)], module)
+    order = {id(module): i for i, module in enumerate(model.modules())}
+    return sorted(blocks.values(), key=lambda block: order[id(block[1])])
+
+
+def _make_units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[UnitPlanned]:
+    """Blocks, and every largest module without blocks in it, in order of registration."""
+    block_ids = {id(block) for _, block in blocks}
+    inside = _ancestors(model, block_ids)
+    planned: list[UnitPlanned] = []
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module, in_block: bool) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        is_block = id(module) in block_ids
+        splits = id(module) in inside or module is model or isinstance(module, _NOT_CALLED)
+        if is_block:
+            planned.append(UnitPlanned(name, [module]))
+        elif not in_block and not isinstance(module, _NOT_CALLED):
+            leftover = id(module) not in inside and module is not model
+            planned.append(UnitPlanned(name, [module], is_leftover=leftover))
+        if splits or is_block:
+            for key, child in module.named_children():
+                visit(f"{name}.{key}" if name else key, child, in_block or is_block)
+
+    visit("", model, False)
+    return planned
+
+
+def _ancestors(model: nn.Module, ids: set[int]) -> set[int]:
+    """Modules that contain one of ``ids``, not counting themselves."""
+    found: set[int] = set()
+    for module in model.modules():
+        if any(id(inner) in ids for inner in module.modules() if inner is not module):
+            found.add(id(module))
+    return found
+
+
+def _assign(
+    planned: list[UnitPlanned], model: nn.Module, params: list[ParamChoice], explicit: bool
+) -> None:
+    """Gives each parameter to the innermost unit around it; tied ones get units of their own."""
+    unit_of = _unit_of_module(planned, model)
+    tied: dict[tuple[int, ...], UnitPlanned] = {}
+    for choice in params:
+        owners = sorted({unit_of[id(owner)] for owner, _ in choice.owners})
+        if len(owners) == 1:
+            planned[owners[0]].params.append(choice)
+            continue
+        key = tuple(owners)
+        if key not in tied:
+            names = " + ".join(planned[i].name or "(root)" for i in owners)
+            tied[key] = UnitPlanned(names, [planned[i].modules[0] for i in owners])
+        tied[key].params.append(choice)
+    if explicit:
+        for unit in planned:
+            if not unit.params and not unit.is_leftover and unit.modules[0] is not model:
+                _check_not_covered(unit, planned)
+    for key, unit in tied.items():
+        planned.insert(planned.index(planned[key[0]]), unit)
+
+
+def _check_not_covered(unit: UnitPlanned, planned: list[UnitPlanned]) -> None:
+    inner = [
+        other.name
+        for other in planned
+        if other is not unit and other.modules[0] in set(unit.modules[0].modules())
+    ]
+    if inner and any(True for _ in unit.modules[0].parameters()):
+        raise ValueError(
+            f"units overlap: all parameters of '{unit.name}' belong to units inside of it "
+            f"({', '.join(inner)}); choose either the outer or the inner modules"
+        )
+
+
+def _unit_of_module(planned: list[UnitPlanned], model: nn.Module) -> dict[int, int]:
+    index = {id(unit.modules[0]): i for i, unit in enumerate(planned)}
+    unit_of: dict[int, int] = {}
+
+    def visit(module: nn.Module, current: int) -> None:
+        if id(module) in unit_of:
+            return
+        current = index.get(id(module), current)
+        unit_of[id(module)] = current
+        for child in module.children():
+            visit(child, current)
+
+    visit(model, 0)
+    return unit_of
+
+
+def _merge_small(units: list[UnitPlanned], model: nn.Module) -> list[UnitPlanned]:
+    """Joins leftovers that follow each other while one of the two is small.
+
+    A norm of a few kilobytes beside the output layer costs three collectives a step on its own.
+    """
+    merged: list[UnitPlanned] = []
+    for unit in units:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.is_leftover
+            and unit.is_leftover
+            and min(last.nbytes, unit.nbytes) < _SMALL_NBYTES
+        ):
+            last.name += f" + {unit.name}"
+            last.modules += unit.modules
+            last.params += unit.params
+        else:
+            merged.append(unit)
+    for unit in merged:
+        unit.name = unit.name or "(root)"
+    return merged
