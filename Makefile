@@ -1,0 +1,72 @@
+# Set-up, build, tests and demo, each in one command on a machine with Python, a C++ compiler and make.
+#
+#   make demo                      train a small GPT on all ranks of this machine
+#   make test ARGS="tests/plan"    run the tests, ARGS go to pytest
+#   PYTHON=/path/to/python make test   where that Python has a suitable torch, use it
+#
+# Everything is installed in .venv (scripts/setup_env.py says what); after `make distclean`,
+# another PYTHON takes effect.
+
+PYTHON ?= python3
+VENV := $(CURDIR)/.venv
+PY := $(VENV)/bin/python
+CXX ?= g++
+CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+# ninja, cmake and clang-format may be installed in .venv or come with $(PYTHON).
+export PATH := $(VENV)/bin:$(PATH):$(shell $(PYTHON) -c 'import sys; print(sys.prefix)')/bin
+
+.PHONY: demo test build lint format sanitize clean distclean
+
+demo: $(VENV)/.built $(VENV)/.has-demo
+	$(PY) examples/train_gpt.py $(ARGS)
+
+test: $(VENV)/.built $(VENV)/.has-test
+	$(PY) -m pytest $(ARGS)
+
+build: $(VENV)/.built
+
+lint: $(VENV)/.has-lint
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(VENV)/.has-lint
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	clang-format -i $(CXX_FILES)
+
+# The tests that exercise the C++ most, under AddressSanitizer and UndefinedBehaviorSanitizer.
+# Run from the folder of the sanitized package, so that `import zerocore` finds that one. Python
+# itself is not sanitized, hence the preload; its own allocations at exit are no leaks of ours.
+sanitize: $(VENV)/.has-test $(VENV)/.has-cpp
+	cmake -S . -B build/sanitize -G Ninja -DZEROCORE_SANITIZE=ON -DPython_EXECUTABLE=$(PY)
+	cmake --build build/sanitize
+	cd build/sanitize/python && \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	PYTHONPATH=$(CURDIR) $(PY) -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
+	  $(wildcard $(addprefix $(CURDIR)/tests/,plan runtime engine)) $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info zerocore/_C*.so $(VENV)/.built
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+distclean: clean
+	rm -rf $(VENV)
+
+$(VENV)/.created:
+	$(PYTHON) scripts/setup_env.py create $(VENV)
+	touch $@
+
+# --no-build-isolation: compile against the torch that will be imported. ninja compiles again
+# only what changed.
+$(VENV)/.built: $(VENV)/.created setup.py pyproject.toml csrc/sources.txt $(CXX_FILES)
+	@echo "compiling the C++ core, which takes some minutes the first time"
+	$(PY) -m pip install --no-build-isolation --no-deps -e .
+	touch $@
+
+$(VENV)/.has-%: pyproject.toml | $(VENV)/.built
+	$(PY) scripts/setup_env.py install $*
+	touch $@

@@ -1,0 +1,96 @@
+"""Dated result files: what was run, where, with which versions, and the raw numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS_FOLDER = Path(__file__).resolve().parent / "results"
+VERSIONED = ("torch", "zerocore", "deepspeed", "numpy")
+
+
+def write_results(theme: str, raw: dict[str, Any], tables: str, hardware: str = "") -> list[Path]:
+    """Writes `<date>_<hardware>_<theme>.json` (all of `raw`) and `.md` (`tables`, markdown).
+
+    `hardware` is a short name for the file; by default it is taken from the processor. Returns the
+    two paths.
+    """
+    record = {"theme": theme, "command": command_line(), "machine": machine(), **raw}
+    record["versions"] = versions()
+    stamp = datetime.now(timezone.utc)
+    record["date"] = stamp.isoformat(timespec="seconds")
+    stem = f"{stamp:%Y-%m-%d}_{hardware or hardware_slug()}_{theme}"
+    RESULTS_FOLDER.mkdir(exist_ok=True)
+    paths = [RESULTS_FOLDER / f"{stem}{suffix}" for suffix in (".json", ".md")]
+    paths[0].write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    paths[1].write_text(_markdown(record, tables, paths[0].name), encoding="utf-8")
+    return paths
+
+
+def command_line() -> str:
+    """The command that is running, from the repository's root."""
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
+
+def versions() -> dict[str, str]:
+    """Python and the installed distributions that the figures depend on."""
+    found = {"python": platform.python_version()}
+    for name in VERSIONED:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores this process may use, memory in GiB, kernel."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "processor": processor_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory, 1),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def processor_name() -> str:
+    """The processor's model name, or its architecture where the system does not tell."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match.group(1).strip() if match else platform.machine()
+
+
+def hardware_slug() -> str:
+    """A file-name part such as `2-core-xeon-2-80ghz`."""
+    name = re.sub(r"\((r|tm)\)|\bcpu\b|\bprocessor\b|intel|amd", " ", processor_name().lower())
+    words = re.findall(r"[a-z0-9]+", name)
+    return "-".join([str(len(os.sched_getaffinity(0))), "core", *words])
+
+
+def _markdown(record: dict[str, Any], tables: str, raw_name: str) -> str:
+    where = record["machine"]
+    used = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return "\n".join(
+        [
+            f"# {record['theme']}, {record['date'][:10]}",
+            "",
+            f"`{record['command']}`",
+            "",
+            f"{where['processor']}, {where['cores']} cores, {where['memory_gib']} GiB; {used}.",
+            f"Raw numbers: `{raw_name}`.",
+            "",
+            tables.strip(),
+            "",
+        ]
+    )

@@ -1,0 +1,116 @@
+"""Run one function on every rank: in processes started here, or in those torchrun started."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+DEFAULT_NUM_CPU_RANKS = 2
+
+
+class LaunchError(ValueError):
+    """The ranks asked for cannot be had here."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process's place: `rank` of `world_size`, and the device it computes on."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """True on the one rank that prints and writes files."""
+        return self.rank == 0
+
+
+def run_on_ranks(
+    work: Callable[[Rank, Any], None], options: Any, *, num_ranks: int | None, device_type: str
+) -> None:
+    """Call `work(rank, options)` on every rank with the default process group initialised.
+
+    Under torchrun this process is one rank already. Otherwise `num_ranks` processes are started
+    (default: one per GPU, or 2 on the CPU); `work` must be importable by name and `options`
+    picklable. `device_type` is "cpu", "cuda" (NCCL) or "auto". Raises LaunchError, and where a
+    rank failed ProcessRaisedException (with its traceback) or ProcessExitedException (with its
+    signal), both of torch.multiprocessing, after all other ranks have been ended.
+    """
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _join_torchrun(work, options, num_ranks, device_type)
+        return
+    num_gpus = torch.cuda.device_count()
+    num_ranks = num_ranks or (num_gpus if device_type == "cuda" else DEFAULT_NUM_CPU_RANKS)
+    if device_type == "cuda" and num_ranks > num_gpus:
+        raise LaunchError(
+            f"{num_ranks} ranks need as many GPUs, and {num_gpus} are visible; "
+            "ask for fewer ranks or for the device cpu"
+        )
+    if device_type == "cpu":  # read when a new process first loads OpenMP
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory(prefix="zerocore-") as folder:
+        store = str(Path(folder) / "rendezvous")
+        args = (work, options, num_ranks, device_type, store)
+        mp.spawn(_run_spawned, args=args, nprocs=num_ranks, daemon=True)
+
+
+def _join_torchrun(
+    work: Callable[[Rank, Any], None], options: Any, num_ranks: int | None, device_type: str
+) -> None:
+    world_size = int(os.environ["WORLD_SIZE"])
+    if num_ranks not in (None, world_size):
+        raise LaunchError(
+            f"asked for {num_ranks} ranks, but torchrun started {world_size}; "
+            "leave the number of ranks to torchrun"
+        )
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank = Rank(int(os.environ["RANK"]), world_size, _device(device_type, local_rank))
+    _run_in_group(work, options, rank, "env://")
+
+
+def _run_spawned(
+    rank: int,
+    work: Callable[[Rank, Any], None],
+    options: Any,
+    world_size: int,
+    device_type: str,
+    store: str,
+) -> None:
+    place = Rank(rank, world_size, _device(device_type, rank))
+    _run_in_group(work, options, place, f"file://{store}")
+
+
+def _device(device_type: str, local_rank: int) -> torch.device:
+    if device_type != "cuda":
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _run_in_group(
+    work: Callable[[Rank, Any], None], options: Any, rank: Rank, init_method: str
+) -> None:
+    on_cpu = rank.device.type == "cpu"
+    if on_cpu:
+        torch.set_num_threads(1)  # ranks share the cores
+    dist.init_process_group(
+        "gloo" if on_cpu else "nccl",
+        init_method=init_method,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        device_id=None if on_cpu else rank.device,
+    )
+    work(rank, options)
+    # Not in a `finally`: a rank that failed must drop its connections by exiting, not wait here.
+    dist.destroy_process_group()

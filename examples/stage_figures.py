@@ -1,0 +1,91 @@
+"""What one stage costs on this rank: memory and collectives, measured beside predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import zerocore
+
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "pool")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True)
+class CollectiveFigures:
+    """One kind of collective, per training step: how often, how much, how long.
+
+    `nbytes` are those of the full buckets. `total_ms` is time in flight, `exposed_ms` the part of
+    it for which this rank stood waiting.
+    """
+
+    num_calls: float
+    nbytes: float
+    predicted_num_calls: int
+    predicted_nbytes: int
+    total_ms: float
+    exposed_ms: float
+
+    @property
+    def hidden_percent(self) -> float | None:
+        """Share of the time in flight that compute covered; None where nothing was in flight."""
+        if self.total_ms <= 0:
+            return None
+        return 100 * max(0.0, 1 - self.exposed_ms / self.total_ms)
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """Bytes on this rank by kind, and the collectives of a step by name, for one stage."""
+
+    stage: int
+    num_recorded_steps: int
+    measured_nbytes: dict[str, int]
+    predicted_nbytes: dict[str, int]
+    collectives: dict[str, CollectiveFigures]
+
+
+def collect_figures(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    events: Iterable[zerocore.Event],
+    *,
+    stage: int,
+    num_steps: int,
+) -> StageFigures:
+    """Take the figures of a sharded `model` whose last `num_steps` steps left `events`.
+
+    Call it after a step and before `zero_grad`, while there are gradients to count.
+    """
+    measured = zerocore.memory_usage(model, optimizer)
+    predicted = zerocore.predict_memory(model, stage=stage)
+    return StageFigures(
+        stage,
+        num_steps,
+        {kind: getattr(measured, kind) for kind in MEMORY_KINDS},
+        {kind: getattr(predicted, kind) for kind in MEMORY_KINDS},
+        _summarise_events(list(events), zerocore.predict_events(model), num_steps),
+    )
+
+
+def _summarise_events(
+    events: list[zerocore.Event], predicted: list[tuple[str, str, int]], num_steps: int
+) -> dict[str, CollectiveFigures]:
+    figures = {}
+    for op in COLLECTIVES:
+        seen = [event for event in events if event.op == op]
+        planned = [nbytes for planned_op, _, nbytes in predicted if planned_op == op]
+        if not seen and not planned:
+            continue
+        figures[op] = CollectiveFigures(
+            num_calls=len(seen) / num_steps,
+            nbytes=sum(event.nbytes for event in seen) / num_steps,
+            predicted_num_calls=len(planned),
+            predicted_nbytes=sum(planned),
+            total_ms=sum(event.done_ns - event.issued_ns for event in seen) / num_steps / 1e6,
+            exposed_ms=sum(event.wait_ns for event in seen) / num_steps / 1e6,
+        )
+    return figures

@@ -1,0 +1,120 @@
+"""Train a sharded GPT on random windows of a text, and measure its loss on held-out text."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zerocore
+from gpt import GPT, GPTConfig
+from launch import Rank
+from text_data import evenly_spaced_batches, random_batch
+
+NUM_WARMUP_STEPS = 20
+NUM_TIMED_STEPS = 8  # of which the first two, slower than the rest, do not count
+NUM_HELD_OUT_WINDOWS = 256
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Sizes and rates: `batch_size` is sequences per rank and step."""
+
+    stage: int = 3
+    num_steps: int = 300
+    batch_size: int = 4
+    learning_rate: float = 1e-3
+    max_grad_norm: float = 1.0
+    seed: int = 0
+
+
+class Trainer:
+    """A sharded GPT, its optimizer, and this rank's stream of batches.
+
+    `losses` holds this rank's loss of every step so far, in nats per byte.
+    """
+
+    def __init__(
+        self, config: TrainingConfig, gpt_config: GPTConfig, rank: Rank, text: Tensor
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self.text = text
+        self.num_steps = config.num_steps
+        self.losses: list[float] = []
+        torch.manual_seed(config.seed)
+        self.model: GPT = zerocore.shard(GPT(gpt_config).to(rank.device), stage=config.stage)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), fused=True
+        )
+        self._draw = torch.Generator().manual_seed((config.seed << 16) + rank.rank)
+
+    @property
+    def num_tokens_per_step(self) -> int:
+        """Tokens that all ranks together see in a step."""
+        return self.config.batch_size * self.model.config.context * self.rank.world_size
+
+    def step(self) -> None:
+        """One training step; its gradients stay until the next one."""
+        self.optimizer.zero_grad()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * self._rate_factor(len(self.losses))
+        tokens, targets = random_batch(
+            self.text, self.config.batch_size, self.model.config.context, self._draw
+        )
+        loss = self.model(tokens.to(self.rank.device), targets.to(self.rank.device))
+        loss.backward()
+        zerocore.clip_grad_norm_(self.model, self.config.max_grad_norm)
+        self.optimizer.step()
+        self.losses.append(loss.item())
+
+    def run(self, num_steps: int, on_step: Callable[[], None] = lambda: None) -> None:
+        """Take `num_steps` steps, with a call of `on_step` after each."""
+        for _ in range(num_steps):
+            self.step()
+            on_step()
+
+    def fit_into(self, seconds: float, on_step: Callable[[], None] = lambda: None) -> None:
+        """Take a few steps, and lower `num_steps` if at their pace it would last over `seconds`.
+
+        All ranks agree on the pace of the slowest.
+        """
+        self.run(2, on_step)
+        started = time.perf_counter()
+        self.run(NUM_TIMED_STEPS - 2, on_step)
+        pace = torch.tensor((time.perf_counter() - started) / (NUM_TIMED_STEPS - 2))
+        pace = pace.to(self.rank.device)
+        dist.all_reduce(pace, dist.ReduceOp.MAX)
+        affordable = int(seconds / pace.item())
+        self.num_steps = max(2 * NUM_TIMED_STEPS, min(self.num_steps, affordable))
+
+    def mean_losses(self) -> list[float]:
+        """Loss of every step so far, averaged over the ranks; to be called on all of them."""
+        losses = torch.tensor(self.losses, device=self.rank.device)
+        dist.all_reduce(losses)
+        return (losses / self.rank.world_size).tolist()
+
+    @torch.no_grad()
+    def evaluate(self, text: Tensor) -> float:
+        """Mean loss, in nats per byte, on windows spread evenly over `text`; on all ranks."""
+        size, batch_size = self.rank.world_size, 16
+        num_batches = math.ceil(NUM_HELD_OUT_WINDOWS / batch_size / size)  # per rank, all alike
+        batches = evenly_spaced_batches(
+            text, num_batches * size, batch_size, self.model.config.context
+        )
+        total = torch.zeros((), device=self.rank.device)
+        for tokens, targets in batches[self.rank.rank :: size]:
+            total += self.model(tokens.to(self.rank.device), targets.to(self.rank.device))
+        dist.all_reduce(total)
+        return total.item() / (num_batches * size)
+
+    def _rate_factor(self, step: int) -> float:
+        """Linear warm-up, then a cosine from 1 to 0.05."""
+        warm = min(1.0, (step + 1) / NUM_WARMUP_STEPS)
+        done = min(1.0, step / self.num_steps)
+        return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))

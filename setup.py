@@ -1,0 +1,84 @@
+"""Builds the C++ extension `zerocore._C`; the package metadata is in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+ROOT = Path(__file__).parent.resolve()
+CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"]
+NVCC_FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden"]
+DEFAULT_CUDA_ARCHS = "8.0;9.0;10.0+PTX"  # A100, H100, B200 and what comes later
+
+
+def find_cuda_home() -> str | None:
+    """The toolkit's folder: CUDA_HOME, or where the compiler on PATH says that it lives."""
+    nvcc = shutil.which("nvcc")
+    if "CUDA_HOME" in os.environ or nvcc is None:
+        return os.environ.get("CUDA_HOME")
+    # The nvcc on PATH may be a wrapper script, so ask it rather than take its parent's parent.
+    command = [nvcc, "-v", "-dryrun", "-x", "cu", os.devnull]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    here = re.search(r"_HERE_=(.+)", answer)
+    return os.path.dirname(here.group(1)) if here else None
+
+
+# torch.utils.cpp_extension reads CUDA_HOME once, when it is imported.
+if cuda_home := find_cuda_home():
+    os.environ["CUDA_HOME"] = cuda_home
+
+import torch  # noqa: E402
+from torch.utils import cpp_extension  # noqa: E402
+
+
+class BuildExtension(cpp_extension.BuildExtension):
+    """Keeps object files between builds, editable ones too: ninja compiles only what changed."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        abi = sysconfig.get_config_var("SOABI")
+        self.build_temp = str(ROOT / "build" / f"temp.{abi}-torch{torch.__version__}")
+
+
+def wants_cuda() -> bool:
+    """ZEROCORE_CUDA=0|1 decides; without it, whether torch was built for CUDA."""
+    choice = os.environ.get("ZEROCORE_CUDA") or str(int(torch.version.cuda is not None))
+    if choice not in ("0", "1"):
+        raise ValueError(f"ZEROCORE_CUDA must be 0 or 1, got {choice!r}")
+    return choice == "1"
+
+
+def read_sources() -> list[str]:
+    """Paths in csrc/sources.txt, the CUDA ones only where they are to be built."""
+    lines = (ROOT / "csrc" / "sources.txt").read_text().splitlines()
+    sources = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    return [path for path in sources if not path.endswith(".cu") or wants_cuda()]
+
+
+def make_extension() -> Extension:
+    """The one extension module: a CUDA extension only if there are CUDA sources to compile."""
+    sources = read_sources()
+    has_cuda = any(path.endswith(".cu") for path in sources)
+    if has_cuda and not torch.cuda.is_available():
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHS)
+    # A folder given with both -I and -isystem counts as -isystem. So our warnings are errors
+    # while those in torch's headers (-Wunused-parameter, over a hundred) stay silent.
+    system = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
+    headers = [str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h")]
+    make = cpp_extension.CUDAExtension if has_cuda else cpp_extension.CppExtension
+    return make(
+        "zerocore._C",
+        sources,
+        include_dirs=[str(ROOT / "csrc")],
+        depends=[*headers, "csrc/sources.txt", "setup.py"],
+        extra_compile_args={"cxx": CXX_FLAGS + system, "nvcc": NVCC_FLAGS},
+    )
+
+
+setup(ext_modules=[make_extension()], cmdclass={"build_ext": BuildExtension})

@@ -1,0 +1,44 @@
+"""The grid that tests on real ranks run over."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.harness import find_free_port
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of this folder."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker("distributed")
+
+
+@pytest.fixture(params=(1, 2, 3, 4), ids=lambda size: f"ranks{size}")
+def world_size(request: pytest.FixtureRequest) -> int:
+    """Number of ranks."""
+    return int(request.param)
+
+
+@pytest.fixture(params=(0, 1, 2, 3), ids=lambda stage: f"stage{stage}")
+def stage(request: pytest.FixtureRequest) -> int:
+    """ZeRO stage."""
+    return int(request.param)
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    return find_free_port()
+
+
+@pytest.fixture(autouse=True)
+def no_process_left_behind() -> Iterator[None]:
+    """Every test ends the processes that it started."""
+    yield
+    assert not multiprocessing.active_children()

@@ -1,0 +1,223 @@
+"""Every mistake is a clear error on every rank, and leaves nothing that hangs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerocore
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import accumulate, assert_gradients, case_named
+from tests.zoo_awkward import Net
+from tests.zoo_blocks import Block, OuterBlock
+
+MISTAKE = (ValueError, TypeError)
+
+
+def still_works(stage: int) -> None:
+    """The ranks are in step: they can shard and train a model."""
+    case = case_named("plain")
+    model = zerocore.shard(case.seeded_build(), stage=stage)
+    accumulate(model, case, 0)
+    assert_gradients(model, case, 0)
+
+
+def shard_twice(stage: int) -> None:
+    model = zerocore.shard(Net(), stage=stage)
+    with pytest.raises(MISTAKE, match=r"already.*sharded|sharded.*already|twice"):
+        zerocore.shard(model, stage=stage)
+    part = zerocore.shard(Net().blocks[0], stage=stage)
+    with pytest.raises(MISTAKE, match=r"already.*sharded|sharded.*already|twice"):
+        zerocore.shard(nn.Sequential(part, Block()), stage=stage)
+    still_works(stage)
+
+
+def test_shard_twice(stage: int) -> None:
+    run_ranks(shard_twice, 2, stage)
+
+
+def give_bad_options() -> None:
+    for options, named in (
+        ({"stage": 4}, "stage.*4"),
+        ({"stage": -1}, "stage.*-1"),
+        ({"stage": "3"}, "stage"),
+        ({"prefetch": -1}, "prefetch.*-1"),
+        ({"accumulate": "some"}, "accumulate.*some"),
+    ):
+        with pytest.raises(MISTAKE, match=named):
+            zerocore.shard(Net(), **options)  # type: ignore[arg-type]
+    with pytest.raises(MISTAKE, match=r"Sequential|Identity|no parameters|nothing to shard"):
+        zerocore.shard(nn.Sequential(nn.Identity()))
+    with pytest.raises(MISTAKE):
+        zerocore.shard([nn.Linear(2, 2)])  # type: ignore[type-var]
+    still_works(3)
+
+
+def test_options_and_nothing_to_shard() -> None:
+    run_ranks(give_bad_options, 2)
+
+
+def choose_bad_units() -> None:
+    model = Net()
+    nested = Net(OuterBlock)
+    for module, units, named in (
+        (model, [Block, model.blocks[0]], "blocks.0"),
+        (model, ["blocks.1", "blocks.1"], "blocks.1"),
+        (model, ["blok"], "blok"),
+        (model, [Block()], "Block"),
+        (model, [nn.Conv2d], "Conv2d"),
+        (nested, [Block, OuterBlock], "blocks.0"),
+    ):
+        with pytest.raises(MISTAKE, match=named):
+            zerocore.shard(module, units=units)
+        assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+    still_works(3)
+
+
+def test_units_that_overlap_or_match_nothing() -> None:
+    run_ranks(choose_bad_units, 2)
+
+
+def pass_optimizer(stage: int) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(MISTAKE, match=r"optimizer.*after|after.*shard"):
+        zerocore.shard(model, stage=stage, optimizer=optimizer)
+    zerocore.shard(model, stage=stage)  # the refusal has changed nothing
+    still_works(stage)
+
+
+def test_optimizer_passed_to_shard(stage: int) -> None:
+    run_ranks(pass_optimizer, 2, stage)
+
+
+def step_stale_optimizer(stage: int, kind: str) -> None:
+    case = case_named("plain")
+    model = case.seeded_build()
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    zerocore.shard(model, stage=stage)
+    accumulate(model, case, 0)
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=r"after.*shard|shard.*before"):
+        optimizer.step()
+    still_works(stage)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_optimizer_built_before_shard(stage: int, kind: str) -> None:
+    run_ranks(step_stale_optimizer, 2, stage, kind)
+
+
+class WiderNet(Net):
+    """The last rank's model differs in a shape."""
+
+    def __init__(self, wide: bool) -> None:
+        super().__init__()
+        self.extra = nn.Linear(3, 4 if wide else 5)
+
+
+def differ(stage: int, kind: str) -> None:
+    odd_one = dist.get_rank() == dist.get_world_size() - 1
+    model: nn.Module = WiderNet(odd_one) if kind == "shape" else Net()
+    if odd_one and kind == "dtype":
+        model.get_submodule("blocks.1.linear").double()
+    if odd_one and kind == "name":
+        model.add_module("late", nn.Linear(2, 2))
+    if odd_one and kind == "requires_grad":
+        model.get_submodule("blocks.2.norm").requires_grad_(False)
+    units = ["blocks.0"] if odd_one and kind == "units" else None
+    named = {
+        "shape": r"extra.weight.*(?s:.*)(4, 3|5, 3)",
+        "dtype": r"blocks.1.linear.weight(?s:.*)float64",
+        "name": r"late.weight",
+        "requires_grad": r"blocks.2.norm.weight",
+        "units": r"unit|blocks",
+        "stage": r"stage",
+    }[kind]
+    own_stage = (stage + 1) % 4 if odd_one and kind == "stage" else stage
+    with pytest.raises((ValueError, RuntimeError), match=named):
+        zerocore.shard(model, stage=own_stage, units=units)
+    still_works(stage)
+
+
+@pytest.mark.parametrize("kind", ["shape", "dtype", "name", "requires_grad", "units", "stage"])
+def test_models_that_differ_between_ranks(kind: str) -> None:
+    run_ranks(differ, 3, 3, kind)
+
+
+def test_models_that_differ_at_every_stage(stage: int) -> None:
+    run_ranks(differ, 2, stage, "shape")
+
+
+def copy_model(stage: int) -> None:
+    model = zerocore.shard(Net(), stage=stage)
+    with pytest.raises((TypeError, RuntimeError), match="full_state_dict"):
+        copy.deepcopy(model)
+    with pytest.raises((TypeError, RuntimeError), match="full_state_dict"):
+        copy.deepcopy(model.blocks[0])
+    with pytest.raises(MISTAKE, match="shard"):
+        model.half()
+
+
+def test_deepcopy_and_conversion(stage: int) -> None:
+    run_ranks(copy_model, 2, stage)
+
+
+CHANGES = ("optimizer", "load", "write_back")
+
+
+def backward_after_change(stage: int, change: str) -> None:
+    case = case_named("plain")
+    model = zerocore.shard(case.seeded_build(), stage=stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = case.seeded_batch(0, dist.get_rank(), 2)
+    case.loss(model, batch).backward()
+    loss = case.loss(model, batch)
+    _change(model, optimizer, change)
+    with pytest.raises(RuntimeError, match=r"chang|modif"):
+        loss.backward()
+    model.zero_grad()
+    zerocore.reset(model)
+    saved = case.seeded_build().state_dict() if dist.get_rank() == 0 else {}
+    zerocore.load_full_state_dict(model, saved)
+    accumulate(model, case, 0)
+    assert_gradients(model, case, 0)
+
+
+def _change(model: nn.Module, optimizer: torch.optim.Optimizer, change: str) -> None:
+    if change == "optimizer":
+        optimizer.step()
+    elif change == "load":
+        saved = Net().state_dict() if dist.get_rank() == 0 else {}
+        zerocore.load_full_state_dict(model, saved)
+    else:
+        with zerocore.unsharded(model, write_back=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_backward_after_parameters_changed(stage: int, change: str) -> None:
+    run_ranks(backward_after_change, 2, stage, change)
+
+
+def use_unsharded_model() -> None:
+    plain: Any = Net()
+    for call in (
+        lambda: zerocore.describe(plain),
+        lambda: zerocore.full_state_dict(plain),
+        lambda: zerocore.load_full_state_dict(plain, plain.state_dict()),
+        lambda: zerocore.no_sync(plain).__enter__(),
+        lambda: zerocore.unsharded(plain).__enter__(),
+        lambda: zerocore.reset(plain),
+    ):
+        with pytest.raises(MISTAKE, match="shard"):
+            call()
+
+
+def test_functions_want_a_sharded_model() -> None:
+    run_ranks(use_unsharded_model, 1)

@@ -1,0 +1,143 @@
+"""The schedule on random module graphs: residency, order on all ranks, bounds, no leaks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.plan.driver import Driver, order_of, random_tree
+from zerocore._C import CallEvent, Schedule
+
+SEEDS = range(60)
+
+
+def make(calls: list, num_units: int, prefetch: int, order: list[CallEvent] | None = None) -> Driver:
+    expected = order_of(calls) if order is None else order
+    return Driver(Schedule(num_units, prefetch, True, True, expected))
+
+
+def chain(num_units: int) -> list:
+    return [(unit, ()) for unit in range(num_units)]
+
+
+@pytest.mark.parametrize("prefetch", range(5))
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_graphs(seed: int, prefetch: int) -> None:
+    rng = random.Random(seed)
+    num_units = rng.randint(1, 8)
+    calls = random_tree(rng, num_units)
+    driver = make(calls, num_units, prefetch)
+    for _ in range(2):
+        driver.collectives.clear()
+        driver.backward([driver.forward(calls)])
+        reduced = [unit for op, unit in driver.collectives if op == "reduce"]
+        assert sorted(reduced) == list(range(num_units))
+
+
+@pytest.mark.parametrize("prefetch", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_rank_that_skips_units_issues_the_same_collectives(seed: int, prefetch: int) -> None:
+    rng = random.Random(seed)
+    num_units = rng.randint(2, 8)
+    # Of a unit that is called again, which call was skipped could not be told.
+    calls = random_tree(rng, num_units, repeats=False)
+    skipped = frozenset(u for u in range(num_units) if rng.random() < 0.3) - {calls[-1][0]}
+    full, partial = make(calls, num_units, prefetch), make(calls, num_units, prefetch)
+    full.backward([full.forward(calls)])
+    partial.backward([partial.forward(calls, skipped)])
+    assert full.collectives == partial.collectives
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_changed_order_is_relearned(seed: int) -> None:
+    rng = random.Random(seed)
+    num_units = rng.randint(2, 8)
+    calls = random_tree(rng, num_units)
+    order = order_of(chain(num_units))
+    driver = make(calls, num_units, 1, order)
+    driver.backward([driver.forward(calls)])
+    expected = make(calls, num_units, 1)
+    expected.backward([expected.forward(calls)])
+    driver.collectives.clear()
+    driver.backward([driver.forward(calls)])
+    assert driver.collectives == expected.collectives
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_several_forwards_before_one_backward(seed: int, passes: int) -> None:
+    rng = random.Random(seed)
+    num_units = rng.randint(1, 6)
+    calls = random_tree(rng, num_units)
+    driver = make(calls, num_units, 1)
+    tapes = [driver.forward(calls) for _ in range(passes)]
+    driver.collectives.clear()
+    driver.backward(tapes)
+    reduced = [unit for op, unit in driver.collectives if op == "reduce"]
+    assert sorted(reduced) == list(range(num_units))
+
+
+@pytest.mark.parametrize("prefetch", range(4))
+def test_transient_parameters_are_bounded(prefetch: int) -> None:
+    driver = make(chain(12), 12, prefetch)
+    driver.backward([driver.forward(chain(12))])
+    assert driver.max_resident == prefetch + 1
+
+
+def test_exact_events_of_a_chain() -> None:
+    driver = make(chain(3), 3, 1)
+    tape = driver.forward(chain(3))
+    assert driver.collectives == [("unshard", 0), ("unshard", 1), ("unshard", 2)]
+    assert driver.resident == {2}  # kept: the backward starts with it
+    driver.collectives.clear()
+    driver.backward([tape])
+    assert driver.collectives == [
+        ("unshard", 1),
+        ("reduce", 2),
+        ("unshard", 0),
+        ("reduce", 1),
+        ("reduce", 0),
+    ]
+
+
+def test_without_grad_nothing_stays() -> None:
+    driver = make(chain(3), 3, 2)
+    driver.forward(chain(3), grad=False)
+    assert not driver.resident
+
+
+def test_unused_unit_is_reduced_in_its_turn() -> None:
+    driver = make(chain(3), 3, 0)
+    tape = driver.forward(chain(3))
+    driver.collectives.clear()
+    schedule = driver.schedule
+    schedule.begin_backward()
+    handles = {unit: handle for kind, unit, handle in tape if kind == "exit"}
+    driver.apply(schedule.pre_backward(handles[2]))
+    assert ("reduce", 2) not in driver.collectives  # unit 2 never reports its gradients
+    driver.apply(schedule.pre_backward(handles[1]))
+    assert driver.collectives == [("reduce", 2), ("unshard", 1)]
+
+
+def test_abort_gives_everything_back() -> None:
+    driver = make(chain(4), 4, 2)
+    driver.apply(driver.schedule.begin_pass(True))
+    driver.apply(driver.schedule.enter(0))
+    driver.apply(driver.schedule.abort())
+    assert not driver.resident
+    driver.backward([driver.forward(chain(4))])
+
+
+def test_stages_1_and_2_gather_once_after_an_update() -> None:
+    schedule = Schedule(3, 1, True, False, order_of(chain(3)))
+    driver = Driver(schedule, releases=False, resident={0, 1, 2})
+    driver.backward([driver.forward(chain(3))])
+    assert [op for op, _ in driver.collectives] == ["reduce"] * 3
+    for unit in range(3):
+        assert schedule.invalidate(unit) == []
+        driver.resident.discard(unit)
+    driver.collectives.clear()
+    tape = driver.forward(chain(3))
+    assert driver.collectives == [("unshard", 0), ("unshard", 1), ("unshard", 2)]
+    driver.backward([tape])

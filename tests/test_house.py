@@ -1,0 +1,128 @@
+"""The rules of the house: who may include or import whom, no cycles, no file over 400 lines."""
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_LINES = 400
+# A layer sees itself and those of a lower rank; kernels and runtime do not see each other.
+RANKS = {"common": 0, "plan": 1, "kernels": 2, "runtime": 2, "engine": 3, "bindings": 4}
+ANY_TORCH = r"(torch|ATen|c10|caffe2)/(?!util/Exception\.h$)"
+# (headers, files that may include them; paths from csrc/)
+RESERVED = [
+    (r"pybind11/|torch/extension\.h$|torch/csrc/utils/pybind\.h$", r"bindings/"),
+    (r"torch/csrc/distributed/c10d/", r"runtime/(collectives|emulated_group)\.|engine/"),
+    (ANY_TORCH, r"(kernels|runtime|engine|bindings)/"),
+]
+
+
+def includes(text: str) -> Iterator[tuple[bool, str]]:
+    """Each include of a C++ file as (is ours, path)."""
+    for mark, path in re.findall(r'^\s*#\s*include\s*([<"])([^>"]+)', text, re.MULTILINE):
+        yield mark == '"', path
+
+
+def include_errors(file: str, text: str) -> list[str]:
+    """What is wrong with the includes of csrc/`file`."""
+    errors = []
+    layer = file.split("/")[0]
+    for ours, path in includes(text):
+        target = path.split("/")[0]
+        if ours and target not in RANKS:
+            errors.append(f"{file}: write '{path}' as a path from csrc/")
+        elif ours and target != layer and RANKS[target] >= RANKS[layer]:
+            errors.append(f"{file}: {layer} must not include {path}")
+        for headers, owners in RESERVED:
+            if re.match(headers, path) and not re.match(owners, file):
+                errors.append(f"{file}: {path} is only for {owners}")
+    return errors
+
+
+def imports(text: str) -> Iterator[str]:
+    """Each module that a file of the package imports, with a dotted path."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = f"zerocore.{node.module or ''}".rstrip(".") if node.level else node.module
+            for alias in node.names:
+                is_module = base == "zerocore" and (ROOT / "zerocore" / f"{alias.name}.py").exists()
+                is_module = is_module or alias.name == "_C"
+                yield f"{base}.{alias.name}" if is_module else str(base)
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    """The nodes of a cycle, or nothing."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def cpp_files() -> dict[str, str]:
+    """Text of each C++ file, by its path from csrc/."""
+    csrc = ROOT / "csrc"
+    files = (path for path in csrc.rglob("*") if path.suffix in {".h", ".cpp", ".cu", ".cuh"})
+    return {path.relative_to(csrc).as_posix(): path.read_text() for path in files}
+
+
+def python_files() -> dict[str, str]:
+    """Text of each module of the package, by its dotted name."""
+    files = (ROOT / "zerocore").glob("*.py")
+    return {f"zerocore.{path.stem}".removesuffix(".__init__"): path.read_text() for path in files}
+
+
+def test_includes_point_down_the_ladder():
+    files = cpp_files().items()
+    assert [error for file, text in files for error in include_errors(file, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "include"),
+    [
+        ("common/types.h", '"plan/layout.h"'),
+        ("kernels/ops.cpp", '"runtime/stream.h"'),
+        ("runtime/bucket.cpp", '"kernels/ops.h"'),
+        ("engine/unit.h", '"bindings/module.h"'),
+        ("engine/unit.h", '"scheduler.h"'),
+        ("engine/unit.h", "<pybind11/pybind11.h>"),
+        ("runtime/bucket.h", "<torch/csrc/distributed/c10d/ProcessGroup.hpp>"),
+        ("plan/layout.h", "<c10/core/ScalarType.h>"),
+        ("plan/layout.h", "<ATen/ATen.h>"),
+    ],
+)
+def test_a_bad_include_is_found(file, include):
+    assert include_errors(file, f"#include {include}\n") != []
+
+
+def test_good_includes_pass():
+    text = '#include <c10/util/Exception.h>\n#include <vector>\n#include "common/math.h"\n'
+    assert include_errors("plan/layout.cpp", text) == []
+
+
+def test_no_cycles():
+    headers = {file: {path for _, path in includes(text)} for file, text in cpp_files().items()}
+    modules = {name: set(imports(text)) for name, text in python_files().items()}
+    assert cycle_in(headers) == []
+    assert cycle_in(modules) == []
+    assert cycle_in({"a.h": {"b.h"}, "b.h": {"a.h"}}) != []
+
+
+def test_package_imports_only_the_package():
+    outside = {"tests", "benchmarks", "examples", "scripts"}
+    for name, text in python_files().items():
+        assert not outside & {module.split(".")[0] for module in imports(text)}, name
+
+
+def test_files_are_short():
+    folders = ["csrc", "zerocore", "tests", "benchmarks", "examples", "scripts"]
+    suffixes = {".h", ".cpp", ".cu", ".cuh", ".py", ".pyi"}
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*"))
+    lengths = {path: path.read_text().count("\n") for path in files if path.suffix in suffixes}
+    assert {str(path): n for path, n in lengths.items() if n > MAX_LINES} == {}
