@@ -109,6 +109,8 @@ def _deepspeed_step(model: nn.Module, lr: float, stage: int | None) -> Step:
         # DeepSpeed insists on knowing the batch; nothing here depends on it.
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
+        # Its default clips to a norm of 1, which would make the losses differ from all the others.
+        "gradient_clipping": 0.0,
     }
     engine, *_ = deepspeed.initialize(
         model=model,

@@ -18,23 +18,23 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 class CollectiveFigures:
     """One kind of collective, per training step: how often, how much, how long.
 
-    `nbytes` are those of the full buckets. `total_ms` is time in flight, `exposed_ms` the part of
-    it for which this rank stood waiting.
+    `nbytes` are those of the full buckets. `in_flight_ms` is the time during which any of them was
+    in flight, `exposed_ms` the time for which this rank stood waiting.
     """
 
     num_calls: float
     nbytes: float
     predicted_num_calls: int
     predicted_nbytes: int
-    total_ms: float
+    in_flight_ms: float
     exposed_ms: float
 
     @property
     def hidden_percent(self) -> float | None:
         """Share of the time in flight that compute covered; None where nothing was in flight."""
-        if self.total_ms <= 0:
+        if self.in_flight_ms <= 0:
             return None
-        return 100 * max(0.0, 1 - self.exposed_ms / self.total_ms)
+        return 100 * max(0.0, 1 - self.exposed_ms / self.in_flight_ms)
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,19 @@ def collect_figures(
     )
 
 
+def _in_flight_ns(events: list[zerocore.Event]) -> int:
+    """Time during which at least one of `events` was in flight.
+
+    A sum over the events would count waiting in one another's queue again for each of them, and
+    flatter the share that is hidden.
+    """
+    covered, end = 0, 0
+    for issued, done in sorted((event.issued_ns, event.done_ns) for event in events):
+        covered += max(0, done - max(issued, end))  # done is -1 where it is not known
+        end = max(end, done)
+    return covered
+
+
 def _summarise_events(
     events: list[zerocore.Event], predicted: list[tuple[str, str, int]], num_steps: int
 ) -> dict[str, CollectiveFigures]:
@@ -85,7 +98,7 @@ def _summarise_events(
             nbytes=sum(event.nbytes for event in seen) / num_steps,
             predicted_num_calls=len(planned),
             predicted_nbytes=sum(planned),
-            total_ms=sum(event.done_ns - event.issued_ns for event in seen) / num_steps / 1e6,
+            in_flight_ms=_in_flight_ns(seen) / num_steps / 1e6,
             exposed_ms=sum(event.wait_ns for event in seen) / num_steps / 1e6,
         )
     return figures

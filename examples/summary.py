@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-
 from stage_figures import MEMORY_KINDS, StageFigures
 
 
@@ -56,9 +56,8 @@ class RunSummary:
         return entry.stage == self.settings["stage"]
 
     def _memory_table(self) -> Table:
-        table = Table(title="Bytes on rank 0 (* trained here; other stages: two steps each)")
-        table.add_column("stage")
-        table.add_column("")
+        title = "Bytes on rank 0 (* trained here; other stages: two steps each)"
+        table = _table(title, "stage", "")
         for kind in (*MEMORY_KINDS, "total"):
             table.add_column(kind, justify="right")
         for entry in self.figures:
@@ -69,9 +68,8 @@ class RunSummary:
         return table
 
     def _collectives_table(self) -> Table:
-        table = Table(title="Collectives per step (one figure where measured = predicted)")
-        table.add_column("stage")
-        table.add_column("collective")
+        title = "Collectives per step (one figure where measured = predicted)"
+        table = _table(title, "stage", "collective")
         for name in ("number", "bytes", "in flight ms", "exposed ms", "hidden %"):
             table.add_column(name, justify="right")
         for entry in self.figures:
@@ -83,13 +81,21 @@ class RunSummary:
                     name.replace("_", "-"),
                     _beside(row.num_calls, row.predicted_num_calls),
                     _beside(row.nbytes, row.predicted_nbytes),
-                    f"{row.total_ms:.1f}",
+                    f"{row.in_flight_ms:.1f}",
                     f"{row.exposed_ms:.1f}",
                     hidden,
                 )
                 stage = ""
             table.add_section()
         return table
+
+
+def _table(title: str, *labels: str) -> Table:
+    """An empty table that leaves room for figures in 80 columns."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for label in labels:
+        table.add_column(label, no_wrap=True)
+    return table
 
 
 def printable(text: bytes) -> str:

@@ -14,16 +14,16 @@ from typing import Annotated, Any
 import torch
 import torch.multiprocessing as mp
 import typer
-from rich.console import Console
-
-import zerocore
 from gpt import GPT, GPTConfig, generate
 from launch import LaunchError, Rank, run_on_ranks
 from progress import TrainingProgress
+from rich.console import Console
 from stage_figures import StageFigures, collect_figures
 from summary import RunSummary
 from text_data import Corpus, load_corpus
 from training import NUM_TIMED_STEPS, Trainer, TrainingConfig
+
+import zerocore
 
 PROMPT = b"def "
 NUM_SAMPLE_TOKENS = 300

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-import zerocore
 from gpt import GPT, GPTConfig
 from launch import Rank
 from text_data import evenly_spaced_batches, random_batch
+from torch import Tensor
+
+import zerocore
 
 NUM_WARMUP_STEPS = 20
 NUM_TIMED_STEPS = 8  # of which the first two, slower than the rest, do not count

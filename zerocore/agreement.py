@@ -49,8 +49,9 @@ def _difference(rank: int, expected: list[Any], came: list[Any]) -> str:
                 f"the ranks shard different models: rank 0 has {first}, rank {rank} has {second}; "
                 "build the same model with the same options on every rank"
             )
-    more, extra = (0, expected[len(came) :]) if len(expected) > len(came) else (
-        rank, came[len(expected) :])
+    more, extra = (
+        (0, expected[len(came) :]) if len(expected) > len(came) else (rank, came[len(expected) :])
+    )
     return (
         f"the ranks shard different models: only rank {more} has {extra[0]}; build the same model "
         "with the same options on every rank"

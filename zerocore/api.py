@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ def shard(
     model: nn.Module,
     *,
     stage: int = 3,
-    group: object | None = None,
+    group: Any = None,
     units: Sequence[UnitChoice] | None = None,
     prefetch: int = 1,
     accumulate: str = "sharded",
@@ -171,7 +172,7 @@ def clip_grad_norm_(
     return total
 
 
-def _local_norm(grads: list[Tensor], norm_type: float) -> Tensor:
+def _local_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         norms = torch._foreach_norm([g.as_subclass(Tensor) for g in grads], norm_type)
         widest = torch.promote_types(torch.float32, max((n.dtype for n in norms), key=_width))

@@ -43,4 +43,6 @@ class ShardConfig:
         if self.prefetch < 0:
             raise ValueError(f"prefetch must be 0 or more, got {self.prefetch}")
         if self.accumulate not in ACCUMULATE_MODES:
-            raise ValueError(f"accumulate must be one of {ACCUMULATE_MODES}, got {self.accumulate!r}")
+            raise ValueError(
+                f"accumulate must be one of {ACCUMULATE_MODES}, got {self.accumulate!r}"
+            )

@@ -41,7 +41,8 @@ class Description:
         lines = [
             f"{self.model}: stage {self.stage}, rank {self.rank} of {self.world_size}, "
             f"{len(self.units)} units",
-            f"{'unit':<{width}}  params  {'bytes':>14}  {'shard bytes':>14}  {'padding':>9}  regions",
+            f"{'unit':<{width}}  params  {'bytes':>14}  {'shard bytes':>14}  {'padding':>9}  "
+            "regions",
         ]
         for unit in self.units:
             lines.append(
@@ -52,9 +53,7 @@ class Description:
         shards = sum(unit.shard_nbytes for unit in self.units)
         padding = sum(unit.padding_nbytes for unit in self.units)
         params = sum(unit.num_params for unit in self.units)
-        lines.append(
-            f"{'total':<{width}}  {params:>6}  {total:>14,}  {shards:>14,}  {padding:>9,}"
-        )
+        lines.append(f"{'total':<{width}}  {params:>6}  {total:>14,}  {shards:>14,}  {padding:>9,}")
         return "\n".join(lines)
 
 

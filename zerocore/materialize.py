@@ -12,7 +12,9 @@ from zerocore.wrapping import ParamChoice
 InitFn = Callable[[nn.Module], None]
 
 
-def full_values(params: list[ParamChoice], device: torch.device, init: InitFn | None) -> list[Tensor]:
+def full_values(
+    params: list[ParamChoice], device: torch.device, init: InitFn | None
+) -> list[Tensor]:
     """The full values of a unit's parameters, those on the meta device initialised now.
 
     Raises:
@@ -27,7 +29,9 @@ def full_values(params: list[ParamChoice], device: torch.device, init: InitFn | 
     values = []
     for choice in params:
         owner, name = choice.owners[0]
-        values.append(owner._parameters[name].detach() if choice.param.is_meta else choice.param.detach())
+        current = owner._parameters[name] if choice.param.is_meta else choice.param
+        assert current is not None
+        values.append(current.detach())
     return values
 
 
@@ -38,7 +42,9 @@ def materialize_buffers(model: nn.Module, device: torch.device, init: InitFn | N
         ValueError: a module with meta buffers that nothing can initialise.
     """
     for name, module in model.named_modules():
-        metas = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        metas = [
+            key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta
+        ]
         if metas:
             _initialise(module, device, init, [], f"{name}.{metas[0]}" if name else metas[0])
 
@@ -53,7 +59,9 @@ def _initialise(
     function = init or getattr(type(module), "reset_parameters", None)
     if function is None:
         fqn = what or next(
-            fqn for c in params for fqn, (owner, _) in zip(c.fqns, c.owners, strict=False)
+            fqn
+            for c in params
+            for fqn, (owner, _) in zip(c.fqns, c.owners, strict=False)
             if owner is module
         )
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ _ENTRY = "_zerocore_entry"
 class Entry:
     """What a module does around its call: enter its units, and the pass if it is the root."""
 
-    __slots__ = ("engine", "units", "reverse", "is_root", "state")
+    __slots__ = ("engine", "is_root", "reverse", "state", "units")
 
     def __init__(self, state: ShardState, units: tuple[int, ...], is_root: bool) -> None:
         self.state = state
@@ -60,11 +60,12 @@ def entry_of(module: nn.Module) -> Entry | None:
 def set_entry(module: nn.Module, entry: Entry) -> None:
     """Makes ``module`` enter units when called; its class keeps its name."""
     module.__dict__[_ENTRY] = entry
-    module.__class__ = _entry_class(type(module))
+    cls: Any = type(module)
+    module.__class__ = _entry_class(cls)
 
 
-@lru_cache(maxsize=None)
-def _entry_class(cls: type[nn.Module]) -> type[nn.Module]:
+@cache
+def _entry_class(cls: Any) -> Any:
     original_call = cls.__call__
     original_apply = cls._apply
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,7 +18,7 @@ from zerocore.tensor import ShardedParameter
 
 _REPLACED = "_zerocore_replaced"
 # Units an optimizer updates, found once per number of parameters it holds.
-_Updates = tuple[int, list[tuple[ref[ShardState], set[int]]]]
+_Updates = tuple[int, list[tuple[Callable[[], ShardState | None], set[int]]]]
 _updates: WeakKeyDictionary[Optimizer, _Updates] = WeakKeyDictionary()
 
 
@@ -41,7 +42,7 @@ def check_not_stale(optimizer: Optimizer) -> None:
 
 def _find_updates(optimizer: Optimizer) -> _Updates:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    found: dict[ref[ShardState], set[int]] = {}
+    found: dict[Callable[[], ShardState | None], set[int]] = {}
     for param in params:
         if isinstance(param, ShardedParameter):
             found.setdefault(param.state_ref, set()).add(param.unit)

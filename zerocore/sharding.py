@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 from weakref import ref
 
 import torch
@@ -25,7 +26,7 @@ from zerocore.wrapping import ParamChoice, UnitChoice, UnitPlanned, choose_units
 _log = logging.getLogger("zerocore")
 
 
-def find_group(group: object | None, model: nn.Module) -> dist.ProcessGroup | None:
+def find_group(group: Any, model: nn.Module) -> dist.ProcessGroup | None:
     """The process group to shard over; under torchrun it is made if there is none.
 
     Args:
@@ -52,8 +53,11 @@ def find_group(group: object | None, model: nn.Module) -> dist.ProcessGroup | No
         backend = "nccl" if on_gpu else "gloo"
         dist.init_process_group(backend)
         if dist.get_rank() == 0:
-            _log.warning("no process group: initialised one of %d ranks with %s",
-                         dist.get_world_size(), backend)
+            _log.warning(
+                "no process group: initialised one of %d ranks with %s",
+                dist.get_world_size(),
+                backend,
+            )
     return dist.group.WORLD
 
 
@@ -130,7 +134,11 @@ def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> tor
         return torch.device(device)
     if found:
         return next(iter(found))
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def _facts(planned: list[UnitPlanned], config: ShardConfig) -> list[object]:
@@ -203,11 +211,8 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
         state.group if shared else None,
     )
     full = nn.Parameter(engine.make_full(unit.index, position), requires_grad=old.requires_grad)
-    shard = ShardedParameter.make(
-        engine.make_shard(unit.index, position), place, old.requires_grad
-    )
-    shard.state_ref = ref(state)
-    shard.unit = unit.index
+    data = engine.make_shard(unit.index, position)
+    shard = ShardedParameter.make(data, place, old.requires_grad, unit.index, ref(state))
     grad = None
     if old.is_floating_point():
         grad = ShardedGrad.make(engine.make_grad(unit.index, position), place)
@@ -217,8 +222,11 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
         parameters[name] = shard
     mark_replaced(old, choice.fqns[0])
     spec = ParamSpec(
-        choice.fqns[0], list(old.shape), layout.regions[layout.places[position].region].dtype,
-        old.element_size(), old.requires_grad,
+        choice.fqns[0],
+        list(old.shape),
+        layout.regions[layout.places[position].region].dtype,
+        old.element_size(),
+        old.requires_grad,
     )
     return Param(choice.fqns, choice.owners, full, shard, spec)
 

@@ -92,7 +92,7 @@ def find_state(module: nn.Module) -> ShardState | None:
             return entry.state
     for param in module.parameters():
         if isinstance(param, ShardedParameter):
-            return getattr(param, "state_ref")()
+            return param.state_ref()
     return None
 
 
@@ -108,4 +108,3 @@ def state_of(module: nn.Module) -> ShardState:
             f"this {type(module).__name__} is not sharded; call zerocore.shard(model) first"
         )
     return state
-

@@ -55,19 +55,26 @@ class _Placed:
 class LocalShard(_Placed, Tensor):
     """What ``state_dict`` holds of a sharded parameter: 1-D, this rank's elements."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class ShardedParameter(_Placed, nn.Parameter):
     """This rank's elements of a parameter, 1-D, possibly none; what the optimizer updates."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    unit: int  # index of the unit it belongs to
+    state_ref: Callable[[], Any]  # weak: the state of the model it belongs to
 
     @staticmethod
-    def make(data: Tensor, place: Place, requires_grad: bool) -> ShardedParameter:
+    def make(
+        data: Tensor, place: Place, requires_grad: bool, unit: int, state_ref: Callable[[], Any]
+    ) -> ShardedParameter:
         """Wraps ``data`` (1-D) without copying."""
         param = torch.Tensor._make_subclass(ShardedParameter, data, requires_grad)
         param.place = place
+        param.unit = unit
+        param.state_ref = state_ref
         return param
 
     def detach(self) -> Tensor:
@@ -82,7 +89,7 @@ class ShardedParameter(_Placed, nn.Parameter):
             "zerocore.shard, or use zerocore.full_state_dict(model)"
         )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         start, end = self.shard_range
         return (
             f"ShardedParameter('{self.fqn}', global_shape={tuple(self.global_shape)}, "
@@ -171,15 +178,23 @@ def _parse_p(p: Any) -> float:
     return 2.0 if p is None or p == "fro" else float(p)
 
 
-def _norm(func: Any, grad: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False,
-          dtype: torch.dtype | None = None, out: Any = None) -> Tensor:
+def _norm(
+    func: Any,
+    grad: Tensor,
+    p: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    out: Any = None,
+) -> Tensor:
     if out is not None or keepdim or (dim not in (None, 0, -1, (0,), [0])):
         raise TypeError("the norm of a sharded gradient takes no dim, keepdim or out")
     return global_norms([grad], _parse_p(p), dtype)[0]
 
 
-def _foreach_norm(func: Any, grads: Sequence[Tensor], ord: Any = 2,
-                  dtype: torch.dtype | None = None) -> list[Tensor]:
+def _foreach_norm(
+    func: Any, grads: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     return list(global_norms(list(grads), _parse_p(ord), dtype).unbind())
 
 
@@ -212,5 +227,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 
 # Without this, optimizers fall back to their for-loop without a word.
-for _types in (_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-    _types.extend([ShardedParameter, ShardedGrad])
+_SUBCLASSES: list[Any] = [ShardedParameter, ShardedGrad]
+_optimizer._foreach_supported_types.extend(_SUBCLASSES)
+_foreach_utils._foreach_supported_types.extend(_SUBCLASSES)

@@ -42,9 +42,7 @@ class UnitPlanned:
         return sum(choice.nbytes for choice in self.params)
 
 
-def choose_units(
-    model: nn.Module, units: Sequence[UnitChoice] | None
-) -> list[UnitPlanned]:
+def choose_units(model: nn.Module, units: Sequence[UnitChoice] | None) -> list[UnitPlanned]:
     """The units of ``model`` in order of registration.
 
     Args:

@@ -1,7 +1,7 @@
 // Python face of the engine, and the registrar that writes parameters into module dicts.
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <memory>
 #include <optional>
@@ -218,8 +218,10 @@ void register_setup(py::class_<PyEngine>& engine) {
 
 void register_steps(py::class_<PyEngine>& engine) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  engine.def("begin_pass", [](PyEngine& self) { self.engine->begin_pass(); }, no_gil)
-      .def("fail_pass", [](PyEngine& self) { self.engine->fail_pass(); }, no_gil)
+  engine.def(
+            "begin_pass", [](PyEngine& self) { self.engine->begin_pass(); }, no_gil)
+      .def(
+          "fail_pass", [](PyEngine& self) { self.engine->fail_pass(); }, no_gil)
       .def(
           "end_pass",
           [](PyEngine& self, const py::object& value) {
@@ -227,7 +229,8 @@ void register_steps(py::class_<PyEngine>& engine) {
             const py::gil_scoped_release release;
             self.engine->end_pass(outputs);
           })
-      .def("enter", [](PyEngine& self, UnitId unit) { self.engine->enter(unit); }, no_gil)
+      .def(
+          "enter", [](PyEngine& self, UnitId unit) { self.engine->enter(unit); }, no_gil)
       .def(
           "exit",
           [](PyEngine& self, UnitId unit, const py::object& value) {
@@ -235,7 +238,8 @@ void register_steps(py::class_<PyEngine>& engine) {
             const py::gil_scoped_release release;
             self.engine->exit(unit, outputs);
           })
-      .def("pin", [](PyEngine& self, const std::vector<UnitId>& u) { self.engine->pin(u); }, no_gil)
+      .def(
+          "pin", [](PyEngine& self, const std::vector<UnitId>& u) { self.engine->pin(u); }, no_gil)
       .def(
           "unpin",
           [](PyEngine& self, const std::vector<UnitId>& units, bool write_back) {
@@ -243,7 +247,8 @@ void register_steps(py::class_<PyEngine>& engine) {
           },
           no_gil)
       .def("mark_changed", [](PyEngine& self, UnitId unit) { self.engine->mark_changed(unit); })
-      .def("reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
+      .def(
+          "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
       .def_property(
           "sync",
           [](const PyEngine& self) { return self.engine->sync(); },
@@ -251,10 +256,7 @@ void register_steps(py::class_<PyEngine>& engine) {
 }
 
 void register_figures(py::class_<PyEngine>& engine) {
-  engine
-      .def(
-          "layout",
-          [](PyEngine& self, UnitId unit) { return self.engine->unit(unit).layout(); })
+  engine.def("layout", [](PyEngine& self, UnitId unit) { return self.engine->unit(unit).layout(); })
       .def_property_readonly(
           "order", [](const PyEngine& self) { return self.engine->schedule().order(); })
       .def_property_readonly(

@@ -183,8 +183,7 @@ void register_plan(py::module_& module) {
         std::vector<std::tuple<std::string, UnitId, int64_t, int64_t>> result;
         const PlanOptions options{stage, world_size, prefetch, exchanges};
         for (const auto& event : plan_events(unit_plans(std::move(units)), order, options)) {
-          result.emplace_back(
-              trace_op_name(event.op), event.unit, event.nbytes, event.pool_nbytes);
+          result.emplace_back(trace_op_name(event.op), event.unit, event.nbytes, event.pool_nbytes);
         }
         return result;
       },
@@ -207,8 +206,7 @@ void register_plan(py::module_& module) {
           int64_t rank,
           int64_t optimizer_states) {
         const PlanOptions options{stage, world_size, prefetch, exchanges};
-        return plan_memory(
-            unit_plans(std::move(units)), order, options, rank, optimizer_states);
+        return plan_memory(unit_plans(std::move(units)), order, options, rank, optimizer_states);
       },
       py::arg("units"),
       py::arg("order"),

@@ -30,9 +30,8 @@ void register_runtime(py::module_& module) {
       .def_readonly("num_allocations", &PoolStats::num_allocations);
   py::class_<Slot>(module, "Slot")
       .def_readonly("nbytes", &Slot::nbytes)
-      .def_property_readonly("address", [](const Slot& slot) {
-        return reinterpret_cast<uintptr_t>(slot.data.get());
-      });
+      .def_property_readonly(
+          "address", [](const Slot& slot) { return reinterpret_cast<uintptr_t>(slot.data.get()); });
   py::class_<CpuPool>(module, "CpuBucketPool")
       .def(py::init<>())
       .def(

@@ -21,8 +21,7 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) {
 // a * b for sizes; throws when the product does not fit 63 bits.
 inline int64_t checked_mul(int64_t a, int64_t b) {
   int64_t product = 0;
-  TORCH_CHECK(
-      !__builtin_mul_overflow(a, b, &product), "size overflow: ", a, " * ", b);
+  TORCH_CHECK(!__builtin_mul_overflow(a, b, &product), "size overflow: ", a, " * ", b);
   return product;
 }
 

@@ -189,9 +189,8 @@ void Engine::agree_on_called() {
     std::copy(called.begin(), called.end(), flags.data_ptr<uint8_t>());
     collectives_->all_reduce_max(flags);
     const uint8_t* values = flags.const_data_ptr<uint8_t>();
-    std::transform(values, values + called.size(), called.begin(), [](uint8_t value) {
-      return value != 0;
-    });
+    std::transform(
+        values, values + called.size(), called.begin(), [](uint8_t value) { return value != 0; });
   }
   schedule_.prune(called);
 }

@@ -219,8 +219,9 @@ void Reducer::pack(UnitId id, RegionGrads& grads) {
     state.local = true;
   }
   add_segment(nullptr, 0, {end, region.numel()}, false);
-  const double scale =
-      context_.collectives == nullptr ? 1.0 : 1.0 / static_cast<double>(context_.collectives->size());
+  const double scale = context_.collectives == nullptr
+      ? 1.0
+      : 1.0 / static_cast<double>(context_.collectives->size());
   kernels::pack(grads.full.full(grads.region), segments_, scale);
 }
 
@@ -233,8 +234,7 @@ void Reducer::issue(UnitId id, RegionGrads& grads) {
   const bool sharded = context_.policy.shards_optimizer();
   const bool adds = adds_to_shard(id, grads);
   if (sharded && (collectives.exchanges() || adds)) {
-    grads.scratch_slot =
-        context_.pool->acquire(grads.scratch.nbytes(), StreamRole::ReduceScatter);
+    grads.scratch_slot = context_.pool->acquire(grads.scratch.nbytes(), StreamRole::ReduceScatter);
     grads.scratch.attach(grads.scratch_slot.data.get());
   }
   CollectiveTag tag{
@@ -316,10 +316,9 @@ void Reducer::clear_full_grads(UnitId id) {
 void Reducer::finish() {
   const at::NoGradGuard no_grad;
   complete_all();
-  const bool any_reduced = std::any_of(
-      grads_.begin(), grads_.end(), [](const UnitGrads& unit) { return unit.reduced; });
-  if (any_reduced && context_.collectives != nullptr &&
-      (options_.exchange_used || !asked_used_)) {
+  const bool any_reduced =
+      std::any_of(grads_.begin(), grads_.end(), [](const UnitGrads& unit) { return unit.reduced; });
+  if (any_reduced && context_.collectives != nullptr && (options_.exchange_used || !asked_used_)) {
     exchange_used();
   }
   for (UnitId id = 0; id < static_cast<UnitId>(grads_.size()); ++id) {

@@ -33,11 +33,7 @@ c10::DataPtr allocate(c10::Device device, int64_t nbytes) {
 
 } // namespace
 
-Unit::Unit(
-    UnitId id,
-    std::string name,
-    std::vector<UnitParam> params,
-    const UnitContext& context)
+Unit::Unit(UnitId id, std::string name, std::vector<UnitParam> params, const UnitContext& context)
     : id_(id),
       name_(std::move(name)),
       params_(std::move(params)),

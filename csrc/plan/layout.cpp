@@ -54,8 +54,7 @@ Layout Layout::build(const std::vector<ParamSpec>& params, int64_t num_shards) {
     check_spec(spec);
     const int region = find_or_add_region(regions, spec, num_shards);
     used.resize(regions.size(), 0);
-    const int64_t offset =
-        round_up(used[region], aligned_numel(kParamAlignment, spec.itemsize));
+    const int64_t offset = round_up(used[region], aligned_numel(kParamAlignment, spec.itemsize));
     places.push_back({region, offset, spec.numel()});
     used[region] = offset + spec.numel();
     regions[region].params.push_back(static_cast<int>(i));

@@ -8,7 +8,10 @@
 namespace zerocore {
 
 Schedule::Schedule(ScheduleOptions options, std::vector<CallEvent> order)
-    : options_(options), order_(std::move(order)), units_(options.num_units), called_(options.num_units) {
+    : options_(options),
+      order_(std::move(order)),
+      units_(options.num_units),
+      called_(options.num_units) {
   for (UnitState& unit : units_) {
     unit.resident = !options_.gathers || !options_.releases;
   }

@@ -96,8 +96,8 @@ void Schedule::start_steps(Pass& pass, Actions& out) {
   for (const Pass& other : passes_) {
     if (other.id < pass.id && !other.consumed) {
       for (const CallEvent& event : other.events) {
-        pending[event.unit] = pending[event.unit] ||
-            (event.kind == EventKind::Exit && event.needs_backward);
+        pending[event.unit] =
+            pending[event.unit] || (event.kind == EventKind::Exit && event.needs_backward);
       }
     }
   }

@@ -11,7 +11,7 @@ StagePolicy StagePolicy::from_stage(int64_t stage, int64_t world_size) {
   constexpr Placement R = Placement::Replicated;
   constexpr Placement S = Placement::Sharded;
   constexpr std::array<StagePolicy, 4> kStages = {{
-      //parameters, gradients, optimizer
+      // parameters, gradients, optimizer
       {R, R, R},
       {R, R, S},
       {R, S, S},

@@ -71,11 +71,8 @@ at::Tensor Bucket::flat(c10::ScalarType dtype, int64_t offset_nbytes, int64_t nu
   return tensor_over(storage_, dtype, offset_nbytes / itemsize, {numel}, {1});
 }
 
-at::Tensor Bucket::view(
-    int region,
-    int64_t offset,
-    at::IntArrayRef sizes,
-    at::IntArrayRef strides) const {
+at::Tensor Bucket::view(int region, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides)
+    const {
   const auto itemsize = static_cast<int64_t>(c10::elementSize(dtypes_.at(region)));
   return tensor_over(
       storage_, dtypes_[region], offsets_.at(region) / itemsize + offset, sizes, strides);

@@ -63,8 +63,7 @@ class Bucket {
   }
   // A new leaf over the bucket with its own version counter; `offset` counts elements of the
   // region.
-  at::Tensor view(int region, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides)
-      const;
+  at::Tensor view(int region, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) const;
 
  private:
   at::Tensor flat(c10::ScalarType dtype, int64_t offset_nbytes, int64_t numel) const;

@@ -79,10 +79,7 @@ class Collectives {
     return is_gloo_;
   }
   // Sends slice r of `full` to rank r; `received` holds what came from each rank, rank after rank.
-  PendingCollective exchange(
-      const at::Tensor& received,
-      const at::Tensor& full,
-      CollectiveTag tag);
+  PendingCollective exchange(const at::Tensor& received, const at::Tensor& full, CollectiveTag tag);
 
   // Sums `tensor` (1-D) over the ranks in place.
   PendingCollective all_reduce(const at::Tensor& tensor, CollectiveTag tag);

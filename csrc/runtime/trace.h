@@ -39,11 +39,7 @@ class Trace {
 
   // Adds a record that happens now; null when off. The record may be completed later, also from
   // another thread for its times.
-  std::shared_ptr<TraceRecord> add(
-      TraceOp op,
-      UnitId unit,
-      int64_t nbytes,
-      int64_t pool_nbytes);
+  std::shared_ptr<TraceRecord> add(TraceOp op, UnitId unit, int64_t nbytes, int64_t pool_nbytes);
 
  private:
   bool enabled_ = false;

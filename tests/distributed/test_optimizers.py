@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import _foreach_supported_types
 
 import zerocore
 from tests.distributed.harness import run_ranks
@@ -118,7 +119,7 @@ def look_at_shards(stage: int) -> tuple[list[tuple[int, int]], list[int]]:
     ranges = []
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, nn.Parameter) and parameter.is_leaf
-        assert type(parameter) in torch.optim.optimizer._foreach_supported_types
+        assert type(parameter) in _foreach_supported_types
         assert parameter.dim() == 1 and parameter.fqn == name
         assert parameter.global_shape == plain[name].shape
         start, end = parameter.shard_range

@@ -103,7 +103,7 @@ def test_of_shard_holds_the_owned_ranges() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="num_shards must be at least 1, got 0"):
         build([("a", [2], 0, 4, True)], 0)
-    with pytest.raises(ValueError, match="parameter 'bad'.*got -1"):
+    with pytest.raises(ValueError, match=r"parameter 'bad'.*got -1"):
         build([("bad", [2, -1], 0, 4, True)], 2)
     with pytest.raises(RuntimeError, match="overflow"):
         build([("huge", [2**40, 2**40], 0, 4, True)], 2)

@@ -48,9 +48,7 @@ def test_traffic_of_the_stages(world: int) -> None:
 def test_pool_holds_prefetch_plus_one_units_and_one_bucket(prefetch: int) -> None:
     model = units(32 * 1024, 32)
     order = order_of([(unit, ()) for unit in range(32)])
-    plan = plan_memory(
-        model, order, rank=0, optimizer_states=2, **options(3, 4, prefetch)
-    )
+    plan = plan_memory(model, order, rank=0, optimizer_states=2, **options(3, 4, prefetch))
     assert plan.pool == (prefetch + 2) * 4096
 
 

@@ -12,7 +12,9 @@ from zerocore._C import CallEvent, Schedule
 SEEDS = range(60)
 
 
-def make(calls: list, num_units: int, prefetch: int, order: list[CallEvent] | None = None) -> Driver:
+def make(
+    calls: list, num_units: int, prefetch: int, order: list[CallEvent] | None = None
+) -> Driver:
     expected = order_of(calls) if order is None else order
     return Driver(Schedule(num_units, prefetch, True, True, expected))
 
