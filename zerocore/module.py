@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from zerocore._C import Engine
-    from zerocore.state import ShardState
+from zerocore._C import Engine
 
 _ENTRY = "_zerocore_entry"
 
 
 class Entry:
-    """What a module does around its call: enter its units, and the pass if it is the root."""
+    """What a module does around its call: enter its units, and the pass if it is the root.
+
+    ``state`` is the ShardState that the module belongs to.
+    """
 
     __slots__ = ("engine", "is_root", "reverse", "state", "units")
 
-    def __init__(self, state: ShardState, units: tuple[int, ...], is_root: bool) -> None:
+    def __init__(
+        self, state: object, engine: Engine, units: tuple[int, ...], is_root: bool
+    ) -> None:
         self.state = state
-        self.engine: Engine = state.engine
+        self.engine = engine
         self.units = units
         self.reverse = units[::-1]
         self.is_root = is_root
@@ -112,7 +115,7 @@ def wrap_method(module: nn.Module, name: str) -> None:
     method = getattr(module, name)
     if entry is None:
         return
-    inner = Entry(entry.state, entry.units, is_root=False)
+    inner = Entry(entry.state, entry.engine, entry.units, is_root=False)
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -236,4 +236,4 @@ def _set_entries(model: nn.Module, planned: list[UnitPlanned], state: ShardState
     for module in list(model.modules()):
         units = entries.get(id(module), ())
         if units or module is model:
-            set_entry(module, Entry(state, units, is_root=module is model))
+            set_entry(module, Entry(state, state.engine, units, is_root=module is model))

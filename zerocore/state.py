@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -89,7 +90,7 @@ def find_state(module: nn.Module) -> ShardState | None:
             return inner.__dict__[_STATE]
         entry = entry_of(inner)
         if entry is not None:
-            return entry.state
+            return cast(ShardState, entry.state)
     for param in module.parameters():
         if isinstance(param, ShardedParameter):
             return param.state_ref()

@@ -1,7 +1,6 @@
 // Python face of the engine, and the registrar that writes parameters into module dicts.
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <memory>
 #include <optional>
@@ -134,7 +133,7 @@ PyEngine make_engine(
   self.registrar = registrar.get();
   self.engine = std::make_shared<Engine>(
       EngineOptions{stage, prefetch, hold_full, exchange_used},
-      group_name ? c10d::resolve_process_group(*group_name) : nullptr,
+      group_name,
       device,
       std::move(inits),
       std::move(order),

@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
 #include <utility>
@@ -13,6 +14,15 @@
 namespace zerocore {
 
 namespace {
+
+std::unique_ptr<Collectives> make_collectives(
+    const std::optional<std::string>& name,
+    const Streams& streams) {
+  if (!name) {
+    return nullptr;
+  }
+  return std::make_unique<Collectives>(c10d::resolve_process_group(*name), streams);
+}
 
 UnitContext make_context(
     const EngineOptions& options,
@@ -54,7 +64,7 @@ bool any_requires_grad(const std::vector<at::Tensor>& tensors) {
 
 Engine::Engine(
     EngineOptions options,
-    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    const std::optional<std::string>& group,
     c10::Device device,
     std::vector<UnitInit> units,
     std::vector<CallEvent> order,
@@ -62,10 +72,7 @@ Engine::Engine(
     : options_(options),
       streams_(device),
       pool_(streams_),
-      collectives_(
-          group == nullptr || group->getSize() == 1
-              ? nullptr
-              : std::make_unique<Collectives>(std::move(group), streams_)),
+      collectives_(make_collectives(group, streams_)),
       context_(make_context(options, collectives_.get(), streams_, pool_, trace_)),
       units_(make_units(std::move(units), context_)),
       progress_(units_.size()),

@@ -5,10 +5,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,10 +39,11 @@ class Registrar {
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // `group` is null for a world of one. `order` is the expected order of calls.
+  // `group` is a c10d group's name, none for a world of one. `order` is the expected order of
+  // calls.
   Engine(
       EngineOptions options,
-      c10::intrusive_ptr<c10d::ProcessGroup> group,
+      const std::optional<std::string>& group,
       c10::Device device,
       std::vector<UnitInit> units,
       std::vector<CallEvent> order,

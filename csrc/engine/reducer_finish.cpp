@@ -1,0 +1,119 @@
+// The end of a backward: which gradients exist, showing them, and dropping what failed.
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+#include "engine/reducer.h"
+
+namespace zerocore {
+
+void Reducer::finish() {
+  const at::NoGradGuard no_grad;
+  complete_all();
+  const bool any_reduced =
+      std::any_of(grads_.begin(), grads_.end(), [](const UnitGrads& unit) { return unit.reduced; });
+  if (any_reduced && context_.collectives != nullptr && (options_.exchange_used || !asked_used_)) {
+    exchange_used();
+  }
+  for (UnitId id = 0; id < static_cast<UnitId>(grads_.size()); ++id) {
+    if (grads_[id].touched) {
+      show(id);
+    }
+    grads_[id].touched = false;
+    grads_[id].reduced = false;
+  }
+}
+
+// Note [Unused parameters]
+// A parameter that no rank used keeps no gradient, as it would on one device; one that some rank
+// used has a gradient on all. Which is which takes one small all-reduce. It is done in the first
+// backward, and after that only if some rank left a parameter unused then (or if asked for):
+// models that use everything never pay for it.
+void Reducer::exchange_used() {
+  std::vector<uint8_t> flags;
+  bool any_unused = false;
+  for (size_t id = 0; id < grads_.size(); ++id) {
+    for (size_t i = 0; i < grads_[id].params.size(); ++i) {
+      const bool used = grads_[id].params[i].used;
+      flags.push_back(used ? 1 : 0);
+      any_unused = any_unused ||
+          (grads_[id].reduced && !used && units_[id]->params()[i].full.requires_grad());
+    }
+  }
+  flags.push_back(any_unused ? 1 : 0);
+  at::Tensor values = at::zeros({static_cast<int64_t>(flags.size())}, at::kByte);
+  std::copy(flags.begin(), flags.end(), values.data_ptr<uint8_t>());
+  context_.collectives->all_reduce_max(values);
+  const uint8_t* used = values.const_data_ptr<uint8_t>();
+  for (UnitGrads& unit : grads_) {
+    for (ParamGrads& param : unit.params) {
+      param.used = *used++ != 0;
+    }
+  }
+  asked_used_ = true;
+  options_.exchange_used = options_.exchange_used || *used != 0;
+}
+
+void Reducer::show(UnitId id) {
+  UnitGrads& unit = grads_[id];
+  // Without an exchange every parameter of a reduced unit counts as used by some rank.
+  const bool assume_used = !options_.exchange_used && context_.collectives != nullptr;
+  for (size_t i = 0; i < unit.params.size(); ++i) {
+    ParamGrads& param = unit.params[i];
+    UnitParam& owner = units_[id]->params()[i];
+    if (!param.grad.defined() || !owner.full.requires_grad()) {
+      continue;
+    }
+    const bool had_grad = owner.shard.grad().defined();
+    param.valid = had_grad || param.used || (unit.reduced && assume_used);
+    if (!had_grad && param.valid) {
+      if (!unit.reduced && !persistent()) {
+        param.grad.zero_(); // held back: only a mark that zero_grad() can remove
+      }
+      owner.shard.mutable_grad() = param.grad;
+    } else if (had_grad && !owner.shard.grad().is_same(param.grad)) {
+      owner.shard.mutable_grad() = param.grad;
+    }
+    param.used = param.used && !unit.reduced;
+  }
+}
+
+void Reducer::reset() {
+  for (const auto& [id, region] : in_flight_) {
+    RegionGrads& grads = grads_[id].regions[region];
+    grads.pending.wait(*context_.streams);
+    grads.scratch.detach();
+    context_.pool->release(grads.scratch_slot, StreamRole::Compute);
+  }
+  in_flight_.clear();
+  for (UnitId id = 0; id < static_cast<UnitId>(grads_.size()); ++id) {
+    clear_full_grads(id);
+    for (RegionGrads& grads : grads_[id].regions) {
+      grads.local = false;
+      if (grads.full_slot.held()) {
+        grads.full.detach();
+        context_.pool->release(grads.full_slot, StreamRole::ReduceScatter);
+      }
+    }
+    for (ParamGrads& param : grads_[id].params) {
+      param.used = false;
+      param.local = false;
+    }
+    grads_[id].touched = false;
+    grads_[id].reduced = false;
+  }
+}
+
+int64_t Reducer::persistent_nbytes() const {
+  int64_t nbytes = 0;
+  for (const UnitGrads& unit : grads_) {
+    for (const RegionGrads& grads : unit.regions) {
+      const Bucket& home = grads.shard ? *grads.shard : grads.full;
+      nbytes += home.attached() ? home.nbytes() : 0;
+    }
+  }
+  return nbytes;
+}
+
+} // namespace zerocore
