@@ -133,7 +133,7 @@ def differ(stage: int, kind: str) -> None:
     named = {
         "shape": r"extra.weight.*(?s:.*)(4, 3|5, 3)",
         "dtype": r"blocks.1.linear.weight(?s:.*)float64",
-        "name": r"late.weight",
+        "name": r"late",
         "requires_grad": r"blocks.2.norm.weight",
         "units": r"unit|blocks",
         "stage": r"stage",

@@ -218,7 +218,7 @@ def recover(stage: int, name: str, hook: Callable[..., None], reset: bool) -> No
         model.zero_grad()
         if reset:
             zerocore.reset(model)
-        assert all(parameter.dim() == 1 for parameter in model.parameters())
+            assert all(parameter.dim() == 1 for parameter in model.parameters())
         for step in range(2):
             accumulate(model, case, step)
             assert_gradients(model, case, step)

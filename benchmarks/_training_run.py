@@ -1,0 +1,72 @@
+"""One system trains one GPT for some steps on this rank and reports what that took."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from _models import GPT, GPT_SIZES, GPTSize
+from _process_memory import peak_resident_mib, reset_peak, resident_mib
+from _systems import System, build_step
+from torch import Tensor
+
+BATCH = 2
+NUM_BATCHES = 4
+LEARNING_RATE = 3e-4
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How many steps come before the clock starts and how many are timed."""
+
+    num_warmup: int
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank saw: each timed step in ms, the last loss in nats, memory in MiB."""
+
+    step_ms: list[float]
+    loss: float
+    imported_mib: float
+    peak_mib: float
+
+
+def run_on_this_rank(system: System, size_name: str, length: RunLength) -> RankReport:
+    """Trains from a fixed seed on batches that depend only on the rank.
+
+    So every system sees the same weights and batches, and their losses can be compared. The peak
+    is that of the timed steps.
+    """
+    if system.peer == "deepspeed":
+        importlib.import_module("deepspeed")
+    imported_mib = resident_mib()
+    size = GPT_SIZES[size_name]
+    torch.manual_seed(0)
+    model = GPT(size)
+    step = build_step(system, model, model.blocks, LEARNING_RATE)
+    batches = _batches(size)
+    for index in range(length.num_warmup):
+        step(*batches[index % NUM_BATCHES])
+    gc.collect()
+    reset_peak()
+    dist.barrier()
+    step_ms, loss = [], 0.0
+    for index in range(length.num_warmup, length.num_warmup + length.num_steps):
+        start = time.perf_counter()
+        loss = step(*batches[index % NUM_BATCHES])
+        step_ms.append((time.perf_counter() - start) * 1e3)
+    return RankReport(step_ms, loss, imported_mib, peak_resident_mib())
+
+
+def _batches(size: GPTSize) -> list[tuple[Tensor, Tensor]]:
+    """A few random batches of (inputs, targets), to be learned by heart."""
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    shape = (NUM_BATCHES, BATCH, size.sequence + 1)
+    tokens = torch.randint(size.vocab_size, shape, generator=generator)
+    return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in tokens]

@@ -1,0 +1,156 @@
+"""The engine on one rank and on the fake group: hooks, states, memory that is not read."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zerocore
+from zerocore.state import state_of
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x)).relu()
+
+
+def make(num_blocks: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(num_blocks)))
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    """A group of 8 whose collectives do nothing: right counts and bytes, no numerics."""
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_one_rank_computes_what_the_plain_model_does(stage: int) -> None:
+    plain, sharded = make(), zerocore.shard(make(), stage=stage)
+    x = torch.randn(4, 8)
+    for model in (plain, sharded):
+        model(x).sum().backward()
+    for expected, actual in zip(plain.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(expected.grad.flatten(), actual.grad.local())
+    assert zerocore.memory_usage(sharded).pool == 0
+
+
+def test_shards_have_their_place(fake_group: None) -> None:
+    model = zerocore.shard(make(), stage=3)
+    layout = state_of(model).engine.layout(0)
+    for index, param in enumerate(model[0].parameters()):
+        assert isinstance(param, zerocore.ShardedParameter | nn.Parameter)
+        assert param.shard_range == layout.owned(index, 3)
+        assert param.numel() == param.shard_range[1] - param.shard_range[0]
+
+
+def test_repr_class_and_names_are_kept(fake_group: None) -> None:
+    plain, model = make(), make()
+    assert zerocore.shard(model, stage=3) is model
+    assert repr(model) == repr(plain)
+    assert isinstance(model[0], Block) and isinstance(model, nn.Sequential)
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+def test_modules_show_full_parameters_only_while_they_run(fake_group: None) -> None:
+    model = zerocore.shard(make(), stage=3)
+    seen = []
+    model[1].linear.register_forward_pre_hook(
+        lambda module, _: seen.append(tuple(module.weight.shape))
+    )
+    model(torch.randn(2, 8))
+    assert seen == [(8, 8)]
+    assert model[1].linear.weight.dim() == 1
+
+
+def test_reading_a_released_parameter_is_an_error(fake_group: None) -> None:
+    model = zerocore.shard(make(), stage=3)
+    kept: list[Tensor] = []
+    model[0].register_forward_pre_hook(lambda module, _: kept.append(module.linear.weight))
+    model(torch.randn(2, 8))
+    with pytest.raises(RuntimeError, match=r"unit '0' were used while they are sharded"):
+        kept[0].sum()
+
+
+def test_saved_views_do_not_keep_the_slot(fake_group: None) -> None:
+    model = zerocore.shard(make(6), stage=3)
+    engine = state_of(model).engine
+    unit = engine.layout(0).nbytes
+    loss = model(torch.randn(2, 8)).sum()
+    assert engine.pool_stats.in_use_nbytes == unit  # the last unit of the forward
+    loss.backward()
+    assert engine.pool_stats.in_use_nbytes == 0
+
+
+def test_no_allocation_after_the_second_step(fake_group: None) -> None:
+    model = zerocore.shard(make(6), stage=3)
+    counts = []
+    for _ in range(4):
+        model(torch.randn(2, 8)).sum().backward()
+        counts.append(state_of(model).engine.pool_stats.num_allocations)
+    assert counts[1:] == [counts[1]] * 3
+
+
+def test_a_model_is_freed() -> None:
+    model = zerocore.shard(make(), stage=3)
+    model(torch.randn(2, 8)).sum().backward()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_sharded_model_cannot_be_copied() -> None:
+    model = zerocore.shard(make())
+    with pytest.raises(TypeError, match="full_state_dict"):
+        copy.deepcopy(model)
+
+
+def test_moving_a_sharded_model_is_an_error() -> None:
+    model = zerocore.shard(make())
+    model.float()
+    with pytest.raises(TypeError, match=r"torch\.float64.*before zerocore\.shard"):
+        model.double()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_step_after_an_exception_works(fake_group: None, stage: int, where: str) -> None:
+    model = zerocore.shard(make(), stage=stage)
+    fail = [True]
+
+    def interrupt(*_: object) -> None:
+        if fail[0]:
+            raise KeyError("on purpose")
+
+    def hook(_module: nn.Module, _args: object, output: Tensor) -> None:
+        if where == "forward":
+            interrupt()
+        else:
+            output.register_hook(interrupt)
+
+    model[1].linear.register_forward_hook(hook)
+    with pytest.raises(KeyError, match="on purpose"):
+        model(torch.randn(2, 8)).sum().backward()
+    fail[0] = False
+    model(torch.randn(2, 8)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    zerocore.reset(model)
+    assert state_of(model).engine.pool_stats.in_use_nbytes == 0
