@@ -8,6 +8,30 @@
 
 namespace zerocore {
 
+namespace {
+
+// Before torch 2.13 an access error could not be taken back: there a detached storage is null, and
+// reading it is a crash instead of an error.
+template <typename Storage>
+constexpr bool kHasAccessErrors =
+    requires(Storage* storage) { storage->clear_data_ptr_access_error_msg_(); };
+
+template <typename Storage>
+void clear_access_error(Storage* storage) {
+  if constexpr (kHasAccessErrors<Storage>) {
+    storage->clear_data_ptr_access_error_msg_();
+  }
+}
+
+template <typename Storage>
+void set_access_error(Storage* storage, [[maybe_unused]] const std::string& message) {
+  if constexpr (kHasAccessErrors<Storage>) {
+    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  }
+}
+
+} // namespace
+
 at::Tensor tensor_over(
     const c10::Storage& storage,
     c10::ScalarType dtype,
@@ -85,14 +109,14 @@ void Bucket::attach(void* data) {
 void Bucket::attach(c10::DataPtr data) {
   c10::StorageImpl* storage = storage_.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(std::move(data));
-  storage->clear_data_ptr_access_error_msg_();
+  clear_access_error(storage);
   attached_ = true;
 }
 
 void Bucket::detach() {
   c10::StorageImpl* storage = storage_.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
-  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(detached_message_);
+  set_access_error(storage, detached_message_);
   attached_ = false;
 }
 
