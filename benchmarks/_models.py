@@ -22,7 +22,7 @@ class GPTSize:
 
 GPT_SIZES = {
     "29m": GPTSize(num_blocks=8, width=512, num_heads=8, vocab_size=3584),
-    "small": GPTSize(num_blocks=12, width=128, num_heads=4, vocab_size=256),
+    "small": GPTSize(num_blocks=12, width=128, num_heads=4, vocab_size=128),
 }
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import ProcessContext, ProcessException
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
 # One thread a rank, and peers that look for an accelerator find the CPU.
 RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -23,7 +22,7 @@ RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERA
 def run_on_ranks(
     function: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout_s: float
 ) -> list[Any]:
-    """Calls `function(*args)` on `world_size` ranks with gloo and returns the results in rank order.
+    """Calls `function(*args)` on `world_size` gloo ranks and returns the results in rank order.
 
     `function` has to be importable (spawned processes look it up by name) and its result
     picklable. What ranks print goes nowhere, except that a failure shows its end. Raises
@@ -35,7 +34,7 @@ def run_on_ranks(
     try:
         with tempfile.TemporaryDirectory() as folder:
             call = (function, world_size, args, folder, timeout_s)
-            context = mp.start_processes(
+            context = start_processes(
                 _rank_main, call, nprocs=world_size, join=False, start_method="spawn"
             )
             assert context is not None

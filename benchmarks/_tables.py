@@ -8,9 +8,19 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 
+# Wide enough for every table here where the output is no terminal.
+FILE_WIDTH = 120
+
+
+def make_console() -> Console:
+    """A console as wide as the terminal, or as the tables need."""
+    console = Console()
+    return console if console.is_terminal else Console(width=FILE_WIDTH)
+
+
 @dataclass
 class Table:
-    """A title, column names, rows of cells and notes; the first column is text, the rest numbers."""
+    """A title, column names, rows of cells, notes. The first column is text, the rest numbers."""
 
     title: str
     columns: list[str]

@@ -1,6 +1,6 @@
 """Times training steps of zerocore and its peers on real ranks, in one interleaved run.
 
-    python benchmarks/step.py --ranks 2 --peers plain,ddp,fsdp2,deepspeed
+Usage: python benchmarks/step.py --ranks 2 --peers plain,ddp,fsdp2,deepspeed
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from _models import GPT, GPT_SIZES
 from _ranks import run_on_ranks
 from _results import write_results
 from _systems import PEERS, SYSTEMS, System, is_installed
-from _tables import Table
+from _tables import Table, make_console
 from _training_run import RankReport, RunLength, run_on_this_rank
-from rich.console import Console
 from rich.progress import Progress
 
 # Small steps need more of them for a median as steady.
@@ -36,8 +35,8 @@ GOALS = (
 NOTES = (
     "Step: forward, backward, optimizer, zero_grad; median over all timed steps of all rounds, "
     "each the mean over the ranks. In brackets the medians of the single rounds.",
-    "Peak RSS: highest of the ranks during the timed steps; the second figure leaves out what was "
-    "resident before the model was built.",
+    "Peak RSS: of a rank during the timed steps, median over ranks and rounds; the second figure "
+    "leaves out what was resident before the model was built.",
     "Loss: mean over the ranks at the last step; same seed and batches everywhere, but plain "
     "trains on each rank's own batches and never averages.",
     "FSDP2: each block, then the root, with its defaults otherwise. DeepSpeed: its defaults but "
@@ -71,9 +70,7 @@ class Measured:
 Results = dict[str, dict[str, Measured]]
 
 
-def measure(
-    sizes: list[str], systems: list[System], num_ranks: int, num_rounds: int
-) -> Results:
+def measure(sizes: list[str], systems: list[System], num_ranks: int, num_rounds: int) -> Results:
     """Rounds over all systems, each in rank processes of its own, so that drift hits all alike."""
     results: Results = {size: {s.label: Measured(s) for s in systems} for size in sizes}
     with Progress(transient=True) as progress:
@@ -178,7 +175,7 @@ def main(
     results = measure(sizes, systems, ranks, rounds)
     tables = [step_table(name, results[name], ranks) for name in sizes] + [ratio_table(results)]
     tables[-1].notes = [*NOTES, f"Load of the machine when the run began: {load:.1f}."]
-    console = Console()
+    console = make_console()
     for table in tables:
         table.show(console)
     for name, measured in ((n, m) for by in results.values() for n, m in by.items()):

@@ -153,7 +153,9 @@ void Engine::enter(UnitId id) {
   recomputing_.push_back(in_backward());
   if (recomputing_.back()) {
     begin_backward();
-    schedule_.recompute(id, actions_);
+    if (schedule_.recompute(id, actions_)) {
+      forget_fired(id);
+    }
   } else {
     if (!schedule_.in_rooted_pass()) {
       refresh(id);

@@ -63,8 +63,8 @@ class Schedule {
   void begin_backward();
   // True when this is the first news of the call's backward.
   bool pre_backward(const CallHandle& call, Actions& out);
-  // A unit is entered while a backward runs (activation checkpointing).
-  void recompute(UnitId unit, Actions& out);
+  // A unit is entered while a backward runs (activation checkpointing). True as above.
+  bool recompute(UnitId unit, Actions& out);
   // All gradients of the unit exist.
   void ready(UnitId unit, Actions& out);
   void end_backward(Actions& out);

@@ -42,10 +42,10 @@ bool Schedule::pre_backward(const CallHandle& call, Actions& out) {
   return false;
 }
 
-void Schedule::recompute(UnitId unit, Actions& out) {
+bool Schedule::recompute(UnitId unit, Actions& out) {
   if (units_[unit].in_backward) {
     unshard(unit, out);
-    return;
+    return false;
   }
   if (backward_ < 0 && !passes_.empty()) {
     start_steps(passes_.back(), out);
@@ -61,8 +61,9 @@ void Schedule::recompute(UnitId unit, Actions& out) {
       }
     }
   }
-  pre_backward(call, out);
+  const bool first = pre_backward(call, out);
   units_[unit].in_backward = true;
+  return first;
 }
 
 void Schedule::ready(UnitId unit, Actions& out) {
