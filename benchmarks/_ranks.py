@@ -95,7 +95,7 @@ def _rank_main(
         "gloo",
         rank=rank,
         world_size=world_size,
-        store=dist.FileStore(f"{folder}/store", world_size),
+        store=dist.FileStore(f"{folder}/store", world_size),  # type: ignore[attr-defined]
         timeout=timedelta(seconds=timeout_s),
     )
     result = function(*args)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table as RichTable
 
-
 # Wide enough for every table here where the output is no terminal.
 FILE_WIDTH = 120
 

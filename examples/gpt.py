@@ -17,8 +17,8 @@ class GPTConfig:
 
     num_layers: int = 5
     width: int = 256
-    num_heads: int = 4
-    context: int = 128
+    num_heads: int = 8
+    context: int = 64
     vocab_size: int = VOCAB_SIZE
 
     def __post_init__(self) -> None:

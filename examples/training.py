@@ -26,8 +26,8 @@ class TrainingConfig:
     """Sizes and rates: `batch_size` is sequences per rank and step."""
 
     stage: int = 3
-    num_steps: int = 300
-    batch_size: int = 4
+    num_steps: int = 400
+    batch_size: int = 8
     learning_rate: float = 1e-3
     max_grad_norm: float = 1.0
     seed: int = 0

@@ -15,7 +15,7 @@ _SMALL_NBYTES = 1 << 20
 UnitChoice = type[nn.Module] | str | nn.Module
 
 
-@dataclass
+@dataclass(eq=False)
 class ParamChoice:
     """One parameter and every place it is registered at; the first name is its FQN."""
 
@@ -28,7 +28,7 @@ class ParamChoice:
         return self.param.numel() * self.param.element_size()
 
 
-@dataclass
+@dataclass(eq=False)
 class UnitPlanned:
     """Parameters gathered together while one of ``modules`` runs."""
 
@@ -160,10 +160,10 @@ def _assign(
     planned: list[UnitPlanned], model: nn.Module, params: list[ParamChoice], explicit: bool
 ) -> None:
     """Gives each parameter to the innermost unit around it; tied ones get units of their own."""
-    unit_of = _unit_of_module(planned, model)
+    units_of = _units_of_modules(planned, model)
     tied: dict[tuple[int, ...], UnitPlanned] = {}
     for choice in params:
-        owners = sorted({unit_of[id(owner)] for owner, _ in choice.owners})
+        owners = sorted({unit for owner, _ in choice.owners for unit in units_of[id(owner)]})
         if len(owners) == 1:
             planned[owners[0]].params.append(choice)
             continue
@@ -176,8 +176,9 @@ def _assign(
         for unit in planned:
             if not unit.params and not unit.is_leftover and unit.modules[0] is not model:
                 _check_not_covered(unit, planned)
-    for key, unit in tied.items():
-        planned.insert(planned.index(planned[key[0]]), unit)
+    first_owners = [planned[key[0]] for key in tied]
+    for owner, unit in zip(first_owners, tied.values(), strict=True):
+        planned.insert(planned.index(owner), unit)
 
 
 def _check_not_covered(unit: UnitPlanned, planned: list[UnitPlanned]) -> None:
@@ -193,20 +194,21 @@ def _check_not_covered(unit: UnitPlanned, planned: list[UnitPlanned]) -> None:
         )
 
 
-def _unit_of_module(planned: list[UnitPlanned], model: nn.Module) -> dict[int, int]:
+def _units_of_modules(planned: list[UnitPlanned], model: nn.Module) -> dict[int, set[int]]:
+    """The innermost units around each module, several where units share it."""
     index = {id(unit.modules[0]): i for i, unit in enumerate(planned)}
-    unit_of: dict[int, int] = {}
+    units_of: dict[int, set[int]] = {}
 
     def visit(module: nn.Module, current: int) -> None:
-        if id(module) in unit_of:
-            return
         current = index.get(id(module), current)
-        unit_of[id(module)] = current
-        for child in module.children():
-            visit(child, current)
+        units = units_of.setdefault(id(module), set())
+        if current not in units:
+            units.add(current)
+            for child in module.children():
+                visit(child, current)
 
     visit(model, 0)
-    return unit_of
+    return units_of
 
 
 def _merge_small(units: list[UnitPlanned], model: nn.Module) -> list[UnitPlanned]:

@@ -45,7 +45,10 @@ void on_backward_of(const std::vector<at::Tensor>& outputs, const std::function<
   for (const at::Tensor& output : outputs) {
     Node* node = output.grad_fn().get();
     if (node != nullptr && std::find(hooked.begin(), hooked.end(), node) == hooked.end()) {
-      node->add_tensor_pre_hook(std::make_unique<BackwardHook>(run));
+      // In front: a unit that returns its input has its hook on the node of the unit before it,
+      // and backward meets the later unit first.
+      auto& hooks = node->tensor_pre_hooks();
+      hooks.insert(hooks.begin(), std::make_unique<BackwardHook>(run));
       hooked.push_back(node);
     }
   }

@@ -259,6 +259,8 @@ void Engine::end_backward() {
     if (reducer_.has_grads(id)) {
       reducer_.reduce(id, sync_);
     }
+    // A skipped unit's gather must not meet the optimizer's update.
+    units_[id]->wait_for_unshard();
     forget_fired(id);
     update_registration(id);
   }

@@ -124,7 +124,9 @@ void Unit::set_state(UnitState next) {
 }
 
 void Unit::unshard() {
-  // At stages 1 and 2 a unit with stale parameters is gathered again in place.
+  // At stages 1 and 2 a unit with stale parameters is gathered again in place; a rank that
+  // skipped it may not have waited for the last gather yet.
+  wait_for_unshard();
   set_state(UnitState::Unsharding);
   gathered_version_ = version();
   if (shards_) {

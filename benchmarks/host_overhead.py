@@ -1,0 +1,120 @@
+"""Measures the host time that sharding adds to a block: zerocore beside FSDP2 in one run.
+
+Usage: python benchmarks/host_overhead.py
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from _host_cell import CONTROL, PHASES, Cell, CellTimes, measure_in_fresh_process
+from _results import write_results
+from _systems import is_installed
+from _tables import Table, make_console
+from rich.progress import track
+
+NAMES = {"fsdp2": "FSDP2", "zerocore": "zerocore"}
+REFERENCE, SMALL, LARGE = "fsdp2", 9, 32
+NOTES = (
+    "Microseconds per block above the plain model, median over the rounds of the difference to "
+    "the plain model in the same round. A round takes each system in turn: one step to warm up and "
+    "the fastest of three; a row's rounds come from several processes. The garbage collector runs "
+    "between rounds only.",
+    "Fastest: the fastest round less plain's fastest round, which other work on the machine disturbs "
+    "least.",
+    "plain again: a second plain model read in the same way, that is, the error of the reading.",
+    "c10d floor: two all-gathers and a reduce-scatter of the block's size, called on the group "
+    "itself.",
+)
+
+Results = dict[int, CellTimes]
+
+
+def overhead_table(results: Results, systems: list[str]) -> Table:
+    """What each system adds per block, and zerocore's ratios."""
+    names = [NAMES[system] for system in systems]
+    columns = ["parameters per block", "plain", *(f"{n} fwd + bwd" for n in names)]
+    table = Table(
+        "us per block above plain", [*columns, "zerocore / FSDP2", "floor", "plain again"]
+    )
+    for num_params, found in results.items():
+        plain = sum(min(found.times["plain"][phase]) for phase in PHASES)
+        cells = [str(num_params), f"{plain:.0f}"]
+        cells += [_phases(found, system) for system in systems]
+        cells += [_ratio_to_reference(found), f"{found.floor():.1f}"]
+        table.add(*cells, f"{found.total_above_plain(CONTROL):.1f}")
+    return table
+
+
+def _phases(found: CellTimes, system: str) -> str:
+    if system not in found.times:
+        return "not installed"
+    parts = " + ".join(f"{found.above_plain(system, phase):.1f}" for phase in PHASES)
+    return f"{parts} = {found.total_above_plain(system):.1f}"
+
+
+def _ratio_to_reference(found: CellTimes) -> str:
+    if not {"zerocore", REFERENCE} <= set(found.times):
+        return "-"
+    return f"{found.total_above_plain('zerocore') / found.total_above_plain(REFERENCE):.3f}"
+
+
+def growth_table(results: Results, systems: list[str]) -> Table:
+    """How the cost grows with the number of parameters, and how far it is from the floor."""
+    columns = ["system", f"{SMALL}: us", f"{LARGE}: us", "ratio", f"{SMALL}: / floor"]
+    table = Table(f"{SMALL} parameters per block, and {LARGE}", columns)
+    for system in systems:
+        cells = [results.get(SMALL), results.get(LARGE)]
+        found = [cell for cell in cells if cell and system in cell.times]
+        if len(found) < 2:
+            table.add(NAMES[system], "not measured")
+            continue
+        floor = found[0].floor()
+        medians = [cell.total_above_plain(system) for cell in found]
+        fastest = [cell.fastest_above_plain(system) for cell in found]
+        table.add(f"{NAMES[system]}, median", *_growth(*medians, floor))
+        table.add(f"{NAMES[system]}, fastest", *_growth(*fastest, floor))
+    return table
+
+
+def _growth(small: float, large: float, floor: float) -> list[str]:
+    return [f"{small:.1f}", f"{large:.1f}", f"{large / small:.2f}", f"{small / floor:.1f}"]
+
+
+def main(
+    params: Annotated[str, typer.Option(help="Parameters per block.")] = "1,4,9,16,32",
+    systems: Annotated[str, typer.Option(help="Beside the plain model.")] = "fsdp2,zerocore",
+    rounds: Annotated[int, typer.Option(help="Rounds over the systems in a process.")] = 10,
+    passes: Annotated[int, typer.Option(help="Processes for each row.")] = 3,
+    save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
+) -> None:
+    """Prints what forward and backward cost the host above the plain model."""
+    # Read when torch starts in the new process, so it is set here.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    wanted = systems.split(",")
+    if not set(wanted) <= set(NAMES):
+        raise typer.BadParameter(f"systems are {', '.join(NAMES)}")
+    installed = tuple(system for system in wanted if is_installed(system))
+    load = os.getloadavg()[0]
+    cells = [Cell(int(count), installed, num_rounds=rounds) for count in params.split(",")]
+    results = {cell.num_params: CellTimes() for cell in cells}
+    # All rows in each pass, so that a drift of the machine hits all alike.
+    for cell in track(cells * passes, description="measuring", transient=True):
+        results[cell.num_params].extend(measure_in_fresh_process(cell))
+    tables = [overhead_table(results, wanted), growth_table(results, wanted)]
+    tables[-1].notes = [*NOTES, f"Load of the machine when the run began: {load:.1f}."]
+    console = make_console()
+    for table in tables:
+        table.show(console)
+    if save:
+        raw = {"cells": [asdict(c) for c in cells], "load_at_start": load}
+        raw["us_per_block"] = {count: found.times for count, found in results.items()}
+        paths = write_results("host_overhead", raw, "\n".join(t.markdown() for t in tables))
+        console.print(f"written: {', '.join(path.name for path in paths)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
