@@ -15,7 +15,7 @@ from zerocore.materialize import InitFn
 from zerocore.module import wrap_method
 from zerocore.sharding import find_group, shard_model
 from zerocore.state import state_of
-from zerocore.tensor import ShardedGrad, reduce_norms
+from zerocore.tensor import ShardedGrad, local_norms, reduce_norms
 from zerocore.wrapping import UnitChoice
 
 
@@ -174,10 +174,7 @@ def clip_grad_norm_(
 
 def _local_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
-        norms = torch._foreach_norm([g.as_subclass(Tensor) for g in grads], norm_type)
-        widest = torch.promote_types(torch.float32, max((n.dtype for n in norms), key=_width))
+        norms = local_norms(grads, norm_type)
+        # Half-precision norms are combined in float32, double ones in double.
+        widest = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
         return torch.linalg.vector_norm(torch.stack([n.to(widest) for n in norms]), norm_type)
-
-
-def _width(dtype: torch.dtype) -> int:
-    return dtype.itemsize

@@ -151,13 +151,21 @@ def global_norms(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype |
     ``|x|_p = (sum over ranks of |x_r|_p^p)^(1/p)``, and the maximum for p = inf.
     """
     group = next((g.place.group for g in grads if isinstance(g, ShardedGrad)), None)
-    locals_ = [g.as_subclass(Tensor) for g in grads]
-    norms = torch.stack(
-        [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in locals_]
-        if dtype is not None
-        else list(torch._foreach_norm(locals_, norm_type))
-    )
+    norms = torch.stack(local_norms(grads, norm_type, dtype))
     return reduce_norms(norms, norm_type, group)
+
+
+def local_norms(
+    grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """The norm of each tensor's local elements; that of none is 0, also for p = inf."""
+    plain = [grad.as_subclass(Tensor) for grad in grads]
+    filled = [grad for grad in plain if grad.numel() > 0]
+    norms = iter(torch._foreach_norm(filled, norm_type, dtype) if filled else ())
+    return [
+        next(norms) if grad.numel() > 0 else grad.new_zeros((), dtype=dtype or grad.dtype)
+        for grad in plain
+    ]
 
 
 def reduce_norms(norms: Tensor, norm_type: float, group: dist.ProcessGroup | None) -> Tensor:
