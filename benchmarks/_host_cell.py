@@ -65,7 +65,7 @@ class CellTimes:
         return median(own_f + own_b - base_f - base_b for own_f, own_b, base_f, base_b in rounds)
 
     def fastest_above_plain(self, system: str) -> float:
-        """Forward and backward of the fastest round over those of plain: least disturbed by others."""
+        """Forward and backward of the fastest round less those of plain: the least disturbed."""
         own, base = (
             min(map(sum, zip(*(self.times[name][phase] for phase in PHASES), strict=True)))
             for name in (system, BASELINE)

@@ -23,8 +23,8 @@ NOTES = (
     "the plain model in the same round. A round takes each system in turn: one step to warm up and "
     "the fastest of three; a row's rounds come from several processes. The garbage collector runs "
     "between rounds only.",
-    "Fastest: the fastest round less plain's fastest round, which other work on the machine disturbs "
-    "least.",
+    "Fastest: the fastest round less plain's fastest round, disturbed least by other work on the "
+    "machine.",
     "plain again: a second plain model read in the same way, that is, the error of the reading.",
     "c10d floor: two all-gathers and a reduce-scatter of the block's size, called on the group "
     "itself.",
@@ -75,12 +75,13 @@ def growth_table(results: Results, systems: list[str]) -> Table:
         floor = found[0].floor()
         medians = [cell.total_above_plain(system) for cell in found]
         fastest = [cell.fastest_above_plain(system) for cell in found]
-        table.add(f"{NAMES[system]}, median", *_growth(*medians, floor))
-        table.add(f"{NAMES[system]}, fastest", *_growth(*fastest, floor))
+        table.add(f"{NAMES[system]}, median", *_growth(medians, floor))
+        table.add(f"{NAMES[system]}, fastest", *_growth(fastest, floor))
     return table
 
 
-def _growth(small: float, large: float, floor: float) -> list[str]:
+def _growth(totals: list[float], floor: float) -> list[str]:
+    small, large = totals
     return [f"{small:.1f}", f"{large:.1f}", f"{large / small:.2f}", f"{small / floor:.1f}"]
 
 

@@ -24,7 +24,6 @@ class TrainingProgress:
     def __init__(self, console: Console, num_steps: int, num_tokens_per_step: int) -> None:
         self._console = console
         self._num_tokens_per_step = num_tokens_per_step
-        self._num_steps = num_steps
         self._num_done = 0
         self._loss = 0.0
         self._started = time.perf_counter()
@@ -54,21 +53,15 @@ class TrainingProgress:
         """Time since the training began."""
         return time.perf_counter() - self._started
 
-    def set_num_steps(self, num_steps: int) -> None:
-        """Change how many steps there will be."""
-        self._num_steps = num_steps
-        self._bar.update(self._task, total=num_steps)
-
-    def advance(self, loss: float) -> None:
-        """Count one more step, whose loss is `loss` nats per byte."""
+    def advance(self, loss: float, num_steps: int) -> None:
+        """Count one more step of now `num_steps`, whose loss is `loss` nats per byte."""
         keep = SMOOTHING if self._num_done else 0.0
         self._loss = keep * self._loss + (1 - keep) * loss
         self._num_done += 1
         speed = self._num_done * self._num_tokens_per_step / self.seconds
-        self._bar.update(self._task, advance=1, loss=self._loss, speed=speed)
-        every = max(1, self._num_steps // NUM_LINES)
+        self._bar.update(self._task, advance=1, total=num_steps, loss=self._loss, speed=speed)
+        every = max(1, num_steps // NUM_LINES)
         if not self._console.is_terminal and self._num_done % every == 0:
             self._console.print(
-                f"step {self._num_done}/{self._num_steps}  loss {self._loss:.3f}  "
-                f"{speed:,.0f} tokens/s"
+                f"step {self._num_done}/{num_steps}  loss {self._loss:.3f}  {speed:,.0f} tokens/s"
             )

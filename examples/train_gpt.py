@@ -21,7 +21,7 @@ from rich.console import Console
 from stage_figures import StageFigures, collect_figures
 from summary import RunSummary
 from text_data import Corpus, load_corpus
-from training import NUM_TIMED_STEPS, Trainer, TrainingConfig
+from training import Trainer, TrainingConfig
 
 import zerocore
 
@@ -80,15 +80,13 @@ def _train(trainer: Trainer, max_seconds: float, console: Console) -> tuple[Stag
     """Train to the end; returns the figures of the last steps, and seconds for all steps."""
     bar = TrainingProgress(console, trainer.num_steps, trainer.num_tokens_per_step)
 
+    num_recorded = min(NUM_RECORDED_STEPS, trainer.num_steps // 2)
+
     def advance() -> None:
-        bar.advance(trainer.losses[-1])
+        bar.advance(trainer.losses[-1], trainer.num_steps)
 
     with bar:
-        if trainer.num_steps > 2 * NUM_TIMED_STEPS:
-            trainer.fit_into(max_seconds, advance)
-            bar.set_num_steps(trainer.num_steps)
-        num_recorded = min(NUM_RECORDED_STEPS, trainer.num_steps // 2)
-        trainer.run(trainer.num_steps - num_recorded - len(trainer.losses), advance)
+        trainer.run_within(max_seconds, num_recorded, advance)
         with zerocore.record_events(trainer.model) as events:
             trainer.run(num_recorded, advance)
         seconds = bar.seconds

@@ -17,7 +17,7 @@ from torch import Tensor
 import zerocore
 
 NUM_WARMUP_STEPS = 20
-NUM_TIMED_STEPS = 8  # of which the first two, slower than the rest, do not count
+NUM_STEPS_PER_CHECK = 20  # how often the pace is looked at
 NUM_HELD_OUT_WINDOWS = 256
 
 
@@ -79,19 +79,25 @@ class Trainer:
             self.step()
             on_step()
 
-    def fit_into(self, seconds: float, on_step: Callable[[], None] = lambda: None) -> None:
-        """Take a few steps, and lower `num_steps` if at their pace it would last over `seconds`.
+    def run_within(
+        self, seconds: float, num_left: int, on_step: Callable[[], None] = lambda: None
+    ) -> None:
+        """Train until `num_left` steps are left, of as many as fit into `seconds` at this pace.
 
-        All ranks agree on the pace of the slowest.
+        Where not all of the configured steps fit, `num_steps` is lowered, alike on all ranks.
         """
-        self.run(2, on_step)
         started = time.perf_counter()
-        self.run(NUM_TIMED_STEPS - 2, on_step)
-        pace = torch.tensor((time.perf_counter() - started) / (NUM_TIMED_STEPS - 2))
-        pace = pace.to(self.rank.device)
-        dist.all_reduce(pace, dist.ReduceOp.MAX)
-        affordable = int(seconds / pace.item())
-        self.num_steps = max(2 * NUM_TIMED_STEPS, min(self.num_steps, affordable))
+        while len(self.losses) < self.num_steps - num_left:
+            self.run(1, on_step)
+            if len(self.losses) % NUM_STEPS_PER_CHECK == 0:
+                self._fit_num_steps(seconds, time.perf_counter() - started, num_left)
+
+    def _fit_num_steps(self, seconds: float, elapsed: float, num_left: int) -> None:
+        slowest = torch.tensor(elapsed, device=self.rank.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        num_done = len(self.losses)
+        affordable = int(seconds / slowest.item() * num_done)
+        self.num_steps = min(self.config.num_steps, max(affordable, num_done + num_left))
 
     def mean_losses(self) -> list[float]:
         """Loss of every step so far, averaged over the ranks; to be called on all of them."""
