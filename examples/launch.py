@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,6 +88,9 @@ def _run_spawned(
     device_type: str,
     store: str,
 ) -> None:
+    # mp.spawn sends SIGINT when the parent is gone. Handled by Python, or ignored as in the jobs a
+    # shell starts in the background, it would not end a rank that waits inside a collective.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     place = Rank(rank, world_size, _device(device_type, rank))
     _run_in_group(work, options, place, f"file://{store}")
 

@@ -6,40 +6,74 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 
-ONE_RANK_FAILS = """
+RANKS_THAT_STAY = """
 import os, sys, time
 from pathlib import Path
 import torch.distributed as dist
 from launch import run_on_ranks
 
-def work(rank, folder):
+def work(rank, options):
+    folder, ending = options
     Path(folder, f"pid{rank.rank}").write_text(str(os.getpid()))
     dist.barrier()
-    if rank.rank == 1:
+    Path(folder, f"ready{rank.rank}").touch()
+    if ending == "fail" and rank.rank == 1:
         raise RuntimeError("broken on purpose")
     time.sleep(600)
 
 if __name__ == "__main__":
-    run_on_ranks(work, sys.argv[1], num_ranks=2, device_type="cpu")
+    run_on_ranks(work, sys.argv[1:], num_ranks=2, device_type="cpu")
 """
 
 
-def run_python(*args: str | Path, timeout: float) -> subprocess.CompletedProcess[str]:
-    """Run a script with the package and the examples importable and no ranks set from outside."""
+def rank_environment() -> dict[str, str]:
+    """The package and the examples importable, and no ranks set from outside."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     paths = [str(ROOT), str(EXAMPLES), *filter(None, [env.get("PYTHONPATH")])]
-    env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return env | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def run_python(*args: str | Path, timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end, at most `timeout` seconds."""
     command = [sys.executable, *map(str, args)]
-    return subprocess.run(command, env=env, timeout=timeout, capture_output=True, text=True)
+    return subprocess.run(
+        command, env=rank_environment(), timeout=timeout, capture_output=True, text=True
+    )
+
+
+def write_script(folder: Path) -> Path:
+    """Write the script that starts two ranks; they leave their process ids in `folder`."""
+    script = folder / "ranks_that_stay.py"
+    script.write_text(RANKS_THAT_STAY)
+    return script
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Poll until `condition()` holds; fails after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def has_ended(pid: int) -> bool:
+    """True if there is no such process, or only its exit status is left to be read."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +87,8 @@ def short_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_short_run_learns(short_run: dict[str, Any]) -> None:
     held_out = short_run["held_out_loss"]
@@ -63,6 +99,8 @@ def test_short_run_learns(short_run: dict[str, Any]) -> None:
     assert 4e6 <= short_run["settings"]["num_parameters"] <= 10e6
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_measured_figures_are_those_predicted(short_run: dict[str, Any], stage: int) -> None:
@@ -77,16 +115,30 @@ def test_measured_figures_are_those_predicted(short_run: dict[str, Any], stage: 
         assert collective["nbytes"] == collective["predicted_nbytes"] > 0
 
 
+@pytest.mark.distributed
 @pytest.mark.timeout(120)
 def test_a_failing_rank_ends_the_others(tmp_path: Path) -> None:
-    script = tmp_path / "one_rank_fails.py"
-    script.write_text(ONE_RANK_FAILS)
-    result = run_python(script, tmp_path, timeout=100)
+    script = write_script(tmp_path)
+    result = run_python(script, tmp_path, "fail", timeout=100)
     assert result.returncode != 0
     assert "broken on purpose" in result.stderr
     for rank in (0, 1):
-        with pytest.raises(ProcessLookupError):
-            os.kill(int((tmp_path / f"pid{rank}").read_text()), 0)
+        assert not psutil.pid_exists(int((tmp_path / f"pid{rank}").read_text()))
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(150)
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_killed_parent_leaves_no_rank_behind(tmp_path: Path) -> None:
+    command = [sys.executable, str(write_script(tmp_path)), str(tmp_path), "stay"]
+    env = rank_environment() | {"TMPDIR": str(tmp_path)}  # the parent cannot clean up after itself
+    with subprocess.Popen(command, env=env) as parent:
+        try:
+            wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)))
+        finally:
+            parent.kill()
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in (0, 1)]
+    wait_until(lambda: all(map(has_ended, pids)))
 
 
 @pytest.mark.timeout(120)

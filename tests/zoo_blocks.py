@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 WIDTH = 7  # a prime: no dimension is a multiple of a world size
 
@@ -73,6 +74,47 @@ class AdaptedBlock(Block):
 
     def forward(self, x: Tensor, rank: int) -> Tensor:
         return super().forward(x, rank) + self.up(self.down(x))
+
+
+class IntegerBlock(Block):
+    """A frozen weight of small integers, as quantised models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        quantised = torch.randint(-4, 5, (WIDTH, WIDTH), dtype=torch.int8)
+        self.quantised = nn.Parameter(quantised, requires_grad=False)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return super().forward(x, rank) + 0.1 * torch.sin(x @ self.quantised.to(x.dtype))
+
+
+class ParametrizedBlock(Block):
+    """A weight computed from two parameters that live in a module of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = weight_norm(self.linear)
+
+
+class RecurrentBlock(nn.Module):
+    """A module that keeps its parameters in a list of its own too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return x + self.lstm(x)[0]
+
+
+class AttentionBlock(nn.TransformerEncoderLayer):
+    """A module that reads parameters of children without calling them."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, nhead=1, dim_feedforward=9, dropout=0.0)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
 
 
 class StridedBlock(nn.Module):

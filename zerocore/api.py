@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerocore.config import ShardConfig
 from zerocore.materialize import InitFn
 from zerocore.module import wrap_method
 from zerocore.sharding import find_group, shard_model
@@ -61,9 +60,15 @@ def shard(
     Raises:
         ValueError, TypeError: a mistake, named; on every rank, before anything could hang.
     """
-    config = ShardConfig(stage, prefetch, accumulate, sync_params, find_unused_parameters)
+    options = {
+        "stage": stage,
+        "prefetch": prefetch,
+        "accumulate": accumulate,
+        "sync_params": sync_params,
+        "find_unused_parameters": find_unused_parameters,
+    }
     process_group = find_group(group, model)
-    shard_model(model, config, process_group, units, device, init_fn, optimizer)
+    shard_model(model, options, process_group, units, device, init_fn, optimizer)
     return model
 
 

@@ -63,17 +63,22 @@ def find_group(group: Any, model: nn.Module) -> dist.ProcessGroup | None:
 
 def shard_model(
     model: nn.Module,
-    config: ShardConfig,
+    options: dict[str, Any],
     group: dist.ProcessGroup | None,
     units: Sequence[UnitChoice] | None,
     device: torch.device | None,
     init_fn: InitFn | None,
     optimizer: Optimizer | None,
 ) -> ShardState:
-    """Shards ``model`` in place and returns its state. Errors come on every rank alike."""
+    """Shards ``model`` in place and returns its state; ``options`` are those of ShardConfig.
+
+    Errors come on every rank alike.
+    """
+    config = ShardConfig()
     planned: list[UnitPlanned] = []
     error: Exception | None = None
     try:
+        config = ShardConfig(**options)
         _check_model(model, optimizer)
         planned = choose_units(model, units)
         target = _find_device(planned, device)

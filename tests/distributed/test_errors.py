@@ -153,6 +153,31 @@ def test_models_that_differ_at_every_stage(stage: int) -> None:
     run_ranks(differ, 2, stage, "shape")
 
 
+def err_on_one_rank(kind: str) -> None:
+    erring = dist.get_rank() == 1
+    model: nn.Module = Net()
+    options: dict[str, Any] = {}
+    if erring and kind == "stage":
+        options["stage"] = 4
+    elif erring and kind == "units":
+        options["units"] = ["blok"]
+    elif erring and kind == "optimizer":
+        options["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    elif erring and kind == "nothing":
+        model = nn.Identity()
+    elif kind == "twice":
+        zerocore.shard(model)
+        model = model if erring else Net()
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=None if erring else "rank 1"):
+        zerocore.shard(model, **options)
+    still_works(3)
+
+
+@pytest.mark.parametrize("kind", ["stage", "units", "optimizer", "nothing", "twice"])
+def test_mistake_of_one_rank_is_an_error_on_all(kind: str) -> None:
+    run_ranks(err_on_one_rank, 2, kind)
+
+
 def copy_model(stage: int) -> None:
     model = zerocore.shard(Net(), stage=stage)
     with pytest.raises((TypeError, RuntimeError), match="full_state_dict"):

@@ -106,5 +106,6 @@ def test_torchrun(tmp_path: Path) -> None:
         timeout=TIMEOUT_SECONDS,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("done True") == 2
+    # The ranks' lines may be mixed.
+    assert result.stdout.count("done") == result.stdout.count("True") == 2
     assert "gloo" in result.stderr, "shard() does not say that it made a group"

@@ -38,6 +38,20 @@ def test_full_state_dict(stage: int, name: str) -> None:
     run_ranks(read_full, 3, stage, name)
 
 
+def watch_pool() -> None:
+    case = case_named("plain")
+    model = zerocore.shard(case.seeded_build(), stage=3)
+    largest = max(unit.buffer_nbytes for unit in zerocore.describe(model).units)
+    with zerocore.record_events(model) as events:
+        zerocore.full_state_dict(model)
+    in_use = [event.pool_nbytes for event in events]
+    assert max(in_use) == largest and in_use[-1] == 0
+
+
+def test_full_state_dict_gathers_one_unit_at_a_time() -> None:
+    run_ranks(watch_pool, 2)
+
+
 def load_full(stage: int, name: str, broadcast: bool) -> None:
     case = case_named(name)
     saved = case.seeded_build(seed=1).state_dict()

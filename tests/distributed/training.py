@@ -67,6 +67,7 @@ def train_sharded(
     **options: Any,
 ) -> Trained:
     """This rank's part of the same training; the state is full on rank 0 and {} elsewhere."""
+    print(f"{case.name} at stage {stage}", flush=True)  # shown if the rank fails
     options.setdefault("units", list(case.units) if case.units else None)
     model = zerocore.shard(case.seeded_build(), stage=stage, **options)
     optimizer = make_optimizer(model.parameters())
