@@ -22,6 +22,9 @@ BASELINE = "plain"
 CONTROL = "plain again"
 FLOOR = "c10d floor"
 PHASES = ("forward", "backward")
+# A plain model frees its gradients here, a sharded one has freed the full ones in the backward.
+FREEING = "zero_grad"
+ALL_PHASES = (*PHASES, FREEING)
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Cell:
 
 @dataclass
 class CellTimes:
-    """Microseconds per block, one figure a round: `times[system]["forward" | "backward"]`."""
+    """Microseconds per block, one figure a round: `times[system][phase]`."""
 
     times: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
@@ -56,21 +59,18 @@ class CellTimes:
         pairs = zip(self.times[system][phase], base, strict=True)
         return median(own - plain for own, plain in pairs)
 
-    def total_above_plain(self, system: str) -> float:
-        """The same for forward and backward together."""
-        own, base = self.times[system], self.times[BASELINE]
-        rounds = zip(
-            *(own[phase] for phase in PHASES), *(base[phase] for phase in PHASES), strict=True
-        )
-        return median(own_f + own_b - base_f - base_b for own_f, own_b, base_f, base_b in rounds)
+    def total_above_plain(self, system: str, phases: tuple[str, ...] = PHASES) -> float:
+        """The same for several phases together."""
+        own, plain = self._totals(system, phases), self._totals(BASELINE, phases)
+        return median(a - b for a, b in zip(own, plain, strict=True))
 
-    def fastest_above_plain(self, system: str) -> float:
-        """Forward and backward of the fastest round less those of plain: the least disturbed."""
-        own, base = (
-            min(map(sum, zip(*(self.times[name][phase] for phase in PHASES), strict=True)))
-            for name in (system, BASELINE)
-        )
-        return own - base
+    def fastest_above_plain(self, system: str, phases: tuple[str, ...] = PHASES) -> float:
+        """The fastest round less that of plain: the least disturbed."""
+        return min(self._totals(system, phases)) - min(self._totals(BASELINE, phases))
+
+    def _totals(self, system: str, phases: tuple[str, ...]) -> list[float]:
+        found = self.times[system]
+        return [sum(values) for values in zip(*(found[phase] for phase in phases), strict=True)]
 
     def floor(self) -> float:
         """Median of a block's three collectives without anything around them."""
@@ -92,7 +92,7 @@ def _measure(cell: Cell) -> CellTimes:
     dist.init_process_group("fake", rank=0, world_size=cell.world_size, store=FakeStore())
     models = {name: _build(name, cell) for name in (BASELINE, CONTROL, *cell.systems)}
     floor = _floor(cell)
-    found = CellTimes({name: {phase: [] for phase in PHASES} for name in models})
+    found = CellTimes({name: {phase: [] for phase in ALL_PHASES} for name in models})
     found.times[FLOOR] = {"both": []}
     inputs = torch.randn(8, cell.width)
     names = list(models)
@@ -126,20 +126,23 @@ def _round(model: nn.Module, inputs: Tensor, cell: Cell, times: dict[str, list[f
     """One step to warm the caches up, then the least disturbed of some."""
     _step_us(model, inputs)
     steps = [_step_us(model, inputs) for _ in range(cell.steps_per_round)]
-    for phase, values in zip(PHASES, zip(*steps, strict=True), strict=True):
+    for phase, values in zip(ALL_PHASES, zip(*steps, strict=True), strict=True):
         times[phase].append(min(values) / cell.num_blocks)
 
 
-def _step_us(model: nn.Module, inputs: Tensor) -> tuple[float, float]:
-    """Microseconds of a forward and of its backward."""
+def _step_us(model: nn.Module, inputs: Tensor) -> tuple[float, float, float]:
+    """Microseconds of a forward, of its backward, and of dropping the gradients."""
     start = time.perf_counter_ns()
     loss = model(inputs).sum()
     middle = time.perf_counter_ns()
     loss.backward()
     end = time.perf_counter_ns()
-    for parameter in model.parameters():
+    parameters = list(model.parameters())
+    before = time.perf_counter_ns()
+    for parameter in parameters:
         parameter.grad = None
-    return (middle - start) / 1e3, (end - middle) / 1e3
+    freed = time.perf_counter_ns() - before
+    return (middle - start) / 1e3, (end - middle) / 1e3, freed / 1e3
 
 
 def _floor(cell: Cell) -> Callable[[], float]:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from _host_cell import CONTROL, PHASES, Cell, CellTimes, measure_in_fresh_process
+from _host_cell import ALL_PHASES, CONTROL, PHASES, Cell, CellTimes, measure_in_fresh_process
 from _results import write_results
 from _systems import is_installed
 from _tables import Table, make_console
@@ -23,6 +23,8 @@ NOTES = (
     "the plain model in the same round. A round takes each system in turn: one step to warm up and "
     "the fastest of three; a row's rounds come from several processes. The garbage collector runs "
     "between rounds only.",
+    "With zero_grad: dropping the gradients is timed too. A plain model frees them there, a "
+    "sharded one has freed the full ones within the backward.",
     "Fastest: the fastest round less plain's fastest round, disturbed least by other work on the "
     "machine.",
     "plain again: a second plain model read in the same way, that is, the error of the reading.",
@@ -73,10 +75,11 @@ def growth_table(results: Results, systems: list[str]) -> Table:
             table.add(NAMES[system], "not measured")
             continue
         floor = found[0].floor()
-        medians = [cell.total_above_plain(system) for cell in found]
-        fastest = [cell.fastest_above_plain(system) for cell in found]
-        table.add(f"{NAMES[system]}, median", *_growth(medians, floor))
-        table.add(f"{NAMES[system]}, fastest", *_growth(fastest, floor))
+        for phases, label in ((PHASES, ""), (ALL_PHASES, ", with zero_grad")):
+            medians = [cell.total_above_plain(system, phases) for cell in found]
+            fastest = [cell.fastest_above_plain(system, phases) for cell in found]
+            table.add(f"{NAMES[system]}{label}, median", *_growth(medians, floor))
+            table.add(f"{NAMES[system]}{label}, fastest", *_growth(fastest, floor))
     return table
 
 

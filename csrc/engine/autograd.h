@@ -8,6 +8,11 @@
 
 namespace zerocore {
 
+// `leaf.grad`, without asking autograd whether the tensor is a leaf.
+inline const at::Tensor& gradient_of(const at::Tensor& leaf) {
+  return leaf.unsafeGetTensorImpl()->grad();
+}
+
 // Calls `run` each time the backward reaches one of `outputs` (those with a grad_fn), before the
 // node that produced it runs.
 void on_backward_of(const std::vector<at::Tensor>& outputs, const std::function<void()>& run);

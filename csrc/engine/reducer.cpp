@@ -1,24 +1,19 @@
 // Packs, reduces and accumulates gradients.
 #include "engine/reducer.h"
 
-#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <utility>
 
+#include "engine/autograd.h"
+
 namespace zerocore {
 
 namespace {
 
-std::string gradient_of(const Unit& unit) {
+std::string bucket_name(const Unit& unit) {
   return "the gradient of unit '" + unit.name() + "'";
-}
-
-c10::DataPtr zeros(c10::Device device, int64_t nbytes) {
-  return at::zeros({nbytes}, at::TensorOptions().dtype(at::kByte).device(device))
-      .storage()
-      .set_data_ptr(c10::DataPtr(nullptr, device));
 }
 
 } // namespace
@@ -30,20 +25,20 @@ Reducer::RegionGrads::RegionGrads(const Unit& unit, int region_, bool exchanges)
           {region_},
           unit.context().shard,
           unit.context().streams->device(),
-          gradient_of(unit)),
+          bucket_name(unit)),
       scratch(
           exchanges ? unit.layout() : unit.layout().of_shard(unit.context().shard),
           {region_},
           0,
           unit.context().streams->device(),
-          gradient_of(unit)) {
+          bucket_name(unit)) {
   if (unit.context().policy.shards_gradients()) {
     shard.emplace(
         unit.layout().of_shard(unit.context().shard),
         std::vector<int>{region_},
         0,
         unit.context().streams->device(),
-        gradient_of(unit));
+        bucket_name(unit));
   }
 }
 
@@ -112,7 +107,7 @@ void Reducer::reduce(UnitId id, bool sync) {
     if (!is_trainable(unit, grads.region)) {
       continue;
     }
-    attach_full(grads);
+    attach_full(id, grads);
     pack(id, grads);
     grads.local = hold;
     if (!hold) {
@@ -126,7 +121,7 @@ void Reducer::reduce(UnitId id, bool sync) {
 bool Reducer::has_grads(UnitId id) const {
   const auto& params = units_[id]->params();
   return std::any_of(params.begin(), params.end(), [](const UnitParam& param) {
-    return param.full.grad().defined();
+    return gradient_of(param.full).defined();
   });
 }
 
@@ -138,7 +133,7 @@ void Reducer::touch(UnitId id) {
   }
   for (size_t i = 0; i < unit.params.size(); ++i) {
     ParamGrads& param = unit.params[i];
-    const at::Tensor& current = units_[id]->params()[i].shard.grad();
+    const at::Tensor& current = gradient_of(units_[id]->params()[i].shard);
     if (!current.defined()) {
       param.valid = false;
       param.local = false;
@@ -146,83 +141,13 @@ void Reducer::touch(UnitId id) {
       for (RegionGrads& grads : unit.regions) {
         Bucket& home = grads.shard ? *grads.shard : grads.full;
         if (!home.attached()) {
-          home.attach(zeros(context_.streams->device(), home.nbytes()));
+          home.attach(zeroed_memory(home.nbytes()));
         }
       }
       param.grad.copy_(current);
       param.valid = true;
     }
   }
-}
-
-void Reducer::attach_full(RegionGrads& grads) {
-  if (grads.shard && !grads.shard->attached()) {
-    grads.shard->attach(zeros(context_.streams->device(), grads.shard->nbytes()));
-  }
-  if (grads.full.attached()) {
-    return;
-  }
-  if (persistent()) {
-    grads.full.attach(zeros(context_.streams->device(), grads.full.nbytes()));
-  } else {
-    grads.full_slot = context_.pool->acquire(grads.full.nbytes(), StreamRole::Compute);
-    grads.full.attach(grads.full_slot.data.get());
-  }
-}
-
-// The elements of the region where the bucket's value for the parameter is kept and added to.
-Range Reducer::add_range(const Unit& unit, const RegionGrads& grads, int param) const {
-  const ParamPlace& place = unit.layout().places()[param];
-  const ParamGrads& state = grads_[unit.id()].params[param];
-  if (grads.local) {
-    return state.local ? place.range() : Range{place.offset, place.offset};
-  }
-  // A reduced value counts once in the next sum: where it is owned, at stage 0 on one rank.
-  const bool owns = context_.policy.shards_optimizer() || context_.collectives == nullptr ||
-      context_.collectives->rank() == 0;
-  if (!persistent() || !state.valid || !owns) {
-    return {place.offset, place.offset};
-  }
-  const Range own = unit.layout().regions()[grads.region].shard_range(context_.shard);
-  const Range kept = intersect(place.range(), own);
-  return kept.empty() ? Range{place.offset, place.offset} : kept;
-}
-
-void Reducer::pack(UnitId id, RegionGrads& grads) {
-  const Unit& unit = *units_[id];
-  const Region& region = unit.layout().regions()[grads.region];
-  segments_.clear();
-  const auto add_segment = [&](const at::Tensor* source, int64_t start, Range range, bool add) {
-    if (!range.empty()) {
-      segments_.push_back({source, range.begin - start, range.begin, range.size(), add});
-    }
-  };
-  int64_t end = 0;
-  for (const int i : region.params) {
-    const ParamPlace& place = unit.layout().places()[i];
-    const UnitParam& param = units_[id]->params()[i];
-    ParamGrads& state = grads_[id].params[i];
-    const at::Tensor* grad = param.full.grad().defined() ? &param.full.grad() : nullptr;
-    TORCH_CHECK_VALUE(
-        grad == nullptr || (grad->layout() == at::kStrided && grad->dtype() == param.full.dtype()),
-        "parameter '",
-        param.spec.fqn,
-        "': its gradient is sparse or of another dtype, expected a dense one of the parameter's "
-        "dtype. Use sparse=False.");
-    const Range kept = add_range(unit, grads, i);
-    add_segment(nullptr, 0, {end, place.offset}, false);
-    add_segment(grad, place.offset, {place.offset, kept.begin}, false);
-    add_segment(grad, place.offset, kept, true);
-    add_segment(grad, place.offset, {kept.end, place.offset + place.numel}, false);
-    end = place.offset + place.numel;
-    state.used = state.used || grad != nullptr;
-    state.local = true;
-  }
-  add_segment(nullptr, 0, {end, region.numel()}, false);
-  const double scale = context_.collectives == nullptr
-      ? 1.0
-      : 1.0 / static_cast<double>(context_.collectives->size());
-  kernels::pack(grads.full.full(grads.region), segments_, scale);
 }
 
 void Reducer::issue(UnitId id, RegionGrads& grads) {
@@ -305,7 +230,7 @@ void Reducer::zero_invalid(UnitId id, RegionGrads& grads) {
 
 void Reducer::clear_full_grads(UnitId id) {
   for (UnitParam& param : units_[id]->params()) {
-    if (param.full.grad().defined()) {
+    if (gradient_of(param.full).defined()) {
       param.full.mutable_grad().reset();
     }
   }

@@ -76,8 +76,13 @@ class Reducer {
   }
   bool is_trainable(const Unit& unit, int region) const;
   void touch(UnitId unit);
-  void attach_full(RegionGrads& grads);
+  void attach_full(UnitId unit, RegionGrads& grads);
+  c10::DataPtr zeroed_memory(int64_t nbytes) const;
   void pack(UnitId unit, RegionGrads& grads);
+  void add_segments(UnitId unit, const RegionGrads& grads, int param);
+  void add_segment(const at::Tensor* source, int64_t start, Range range, bool add);
+  void check_gradient(const UnitParam& param) const;
+  double scale() const;
   Range add_range(const Unit& unit, const RegionGrads& grads, int param) const;
   bool adds_to_shard(UnitId unit, const RegionGrads& grads) const;
   void issue(UnitId unit, RegionGrads& grads);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "engine/autograd.h"
 #include "engine/reducer.h"
 
 namespace zerocore {
@@ -65,14 +66,14 @@ void Reducer::show(UnitId id) {
     if (!param.grad.defined() || !owner.full.requires_grad()) {
       continue;
     }
-    const bool had_grad = owner.shard.grad().defined();
+    const bool had_grad = gradient_of(owner.shard).defined();
     param.valid = had_grad || param.used || (unit.reduced && assume_used);
     if (!had_grad && param.valid) {
       if (!unit.reduced && !persistent()) {
         param.grad.zero_(); // held back: only a mark that zero_grad() can remove
       }
       owner.shard.mutable_grad() = param.grad;
-    } else if (had_grad && !owner.shard.grad().is_same(param.grad)) {
+    } else if (had_grad && !gradient_of(owner.shard).is_same(param.grad)) {
       owner.shard.mutable_grad() = param.grad;
     }
     param.used = param.used && !unit.reduced;

@@ -181,7 +181,7 @@ void Unit::write_back() {
 int64_t Unit::version() const {
   int64_t version = changes_;
   for (const UnitParam& param : params_) {
-    version += param.shard._version();
+    version += param.shard.unsafeGetTensorImpl()->version_counter().current_version();
   }
   return version;
 }

@@ -1,0 +1,109 @@
+// Packing: which parts of a gradient go where in the bucket, and whether they are added.
+#include <ATen/ops/zeros.h>
+
+#include "engine/autograd.h"
+#include "engine/reducer.h"
+
+namespace zerocore {
+
+// Gaps and parameters without gradient are zeroed.
+void Reducer::pack(UnitId id, RegionGrads& grads) {
+  const Unit& unit = *units_[id];
+  const Region& region = unit.layout().regions()[grads.region];
+  segments_.clear();
+  int64_t end = 0;
+  for (const int i : region.params) {
+    const ParamPlace& place = unit.layout().places()[i];
+    add_segment(nullptr, 0, {end, place.offset}, false);
+    add_segments(id, grads, i);
+    end = place.offset + place.numel;
+  }
+  add_segment(nullptr, 0, {end, region.numel()}, false);
+  kernels::pack(grads.full.full(grads.region), segments_, scale());
+  for (const int i : region.params) {
+    grads_[id].params[i].local = true;
+  }
+}
+
+void Reducer::attach_full(UnitId id, RegionGrads& grads) {
+  if (grads.pending.pending()) {
+    complete(id, grads); // a second reduction in one backward
+  }
+  if (grads.shard && !grads.shard->attached()) {
+    grads.shard->attach(zeroed_memory(grads.shard->nbytes()));
+  }
+  if (grads.full.attached()) {
+    return;
+  }
+  if (persistent()) {
+    grads.full.attach(zeroed_memory(grads.full.nbytes()));
+  } else {
+    grads.full_slot = context_.pool->acquire(grads.full.nbytes(), StreamRole::Compute);
+    grads.full.attach(grads.full_slot.data.get());
+  }
+}
+
+// What the bucket needs for one parameter: its gradient, added to what must be kept.
+void Reducer::add_segments(UnitId id, const RegionGrads& grads, int index) {
+  const UnitParam& param = units_[id]->params()[index];
+  const ParamPlace& place = units_[id]->layout().places()[index];
+  ParamGrads& state = grads_[id].params[index];
+  const at::Tensor* grad = nullptr;
+  if (gradient_of(param.full).defined()) {
+    grad = &gradient_of(param.full);
+    check_gradient(param);
+    state.used = true;
+  }
+  const Range kept = add_range(*units_[id], grads, index);
+  add_segment(grad, place.offset, {place.offset, kept.begin}, false);
+  add_segment(grad, place.offset, kept, true);
+  add_segment(grad, place.offset, {kept.end, place.offset + place.numel}, false);
+}
+
+void Reducer::add_segment(const at::Tensor* source, int64_t start, Range range, bool add) {
+  if (!range.empty() && (source != nullptr || !add)) {
+    segments_.push_back({source, range.begin - start, range.begin, range.size(), add});
+  }
+}
+
+// The elements of the region where the bucket's value for the parameter is kept and added to.
+Range Reducer::add_range(const Unit& unit, const RegionGrads& grads, int param) const {
+  const ParamPlace& place = unit.layout().places()[param];
+  const ParamGrads& state = grads_[unit.id()].params[param];
+  if (grads.local) {
+    return state.local ? place.range() : Range{place.offset, place.offset};
+  }
+  // A reduced value counts once in the next sum: where it is owned, at stage 0 on one rank.
+  const bool owns = context_.policy.shards_optimizer() || context_.collectives == nullptr ||
+      context_.collectives->rank() == 0;
+  if (!persistent() || !state.valid || !owns) {
+    return {place.offset, place.offset};
+  }
+  const Range own = unit.layout().regions()[grads.region].shard_range(context_.shard);
+  const Range kept = intersect(place.range(), own);
+  return kept.empty() ? Range{place.offset, place.offset} : kept;
+}
+
+void Reducer::check_gradient(const UnitParam& param) const {
+  const at::Tensor& grad = gradient_of(param.full);
+  TORCH_CHECK_VALUE(
+      grad.layout() == at::kStrided && grad.dtype() == param.full.dtype(),
+      "parameter '",
+      param.spec.fqn,
+      "': its gradient is sparse or of another dtype, expected a dense one of the parameter's "
+      "dtype. Use sparse=False.");
+}
+
+double Reducer::scale() const {
+  return context_.collectives == nullptr ? 1.0
+                                         : 1.0 / static_cast<double>(context_.collectives->size());
+}
+
+c10::DataPtr Reducer::zeroed_memory(int64_t nbytes) const {
+  const c10::Device device = context_.streams->device();
+  return at::zeros({nbytes}, at::TensorOptions().dtype(at::kByte).device(device))
+      .storage()
+      .set_data_ptr(c10::DataPtr(nullptr, device));
+}
+
+} // namespace zerocore
