@@ -172,6 +172,7 @@ class Engine:
         prefetch: int,
         hold_full: bool,
         exchange_used: bool,
+        log_hand_overs: bool = False,
         group_name: str | None,
         device: torch.device,
         units: Sequence[tuple[str, Sequence[tuple[str, Tensor]]]],

@@ -120,6 +120,7 @@ PyEngine make_engine(
     int prefetch,
     bool hold_full,
     bool exchange_used,
+    bool log_hand_overs,
     const std::optional<std::string>& group_name,
     const at::Device& device,
     const std::vector<std::pair<std::string, std::vector<ParamArg>>>& units,
@@ -132,7 +133,7 @@ PyEngine make_engine(
   PyEngine self;
   self.registrar = registrar.get();
   self.engine = std::make_shared<Engine>(
-      EngineOptions{stage, prefetch, hold_full, exchange_used},
+      EngineOptions{stage, prefetch, hold_full, exchange_used, log_hand_overs},
       group_name,
       device,
       std::move(inits),
@@ -181,6 +182,37 @@ std::vector<TraceTuple> stop_trace(PyEngine& self) {
   return result;
 }
 
+const char* role_name(StreamRole role) {
+  switch (role) {
+    case StreamRole::Compute:
+      return "compute";
+    case StreamRole::AllGather:
+      return "all_gather";
+    case StreamRole::ReduceScatter:
+      return "reduce_scatter";
+  }
+  return "";
+}
+
+// ("record", stream, number), ("wait", stream, source stream, number) or
+// ("read" | "write", stream, block, begin, end, what, unit)
+py::list hand_overs(const PyEngine& self) {
+  py::list result;
+  for (const HandOver& entry : self.engine->hand_overs().entries()) {
+    const char* role = role_name(entry.role);
+    if (entry.kind == HandOverKind::Record) {
+      result.append(py::make_tuple("record", role, entry.event));
+    } else if (entry.kind == HandOverKind::Wait) {
+      result.append(py::make_tuple("wait", role, role_name(entry.source), entry.event));
+    } else {
+      const char* kind = entry.kind == HandOverKind::Read ? "read" : "write";
+      result.append(
+          py::make_tuple(kind, role, entry.memory, entry.begin, entry.end, entry.what, entry.unit));
+    }
+  }
+  return result;
+}
+
 void register_setup(py::class_<PyEngine>& engine) {
   engine
       .def(
@@ -190,6 +222,7 @@ void register_setup(py::class_<PyEngine>& engine) {
           py::arg("prefetch"),
           py::arg("hold_full"),
           py::arg("exchange_used"),
+          py::arg("log_hand_overs") = false,
           py::arg("group_name"),
           py::arg("device"),
           py::arg("units"),
@@ -272,6 +305,19 @@ void register_figures(py::class_<PyEngine>& engine) {
       .def_property_readonly(
           "gradient_nbytes",
           [](PyEngine& self) { return self.engine->reducer().persistent_nbytes(); })
+      .def_property_readonly("hand_overs", &hand_overs)
+      .def(
+          "stream_handle",
+          [](const PyEngine& self, const std::string& role) {
+            for (const StreamRole candidate :
+                 {StreamRole::Compute, StreamRole::AllGather, StreamRole::ReduceScatter}) {
+              if (role == role_name(candidate)) {
+                void* handle = self.engine->streams().native_handle(candidate);
+                return reinterpret_cast<uintptr_t>(handle);
+              }
+            }
+            throw py::value_error("a stream is compute, all_gather or reduce_scatter");
+          })
       .def("start_trace", [](PyEngine& self) { self.engine->trace().start(); })
       .def("stop_trace", &stop_trace);
 }

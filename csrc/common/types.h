@@ -7,6 +7,10 @@ namespace zerocore {
 
 using UnitId = int32_t;
 
+// Work of one role runs in order; between roles events order it.
+enum class StreamRole : uint8_t { Compute, AllGather, ReduceScatter };
+inline constexpr int kNumStreamRoles = 3;
+
 // What the runtime does and the planner predicts.
 enum class TraceOp : uint8_t { AllGather, ReduceScatter, AllReduce, Unshard, Reshard };
 

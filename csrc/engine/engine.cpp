@@ -70,7 +70,7 @@ Engine::Engine(
     std::vector<CallEvent> order,
     std::unique_ptr<Registrar> registrar)
     : options_(options),
-      streams_(device),
+      streams_(device, options.log_hand_overs ? &hand_overs_ : nullptr),
       pool_(streams_),
       collectives_(make_collectives(group, streams_)),
       context_(make_context(options, collectives_.get(), streams_, pool_, trace_)),
@@ -113,8 +113,12 @@ void Engine::begin_pass() {
     return;
   }
   recomputing_.push_back(false);
+  bool changed = false;
   for (UnitId id = 0; id < num_units(); ++id) {
-    refresh(id);
+    changed = refresh(id) || changed;
+  }
+  if (changed) {
+    order_gathers();
   }
   schedule_.begin_pass(c10::GradMode::is_enabled(), actions_);
   run(actions_);
@@ -128,6 +132,9 @@ void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
   }
   schedule_.end_pass(actions_);
   run(actions_);
+  for (const auto& unit : units_) {
+    unit->wait_for_unshard(); // of a skipped unit: must not meet the optimizer's update
+  }
   if (!agreed_) {
     agree_on_called();
   }
@@ -157,14 +164,13 @@ void Engine::enter(UnitId id) {
       forget_fired(id);
     }
   } else {
-    if (!schedule_.in_rooted_pass()) {
-      refresh(id);
+    if (!schedule_.in_rooted_pass() && refresh(id)) {
+      order_gathers();
     }
     schedule_.enter(id, c10::GradMode::is_enabled(), actions_);
   }
   run(actions_);
-  units_[id]->wait_for_unshard();
-  update_registration(id);
+  use(id);
 }
 
 void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs) {
@@ -175,6 +181,7 @@ void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs) {
   if (!recomputing) {
     // Without grad mode in a pass that records: reentrant checkpointing, whose backward comes.
     const bool rerun = !c10::GradMode::is_enabled() && progress_[id].num_trainable > 0;
+    units_[id]->note_use();
     call = schedule_.exit(id, records || rerun, actions_);
     run(actions_);
     update_registration(id);
@@ -202,70 +209,6 @@ void Engine::agree_on_called() {
         values, values + called.size(), called.begin(), [](uint8_t value) { return value != 0; });
   }
   schedule_.prune(called);
-}
-
-// -- backward -------------------------------------------------------------------------------
-
-void Engine::begin_backward() {
-  if (std::exchange(backward_, true)) {
-    return;
-  }
-  schedule_.begin_backward();
-  on_backward_end([weak = weak_from_this()] {
-    if (const auto engine = weak.lock()) {
-      engine->end_backward();
-    }
-  });
-}
-
-void Engine::pre_backward(const CallHandle& call, int64_t version) {
-  Unit& unit = *units_[call.unit];
-  TORCH_CHECK(
-      unit.version() == version,
-      "backward through unit '",
-      unit.name(),
-      "': its parameters were changed after the forward (by an optimizer step or a load). Run "
-      "backward before the step, or run the forward again.");
-  begin_backward();
-  if (schedule_.pre_backward(call, actions_)) {
-    forget_fired(call.unit);
-  }
-  run(actions_);
-  unit.wait_for_unshard();
-  update_registration(call.unit);
-}
-
-void Engine::grad_ready(UnitId id, int param) {
-  begin_backward();
-  UnitProgress& progress = progress_[id];
-  if (!std::exchange(progress.fired[param], 1)) {
-    ++progress.num_fired;
-  }
-  if (progress.num_fired == progress.num_trainable) {
-    schedule_.ready(id, actions_);
-    run(actions_);
-  }
-}
-
-void Engine::forget_fired(UnitId id) {
-  std::fill(progress_[id].fired.begin(), progress_[id].fired.end(), 0);
-  progress_[id].num_fired = 0;
-}
-
-void Engine::end_backward() {
-  schedule_.end_backward(actions_);
-  run(actions_);
-  for (UnitId id = 0; id < num_units(); ++id) {
-    if (reducer_.has_grads(id)) {
-      reducer_.reduce(id, sync_);
-    }
-    // A skipped unit's gather must not meet the optimizer's update.
-    units_[id]->wait_for_unshard();
-    forget_fired(id);
-    update_registration(id);
-  }
-  reducer_.finish();
-  backward_ = false;
 }
 
 // -- shared ---------------------------------------------------------------------------------
@@ -296,6 +239,13 @@ void Engine::run(Actions& actions) {
     }
   }
   actions.clear();
+}
+
+// The compute stream works with the full parameters from here on.
+void Engine::use(UnitId id) {
+  units_[id]->wait_for_unshard();
+  units_[id]->note_use();
+  update_registration(id);
 }
 
 void Engine::update_registration(UnitId id) {
@@ -335,25 +285,35 @@ void Engine::sync_requires_grad(UnitId id) {
   schedule_.set_reducible(id, progress.num_trainable > 0);
 }
 
-void Engine::refresh(UnitId id) {
+// Takes note of changed shards. True if there are: gathers must be ordered behind the change.
+bool Engine::refresh(UnitId id) {
   Unit& unit = *units_[id];
-  if (unit.gathered_version() != unit.version() && !schedule_.is_active(id)) {
-    schedule_.invalidate(id, actions_);
-    run(actions_);
-    unit.mark_fresh();
-    // What wrote the shards ran on the compute stream.
-    streams_.wait(StreamRole::AllGather, streams_.record(StreamRole::Compute));
+  if (unit.gathered_version() == unit.version() || schedule_.is_active(id)) {
+    return false;
+  }
+  schedule_.invalidate(id, actions_);
+  run(actions_);
+  unit.mark_fresh();
+  unit.note_change();
+  return true;
+}
+
+// What wrote the shards ran on the compute stream.
+void Engine::order_gathers() {
+  if (context_.policy.shards_optimizer()) {
+    streams_.order(StreamRole::AllGather, StreamRole::Compute);
   }
 }
 
 void Engine::pin(const std::vector<UnitId>& units) {
   recover();
   for (const UnitId id : units) {
-    refresh(id);
+    if (refresh(id)) {
+      order_gathers();
+    }
     schedule_.pin(id, actions_);
     run(actions_);
-    units_[id]->wait_for_unshard();
-    update_registration(id);
+    use(id);
   }
 }
 

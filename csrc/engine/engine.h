@@ -23,6 +23,7 @@ struct EngineOptions {
   int prefetch = 1;
   bool hold_full = false;
   bool exchange_used = false;
+  bool log_hand_overs = false; // on the CPU: as if there were streams
 };
 
 struct UnitInit {
@@ -68,6 +69,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const PoolStats& pool_stats() const {
     return pool_.stats();
   }
+  const HandOverLog& hand_overs() const {
+    return hand_overs_;
+  }
+  const Streams& streams() const {
+    return streams_;
+  }
   Trace& trace() {
     return trace_;
   }
@@ -104,9 +111,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void forget_fired(UnitId unit);
   void recover();
   void run(Actions& actions);
+  void use(UnitId unit);
   void update_registration(UnitId unit);
   void sync_requires_grad(UnitId unit);
-  void refresh(UnitId unit);
+  bool refresh(UnitId unit);
+  void order_gathers();
   void agree_on_called();
 
   struct UnitProgress {
@@ -117,6 +126,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   };
 
   EngineOptions options_;
+  HandOverLog hand_overs_;
   Streams streams_;
   BucketPool pool_;
   Trace trace_;

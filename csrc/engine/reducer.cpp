@@ -99,19 +99,23 @@ void Reducer::reduce(UnitId id, bool sync) {
   Unit& unit = *units_[id];
   const bool hold = !sync && (persistent() || options_.hold_full);
   touch(id);
-  if (!persistent() || context_.policy.shards_optimizer()) {
-    // At most one reduction in flight: its buckets are the next one's.
+  if (uses_slots()) {
+    // At most one reduction in flight: its slots are the next one's.
     complete_all();
   }
   for (RegionGrads& grads : grads_[id].regions) {
-    if (!is_trainable(unit, grads.region)) {
-      continue;
+    if (is_trainable(unit, grads.region)) {
+      attach_full(id, grads);
+      pack(id, grads);
+      grads.local = hold;
     }
-    attach_full(id, grads);
-    pack(id, grads);
-    grads.local = hold;
-    if (!hold) {
-      issue(id, grads);
+  }
+  if (!hold && context_.collectives != nullptr) {
+    context_.streams->order(StreamRole::ReduceScatter, StreamRole::Compute);
+    for (RegionGrads& grads : grads_[id].regions) {
+      if (is_trainable(unit, grads.region)) {
+        issue(id, grads);
+      }
     }
   }
   clear_full_grads(id);
@@ -151,9 +155,6 @@ void Reducer::touch(UnitId id) {
 }
 
 void Reducer::issue(UnitId id, RegionGrads& grads) {
-  if (context_.collectives == nullptr) {
-    return;
-  }
   Collectives& collectives = *context_.collectives;
   const Unit& unit = *units_[id];
   const bool sharded = context_.policy.shards_optimizer();
@@ -197,13 +198,16 @@ void Reducer::complete(UnitId id, RegionGrads& grads) {
       zero_invalid(id, grads);
     }
     const int64_t chunks = context_.collectives->exchanges() ? context_.num_shards : 1;
-    kernels::sum_chunks(shard_of(grads), grads.scratch.full(grads.region), chunks, adds);
+    const at::Tensor& received = grads.scratch.full(grads.region);
+    context_.streams->note_read(StreamRole::Compute, received, "sums", units_[id]->name());
+    context_.streams->note_write(StreamRole::Compute, shard_of(grads), "sums", units_[id]->name());
+    kernels::sum_chunks(shard_of(grads), received, chunks, adds);
     grads.scratch.detach();
     context_.pool->release(grads.scratch_slot, StreamRole::Compute);
   }
   if (grads.full_slot.held()) {
     grads.full.detach();
-    context_.pool->release(grads.full_slot, StreamRole::ReduceScatter);
+    context_.pool->release(grads.full_slot, StreamRole::Compute);
   }
   for (const int i : units_[id]->layout().regions()[grads.region].params) {
     grads_[id].params[i].valid = true;
@@ -212,6 +216,11 @@ void Reducer::complete(UnitId id, RegionGrads& grads) {
 }
 
 void Reducer::complete_all() {
+  if (context_.streams->has_streams() && !in_flight_.empty()) {
+    // The last one first: on a stream it is behind the others, so one wait is enough.
+    const auto [id, region] = in_flight_.back();
+    grads_[id].regions[region].pending.wait(*context_.streams);
+  }
   for (const auto& [id, region] : in_flight_) {
     complete(id, grads_[id].regions[region]);
   }

@@ -74,6 +74,11 @@ class Reducer {
   bool persistent() const {
     return !context_.policy.shards_gradients();
   }
+  // Whether a reduction takes memory from the pool.
+  bool uses_slots() const {
+    return context_.policy.shards_gradients() ||
+        (context_.policy.shards_optimizer() && context_.collectives->exchanges());
+  }
   bool is_trainable(const Unit& unit, int region) const;
   void touch(UnitId unit);
   void attach_full(UnitId unit, RegionGrads& grads);
@@ -92,6 +97,7 @@ class Reducer {
   void clear_full_grads(UnitId unit);
   void exchange_used();
   void show(UnitId unit);
+  void note_use(UnitId unit) const;
   const at::Tensor& shard_of(const RegionGrads& grads) const;
 
   std::vector<std::unique_ptr<Unit>>& units_;

@@ -19,6 +19,7 @@ void Reducer::finish() {
   }
   for (UnitId id = 0; id < static_cast<UnitId>(grads_.size()); ++id) {
     if (grads_[id].touched) {
+      note_use(id);
       show(id);
     }
     grads_[id].touched = false;
@@ -80,6 +81,16 @@ void Reducer::show(UnitId id) {
   }
 }
 
+// The optimizer may read and write the gradients from here on.
+void Reducer::note_use(UnitId id) const {
+  for (const RegionGrads& grads : grads_[id].regions) {
+    if (grads.shard ? grads.shard->attached() : grads.full.attached()) {
+      context_.streams->note_write(
+          StreamRole::Compute, shard_of(grads), "gives gradients", units_[id]->name());
+    }
+  }
+}
+
 void Reducer::reset() {
   for (const auto& [id, region] : in_flight_) {
     RegionGrads& grads = grads_[id].regions[region];
@@ -94,7 +105,7 @@ void Reducer::reset() {
       grads.local = false;
       if (grads.full_slot.held()) {
         grads.full.detach();
-        context_.pool->release(grads.full_slot, StreamRole::ReduceScatter);
+        context_.pool->release(grads.full_slot, StreamRole::Compute);
       }
     }
     for (ParamGrads& param : grads_[id].params) {

@@ -19,7 +19,9 @@ void Reducer::pack(UnitId id, RegionGrads& grads) {
     end = place.offset + place.numel;
   }
   add_segment(nullptr, 0, {end, region.numel()}, false);
-  kernels::pack(grads.full.full(grads.region), segments_, scale());
+  const at::Tensor& bucket = grads.full.full(grads.region);
+  context_.streams->note_write(StreamRole::Compute, bucket, "packs", unit.name());
+  kernels::pack(bucket, segments_, scale());
   for (const int i : region.params) {
     grads_[id].params[i].local = true;
   }

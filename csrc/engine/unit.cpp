@@ -87,14 +87,11 @@ void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast) {
     bucket_.attach(allocate(device, bucket_.nbytes()));
   }
   fill(full);
-  for (const int region : bucket_.regions()) {
-    if (broadcast && context_.collectives != nullptr) {
-      context_.collectives->broadcast(bucket_.full_bytes(region), {&name_, nullptr})
-          .wait(*context_.streams);
-    }
-    if (shards_) {
-      shards_->full(region).copy_(bucket_.own(region));
-    }
+  if (broadcast && context_.collectives != nullptr) {
+    broadcast_full();
+  }
+  if (shards_) {
+    write_back();
   }
   if (shards_) {
     bucket_.detach();
@@ -103,11 +100,30 @@ void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast) {
   }
 }
 
+void Unit::broadcast_full() {
+  context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
+  std::vector<PendingCollective> pending;
+  for (const int region : bucket_.regions()) {
+    pending.push_back(
+        context_.collectives->broadcast(bucket_.full_bytes(region), {&name_, nullptr}));
+  }
+  wait_for_all(pending);
+}
+
+// The last one first: on a stream it is behind the others, so one wait is enough.
+void Unit::wait_for_all(std::vector<PendingCollective>& collectives) const {
+  for (auto pending = collectives.rbegin(); pending != collectives.rend(); ++pending) {
+    pending->wait(*context_.streams);
+  }
+  collectives.clear();
+}
+
 void Unit::fill(const std::vector<at::Tensor>& full) {
   const c10::InferenceMode normal(false);
   const at::NoGradGuard no_grad;
   for (const int region : bucket_.regions()) {
     bucket_.full(region).zero_();
+    context_.streams->note_write(StreamRole::Compute, bucket_.full(region), "is filled", name_);
   }
   for (int i = 0; i < static_cast<int>(params_.size()); ++i) {
     make_full(i).copy_(full.at(i));
@@ -153,15 +169,25 @@ void Unit::wait_for_unshard() {
   if (state_ != UnitState::Unsharding) {
     return;
   }
-  for (PendingCollective& gather : gathers_) {
-    gather.wait(*context_.streams);
-  }
-  gathers_.clear();
+  wait_for_all(gathers_);
   set_state(UnitState::Unsharded);
+}
+
+void Unit::note_use() const {
+  for (const int region : bucket_.regions()) {
+    context_.streams->note_read(StreamRole::Compute, bucket_.full(region), "computes", name_);
+  }
+}
+
+void Unit::note_change() const {
+  for (const int region : bucket_.regions()) {
+    context_.streams->note_write(StreamRole::Compute, shard(region), "is updated", name_);
+  }
 }
 
 void Unit::reshard() {
   wait_for_unshard();
+  note_use();
   set_state(UnitState::Sharded);
   bucket_.detach();
   context_.pool->release(slot_, StreamRole::Compute);
@@ -170,6 +196,8 @@ void Unit::reshard() {
 }
 
 void Unit::write_back() {
+  note_use();
+  note_change();
   for (const int region : bucket_.regions()) {
     if (shards_) {
       shards_->full(region).copy_(bucket_.own(region));

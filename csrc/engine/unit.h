@@ -76,6 +76,10 @@ class Unit {
   void unshard();
   // Unsharding > Unsharded: orders compute behind the gathers.
   void wait_for_unshard();
+  // For the checker: the compute stream reads the unsharded parameters now.
+  void note_use() const;
+  // For the checker: the compute stream has changed the shards.
+  void note_change() const;
   // > Sharded: forgets the gathered parameters and gives the slot back.
   void reshard();
   // Copies this rank's part of the unsharded parameters to its shard.
@@ -99,6 +103,8 @@ class Unit {
 
  private:
   void set_state(UnitState next);
+  void broadcast_full();
+  void wait_for_all(std::vector<PendingCollective>& collectives) const;
   void fill(const std::vector<at::Tensor>& full);
 
   UnitId id_;

@@ -8,6 +8,15 @@ namespace zerocore {
 
 BucketPool::BucketPool(const Streams& streams) : streams_(streams) {}
 
+BucketPool::~BucketPool() {
+  // The device's allocator hands the memory to later work of the compute stream.
+  for (const auto& [nbytes, slots] : free_) {
+    for (const Slot& slot : slots) {
+      streams_.wait(StreamRole::Compute, slot.last_use);
+    }
+  }
+}
+
 Slot BucketPool::acquire(int64_t nbytes, StreamRole role) {
   Slot slot;
   if (nbytes == 0) {
@@ -19,6 +28,9 @@ Slot BucketPool::acquire(int64_t nbytes, StreamRole role) {
     slot.nbytes = nbytes;
     stats_.reserved_nbytes += nbytes;
     ++stats_.num_allocations;
+    // Work that the compute stream was given may still use the memory's last owner.
+    streams_.note_allocation(slot.data.get(), nbytes);
+    streams_.order(role, StreamRole::Compute);
   } else {
     slot = std::move(free.back());
     free.pop_back();

@@ -37,6 +37,7 @@ struct Slot {
 class BucketPool {
  public:
   explicit BucketPool(const Streams& streams);
+  ~BucketPool();
   BucketPool(const BucketPool&) = delete;
   BucketPool& operator=(const BucketPool&) = delete;
 

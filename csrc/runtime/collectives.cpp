@@ -5,6 +5,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <iterator>
 #include <utility>
 
 namespace zerocore {
@@ -59,19 +60,29 @@ template <typename Issue>
 PendingCollective Collectives::start(
     const char* op,
     StreamRole role,
-    std::vector<at::Tensor> tensors,
+    Operands operands,
     CollectiveTag tag,
     const Issue& issue) {
   PendingCollective pending;
   pending.op_ = op;
   pending.unit_ = tag.unit;
   pending.record_ = std::move(tag.record);
-  if (role != StreamRole::AllGather) {
-    streams_.wait(role, streams_.record(StreamRole::Compute));
-  }
   const auto guard = streams_.use(role);
   pending.works_ = issue(/*async=*/!streams_.has_streams());
-  pending.keep_alive_ = std::move(tensors);
+  for (const at::Tensor& tensor : operands.reads) {
+    streams_.note_read(role, tensor, op, *tag.unit);
+  }
+  for (const at::Tensor& tensor : operands.writes) {
+    streams_.note_write(role, tensor, op, *tag.unit);
+  }
+  if (streams_.is_logging()) {
+    for (const auto& work : pending.works_) {
+      work->wait();
+    }
+  }
+  pending.keep_alive_ = std::move(operands.reads);
+  std::move(
+      operands.writes.begin(), operands.writes.end(), std::back_inserter(pending.keep_alive_));
   pending.done_ = streams_.record(role);
   if (pending.record_) {
     trace_completion(pending);
@@ -94,30 +105,31 @@ PendingCollective Collectives::all_gather(
     const at::Tensor& full,
     const at::Tensor& own,
     CollectiveTag tag) {
-  return start("all_gather", StreamRole::AllGather, {full, own}, std::move(tag), [&](bool async) {
-    if (!is_gloo_) {
-      at::Tensor out = full;
-      at::Tensor in = own;
-      c10d::AllgatherOptions options;
-      options.asyncOp = async;
-      return Works{backend_->_allgather_base(out, in, options)};
-    }
-    // In-place broadcasts of the slices: gloo's all-gather stages the data twice (5.8 ms for
-    // 12.6 MB on 2 ranks, the broadcasts 3.2).
-    const int64_t numel = own.numel();
-    const at::Tensor slice = full.narrow(0, rank_ * numel, numel);
-    if (slice.data_ptr() != own.data_ptr()) {
-      slice.copy_(own);
-    }
-    Works works;
-    for (int64_t root = 0; root < size_; ++root) {
-      std::vector<at::Tensor> tensors = {full.narrow(0, root * numel, numel)};
-      c10d::BroadcastOptions options;
-      options.rootRank = root;
-      works.push_back(backend_->broadcast(tensors, options));
-    }
-    return works;
-  });
+  return start(
+      "all_gather", StreamRole::AllGather, {{own}, {full}}, std::move(tag), [&](bool async) {
+        if (!is_gloo_) {
+          at::Tensor out = full;
+          at::Tensor in = own;
+          c10d::AllgatherOptions options;
+          options.asyncOp = async;
+          return Works{backend_->_allgather_base(out, in, options)};
+        }
+        // In-place broadcasts of the slices: gloo's all-gather stages the data twice (5.8 ms for
+        // 12.6 MB on 2 ranks, the broadcasts 3.2).
+        const int64_t numel = own.numel();
+        const at::Tensor slice = full.narrow(0, rank_ * numel, numel);
+        if (slice.data_ptr() != own.data_ptr()) {
+          slice.copy_(own);
+        }
+        Works works;
+        for (int64_t root = 0; root < size_; ++root) {
+          std::vector<at::Tensor> tensors = {full.narrow(0, root * numel, numel)};
+          c10d::BroadcastOptions options;
+          options.rootRank = root;
+          works.push_back(backend_->broadcast(tensors, options));
+        }
+        return works;
+      });
 }
 
 PendingCollective Collectives::reduce_scatter(
@@ -126,7 +138,11 @@ PendingCollective Collectives::reduce_scatter(
     CollectiveTag tag) {
   TORCH_INTERNAL_ASSERT(!exchanges());
   return start(
-      "reduce_scatter", StreamRole::ReduceScatter, {shard, full}, std::move(tag), [&](bool async) {
+      "reduce_scatter",
+      StreamRole::ReduceScatter,
+      {{full}, {shard}},
+      std::move(tag),
+      [&](bool async) {
         at::Tensor out = shard;
         at::Tensor in = full;
         c10d::ReduceScatterOptions options;
@@ -142,7 +158,7 @@ PendingCollective Collectives::exchange(
   return start(
       "reduce_scatter",
       StreamRole::ReduceScatter,
-      {received, full},
+      {{full}, {received}},
       std::move(tag),
       [&](bool async) {
         at::Tensor out = received;
@@ -155,16 +171,17 @@ PendingCollective Collectives::exchange(
 }
 
 PendingCollective Collectives::all_reduce(const at::Tensor& tensor, CollectiveTag tag) {
-  return start("all_reduce", StreamRole::ReduceScatter, {tensor}, std::move(tag), [&](bool async) {
-    std::vector<at::Tensor> tensors = {tensor};
-    c10d::AllreduceOptions options;
-    options.asyncOp = async;
-    return Works{backend_->allreduce(tensors, options)};
-  });
+  return start(
+      "all_reduce", StreamRole::ReduceScatter, {{}, {tensor}}, std::move(tag), [&](bool async) {
+        std::vector<at::Tensor> tensors = {tensor};
+        c10d::AllreduceOptions options;
+        options.asyncOp = async;
+        return Works{backend_->allreduce(tensors, options)};
+      });
 }
 
 PendingCollective Collectives::broadcast(const at::Tensor& bytes, CollectiveTag tag) {
-  return start("broadcast", StreamRole::AllGather, {bytes}, std::move(tag), [&](bool async) {
+  return start("broadcast", StreamRole::AllGather, {{}, {bytes}}, std::move(tag), [&](bool async) {
     std::vector<at::Tensor> tensors = {bytes};
     c10d::BroadcastOptions options;
     options.asyncOp = async;

@@ -1,10 +1,10 @@
 // All-gather, reduce-scatter and all-reduce of flat buckets over a c10d process group.
 //
 // Every call returns at once with a PendingCollective that keeps its tensors alive. On a device
-// with streams a collective runs on its role's stream and wait() orders the compute stream behind
-// it. Reductions start after what the compute stream was given before the call; gathers and
-// broadcasts do not (they would wait for the layer they should overlap with): the caller orders
-// them behind what wrote the shards. On the CPU wait() blocks the host.
+// with streams a collective runs on its role's stream: the caller orders that stream behind what
+// wrote the tensors (nothing does so here: a gather would wait for the layer it should overlap
+// with), and wait() orders the compute stream behind the collective. On the CPU wait() blocks the
+// host.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -91,12 +91,16 @@ class Collectives {
   void all_reduce_max(at::Tensor& values);
 
  private:
+  struct Operands {
+    std::vector<at::Tensor> reads, writes;
+  };
+
   // Runs `issue` on the role's stream and wraps what it returns.
   template <typename Issue>
   PendingCollective start(
       const char* op,
       StreamRole role,
-      std::vector<at::Tensor> tensors,
+      Operands operands,
       CollectiveTag tag,
       const Issue& issue);
   void trace_completion(const PendingCollective& pending) const;

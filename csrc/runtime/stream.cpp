@@ -3,9 +3,19 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+
 namespace zerocore {
 
-Streams::Streams(c10::Device device) : device_(device) {
+namespace {
+
+size_t index(StreamRole role) {
+  return static_cast<size_t>(role);
+}
+
+} // namespace
+
+Streams::Streams(c10::Device device, HandOverLog* log) : device_(device), log_(log) {
   if (device.type() != c10::DeviceType::CPU) {
     const c10::impl::VirtualGuardImpl guard(device.type());
     // Communication first: a collective that starts late delays every layer behind it.
@@ -26,26 +36,78 @@ c10::Stream Streams::stream(StreamRole role) const {
   return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
 }
 
-StreamEvent Streams::record(StreamRole role) const {
-  if (!has_streams()) {
-    return nullptr;
+void Streams::follow_compute_stream() const {
+  if (!all_gather_) {
+    return;
   }
-  auto event = std::make_shared<c10::Event>(device_.type());
-  event->record(stream(role));
+  const c10::Stream current = stream(StreamRole::Compute);
+  if (compute_ != current) {
+    compute_ = current;
+    clocks_ = {};
+    ++epoch_;
+  }
+}
+
+StreamEvent Streams::make_event(StreamRole role, c10::EventFlag flag) const {
+  follow_compute_stream();
+  auto event = std::make_shared<RecordedEvent>();
+  ++clocks_[index(role)][index(role)];
+  event->role = role;
+  event->clock = clocks_[index(role)];
+  event->epoch = epoch_;
+  if (all_gather_) {
+    event->event.emplace(device_.type(), flag);
+    event->event->record(stream(role));
+  }
+  if (log_ != nullptr) {
+    log_->add_record(role, event->clock[index(role)]);
+  }
   return event;
 }
 
+StreamEvent Streams::record(StreamRole role) const {
+  return has_streams() ? make_event(role, c10::EventFlag::PYTORCH_DEFAULT) : nullptr;
+}
+
+StreamEvent Streams::record_timed(StreamRole role) const {
+  return all_gather_ ? make_event(role, c10::EventFlag::BACKEND_DEFAULT) : nullptr;
+}
+
+double Streams::elapsed_ms(const StreamEvent& begin, const StreamEvent& end) {
+  return begin->event->elapsedTime(*end->event);
+}
+
 void Streams::wait(StreamRole role, const StreamEvent& event) const {
-  if (event != nullptr) {
-    event->block(stream(role));
+  if (event == nullptr) {
+    return;
+  }
+  follow_compute_stream();
+  StreamClock& clock = clocks_[index(role)];
+  const size_t source = index(event->role);
+  const bool comparable = event->epoch == epoch_;
+  if (comparable && clock[source] >= event->clock[source]) {
+    return;
+  }
+  if (event->event) {
+    event->event->block(stream(role));
+  }
+  if (log_ != nullptr) {
+    log_->add_wait(role, event->role, event->clock[source]);
+  }
+  for (size_t i = 0; comparable && i < clock.size(); ++i) {
+    clock[i] = std::max(clock[i], event->clock[i]);
   }
 }
 
 std::optional<c10::StreamGuard> Streams::use(StreamRole role) const {
-  if (!has_streams() || role == StreamRole::Compute) {
+  if (!all_gather_ || role == StreamRole::Compute) {
     return std::nullopt;
   }
   return std::make_optional<c10::StreamGuard>(stream(role));
+}
+
+void* Streams::native_handle(StreamRole role) const {
+  return all_gather_ ? stream(role).native_handle() : nullptr;
 }
 
 } // namespace zerocore

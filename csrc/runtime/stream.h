@@ -1,6 +1,12 @@
 // Streams by role and events between them; on the CPU both are empty and every call a no-op.
 //
 // Works on any device through c10's device guard interface, so no CUDA header is needed here.
+//
+// Note [Waits that are needed]
+// Every stream keeps a vector clock: the last work of each stream that its own work runs behind.
+// An event carries the clock of the stream it was recorded on, so a wait that would order nothing
+// new is left out. It saves calls to the driver, and it lets the checker demand that every wait
+// that remains is one without which something would break.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -8,29 +14,84 @@
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 
+#include <array>
 #include <memory>
 #include <optional>
+#include <string>
+
+#include "common/types.h"
+#include "runtime/hand_over.h"
 
 namespace zerocore {
 
-enum class StreamRole : uint8_t { Compute, AllGather, ReduceScatter };
+// By StreamRole: how many events of that stream lie behind.
+using StreamClock = std::array<int64_t, kNumStreamRoles>;
 
-// A point in a stream's work. Copies share the event; a default one is already reached.
-using StreamEvent = std::shared_ptr<c10::Event>;
+// A point in a stream's work.
+struct RecordedEvent {
+  std::optional<c10::Event> event; // none on a recording device
+  StreamRole role = StreamRole::Compute;
+  StreamClock clock = {};
+  int64_t epoch = 0;
+};
+
+// Copies share the event; a default one is already reached.
+using StreamEvent = std::shared_ptr<const RecordedEvent>;
 
 class Streams {
  public:
-  explicit Streams(c10::Device device);
+  // With a log nothing is asynchronous, and the log says what the streams would have done.
+  explicit Streams(c10::Device device, HandOverLog* log = nullptr);
 
   // Marks the end of what the role's stream was given so far.
   StreamEvent record(StreamRole role) const;
+  // As record, with a time that elapsed_ms() can read.
+  StreamEvent record_timed(StreamRole role) const;
+  // Milliseconds between two timed events that were reached.
+  static double elapsed_ms(const StreamEvent& begin, const StreamEvent& end);
   // Later work of the role's stream runs after `event`. The host does not wait.
   void wait(StreamRole role, const StreamEvent& event) const;
+  // Later work of `role` runs after what `behind` was given so far.
+  void order(StreamRole role, StreamRole behind) const {
+    if (has_streams() && role != behind) {
+      wait(role, record(behind));
+    }
+  }
   // Makes the role's stream the current one while the guard lives.
   std::optional<c10::StreamGuard> use(StreamRole role) const;
+  // The device's own handle of the role's stream; null without streams.
+  void* native_handle(StreamRole role) const;
 
+  // Work on different roles may run at the same time.
   bool has_streams() const {
-    return all_gather_.has_value();
+    return all_gather_.has_value() || log_ != nullptr;
+  }
+  bool is_logging() const {
+    return log_ != nullptr;
+  }
+  // Says that work of the role's stream, given now, reads or writes `tensor` (contiguous).
+  void note_read(
+      StreamRole role,
+      const at::Tensor& tensor,
+      const char* what,
+      const std::string& unit) const {
+    if (log_ != nullptr) {
+      log_->add_access(role, /*write=*/false, tensor, what, unit);
+    }
+  }
+  void note_allocation(const void* memory, int64_t nbytes) const {
+    if (log_ != nullptr) {
+      log_->add_allocation(memory, nbytes);
+    }
+  }
+  void note_write(
+      StreamRole role,
+      const at::Tensor& tensor,
+      const char* what,
+      const std::string& unit) const {
+    if (log_ != nullptr) {
+      log_->add_access(role, /*write=*/true, tensor, what, unit);
+    }
   }
   c10::Device device() const {
     return device_;
@@ -39,10 +100,17 @@ class Streams {
  private:
   // Compute is whatever stream is current when asked.
   c10::Stream stream(StreamRole role) const;
+  StreamEvent make_event(StreamRole role, c10::EventFlag flag) const;
+  void follow_compute_stream() const;
 
   c10::Device device_;
+  HandOverLog* log_ = nullptr;
   std::optional<c10::Stream> all_gather_;
   std::optional<c10::Stream> reduce_scatter_;
+  // Clocks hold for one compute stream; another one begins a new epoch.
+  mutable std::array<StreamClock, kNumStreamRoles> clocks_ = {};
+  mutable std::optional<c10::Stream> compute_;
+  mutable int64_t epoch_ = 0;
 };
 
 } // namespace zerocore

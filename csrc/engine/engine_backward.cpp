@@ -1,0 +1,69 @@
+// The backward half of the engine: what the autograd hooks call.
+#include <algorithm>
+#include <utility>
+
+#include "engine/autograd.h"
+#include "engine/engine.h"
+
+namespace zerocore {
+
+void Engine::begin_backward() {
+  if (std::exchange(backward_, true)) {
+    return;
+  }
+  schedule_.begin_backward();
+  on_backward_end([weak = weak_from_this()] {
+    if (const auto engine = weak.lock()) {
+      engine->end_backward();
+    }
+  });
+}
+
+void Engine::pre_backward(const CallHandle& call, int64_t version) {
+  Unit& unit = *units_[call.unit];
+  TORCH_CHECK(
+      unit.version() == version,
+      "backward through unit '",
+      unit.name(),
+      "': its parameters were changed after the forward (by an optimizer step or a load). Run "
+      "backward before the step, or run the forward again.");
+  begin_backward();
+  if (schedule_.pre_backward(call, actions_)) {
+    forget_fired(call.unit);
+  }
+  run(actions_);
+  use(call.unit);
+}
+
+void Engine::grad_ready(UnitId id, int param) {
+  begin_backward();
+  UnitProgress& progress = progress_[id];
+  if (!std::exchange(progress.fired[param], 1)) {
+    ++progress.num_fired;
+  }
+  if (progress.num_fired == progress.num_trainable) {
+    schedule_.ready(id, actions_);
+    run(actions_);
+  }
+}
+
+void Engine::forget_fired(UnitId id) {
+  std::fill(progress_[id].fired.begin(), progress_[id].fired.end(), 0);
+  progress_[id].num_fired = 0;
+}
+
+void Engine::end_backward() {
+  schedule_.end_backward(actions_);
+  run(actions_);
+  for (UnitId id = 0; id < num_units(); ++id) {
+    if (reducer_.has_grads(id)) {
+      reducer_.reduce(id, sync_);
+    }
+    forget_fired(id);
+    update_registration(id);
+  }
+  reducer_.finish();
+  backward_ = false;
+}
+
+} // namespace zerocore

@@ -1,0 +1,40 @@
+"""Hand-overs on gloo, where a reduce-scatter is an exchange and a local sum."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import zerocore
+from tests.distributed.harness import run_ranks
+from tests.engine.hand_overs import find_race
+from tests.engine.test_hand_overs import WIDTH, Block, Graph
+from zerocore import _C, sharding
+from zerocore.state import state_of
+
+
+def train(stage: int, seed: int, log: bool) -> tuple[list[float], str | None]:
+    """Losses of some steps, and the first race."""
+    sharding.Engine = partial(_C.Engine, log_hand_overs=log)
+    torch.manual_seed(0)
+    model = zerocore.shard(Graph(seed, 4), stage=stage, units=[Block], prefetch=seed % 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(2, WIDTH, requires_grad=True)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    sharding.Engine = _C.Engine
+    return losses, find_race(state_of(model).engine.hand_overs)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_logging_keeps_the_numbers_and_finds_no_race(stage: int, seed: int) -> None:
+    plain = run_ranks(train, 2, stage, seed, False)
+    logged = run_ranks(train, 2, stage, seed, True)
+    assert [losses for losses, _ in plain] == [losses for losses, _ in logged]
+    assert all(race is None for _, race in logged)

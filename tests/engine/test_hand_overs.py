@@ -1,0 +1,139 @@
+"""What the streams would do, on random module graphs: every buffer hand-over is ordered."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+import zerocore
+from tests.engine.hand_overs import find_race, waits
+from tests.plan.driver import Call, random_tree
+from zerocore import _C, sharding
+from zerocore.state import state_of
+
+WIDTH = 4
+
+
+class Block(nn.Module):
+    """Two dtypes, a frozen and an unused parameter: several regions a unit."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        if rng.random() < 0.3:
+            self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+        if rng.random() < 0.2:
+            self.unused = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: Tensor, inside: Call, root: Graph) -> Tensor:
+        y = root.run(inside, self.linear(x) * self.scale[0].float())
+        return x + y.tanh()
+
+
+class Graph(nn.Module):
+    """Calls blocks as a tree of calls says; some of them checkpointed, some skipped."""
+
+    def __init__(self, seed: int, num_units: int) -> None:
+        super().__init__()
+        rng = random.Random(seed)
+        self.calls = random_tree(rng, num_units)
+        self.blocks = nn.ModuleList(Block(rng) for _ in range(num_units))
+        self.reentrant = {u: rng.random() < 0.3 for u in range(num_units) if rng.random() < 0.4}
+        self.skipped: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(tuple(self.calls), x)
+
+    def run(self, calls: tuple[Call, ...], x: Tensor) -> Tensor:
+        for unit, inside in calls:
+            if unit in self.skipped:
+                continue
+            block = self.blocks[unit]
+            if unit in self.reentrant and not inside:
+                x = checkpoint(block, x, inside, self, use_reentrant=self.reentrant[unit])
+            else:
+                x = block(x, inside, self)
+        return x
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake_group() -> Iterator[None]:
+    dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def log_hand_overs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines stand in for a device with streams and log what they would do."""
+    monkeypatch.setattr(sharding, "Engine", partial(_C.Engine, log_hand_overs=True))
+
+
+def train(model: Graph, seed: int, steps: int = 4) -> list[tuple]:
+    """Steps with accumulation, evaluation, another order and skipped units; the log."""
+    rng = random.Random(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    units = range(len(model.blocks))
+    for _ in range(steps):
+        for micro_batch in reversed(range(rng.randint(1, 2))):
+            model.skipped = {u for u in units if rng.random() < 0.1}
+            with zerocore.no_sync(model) if micro_batch else nullcontext():
+                model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=rng.random() < 0.7)
+        if rng.random() < 0.3:
+            rng.shuffle(model.calls)
+        if rng.random() < 0.2:
+            with torch.no_grad():
+                model(torch.ones(2, WIDTH))
+    return state_of(model).engine.hand_overs
+
+
+def shard(seed: int, stage: int) -> Graph:
+    rng = random.Random(seed)
+    accumulate = rng.choice(["sharded", "full"])
+    graph = Graph(seed, rng.randint(1, 8))
+    return zerocore.shard(
+        graph, stage=stage, units=[Block], prefetch=seed % 5, accumulate=accumulate
+    )
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("seed", range(80))
+def test_every_hand_over_is_ordered(seed: int, stage: int) -> None:
+    model = shard(seed, stage)
+    assert find_race(train(model, seed)) is None
+    zerocore.reset(model)
+    assert state_of(model).engine.pool_stats.in_use_nbytes == 0
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_every_wait_is_needed(stage: int, prefetch: int) -> None:
+    """Without any one of the waits the checker objects: it can fail, and no wait is idle."""
+    model = Graph(0, 5)
+    model.calls, model.reentrant = [(unit, ()) for unit in range(5)], {}
+    zerocore.shard(model, stage=stage, units=[Block], prefetch=prefetch)
+    setup = len(state_of(model).engine.hand_overs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    log = state_of(model).engine.hand_overs
+    assert find_race(log) is None
+    needed = [position for position in waits(log) if position >= setup]
+    assert needed
+    idle = [(i, log[i]) for i in needed if find_race(log, without=i) is None]
+    assert not idle
