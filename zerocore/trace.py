@@ -20,9 +20,9 @@ class Event:
         unit: name of the unit.
         nbytes: bytes of the full bucket.
         pool_nbytes: bytes of the bucket pool in use right after.
-        issued_ns: when it was issued, on a monotonic clock.
+        issued_ns: when it was issued, on a monotonic clock; on a GPU when it began there.
         done_ns: when it was done; -1 where that is not known.
-        wait_ns: time the host was blocked on it (exposed time).
+        wait_ns: exposed time: the host, on a GPU the compute stream, stood still for it.
     """
 
     op: str

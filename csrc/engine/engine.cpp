@@ -72,6 +72,7 @@ Engine::Engine(
     : options_(options),
       streams_(device, options.log_hand_overs ? &hand_overs_ : nullptr),
       pool_(streams_),
+      trace_(streams_),
       collectives_(make_collectives(group, streams_)),
       context_(make_context(options, collectives_.get(), streams_, pool_, trace_)),
       units_(make_units(std::move(units), context_)),

@@ -28,7 +28,7 @@ void PendingCollective::wait(const Streams& streams) {
         work->wait();
       }
     } else {
-      streams.wait(StreamRole::Compute, done_);
+      wait_on_device(streams);
     }
   } catch (const std::exception& error) {
     TORCH_CHECK_WITH(
@@ -41,11 +41,21 @@ void PendingCollective::wait(const Streams& streams) {
         error.what());
   }
   if (record_) {
-    record_->wait_ns += now_ns() - begin;
+    record_->wait_ns += now_ns() - begin; // a device's events replace it
   }
   works_.clear();
   keep_alive_.clear();
   record_.reset();
+}
+
+void PendingCollective::wait_on_device(const Streams& streams) const {
+  if (record_) {
+    record_->wait_begin = streams.record_timed(StreamRole::Compute);
+  }
+  streams.wait(StreamRole::Compute, done_);
+  if (record_) {
+    record_->wait_end = streams.record_timed(StreamRole::Compute);
+  }
 }
 
 Collectives::Collectives(c10::intrusive_ptr<c10d::ProcessGroup> group, const Streams& streams)
@@ -68,6 +78,9 @@ PendingCollective Collectives::start(
   pending.unit_ = tag.unit;
   pending.record_ = std::move(tag.record);
   const auto guard = streams_.use(role);
+  if (pending.record_) {
+    pending.record_->begin = streams_.record_timed(role);
+  }
   pending.works_ = issue(/*async=*/!streams_.has_streams());
   for (const at::Tensor& tensor : operands.reads) {
     streams_.note_read(role, tensor, op, *tag.unit);
@@ -92,6 +105,7 @@ PendingCollective Collectives::start(
 
 void Collectives::trace_completion(const PendingCollective& pending) const {
   if (streams_.has_streams()) {
+    pending.record_->end = streams_.record_timed(pending.done_->role);
     return;
   }
   for (const auto& work : pending.works_) {

@@ -37,6 +37,8 @@ class PendingCollective {
  private:
   friend class Collectives;
 
+  void wait_on_device(const Streams& streams) const;
+
   const char* op_ = nullptr;
   const std::string* unit_ = nullptr;
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;

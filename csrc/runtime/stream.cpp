@@ -77,6 +77,10 @@ double Streams::elapsed_ms(const StreamEvent& begin, const StreamEvent& end) {
   return begin->event->elapsedTime(*end->event);
 }
 
+void Streams::synchronize(const StreamEvent& event) {
+  event->event->synchronize();
+}
+
 void Streams::wait(StreamRole role, const StreamEvent& event) const {
   if (event == nullptr) {
     return;

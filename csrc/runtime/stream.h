@@ -49,6 +49,8 @@ class Streams {
   StreamEvent record_timed(StreamRole role) const;
   // Milliseconds between two timed events that were reached.
   static double elapsed_ms(const StreamEvent& begin, const StreamEvent& end);
+  // Blocks the host until a timed event is reached.
+  static void synchronize(const StreamEvent& event);
   // Later work of the role's stream runs after `event`. The host does not wait.
   void wait(StreamRole role, const StreamEvent& event) const;
   // Later work of `role` runs after what `behind` was given so far.

@@ -3,6 +3,31 @@
 
 namespace zerocore {
 
+void Trace::start() {
+  records_.clear();
+  enabled_ = true;
+  origin_ = streams_.record_timed(StreamRole::Compute);
+  if (origin_ != nullptr) {
+    Streams::synchronize(origin_);
+  }
+  origin_ns_ = now_ns();
+}
+
+void Trace::read_events(TraceRecord& record) const {
+  if (record.end == nullptr) {
+    return;
+  }
+  const auto since_origin = [&](const StreamEvent& event) {
+    Streams::synchronize(event);
+    return origin_ns_ + static_cast<int64_t>(Streams::elapsed_ms(origin_, event) * 1e6);
+  };
+  record.issued_ns = since_origin(record.begin);
+  record.done_ns = since_origin(record.end);
+  if (record.wait_end != nullptr) {
+    record.wait_ns = since_origin(record.wait_end) - since_origin(record.wait_begin);
+  }
+}
+
 std::shared_ptr<TraceRecord> Trace::add(
     TraceOp op,
     UnitId unit,
@@ -12,7 +37,11 @@ std::shared_ptr<TraceRecord> Trace::add(
     return nullptr;
   }
   auto record = std::make_shared<TraceRecord>();
-  *record = {op, unit, nbytes, pool_nbytes, now_ns()};
+  record->op = op;
+  record->unit = unit;
+  record->nbytes = nbytes;
+  record->pool_nbytes = pool_nbytes;
+  record->issued_ns = now_ns();
   records_.push_back(record);
   return record;
 }
@@ -22,6 +51,7 @@ std::vector<TraceRecord> Trace::stop() {
   std::vector<TraceRecord> records;
   records.reserve(records_.size());
   for (const auto& record : records_) {
+    read_events(*record);
     records.push_back(*record);
   }
   records_.clear();
