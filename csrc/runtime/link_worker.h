@@ -52,7 +52,9 @@ class LinkWorker : public std::enable_shared_from_this<LinkWorker> {
   std::deque<Queued> queue_;
   bool stopping_ = false;
   std::thread thread_;
-  Clock::time_point free_at_; // only the thread
+  // Only the thread.
+  Clock::time_point free_at_;
+  Clock::duration lateness_ = Clock::duration::zero(); // of its wake-ups
 };
 
 } // namespace zerocore
