@@ -107,7 +107,8 @@ def notes(run: OverlapRun) -> list[str]:
         f"each; ms. Compute alone: {compute.forward_ms:.1f} + {compute.backward_ms:.1f}.",
         "Hidden: communication that did not lengthen the step; possible: all but the first gather "
         "and the last reduction. Waits: exposed time from the timeline of the runtime, "
-        "independent of step times; the columns after it follow from it.",
+        "independent of step times; the columns after it follow from it. More than 100 by step "
+        "difference: the free step, too, waits for the first gather's copy in memory.",
         "FSDP2, async: _set_unshard_async_op(True), prefetch lists one block ahead. On CPU it has "
         "no streams and waits for each reduction all the same. DDP: buckets of a block's size.",
     ]
