@@ -24,8 +24,9 @@ const std::vector<at::Tensor>& only(const std::vector<std::vector<at::Tensor>>& 
   return lists[0];
 }
 
+// The name that torch 2.11 has; later ones keep it.
 double premul_factor(const c10d::ReduceOp& op) {
-  const auto* premul = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+  const auto* premul = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   TORCH_CHECK_VALUE(premul != nullptr, "PREMUL_SUM came without its factor");
   return premul->tensor_factor.defined() ? premul->tensor_factor.item<double>()
                                          : premul->double_factor;
