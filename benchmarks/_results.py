@@ -16,7 +16,13 @@ RESULTS_FOLDER = Path(__file__).resolve().parent / "results"
 VERSIONED = ("torch", "zerocore", "deepspeed", "numpy")
 
 
-def write_results(theme: str, raw: dict[str, Any], tables: str, hardware: str = "") -> list[Path]:
+def write_results(
+    theme: str,
+    raw: dict[str, Any],
+    tables: str,
+    hardware: str = "",
+    folder: Path = RESULTS_FOLDER,
+) -> list[Path]:
     """Writes `<date>_<hardware>_<theme>.json` (all of `raw`) and `.md` (`tables`, markdown).
 
     `hardware` is a short name for the file; by default it is taken from the processor. Returns the
@@ -27,8 +33,8 @@ def write_results(theme: str, raw: dict[str, Any], tables: str, hardware: str = 
     stamp = datetime.now(timezone.utc)
     record["date"] = stamp.isoformat(timespec="seconds")
     stem = f"{stamp:%Y-%m-%d}_{hardware or hardware_slug()}_{theme}"
-    RESULTS_FOLDER.mkdir(exist_ok=True)
-    paths = [RESULTS_FOLDER / f"{stem}{suffix}" for suffix in (".json", ".md")]
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{stem}{suffix}" for suffix in (".json", ".md")]
     paths[0].write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     paths[1].write_text(_markdown(record, tables, paths[0].name), encoding="utf-8")
     return paths

@@ -24,13 +24,15 @@ Step = Callable[[Tensor, Tensor], float]
 class System:
     """A way to train: `peer` is the library, `stage` the ZeRO stage it amounts to, if any.
 
-    `overlap` asks FSDP2 for explicit prefetching, see `prefetch_in_order`.
+    `overlap` asks FSDP2 for explicit prefetching, see `prefetch_in_order`; `prefetch` is the number
+    of units that zerocore gathers ahead.
     """
 
     peer: str
     stage: int | None
     label: str
     overlap: bool = False
+    prefetch: int = 1
 
 
 # In the order in which they run: those that are compared run right after each other.
@@ -76,16 +78,25 @@ def build_step(system: System, model: nn.Module, blocks: nn.ModuleList, lr: floa
     """
     if system.peer == "deepspeed":
         return _deepspeed_step(model, lr, system.stage)
+    return _torch_step(wrap_model(system, model, blocks), lr)
+
+
+def wrap_model(
+    system: System, model: nn.Module, blocks: nn.ModuleList, bucket_mb: float | None = None
+) -> nn.Module:
+    """`model` under any system but DeepSpeed; `bucket_mb` is the size of DDP's buckets in MiB."""
     if system.peer == "ddp":
         # With gradients in the buckets DDP saves a copy: its faster setting.
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    elif system.peer == "fsdp2":
+        return nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
+        )
+    if system.peer == "fsdp2":
         apply_fsdp2(model, blocks, reshard=system.stage == 3)
         if system.overlap:
             prefetch_in_order(model, blocks)
     elif system.peer == "zerocore":
-        model = import_zerocore().shard(model, stage=system.stage)
-    return _torch_step(model, lr)
+        return import_zerocore().shard(model, stage=system.stage, prefetch=system.prefetch)
+    return model
 
 
 def apply_fsdp2(

@@ -14,12 +14,10 @@ import torch.distributed as dist
 import typer
 from _models import GPT, GPT_SIZES
 from _ranks import run_on_ranks
-from matplotlib.axes import Axes
+from _timeline import COLLECTIVES, boxes_of, draw_boxes
 
 import zerocore
 
-LANES = ("all_gather", "reduce_scatter", "all_reduce")
-COLORS = {"all_gather": "tab:blue", "reduce_scatter": "tab:green", "all_reduce": "tab:green"}
 NUM_WARMUP = 4
 
 
@@ -41,17 +39,11 @@ def record_step(stage: int, size_name: str) -> list[zerocore.Event]:
 
 
 def draw(events: list[zerocore.Event], title: str, path: Path) -> None:
-    """A lane per kind of collective, one for the waits of the host, one for the pool's bytes."""
-    start = min(event.issued_ns for event in events)
-    lanes = [op for op in LANES if any(event.op == op for event in events)]
+    """A lane per kind of collective, one for the waits of the host, and below the pool's bytes."""
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(12, 4.2), sharex=True, height_ratios=(3, 1), layout="constrained"
     )
-    for event in events:
-        if event.op in lanes:
-            _draw_collective(top, event, lanes.index(event.op), len(lanes), start)
-    top.set_yticks(range(len(lanes) + 1), [*lanes, "exposed wait"])
-    top.invert_yaxis()
+    start = draw_boxes(top, boxes_of(events))
     top.set_title(title, fontsize=10)
     times = [(event.issued_ns - start) / 1e6 for event in events]
     pool = [event.pool_nbytes / 2**20 for event in events]
@@ -62,18 +54,6 @@ def draw(events: list[zerocore.Event], title: str, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _draw_collective(
-    axes: Axes, event: zerocore.Event, lane: int, num_lanes: int, start: int
-) -> None:
-    begin, end = (event.issued_ns - start) / 1e6, (event.done_ns - start) / 1e6
-    axes.barh(lane, end - begin, left=begin, color=COLORS[event.op], edgecolor="white")
-    label = event.unit.removeprefix("blocks.")
-    if len(label) <= 2:
-        axes.text((begin + end) / 2, lane, label, ha="center", va="center", fontsize=7)
-    wait = event.wait_ns / 1e6
-    axes.barh(num_lanes, wait, left=end - wait, color="tab:red")
-
-
 def main(
     out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("docs/timeline.png"),
     stage: Annotated[int, typer.Option(help="ZeRO stage.")] = 3,
@@ -82,7 +62,7 @@ def main(
 ) -> None:
     """Records a step on real gloo ranks and draws rank 0's."""
     events = run_on_ranks(record_step, ranks, (stage, size), timeout_s=120.0)[0]
-    collectives = [event for event in events if event.op in LANES]
+    collectives = [event for event in events if event.op in COLLECTIVES]
     total = sum(event.done_ns - event.issued_ns for event in collectives)
     exposed = sum(event.wait_ns for event in collectives)
     title = (

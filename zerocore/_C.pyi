@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Backend
 
 class ParamSpec:
     """A parameter as the planner sees it."""
@@ -160,6 +161,40 @@ class CpuBucketPool:
     def release(self, slot: Slot) -> None: ...
     @property
     def stats(self) -> PoolStats: ...
+
+class Traffic:
+    """What kind of collective; decides how many of its bytes cross the link."""
+
+    ALL_GATHER: Traffic
+    REDUCE_SCATTER: Traffic
+    ALL_REDUCE: Traffic
+    ALL_TO_ALL: Traffic
+    GATHER: Traffic
+    SCATTER: Traffic
+    BROADCAST: Traffic
+    REDUCE: Traffic
+    BARRIER: Traffic
+
+class LinkModel:
+    """An emulated link: bytes per second, seconds per call, multiprocessors."""
+
+    def __init__(self, bandwidth: float, latency: float, sms: int) -> None: ...
+    @property
+    def bandwidth(self) -> float: ...
+    @property
+    def latency(self) -> float: ...
+    @property
+    def sms(self) -> int: ...
+    def duration_ns(self, traffic: Traffic, nbytes: int, world_size: int) -> int: ...
+
+class EmulatedGroup(Backend):
+    """A c10d backend on an emulated link; `timeout` in seconds."""
+
+    link: LinkModel
+    def __init__(self, rank: int, size: int, link: LinkModel, timeout: float) -> None: ...
+    def shutdown(self) -> None: ...
+    @staticmethod
+    def shut_down_all() -> None: ...
 
 class Engine:
     """The runtime of one sharded model."""

@@ -2,6 +2,7 @@
 
 import torch  # noqa: F401  # loads the libraries the extension links to
 
+from zerocore import emulated
 from zerocore.api import (
     clip_grad_norm_,
     no_sync,
@@ -13,14 +14,18 @@ from zerocore.api import (
 from zerocore.checkpoint import full_state_dict, load_full_state_dict
 from zerocore.config import ShardConfig
 from zerocore.description import Description, describe
+from zerocore.emulated import Emulation, emulate
 from zerocore.memory import MemoryBytes, memory_usage, predict_events, predict_memory
 from zerocore.tensor import LocalShard, Place, ShardedGrad, ShardedParameter
 from zerocore.trace import Event, record_events
+
+emulated.register()
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Description",
+    "Emulation",
     "Event",
     "LocalShard",
     "MemoryBytes",
@@ -30,6 +35,7 @@ __all__ = [
     "ShardedParameter",
     "clip_grad_norm_",
     "describe",
+    "emulate",
     "full_state_dict",
     "load_full_state_dict",
     "memory_usage",

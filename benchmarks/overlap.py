@@ -1,0 +1,113 @@
+"""Measures how much communication a training step hides, for zerocore, FSDP2 and DDP in one run.
+
+python benchmarks/overlap.py                              one process on the emulated link
+torchrun --nproc-per-node 2 benchmarks/overlap.py         the real link: NCCL, or gloo on CPU
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from _link_accuracy import CPU_CASES, CUDA_CASES, accuracy_table, measure_accuracy
+from _links import EmulatedLink, Link, open_link
+from _overlap_report import comparison, draw_sweep, find, requirements, sweep
+from _overlap_run import COMPARED, GOAL_RATIO, OTHER_PREFETCH, WORKLOADS, OverlapRun
+from _results import RESULTS_FOLDER, write_results
+from _tables import Table, make_console
+from _timeline import Box, Mark, boxes_of, draw_step, write_chrome_trace
+from rich.progress import track
+
+
+def measure(link: Link, quick: bool) -> OverlapRun:
+    """Runs all rounds."""
+    workload = WORKLOADS["quick" if quick else link.device.type]
+    run = OverlapRun(link, workload, (*COMPARED, *OTHER_PREFETCH))
+    rounds = range(workload.num_rounds)
+    for index in track(rounds, "rounds", transient=True, disable=not link.is_main):
+        run.measure_round(index)
+    return run
+
+
+def one_step(run: OverlapRun) -> list[Box]:
+    """A step of stage 3 at the ratio of the goal."""
+    subject = find(run, "zerocore stage 3")
+    marks: list[Mark] = []
+
+    def mark(kind: str, index: int) -> None:
+        marks.append(Mark(kind, str(index), time.perf_counter_ns()))
+
+    run.set_ratio(GOAL_RATIO)
+    stack = subject.model
+    stack.mark = mark  # type: ignore[assignment]
+    events = run.trace(subject)
+    stack.mark = None  # type: ignore[assignment]
+    done = max((event.done_ns for event in events), default=0)
+    if run.link.device.type == "cpu":
+        marks.append(Mark("end", "", max(marks[-1].time_ns, events[-1].issued_ns, 0)))
+    else:
+        marks.clear()  # the host's times are not the device's
+    return boxes_of(events, marks) if done > 0 else []
+
+
+def write_pictures(run: OverlapRun, boxes: list[Box], stem: Path) -> list[Path]:
+    """The sweep, the timeline and the trace beside the result file."""
+    written = []
+    if run.link.is_emulated:
+        written.append(stem.with_name(stem.name + "_sweep.png"))
+        draw_sweep(run, written[-1])
+    if boxes:
+        title = f"{run.link.label}: stage 3, prefetch 1, one step; numbers are blocks"
+        written.append(stem.with_name(stem.name + "_timeline.png"))
+        draw_step(boxes, title, written[-1])
+        written.append(stem.with_name(stem.name + "_trace.json"))
+        write_chrome_trace(boxes, written[-1])
+    return written
+
+
+def report(run: OverlapRun) -> list[Table]:
+    """All tables of the run itself."""
+    tables = [comparison(run)]
+    if run.link.is_emulated:
+        tables += [requirements(run), sweep(run)]
+    return tables
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="Tiny and short: only to see that it runs.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS_FOLDER,
+    save: Annotated[bool, typer.Option(help="Write result files and pictures.")] = True,
+) -> None:
+    """Measures, prints the tables and writes JSON, markdown, pictures and a Chrome trace."""
+    load = os.getloadavg()[0]
+    link = open_link()
+    run = measure(link, quick)
+    boxes = one_step(run)
+    tables = report(run)
+    raw = {"load_at_start": load, **run.raw()}
+    if isinstance(link, EmulatedLink):
+        cases = CPU_CASES if link.device.type == "cpu" else CUDA_CASES
+        raw["accuracy"] = measure_accuracy(link, cases[:2] if quick else cases)
+        tables.append(accuracy_table(raw["accuracy"]))
+    if link.is_main:
+        console = make_console()
+        for table in tables:
+            table.show(console)
+        if save:
+            markdown = "\n".join(table.markdown() for table in tables)
+            theme = f"overlap_{link.label}_{link.device.type}"
+            paths = write_results(theme, raw, markdown, folder=out)
+            paths += write_pictures(run, boxes, paths[0].with_suffix(""))
+            console.print(f"written: {', '.join(path.name for path in paths)}")
+    if link.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,102 @@
+// Python face of the emulated link.
+#include <torch/csrc/utils/pybind.h>
+
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "runtime/emulated_group.h"
+
+namespace py = pybind11;
+
+namespace zerocore {
+
+namespace {
+
+// Callbacks of futures may be Python: whoever waits for the link's thread must not hold the GIL.
+void without_gil(const std::function<void()>& call) {
+  if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
+    const py::gil_scoped_release no_gil;
+    call();
+  } else {
+    call();
+  }
+}
+
+// All groups that were made, for the end of the interpreter; only touched under the GIL.
+std::vector<c10::weak_intrusive_ptr<EmulatedGroup>>& made_groups() {
+  static std::vector<c10::weak_intrusive_ptr<EmulatedGroup>> groups;
+  return groups;
+}
+
+c10::intrusive_ptr<EmulatedGroup> make_group(
+    int rank,
+    int size,
+    const LinkModel& link,
+    double timeout) {
+  const auto limit = std::chrono::milliseconds(std::llround(timeout * 1e3));
+  auto group = c10::make_intrusive<EmulatedGroup>(rank, size, link, limit, &without_gil);
+  std::erase_if(made_groups(), [](const auto& made) { return made.expired(); });
+  made_groups().emplace_back(group);
+  return group;
+}
+
+void shut_down_all() {
+  const auto groups = made_groups();
+  for (const auto& made : groups) {
+    if (const auto group = made.lock()) {
+      group->shutdown();
+    }
+  }
+}
+
+LinkModel make_link(double bandwidth, double latency, int sms) {
+  const LinkModel link{bandwidth, latency, sms};
+  link.validate();
+  return link;
+}
+
+void register_link(py::module_& module) {
+  py::enum_<Traffic>(module, "Traffic")
+      .value("ALL_GATHER", Traffic::AllGather)
+      .value("REDUCE_SCATTER", Traffic::ReduceScatter)
+      .value("ALL_REDUCE", Traffic::AllReduce)
+      .value("ALL_TO_ALL", Traffic::AllToAll)
+      .value("GATHER", Traffic::Gather)
+      .value("SCATTER", Traffic::Scatter)
+      .value("BROADCAST", Traffic::Broadcast)
+      .value("REDUCE", Traffic::Reduce)
+      .value("BARRIER", Traffic::Barrier);
+  py::class_<LinkModel>(module, "LinkModel")
+      .def(py::init(&make_link), py::arg("bandwidth"), py::arg("latency"), py::arg("sms"))
+      .def_readonly("bandwidth", &LinkModel::bandwidth)
+      .def_readonly("latency", &LinkModel::latency)
+      .def_readonly("sms", &LinkModel::sms)
+      .def(
+          "duration_ns",
+          [](const LinkModel& self, Traffic traffic, int64_t nbytes, int64_t world_size) {
+            return duration_ns(self, transfer_ns(self, traffic, nbytes, world_size));
+          },
+          py::arg("traffic"),
+          py::arg("nbytes"),
+          py::arg("world_size"));
+}
+
+} // namespace
+
+void register_emulated(py::module_& module) {
+  register_link(module);
+  py::module_::import("torch.distributed"); // registers the base class
+  py::class_<EmulatedGroup, c10::intrusive_ptr<EmulatedGroup>, c10d::Backend>(
+      module, "EmulatedGroup")
+      .def(
+          py::init(&make_group),
+          py::arg("rank"),
+          py::arg("size"),
+          py::arg("link"),
+          py::arg("timeout"))
+      .def_property("link", &EmulatedGroup::link, &EmulatedGroup::set_link)
+      .def("shutdown", &EmulatedGroup::shutdown)
+      .def_static("shut_down_all", &shut_down_all);
+}
+
+} // namespace zerocore

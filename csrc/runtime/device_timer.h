@@ -1,0 +1,23 @@
+// The table through which CUDA code, where it is built, lends its timer to the emulated link.
+#pragma once
+
+#include <cstdint>
+
+namespace zerocore {
+
+// Both launch one kernel on the current stream of the current device; pointers are to its memory.
+struct DeviceTimer {
+  // Books the link for `duration_ns` from now or from `*link_free_at` on, whichever is later, and
+  // writes the end to `*link_free_at` and `*deadline` (nanoseconds of the device's clock).
+  void (*book)(uint64_t* link_free_at, uint64_t* deadline, int64_t duration_ns);
+  // Lasts until the deadline and keeps `sms` multiprocessors busy meanwhile (0 = one block).
+  void (*hold)(const uint64_t* deadline, int sms);
+};
+
+// Null in a build without CUDA. Set once, when the library is loaded.
+inline const DeviceTimer*& device_timer() {
+  static const DeviceTimer* timer = nullptr;
+  return timer;
+}
+
+} // namespace zerocore

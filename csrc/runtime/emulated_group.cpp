@@ -1,0 +1,315 @@
+// The collectives of the emulated link: what each one moves and how many bytes cross the link.
+#include "runtime/emulated_group.h"
+
+#include <numeric>
+#include <utility>
+
+namespace zerocore {
+
+namespace {
+
+using c10d::OpType;
+using Kind = Combination::Kind;
+
+int64_t nbytes_of(const std::vector<at::Tensor>& tensors) {
+  return std::accumulate(
+      tensors.begin(), tensors.end(), int64_t{0}, [](int64_t sum, const at::Tensor& tensor) {
+        return sum + static_cast<int64_t>(tensor.nbytes());
+      });
+}
+
+const std::vector<at::Tensor>& only(const std::vector<std::vector<at::Tensor>>& lists) {
+  TORCH_CHECK_VALUE(
+      lists.size() == 1, "expected one list of tensors (one device a rank), got ", lists.size());
+  return lists[0];
+}
+
+// The name that torch 2.11 has; later ones keep it.
+double premul_factor(const c10d::ReduceOp& op) {
+  const auto* premul = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  TORCH_CHECK_VALUE(premul != nullptr, "PREMUL_SUM came without its factor");
+  return premul->tensor_factor.defined() ? premul->tensor_factor.item<double>()
+                                         : premul->double_factor;
+}
+
+// Rows (of dimension 0) that go to or come from each rank; even ones if `splits` is empty.
+std::vector<int64_t> rows(
+    const at::Tensor& tensor,
+    const std::vector<int64_t>& splits,
+    int64_t world_size) {
+  const int64_t total = tensor.dim() == 0 ? 0 : tensor.size(0);
+  std::vector<int64_t> result = splits;
+  if (splits.empty()) {
+    result.assign(world_size, total / world_size);
+  }
+  TORCH_CHECK_VALUE(
+      static_cast<int64_t>(result.size()) == world_size &&
+          std::accumulate(result.begin(), result.end(), int64_t{0}) == total,
+      "all_to_all: ",
+      total,
+      " rows do not split over ",
+      world_size,
+      " ranks as asked");
+  return result;
+}
+
+} // namespace
+
+// -- what moves -----------------------------------------------------------------------------
+
+Combination EmulatedGroup::combination(const c10d::ReduceOp& op) const {
+  const auto n = static_cast<double>(size_);
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM:
+      return {Kind::Scale, n};
+    case c10d::ReduceOp::PREMUL_SUM:
+      return {Kind::Scale, n * premul_factor(op)};
+    case c10d::ReduceOp::PRODUCT:
+      return {Kind::Power, n};
+    case c10d::ReduceOp::BXOR:
+      return {size_ % 2 == 0 ? Kind::Zero : Kind::Copy, 1.0};
+    default:
+      return {Kind::Copy, 1.0};
+  }
+}
+
+void EmulatedGroup::add(Call& call, const at::Tensor& to, const at::Tensor& from, Combination how)
+    const {
+  TORCH_CHECK_VALUE(
+      to.numel() == from.numel() && to.dtype() == from.dtype(),
+      "the emulated link would move ",
+      from.numel(),
+      " elements of ",
+      from.dtype(),
+      " into ",
+      to.numel(),
+      " of ",
+      to.dtype(),
+      "; the tensors of a collective must match");
+  if (to.numel() == 0 || (how.kind == Kind::Copy && to.data_ptr() == from.data_ptr())) {
+    return;
+  }
+  call.moves.push_back({pin_memory_of(to), pin_memory_of(from).view_as(to), how});
+}
+
+void EmulatedGroup::gather_slices(Call& call, const at::Tensor& full, const at::Tensor& own) const {
+  TORCH_CHECK_VALUE(
+      full.is_contiguous() && full.numel() == own.numel() * size_,
+      "all_gather: the output must be contiguous with ",
+      own.numel() * size_,
+      " elements, got ",
+      full.numel());
+  const at::Tensor slices = full.detach().view({size_, -1});
+  for (int64_t peer = 0; own.numel() > 0 && peer < size_; ++peer) {
+    add(call, slices[peer], own.detach().view(-1), {});
+  }
+  call.outputs.push_back(full);
+  call.nbytes += static_cast<int64_t>(full.nbytes());
+}
+
+void EmulatedGroup::reduce_slice(
+    Call& call,
+    const at::Tensor& shard,
+    const at::Tensor& full,
+    const c10d::ReduceOp& op) const {
+  TORCH_CHECK_VALUE(
+      full.is_contiguous() && full.numel() == shard.numel() * size_,
+      "reduce_scatter: the input must be contiguous with ",
+      shard.numel() * size_,
+      " elements, got ",
+      full.numel());
+  if (shard.numel() > 0) {
+    const at::Tensor own = full.detach().view({size_, -1})[rank_];
+    add(call, shard.detach().view(-1), own, combination(op));
+  }
+  call.outputs.push_back(shard);
+  call.nbytes += static_cast<int64_t>(full.nbytes());
+}
+
+// -- gathers --------------------------------------------------------------------------------
+
+EmulatedGroup::WorkPtr EmulatedGroup::allgather(
+    std::vector<Tensors>& outputs,
+    Tensors& inputs,
+    const c10d::AllgatherOptions& options) {
+  Call call{OpType::ALLGATHER, Traffic::AllGather, options.asyncOp, 0, only(outputs), {}};
+  for (const at::Tensor& output : call.outputs) {
+    add(call, output, inputs.at(0), {});
+  }
+  call.nbytes = nbytes_of(call.outputs);
+  return issue(std::move(call));
+}
+
+EmulatedGroup::WorkPtr EmulatedGroup::_allgather_base(
+    at::Tensor& output,
+    at::Tensor& input,
+    const c10d::AllgatherOptions& options) {
+  Call call{OpType::_ALLGATHER_BASE, Traffic::AllGather, options.asyncOp, 0, {}, {}};
+  gather_slices(call, output, input);
+  return issue(std::move(call));
+}
+
+EmulatedGroup::WorkPtr EmulatedGroup::allgather_coalesced(
+    std::vector<Tensors>& outputs,
+    Tensors& inputs,
+    const c10d::AllgatherOptions& options) {
+  Call call{OpType::ALLGATHER_COALESCED, Traffic::AllGather, options.asyncOp, 0, {}, {}};
+  for (const Tensors& of_rank : outputs) {
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      add(call, of_rank.at(i), inputs[i], {});
+      call.outputs.push_back(of_rank[i]);
+    }
+  }
+  call.nbytes = nbytes_of(call.outputs);
+  return issue(std::move(call));
+}
+
+EmulatedGroup::WorkPtr EmulatedGroup::allgather_into_tensor_coalesced(
+    Tensors& outputs,
+    Tensors& inputs,
+    const c10d::AllgatherOptions& options) {
+  Call call{OpType::COALESCED, Traffic::AllGather, options.asyncOp, 0, {}, {}};
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    gather_slices(call, outputs.at(i), inputs[i]);
+  }
+  return issue(std::move(call));
+}
+
+EmulatedGroup::WorkPtr EmulatedGroup::gather(
+    std::vector<Tensors>& outputs,
+    Tensors& inputs,
+    const c10d::GatherOptions& options) {
+  Call call{OpType::GATHER, Traffic::Gather, options.asyncOp, 0, {}, {}};
+  call.nbytes = nbytes_of(inputs) * size_;
+  if (options.rootRank == rank_) {
+    call.outputs = only(outputs);
+    for (const at::Tensor& output : call.outputs) {
+      add(call, output, inputs.at(0), {});
+    }
+  }
+  return issue(std::move(call));
+}
+
+// -- reductions -----------------------------------------------------------------------------
+
+EmulatedGroup::WorkPtr EmulatedGroup::allreduce(
+    Tensors& tensors,
+    const c10d::AllreduceOptions& options) {
+  Call call{
+      OpType::ALLREDUCE, Traffic::AllReduce, options.asyncOp, nbytes_of(tensors), tensors, {}};
+  for (const at::Tensor& tensor : tensors) {
+    add(call, tensor, tensor, combination(options.reduceOp));
+  }
+  return issue(std::move(call));
+}
+
+EmulatedGroup::WorkPtr EmulatedGroup::allreduce_coalesced(
+    Tensors& tensors,
+    const c10d::AllreduceCoalescedOptions& options) {
+  return allreduce(tensors, options);
+}
+
+EmulatedGroup::WorkPtr EmulatedGroup::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  Call call{OpType::REDUCE, Traffic::Reduce, options.asyncOp, nbytes_of(tensors), tensors, {}};
+  for (const at::Tensor& tensor : tensors) {
+    if (options.rootRank == rank_) {
+      add(call, tensor, tensor, combination(options.reduceOp));
+    }
+  }
+  return issue(std::move(call));
+}
+
+EmulatedGroup::WorkPtr EmulatedGroup::reduce_scatter(
+    Tensors& outputs,
+    std::vector<Tensors>& inputs,
+    const c10d::ReduceScatterOptions& options) {
+  Call call{OpType::REDUCE_SCATTER, Traffic::ReduceScatter, options.asyncOp, 0, outputs, {}};
+  const Tensors& slices = only(inputs);
+  add(call, outputs.at(0), slices.at(rank_), combination(options.reduceOp));
+  call.nbytes = nbytes_of(slices);
+  return issue(std::move(call));
+}
+
+EmulatedGroup::WorkPtr EmulatedGroup::_reduce_scatter_base(
+    at::Tensor& output,
+    at::Tensor& input,
+    const c10d::ReduceScatterOptions& options) {
+  Call call{OpType::_REDUCE_SCATTER_BASE, Traffic::ReduceScatter, options.asyncOp, 0, {}, {}};
+  reduce_slice(call, output, input, options.reduceOp);
+  return issue(std::move(call));
+}
+
+EmulatedGroup::WorkPtr EmulatedGroup::reduce_scatter_tensor_coalesced(
+    Tensors& outputs,
+    Tensors& inputs,
+    const c10d::ReduceScatterOptions& options) {
+  Call call{OpType::COALESCED, Traffic::ReduceScatter, options.asyncOp, 0, {}, {}};
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    reduce_slice(call, outputs.at(i), inputs[i], options.reduceOp);
+  }
+  return issue(std::move(call));
+}
+
+// -- the others -----------------------------------------------------------------------------
+
+EmulatedGroup::WorkPtr EmulatedGroup::broadcast(
+    Tensors& tensors,
+    const c10d::BroadcastOptions& options) {
+  return issue(
+      Call{
+          OpType::BROADCAST, Traffic::Broadcast, options.asyncOp, nbytes_of(tensors), tensors, {}});
+}
+
+EmulatedGroup::WorkPtr EmulatedGroup::scatter(
+    Tensors& outputs,
+    std::vector<Tensors>& inputs,
+    const c10d::ScatterOptions& options) {
+  TORCH_CHECK_VALUE(
+      options.rootRank == rank_,
+      "scatter on the emulated link: the data of rank ",
+      options.rootRank,
+      " is not known here; scatter from rank ",
+      rank_);
+  Call call{OpType::SCATTER, Traffic::Scatter, options.asyncOp, 0, outputs, {}};
+  const Tensors& slices = only(inputs);
+  add(call, outputs.at(0), slices.at(rank_), {});
+  call.nbytes = nbytes_of(slices);
+  return issue(std::move(call));
+}
+
+EmulatedGroup::WorkPtr EmulatedGroup::alltoall_base(
+    at::Tensor& output,
+    at::Tensor& input,
+    std::vector<int64_t>& output_splits,
+    std::vector<int64_t>& input_splits,
+    const c10d::AllToAllOptions& options) {
+  Call call{OpType::ALLTOALL_BASE, Traffic::AllToAll, options.asyncOp, 0, {output}, {}};
+  const std::vector<int64_t> sent = rows(input, input_splits, size_);
+  const std::vector<int64_t> received = rows(output, output_splits, size_);
+  const int64_t first = std::accumulate(sent.begin(), sent.begin() + rank_, int64_t{0});
+  const at::Tensor own = input.detach().narrow(0, first, sent[rank_]);
+  int64_t row = 0;
+  for (const int64_t count : received) {
+    add(call, output.detach().narrow(0, row, count), own, {});
+    row += count;
+  }
+  call.nbytes = static_cast<int64_t>(input.nbytes());
+  return issue(std::move(call));
+}
+
+EmulatedGroup::WorkPtr EmulatedGroup::alltoall(
+    Tensors& outputs,
+    Tensors& inputs,
+    const c10d::AllToAllOptions& options) {
+  Call call{OpType::ALLTOALL, Traffic::AllToAll, options.asyncOp, nbytes_of(inputs), outputs, {}};
+  for (const at::Tensor& output : outputs) {
+    add(call, output, inputs.at(rank_), {});
+  }
+  return issue(std::move(call));
+}
+
+EmulatedGroup::WorkPtr EmulatedGroup::barrier(const c10d::BarrierOptions& options) {
+  return issue(Call{OpType::BARRIER, Traffic::Barrier, options.asyncOp, 0, {}, {}});
+}
+
+} // namespace zerocore

@@ -1,0 +1,156 @@
+// The emulated link: a c10d backend for one process that plays one rank of N.
+//
+// Note [Replicas]
+// The peers are replicas of this rank: whatever they send equals what this rank sends. So a
+// gather fills every slice with this rank's data; a reduction of N equal values is N times the
+// value (sum), the value (average, minimum, maximum, bitwise and, or), its N-th power (product),
+// the value or zero (bitwise exclusive or, N odd or even), N * factor times it (premul sum); a
+// reduce-scatter is that of this rank's slice; a broadcast changes nothing, whoever is the root;
+// an all-to-all receives from every peer what this rank sends to itself. A training step is
+// therefore that of a single process whose batch every rank sees. Send and receive do not exist:
+// a replica of rank 0 never sends what rank 0 expects from rank 1.
+//
+// Note [Time on the link]
+// A collective lasts as long as runtime/link_model says, its real memory traffic included.
+// Collectives of a group share the link and go one after the other. On the CPU in the order of
+// issue, on one thread that mostly sleeps; on a device in the order in which the streams get to
+// them: kernels book the link and wait, on the current stream (asyncOp = false) or a stream of
+// the group's own.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "runtime/emulated_work.h"
+#include "runtime/link_model.h"
+#include "runtime/link_worker.h"
+
+namespace zerocore {
+
+class EmulatedGroup final : public c10d::Backend {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  // Calls a function that blocks without the locks that finish callbacks may need (Python's).
+  using Unlocked = std::function<void(const std::function<void()>&)>;
+
+  EmulatedGroup(
+      int rank,
+      int size,
+      const LinkModel& link,
+      std::chrono::milliseconds timeout,
+      Unlocked unlocked);
+  ~EmulatedGroup() override;
+
+  LinkModel link() const;
+  // For collectives issued from now on. Throws ValueError.
+  void set_link(const LinkModel& link);
+
+  const std::string getBackendName() const override {
+    return "emulated";
+  }
+  // Fails what is under way and joins the thread; later collectives on the CPU throw.
+  void shutdown() override;
+  void abort() override {
+    shutdown();
+  }
+
+  WorkPtr allgather(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions&) override;
+  WorkPtr _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions&) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions&)
+      override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors&, const c10d::AllgatherOptions&)
+      override;
+  WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
+  WorkPtr allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) override;
+  WorkPtr reduce(Tensors&, const c10d::ReduceOptions&) override;
+  WorkPtr reduce_scatter(Tensors&, std::vector<Tensors>&, const c10d::ReduceScatterOptions&)
+      override;
+  WorkPtr _reduce_scatter_base(at::Tensor&, at::Tensor&, const c10d::ReduceScatterOptions&)
+      override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors&, Tensors&, const c10d::ReduceScatterOptions&)
+      override;
+  WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override;
+  WorkPtr gather(std::vector<Tensors>&, Tensors&, const c10d::GatherOptions&) override;
+  WorkPtr scatter(Tensors&, std::vector<Tensors>&, const c10d::ScatterOptions&) override;
+  WorkPtr alltoall_base(
+      at::Tensor&,
+      at::Tensor&,
+      std::vector<int64_t>&,
+      std::vector<int64_t>&,
+      const c10d::AllToAllOptions&) override;
+  WorkPtr alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions&) override;
+  WorkPtr barrier(const c10d::BarrierOptions&) override;
+
+  // What is called in between becomes one collective that pays the latency once. The calls
+  // return null, endCoalescing() the work of all.
+  bool supportsCoalescing() const override {
+    return true;
+  }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override {
+    return sequence_;
+  }
+
+ private:
+  // A collective as it is put together.
+  struct Call {
+    c10d::OpType op = c10d::OpType::UNKNOWN;
+    Traffic traffic = Traffic::Barrier;
+    bool async = true;
+    int64_t nbytes = 0;
+    Tensors outputs;
+    std::vector<Move> moves;
+  };
+  struct Batch {
+    Call call; // everything but traffic and bytes
+    double transfer_ns = 0.0;
+  };
+  // What a device has for the link; made by the first collective there.
+  struct DeviceLink {
+    c10::Device device;
+    c10::Stream stream; // for asyncOp = true
+    at::Tensor clock; // when the link is free, then a ring of deadlines; int64, nanoseconds
+    int64_t next_deadline = 0;
+  };
+
+  void gather_slices(Call& call, const at::Tensor& full, const at::Tensor& own) const;
+  void reduce_slice(
+      Call& call,
+      const at::Tensor& shard,
+      const at::Tensor& full,
+      const c10d::ReduceOp& op) const;
+  void add(Call& call, const at::Tensor& to, const at::Tensor& from, Combination how) const;
+  Combination combination(const c10d::ReduceOp& op) const;
+
+  WorkPtr issue(Call call);
+  WorkPtr issue(Batch batch);
+  void issue_on_cpu(const c10::intrusive_ptr<EmulatedWork>& work, Batch batch, int64_t ns);
+  void issue_on_device(
+      const c10::intrusive_ptr<EmulatedWork>& work,
+      Batch batch,
+      int64_t ns,
+      c10::Device device);
+  DeviceLink& device_link(c10::Device device);
+
+  mutable std::mutex mutex_;
+  LinkModel link_;
+  const std::chrono::milliseconds timeout_;
+  const Unlocked unlocked_;
+  std::shared_ptr<LinkWorker> worker_ = std::make_shared<LinkWorker>();
+  std::vector<std::unique_ptr<DeviceLink>> device_links_;
+  std::optional<Batch> coalesced_;
+  std::atomic<uint64_t> sequence_ = 0;
+};
+
+} // namespace zerocore

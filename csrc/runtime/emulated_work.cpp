@@ -1,0 +1,77 @@
+// Completion of emulated collectives.
+#include "runtime/emulated_work.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <utility>
+
+namespace zerocore {
+
+namespace {
+
+c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::Device device) {
+  auto type = c10::ListType::create(c10::TensorType::get());
+  std::vector<c10::Device> devices;
+  if (!device.is_cpu()) {
+    devices.push_back(device);
+  }
+  return c10::make_intrusive<c10::ivalue::Future>(std::move(type), std::move(devices));
+}
+
+} // namespace
+
+EmulatedWork::EmulatedWork(
+    int rank,
+    c10d::OpType op,
+    std::vector<at::Tensor> outputs,
+    c10::Device device,
+    std::chrono::milliseconds timeout)
+    : Work(rank, op),
+      device_(device),
+      timeout_(timeout),
+      outputs_(std::move(outputs)),
+      future_(make_future(device)) {}
+
+bool EmulatedWork::wait(std::chrono::milliseconds timeout) {
+  if (!device_.is_cpu()) {
+    synchronize();
+    return true;
+  }
+  return Work::wait(timeout == kNoTimeout ? timeout_ : timeout);
+}
+
+bool EmulatedWork::isCompleted() {
+  return device_.is_cpu() ? Work::isCompleted() : done_ != nullptr && done_->query();
+}
+
+void EmulatedWork::synchronize() {
+  if (done_ != nullptr) {
+    done_->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    moves_.clear();
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> EmulatedWork::getFuture() {
+  return future_;
+}
+
+std::vector<at::Tensor> EmulatedWork::result() {
+  return outputs_;
+}
+
+void EmulatedWork::complete(const std::exception_ptr& error) {
+  finish(error);
+  if (error != nullptr) {
+    future_->setErrorIfNeeded(error);
+  } else {
+    future_->markCompleted(outputs_);
+  }
+}
+
+void EmulatedWork::issued(std::shared_ptr<c10::Event> done, std::vector<Move> moves) {
+  done_ = std::move(done);
+  moves_ = std::move(moves);
+  future_->markCompleted(outputs_);
+}
+
+} // namespace zerocore

@@ -1,0 +1,90 @@
+// Copies and scalings of one rank's data.
+#include "runtime/replica.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/pow.h>
+#include <c10/core/InferenceMode.h>
+
+#include <cstring>
+#include <limits>
+
+namespace zerocore {
+
+namespace {
+
+bool is_plain(const Move& move) {
+  return move.to.is_cpu() && move.to.is_contiguous() && move.from.is_contiguous() &&
+      move.to.dtype() == move.from.dtype();
+}
+
+void copy(const Move& move) {
+  if (move.to.data_ptr() == move.from.data_ptr()) {
+    return;
+  }
+  if (is_plain(move)) {
+    std::memcpy(move.to.data_ptr(), move.from.const_data_ptr(), move.to.nbytes());
+  } else {
+    at::Tensor to = move.to;
+    to.copy_(move.from, /*non_blocking=*/true);
+  }
+}
+
+void scale(const Move& move) {
+  if (!is_plain(move) || !at::isFloatingType(move.to.scalar_type())) {
+    at::Tensor to = move.to;
+    if (at::isIntegralType(to.scalar_type(), /*includeBool=*/true)) {
+      at::mul_out(to, move.from, static_cast<int64_t>(move.combination.factor));
+    } else {
+      at::mul_out(to, move.from, move.combination.factor);
+    }
+    return;
+  }
+  // Not by at::mul: it would use the cores that compute.
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, move.to.scalar_type(), "emulated_scale", [&] {
+        using opmath_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+        const auto factor = static_cast<opmath_t>(move.combination.factor);
+        const scalar_t* from = move.from.const_data_ptr<scalar_t>();
+        auto* to = move.to.mutable_data_ptr<scalar_t>();
+        for (int64_t i = 0; i < move.to.numel(); ++i) {
+          to[i] = static_cast<scalar_t>(static_cast<opmath_t>(from[i]) * factor);
+        }
+      });
+}
+
+} // namespace
+
+at::Tensor pin_memory_of(const at::Tensor& tensor) {
+  return at::from_blob(
+      tensor.data_ptr(),
+      tensor.sizes(),
+      tensor.strides(),
+      [storage = tensor.storage()](void*) {},
+      tensor.options().requires_grad(false),
+      tensor.device());
+}
+
+void carry_out(const Move& move) {
+  const c10::InferenceMode normal(false);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  at::Tensor to = move.to;
+  switch (move.combination.kind) {
+    case Combination::Kind::Copy:
+      copy(move);
+      break;
+    case Combination::Kind::Scale:
+      scale(move);
+      break;
+    case Combination::Kind::Power:
+      at::pow_out(to, move.from, static_cast<int64_t>(move.combination.factor));
+      break;
+    case Combination::Kind::Zero:
+      to.zero_();
+      break;
+  }
+}
+
+} // namespace zerocore
