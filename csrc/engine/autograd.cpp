@@ -59,8 +59,8 @@ void on_grad_accumulated(const at::Tensor& leaf, std::function<void()> run) {
       leaf, std::make_unique<AccumulatedHook>(std::move(run)));
 }
 
-bool in_backward() {
-  return torch::autograd::get_current_graph_task_id() != -1;
+int64_t current_backward() {
+  return torch::autograd::get_current_graph_task_id();
 }
 
 void on_backward_end(std::function<void()> run) {

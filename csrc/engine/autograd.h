@@ -20,8 +20,12 @@ void on_backward_of(const std::vector<at::Tensor>& outputs, const std::function<
 // Calls `run` after a gradient was accumulated into the leaf.
 void on_grad_accumulated(const at::Tensor& leaf, std::function<void()> run);
 
-// Whether this thread is inside of a backward.
-bool in_backward();
+// A number for the backward that this thread is inside of, -1 outside. A backward within another
+// one (reentrant checkpointing) has its own.
+int64_t current_backward();
+inline bool in_backward() {
+  return current_backward() != -1;
+}
 
 // Calls `run` when the backward this thread is inside of has ended without an exception.
 void on_backward_end(std::function<void()> run);

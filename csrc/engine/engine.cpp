@@ -342,6 +342,7 @@ void Engine::reset() {
   reducer_.reset();
   for (UnitId id = 0; id < num_units(); ++id) {
     forget_fired(id);
+    progress_[id].backward = -1;
     update_registration(id);
   }
 }

@@ -122,6 +122,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool full_shown = false;
     int num_trainable = 0;
     int num_fired = 0;
+    int64_t backward = -1; // the one that goes through the unit
     std::vector<uint8_t> fired;
   };
 
