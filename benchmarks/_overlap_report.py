@@ -122,7 +122,8 @@ def notes(run: OverlapRun) -> list[str]:
         )
     else:
         lines.insert(
-            0, "Free: the plain model. Comm: the step's collectives, one after the other, idle."
+            0,
+            "Free: plain. Comm: the step's collectives by c10d, one after the other on an idle link.",
         )
     return lines
 
