@@ -123,7 +123,7 @@ def notes(run: OverlapRun) -> list[str]:
     else:
         lines.insert(
             0,
-            "Free: plain. Comm: the step's collectives by c10d, one after the other on an idle link.",
+            "Free: plain. Comm: the step's collectives, called through c10d on an idle link.",
         )
     return lines
 
