@@ -108,33 +108,46 @@ class Schedule:
     @property
     def order(self) -> list[CallEvent]: ...
 
+class PlanOptions:
+    """How the plan's model is sharded; item sizes in bytes, 0 for the parameters' own."""
+
+    def __init__(
+        self,
+        *,
+        stage: int,
+        world_size: int,
+        prefetch: int,
+        exchanges: bool,
+        main_itemsize: int = 0,
+        reduce_itemsize: int = 0,
+        first_order: Sequence[CallEvent] = (),
+    ) -> None: ...
+    @property
+    def stage(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+
 class MemoryPlan:
     """Predicted bytes on one rank."""
 
     parameters: int
+    main_weights: int
     gradients: int
     optimizer: int
     pool: int
+    pool_reserved: int
 
 def plan_events(
-    units: Sequence[Sequence[ParamSpec]],
-    order: Sequence[CallEvent],
-    *,
-    stage: int,
-    world_size: int,
-    prefetch: int,
-    exchanges: bool,
-) -> list[tuple[str, int, int, int]]: ...
+    units: Sequence[Sequence[ParamSpec]], order: Sequence[CallEvent], options: PlanOptions
+) -> list[tuple[str, int, int, int, int]]: ...
 def plan_memory(
     units: Sequence[Sequence[ParamSpec]],
     order: Sequence[CallEvent],
+    options: PlanOptions,
     *,
-    stage: int,
-    world_size: int,
-    prefetch: int,
-    exchanges: bool,
     rank: int,
     optimizer_states: int,
+    unused: Sequence[Sequence[int]] = (),
 ) -> MemoryPlan: ...
 
 class PoolStats:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zerocore._C import CallEvent, Engine, ParamSpec
+from zerocore._C import Engine, ParamSpec
 from zerocore.agreement import agree
+from zerocore.calls import call_order, entry_units
 from zerocore.config import ShardConfig
 from zerocore.materialize import InitFn, full_values, materialize_buffers
 from zerocore.module import Entry, set_entry
@@ -161,35 +162,6 @@ def _facts(planned: list[UnitPlanned], config: ShardConfig) -> list[object]:
 def _like(param: nn.Parameter) -> torch.Tensor:
     like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
     return like.requires_grad_(param.requires_grad)
-
-
-def call_order(model: nn.Module, planned: list[UnitPlanned]) -> list[CallEvent]:
-    """Enters and exits of the units if modules are called in order of registration."""
-    entries = entry_units(planned)
-    order: list[CallEvent] = []
-    seen: set[int] = set()
-
-    def visit(module: nn.Module) -> None:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        units = entries.get(id(module), ())
-        order.extend(CallEvent(True, unit) for unit in units)
-        for child in module.children():
-            visit(child)
-        order.extend(CallEvent(False, unit) for unit in units[::-1])
-
-    visit(model)
-    return order
-
-
-def entry_units(planned: list[UnitPlanned]) -> dict[int, tuple[int, ...]]:
-    """Units to enter by id of the module that is called."""
-    entries: dict[int, tuple[int, ...]] = {}
-    for index, unit in enumerate(planned):
-        for module in unit.modules:
-            entries[id(module)] = (*entries.get(id(module), ()), index)
-    return entries
 
 
 def _shard_unit(

@@ -15,11 +15,17 @@ struct PlanOptions {
   int64_t world_size = 1;
   int prefetch = 1;
   bool exchanges = false; // reduce-scatter as an exchange and a local sum (gloo)
+  // Mixed precision, bytes of an element; 0 keeps the parameter's own.
+  int64_t main_itemsize = 0; // the optimizer's copy of narrower trainable parameters
+  int64_t reduce_itemsize = 0; // gradients, reduced and kept
+  // What the schedule expects before it has seen a forward; empty for the order itself.
+  std::vector<CallEvent> first_order;
 };
 
 // One unit as the planner sees it.
 struct UnitPlan {
   std::vector<ParamSpec> params;
+  std::vector<int> unused; // indices of parameters that no backward gives a gradient
 };
 
 struct PlannedEvent {
@@ -27,14 +33,19 @@ struct PlannedEvent {
   UnitId unit = -1;
   int64_t nbytes = 0;
   int64_t pool_nbytes = 0; // in use right after
+  // When: at event i of the order in the forward, mirrored at 2n - 1 - i in the backward, 2n at
+  // its end.
+  int32_t moment = 0;
 };
 
 // Bytes on one rank, between steps except for the pool.
 struct MemoryPlan {
   int64_t parameters = 0;
+  int64_t main_weights = 0; // optimizer's copies of parameters that compute in a narrower dtype
   int64_t gradients = 0;
   int64_t optimizer = 0;
   int64_t pool = 0; // peak of what is in use
+  int64_t pool_reserved = 0; // taken from the device's allocator, never given back
 };
 
 // The events of a steady step: parameters have changed since the last forward, one forward in
@@ -45,8 +56,8 @@ std::vector<PlannedEvent> plan_events(
     const std::vector<CallEvent>& order,
     const PlanOptions& options);
 
-// Bytes on `rank`; `optimizer_states` tensors of a parameter's size and dtype for each trainable
-// parameter (2 for Adam).
+// Bytes on `rank` after two steps; `optimizer_states` tensors of a parameter's size and dtype (its
+// main weight's if it has one) for each parameter that gets a gradient (2 for Adam).
 MemoryPlan plan_memory(
     const std::vector<UnitPlan>& units,
     const std::vector<CallEvent>& order,
