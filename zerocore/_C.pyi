@@ -121,6 +121,7 @@ class PlanOptions:
         main_itemsize: int = 0,
         reduce_itemsize: int = 0,
         first_order: Sequence[CallEvent] = (),
+        backward: Sequence[tuple[bool, int]] = (),
     ) -> None: ...
     @property
     def stage(self) -> int: ...

@@ -40,6 +40,8 @@ class Activations:
 
     Attributes:
         order: units entered and left in the forward, in order.
+        backward: (False, index of an exit in ``order``) when outputs of that call got a gradient,
+            (True, unit) when all gradients of a unit existed, in order.
         saved_nbytes: bytes that autograd saved, at the end of the forward.
         live_nbytes: highest bytes alive by moment: at event i of ``order`` in the forward,
             mirrored at 2n - 1 - i in the backward, and 2n at its end.
@@ -48,6 +50,7 @@ class Activations:
     """
 
     order: tuple[CallEvent, ...]
+    backward: tuple[tuple[bool, int], ...]
     saved_nbytes: int
     live_nbytes: tuple[int, ...]
     flops: tuple[int, ...]
@@ -132,7 +135,7 @@ def _checkpoint_blocks(model: nn.Module, blocks: list[str]) -> None:
         if any(name.startswith(f"{outer}.") for outer in blocks):
             continue
         block = model.get_submodule(name)
-        block.forward = partial(  # type: ignore[method-assign]
+        block.forward = partial(
             checkpoint,
             block.forward,
             use_reentrant=False,
@@ -147,7 +150,11 @@ class _FusedAttention(TorchFunctionMode):
     row, whatever kernel the dispatcher would choose for a tensor without a device."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         options = kwargs or {}
         if func is not nn.functional.scaled_dot_product_attention:
@@ -198,7 +205,11 @@ class _Tracker(TorchDispatchMode):
         return key in self._seen and self._seen[key] is None
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
@@ -236,6 +247,8 @@ class _Recorder:
     entries: dict[str, tuple[int, ...]]
     fqns: list[list[str]]  # of each unit's parameters
     events: list[list[Any]] = field(default_factory=list)  # [is enter, unit, needs backward]
+    exits: dict[Any, list[int]] = field(default_factory=dict)  # by node of the graph
+    backward: list[tuple[bool, int]] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)  # nbytes by id of the storage
     saved_nbytes: int = 0
 
@@ -277,17 +290,22 @@ class _Recorder:
         for unit in units:
             index = len(self.events)
             self._add(False, unit, bool(outputs))
-            for tensor in outputs:
-                if not tensor.is_leaf:
-                    tensor.register_hook(partial(self._backward, index))
+            for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
+                if node not in self.exits:
+                    node.register_prehook(partial(self._backward, node))
+                # In front, as in the runtime: a unit may return what it was given.
+                self.exits.setdefault(node, []).insert(0, index)
 
-    def _backward(self, index: int, _grad: Tensor) -> None:
-        self.tracker.at(2 * len(self.events) - 1 - index)
+    def _backward(self, node: torch.autograd.graph.Node, _grads: Any) -> None:
+        for index in self.exits[node]:
+            self.backward.append((False, index))
+            self.tracker.at(2 * len(self.events) - 1 - index)
 
     def _fired(self, unit: int, param: Tensor) -> None:
         self.used.add(param)
         self.waiting[unit].discard(param)
         if not self.waiting[unit]:  # the runtime packs and frees them now
+            self.backward.append((True, unit))
             for other in self.params[unit]:
                 other.grad = None
             first = next(i for i, (enter, u, _) in enumerate(self.events) if enter and u == unit)
@@ -312,6 +330,7 @@ class _Recorder:
         ]
         return Activations(
             tuple(CallEvent(*event) for event in self.events),
+            tuple(self.backward),
             self.saved_nbytes,
             tuple(self.tracker.highest[moment] for moment in moments),
             tuple(self.tracker.flops[moment] for moment in moments),

@@ -34,9 +34,7 @@ class Link:
                 f"link '{self.name}': bandwidth must be positive, got {self.bandwidth_bytes_per_s}"
             )
         if not self.latency_s >= 0:
-            raise ValueError(
-                f"link '{self.name}': latency must be 0 or more, got {self.latency_s}"
-            )
+            raise ValueError(f"link '{self.name}': latency must be 0 or more, got {self.latency_s}")
 
     def seconds(self, op: str, nbytes: int, world_size: int) -> float:
         """Time of a collective whose full buffer has ``nbytes``.

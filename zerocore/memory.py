@@ -62,9 +62,7 @@ def predict_memory(
     state = state_of(model)
     units, order = _inputs(state)
     options = _options(state, state.config.stage if stage is None else stage)
-    plan = _C.plan_memory(
-        units, order, options, rank=state.rank, optimizer_states=optimizer_states
-    )
+    plan = _C.plan_memory(units, order, options, rank=state.rank, optimizer_states=optimizer_states)
     return MemoryBytes(plan.parameters, plan.gradients, plan.optimizer, plan.pool)
 
 

@@ -53,6 +53,9 @@ class Planner:
         dtypes: their dtypes.
         order: calls of the units in a forward.
         first_order: calls that the runtime expects before it has seen a forward.
+        backward: observed backward: (False, index of an exit in ``order``) when a call's outputs
+            get their gradient, (True, unit) when all gradients of a unit exist; mirrors the
+            forward where empty.
         num_states: the optimizer's tensors of a parameter's size.
         main_itemsize: bytes of a main weight; 0 where parameters are their own.
         reduce_itemsize: bytes of a gradient; 0 where it has its parameter's dtype.
@@ -64,6 +67,7 @@ class Planner:
     dtypes: tuple[tuple[torch.dtype, ...], ...]
     order: tuple[_C.CallEvent, ...]
     first_order: tuple[_C.CallEvent, ...]
+    backward: tuple[tuple[bool, int], ...] = ()
     num_states: int = 2
     main_itemsize: int = 0
     reduce_itemsize: int = 0
@@ -111,6 +115,7 @@ class Planner:
             main_itemsize=self.main_itemsize,
             reduce_itemsize=self.reduce_itemsize,
             first_order=self.first_order,
+            backward=self.backward,
         )
 
 
@@ -184,9 +189,7 @@ def make_planner(
     return Planner(
         names=tuple(unit.name for unit in planned),
         specs=tuple(
-            tuple(
-                _spec(choice, dtype) for choice, dtype in zip(unit.params, row, strict=True)
-            )
+            tuple(_spec(choice, dtype) for choice, dtype in zip(unit.params, row, strict=True))
             for unit, row in zip(planned, dtypes, strict=True)
         ),
         dtypes=tuple(tuple(row) for row in dtypes),

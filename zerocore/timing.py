@@ -85,9 +85,9 @@ def predict_timing(
                 gathered[unit] = link_free
             else:
                 reduced = link_free
-        unit = _unit_starting(order, moment)
-        if unit is not None:
-            now = max(now, gathered.get(unit, 0.0))
+        starting = _unit_starting(order, moment)
+        if starting is not None:
+            now = max(now, gathered.get(starting, 0.0))
         now += flops[moment] / flops_per_s
     return Timing(link.name, communication, sum(flops) / flops_per_s, max(now, link_free))
 

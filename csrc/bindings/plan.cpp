@@ -187,7 +187,12 @@ void register_plan(py::module_& module) {
                       bool exchanges,
                       int64_t main_itemsize,
                       int64_t reduce_itemsize,
-                      std::vector<CallEvent> first_order) {
+                      std::vector<CallEvent> first_order,
+                      const std::vector<std::pair<bool, int32_t>>& backward) {
+            std::vector<BackwardEvent> events;
+            for (const auto& [ready, index] : backward) {
+              events.push_back({ready, index});
+            }
             return PlanOptions{
                 stage,
                 world_size,
@@ -195,7 +200,8 @@ void register_plan(py::module_& module) {
                 exchanges,
                 main_itemsize,
                 reduce_itemsize,
-                std::move(first_order)};
+                std::move(first_order),
+                std::move(events)};
           }),
           py::kw_only(),
           py::arg("stage"),
@@ -204,7 +210,8 @@ void register_plan(py::module_& module) {
           py::arg("exchanges"),
           py::arg("main_itemsize") = 0,
           py::arg("reduce_itemsize") = 0,
-          py::arg("first_order") = std::vector<CallEvent>{})
+          py::arg("first_order") = std::vector<CallEvent>{},
+          py::arg("backward") = std::vector<std::pair<bool, int32_t>>{})
       .def_readonly("stage", &PlanOptions::stage)
       .def_readonly("world_size", &PlanOptions::world_size);
   module.def(

@@ -57,6 +57,24 @@ int64_t main_itemsize(const PlanOptions& options, const Region& region) {
   return region.requires_grad ? std::max(options.main_itemsize, region.itemsize) : region.itemsize;
 }
 
+// The backward that mirrors a forward: outputs of each call, last first, and gradients when the
+// unit's first call is left.
+std::vector<BackwardEvent> mirrored(const std::vector<CallEvent>& order) {
+  std::vector<BackwardEvent> events;
+  std::unordered_map<UnitId, int> enters_left;
+  for (const CallEvent& event : order) {
+    enters_left[event.unit] += event.kind == EventKind::Enter ? 1 : 0;
+  }
+  for (size_t i = order.size(); i-- > 0;) {
+    if (order[i].kind == EventKind::Exit && order[i].needs_backward) {
+      events.push_back({false, static_cast<int32_t>(i)});
+    } else if (order[i].kind == EventKind::Enter && --enters_left[order[i].unit] == 0) {
+      events.push_back({true, order[i].unit});
+    }
+  }
+  return events;
+}
+
 // Plays the schedule's actions as the engine does, with sizes in place of memory.
 class Simulation {
  public:
@@ -66,6 +84,7 @@ class Simulation {
       const PlanOptions& options)
       : options_(options),
         order_(order),
+        backward_(options.backward.empty() ? mirrored(order) : options.backward),
         policy_(StagePolicy::from_stage(options.stage, options.world_size)),
         schedule_(
             {static_cast<int>(units.size()),
@@ -144,20 +163,25 @@ class Simulation {
   }
 
   void backward(Actions& actions) {
-    std::vector<int> enters_left(layouts_.size(), 0);
-    for (const auto& [event, call] : calls_) {
-      enters_left[event.unit] += event.kind == EventKind::Enter ? 1 : 0;
-    }
-    for (size_t i = calls_.size(); i-- > 0;) {
-      const auto& [event, call] = calls_[i];
-      moment_ = static_cast<int32_t>(2 * calls_.size() - 1 - i);
-      if (event.kind == EventKind::Exit && event.needs_backward) {
-        schedule_.pre_backward(call, actions);
-      } else if (event.kind == EventKind::Enter && --enters_left[event.unit] == 0) {
-        schedule_.ready(event.unit, actions);
+    const auto num_events = static_cast<int32_t>(calls_.size());
+    for (const BackwardEvent& event : backward_) {
+      const int32_t mirrored = event.ready ? first_enter(event.index) : event.index;
+      moment_ = std::max(moment_, 2 * num_events - 1 - mirrored);
+      if (event.ready) {
+        schedule_.ready(event.index, actions);
+      } else {
+        schedule_.pre_backward(calls_.at(event.index).second, actions);
       }
       run(actions);
     }
+  }
+
+  // Index of the first Enter of a unit in the order.
+  int32_t first_enter(UnitId unit) const {
+    const auto found = std::find_if(order_.begin(), order_.end(), [&](const CallEvent& event) {
+      return event.kind == EventKind::Enter && event.unit == unit;
+    });
+    return static_cast<int32_t>(found - order_.begin());
   }
 
   void run(Actions& actions) {
@@ -226,6 +250,7 @@ class Simulation {
 
   PlanOptions options_;
   std::vector<CallEvent> order_;
+  std::vector<BackwardEvent> backward_;
   StagePolicy policy_;
   Schedule schedule_;
   std::vector<Layout> layouts_;

@@ -10,6 +10,13 @@
 
 namespace zerocore {
 
+// What the engine hears of in a backward: a unit's outputs get their gradient, or all of its
+// gradients exist.
+struct BackwardEvent {
+  bool ready = false;
+  int32_t index = 0; // of the Exit in the order; of the unit where it is ready
+};
+
 struct PlanOptions {
   int64_t stage = 3;
   int64_t world_size = 1;
@@ -20,6 +27,8 @@ struct PlanOptions {
   int64_t reduce_itemsize = 0; // gradients, reduced and kept
   // What the schedule expects before it has seen a forward; empty for the order itself.
   std::vector<CallEvent> first_order;
+  // The backward as it was observed; empty for the mirrored forward.
+  std::vector<BackwardEvent> backward;
 };
 
 // One unit as the planner sees it.

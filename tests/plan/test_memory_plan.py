@@ -16,9 +16,7 @@ def units(num_params: int, num_units: int = 32) -> list[list[ParamSpec]]:
 
 
 def options(stage: int, world: int, prefetch: int = 1, **more: int) -> PlanOptions:
-    return PlanOptions(
-        stage=stage, world_size=world, prefetch=prefetch, exchanges=False, **more
-    )
+    return PlanOptions(stage=stage, world_size=world, prefetch=prefetch, exchanges=False, **more)
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, 112), (1, 63), (2, 38.5), (3, 14)])
