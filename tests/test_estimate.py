@@ -145,16 +145,103 @@ def test_the_runtime_allocates_what_was_planned(name: str) -> None:
                 assert planned(stage) == actual, f"stage {stage.stage}, {world_size} ranks"
 
 
-class Chain(nn.Module):
-    """Layers whose activations are easily counted: each saves its input and its output."""
+class WideBlock(nn.Linear):
+    """Saves three tensors of a row of its width."""
 
-    def __init__(self, num_blocks: int = 4, width: int = 32) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x)).sin().exp()
+
+
+class Wide(nn.Module):
+    """Blocks whose activations outweigh their parameters."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(num_blocks)
-        )
+        self.blocks = nn.ModuleList(WideBlock(64, 64) for _ in range(8))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
         return x
+
+
+def test_the_peak_is_the_sum_of_what_is_held() -> None:
+    plan = zerocore.plan(Wide(), 4, inputs=torch.randn(1000, 64), memory="1GB")
+    for stage in plan.stages:
+        held = stage.model_state + stage.pool
+        assert stage.peak.nbytes == held + plan.activations.peak_nbytes
+        assert stage.spare == GB - stage.peak.nbytes
+
+
+def test_advice_where_activations_are_the_bottleneck() -> None:
+    plan = zerocore.plan(Wide(), 4, inputs=torch.randn(1000, 64), memory="4MB")
+    assert plan.smallest_fit is None
+    assert "activations are the bottleneck: checkpoint" in plan.advice[1]
+    assert plan.advice[1].endswith("it fits then")
+    checkpointed = zerocore.plan(
+        Wide(), 4, inputs=torch.randn(1000, 64), memory="4MB", checkpointing=True
+    )
+    assert checkpointed.smallest_fit is not None
+
+
+def test_advice_where_one_layer_is_too_large() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()))
+    plan = zerocore.plan(model, 1024, memory="50MB", units=["1"])
+    assert "one layer is too large" in plan.advice[1]
+
+
+def test_advice_on_how_many_ranks_it_takes() -> None:
+    plan = zerocore.plan(blocks(GB, 100), 2, memory="1GB")
+    assert plan.advice[1].startswith("stage 3 fits from 32 ranks on")  # 16 need 1 GB and the pool
+    assert zerocore.plan(blocks(GB, 100), 32, memory="1GB").stages[3].fits
+    assert not zerocore.plan(blocks(GB, 100), 16, memory="1GB").stages[3].fits
+
+
+def test_advice_on_a_slow_link() -> None:
+    plan = zerocore.plan(
+        Wide(), 8, inputs=torch.randn(1000, 64), memory="1GB", links=["1MB/s", "nvlink5"]
+    )
+    slow = [line for line in plan.advice if "is slow for this" in line]
+    assert "1MB/s is slow for this: stage 3 waits" in slow[0]
+    assert "stage 2 fits and takes" in slow[0]
+
+
+def test_a_model_that_needs_data_is_planned_without_activations() -> None:
+    class Sparse(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[x[:, 0].nonzero()[:, 0]])
+
+    plan = zerocore.plan(Sparse(8, 8), 2, inputs=torch.randn(4, 8))
+    assert plan.activations is None
+    assert "activations not measured: the forward or backward failed" in plan.note
+    assert plan.stages[3].model_state == 16 * (64 + 8) // 2
+    assert "?" in str(plan)
+
+
+def test_the_model_is_left_alone() -> None:
+    model = Wide()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    zerocore.plan(model, 4, inputs=torch.randn(10, 64), dtype=BF16)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert all(param.grad is None for param in model.parameters())
+    assert not model.blocks[0]._forward_hooks and not model.blocks[0]._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world_size": 0}, "world_size must be at least 1"),
+        ({"world_size": 2, "rank": 2}, "got rank 2 of 2"),
+        ({"world_size": 2, "optimizer": "sgdd"}, "optimizer must be one of sgd, momentum"),
+        ({"world_size": 2, "memory": "24 gigs"}, "memory must be a number or text such as"),
+        ({"world_size": 2, "links": ["token ring"]}, "link must be one of nvlink4"),
+    ],
+)
+def test_mistakes_are_named(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        zerocore.plan(Wide(), **options)
+
+
+def test_a_sharded_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="plan it before zerocore"):
+        zerocore.plan(zerocore.shard(Wide()), 2)

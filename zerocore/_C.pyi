@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+build: str  # the compiler, and the torch that it was built against
+
 class ParamSpec:
     """A parameter as the planner sees it."""
 
@@ -137,7 +139,10 @@ class MemoryPlan:
     optimizer: int
     pool: int
     pool_reserved: int
+    @property
+    def total(self) -> int: ...
 
+def plan_layouts(units: Sequence[Sequence[ParamSpec]], options: PlanOptions) -> list[Layout]: ...
 def plan_events(
     units: Sequence[Sequence[ParamSpec]], order: Sequence[CallEvent], options: PlanOptions
 ) -> list[tuple[str, int, int, int, int]]: ...

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerocore.planner import Planner
+from zerocore.planner import MAX_RANKS, Planner
 from zerocore.plans import Plan, StagePlan
 from zerocore.quantities import format_nbytes, format_seconds
 
 LITTLE_HEADROOM = 0.2  # of the device's memory
 SLOW_LINK = 0.2  # exposed communication, of the step
-MAX_RANKS = 65536
 
 
 def advise(plan: Plan, planner: Planner) -> list[str]:
@@ -74,12 +73,11 @@ def _where_none_fits(plan: Plan, planner: Planner) -> Iterator[str]:
 
 
 def smallest_world_size(plan: Plan, planner: Planner, activations: int) -> int | None:
-    """The first doubling of the ranks at which stage 3 fits; None up to :data:`MAX_RANKS`."""
+    """The first doubling of the ranks at which stage 3 fits; None up to MAX_RANKS."""
     setting, world_size = plan.setting, 2 * plan.setting.world_size
     while world_size <= MAX_RANKS:
         memory = planner.memory(3, world_size, prefetch=setting.prefetch)
-        held = memory.parameters + memory.main_weights + memory.gradients + memory.optimizer
-        if held + memory.pool_reserved + activations <= setting.memory_nbytes:
+        if memory.total + activations <= setting.memory_nbytes:
             return world_size
         world_size *= 2
     return None

@@ -134,18 +134,11 @@ def plan_stage(
     memory = planner.memory(stage, world_size, prefetch=setting.prefetch, rank=setting.rank)
     events = planner.events(stage, world_size, setting.prefetch)
     collectives = [event for event in events if event[0] not in ("unshard", "reshard")]
-    held = (
-        memory.parameters
-        + memory.main_weights
-        + memory.gradients
-        + memory.optimizer
-        + memory.pool_reserved
-    )
-    peak = Peak(held, "any time after the first step")
+    peak = Peak(memory.total, "any time after the first step")
     timings = []
     if activations is not None:
         where = moment_name(activations.order, activations.peak_moment, planner.names)
-        peak = Peak(held + activations.peak_nbytes, where)
+        peak = Peak(memory.total + activations.peak_nbytes, where)
         for link in setting.links:
             timings.append(
                 predict_timing(

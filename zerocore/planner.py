@@ -24,6 +24,7 @@ OPTIMIZER_STATES = {
     "adamw": 2,
     "amsgrad": 3,
 }
+MAX_RANKS = 65536  # where a search for enough ranks gives up
 _DTYPE_NUMBERS: dict[torch.dtype, int] = {}  # the C++ plan only compares them
 
 
@@ -96,6 +97,10 @@ class Planner:
             optimizer_states=self.num_states,
             unused=self.unused,
         )
+
+    def layouts(self, stage: int, world_size: int) -> list[_C.Layout]:
+        """Layouts of the units."""
+        return _C.plan_layouts(self.specs, self._options(stage, world_size, 0, False))
 
     def events(
         self, stage: int, world_size: int, prefetch: int = 1

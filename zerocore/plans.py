@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -108,30 +109,30 @@ class Plan:
         return next((stage for stage in self.stages if stage.fits), None)
 
     def rows(self) -> list[list[str]]:
-        """The table's header and rows, as text."""
-        header = [
-            "stage", "parameters", "main weights", "gradients", "optimizer", "model state",
-            "pool", "activations", "peak", "spare", "sent a step",
-        ]  # fmt: skip
-        if not any(stage.main_weights for stage in self.stages):
-            header.remove("main weights")
-        links = [timing.link for timing in self.stages[0].timings]
-        rows = [[*header, *(f"step on {link}" for link in links)]]
-        for stage in self.stages:
-            cells = [stage.parameters, stage.main_weights, stage.gradients, stage.optimizer]
-            if "main weights" not in header:
-                del cells[1]
-            cells += [stage.model_state, stage.pool]
-            text = [str(stage.stage), *(format_nbytes(cell) for cell in cells)]
-            acts = stage.activations
-            text.append("?" if acts is None else format_nbytes(acts))
-            spare = format_nbytes(stage.spare)
-            text += [format_nbytes(stage.peak.nbytes), spare, format_nbytes(stage.sent_nbytes)]
-            text += [
-                f"{format_seconds(timing.step_s)}, {timing.hidden:.0%} hidden"
-                for timing in stage.timings
-            ]
-            rows.append(text)
+        """The table as text, a row for each figure and a column for each stage."""
+        stages = self.stages
+        figures: dict[str, Sequence[int | None]] = {
+            "parameters": [stage.parameters for stage in stages],
+            "main weights": [stage.main_weights for stage in stages],
+            "gradients": [stage.gradients for stage in stages],
+            "optimizer state": [stage.optimizer for stage in stages],
+            "= model state": [stage.model_state for stage in stages],
+            "bucket pool": [stage.pool for stage in stages],
+            "activations": [stage.activations for stage in stages],
+            "= peak": [stage.peak.nbytes for stage in stages],
+            "to spare": [stage.spare for stage in stages],
+            "sent a step": [stage.sent_nbytes for stage in stages],
+        }
+        if not any(figures["main weights"]):
+            del figures["main weights"]
+        rows = [["", *(f"stage {stage.stage}" for stage in stages)]]
+        for name, nbytes in figures.items():
+            rows.append([name, *("?" if n is None else format_nbytes(n) for n in nbytes)])
+        rows.append(["fits", *("yes" if stage.fits else "no" for stage in stages)])
+        for index, timing in enumerate(stages[0].timings):
+            timings = [stage.timings[index] for stage in stages]
+            rows.append([f"step, {timing.link}", *(format_seconds(t.step_s) for t in timings)])
+            rows.append(["communication hidden", *(f"{t.hidden:.0%}" for t in timings)])
         return rows
 
     def notes(self) -> list[str]:

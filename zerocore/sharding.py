@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 
 from zerocore._C import Engine, ParamSpec
 from zerocore.agreement import agree
+from zerocore.budget import check_budget
 from zerocore.calls import call_order, entry_units
 from zerocore.config import ShardConfig
 from zerocore.materialize import InitFn, full_values, materialize_buffers
 from zerocore.module import Entry, set_entry
 from zerocore.optimizer_hooks import mark_replaced
-from zerocore.state import Param, ShardState, Unit, find_state, set_state
+from zerocore.quantities import parse_nbytes
+from zerocore.state import Param, ShardState, Unit, find_state, is_gloo, set_state
 from zerocore.tensor import Place, ShardedGrad, ShardedParameter
 from zerocore.wrapping import ParamChoice, UnitChoice, UnitPlanned, choose_units
 
@@ -70,6 +72,7 @@ def shard_model(
     device: torch.device | None,
     init_fn: InitFn | None,
     optimizer: Optimizer | None,
+    memory_budget: str | int | None = None,
 ) -> ShardState:
     """Shards ``model`` in place and returns its state; ``options`` are those of ShardConfig.
 
@@ -83,6 +86,10 @@ def shard_model(
         _check_model(model, optimizer)
         planned = choose_units(model, units)
         target = _find_device(planned, device)
+        if memory_budget is not None:
+            world_size, on_gloo = (1, False) if group is None else (group.size(), is_gloo(group))
+            nbytes = parse_nbytes(memory_budget, "memory_budget")
+            check_budget(model, planned, config, world_size, on_gloo, nbytes)
     except Exception as caught:
         error = caught
     agree(group, error, [] if error else _facts(planned, config))

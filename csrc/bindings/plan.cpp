@@ -178,7 +178,8 @@ void register_plan(py::module_& module) {
       .def_readonly("gradients", &MemoryPlan::gradients)
       .def_readonly("optimizer", &MemoryPlan::optimizer)
       .def_readonly("pool", &MemoryPlan::pool)
-      .def_readonly("pool_reserved", &MemoryPlan::pool_reserved);
+      .def_readonly("pool_reserved", &MemoryPlan::pool_reserved)
+      .def_property_readonly("total", &MemoryPlan::total);
   py::class_<PlanOptions>(module, "PlanOptions")
       .def(
           py::init([](int64_t stage,
@@ -214,6 +215,13 @@ void register_plan(py::module_& module) {
           py::arg("backward") = std::vector<std::pair<bool, int32_t>>{})
       .def_readonly("stage", &PlanOptions::stage)
       .def_readonly("world_size", &PlanOptions::world_size);
+  module.def(
+      "plan_layouts",
+      [](std::vector<std::vector<ParamSpec>> units, const PlanOptions& options) {
+        return plan_layouts(unit_plans(std::move(units), {}), options);
+      },
+      py::arg("units"),
+      py::arg("options"));
   module.def(
       "plan_events",
       [](std::vector<std::vector<ParamSpec>> units,

@@ -92,13 +92,12 @@ class Simulation {
              policy_.shards_optimizer(),
              policy_.shards_parameters()},
             options.first_order.empty() ? order : options.first_order),
+        layouts_(plan_layouts(units, options)),
         reduced_(units.size(), false) {
-    const int64_t num_shards = policy_.shards_optimizer() ? options.world_size : 1;
-    for (const UnitPlan& unit : units) {
-      layouts_.push_back(Layout::build(unit.params, num_shards));
-      const auto& regions = layouts_.back().regions();
+    for (size_t i = 0; i < layouts_.size(); ++i) {
+      const auto& regions = layouts_[i].regions();
       schedule_.set_reducible(
-          static_cast<UnitId>(layouts_.size()) - 1,
+          static_cast<UnitId>(i),
           std::any_of(regions.begin(), regions.end(), [](const Region& region) {
             return region.requires_grad;
           }));
@@ -299,6 +298,17 @@ int64_t kept_gradients(const Layout& layout, const PlanOptions& options) {
 }
 
 } // namespace
+
+std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanOptions& options) {
+  const StagePolicy policy = StagePolicy::from_stage(options.stage, options.world_size);
+  std::vector<Layout> layouts;
+  layouts.reserve(units.size());
+  for (const UnitPlan& unit : units) {
+    layouts.push_back(
+        Layout::build(unit.params, policy.shards_optimizer() ? options.world_size : 1));
+  }
+  return layouts;
+}
 
 std::vector<PlannedEvent> plan_events(
     const std::vector<UnitPlan>& units,

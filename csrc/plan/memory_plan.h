@@ -55,7 +55,14 @@ struct MemoryPlan {
   int64_t optimizer = 0;
   int64_t pool = 0; // peak of what is in use
   int64_t pool_reserved = 0; // taken from the device's allocator, never given back
+
+  // All that is taken from the device's allocator.
+  int64_t total() const {
+    return parameters + main_weights + gradients + optimizer + pool_reserved;
+  }
 };
+
+std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanOptions& options);
 
 // The events of a steady step: parameters have changed since the last forward, one forward in
 // the given order, one backward in which every parameter takes part, no gradients kept from

@@ -1,0 +1,20 @@
+"""Entry of ``python -m zerocore`` and of the ``zerocore`` script."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line; without its libraries, says which extra has them."""
+    try:
+        from zerocore.cli import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(f"the command line needs {error.name}: pip install 'zerocore[cli]'")
+    app(prog_name="zerocore")
+
+
+if __name__ == "__main__":
+    main()
