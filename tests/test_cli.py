@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 import zerocore
 from zerocore import cli
-from zerocore.architectures import load_config, preset_names
+from zerocore.architectures import build_model, load_config, preset_names
 
 ROOT = Path(zerocore.__file__).resolve().parents[1]
 PRESET_PARAMS = {
@@ -153,16 +153,24 @@ def test_a_bad_configuration_is_named(tmp_path: Path, content: str, message: str
     assert result.exit_code == 2 and message in result.stderr
 
 
-def test_presets_have_the_published_sizes() -> None:
+def test_presets_are_all_tested() -> None:
     assert preset_names() == sorted(PRESET_PARAMS)
     assert load_config("Qwen3-4B").num_hidden_layers == 36
 
 
 @pytest.mark.parametrize("preset", PRESET_PARAMS)
-def test_presets_are_planned_with_activations(preset: str) -> None:
+def test_presets_have_the_published_sizes(preset: str) -> None:
     """On the meta device: no weights, whatever the size."""
-    plan = zerocore.plan(preset, 64, dtype=torch.bfloat16, seq_len=256)
-    assert plan.num_params == PRESET_PARAMS[preset]
+    model = build_model(load_config(preset), torch.bfloat16)
+    assert sum(param.numel() for param in model.parameters()) == PRESET_PARAMS[preset]
+    assert all(param.is_meta for param in model.parameters())
+
+
+@pytest.mark.parametrize("preset", PRESET_PARAMS)
+def test_activations_of_presets_are_measured(preset: str) -> None:
+    values = json.loads((ROOT / "zerocore" / "presets" / f"{preset}.json").read_text())
+    depth = "n_layer" if "n_layer" in values else "num_hidden_layers"
+    plan = zerocore.plan({**values, depth: 2}, 64, dtype=torch.bfloat16, seq_len=256)
     assert plan.note == ""
     assert plan.checkpointed.peak_nbytes < plan.activations.peak_nbytes
 

@@ -10,9 +10,10 @@ def main() -> None:
     try:
         from zerocore.cli import app
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        library = (error.name or "").split(".")[0]
+        if library not in ("typer", "rich"):
             raise
-        sys.exit(f"the command line needs {error.name}: pip install 'zerocore[cli]'")
+        sys.exit(f"the command line needs {library}: pip install 'zerocore[cli]'")
     app(prog_name="zerocore")
 
 

@@ -58,7 +58,7 @@ def format_nbytes(nbytes: float) -> str:
     """``"38.50 GB"``: decimal units, as in the arithmetic of bytes times parameters."""
     size = abs(nbytes)
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor or (unit == "GB" and size >= 1e8):
+        if size >= factor:
             return f"{nbytes / factor:,.2f} {unit}"
     return f"{nbytes:,.0f} B"
 
