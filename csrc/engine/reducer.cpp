@@ -272,7 +272,7 @@ void Reducer::complete(UnitId id, RegionGrads& grads) {
       zero_invalid(id, grads);
     }
     const int64_t chunks = context_.collectives->exchanges() ? context_.num_shards : 1;
-    kernels::sum_chunks(shard_of(grads), grads.scratch.full(grads.region), chunks, adds);
+    kernels::accumulate(shard_of(grads), grads.scratch.full(grads.region), chunks, adds);
     grads.scratch.detach();
     context_.pool->release(grads.scratch_slot, StreamRole::Compute);
   }
