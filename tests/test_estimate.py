@@ -231,7 +231,9 @@ def test_the_model_is_left_alone() -> None:
     ("options", "message"),
     [
         ({"world_size": 0}, "world_size must be at least 1"),
-        ({"world_size": 2, "rank": 2}, "got rank 2 of 2"),
+        ({"world_size": 2, "rank": 2}, "rank must be 0 to 1, got 2"),
+        ({"world_size": 2, "prefetch": -1}, "prefetch must be 0 or more"),
+        ({"world_size": 2, "seq_len": 0}, "seq_len must be at least 1"),
         ({"world_size": 2, "optimizer": "sgdd"}, "optimizer must be one of sgd, momentum"),
         ({"world_size": 2, "memory": "24 gigs"}, "memory must be a number or text such as"),
         ({"world_size": 2, "links": ["token ring"]}, "link must be one of nvlink4"),

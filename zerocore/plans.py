@@ -15,7 +15,11 @@ from zerocore.timing import Timing
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan is made for; as the arguments of :func:`zerocore.plan`."""
+    """What a plan is made for; as the arguments of :func:`zerocore.plan`.
+
+    Raises:
+        ValueError: there is no such rank.
+    """
 
     world_size: int
     rank: int
@@ -24,6 +28,10 @@ class Setting:
     memory_nbytes: int
     links: tuple[Link, ...]
     flops_per_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank must be 0 to {self.world_size - 1}, got {self.rank}")
 
 
 @dataclass(frozen=True)
