@@ -9,7 +9,7 @@ from typing import Any
 from zerocore._C import CallEvent
 from zerocore.activations import Activations
 from zerocore.links import Link
-from zerocore.quantities import format_nbytes, format_seconds
+from zerocore.quantities import format_flops, format_nbytes, format_seconds
 from zerocore.timing import Timing
 
 
@@ -152,7 +152,7 @@ class Plan:
                 lines.append(
                     f"activations {name}: {format_nbytes(run.peak_nbytes)} at their peak, "
                     f"{format_nbytes(run.saved_nbytes)} saved by the forward, "
-                    f"{run.total_flops / 1e12:,.2f} TFLOP a step"
+                    f"{format_flops(run.total_flops)} a step"
                 )
         if self.stages[-1].activations is not None:
             lines.append(f"peak: {self.stages[-1].peak.when}")
