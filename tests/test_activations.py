@@ -122,3 +122,31 @@ def test_attention_is_counted_as_a_fused_kernel() -> None:
     tensor = batch * heads * length * head * 4
     few = 64  # the state of the random generator
     assert 0 <= run.saved_nbytes - (4 * tensor + batch * heads * length * 4) <= few
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (3, 5, 8), (2, 3, 5, 8)])
+def test_attention_of_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
+    class Attention(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return nn.functional.scaled_dot_product_attention(y, y, y)
+
+    model = Attention(8, 8)
+    run = measure(model, choose_units(model, None), torch.randn(shape), default_loss)
+    assert run.unused == ((),)
+
+
+def test_a_learned_bias_gets_its_gradient() -> None:
+    """Fused kernels would leave it out."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(5, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x, self.bias)
+
+    model = Attention()
+    run = measure(model, choose_units(model, None), torch.randn(1, 1, 5, 8), default_loss)
+    assert run.unused == ((),)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerocore
+from tests.distributed.harness import run_ranks
 from zerocore.state import find_state, state_of
 
 WIDTH = 64
@@ -78,3 +79,15 @@ def test_only_changes_that_fit_are_named(fake_group: None) -> None:
 def test_a_budget_that_is_no_size(budget: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="memory_budget must be a number or text such as '24GiB'"):
         zerocore.shard(make(), memory_budget=budget)
+
+
+def refused(budget: int) -> str:
+    with pytest.raises(ValueError, match="memory_budget: stage 3 on 2 ranks") as caught:
+        zerocore.shard(make(), memory_budget=budget)
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_every_rank_refuses_alike() -> None:
+    first, second = run_ranks(refused, 2, 1000)
+    assert first == second

@@ -40,6 +40,8 @@ def test_text_of_quantities() -> None:
     assert quantities.format_nbytes(38.5e9) == "38.50 GB"
     assert quantities.format_nbytes(-1.12e12) == "-1.12 TB"
     assert quantities.format_nbytes(12) == "12 B"
+    assert quantities.format_flops(2.2143e15) == "2.21 PFLOP"
+    assert quantities.format_flops(123) == "123 FLOP"
     assert quantities.format_seconds(0.0125) == "12.5 ms"
 
 

@@ -9,8 +9,6 @@ that a kernel uses inside are not seen.
 
 from __future__ import annotations
 
-import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,15 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import flop_registry
 
 from zerocore._C import CallEvent
 from zerocore.calls import entry_units
 from zerocore.fake import fake_copy, fake_like
+from zerocore.tracking import FusedAttention, StorageTracker
 from zerocore.wrapping import UnitPlanned
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -141,102 +137,8 @@ def _checkpoint_blocks(model: nn.Module, blocks: list[str]) -> None:
             use_reentrant=False,
             preserve_rng_state=False,
             # The backward runs without the function modes that were entered around it.
-            context_fn=lambda: (nullcontext(), _FusedAttention()),
+            context_fn=lambda: (nullcontext(), FusedAttention()),
         )
-
-
-class _FusedAttention(TorchFunctionMode):
-    """Attention as a GPU runs it: a fused kernel that saves its inputs, output and one number a
-    row, whatever kernel the dispatcher would choose for a tensor without a device."""
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        options = kwargs or {}
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **options)
-        mask = options.get("attn_mask", args[3] if len(args) > 3 else None)
-        learned = mask is not None and mask.requires_grad  # a learned bias: no fused kernel
-        return func(*args, **options) if learned else _attend(*args, **options)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    batch = query.shape[:-3]
-    q, k, v = (t if t.dim() == 4 else t.reshape(-1, *t.shape[-3:]) for t in (query, key, value))
-    if query.dim() < 3:
-        q, k, v = (t[None] for t in (q, k, v))
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-    out = flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
-    return out if query.dim() == 4 else out.reshape(*batch, *out.shape[-3:])
-
-
-class _Tracker(TorchDispatchMode):
-    """Follows every storage from the operator that makes it until it is freed."""
-
-    def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()
-        self.moment = 0
-        self.live = 0
-        self.highest: defaultdict[int, int] = defaultdict(int)
-        self.flops: defaultdict[int, int] = defaultdict(int)
-        self._ignored = [tensor.untyped_storage() for tensor in known]  # keeps their ids taken
-        self._seen: dict[int, Any] = {id(storage): None for storage in self._ignored}
-
-    def at(self, moment: int) -> None:
-        """What follows belongs to a later moment."""
-        self.moment = max(self.moment, moment)
-        self._note()
-
-    def is_ignored(self, tensor: Tensor) -> bool:
-        key = id(tensor.untyped_storage())
-        return key in self._seen and self._seen[key] is None
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            self.flops[self.moment] += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-        elif packet is torch.ops.aten._grouped_mm:  # experts: (tokens, k) by (experts, k, n)
-            self.flops[self.moment] += 2 * args[0].numel() * args[1].shape[-1]
-        for leaf in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(leaf, Tensor):
-                self._see(leaf.untyped_storage())
-        return out
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = id(storage), storage.nbytes()
-        if key in self._seen:
-            return
-
-        def freed(_: object) -> None:
-            del self._seen[key]
-            self.live -= nbytes
-
-        self._seen[key] = weakref.ref(storage, freed)
-        self.live += nbytes
-        self._note()
-
-    def _note(self) -> None:
-        self.highest[self.moment] = max(self.highest[self.moment], self.live)
 
 
 @dataclass
@@ -261,7 +163,9 @@ class _Recorder:
     @contextmanager
     def recording(self, inputs: list[Any]) -> Iterator[None]:
         known = [*self.model.parameters(), *self.model.buffers()]
-        self.tracker = _Tracker([*known, *(leaf for leaf in inputs if isinstance(leaf, Tensor))])
+        self.tracker = StorageTracker(
+            [*known, *(leaf for leaf in inputs if isinstance(leaf, Tensor))]
+        )
         for name, units in self.entries.items():
             module = self.model.get_submodule(name)
             module.register_forward_pre_hook(partial(self._enter, units))
@@ -271,7 +175,7 @@ class _Recorder:
                 if param.requires_grad:
                     param.register_post_accumulate_grad_hook(partial(self._fired, index))
         with ExitStack() as stack:
-            stack.enter_context(_FusedAttention())
+            stack.enter_context(FusedAttention())
             stack.enter_context(self.tracker)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t))
             yield

@@ -15,23 +15,24 @@ SLOW_LINK = 0.2  # exposed communication, of the step
 def advise(plan: Plan, planner: Planner) -> list[str]:
     """Sentences, most important first."""
     fit = plan.smallest_fit
+    roomy = fit is not None and fit.spare >= LITTLE_HEADROOM * plan.setting.memory_nbytes
     lines = [] if fit is not None else list(_where_none_fits(plan, planner))
     if fit is not None:
         lines.append(
             f"stage {fit.stage} is the smallest that fits: {format_nbytes(fit.spare)} to spare"
-            + _headroom(plan, fit)
+            + ("" if roomy else _headroom(plan, fit))
         )
         if fit.activations is not None and fit.activations > fit.peak.nbytes / 2:
             lines.append(
                 f"activations are {fit.activations / fit.peak.nbytes:.0%} of its peak"
                 + ("" if plan.setting.checkpointing else "; checkpointing would lower it")
             )
-    return lines + list(_slow_links(plan))
+    if fit is None or fit.stage == 3 or not roomy:  # stage 3 is what one would choose
+        lines += _slow_links(plan)
+    return lines
 
 
 def _headroom(plan: Plan, fit: StagePlan) -> str:
-    if fit.spare >= LITTLE_HEADROOM * plan.setting.memory_nbytes:
-        return ""
     following = [stage for stage in plan.stages[fit.stage + 1 :] if stage.spare > fit.spare]
     more = (
         f"; stage {following[-1].stage} leaves {format_nbytes(following[-1].spare)}"

@@ -15,7 +15,7 @@ from torch import nn
 from zerocore.activations import Activations, Loss, default_loss, measure
 from zerocore.advice import advise
 from zerocore.architectures import build_model, config_dtype, load_config, sample_inputs
-from zerocore.config import STAGES, MixedPrecision
+from zerocore.config import STAGES, MixedPrecision, ShardConfig
 from zerocore.links import Link, find_link, traffic_nbytes
 from zerocore.planner import Planner, Precision, make_planner, optimizer_states
 from zerocore.plans import Peak, Plan, Setting, StagePlan, moment_name
@@ -45,7 +45,7 @@ def plan(
     loss: Loss = default_loss,
     checkpointing: bool = False,
     memory: str | int = "24GiB",
-    links: Sequence[Link | str] | None = None,
+    links: Sequence[Link | str] | Link | str | None = None,
     flops: str | float = DEFAULT_FLOPS,
     rank: int = 0,
 ) -> Plan:
@@ -80,50 +80,53 @@ def plan(
         ValueError, TypeError: an argument is out of range, or the model is sharded already.
         ImportError: a configuration without transformers.
     """
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(
-            f"world_size must be at least 1 and rank below it, got rank {rank} of {world_size}"
-        )
-    precision = Precision(dtype, mixed_precision)
-    module, name = _resolve(model, precision)
-    if isinstance(model, str | Path | dict) or not isinstance(model, nn.Module):
-        precision = replace(precision, dtype=None)  # built in it
-    planned = choose_units(module, units)
-    planner = make_planner(module, planned, precision, optimizer_states(optimizer))
-    if inputs is None:
-        seq_len = _allowed_length(module, seq_len)
-        inputs = sample_inputs(module, micro_batch, seq_len)
-    plain, checkpointed, note = _measure(module, planned, inputs, loss, precision.run_dtype)
-    activations = checkpointed if checkpointing else plain
-    if activations is not None:
-        planner = replace(
-            planner,
-            order=activations.order,
-            backward=activations.backward,
-            unused=activations.unused,
-        )
-    chosen = links or (("nvlink4",) if world_size <= 8 else ("ib400",))
+    _check(world_size=world_size, micro_batch=micro_batch, seq_len=seq_len)
     setting = Setting(
         world_size=world_size,
         rank=rank,
-        prefetch=prefetch,
+        prefetch=ShardConfig(prefetch=prefetch).prefetch,
         checkpointing=checkpointing,
         memory_nbytes=parse_nbytes(memory),
-        links=tuple(find_link(link) for link in chosen),
+        links=_find_links(links, world_size),
         flops_per_s=parse_flops(flops),
     )
-    stages = tuple(plan_stage(planner, stage, setting, activations) for stage in STAGES)
+    num_states = optimizer_states(optimizer)
+    module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
+    planned = choose_units(module, units)
+    planner = make_planner(module, planned, precision, num_states)
+    if inputs is None:
+        inputs = sample_inputs(module, micro_batch, _allowed_length(module, seq_len))
+    plain, checkpointed, note = _measure(module, planned, inputs, loss, precision.run_dtype)
+    run = checkpointed if checkpointing else plain
+    if run is not None:
+        planner = replace(planner, order=run.order, backward=run.backward, unused=run.unused)
     result = Plan(
         model=name,
         num_params=planner.num_params,
         num_units=len(planner.names),
         setting=setting,
-        stages=stages,
+        stages=tuple(plan_stage(planner, stage, setting, run) for stage in STAGES),
         activations=plain,
         checkpointed=checkpointed,
         note=note,
     )
     return replace(result, advice=tuple(advise(result, planner)))
+
+
+def _check(**counts: int) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _find_links(
+    links: Sequence[Link | str] | Link | str | None, world_size: int
+) -> tuple[Link, ...]:
+    if links is None:
+        links = "nvlink4" if world_size <= 8 else "ib400"
+    return tuple(find_link(x) for x in ([links] if isinstance(links, Link | str) else links))
 
 
 def plan_stage(
@@ -168,15 +171,15 @@ def plan_stage(
     )
 
 
-def _resolve(model: Any, precision: Precision) -> tuple[nn.Module, str]:
-    """The module to plan and what to call it."""
+def _resolve(model: Any, precision: Precision) -> tuple[nn.Module, str, Precision]:
+    """The module to plan, what to call it, and the dtypes that are still to be applied."""
     if isinstance(model, nn.Module):
         if find_state(model) is not None:
             raise ValueError(
                 f"this {type(model).__name__} is sharded already; plan it before zerocore.shard, "
                 "or use zerocore.predict_memory"
             )
-        return model, type(model).__name__
+        return model, type(model).__name__, precision
     config = load_config(model) if isinstance(model, str | Path | dict) else model
     if not hasattr(config, "model_type"):
         raise TypeError(
@@ -186,7 +189,8 @@ def _resolve(model: Any, precision: Precision) -> tuple[nn.Module, str]:
     # Under mixed precision a checkpoint's narrow dtype is not that of the main weights.
     own = torch.float32 if precision.mixed is not None else config_dtype(config)
     built = build_model(config, precision.dtype or own)
-    return built, model if isinstance(model, str) else type(built).__name__
+    name = model if isinstance(model, str) else type(built).__name__
+    return built, name, replace(precision, dtype=None)
 
 
 def _allowed_length(model: nn.Module, seq_len: int) -> int:

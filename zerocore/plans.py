@@ -9,13 +9,17 @@ from typing import Any
 from zerocore._C import CallEvent
 from zerocore.activations import Activations
 from zerocore.links import Link
-from zerocore.quantities import format_nbytes, format_seconds
+from zerocore.quantities import format_flops, format_nbytes, format_seconds
 from zerocore.timing import Timing
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan is made for; as the arguments of :func:`zerocore.plan`."""
+    """What a plan is made for; as the arguments of :func:`zerocore.plan`.
+
+    Raises:
+        ValueError: there is no such rank.
+    """
 
     world_size: int
     rank: int
@@ -24,6 +28,10 @@ class Setting:
     memory_nbytes: int
     links: tuple[Link, ...]
     flops_per_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank must be 0 to {self.world_size - 1}, got {self.rank}")
 
 
 @dataclass(frozen=True)
@@ -144,7 +152,7 @@ class Plan:
                 lines.append(
                     f"activations {name}: {format_nbytes(run.peak_nbytes)} at their peak, "
                     f"{format_nbytes(run.saved_nbytes)} saved by the forward, "
-                    f"{run.total_flops / 1e12:,.2f} TFLOP a step"
+                    f"{format_flops(run.total_flops)} a step"
                 )
         if self.stages[-1].activations is not None:
             lines.append(f"peak: {self.stages[-1].peak.when}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _NBYTES = {
-    "": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
+    "": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "pb": 1e15,
     "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40,
 }  # fmt: skip
 _BANDWIDTHS = {f"{unit}/s": factor for unit, factor in _NBYTES.items() if unit} | {
@@ -57,10 +57,18 @@ def _parse_text(text: str, units: dict[str, float], expected: str) -> float:
 def format_nbytes(nbytes: float) -> str:
     """``"38.50 GB"``: decimal units, as in the arithmetic of bytes times parameters."""
     size = abs(nbytes)
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, factor in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
             return f"{nbytes / factor:,.2f} {unit}"
     return f"{nbytes:,.0f} B"
+
+
+def format_flops(flops: float) -> str:
+    """``"58.08 TFLOP"``: a number of operations."""
+    for unit, factor in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if flops >= factor:
+            return f"{flops / factor:,.2f} {unit}"
+    return f"{flops:,.0f} FLOP"
 
 
 def format_seconds(seconds: float) -> str:
