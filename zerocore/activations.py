@@ -141,6 +141,14 @@ def _checkpoint_blocks(model: nn.Module, blocks: list[str]) -> None:
         )
 
 
+def _next_node() -> int:
+    """The number that the next node of this thread's graph will have."""
+    with torch.enable_grad():
+        node = torch.ones((), requires_grad=True).view(()).grad_fn
+    assert node is not None
+    return node._sequence_nr() + 1
+
+
 @dataclass
 class _Recorder:
     """Hooks of one run: calls of units, gradients, saved tensors."""
@@ -150,6 +158,7 @@ class _Recorder:
     fqns: list[list[str]]  # of each unit's parameters
     events: list[list[Any]] = field(default_factory=list)  # [is enter, unit, needs backward]
     exits: dict[Any, list[int]] = field(default_factory=dict)  # by node of the graph
+    first_nodes: list[int] = field(default_factory=list)  # of the calls not left
     backward: list[tuple[bool, int]] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)  # nbytes by id of the storage
     saved_nbytes: int = 0
@@ -186,6 +195,7 @@ class _Recorder:
         self.events.append([enter, unit, needs_backward])
 
     def _enter(self, units: tuple[int, ...], _module: nn.Module, _args: Any) -> None:
+        self.first_nodes += [_next_node()] * len(units)
         for unit in units:
             self._add(True, unit)
 
@@ -194,7 +204,11 @@ class _Recorder:
         for unit in units:
             index = len(self.events)
             self._add(False, unit, bool(outputs))
-            for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
+            nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
+            first = self.first_nodes.pop()
+            # As in the runtime: a tensor that the unit only hands on is none of its outputs.
+            computed = {node for node in nodes if node._sequence_nr() >= first}
+            for node in computed or nodes:
                 if node not in self.exits:
                     node.register_prehook(partial(self._backward, node))
                 # In front, as in the runtime: a unit may return what it was given.
