@@ -64,10 +64,6 @@ class CellTimes:
         own, plain = self._totals(system, phases), self._totals(BASELINE, phases)
         return median(a - b for a, b in zip(own, plain, strict=True))
 
-    def fastest_above_plain(self, system: str, phases: tuple[str, ...] = PHASES) -> float:
-        """The fastest round less that of plain: the least disturbed."""
-        return min(self._totals(system, phases)) - min(self._totals(BASELINE, phases))
-
     def _totals(self, system: str, phases: tuple[str, ...]) -> list[float]:
         found = self.times[system]
         return [sum(values) for values in zip(*(found[phase] for phase in phases), strict=True)]

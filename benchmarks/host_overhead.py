@@ -25,8 +25,6 @@ NOTES = (
     "between rounds only.",
     "With zero_grad: dropping the gradients is timed too. A plain model frees them there, a "
     "sharded one has freed the full ones within the backward.",
-    "Fastest: the fastest round less plain's fastest round, disturbed least by other work on the "
-    "machine.",
     "plain again: a second plain model read in the same way, that is, the error of the reading.",
     "c10d floor: two all-gathers and a reduce-scatter of the block's size, called on the group "
     "itself.",
@@ -77,9 +75,7 @@ def growth_table(results: Results, systems: list[str]) -> Table:
         floor = found[0].floor()
         for phases, label in ((PHASES, ""), (ALL_PHASES, ", with zero_grad")):
             medians = [cell.total_above_plain(system, phases) for cell in found]
-            fastest = [cell.fastest_above_plain(system, phases) for cell in found]
-            table.add(f"{NAMES[system]}{label}, median", *_growth(medians, floor))
-            table.add(f"{NAMES[system]}{label}, fastest", *_growth(fastest, floor))
+            table.add(f"{NAMES[system]}{label}", *_growth(medians, floor))
     return table
 
 
@@ -92,7 +88,7 @@ def main(
     params: Annotated[str, typer.Option(help="Parameters per block.")] = "1,4,9,16,32",
     systems: Annotated[str, typer.Option(help="Beside the plain model.")] = "fsdp2,zerocore",
     rounds: Annotated[int, typer.Option(help="Rounds over the systems in a process.")] = 10,
-    passes: Annotated[int, typer.Option(help="Processes for each row.")] = 3,
+    passes: Annotated[int, typer.Option(help="Processes for each row.")] = 8,
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
     """Prints what forward and backward cost the host above the plain model."""
