@@ -79,7 +79,9 @@ def make_extension() -> Extension:
     # A folder given with both -I and -isystem counts as -isystem. So our warnings are errors
     # while those in torch's headers (-Wunused-parameter, over a hundred) stay silent.
     system = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
-    headers = [str(p.relative_to(ROOT)) for end in ("h", "cuh") for p in ROOT.glob(f"csrc/**/*.{end}")]
+    headers = [
+        str(p.relative_to(ROOT)) for end in ("h", "cuh") for p in ROOT.glob(f"csrc/**/*.{end}")
+    ]
     make = cpp_extension.CUDAExtension if has_cuda else cpp_extension.CppExtension
     return make(
         "zerocore._C",

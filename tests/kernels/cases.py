@@ -124,7 +124,12 @@ def check_cast(device: str, dst: torch.dtype, src: torch.dtype, count: int) -> N
 def check_accumulate(device: str, dst: torch.dtype, src: torch.dtype, num_chunks: int) -> None:
     """Chunk after chunk, scaled, added or written."""
     for numel in (0, 1, 8, 1000, 1031, CHUNK_NUMEL + 16):
-        for start, add, scale in ((0, False, 1.0), (0, True, 0.25), (1, True, 1.0), (1, False, 0.5)):
+        for start, add, scale in (
+            (0, False, 1.0),
+            (0, True, 0.25),
+            (1, True, 1.0),
+            (1, False, 0.5),
+        ):
             chunks = filled(numel * num_chunks, src, device, start)
             out = filled(numel, dst, device)
             total = torch.zeros_like(wide(out))
@@ -153,5 +158,3 @@ def check_sum_of_squares(device: str, dtype: torch.dtype, count: int) -> None:
     ops.sum_of_squares(out, case.tensors)
     assert out[1].item() == len(spoiled)
     assert not spoiled or not out[0].isfinite()
-
-
