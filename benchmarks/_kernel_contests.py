@@ -132,6 +132,12 @@ def beside_torch(nbytes: int, device: str) -> Iterator[Contest]:
         "split_with_sizes_copy": lambda: torch.split_with_sizes_copy(dense, numels, out=tensors),
     }
     yield Contest("unflatten fp32", NUM_TENSORS, sources.numel * 8, calls)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    calls = {
+        OWN: lambda: ops.sum_of_squares(sums, tensors),
+        "_foreach_norm": lambda: torch.stack(torch._foreach_norm(tensors)).norm(),
+    }
+    yield Contest("sum of squares fp32", NUM_TENSORS, sources.numel * 4, calls)
 
 
 def _packing_by_torch(nbytes: int, device: str, src: torch.dtype, dst: torch.dtype) -> Contest:
