@@ -25,7 +25,8 @@ COPY_NOTE = (
 )
 TORCH_NOTE = "Ratio: zerocore's time / the other's, so below 1 is faster."
 HOW_NOTES = {
-    "cpu": "Medians over rounds in which all take their turn; wall time, one thread each.",
+    "cpu": "Medians over rounds in which all take their turn; wall time, one thread each. The call "
+    "from Python is included, about 0.15 us a tensor; the engine calls from C++.",
     "cuda": "Medians over rounds in which all take their turn; device time of replayed graphs.",
 }
 
