@@ -47,7 +47,7 @@ sanitize: $(VENV)/.has-test $(VENV)/.has-cpp
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	PYTHONPATH=$(CURDIR) $(PY) -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
-	  $(wildcard $(addprefix $(CURDIR)/tests/,plan runtime engine)) $(ARGS)
+	  $(wildcard $(addprefix $(CURDIR)/tests/,plan kernels runtime engine)) $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info zerocore/_C*.so $(VENV)/.built

@@ -157,6 +157,16 @@ def plan_memory(
     unused: Sequence[Sequence[int]] = (),
 ) -> MemoryPlan: ...
 
+CHUNK_NUMEL: int
+"""Elements that a block of a kernel works on."""
+HAS_CUDA_KERNELS: bool
+"""Whether this build has the kernels for CUDA devices."""
+
+def kernel_chunks(numels: Sequence[int]) -> list[tuple[int, int, int]]: ...
+def kernel_vector_split(
+    dst: int, dst_itemsize: int, src: int, src_itemsize: int, numel: int
+) -> tuple[int, int]: ...
+
 class PoolStats:
     """Figures of a bucket pool, bytes."""
 

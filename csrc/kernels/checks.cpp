@@ -48,44 +48,31 @@ void check_flat(const char* op, const char* name, const at::Tensor& tensor) {
       tensor.strides());
 }
 
-void check_member(
+void fail_member(
     const char* op,
     const char* name,
     size_t index,
     const at::Tensor& tensor,
     const at::Tensor& like,
     c10::ScalarType dtype) {
+  const auto who = c10::str(op, ": ", name, " ", index, " ");
   TORCH_CHECK_VALUE(
       tensor.device() == like.device(),
-      op,
-      ": ",
-      name,
-      " ",
-      index,
-      " is on ",
+      who,
+      "is on ",
       tensor.device(),
       ", expected ",
       like.device());
   TORCH_CHECK_TYPE(
       tensor.scalar_type() == dtype,
-      op,
-      ": ",
-      name,
-      " ",
-      index,
-      " is ",
+      who,
+      "is ",
       tensor.scalar_type(),
       ", expected ",
       dtype,
       " as the others. Call it once for each dtype.");
   TORCH_CHECK_VALUE(
-      tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense(),
-      op,
-      ": ",
-      name,
-      " ",
-      index,
-      " must be dense without gaps or repeated elements. Pass .contiguous().");
+      false, who, "must be dense without gaps or repeated elements. Pass .contiguous().");
 }
 
 void check_count(const char* op, const char* name, size_t given, const char* of, size_t wanted) {
@@ -103,9 +90,9 @@ void check_count(const char* op, const char* name, size_t given, const char* of,
       ", expected as many");
 }
 
-void check_range(const char* op, size_t index, int64_t offset, int64_t numel, int64_t size) {
+void fail_range(const char* op, size_t index, int64_t offset, int64_t numel, int64_t size) {
   TORCH_CHECK_VALUE(
-      offset >= 0 && numel >= 0 && numel <= size && offset <= size - numel,
+      false,
       op,
       ": piece ",
       index,

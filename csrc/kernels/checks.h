@@ -23,19 +23,44 @@ Conversion conversion(const char* op, c10::ScalarType dst, c10::ScalarType src, 
 // A flat buffer: 1-D and contiguous.
 void check_flat(const char* op, const char* name, const at::Tensor& tensor);
 
-// An element of a list: on `like`'s device, of `dtype`, its elements next to each other in memory.
-void check_member(
+// What a mistake says; the checks themselves are inline, because they run for every tensor.
+[[noreturn]] void fail_member(
     const char* op,
     const char* name,
     size_t index,
     const at::Tensor& tensor,
     const at::Tensor& like,
     c10::ScalarType dtype);
+[[noreturn]] void fail_range(
+    const char* op,
+    size_t index,
+    int64_t offset,
+    int64_t numel,
+    int64_t size);
+
+// An element of a list: on `like`'s device, of `dtype`, its elements next to each other in memory.
+inline void check_member(
+    const char* op,
+    const char* name,
+    size_t index,
+    const at::Tensor& tensor,
+    const at::Tensor& like,
+    c10::ScalarType dtype) {
+  const bool fits = tensor.scalar_type() == dtype && tensor.device() == like.device() &&
+      tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense();
+  if (C10_UNLIKELY(!fits)) {
+    fail_member(op, name, index, tensor, like, dtype);
+  }
+}
+
+// [offset, offset + numel) lies in [0, size).
+inline void check_range(const char* op, size_t index, int64_t offset, int64_t numel, int64_t size) {
+  if (C10_UNLIKELY(offset < 0 || numel < 0 || numel > size || offset > size - numel)) {
+    fail_range(op, index, offset, numel, size);
+  }
+}
 
 // As many offsets as tensors.
 void check_count(const char* op, const char* name, size_t given, const char* of, size_t wanted);
-
-// [offset, offset + numel) lies in [0, size).
-void check_range(const char* op, size_t index, int64_t offset, int64_t numel, int64_t size);
 
 } // namespace zerocore::kernels

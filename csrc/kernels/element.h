@@ -11,6 +11,7 @@ namespace zerocore::kernels {
 
 // Byte stands for the bytes of any other dtype, which are moved and never computed with.
 enum class Element : uint8_t { Byte, Half, BFloat16, Float, Double };
+constexpr int kNumElements = 5;
 
 // What values are read as and written as.
 struct Pair {

@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <array>
+#include <numeric>
 
 #include "common/math.h"
 #include "kernels/checks.h"
@@ -13,23 +15,58 @@ namespace zerocore::kernels {
 
 namespace {
 
-// Where an element lies, without a typed pointer; null on the meta device.
-char* address(const at::Tensor& tensor, int64_t offset) {
-  return tensor.is_meta()
-      ? nullptr
-      : static_cast<char*>(tensor.data_ptr()) + offset * static_cast<int64_t>(tensor.itemsize());
-}
+// A tensor's memory, without a type. On the meta device there is none: null.
+struct Memory {
+  explicit Memory(const at::Tensor& tensor)
+      : data(tensor.is_meta() ? nullptr : static_cast<char*>(tensor.data_ptr())),
+        itemsize(static_cast<int64_t>(tensor.itemsize())) {}
 
-const char* const_address(const at::Tensor& tensor, int64_t offset) {
-  return tensor.is_meta() ? nullptr
-                          : static_cast<const char*>(tensor.const_data_ptr()) +
-          offset * static_cast<int64_t>(tensor.itemsize());
-}
+  char* at(int64_t index) const {
+    return data == nullptr ? nullptr : data + index * itemsize;
+  }
+
+  char* data;
+  int64_t itemsize;
+};
+
+// The same to read from.
+struct Source {
+  explicit Source(const at::Tensor& tensor)
+      : data(tensor.is_meta() ? nullptr : static_cast<const char*>(tensor.const_data_ptr())),
+        itemsize(static_cast<int64_t>(tensor.itemsize())) {}
+
+  const char* at(int64_t index) const {
+    return data == nullptr ? nullptr : data + index * itemsize;
+  }
+
+  const char* data;
+  int64_t itemsize;
+};
 
 void run_copy(const at::Tensor& like, Pair pair, const SegmentList& list, double scale) {
   if (list.size() > 0) {
     loops_of(like.device()).copy({like.device(), pair, list, scale});
   }
+}
+
+// The partial sums of the element types follow each other.
+void run_sum_of_squares(const at::Tensor& out, const std::array<SegmentList, kNumElements>& lists) {
+  const int64_t num_partials = std::accumulate(
+      lists.begin(), lists.end(), int64_t{0}, [](int64_t sum, const SegmentList& list) {
+        return sum + list.num_chunks();
+      });
+  const at::Tensor partials = at::empty({2 * num_partials}, out.options());
+  auto* sums = reinterpret_cast<SquareSum*>(Memory(partials).data);
+  const Loops& loops = loops_of(out.device());
+  int64_t done = 0;
+  for (size_t i = 0; i < lists.size(); ++i) {
+    if (lists[i].size() > 0) {
+      loops.square({out.device(), static_cast<Element>(i), lists[i], sums + done});
+      done += lists[i].num_chunks();
+    }
+  }
+  auto* total = reinterpret_cast<SquareSum*>(Memory(out).data);
+  loops.total({out.device(), sums, num_partials, total});
 }
 
 // Calls f(index, range of the region) for each parameter that has elements in the shard.
@@ -74,6 +111,7 @@ void pack(const at::Tensor& bucket, const std::vector<PackSegment>& segments, do
   const auto src_dtype =
       first == segments.end() ? bucket.scalar_type() : first->source->scalar_type();
   const Conversion found = conversion("pack", bucket.scalar_type(), src_dtype, false);
+  const Memory target(bucket);
   SegmentList list;
   for (size_t i = 0; i < segments.size(); ++i) {
     const PackSegment& segment = segments[i];
@@ -82,10 +120,10 @@ void pack(const at::Tensor& bucket, const std::vector<PackSegment>& segments, do
     if (segment.source != nullptr) {
       check_member("pack", "gradient of piece", i, *segment.source, bucket, src_dtype);
       check_range("pack", i, segment.source_offset, segment.numel, segment.source->numel());
-      source = const_address(*segment.source, segment.source_offset);
+      source = Source(*segment.source).at(segment.source_offset);
     }
     if (source != nullptr || !segment.add) {
-      list.push(address(bucket, segment.offset), source, segment.numel, segment.add);
+      list.push(target.at(segment.offset), source, segment.numel, segment.add);
     }
   }
   run_copy(bucket, found.pair, list, scale);
@@ -115,8 +153,8 @@ void accumulate(
     const AccumulateCall call{
         out.device(),
         found.pair,
-        address(out, 0),
-        const_address(chunks, 0),
+        Memory(out).data,
+        Source(chunks).data,
         out.numel(),
         num_chunks,
         scale,
@@ -133,17 +171,18 @@ void flatten(
   const auto src_dtype = params.empty() ? shard.scalar_type() : params[0].scalar_type();
   const auto [pair, step] = conversion("flatten", shard.scalar_type(), src_dtype, true);
   const Range own{start, start + shard.numel()};
+  const Memory target(shard);
   SegmentList list;
   int64_t end = start;
   const auto zero_until = [&, step = step](int64_t position) {
     if (position > end) {
-      list.push(address(shard, end - start), nullptr, (position - end) * step);
+      list.push(target.at(end - start), nullptr, (position - end) * step);
     }
   };
   visit_region("flatten", params, shard, offsets, own, [&, step = step](size_t i, Range range) {
     zero_until(range.begin);
-    const void* source = const_address(params[i], range.begin - offsets[i]);
-    list.push(address(shard, range.begin - start), source, range.size() * step);
+    const void* source = Source(params[i]).at(range.begin - offsets[i]);
+    list.push(target.at(range.begin - start), source, range.size() * step);
     end = range.end;
   });
   zero_until(own.end);
@@ -158,10 +197,11 @@ void unflatten(
   const auto dst_dtype = params.empty() ? shard.scalar_type() : params[0].scalar_type();
   const auto [pair, step] = conversion("unflatten", dst_dtype, shard.scalar_type(), true);
   const Range own{start, start + shard.numel()};
+  const Source source(shard);
   SegmentList list;
   visit_region("unflatten", params, shard, offsets, own, [&, step = step](size_t i, Range range) {
-    void* target = address(params[i], range.begin - offsets[i]);
-    list.push(target, const_address(shard, range.begin - start), range.size() * step);
+    void* target = Memory(params[i]).at(range.begin - offsets[i]);
+    list.push(target, source.at(range.begin - start), range.size() * step);
   });
   run_copy(shard, pair, list, 1.0);
 }
@@ -171,12 +211,12 @@ void cast(const at::Tensor& bucket, at::TensorList sources, at::IntArrayRef offs
   check_count("cast", "offsets", offsets.size(), "sources", sources.size());
   const auto src_dtype = sources.empty() ? bucket.scalar_type() : sources[0].scalar_type();
   const auto [pair, step] = conversion("cast", bucket.scalar_type(), src_dtype, true);
+  const Memory target(bucket);
   SegmentList list;
   for (size_t i = 0; i < sources.size(); ++i) {
     check_member("cast", "source", i, sources[i], bucket, src_dtype);
     check_range("cast", i, offsets[i], sources[i].numel(), bucket.numel());
-    const void* source = const_address(sources[i], 0);
-    list.push(address(bucket, offsets[i]), source, sources[i].numel() * step);
+    list.push(target.at(offsets[i]), Source(sources[i]).data, sources[i].numel() * step);
   }
   run_copy(bucket, pair, list, 1.0);
 }
@@ -189,37 +229,21 @@ void sum_of_squares(const at::Tensor& out, at::TensorList shards) {
       out.scalar_type(),
       " of ",
       out.numel());
-  // One list per element type; the partial sums follow each other.
-  constexpr Element kElements[] = {
-      Element::Half, Element::BFloat16, Element::Float, Element::Double};
-  SegmentList lists[std::size(kElements)];
-  int64_t num_partials = 0;
+  std::array<SegmentList, kNumElements> lists; // one per element type
   for (size_t i = 0; i < shards.size(); ++i) {
-    const auto dtype = shards[i].scalar_type();
-    check_member("sum_of_squares", "shard", i, shards[i], out, dtype);
-    const auto element = element_of(dtype);
+    check_member("sum_of_squares", "shard", i, shards[i], out, shards[i].scalar_type());
+    const auto element = element_of(shards[i].scalar_type());
     TORCH_CHECK_TYPE(
         element.has_value(),
         "sum_of_squares: shard ",
         i,
         " is ",
-        dtype,
+        shards[i].scalar_type(),
         ", expected float32, float16, bfloat16 or float64");
-    const auto* place = std::find(std::begin(kElements), std::end(kElements), *element);
-    lists[place - kElements].push(nullptr, const_address(shards[i], 0), shards[i].numel());
-    num_partials += num_chunks_of(shards[i].numel());
+    SegmentList& list = lists[static_cast<size_t>(*element)];
+    list.push(nullptr, Source(shards[i]).data, shards[i].numel());
   }
-  const Loops& loops = loops_of(out.device());
-  const at::Tensor partials = at::empty({2 * num_partials}, out.options());
-  auto* sums = reinterpret_cast<SquareSum*>(address(partials, 0));
-  int64_t done = 0;
-  for (size_t i = 0; i < std::size(kElements); ++i) {
-    if (lists[i].size() > 0) {
-      loops.square({out.device(), kElements[i], lists[i], sums + done});
-      done += lists[i].num_chunks();
-    }
-  }
-  loops.total({out.device(), sums, num_partials, reinterpret_cast<SquareSum*>(address(out, 0))});
+  run_sum_of_squares(out, lists);
 }
 
 } // namespace zerocore::kernels

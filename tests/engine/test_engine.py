@@ -16,6 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zerocore
 from zerocore.state import state_of
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 class Block(nn.Module):
     def __init__(self, width: int = 8) -> None:
@@ -80,6 +82,7 @@ def test_modules_show_full_parameters_only_while_they_run(fake_group: None) -> N
     assert model[1].linear.weight.dim() == 1
 
 
+@pytest.mark.skipif(TORCH < (2, 13), reason="before torch 2.13 it is a null pointer")
 def test_reading_a_released_parameter_is_an_error(fake_group: None) -> None:
     model = zerocore.shard(make(), stage=3)
     kept: list[Tensor] = []

@@ -1,0 +1,112 @@
+"""Measures the kernels against the fastest plain copy and against what torch offers for lists.
+
+Usage: python benchmarks/kernels.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import torch
+import typer
+from _kernel_contests import OWN, Contest, against_copy, beside_torch, small_tensors
+from _results import write_results
+from _tables import Table, make_console
+from _timing import fastest, ratio, time_in_turns
+from rich.console import Console
+from rich.progress import track
+
+COPY_NOTE = (
+    "GB/s: bytes read plus bytes written. The copy moves as many bytes in all, with the fastest of "
+    "copy_, memcpy (CPU) and an elementwise kernel (CUDA). Ratio: its time / the kernel's, so 1 is "
+    "as fast as a copy."
+)
+TORCH_NOTE = "Ratio: zerocore's time / the other's, so below 1 is faster."
+HOW_NOTES = {
+    "cpu": "Medians over rounds in which all take their turn; wall time, one thread each. The call "
+    "from Python is included, about 0.15 us a tensor; the engine calls from C++.",
+    "cuda": "Medians over rounds in which all take their turn; device time of replayed graphs.",
+}
+
+
+def copy_table(contests: list[Contest], title: str) -> Table:
+    """Each kernel beside the fastest copy of as many bytes."""
+    columns = ["kernel", "tensors", "MB moved", "us", "GB/s", "copy us", "copy GB/s", "ratio"]
+    table = Table(title, [*columns, "copy by"], notes=[COPY_NOTE])
+    for contest in contests:
+        best = fastest(contest.seconds, [name for name in contest.seconds if name != OWN])
+        cells = [contest.name, str(contest.num_tensors), f"{contest.nbytes / 1e6:.1f}"]
+        for name in (OWN, best):
+            cells += [f"{contest.micros(name):.0f}", f"{contest.rate(name):.1f}"]
+        table.add(*cells, f"{ratio(contest.seconds, best, OWN):.2f}", best)
+    return table
+
+
+def torch_table(contests: list[Contest], title: str) -> Table:
+    """Each kernel beside torch's calls that do the same."""
+    columns = ["kernel", "tensors", "MB moved", "us", "GB/s", "beside", "its us", "its GB/s"]
+    table = Table(title, [*columns, "ratio"], notes=[TORCH_NOTE])
+    for contest in contests:
+        own = [f"{contest.micros(OWN):.1f}", f"{contest.rate(OWN):.1f}"]
+        for name in contest.seconds:
+            if name != OWN:
+                other = [name, f"{contest.micros(name):.1f}", f"{contest.rate(name):.1f}"]
+                head = [contest.name, str(contest.num_tensors), f"{contest.nbytes / 1e6:.1f}"]
+                table.add(*head, *own, *other, f"{ratio(contest.seconds, OWN, name):.2f}")
+    return table
+
+
+def run(contests: Iterable[Contest], device: str, rounds: int, console: Console) -> list[Contest]:
+    """Times one contest after the other, so that only one holds memory."""
+    done = []
+    for contest in track(contests, "measuring", console=console, transient=True):
+        contest.seconds = time_in_turns(contest.calls, device, rounds)
+        contest.calls = {}
+        done.append(contest)
+    return done
+
+
+def raw(contest: Contest) -> dict[str, Any]:
+    """A contest for the JSON file."""
+    figures = {"name": contest.name, "num_tensors": contest.num_tensors}
+    return {**figures, "nbytes": contest.nbytes, "seconds": contest.seconds}
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cpu or cuda; by default what there is.")] = "",
+    mib: Annotated[str, typer.Option(help="MiB of sources; default 64, on CUDA 64,256,1024")] = "",
+    rounds: Annotated[int, typer.Option(help="Rounds in which each takes its turn.")] = 15,
+    save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
+) -> None:
+    """Prints how fast the kernels move memory."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)
+    sizes = [int(size) for size in (mib or {"cpu": "64"}.get(device, "64,256,1024")).split(",")]
+    console, load = make_console(), os.getloadavg()[0]
+    tables, figures = [], {}
+    for size in sizes:
+        for theme, make_table, contests in (
+            ("kernels and a copy", copy_table, against_copy(size * 2**20, device)),
+            ("lists beside torch", torch_table, beside_torch(size * 2**20, device)),
+        ):
+            title = f"{device}, {size} MiB: {theme}"
+            done = run(contests, device, rounds, console)
+            figures[title] = [raw(contest) for contest in done]
+            tables.append(make_table(done, title))
+    done = run(small_tensors(device), device, rounds, console)
+    figures[f"{device}: small tensors"] = [raw(contest) for contest in done]
+    tables.append(torch_table(done, f"{device}: small tensors"))
+    tables[-1].notes += [HOW_NOTES[device], f"Load of the machine at the start: {load:.1f}."]
+    for table in tables:
+        table.show(console)
+    if save:
+        name = {"device": torch.cuda.get_device_name()} if device == "cuda" else {}
+        record = {**name, "load_at_start": load, "contests": figures}
+        paths = write_results("kernels", record, "\n".join(t.markdown() for t in tables))
+        console.print(f"written: {', '.join(path.name for path in paths)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
