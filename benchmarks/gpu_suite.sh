@@ -71,7 +71,7 @@ run_on_gpu() {
   local sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --error-exitcode 9 --kernel-regex kns=zerocore)
   local kernel_tests=("$python" -m pytest -q -x -p no:cacheprovider tests/gpu/test_kernels.py)
-  local peers=(--peers plain,ddp,fsdp2 --stages 0,2,3 --rounds 1)
+  local peers=(--peers "plain,ddp,fsdp2" --stages "0,2,3" --rounds 1)
   part build 200 env ZEROCORE_CUDA=1 "$python" setup.py build_ext --inplace
   part tests 150 "$python" -m pytest -q -p no:cacheprovider tests/gpu
   part kernels 90 "$python" benchmarks/kernels.py
