@@ -52,7 +52,8 @@ def run_on_this_rank(
     imported_mib = resident_mib() if device == "cpu" else 0.0
     size = GPT_SIZES[size_name]
     torch.manual_seed(0)
-    model = GPT(size).to(device, getattr(torch, size.dtype))
+    with torch.device(device):
+        model = GPT(size).to(getattr(torch, size.dtype))
     step = build_step(system, model, model.blocks, LEARNING_RATE)
     batches = [(inputs.to(device), targets.to(device)) for inputs, targets in _batches(size)]
     for index in range(length.num_warmup):
