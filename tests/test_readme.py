@@ -1,4 +1,4 @@
-"""The Python blocks of the README run."""
+"""The Python blocks of the README and of the pages in docs/ run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).resolve().parents[1] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{index}")
+    for page in PAGES
+    for index, block in enumerate(
+        re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    )
+]
 
 
 def test_there_are_blocks() -> None:
@@ -17,4 +24,4 @@ def test_there_are_blocks() -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_runs(block: str) -> None:
-    exec(compile(block, str(README), "exec"), {})
+    exec(compile(block, "block", "exec"), {})

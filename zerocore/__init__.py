@@ -12,10 +12,13 @@ from zerocore.api import (
     unsharded,
 )
 from zerocore.checkpoint import full_state_dict, load_full_state_dict
-from zerocore.config import ShardConfig
+from zerocore.config import MixedPrecision, ShardConfig
 from zerocore.description import Description, describe
 from zerocore.emulated import Emulation, emulate
+from zerocore.estimate import plan
+from zerocore.links import Link
 from zerocore.memory import MemoryBytes, memory_usage, predict_events, predict_memory
+from zerocore.plans import Plan, StagePlan
 from zerocore.tensor import LocalShard, Place, ShardedGrad, ShardedParameter
 from zerocore.trace import Event, record_events
 
@@ -27,12 +30,16 @@ __all__ = [
     "Description",
     "Emulation",
     "Event",
+    "Link",
     "LocalShard",
     "MemoryBytes",
+    "MixedPrecision",
     "Place",
+    "Plan",
     "ShardConfig",
     "ShardedGrad",
     "ShardedParameter",
+    "StagePlan",
     "clip_grad_norm_",
     "describe",
     "emulate",
@@ -40,6 +47,7 @@ __all__ = [
     "load_full_state_dict",
     "memory_usage",
     "no_sync",
+    "plan",
     "predict_events",
     "predict_memory",
     "record_events",
