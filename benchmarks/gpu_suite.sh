@@ -3,8 +3,8 @@
 #
 #   benchmarks/gpu_suite.sh OUT_DIR [PART...]
 #
-# Parts: build tests kernels overlap memcheck racecheck host step_emulated step_nccl; all by default.
-# Each has a time limit and may fail without stopping the next; together they take at most
+# Parts: build tests kernels overlap link memcheck racecheck host step_emulated step_nccl; by default
+# all. Each has a time limit and may fail without stopping the next; together they take at most
 # BUDGET_S seconds (570). No network is used. OUT_DIR receives summary.txt, pictures, and
 # results.tar.gz with all logs and result files. Without a GPU it rehearses, on the CPU and in
 # small, what runs without one. PYTHON says which Python has torch (python3).
@@ -77,6 +77,7 @@ run_on_gpu() {
   part tests 150 "$python" -m pytest -q -p no:cacheprovider tests/gpu
   part kernels 90 "$python" benchmarks/kernels.py
   part overlap 150 "$python" benchmarks/overlap.py
+  part link 40 "$python" benchmarks/link_accuracy.py
   if command -v compute-sanitizer >/dev/null; then
     part memcheck 75 "${sanitizer[@]}" --tool memcheck "${kernel_tests[@]}"
     part racecheck 75 "${sanitizer[@]}" --tool racecheck "${kernel_tests[@]}"
@@ -100,6 +101,7 @@ rehearse() {
   part tests 240 "$python" -m pytest -q -p no:cacheprovider tests/gpu --rehearse
   part kernels 90 "$python" benchmarks/kernels.py --mib 8 --rounds 3
   part overlap 90 "$python" benchmarks/overlap.py --quick
+  part link 60 "$python" benchmarks/link_accuracy.py
   skip memcheck "needs a GPU"
   skip racecheck "needs a GPU"
   part host 60 "$python" benchmarks/host_overhead.py --params 4 --rounds 2 --passes 1

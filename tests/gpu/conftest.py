@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zerocore._C import HAS_CUDA_KERNELS
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rehearse", action="store_true", help="tests/gpu on the CPU, where possible")
@@ -32,6 +34,8 @@ def cuda() -> torch.device:
     """The first GPU, for tests of what only CUDA has."""
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
+    if not HAS_CUDA_KERNELS:
+        pytest.skip("this build of zerocore has no CUDA code; build it where nvcc is on PATH")
     return torch.device("cuda", 0)
 
 
