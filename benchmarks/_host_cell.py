@@ -33,6 +33,7 @@ class Cell:
 
     num_params: int
     systems: tuple[str, ...]
+    device: str = "cpu"
     num_blocks: int = 32
     width: int = 16
     world_size: int = 8
@@ -90,7 +91,7 @@ def _measure(cell: Cell) -> CellTimes:
     floor = _floor(cell)
     found = CellTimes({name: {phase: [] for phase in ALL_PHASES} for name in models})
     found.times[FLOOR] = {"both": []}
-    inputs = torch.randn(8, cell.width)
+    inputs = torch.randn(8, cell.width).to(cell.device)
     names = list(models)
     for name in names * 5:
         _step_us(models[name], inputs)
@@ -109,9 +110,9 @@ def _measure(cell: Cell) -> CellTimes:
 
 def _build(name: str, cell: Cell) -> nn.Module:
     torch.manual_seed(0)
-    model = Chain(cell.num_blocks, cell.num_params, cell.width)
+    model = Chain(cell.num_blocks, cell.num_params, cell.width).to(cell.device)
     if name == "fsdp2":
-        mesh = init_device_mesh("cpu", (cell.world_size,))
+        mesh = init_device_mesh(cell.device, (cell.world_size,))
         apply_fsdp2(model, model.blocks, reshard=True, mesh=mesh)
     elif name == "zerocore":
         model = import_zerocore().shard(model, stage=3, units=[ChainBlock])
@@ -127,7 +128,9 @@ def _round(model: nn.Module, inputs: Tensor, cell: Cell, times: dict[str, list[f
 
 
 def _step_us(model: nn.Module, inputs: Tensor) -> tuple[float, float, float]:
-    """Microseconds of a forward, of its backward, and of dropping the gradients."""
+    """Microseconds of the host: a forward, its backward, and dropping the gradients."""
+    if inputs.is_cuda:
+        torch.cuda.synchronize()  # begin with an empty queue, which then never is full
     start = time.perf_counter_ns()
     loss = model(inputs).sum()
     middle = time.perf_counter_ns()
@@ -146,8 +149,8 @@ def _floor(cell: Cell) -> Callable[[], float]:
     group = dist.distributed_c10d._get_default_group()
     options = dist.ReduceScatterOptions()
     shard_numel = -(-cell.num_params * cell.width**2 // cell.world_size)
-    shard = torch.zeros(shard_numel)
-    full = torch.zeros(shard_numel * cell.world_size)
+    shard = torch.zeros(shard_numel, device=cell.device)
+    full = torch.zeros(shard_numel * cell.world_size, device=cell.device)
 
     def call() -> float:
         start = time.perf_counter_ns()

@@ -13,18 +13,21 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTSize:
-    """Shape of a GPT; lengths in tokens, widths in elements."""
+    """Shape of a GPT and its batches; lengths in tokens, widths in elements."""
 
     num_blocks: int
     width: int
     num_heads: int
     vocab_size: int
     sequence: int = 128
+    batch: int = 2
+    dtype: str = "float32"
 
 
 GPT_SIZES = {
     "29m": GPTSize(num_blocks=8, width=512, num_heads=8, vocab_size=3584),
     "small": GPTSize(num_blocks=12, width=128, num_heads=4, vocab_size=128),
+    "943m": GPTSize(16, 2048, 16, vocab_size=32768, sequence=1024, batch=8, dtype="bfloat16"),
 }
 
 

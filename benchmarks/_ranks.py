@@ -13,29 +13,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _systems import import_zerocore
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
 # One thread a rank, and peers that look for an accelerator find the CPU.
 RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+EMULATED = "emulated"
+EMULATED_PRESET = "nvlink4"
 
 
 def run_on_ranks(
-    function: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout_s: float
+    function: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    timeout_s: float,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Calls `function(*args)` on `world_size` gloo ranks and returns the results in rank order.
+    """Calls `function(*args)` on `world_size` ranks and returns the results in rank order.
 
+    `backend` is gloo, nccl (a GPU for each rank) or emulated: one process that plays rank 0.
     `function` has to be importable (spawned processes look it up by name) and its result
     picklable. What ranks print goes nowhere, except that a failure shows its end. Raises
     RuntimeError with the failed rank's traceback, TimeoutError after `timeout_s` seconds; either
     way no process is left behind.
     """
+    num_processes = 1 if backend == EMULATED else world_size
     saved = {name: os.environ.get(name) for name in RANK_ENVIRONMENT}
     os.environ.update(RANK_ENVIRONMENT)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            call = (function, world_size, args, folder, timeout_s)
+            call = (function, world_size, args, folder, timeout_s, backend)
             context = start_processes(
-                _rank_main, call, nprocs=world_size, join=False, start_method="spawn"
+                _rank_main, call, nprocs=num_processes, join=False, start_method="spawn"
             )
             assert context is not None
             try:
@@ -44,7 +53,7 @@ def run_on_ranks(
                 raise RuntimeError(f"{error}\n{_last_lines(Path(folder))}") from None
             return [
                 pickle.loads((Path(folder) / f"result_{rank}").read_bytes())
-                for rank in range(world_size)
+                for rank in range(num_processes)
             ]
     finally:
         for name, value in saved.items():
@@ -84,6 +93,7 @@ def _rank_main(
     args: tuple[Any, ...],
     folder: str,
     timeout_s: float,
+    backend: str,
 ) -> None:
     with open(f"{folder}/log_{rank}", "wb") as log:
         for stream in (1, 2):
@@ -91,13 +101,18 @@ def _rank_main(
     torch.set_num_threads(1)
     # What libraries expect of a launcher; rendezvous itself goes through the file.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    dist.init_process_group(
-        "gloo",
-        rank=rank,
-        world_size=world_size,
-        store=dist.FileStore(f"{folder}/store", world_size),  # type: ignore[attr-defined]
-        timeout=timedelta(seconds=timeout_s),
-    )
+    if backend == EMULATED:
+        import_zerocore().emulate(world_size, EMULATED_PRESET)
+    else:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            backend,
+            rank=rank,
+            world_size=world_size,
+            store=dist.FileStore(f"{folder}/store", world_size),  # type: ignore[attr-defined]
+            timeout=timedelta(seconds=timeout_s),
+        )
     result = function(*args)
     (Path(folder) / f"result_{rank}").write_bytes(pickle.dumps(result))
     dist.barrier()

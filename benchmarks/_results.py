@@ -12,7 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-RESULTS_FOLDER = Path(__file__).resolve().parent / "results"
+# Where the result files of all benchmarks go.
+RESULTS_FOLDER = Path(
+    os.environ.get("ZEROCORE_RESULTS", Path(__file__).resolve().parent / "results")
+)
 VERSIONED = ("torch", "zerocore", "deepspeed", "numpy")
 
 
@@ -25,8 +28,8 @@ def write_results(
 ) -> list[Path]:
     """Writes `<date>_<hardware>_<theme>.json` (all of `raw`) and `.md` (`tables`, markdown).
 
-    `hardware` is a short name for the file; by default it is taken from the processor. Returns the
-    two paths.
+    `hardware` is a short name for the file; by default it is taken from the GPU, or the processor
+    where there is none. Returns the two paths.
     """
     record = {"theme": theme, "command": command_line(), "machine": machine(), **raw}
     record["versions"] = versions()
@@ -60,9 +63,11 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores this process may use, memory in GiB, kernel."""
+    """Processor, cores this process may use, memory in GiB, kernel, and the GPU if there is one."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpu = gpu_name()
     return {
+        **({"gpu": gpu} if gpu else {}),
         "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory, 1),
@@ -80,8 +85,17 @@ def processor_name() -> str:
     return match.group(1).strip() if match else platform.machine()
 
 
+def gpu_name() -> str:
+    """The model name of the first GPU that torch sees; empty where there is none."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+
+
 def hardware_slug() -> str:
-    """A file-name part such as `2-core-xeon-2-80ghz`."""
+    """A file-name part such as `2-core-xeon-2-80ghz` or `nvidia-h200`."""
+    if gpu := gpu_name():
+        return "-".join(re.findall(r"[a-z0-9]+", gpu.lower()))
     name = re.sub(r"\((r|tm)\)|\bcpu\b|\bprocessor\b|intel|amd", " ", processor_name().lower())
     words = re.findall(r"[a-z0-9]+", name)
     return "-".join([str(len(os.sched_getaffinity(0))), "core", *words])
@@ -90,13 +104,14 @@ def hardware_slug() -> str:
 def _markdown(record: dict[str, Any], tables: str, raw_name: str) -> str:
     where = record["machine"]
     used = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    processors = ", ".join(filter(None, (where.get("gpu"), where["processor"])))
     return "\n".join(
         [
             f"# {record['theme']}, {record['date'][:10]}",
             "",
             f"`{record['command']}`",
             "",
-            f"{where['processor']}, {where['cores']} cores, {where['memory_gib']} GiB; {used}.",
+            f"{processors}, {where['cores']} cores, {where['memory_gib']} GiB; {used}.",
             f"Raw numbers: `{raw_name}`.",
             "",
             tables.strip(),

@@ -14,7 +14,6 @@ from _process_memory import peak_resident_mib, reset_peak, resident_mib
 from _systems import System, build_step
 from torch import Tensor
 
-BATCH = 2
 NUM_BATCHES = 4
 LEARNING_RATE = 3e-4
 
@@ -29,7 +28,10 @@ class RunLength:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank saw: each timed step in ms, the last loss in nats, memory in MiB."""
+    """What one rank saw: each timed step in ms, the last loss in nats, memory in MiB.
+
+    Memory is resident memory of the process on the CPU, allocated memory on a GPU.
+    """
 
     step_ms: list[float]
     loss: float
@@ -37,7 +39,9 @@ class RankReport:
     peak_mib: float
 
 
-def run_on_this_rank(system: System, size_name: str, length: RunLength) -> RankReport:
+def run_on_this_rank(
+    system: System, size_name: str, length: RunLength, device: str = "cpu"
+) -> RankReport:
     """Trains from a fixed seed on batches that depend only on the rank.
 
     So every system sees the same weights and batches, and their losses can be compared. The peak
@@ -45,28 +49,40 @@ def run_on_this_rank(system: System, size_name: str, length: RunLength) -> RankR
     """
     if system.peer == "deepspeed":
         importlib.import_module("deepspeed")
-    imported_mib = resident_mib()
+    imported_mib = resident_mib() if device == "cpu" else 0.0
     size = GPT_SIZES[size_name]
     torch.manual_seed(0)
-    model = GPT(size)
+    with torch.device(device):
+        model = GPT(size).to(getattr(torch, size.dtype))
     step = build_step(system, model, model.blocks, LEARNING_RATE)
-    batches = _batches(size)
+    batches = [(inputs.to(device), targets.to(device)) for inputs, targets in _batches(size)]
     for index in range(length.num_warmup):
         step(*batches[index % NUM_BATCHES])
     gc.collect()
-    reset_peak()
+    _reset_peak(device)
     dist.barrier()
     step_ms, loss = [], 0.0
     for index in range(length.num_warmup, length.num_warmup + length.num_steps):
-        start = time.perf_counter()
+        start = time.perf_counter()  # a step ends with reading its loss: the device is idle
         loss = step(*batches[index % NUM_BATCHES])
         step_ms.append((time.perf_counter() - start) * 1e3)
-    return RankReport(step_ms, loss, imported_mib, peak_resident_mib())
+    return RankReport(step_ms, loss, imported_mib, _peak_mib(device))
+
+
+def _reset_peak(device: str) -> None:
+    if device == "cpu":
+        reset_peak()
+    else:
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak_mib(device: str) -> float:
+    return peak_resident_mib() if device == "cpu" else torch.cuda.max_memory_allocated() / 2**20
 
 
 def _batches(size: GPTSize) -> list[tuple[Tensor, Tensor]]:
     """A few random batches of (inputs, targets), to be learned by heart."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    shape = (NUM_BATCHES, BATCH, size.sequence + 1)
+    shape = (NUM_BATCHES, size.batch, size.sequence + 1)
     tokens = torch.randint(size.vocab_size, shape, generator=generator)
     return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in tokens]

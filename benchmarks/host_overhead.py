@@ -89,6 +89,7 @@ def main(
     systems: Annotated[str, typer.Option(help="Beside the plain model.")] = "fsdp2,zerocore",
     rounds: Annotated[int, typer.Option(help="Rounds over the systems in a process.")] = 10,
     passes: Annotated[int, typer.Option(help="Processes for each row.")] = 8,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
     """Prints what forward and backward cost the host above the plain model."""
@@ -99,7 +100,8 @@ def main(
         raise typer.BadParameter(f"systems are {', '.join(NAMES)}")
     installed = tuple(system for system in wanted if is_installed(system))
     load = os.getloadavg()[0]
-    cells = [Cell(int(count), installed, num_rounds=rounds) for count in params.split(",")]
+    counts = [int(count) for count in params.split(",")]
+    cells = [Cell(count, installed, device=device, num_rounds=rounds) for count in counts]
     results = {cell.num_params: CellTimes() for cell in cells}
     # All rows in each pass, so that a drift of the machine hits all alike.
     for cell in track(cells * passes, description="measuring", transient=True):
@@ -112,7 +114,8 @@ def main(
     if save:
         raw = {"cells": [asdict(c) for c in cells], "load_at_start": load}
         raw["us_per_block"] = {count: found.times for count, found in results.items()}
-        paths = write_results("host_overhead", raw, "\n".join(t.markdown() for t in tables))
+        theme = "host_overhead" if device == "cpu" else f"host_overhead_{device}"
+        paths = write_results(theme, raw, "\n".join(t.markdown() for t in tables))
         console.print(f"written: {', '.join(path.name for path in paths)}")
 
 

@@ -1,18 +1,20 @@
 """Times training steps of zerocore and its peers on real ranks, in one interleaved run.
 
 Usage: python benchmarks/step.py --ranks 2 --peers plain,ddp,fsdp2,deepspeed
+       python benchmarks/step.py --device cuda --ranks 1 --peers plain,ddp,fsdp2
+       python benchmarks/step.py --device cuda --link emulated --ranks 8 --peers plain,ddp,fsdp2
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, field
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 from typing import Annotated
 
 import typer
 from _models import GPT, GPT_SIZES
-from _ranks import run_on_ranks
+from _ranks import EMULATED, EMULATED_PRESET, run_on_ranks
 from _results import write_results
 from _systems import PEERS, SYSTEMS, System, is_installed
 from _tables import Table, make_console
@@ -20,7 +22,12 @@ from _training_run import RankReport, RunLength, run_on_this_rank
 from rich.progress import Progress
 
 # Small steps need more of them for a median as steady.
-RUN_LENGTHS = {"29m": RunLength(num_warmup=3, num_steps=8), "small": RunLength(10, 40)}
+RUN_LENGTHS = {
+    "29m": RunLength(num_warmup=3, num_steps=8),
+    "small": RunLength(10, 40),
+    "943m": RunLength(5, 20),
+}
+SIZES = {"cpu": ["29m", "small"], "cuda": ["943m"]}
 RUN_TIMEOUT_S = 180.0
 # Medians of one system's rounds further apart than this mean that others used the machine.
 QUIET_SPREAD = 1.25
@@ -33,12 +40,16 @@ GOALS = (
     ("small", 3, ("fsdp2",), 0.60),
     ("small", 2, ("fsdp2", "deepspeed"), 0.85),
     ("small", 0, ("ddp",), 1.03),
+    ("943m", 3, ("fsdp2",), 1.0),
+    ("943m", 2, ("fsdp2",), 1.0),
+    ("943m", 0, ("ddp",), 1.03),
 )
 NOTES = (
     "Step: forward, backward, optimizer, zero_grad; median over all timed steps of all rounds, "
     "each the mean over the ranks. In brackets the medians of the single rounds.",
-    "Peak RSS: of a rank during the timed steps, median over ranks and rounds; the second figure "
-    "leaves out what was resident before the model was built.",
+    "Peak memory: of a rank during the timed steps, median over ranks and rounds, resident on the "
+    "CPU, allocated by torch on a GPU; the second figure leaves out what was resident before the "
+    "model was built.",
     "Loss: mean over the ranks at the last step; same seed and batches everywhere, but plain "
     "trains on each rank's own batches and never averages.",
     "FSDP2: each block, then the root; async: also _set_unshard_async_op(True) and prefetch lists "
@@ -73,7 +84,37 @@ class Measured:
 Results = dict[str, dict[str, Measured]]
 
 
-def measure(sizes: list[str], systems: list[System], num_ranks: int, num_rounds: int) -> Results:
+@dataclass(frozen=True)
+class Place:
+    """Where systems run: ranks, their device ("cpu", "cuda"), their link ("real", "emulated")."""
+
+    num_ranks: int
+    device: str
+    link: str
+
+    @property
+    def backend(self) -> str:
+        if self.link == EMULATED:
+            return EMULATED
+        return "gloo" if self.device == "cpu" else "nccl"
+
+    @property
+    def theme(self) -> str:
+        parts = ["step", *([EMULATED] if self.link == EMULATED else [])]
+        return "_".join([*parts, *(["cuda"] if self.device == "cuda" else [])])
+
+    @property
+    def notes(self) -> list[str]:
+        if self.link != EMULATED:
+            return []
+        return [
+            f"EMULATED link ({EMULATED_PRESET}): one process plays rank 0 of {self.num_ranks}, the "
+            "others are replicas of it. Stages that gather parameters repeat this rank's shard, so "
+            "their losses are not those of training; times and memory are those of rank 0."
+        ]
+
+
+def measure(sizes: list[str], systems: list[System], place: Place, num_rounds: int) -> Results:
     """Rounds over all systems, each in rank processes of its own, so that drift hits all alike."""
     results: Results = {size: {s.label: Measured(s) for s in systems} for size in sizes}
     with Progress(transient=True) as progress:
@@ -83,31 +124,35 @@ def measure(sizes: list[str], systems: list[System], num_ranks: int, num_rounds:
             for size in sizes:
                 for system in systems[first:] + systems[:first]:
                     progress.update(task, description=f"{size}: {system.label}")
-                    _run(results[size][system.label], size, num_ranks)
+                    _run(results[size][system.label], size, place)
                     progress.advance(task)
     return results
 
 
-def _run(measured: Measured, size: str, num_ranks: int) -> None:
+def _run(measured: Measured, size: str, place: Place) -> None:
     """Adds one round, or says why there is none."""
     if measured.error:
         return
     if not is_installed(measured.system.peer):
         measured.error = "not installed"
         return
-    args = (measured.system, size, RUN_LENGTHS[size])
+    args = (measured.system, size, RUN_LENGTHS[size], place.device)
     try:
-        measured.rounds.append(run_on_ranks(run_on_this_rank, num_ranks, args, RUN_TIMEOUT_S))
+        reports = run_on_ranks(
+            run_on_this_rank, place.num_ranks, args, RUN_TIMEOUT_S, place.backend
+        )
+        measured.rounds.append(reports)
     except (RuntimeError, TimeoutError) as error:
         measured.error = str(error)
 
 
-def step_table(size: str, measured: dict[str, Measured], num_ranks: int) -> Table:
+def step_table(size: str, measured: dict[str, Measured], place: Place) -> Table:
     """Time, memory and loss of each system."""
     millions = sum(p.numel() for p in GPT(GPT_SIZES[size]).parameters()) / 1e6
+    memory = "peak RSS MiB" if place.device == "cpu" else "peak MiB"
     table = Table(
-        f"{millions:.1f} M parameters, {num_ranks} ranks",
-        ["system", "step ms", "p10-p90", "rounds", "peak RSS MiB", "above imports", "loss"],
+        f"{millions:.1f} M parameters, {place.num_ranks} ranks, {place.backend}",
+        ["system", "step ms", "p10-p90", "rounds", memory, "above imports", "loss"],
     )
     for label, result in measured.items():
         if not result.rounds:
@@ -125,7 +170,7 @@ def step_table(size: str, measured: dict[str, Measured], num_ranks: int) -> Tabl
             f"[{' '.join(f'{ms:.0f}' for ms in result.round_medians())}{failed}]",
             f"{median(report.peak_mib for report in reports):.0f}",
             f"{median(report.peak_mib - report.imported_mib for report in reports):.0f}",
-            f"{sum(r.loss for r in result.rounds[-1]) / num_ranks:.6f}",
+            f"{mean(report.loss for report in result.rounds[-1]):.6f}",
         )
     return table
 
@@ -176,22 +221,33 @@ def _ratio(ours: Measured, theirs: Measured) -> list[str]:
 def main(
     ranks: Annotated[int, typer.Option(help="Processes, one thread each.")] = 2,
     peers: Annotated[str, typer.Option(help="Peers beside zerocore.")] = ",".join(PEERS),
-    size: Annotated[str, typer.Option(help="29m, small or both.")] = "both",
+    size: Annotated[
+        str, typer.Option(help="29m, small, 943m; both: those of the device.")
+    ] = "both",
     rounds: Annotated[int, typer.Option(help="Times that each system is run.")] = 3,
     stages: Annotated[str, typer.Option(help="Stages of zerocore; may be empty.")] = "0,1,2,3",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    link: Annotated[str, typer.Option(help="real (gloo, NCCL) or emulated.")] = "real",
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
     """Measures step time, memory and loss; prints zerocore's ratio to the best peer."""
     wanted = peers.split(",")
-    sizes = list(GPT_SIZES) if size == "both" else [size]
+    if device not in SIZES or link not in ("real", EMULATED):
+        raise typer.BadParameter("devices are cpu, cuda; links are real, emulated")
+    sizes = SIZES[device] if size == "both" else [size]
     if not set(wanted) <= set(PEERS) or not set(sizes) <= set(GPT_SIZES):
         raise typer.BadParameter(f"peers are {', '.join(PEERS)}; sizes {', '.join(GPT_SIZES)}")
     own = [s for s in SYSTEMS if s.peer == "zerocore" and str(s.stage) in stages.split(",")]
     systems = [s for s in SYSTEMS if s.peer in wanted or s in own]
     load = os.getloadavg()[0]
-    results = measure(sizes, systems, ranks, rounds)
-    tables = [step_table(name, results[name], ranks) for name in sizes] + [ratio_table(results)]
-    tables[-1].notes = [*NOTES, f"Load of the machine when the run began: {load:.1f}."]
+    place = Place(ranks, device, link)
+    results = measure(sizes, systems, place, rounds)
+    tables = [step_table(name, results[name], place) for name in sizes] + [ratio_table(results)]
+    tables[-1].notes = [
+        *place.notes,
+        *NOTES,
+        f"Load of the machine when the run began: {load:.1f}.",
+    ]
     tables[-1].notes += disturbed(results)
     console = make_console()
     for table in tables:
@@ -201,8 +257,10 @@ def main(
             console.print(f"{name} failed:\n{measured.error}", markup=False)
     if save:
         raw = {name: [asdict(m) for m in results[name].values()] for name in sizes}
-        settings = {"ranks": ranks, "load_at_start": load, "results": raw}
-        paths = write_results("step", settings, "\n".join(table.markdown() for table in tables))
+        settings = {**asdict(place), "load_at_start": load, "results": raw}
+        paths = write_results(
+            place.theme, settings, "\n".join(table.markdown() for table in tables)
+        )
         console.print(f"written: {', '.join(path.name for path in paths)}")
 
 

@@ -144,7 +144,11 @@ def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> tor
         places = ", ".join(f"'{fqn}' on {where}" for where, fqn in found.items())
         raise ValueError(f"parameters are on different devices: {places}; move the model to one")
     if device is not None:
-        return torch.device(device)
+        chosen = torch.device(device)
+        # Memory of "cuda" without an index would count as of another device than "cuda:0".
+        if chosen.type == "cuda" and chosen.index is None:
+            chosen = torch.device("cuda", torch.cuda.current_device())
+        return chosen
     if found:
         return next(iter(found))
     return (

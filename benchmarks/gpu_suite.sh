@@ -1,0 +1,127 @@
+#!/usr/bin/env bash
+# Builds zerocore in place, tests it and runs all benchmarks on one GPU, and prints a summary.
+#
+#   benchmarks/gpu_suite.sh OUT_DIR [PART...]
+#
+# Parts: build tests kernels overlap link memcheck racecheck host step_emulated step_nccl; by default
+# all. Each has a time limit and may fail without stopping the next; together they take at most
+# BUDGET_S seconds (570). No network is used. OUT_DIR receives summary.txt, pictures, and
+# results.tar.gz with all logs and result files. Without a GPU it rehearses, on the CPU and in
+# small, what runs without one. PYTHON says which Python has torch (python3).
+set -uo pipefail
+
+if (($# < 1)); then
+  sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"
+  exit 2
+fi
+root=$(cd "$(dirname "$0")/.." && pwd)
+mkdir -p "$1"
+out=$(cd "$1" && pwd)
+shift
+chosen=" $* "
+python=${PYTHON:-python3}
+budget_s=${BUDGET_S:-570}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir "$work/logs" "$work/results"
+export PYTHONPATH=$root PYTHONUNBUFFERED=1 ZEROCORE_RESULTS=$work/results
+cd "$root" || exit 1
+
+# After every part, so that an end by force loses one part only.
+collect() {
+  cp "$work/summary.txt" "$out/summary.txt"
+  find "$work/results" -name '*.png' -exec cp {} "$out/" \;
+  tar -czf "$out/results.tar.gz" -C "$work" logs results summary.txt
+}
+
+# note NAME SECONDS STATUS LAST_LINE
+note() {
+  printf '%-14s %5s s  exit %-4s %s\n' "$1" "$2" "$3" "${4:0:100}" >>"$work/summary.txt"
+  collect
+}
+
+is_chosen() {
+  [[ "$chosen" == "  " || "$chosen" == *" $1 "* ]]
+}
+
+# part NAME LIMIT_S COMMAND...
+part() {
+  local name=$1 limit=$2 log="$work/logs/$1.log" left=$((budget_s - SECONDS)) start=$SECONDS status
+  shift 2
+  is_chosen "$name" || return
+  if ((left < 10)); then
+    note "$name" 0 - "not run: the budget of $budget_s s is spent"
+    return
+  fi
+  echo "== $name: $*"
+  timeout --kill-after=10 "$((limit < left ? limit : left))" "$@" >"$log" 2>&1
+  status=$?
+  tail -n 40 "$log"
+  ((status == 124 || status == 137)) && echo "stopped at the time limit" >>"$log"
+  note "$name" "$((SECONDS - start))" "$status" "$(grep -v '^ *$' "$log" | tail -n 1)"
+}
+
+skip() {
+  is_chosen "$1" && note "$1" 0 - "skipped: $2"
+}
+
+run_on_gpu() {
+  # Kernels of others (the model's) are not checked, and every allocation is one of its own, so
+  # that a step over its end is seen.
+  local sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --error-exitcode 9 --kernel-regex kns=zerocore)
+  # Without the longest lists, which take minutes so, and what needs the profiler for itself.
+  local kernel_tests=("$python" -m pytest -q -x -p no:cacheprovider tests/gpu/test_kernels.py
+    -k "not launch and not 2000")
+  part build 200 env ZEROCORE_CUDA=1 "$python" setup.py build_ext --inplace
+  part tests 150 "$python" -m pytest -q -p no:cacheprovider tests/gpu
+  part kernels 90 "$python" benchmarks/kernels.py
+  part overlap 150 "$python" benchmarks/overlap.py
+  part link 40 "$python" benchmarks/link_accuracy.py
+  if command -v compute-sanitizer >/dev/null; then
+    part memcheck 75 "${sanitizer[@]}" --tool memcheck "${kernel_tests[@]}"
+    part racecheck 75 "${sanitizer[@]}" --tool racecheck "${kernel_tests[@]}"
+  else
+    skip memcheck "no compute-sanitizer on PATH"
+    skip racecheck "no compute-sanitizer on PATH"
+  fi
+  part host 80 "$python" benchmarks/host_overhead.py --device cuda --params 9,32 --passes 1
+  part step_emulated 110 "$python" benchmarks/step.py --device cuda --link emulated --ranks 8 \
+    --peers plain,ddp,fsdp2 --stages 0,2,3 --rounds 1
+  part step_nccl 90 "$python" benchmarks/step.py --device cuda --ranks 1 \
+    --peers plain,fsdp2 --stages 2,3 --rounds 1
+}
+
+rehearse() {
+  if "$python" -c "import zerocore" 2>/dev/null; then
+    skip build "zerocore imports already"
+  else
+    part build 500 env ZEROCORE_CUDA=0 "$python" setup.py build_ext --inplace
+  fi
+  part tests 240 "$python" -m pytest -q -p no:cacheprovider tests/gpu --rehearse
+  part kernels 90 "$python" benchmarks/kernels.py --mib 8 --rounds 3
+  part overlap 90 "$python" benchmarks/overlap.py --quick
+  part link 60 "$python" benchmarks/link_accuracy.py
+  skip memcheck "needs a GPU"
+  skip racecheck "needs a GPU"
+  part host 60 "$python" benchmarks/host_overhead.py --params 4 --rounds 2 --passes 1
+  part step_emulated 60 "$python" benchmarks/step.py --link emulated --ranks 2 \
+    --peers fsdp2 --stages 3 --size small --rounds 1
+  skip step_nccl "needs a GPU"
+}
+
+if gpu=$("$python" -c "import torch; print(torch.cuda.get_device_name(0))" 2>/dev/null); then
+  # Machine code for the GPU that is here and no other: the build takes a fraction of the time.
+  TORCH_CUDA_ARCH_LIST=$("$python" -c \
+    "import torch; print('{}.{}'.format(*torch.cuda.get_device_capability(0)))")
+  export TORCH_CUDA_ARCH_LIST
+  echo "GPU: $gpu, compute capability $TORCH_CUDA_ARCH_LIST" | tee "$work/summary.txt"
+  run_on_gpu
+else
+  echo "NO GPU: a rehearsal on the CPU, in small. Nothing here is a figure of a GPU." |
+    tee "$work/summary.txt"
+  rehearse
+fi
+collect
+echo
+cat "$work/summary.txt"

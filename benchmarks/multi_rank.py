@@ -1,0 +1,256 @@
+"""Several real ranks, on one GPU if need be: losses like those of one rank, and hidden collectives.
+
+torchrun --nproc-per-node 2 benchmarks/multi_rank.py          see multi_rank_gpu.sh for one GPU
+
+Every stage trains on the ranks' own batches; one process that trains on all of them must have the
+same losses. Then torch.profiler records some steps of each system, and its timeline of kernels says
+during which share of the time of NCCL's kernels another kernel ran.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from _kernel_timeline import DeviceWork, hidden_share, length, read_timeline
+from _models import GPT, BlockStack, GPTSize
+from _results import write_results
+from _systems import System, wrap_model
+from _tables import Table, make_console
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+SYSTEMS = (
+    System("fsdp2", 3, "FSDP2"),
+    *(System("zerocore", stage, f"zerocore stage {stage}") for stage in range(4)),
+)
+PARITY_SIZE = GPTSize(num_blocks=3, width=64, num_heads=4, vocab_size=97, sequence=32)
+PARITY_STEPS = 6
+# Sums of float32 in another order; the losses are of the size of one.
+LOSS_TOLERANCE = 1e-5
+WARMUP_STEPS, PROFILED_STEPS = 4, 3
+OLDEST_NCCL = (2, 30)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The blocks whose overlap is measured."""
+
+    num_blocks: int
+    width: int
+    num_heads: int
+    batch: int
+    sequence: int
+    dtype: str
+
+
+WORKLOADS = {
+    "cuda": Workload(12, 2048, 16, 4, 1024, "bfloat16"),
+    "cpu": Workload(2, 32, 2, 2, 16, "float32"),
+}
+
+
+@dataclass
+class Overlap:
+    """Of the profiled steps, mean over the ranks; microseconds a step."""
+
+    nccl_us: float
+    compute_us: float
+    hidden: float | None
+
+
+def open_group() -> torch.device:
+    """All ranks on the GPUs that there are, several on one if there are fewer; gloo without."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count() and nccl() < OLDEST_NCCL:
+        raise SystemExit(
+            f"NCCL {'.'.join(map(str, nccl()))} cannot run several ranks on one GPU; preload one "
+            f"of at least {'.'.join(map(str, OLDEST_NCCL))} that has code for this GPU"
+        )
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def nccl() -> tuple[int, ...]:
+    """Version of the NCCL that this process has loaded, which a preload decides."""
+    try:
+        get_version = ctypes.CDLL(None).ncclGetVersion
+    except AttributeError:  # torch loaded it without making its names visible
+        return torch.cuda.nccl.version()
+    version = ctypes.c_int()
+    get_version(ctypes.byref(version))
+    return version.value // 10000, version.value // 100 % 100, version.value % 100
+
+
+# -- parity ---------------------------------------------------------------------------------
+
+
+def batches(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """The batches of one rank, (inputs, targets)."""
+    generator = torch.Generator().manual_seed(rank)
+    shape = (PARITY_STEPS, PARITY_SIZE.batch, PARITY_SIZE.sequence + 1)
+    tokens = torch.randint(PARITY_SIZE.vocab_size, shape, generator=generator)
+    return [(batch[:, :-1], batch[:, 1:]) for batch in tokens]
+
+
+def losses_of(model: nn.Module, data: list[tuple[Tensor, Tensor]], device: Any) -> list[float]:
+    """The loss of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+    losses = []
+    for inputs, targets in data:
+        loss = model(inputs.to(device), targets.to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def make_gpt(device: torch.device) -> GPT:
+    """The model of the parity runs, from a fixed seed."""
+    torch.manual_seed(0)
+    return GPT(PARITY_SIZE).to(device)
+
+
+def measure_parity(device: torch.device) -> dict[str, list[float]]:
+    """Losses by system, averaged over the ranks; "one rank" trains on all batches."""
+    everyone = [batches(rank) for rank in range(dist.get_world_size())]
+    joined = [
+        tuple(torch.cat(parts) for parts in zip(*step, strict=True))
+        for step in zip(*everyone, strict=True)
+    ]
+    found = {"one rank": losses_of(make_gpt(device), joined, device)}  # type: ignore[arg-type]
+    for system in SYSTEMS:
+        model = make_gpt(device)
+        own = everyone[dist.get_rank()]
+        losses = losses_of(wrap_model(system, model, model.blocks), own, device)
+        found[system.label] = average(losses, device)
+    return found
+
+
+def average(values: list[float], device: torch.device) -> list[float]:
+    """The mean over the ranks."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+def deviations(losses: dict[str, list[float]]) -> dict[str, float]:
+    """The largest difference of each system's losses from those of one rank."""
+    expected = losses["one rank"]
+    return {
+        label: max(abs(a - b) for a, b in zip(found, expected, strict=True))
+        for label, found in losses.items()
+        if label != "one rank"
+    }
+
+
+# -- overlap --------------------------------------------------------------------------------
+
+
+def measure_overlap(system: System, device: torch.device) -> Overlap:
+    """Profiles some steps of a system on this rank and averages over the ranks."""
+    work = WORKLOADS[device.type]
+    dtype = getattr(torch, work.dtype)
+    torch.manual_seed(0)
+    stack = BlockStack(work.num_blocks, work.width, work.num_heads).to(device, dtype)
+    model = wrap_model(system, stack, stack.blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    inputs = torch.randn(work.batch, work.sequence, work.width, device=device, dtype=dtype)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            model(inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    steps(WARMUP_STEPS)
+    dist.barrier()
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        steps(PROFILED_STEPS)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return _overlap(read_timeline(path).work, device)
+
+
+def _overlap(work: list[DeviceWork], device: torch.device) -> Overlap:
+    kernels = [item for item in work if item.kind == "kernel"]
+    nccl_us = length(item.span for item in kernels if item.is_communication)
+    compute_us = length(item.span for item in kernels if not item.is_communication)
+    hidden = hidden_share(kernels)
+    times = [nccl_us / PROFILED_STEPS, compute_us / PROFILED_STEPS]
+    mean_nccl, mean_compute, mean_hidden = average([*times, hidden or 0.0], device)
+    return Overlap(mean_nccl, mean_compute, None if hidden is None else mean_hidden)
+
+
+# -- report ---------------------------------------------------------------------------------
+
+
+def report(losses: dict[str, list[float]], overlaps: dict[str, Overlap], where: str) -> Table:
+    """One row a system."""
+    columns = ["system", "last loss", "off by", "NCCL ms", "compute ms", "hidden %"]
+    table = Table(f"{dist.get_world_size()} real ranks, {where}", columns)
+    table.add("one rank", f"{losses['one rank'][-1]:.6f}")
+    for label, deviation in deviations(losses).items():
+        found = overlaps[label]
+        hidden = "-" if found.hidden is None else f"{100 * found.hidden:.1f}"
+        times = f"{found.nccl_us / 1e3:.2f}", f"{found.compute_us / 1e3:.2f}"
+        table.add(label, f"{losses[label][-1]:.6f}", f"{deviation:.1e}", *times, hidden)
+    table.notes = [
+        "Losses: mean over the ranks, each on batches of its own; one rank trains on all of them. "
+        f"Off by: the most in {PARITY_STEPS} steps, allowed {LOSS_TOLERANCE:.0e}.",
+        "Times: in the profiler's timeline of this rank's kernels, a step, mean over the ranks. "
+        "Hidden: share of the time of NCCL's kernels during which another kernel of the rank runs. "
+        "Ranks that share a GPU slow each other down, and a NCCL kernel lasts until its peers "
+        "have come: the shares compare systems in one run, they say nothing about NVLink.",
+    ]
+    return table
+
+
+def main(
+    save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
+) -> None:
+    """Measures, prints one table, and fails if losses are not those of one rank."""
+    device = open_group()
+    backend = dist.get_backend()
+    where = backend if backend == "gloo" else f"NCCL {'.'.join(map(str, nccl()))}"
+    if device.type == "cuda":
+        where += f" on {torch.cuda.device_count()} {torch.cuda.get_device_name(device)}"
+    losses = measure_parity(device)
+    overlaps = {system.label: measure_overlap(system, device) for system in SYSTEMS}
+    wrong = {k: v for k, v in deviations(losses).items() if not v <= LOSS_TOLERANCE}
+    if dist.get_rank() == 0:
+        table = report(losses, overlaps, where)
+        table.show(make_console())
+        if save:
+            raw: dict[str, Any] = {"world_size": dist.get_world_size(), "link": where}
+            raw |= {"workload": asdict(WORKLOADS[device.type]), "losses": losses}
+            raw["overlap"] = {label: asdict(found) for label, found in overlaps.items()}
+            write_results(f"multi_rank_{backend}", raw, table.markdown())
+        for label, deviation in wrong.items():
+            print(f"{label}: losses differ from those of one rank by {deviation:.1e}")
+    dist.barrier()
+    dist.destroy_process_group()
+    raise SystemExit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

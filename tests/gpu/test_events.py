@@ -1,0 +1,53 @@
+"""The trace of a run on a GPU: times come from its streams, and they fit together."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+import zerocore
+from tests.gpu.training import VARIANTS, WORLD_SIZE, Stack, make_optimizer, run_step, shard
+
+# Events are read with this resolution (cudaEventElapsedTime: about half a microsecond each).
+RESOLUTION_NS = 2_000
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_times_are_in_order(device: torch.device, stage: int, prefetch: int) -> None:
+    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+        model = shard(Stack(VARIANTS[0]).to(device), stage, prefetch)
+        optimizer = make_optimizer(model)
+        for step in range(2):
+            run_step(model, optimizer, step)
+        with zerocore.record_events(model) as events:
+            run_step(model, optimizer, 2)
+        predicted = zerocore.predict_events(model)
+    collectives = [event for event in events if event.op not in ("unshard", "reshard")]
+    assert [(event.op, event.unit, event.nbytes) for event in collectives] == predicted
+    for event in collectives:
+        assert 0 < event.issued_ns <= event.done_ns
+        assert event.wait_ns >= 0
+    if device.type == "cuda":
+        streams = ({"all_gather"}, {"reduce_scatter", "all_reduce"})
+        for ops in streams:
+            one_stream = [event for event in collectives if event.op in ops]
+            for earlier, later in pairwise(one_stream):
+                assert later.issued_ns >= earlier.done_ns - RESOLUTION_NS
+
+
+def test_a_trace_can_be_taken_twice(device: torch.device) -> None:
+    """Each from its own start: the second begins after the first ended."""
+    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+        model = shard(Stack(VARIANTS[0]).to(device), stage=3)
+        optimizer = make_optimizer(model)
+        ends = []
+        for step in range(3):
+            with zerocore.record_events(model) as events:
+                run_step(model, optimizer, step)
+            done = [event for event in events if event.done_ns >= 0]
+            assert done
+            ends.append((min(e.issued_ns for e in done), max(e.done_ns for e in done)))
+    for (_, end), (start, _) in pairwise(ends):
+        assert start >= end - RESOLUTION_NS

@@ -1,0 +1,129 @@
+"""Training on a GPU over the emulated link equals training in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerocore
+from tests.gpu.training import (
+    VARIANTS,
+    WORLD_SIZE,
+    Branches,
+    Stack,
+    Variant,
+    make_optimizer,
+    run_step,
+    shard,
+    train,
+)
+
+
+def assert_same_state(actual: nn.Module, expected: nn.Module) -> None:
+    """Equal to what each dtype can hold after a few steps; double to 1e-9."""
+    state = {name: value.cpu() for name, value in expected.state_dict().items()}
+    full = zerocore.full_state_dict(actual)
+    assert list(full) == list(state)
+    for name, value in state.items():
+        tight = {"rtol": 1e-9, "atol": 1e-9} if value.dtype == torch.float64 else {}
+        torch.testing.assert_close(full[name], value, **tight, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_stages(device: torch.device, stage: int, variant: Variant, prefetch: int) -> None:
+    plain = Stack(variant).to(device)
+    expected = train(plain, micro_batches=variant.micro_batches)
+    assert expected[0] != expected[-1]
+    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+        model = shard(Stack(variant).to(device), stage, prefetch, variant.accumulate)
+        losses = train(model, micro_batches=variant.micro_batches)
+        # Single and half precision parts round, and a loss shows that; double alone does not.
+        tolerance = 1e-5 if variant.mixed else 1e-9
+        torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0.0)
+        assert_same_state(model, plain)
+
+
+def test_without_a_group(device: torch.device, stage: int) -> None:
+    plain = Stack(VARIANTS[-1]).to(device)
+    expected = train(plain, micro_batches=2)
+    model = shard(Stack(VARIANTS[-1]).to(device), stage)
+    torch.testing.assert_close(train(model, micro_batches=2), expected, rtol=1e-5, atol=0.0)
+    assert_same_state(model, plain)
+
+
+def test_nccl_with_one_rank(cuda: torch.device, stage: int) -> None:
+    torch.cuda.set_device(cuda)
+    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    plain = Stack(VARIANTS[0]).to(cuda)
+    expected = train(plain)
+    model = shard(Stack(VARIANTS[0]).to(cuda), stage)
+    torch.testing.assert_close(train(model), expected, rtol=1e-9, atol=0.0)
+    assert_same_state(model, plain)
+
+
+def test_on_another_stream(cuda: torch.device, stage: int) -> None:
+    """The compute stream is the one that is current, also if it changes between steps."""
+    plain = Stack(VARIANTS[0]).to(cuda)
+    expected = train(plain)
+    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+        model = shard(Stack(VARIANTS[0]).to(cuda), stage)
+        optimizer = make_optimizer(model)
+        losses = []
+        for step in range(4):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                losses += run_step(model, optimizer, step)
+            torch.cuda.current_stream().wait_stream(stream)
+        torch.testing.assert_close(torch.stack(losses).cpu(), expected, rtol=1e-9, atol=0.0)
+        assert_same_state(model, plain)
+
+
+def test_from_the_meta_device(device: torch.device) -> None:
+    """`device` may leave the index open, as "cuda" does."""
+
+    def init(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.ones_(parameter)
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    zerocore.shard(model, stage=3, device=torch.device(device.type), init_fn=init)
+    assert {parameter.device for parameter in model.parameters()} == {device}
+    model(torch.ones(2, 8, device=device)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class FailureError(Exception):
+    """What the failing tests raise."""
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_a_failed_step_leaves_the_model_usable(
+    device: torch.device, stage: int, where: str, at: int
+) -> None:
+    def fail(place: str) -> None:
+        calls.append(place)
+        if calls.count(where) == at + 1:
+            raise FailureError
+
+    plain = Stack(VARIANTS[0]).to(device)
+    expected = train(plain)
+    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+        model = shard(Stack(VARIANTS[0]).to(device), stage)
+        for _ in range(2):
+            calls: list[str] = []
+            model.pause = fail
+            with pytest.raises(FailureError):
+                run_step(model, make_optimizer(model), 0)
+            model.pause = lambda place: None
+            zerocore.reset(model)
+            model.zero_grad()
+        assert isinstance(model.units[0], Branches)
+        torch.testing.assert_close(train(model), expected, rtol=1e-9, atol=0.0)
+        assert_same_state(model, plain)

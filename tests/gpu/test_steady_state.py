@@ -1,0 +1,140 @@
+"""From the third step on the device allocates nothing and the host waits for nothing.
+
+Memory is moved and set by the runtime in one place only: on the emulated link, whose receive is a
+copy of the shard into each slice of the bucket. Packing gradients is a kernel, gathers and
+reductions write where their result is used, and the slots of the pool are never cleared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import zerocore
+from benchmarks._kernel_timeline import DeviceWork, Timeline, read_timeline
+from tests.gpu.training import VARIANTS, WORLD_SIZE, Stack, Variant, make_optimizer, run_step, shard
+from zerocore.state import state_of
+
+NUM_STEPS = 2
+# Calls that make the host wait for the device. None is needed in a step.
+WAITING_CALLS = {
+    "cudaDeviceSynchronize",
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cudaMemset",
+    "cudaMalloc",
+    "cudaFree",
+    "cudaHostAlloc",
+    "cuCtxSynchronize",
+    "cuStreamSynchronize",
+    "cuEventSynchronize",
+}
+DEVICE_COUNTERS = ("num_device_alloc", "num_device_free", "num_alloc_retries")
+BY_NAME = {variant.name: variant for variant in VARIANTS}
+
+
+def record_steps(model: Stack, variant: Variant, folder: Path) -> Timeline:
+    """The timeline of some steps after two to warm up."""
+    optimizer = make_optimizer(model)
+    for step in range(2):
+        run_step(model, optimizer, step, variant.micro_batches)
+    torch.cuda.synchronize()
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities) as profiler:
+        with record_function("steps"):
+            for step in range(NUM_STEPS):
+                run_step(model, optimizer, step, variant.micro_batches)
+        torch.cuda.synchronize()
+    path = folder / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    return read_timeline(path)
+
+
+def moved(timeline: Timeline, streams: set[int] | None = None) -> Counter[tuple[str, int]]:
+    """How often which memory was copied or set, by kind and bytes."""
+    return Counter(
+        (work.name, work.nbytes)
+        for work in timeline.work
+        if work.kind != "kernel" and (streams is None or work.stream in streams)
+    )
+
+
+def is_of_the_link(work: DeviceWork) -> bool:
+    return work.kind == "kernel" and "hold_kernel" in work.name
+
+
+def received(model: Stack, stage: int, micro_batches: int) -> Counter[int]:
+    """Copies that the emulated link makes for the gathers of `NUM_STEPS` steps, by bytes."""
+    state = state_of(model)
+    # Gathered from the shard; at stages 1 and 2 in place, where one's own slice is there.
+    copies = WORLD_SIZE if stage == 3 else WORLD_SIZE - 1
+    # At stages 1 and 2 only the first forward after an update gathers.
+    passes = micro_batches if stage == 3 else 1
+    found: Counter[int] = Counter()
+    with zerocore.record_events(model) as events:
+        run_step(model, make_optimizer(model), 0)
+    for event in events:
+        if event.op == "all_gather":
+            found[event.nbytes // state.world_size] += copies * passes * NUM_STEPS
+    return found
+
+
+@pytest.mark.parametrize("name", ["plain", "all", "accumulates_full"])
+def test_host_and_copies(cuda: torch.device, stage: int, name: str, tmp_path: Path) -> None:
+    variant = BY_NAME[name]
+    plain = record_steps(Stack(variant).to(cuda), variant, tmp_path)
+    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+        model = shard(Stack(variant).to(cuda), stage, accumulate=variant.accumulate)
+        timeline = record_steps(model, variant, tmp_path)
+        expected = received(model, stage, variant.micro_batches)
+    # The driver's functions may carry the suffix of a version.
+    called = {name.split("_")[0] for name in timeline.calls_within("steps")}
+    assert not WAITING_CALLS & called
+    assert any("Launch" in name for name in called)
+    link = {work.stream for work in timeline.work if is_of_the_link(work)}
+    others = {work.stream for work in timeline.work} - link
+    assert link and others
+    # What the model and the optimizer do by themselves, they do in the plain run too.
+    assert moved(timeline, others) == moved(plain)
+    assert all("DtoD" in kind for kind, _ in moved(timeline, link))
+    by_nbytes: Counter[int] = Counter()
+    for (_, nbytes), count in moved(timeline, link).items():
+        by_nbytes[nbytes] += count
+    assert by_nbytes == expected
+
+
+@pytest.mark.parametrize("clip", [None, torch.nn.utils.clip_grad_norm_, zerocore.clip_grad_norm_])
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_nothing_waits_or_allocates(
+    cuda: torch.device, stage: int, variant: Variant, clip: object
+) -> None:
+    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+        model = shard(Stack(variant).to(cuda), stage, accumulate=variant.accumulate)
+        engine = state_of(model).engine
+        optimizer = make_optimizer(model)
+
+        def pause(place: str) -> None:
+            if place == "step" and callable(clip):
+                clip(list(model.parameters()), 0.1)
+
+        model.pause = pause
+        for step in range(2):
+            run_step(model, optimizer, step, variant.micro_batches)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats(cuda)
+        slots = engine.pool_stats.num_allocations
+        torch.cuda.set_sync_debug_mode("error")
+        for step in range(3):
+            run_step(model, optimizer, step, variant.micro_batches)
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        after = torch.cuda.memory_stats(cuda)
+        assert {k: after[k] for k in DEVICE_COUNTERS} == {k: before[k] for k in DEVICE_COUNTERS}
+        assert engine.pool_stats.num_allocations == slots
+        assert engine.pool_stats.in_use_nbytes == 0
