@@ -15,9 +15,13 @@ from zerocore.checkpoint import full_state_dict, load_full_state_dict
 from zerocore.config import ShardConfig
 from zerocore.description import Description, describe
 from zerocore.emulated import Emulation, emulate
+from zerocore.events import Event
 from zerocore.memory import MemoryBytes, memory_usage, predict_events, predict_memory
+from zerocore.out_of_memory import OutOfMemory, explain_out_of_memory
+from zerocore.recording import record_events, trace
+from zerocore.reports import Report, report
 from zerocore.tensor import LocalShard, Place, ShardedGrad, ShardedParameter
-from zerocore.trace import Event, record_events
+from zerocore.timeline import Timeline
 
 emulated.register()
 
@@ -29,13 +33,17 @@ __all__ = [
     "Event",
     "LocalShard",
     "MemoryBytes",
+    "OutOfMemory",
     "Place",
+    "Report",
     "ShardConfig",
     "ShardedGrad",
     "ShardedParameter",
+    "Timeline",
     "clip_grad_norm_",
     "describe",
     "emulate",
+    "explain_out_of_memory",
     "full_state_dict",
     "load_full_state_dict",
     "memory_usage",
@@ -44,7 +52,9 @@ __all__ = [
     "predict_memory",
     "record_events",
     "register_forward_method",
+    "report",
     "reset",
     "shard",
+    "trace",
     "unsharded",
 ]

@@ -182,6 +182,22 @@ std::vector<TraceTuple> stop_trace(PyEngine& self) {
   return result;
 }
 
+// (op, unit, count, nbytes) of what was done at all
+std::vector<std::tuple<std::string, UnitId, int64_t, int64_t>> counters(PyEngine& self) {
+  std::vector<std::tuple<std::string, UnitId, int64_t, int64_t>> result;
+  const auto& units = self.engine->trace().counters();
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    for (int op = 0; op < kNumTraceOps; ++op) {
+      const OpCounter& counter = units[unit][op];
+      if (counter.count > 0) {
+        const char* name = trace_op_name(static_cast<TraceOp>(op));
+        result.emplace_back(name, static_cast<UnitId>(unit), counter.count, counter.nbytes);
+      }
+    }
+  }
+  return result;
+}
+
 const char* role_name(StreamRole role) {
   switch (role) {
     case StreamRole::Compute:
@@ -318,8 +334,13 @@ void register_figures(py::class_<PyEngine>& engine) {
             }
             throw py::value_error("a stream is compute, all_gather or reduce_scatter");
           })
-      .def("start_trace", [](PyEngine& self) { self.engine->trace().start(); })
-      .def("stop_trace", &stop_trace);
+      .def(
+          "start_trace",
+          [](PyEngine& self, bool align) { self.engine->trace().start(align); },
+          py::arg("align") = true)
+      .def("pause_trace", [](PyEngine& self) { self.engine->trace().pause(); })
+      .def("stop_trace", &stop_trace)
+      .def_property_readonly("counters", &counters);
 }
 
 } // namespace
