@@ -12,6 +12,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from zerocore._C import Engine
+from zerocore.events import COLLECTIVES
 
 SAMPLE_EVERY = 16
 """One step in so many is traced; the others cost two additions per collective."""
@@ -25,8 +26,8 @@ Record = tuple[str, int, int, int, int, int, int]
 class Count:
     """Operations and the bytes of their full buckets."""
 
-    num: int = 0
-    nbytes: int = 0
+    num: int
+    nbytes: int
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Meters:
         self._num_steps = 0
         self._begin_ns = 0  # of the open step, 0 without one
         self._updated_ns = 0  # last update in the open step
-        self._before: dict[str, Count] = {}
+        self._before: list[tuple[str, int, int]] = []
         self._sampling = False
         self._unread: Step | None = None  # sampled, and its trace still lies in the engine
         self._recording = False
@@ -108,16 +109,16 @@ class Meters:
         if self._sampling:
             self._read()
             self._engine.start_trace(align=False)
-        self._before = self._counts()
+        self._before = self._engine.counters
         self._begin_ns = time.perf_counter_ns()
 
     def _close(self, end_ns: int) -> None:
-        counts = self._counts()
         changes = {
-            op: Count(now.num - then.num, now.nbytes - then.nbytes)
-            for op, now in counts.items()
-            for then in (self._before.get(op, Count()),)
-            if now.num > then.num
+            op: Count(num - num_before, nbytes - nbytes_before)
+            for (op, num, nbytes), (_, num_before, nbytes_before) in zip(
+                self._engine.counters, self._before, strict=True
+            )
+            if op in COLLECTIVES
         }
         step = Step(
             self._num_steps,
@@ -138,11 +139,3 @@ class Meters:
         if self._unread is not None:
             self._unread.records = self._engine.stop_trace()
             self._unread = None
-
-    def _counts(self) -> dict[str, Count]:
-        totals: dict[str, Count] = {}
-        for op, _, num, nbytes in self._engine.counters:
-            if op not in ("unshard", "reshard"):
-                total = totals.get(op, Count())
-                totals[op] = Count(total.num + num, total.nbytes + nbytes)
-        return totals

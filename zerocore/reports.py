@@ -145,15 +145,15 @@ def report(
 def _figures(
     step: Step, trace: dict[str, Communication] | None, rate: float | None, mfu: float | None
 ) -> StepFigures:
-    gathered = step.counts.get("all_gather")
+    gathered = step.counts["all_gather"].nbytes
     return StepFigures(
         number=step.number,
         step_ms=step.step_ns / 1e6,
         outside_ms=step.outside_ns / 1e6,
         tokens_per_s=rate,
         mfu=mfu,
-        gathered_nbytes=0 if gathered is None else gathered.nbytes,
-        reduced_nbytes=sum(c.nbytes for op, c in step.counts.items() if op != "all_gather"),
+        gathered_nbytes=gathered,
+        reduced_nbytes=sum(count.nbytes for count in step.counts.values()) - gathered,
         num_collectives=sum(count.num for count in step.counts.values()),
         pool_nbytes=step.pool_nbytes,
         communication=None if trace is None else total(list(trace.values())),

@@ -182,18 +182,13 @@ std::vector<TraceTuple> stop_trace(PyEngine& self) {
   return result;
 }
 
-// (op, unit, count, nbytes) of what was done at all
-std::vector<std::tuple<std::string, UnitId, int64_t, int64_t>> counters(PyEngine& self) {
-  std::vector<std::tuple<std::string, UnitId, int64_t, int64_t>> result;
-  const auto& units = self.engine->trace().counters();
-  for (size_t unit = 0; unit < units.size(); ++unit) {
-    for (int op = 0; op < kNumTraceOps; ++op) {
-      const OpCounter& counter = units[unit][op];
-      if (counter.count > 0) {
-        const char* name = trace_op_name(static_cast<TraceOp>(op));
-        result.emplace_back(name, static_cast<UnitId>(unit), counter.count, counter.nbytes);
-      }
-    }
+// (op, count, nbytes) of what was done since the engine was made
+std::vector<std::tuple<std::string, int64_t, int64_t>> counters(PyEngine& self) {
+  std::vector<std::tuple<std::string, int64_t, int64_t>> result;
+  const OpCounters& counters = self.engine->trace().counters();
+  for (int op = 0; op < kNumTraceOps; ++op) {
+    result.emplace_back(
+        trace_op_name(static_cast<TraceOp>(op)), counters[op].count, counters[op].nbytes);
   }
   return result;
 }

@@ -33,7 +33,9 @@ std::shared_ptr<TraceRecord> Trace::add(
     UnitId unit,
     int64_t nbytes,
     int64_t pool_nbytes) {
-  count(op, unit, nbytes);
+  OpCounter& counter = counters_[static_cast<size_t>(op)];
+  ++counter.count;
+  counter.nbytes += nbytes;
   if (!enabled_) {
     return nullptr;
   }

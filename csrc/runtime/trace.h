@@ -1,6 +1,6 @@
 // What the runtime did: counters that are always on, and a list of typed records on demand.
 //
-// The counters cost a branch and two additions per operation; so do the records when off.
+// The counters cost two additions per operation, the records when off a branch.
 // On the CPU times are the host's. On a device with streams they are measured by events on the
 // streams: when a collective began and ended there, and how long the compute stream stood still
 // for it. They are read when the trace stops, which is the only time that the host waits.
@@ -36,7 +36,7 @@ struct OpCounter {
   int64_t count = 0;
   int64_t nbytes = 0;
 };
-using UnitCounters = std::array<OpCounter, kNumTraceOps>; // by TraceOp
+using OpCounters = std::array<OpCounter, kNumTraceOps>; // by TraceOp
 
 inline int64_t now_ns() {
   return std::chrono::steady_clock::now().time_since_epoch().count();
@@ -60,8 +60,7 @@ class Trace {
   // last of them.
   std::vector<TraceRecord> stop();
 
-  // By unit; units that did nothing yet may be missing at the end.
-  const std::vector<UnitCounters>& counters() const {
+  const OpCounters& counters() const {
     return counters_;
   }
 
@@ -72,17 +71,8 @@ class Trace {
  private:
   void read_events(TraceRecord& record) const;
 
-  void count(TraceOp op, UnitId unit, int64_t nbytes) {
-    if (static_cast<size_t>(unit) >= counters_.size()) {
-      counters_.resize(unit + 1);
-    }
-    OpCounter& counter = counters_[unit][static_cast<size_t>(op)];
-    ++counter.count;
-    counter.nbytes += nbytes;
-  }
-
   const Streams& streams_;
-  std::vector<UnitCounters> counters_;
+  OpCounters counters_ = {};
   bool enabled_ = false;
   StreamEvent origin_; // at origin_ns_ of the host's clock
   int64_t origin_ns_ = 0;
