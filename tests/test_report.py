@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zerocore
+from tests.distributed.harness import run_ranks
 from zerocore.events import Event, transfers
 from zerocore.figures import Communication, times_by_unit
 from zerocore.meters import KEPT_STEPS, SAMPLE_EVERY
@@ -238,3 +239,19 @@ def test_link_times() -> None:
     }
     assert Communication(10, 10, 14).overlap == pytest.approx(0.3)
     assert Communication().overlap is None
+
+
+def measure_on_this_rank() -> tuple[str, list[int], list[int], int]:
+    model, optimizer = make(3)
+    train(model, optimizer, 4)
+    found = zerocore.report(model)
+    planned = len(zerocore.predict_events(model))
+    traced = [step.number for step in found.steps if step.communication is not None]
+    return found.source, [step.num_collectives for step in found.steps], traced, planned
+
+
+def test_on_real_ranks() -> None:
+    for source, counts, traced, planned in run_ranks(measure_on_this_rank, 2):
+        assert source == "measured"
+        assert counts[1:] == [planned] * 3
+        assert traced == [1]
