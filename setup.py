@@ -13,7 +13,8 @@ from setuptools import Extension, setup
 
 ROOT = Path(__file__).parent.resolve()
 CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"]
-NVCC_FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden"]
+HOST_FLAGS = "-fvisibility=hidden,-Wall,-Wextra"  # of the compiler behind nvcc
+NVCC_FLAGS = ["-std=c++20", "-O3", "-Werror=all-warnings", "-Xcompiler", HOST_FLAGS]
 DEFAULT_CUDA_ARCHS = "8.0;9.0;10.0+PTX"  # A100, H100, B200 and what comes later
 
 
@@ -47,10 +48,18 @@ class BuildExtension(cpp_extension.BuildExtension):
 
 
 def wants_cuda() -> bool:
-    """ZEROCORE_CUDA=0|1 decides; without it, whether torch was built for CUDA."""
-    choice = os.environ.get("ZEROCORE_CUDA") or str(int(torch.version.cuda is not None))
+    """ZEROCORE_CUDA=0|1 decides; without it, whether torch was built for CUDA and nvcc is found."""
+    toolkit = cpp_extension.CUDA_HOME or ""
+    can_build = torch.version.cuda is not None and Path(toolkit, "bin", "nvcc").exists()
+    choice = os.environ.get("ZEROCORE_CUDA") or str(int(can_build))
     if choice not in ("0", "1"):
         raise ValueError(f"ZEROCORE_CUDA must be 0 or 1, got {choice!r}")
+    if choice == "1" and not can_build:
+        raise RuntimeError(
+            "ZEROCORE_CUDA=1 needs a torch that was built for CUDA and nvcc on PATH or CUDA_HOME; "
+            f"found torch {torch.__version__} and CUDA_HOME={toolkit!r}. "
+            "Install what is missing, or set ZEROCORE_CUDA=0 to build for the CPU."
+        )
     return choice == "1"
 
 
@@ -70,14 +79,16 @@ def make_extension() -> Extension:
     # A folder given with both -I and -isystem counts as -isystem. So our warnings are errors
     # while those in torch's headers (-Wunused-parameter, over a hundred) stay silent.
     system = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
-    headers = [str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h")]
+    headers = [
+        str(p.relative_to(ROOT)) for end in ("h", "cuh") for p in ROOT.glob(f"csrc/**/*.{end}")
+    ]
     make = cpp_extension.CUDAExtension if has_cuda else cpp_extension.CppExtension
     return make(
         "zerocore._C",
         sources,
         include_dirs=[str(ROOT / "csrc")],
         depends=[*headers, "csrc/sources.txt", "setup.py"],
-        extra_compile_args={"cxx": CXX_FLAGS + system, "nvcc": NVCC_FLAGS},
+        extra_compile_args={"cxx": CXX_FLAGS + system, "nvcc": NVCC_FLAGS + system},
     )
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -282,17 +281,15 @@ def _saved_nbytes(trainer: _Trainer) -> int:
 
 
 def _planned_activations(cell: Cell) -> int | None:
-    """Their peak by `zerocore.plan`, where this version has it."""
-    plan: Callable[..., object] | None = getattr(zerocore, "plan", None)
-    if plan is None or importlib.util.find_spec("zerocore.estimate") is None:
-        return None
+    """Their peak by `zerocore.plan`; None where it cannot run the model."""
     size = SIZES[cell.size]
     with torch.device("meta"):
         model = GPT(size).to(getattr(torch, cell.dtype))
         tokens = torch.zeros((cell.batch, size.sequence), dtype=torch.long)
-    found = plan(model, cell.world_size, inputs=(tokens, tokens), loss=lambda gpt, pair: gpt(*pair))
-    activations = getattr(found, "activations", None)
-    return None if activations is None else activations.peak_nbytes
+    found = zerocore.plan(
+        model, cell.world_size, inputs=(tokens, tokens), loss=lambda gpt, pair: gpt(*pair)
+    )
+    return None if found.activations is None else found.activations.peak_nbytes
 
 
 def _synchronize(cell: Cell) -> None:

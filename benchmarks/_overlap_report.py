@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 
 import matplotlib.pyplot as plt
+import torch.distributed as dist
 from _links import EMULATED_WORLD_SIZE
 from _overlap_run import GOAL_RATIO, PLAIN, OverlapRun, Subject, traffic_of, unavoidable_of
 from _tables import Table
@@ -107,8 +108,7 @@ def notes(run: OverlapRun) -> list[str]:
         f"each; ms. Compute alone: {compute.forward_ms:.1f} + {compute.backward_ms:.1f}.",
         "Hidden: communication that did not lengthen the step; possible: all but the first gather "
         "and the last reduction. Waits: exposed time from the timeline of the runtime, "
-        "independent of step times; the columns after it follow from it. More than 100 by step "
-        "difference: the free step, too, waits for the first gather's copy in memory.",
+        "independent of step times; the columns after it follow from it.",
         "FSDP2, async: _set_unshard_async_op(True), prefetch lists one block ahead. On CPU it has "
         "no streams and waits for each reduction all the same. DDP: buckets of a block's size.",
     ]
@@ -118,11 +118,16 @@ def notes(run: OverlapRun) -> list[str]:
             0,
             f"EMULATED link: rank 0 of {EMULATED_WORLD_SIZE}, communication of stage 3 over "
             f"compute {forward:.2f} in forward, {backward:.2f} in backward. Free: on an "
-            "infinitely fast link. Exposed: step - free, in the same round. Comm: by the model.",
+            "infinitely fast link. Exposed: step - free, in the same round; it may be less than "
+            "what cannot be hidden, as the free step waits for the first copy in memory. Comm: by "
+            "the model.",
         )
     else:
         lines.insert(
-            0, "Free: the plain model. Comm: the step's collectives, one after the other, idle."
+            0,
+            f"{dist.get_backend()}, {dist.get_world_size()} ranks. Free: plain. Comm: the step's "
+            "collectives, called through c10d on an idle link. On CPU the transport takes time of "
+            "the cores that compute, which counts as exposed by step difference.",
         )
     return lines
 

@@ -16,7 +16,7 @@ from _models import BlockStack
 from _systems import System, import_zerocore, wrap_model
 from torch import nn
 
-PLAIN = System("plain", None, "plain, no communication")
+PLAIN = System("plain", None, "plain")
 COMPARED = (
     PLAIN,
     System("ddp", 0, "DDP"),

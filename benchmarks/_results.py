@@ -42,7 +42,10 @@ def write_results(
 
 def command_line() -> str:
     """The command that is running, from the repository's root."""
-    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    launcher = f"torchrun --nproc-per-node {ranks}" if under_torchrun else "python"
+    return " ".join([launcher, f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
 def versions() -> dict[str, str]:

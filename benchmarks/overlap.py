@@ -7,14 +7,14 @@ torchrun --nproc-per-node 2 benchmarks/overlap.py         the real link: NCCL, o
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
-from _link_accuracy import CPU_CASES, CUDA_CASES, accuracy_table, measure_accuracy
-from _links import EmulatedLink, Link, open_link
+from _links import Link, open_link
 from _overlap_report import comparison, draw_sweep, find, requirements, sweep
 from _overlap_run import COMPARED, GOAL_RATIO, OTHER_PREFETCH, WORKLOADS, OverlapRun
 from _results import RESULTS_FOLDER, write_results
@@ -24,9 +24,10 @@ from rich.progress import track
 from zerocore import Timeline, trace
 
 
-def measure(link: Link, quick: bool) -> OverlapRun:
+def measure(link: Link, quick: bool, num_rounds: int | None) -> OverlapRun:
     """Runs all rounds."""
     workload = WORKLOADS["quick" if quick else link.device.type]
+    workload = replace(workload, num_rounds=num_rounds or workload.num_rounds)
     run = OverlapRun(link, workload, (*COMPARED, *OTHER_PREFETCH))
     rounds = range(workload.num_rounds)
     for index in track(rounds, "rounds", transient=True, disable=not link.is_main):
@@ -66,20 +67,17 @@ def report(run: OverlapRun) -> list[Table]:
 
 def main(
     quick: Annotated[bool, typer.Option(help="Tiny and short: only to see that it runs.")] = False,
+    rounds: Annotated[int | None, typer.Option(help="Times that all are measured.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS_FOLDER,
     save: Annotated[bool, typer.Option(help="Write result files and pictures.")] = True,
 ) -> None:
     """Measures, prints the tables and writes JSON, markdown, pictures and a Chrome trace."""
     load = os.getloadavg()[0]
     link = open_link()
-    run = measure(link, quick)
+    run = measure(link, quick, rounds)
     timeline = one_step(run)
     tables = report(run)
     raw = {"load_at_start": load, **run.raw()}
-    if isinstance(link, EmulatedLink):
-        cases = CPU_CASES if link.device.type == "cpu" else CUDA_CASES
-        raw["accuracy"] = measure_accuracy(link, cases[:2] if quick else cases)
-        tables.append(accuracy_table(raw["accuracy"]))
     if link.is_main:
         console = make_console()
         for table in tables:

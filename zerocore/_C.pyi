@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
+build: str  # the compiler, and the torch that it was built against
+
 class ParamSpec:
     """A parameter as the planner sees it."""
 
@@ -109,33 +111,50 @@ class Schedule:
     @property
     def order(self) -> list[CallEvent]: ...
 
+class PlanOptions:
+    """How the plan's model is sharded; item sizes in bytes, 0 for the parameters' own."""
+
+    def __init__(
+        self,
+        *,
+        stage: int,
+        world_size: int,
+        prefetch: int,
+        exchanges: bool,
+        main_itemsize: int = 0,
+        reduce_itemsize: int = 0,
+        first_order: Sequence[CallEvent] = (),
+        backward: Sequence[tuple[bool, int]] = (),
+    ) -> None: ...
+    @property
+    def stage(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+
 class MemoryPlan:
     """Predicted bytes on one rank."""
 
     parameters: int
+    main_weights: int
     gradients: int
     optimizer: int
     pool: int
+    pool_reserved: int
+    @property
+    def total(self) -> int: ...
 
+def plan_layouts(units: Sequence[Sequence[ParamSpec]], options: PlanOptions) -> list[Layout]: ...
 def plan_events(
-    units: Sequence[Sequence[ParamSpec]],
-    order: Sequence[CallEvent],
-    *,
-    stage: int,
-    world_size: int,
-    prefetch: int,
-    exchanges: bool,
-) -> list[tuple[str, int, int, int]]: ...
+    units: Sequence[Sequence[ParamSpec]], order: Sequence[CallEvent], options: PlanOptions
+) -> list[tuple[str, int, int, int, int]]: ...
 def plan_memory(
     units: Sequence[Sequence[ParamSpec]],
     order: Sequence[CallEvent],
+    options: PlanOptions,
     *,
-    stage: int,
-    world_size: int,
-    prefetch: int,
-    exchanges: bool,
     rank: int,
     optimizer_states: int,
+    unused: Sequence[Sequence[int]] = (),
 ) -> MemoryPlan: ...
 
 class PoolStats:

@@ -12,12 +12,15 @@ from zerocore.api import (
     unsharded,
 )
 from zerocore.checkpoint import full_state_dict, load_full_state_dict
-from zerocore.config import ShardConfig
+from zerocore.config import MixedPrecision, ShardConfig
 from zerocore.description import Description, describe
 from zerocore.emulated import Emulation, emulate
+from zerocore.estimate import plan
 from zerocore.events import Event
+from zerocore.links import Link
 from zerocore.memory import MemoryBytes, memory_usage, predict_events, predict_memory
 from zerocore.out_of_memory import OutOfMemory, explain_out_of_memory
+from zerocore.plans import Plan, StagePlan
 from zerocore.recording import record_events, trace
 from zerocore.reports import Report, report
 from zerocore.tensor import LocalShard, Place, ShardedGrad, ShardedParameter
@@ -31,14 +34,18 @@ __all__ = [
     "Description",
     "Emulation",
     "Event",
+    "Link",
     "LocalShard",
     "MemoryBytes",
+    "MixedPrecision",
     "OutOfMemory",
     "Place",
+    "Plan",
     "Report",
     "ShardConfig",
     "ShardedGrad",
     "ShardedParameter",
+    "StagePlan",
     "Timeline",
     "clip_grad_norm_",
     "describe",
@@ -48,6 +55,7 @@ __all__ = [
     "load_full_state_dict",
     "memory_usage",
     "no_sync",
+    "plan",
     "predict_events",
     "predict_memory",
     "record_events",

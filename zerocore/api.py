@@ -31,6 +31,7 @@ def shard(
     sync_params: bool = True,
     find_unused_parameters: bool = False,
     optimizer: Optimizer | None = None,
+    memory_budget: str | int | None = None,
 ) -> nn.Module:
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
@@ -53,6 +54,8 @@ def shard(
         sync_params: rank 0's values win.
         find_unused_parameters: see :class:`ShardConfig`.
         optimizer: only to be told early that it must be built after ``shard``.
+        memory_budget: bytes, or text such as ``"70GiB"``: refuse at once if parameters, gradients,
+            the states of Adam and the bucket pool would take more. Activations are not counted.
 
     Returns:
         ``model`` itself.
@@ -68,7 +71,7 @@ def shard(
         "find_unused_parameters": find_unused_parameters,
     }
     process_group = find_group(group, model)
-    shard_model(model, options, process_group, units, device, init_fn, optimizer)
+    shard_model(model, options, process_group, units, device, init_fn, optimizer, memory_budget)
     return model
 
 

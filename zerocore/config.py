@@ -1,8 +1,10 @@
-"""How a model is sharded: one frozen dataclass, validated when built."""
+"""How a model is sharded: frozen dataclasses, validated when built."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
 
 STAGES = (0, 1, 2, 3)
 ACCUMULATE_MODES = ("sharded", "full")
@@ -46,3 +48,43 @@ class ShardConfig:
             raise ValueError(
                 f"accumulate must be one of {ACCUMULATE_MODES}, got {self.accumulate!r}"
             )
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Main weights stay in the model's own dtype, layers compute in a narrower one.
+
+    Attributes:
+        param_dtype: floating-point dtype that layers compute in and parameters are gathered in;
+            None leaves both as they are.
+        reduce_dtype: dtype that gradients are reduced and kept in; None takes ``param_dtype``.
+        output_dtype: dtype that floating-point outputs of the model are cast to; None leaves them.
+        cast_inputs: cast floating-point inputs of the model to ``param_dtype``.
+        keep_fp32: names of modules or parameters that are not cast. A name matches where it is
+            a part of a fully qualified name: ``"norm"`` matches ``"layers.0.norm.weight"``.
+
+    Raises:
+        TypeError: a dtype is no floating-point ``torch.dtype``, or a name no string.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_inputs: bool = True
+    keep_fp32: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            value = getattr(self, name)
+            if value is not None and not (
+                isinstance(value, torch.dtype) and value.is_floating_point
+            ):
+                raise TypeError(f"{name} must be a floating-point torch.dtype, got {value!r}")
+        names = self.keep_fp32
+        if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+            raise TypeError(f"keep_fp32 must be names of modules or parameters, got {names!r}")
+        object.__setattr__(self, "keep_fp32", tuple(names))
+
+    def keeps(self, fqn: str) -> bool:
+        """Whether the parameter of that name is not cast."""
+        return any(f".{name}." in f".{fqn}." for name in self.keep_fp32)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
-from zerocore.state import ShardState, state_of
+from zerocore._C import Layout
+from zerocore.planner import Planner
+from zerocore.state import state_of
 
 
 @dataclass(frozen=True)
@@ -60,22 +63,44 @@ class Description:
 def describe(model: nn.Module) -> Description:
     """The units of a sharded model, their bytes, regions and padding."""
     state = state_of(model)
-    units = tuple(_describe_unit(state, index) for index in range(len(state.units)))
+    units = tuple(
+        _describe_unit(
+            unit.name, state.engine.layout(unit.index), [param.full.dtype for param in unit.params]
+        )
+        for unit in state.units
+    )
     return Description(
         type(model).__name__, state.config.stage, state.world_size, state.rank, units
     )
 
 
-def _describe_unit(state: ShardState, index: int) -> UnitDescription:
-    unit, layout = state.units[index], state.engine.layout(index)
+def describe_plan(
+    model: str, planner: Planner, stage: int, world_size: int, rank: int = 0
+) -> Description:
+    """As :func:`describe`, for a model that is not sharded.
+
+    Args:
+        model: what to call it.
+        planner: its units.
+        stage: 0 to 3.
+        world_size: number of ranks.
+        rank: whose shards.
+    """
+    layouts = planner.layouts(stage, world_size)
+    rows = zip(planner.names, layouts, planner.dtypes, strict=True)
+    units = tuple(_describe_unit(name, layout, list(dtypes)) for name, layout, dtypes in rows)
+    return Description(model, stage, world_size, rank, units)
+
+
+def _describe_unit(name: str, layout: Layout, dtypes: list[torch.dtype]) -> UnitDescription:
     regions = []
     for region in layout.regions:
-        dtype = unit.params[region.params[0]].full.dtype
+        dtype = dtypes[region.params[0]]
         kind = "trainable" if region.requires_grad else "frozen"
         regions.append(f"{str(dtype).removeprefix('torch.')} {kind}")
     return UnitDescription(
-        unit.name,
-        len(unit.params),
+        name,
+        len(dtypes),
         layout.param_nbytes,
         layout.nbytes,
         layout.shard_nbytes,

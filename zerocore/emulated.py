@@ -12,7 +12,7 @@ too, with ``pg_options=link("ib400")`` for another link than the default one.
 from __future__ import annotations
 
 import atexit
-import re
+import math
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -22,36 +22,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from zerocore._C import EmulatedGroup, LinkModel
-
-PRESETS: dict[str, tuple[str, str]] = {
-    "nvlink4": ("370GB/s", "20us"),
-    "nvlink5": ("740GB/s", "20us"),
-    "pcie5": ("28GB/s", "40us"),
-    "ib400": ("46GB/s", "35us"),
-    "eth100": ("12GB/s", "35us"),
-}
-"""Bus bandwidth as nccl-tests reports it, and the time of a call that moves nearly nothing.
-
-- ``nvlink4``: 8 H100 on NVSwitch; all-gather reaches 360 to 370 GB/s of the 450 GB/s that a GPU
-  has (NVIDIA/nccl-tests issue 326: "exactly what we'd expect").
-- ``nvlink5``: 900 GB/s a GPU, scaled by the share that NVLink 4 reaches; point to point 770 GB/s
-  were measured on GB200 (Azure/AI-benchmarking-guide issue 7).
-- ``pcie5``: 8 GPUs on PCIe 5.0 x16 reach 28 GB/s (NVIDIA/nccl issue 1639); the smallest call of
-  8 GPUs on PCIe takes 42 us (NVIDIA/nccl issue 1530).
-- ``ib400``: a 400 Gb/s port per GPU, 46 of 50 GB/s, as all-gathers reach it at large sizes; a
-  small call over RoCE takes 30 to 35 us (NVIDIA/dgx-spark-playbooks pull request 103).
-- ``eth100``: a 100 Gb/s port reaches 12 GB/s (NVIDIA/nccl-tests issue 119); latency as above.
-"""
+from zerocore.links import PRESETS
+from zerocore.quantities import parse_bandwidth, parse_seconds
 
 DEFAULT_BANDWIDTH = "450GB/s"
 DEFAULT_LATENCY = "12us"
 CPU = torch.device("cpu")
-
-_BANDWIDTH_UNITS = {
-    "b/s": 1.0, "kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9, "tb/s": 1e12,
-    "kbit/s": 125.0, "mbit/s": 125e3, "gbit/s": 125e6, "tbit/s": 125e9,
-}  # fmt: skip
-_TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 def link(
@@ -67,38 +43,32 @@ def link(
 
     Args:
         bandwidth: bytes per second that a rank sends and receives, as a number or text such as
-            ``"450GB/s"``, ``"400Gbit/s"``, ``"inf"``; or the name of a preset (:data:`PRESETS`).
+            ``"450GB/s"``, ``"400Gbit/s"``, ``"inf"``; or the name of a preset
+            (:data:`zerocore.links.PRESETS`).
         latency: seconds per call, or text such as ``"12us"``; by default the preset's, or 12 us.
         sms: multiprocessors that a collective keeps busy on a GPU.
 
     Raises:
         ValueError: not understood, or out of range.
     """
-    if bandwidth in PRESETS:
-        bandwidth, preset_latency = PRESETS[str(bandwidth)]
-        latency = preset_latency if latency is None else latency
+    if isinstance(bandwidth, str) and bandwidth in PRESETS:
+        preset = PRESETS[bandwidth]
+        bandwidth = preset.bandwidth_bytes_per_s
+        latency = preset.latency_s if latency is None else latency
     return LinkModel(
-        bandwidth=_parse("bandwidth", bandwidth, _BANDWIDTH_UNITS, "'450GB/s'"),
-        latency=_parse(
-            "latency", DEFAULT_LATENCY if latency is None else latency, _TIME_UNITS, "'12us'"
-        ),
+        bandwidth=_find_bandwidth(bandwidth),
+        latency=parse_seconds(DEFAULT_LATENCY if latency is None else latency),
         sms=sms,
     )
 
 
-def _parse(name: str, value: str | float, units: dict[str, float], example: str) -> float:
-    """A number in the base unit: as it is, or from text with a unit."""
-    if not isinstance(value, str):
-        return float(value)
-    text = value.strip().lower()
-    if text in ("inf", "infinite"):
-        return float("inf")
-    match = re.fullmatch(r"([0-9.]+(?:e[+-]?\d+)?)\s*([a-z/]+)", text)
-    if match is None or match[2] not in units:
-        expected = f"a number, {example} or 'inf'"
-        presets = f" or one of {', '.join(PRESETS)}" if name == "bandwidth" else ""
-        raise ValueError(f"{name} must be {expected}{presets}, got {value!r}")
-    return float(match[1]) * units[match[2]]
+def _find_bandwidth(value: str | float) -> float:
+    if value in ("inf", "infinite"):
+        return math.inf
+    try:
+        return parse_bandwidth(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; or 'inf', or one of {', '.join(PRESETS)}") from None
 
 
 class Emulation:

@@ -60,15 +60,9 @@ def predict_memory(
         optimizer_states: tensors of the parameter's size that the optimizer keeps (Adam: 2).
     """
     state = state_of(model)
-    plan = _C.plan_memory(
-        *_inputs(state),
-        stage=state.config.stage if stage is None else stage,
-        world_size=state.world_size,
-        prefetch=state.config.prefetch,
-        exchanges=state.exchanges,
-        rank=state.rank,
-        optimizer_states=optimizer_states,
-    )
+    units, order = _inputs(state)
+    options = _options(state, state.config.stage if stage is None else stage)
+    plan = _C.plan_memory(units, order, options, rank=state.rank, optimizer_states=optimizer_states)
     return MemoryBytes(plan.parameters, plan.gradients, plan.optimizer, plan.pool)
 
 
@@ -77,17 +71,20 @@ def _inputs(state: ShardState) -> tuple[list[list[_C.ParamSpec]], list[_C.CallEv
     return units, state.engine.order
 
 
-def planned_events(model: nn.Module) -> list[tuple[str, str, int, int]]:
-    """Predicted events of a steady step: ``(op, unit, nbytes, pool_nbytes)`` in order."""
-    state = state_of(model)
-    events = _C.plan_events(
-        *_inputs(state),
-        stage=state.config.stage,
+def _options(state: ShardState, stage: int) -> _C.PlanOptions:
+    return _C.PlanOptions(
+        stage=stage,
         world_size=state.world_size,
         prefetch=state.config.prefetch,
         exchanges=state.exchanges,
     )
-    return [(op, state.units[unit].name, nbytes, pool) for op, unit, nbytes, pool in events]
+
+
+def planned_events(model: nn.Module) -> list[tuple[str, str, int, int]]:
+    """Predicted events of a steady step: ``(op, unit, nbytes, pool_nbytes)`` in order."""
+    state = state_of(model)
+    events = _C.plan_events(*_inputs(state), _options(state, state.config.stage))
+    return [(op, state.units[unit].name, nbytes, pool) for op, unit, nbytes, pool, _ in events]
 
 
 def predict_events(model: nn.Module) -> list[tuple[str, str, int]]:

@@ -13,14 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zerocore._C import CallEvent, Engine, ParamSpec
+from zerocore._C import Engine, ParamSpec
 from zerocore.agreement import agree
+from zerocore.budget import check_budget
+from zerocore.calls import call_order, entry_units
 from zerocore.config import ShardConfig
 from zerocore.materialize import InitFn, full_values, materialize_buffers
 from zerocore.module import Entry, set_entry
 from zerocore.optimizer_hooks import mark_replaced
 from zerocore.out_of_memory import explain_forward, watch_backward
-from zerocore.state import Param, ShardState, Unit, find_state, set_state
+from zerocore.quantities import parse_nbytes
+from zerocore.state import Param, ShardState, Unit, find_state, is_gloo, set_state
 from zerocore.tensor import Place, ShardedGrad, ShardedParameter
 from zerocore.wrapping import ParamChoice, UnitChoice, UnitPlanned, choose_units
 
@@ -70,6 +73,7 @@ def shard_model(
     device: torch.device | None,
     init_fn: InitFn | None,
     optimizer: Optimizer | None,
+    memory_budget: str | int | None = None,
 ) -> ShardState:
     """Shards ``model`` in place and returns its state; ``options`` are those of ShardConfig.
 
@@ -83,6 +87,10 @@ def shard_model(
         _check_model(model, optimizer)
         planned = choose_units(model, units)
         target = _find_device(planned, device)
+        if memory_budget is not None:
+            world_size, on_gloo = (1, False) if group is None else (group.size(), is_gloo(group))
+            nbytes = parse_nbytes(memory_budget, "memory_budget")
+            check_budget(model, planned, config, world_size, on_gloo, nbytes)
     except Exception as caught:
         error = caught
     agree(group, error, [] if error else _facts(planned, config))
@@ -163,35 +171,6 @@ def _facts(planned: list[UnitPlanned], config: ShardConfig) -> list[object]:
 def _like(param: nn.Parameter) -> torch.Tensor:
     like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
     return like.requires_grad_(param.requires_grad)
-
-
-def call_order(model: nn.Module, planned: list[UnitPlanned]) -> list[CallEvent]:
-    """Enters and exits of the units if modules are called in order of registration."""
-    entries = entry_units(planned)
-    order: list[CallEvent] = []
-    seen: set[int] = set()
-
-    def visit(module: nn.Module) -> None:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        units = entries.get(id(module), ())
-        order.extend(CallEvent(True, unit) for unit in units)
-        for child in module.children():
-            visit(child)
-        order.extend(CallEvent(False, unit) for unit in units[::-1])
-
-    visit(model)
-    return order
-
-
-def entry_units(planned: list[UnitPlanned]) -> dict[int, tuple[int, ...]]:
-    """Units to enter by id of the module that is called."""
-    entries: dict[int, tuple[int, ...]] = {}
-    for index, unit in enumerate(planned):
-        for module in unit.modules:
-            entries[id(module)] = (*entries.get(id(module), ()), index)
-    return entries
 
 
 def _shard_unit(

@@ -67,7 +67,7 @@ class ShardState:
     @property
     def exchanges(self) -> bool:
         """Reduce-scatters run as an exchange and a local sum, as they do on gloo."""
-        return self.group is not None and dist.get_backend(self.group) == "gloo"
+        return self.group is not None and is_gloo(self.group)
 
     def params(self) -> list[Param]:
         """All parameters, in the order of the units."""
@@ -81,6 +81,11 @@ class ShardState:
             for unit in self.units
             if any(owner in inside for param in unit.params for owner, _ in param.owners)
         ]
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether collectives of the group run on gloo."""
+    return dist.get_backend(group) == "gloo"
 
 
 def set_state(model: nn.Module, state: ShardState) -> None:

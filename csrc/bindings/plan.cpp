@@ -42,6 +42,19 @@ struct PySchedule {
   Actions actions;
 };
 
+// `unused` has the indices of parameters without a gradient by unit, or is empty.
+std::vector<UnitPlan> unit_plans(
+    std::vector<std::vector<ParamSpec>> units,
+    const std::vector<std::vector<int>>& unused) {
+  std::vector<UnitPlan> plans;
+  for (auto& params : units) {
+    const auto index = plans.size();
+    plans.push_back(
+        {std::move(params), index < unused.size() ? unused[index] : std::vector<int>{}});
+  }
+  return plans;
+}
+
 void register_layout(py::module_& module) {
   py::class_<ParamSpec>(module, "ParamSpec")
       .def(
@@ -161,62 +174,87 @@ void register_plan(py::module_& module) {
   register_schedule(module);
   py::class_<MemoryPlan>(module, "MemoryPlan")
       .def_readonly("parameters", &MemoryPlan::parameters)
+      .def_readonly("main_weights", &MemoryPlan::main_weights)
       .def_readonly("gradients", &MemoryPlan::gradients)
       .def_readonly("optimizer", &MemoryPlan::optimizer)
-      .def_readonly("pool", &MemoryPlan::pool);
-  const auto unit_plans = [](std::vector<std::vector<ParamSpec>> units) {
-    std::vector<UnitPlan> plans;
-    for (auto& params : units) {
-      plans.push_back({std::move(params)});
-    }
-    return plans;
-  };
+      .def_readonly("pool", &MemoryPlan::pool)
+      .def_readonly("pool_reserved", &MemoryPlan::pool_reserved)
+      .def_property_readonly("total", &MemoryPlan::total);
+  py::class_<PlanOptions>(module, "PlanOptions")
+      .def(
+          py::init([](int64_t stage,
+                      int64_t world_size,
+                      int prefetch,
+                      bool exchanges,
+                      int64_t main_itemsize,
+                      int64_t reduce_itemsize,
+                      std::vector<CallEvent> first_order,
+                      const std::vector<std::pair<bool, int32_t>>& backward) {
+            std::vector<BackwardEvent> events;
+            for (const auto& [ready, index] : backward) {
+              events.push_back({ready, index});
+            }
+            return PlanOptions{
+                stage,
+                world_size,
+                prefetch,
+                exchanges,
+                main_itemsize,
+                reduce_itemsize,
+                std::move(first_order),
+                std::move(events)};
+          }),
+          py::kw_only(),
+          py::arg("stage"),
+          py::arg("world_size"),
+          py::arg("prefetch"),
+          py::arg("exchanges"),
+          py::arg("main_itemsize") = 0,
+          py::arg("reduce_itemsize") = 0,
+          py::arg("first_order") = std::vector<CallEvent>{},
+          py::arg("backward") = std::vector<std::pair<bool, int32_t>>{})
+      .def_readonly("stage", &PlanOptions::stage)
+      .def_readonly("world_size", &PlanOptions::world_size);
+  module.def(
+      "plan_layouts",
+      [](std::vector<std::vector<ParamSpec>> units, const PlanOptions& options) {
+        return plan_layouts(unit_plans(std::move(units), {}), options);
+      },
+      py::arg("units"),
+      py::arg("options"));
   module.def(
       "plan_events",
-      [unit_plans](
-          std::vector<std::vector<ParamSpec>> units,
-          const std::vector<CallEvent>& order,
-          int64_t stage,
-          int64_t world_size,
-          int prefetch,
-          bool exchanges) {
-        std::vector<std::tuple<std::string, UnitId, int64_t, int64_t>> result;
-        const PlanOptions options{stage, world_size, prefetch, exchanges};
-        for (const auto& event : plan_events(unit_plans(std::move(units)), order, options)) {
-          result.emplace_back(trace_op_name(event.op), event.unit, event.nbytes, event.pool_nbytes);
+      [](std::vector<std::vector<ParamSpec>> units,
+         const std::vector<CallEvent>& order,
+         const PlanOptions& options) {
+        std::vector<std::tuple<std::string, UnitId, int64_t, int64_t, int32_t>> result;
+        for (const auto& event : plan_events(unit_plans(std::move(units), {}), order, options)) {
+          result.emplace_back(
+              trace_op_name(event.op), event.unit, event.nbytes, event.pool_nbytes, event.moment);
         }
         return result;
       },
       py::arg("units"),
       py::arg("order"),
-      py::kw_only(),
-      py::arg("stage"),
-      py::arg("world_size"),
-      py::arg("prefetch"),
-      py::arg("exchanges"));
+      py::arg("options"));
   module.def(
       "plan_memory",
-      [unit_plans](
-          std::vector<std::vector<ParamSpec>> units,
-          const std::vector<CallEvent>& order,
-          int64_t stage,
-          int64_t world_size,
-          int prefetch,
-          bool exchanges,
-          int64_t rank,
-          int64_t optimizer_states) {
-        const PlanOptions options{stage, world_size, prefetch, exchanges};
-        return plan_memory(unit_plans(std::move(units)), order, options, rank, optimizer_states);
+      [](std::vector<std::vector<ParamSpec>> units,
+         const std::vector<CallEvent>& order,
+         const PlanOptions& options,
+         int64_t rank,
+         int64_t optimizer_states,
+         const std::vector<std::vector<int>>& unused) {
+        const auto plans = unit_plans(std::move(units), unused);
+        return plan_memory(plans, order, options, rank, optimizer_states);
       },
       py::arg("units"),
       py::arg("order"),
+      py::arg("options"),
       py::kw_only(),
-      py::arg("stage"),
-      py::arg("world_size"),
-      py::arg("prefetch"),
-      py::arg("exchanges"),
       py::arg("rank"),
-      py::arg("optimizer_states"));
+      py::arg("optimizer_states"),
+      py::arg("unused") = std::vector<std::vector<int>>{});
 }
 
 } // namespace zerocore

@@ -1,6 +1,7 @@
 // C++ hooks on the autograd graph.
 #include "engine/autograd.h"
 
+#include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -40,6 +41,21 @@ struct AccumulatedHook final : torch::autograd::PostAccumulateGradHook {
 
 } // namespace
 
+uint64_t next_node() {
+  return at::sequence_number::peek();
+}
+
+std::vector<at::Tensor> computed_since(uint64_t first, const std::vector<at::Tensor>& outputs) {
+  std::vector<at::Tensor> computed;
+  for (const at::Tensor& output : outputs) {
+    const auto& node = output.grad_fn();
+    if (node != nullptr && node->sequence_nr() >= first) {
+      computed.push_back(output);
+    }
+  }
+  return computed.empty() ? outputs : computed;
+}
+
 void on_backward_of(const std::vector<at::Tensor>& outputs, const std::function<void()>& run) {
   std::vector<Node*> hooked;
   for (const at::Tensor& output : outputs) {
@@ -59,8 +75,8 @@ void on_grad_accumulated(const at::Tensor& leaf, std::function<void()> run) {
       leaf, std::make_unique<AccumulatedHook>(std::move(run)));
 }
 
-bool in_backward() {
-  return torch::autograd::get_current_graph_task_id() != -1;
+int64_t current_backward() {
+  return torch::autograd::get_current_graph_task_id();
 }
 
 void on_backward_end(std::function<void()> run) {

@@ -13,6 +13,12 @@ inline const at::Tensor& gradient_of(const at::Tensor& leaf) {
   return leaf.unsafeGetTensorImpl()->grad();
 }
 
+// The number that the next node of this thread's graph will have.
+uint64_t next_node();
+// Those of `outputs` that were computed since next_node() was `first`; all of them if none was. A
+// unit that hands a tensor on has no part in its backward.
+std::vector<at::Tensor> computed_since(uint64_t first, const std::vector<at::Tensor>& outputs);
+
 // Calls `run` each time the backward reaches one of `outputs` (those with a grad_fn), before the
 // node that produced it runs.
 void on_backward_of(const std::vector<at::Tensor>& outputs, const std::function<void()>& run);
@@ -20,8 +26,12 @@ void on_backward_of(const std::vector<at::Tensor>& outputs, const std::function<
 // Calls `run` after a gradient was accumulated into the leaf.
 void on_grad_accumulated(const at::Tensor& leaf, std::function<void()> run);
 
-// Whether this thread is inside of a backward.
-bool in_backward();
+// A number for the backward that this thread is inside of, -1 outside. A backward within another
+// one (reentrant checkpointing) has its own.
+int64_t current_backward();
+inline bool in_backward() {
+  return current_backward() != -1;
+}
 
 // Calls `run` when the backward this thread is inside of has ended without an exception.
 void on_backward_end(std::function<void()> run);

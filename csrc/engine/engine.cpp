@@ -110,10 +110,10 @@ void Engine::start(bool consistent) {
 void Engine::begin_pass() {
   recover();
   if (schedule_.in_rooted_pass() || in_backward()) {
-    recomputing_.push_back(true); // nested: the outer pass goes on
+    calls_.push_back({true}); // nested: the outer pass goes on
     return;
   }
-  recomputing_.push_back(false);
+  calls_.push_back({false});
   bool changed = false;
   for (UnitId id = 0; id < num_units(); ++id) {
     changed = refresh(id) || changed;
@@ -126,8 +126,8 @@ void Engine::begin_pass() {
 }
 
 void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
-  const bool nested = recomputing_.back();
-  recomputing_.pop_back();
+  const bool nested = calls_.back().recomputing;
+  calls_.pop_back();
   if (nested) {
     return;
   }
@@ -149,8 +149,8 @@ void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
 }
 
 void Engine::fail_pass() {
-  const bool nested = recomputing_.back();
-  recomputing_.pop_back();
+  const bool nested = calls_.back().recomputing;
+  calls_.pop_back();
   if (!nested) {
     reset();
   }
@@ -158,8 +158,8 @@ void Engine::fail_pass() {
 
 void Engine::enter(UnitId id) {
   recover();
-  recomputing_.push_back(in_backward());
-  if (recomputing_.back()) {
+  calls_.push_back({in_backward(), next_node()});
+  if (calls_.back().recomputing) {
     begin_backward();
     if (schedule_.recompute(id, actions_)) {
       forget_fired(id);
@@ -175,8 +175,8 @@ void Engine::enter(UnitId id) {
 }
 
 void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs) {
-  const bool recomputing = recomputing_.back();
-  recomputing_.pop_back();
+  const auto [recomputing, first_node] = calls_.back();
+  calls_.pop_back();
   const bool records = any_requires_grad(outputs);
   CallHandle call{-1, -1, id};
   if (!recomputing) {
@@ -188,7 +188,8 @@ void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs) {
     update_registration(id);
   }
   if (records) {
-    on_backward_of(outputs, [weak = weak_from_this(), call, version = units_[id]->version()] {
+    const auto computed = computed_since(first_node, outputs);
+    on_backward_of(computed, [weak = weak_from_this(), call, version = units_[id]->version()] {
       if (const auto engine = weak.lock()) {
         engine->pre_backward(call, version);
       }
@@ -336,12 +337,13 @@ void Engine::mark_changed(UnitId unit) {
 
 void Engine::reset() {
   backward_ = false;
-  recomputing_.clear();
+  calls_.clear();
   schedule_.abort(actions_);
   run(actions_);
   reducer_.reset();
   for (UnitId id = 0; id < num_units(); ++id) {
     forget_fired(id);
+    progress_[id].backward = -1;
     update_registration(id);
   }
 }

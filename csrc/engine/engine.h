@@ -122,6 +122,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool full_shown = false;
     int num_trainable = 0;
     int num_fired = 0;
+    int64_t backward = -1; // the one that goes through the unit
     std::vector<uint8_t> fired;
   };
 
@@ -137,7 +138,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Schedule schedule_;
   Reducer reducer_;
   std::unique_ptr<Registrar> registrar_;
-  std::vector<bool> recomputing_; // for each entered unit: in a recompute, not a forward
+  struct Call {
+    bool recomputing = false; // in a recompute, not a forward
+    uint64_t first_node = 0; // of the graph that the call records
+  };
+  std::vector<Call> calls_; // entered and not left
   Actions actions_; // reused
   bool backward_ = false;
   bool sync_ = true;

@@ -28,6 +28,7 @@ void Engine::pre_backward(const CallHandle& call, int64_t version) {
       "': its parameters were changed after the forward (by an optimizer step or a load). Run "
       "backward before the step, or run the forward again.");
   begin_backward();
+  progress_[call.unit].backward = current_backward();
   if (schedule_.pre_backward(call, actions_)) {
     forget_fired(call.unit);
   }
@@ -41,7 +42,10 @@ void Engine::grad_ready(UnitId id, int param) {
   if (!std::exchange(progress.fired[param], 1)) {
     ++progress.num_fired;
   }
-  if (progress.num_fired == progress.num_trainable) {
+  // In a backward within the one that goes through the unit (reentrant checkpoints inside of it)
+  // gradients may come again: the unit is reduced when the outer backward leaves it.
+  const bool inner = progress.backward != -1 && progress.backward != current_backward();
+  if (progress.num_fired == progress.num_trainable && !inner) {
     schedule_.ready(id, actions_);
     run(actions_);
   }
@@ -60,6 +64,7 @@ void Engine::end_backward() {
       reducer_.reduce(id, sync_);
     }
     forget_fired(id);
+    progress_[id].backward = -1;
     update_registration(id);
   }
   reducer_.finish();

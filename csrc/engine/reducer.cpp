@@ -201,7 +201,7 @@ void Reducer::complete(UnitId id, RegionGrads& grads) {
     const at::Tensor& received = grads.scratch.full(grads.region);
     context_.streams->note_read(StreamRole::Compute, received, "sums", units_[id]->name());
     context_.streams->note_write(StreamRole::Compute, shard_of(grads), "sums", units_[id]->name());
-    kernels::sum_chunks(shard_of(grads), received, chunks, adds);
+    kernels::accumulate(shard_of(grads), received, chunks, adds);
     grads.scratch.detach();
     context_.pool->release(grads.scratch_slot, StreamRole::Compute);
   }

@@ -1,15 +1,16 @@
-// Element functions and loops that move gradients between parameters and flat buckets.
+// What happens to one element on its way between tensors and flat buckets. No torch header.
 //
-// Raw pointers only; T is float, double, c10::Half or c10::BFloat16. Loops are written so that the
-// compiler vectorises them.
+// The element types are whatever the loops instantiate: anything that casts to and from the type
+// that it is computed in.
 #pragma once
 
 #include <cstdint>
-#include <cstring>
+
+#include "kernels/host_device.h"
 
 namespace zerocore::kernels {
 
-// Sums and scales are taken in float for the half types, in T otherwise.
+// What values on their way to T are scaled and summed in.
 template <typename T>
 struct Accumulate {
   using type = float;
@@ -18,53 +19,26 @@ template <>
 struct Accumulate<double> {
   using type = double;
 };
-
-// dst = src * scale
+template <>
+struct Accumulate<uint8_t> {
+  using type = uint8_t; // bytes of any other dtype: moved only
+};
 template <typename T>
-void scale_into(T* __restrict dst, const T* __restrict src, int64_t numel, double scale) {
-  using A = typename Accumulate<T>::type;
-  if (scale == 1.0) {
-    std::memcpy(dst, src, static_cast<size_t>(numel) * sizeof(T));
-    return;
-  }
-  const A factor = static_cast<A>(scale);
-  for (int64_t i = 0; i < numel; ++i) {
-    dst[i] = static_cast<T>(static_cast<A>(src[i]) * factor);
-  }
+using AccumulateType = typename Accumulate<T>::type;
+
+// src * factor, in Dst's precision.
+template <typename Dst, typename Src>
+ZEROCORE_HOST_DEVICE Dst scaled(Src src, AccumulateType<Dst> factor) {
+  using A = AccumulateType<Dst>;
+  return static_cast<Dst>(static_cast<A>(static_cast<A>(src) * factor));
 }
 
-// dst += src * scale
-template <typename T>
-void scale_add(T* __restrict dst, const T* __restrict src, int64_t numel, double scale) {
-  using A = typename Accumulate<T>::type;
-  const A factor = static_cast<A>(scale);
-  for (int64_t i = 0; i < numel; ++i) {
-    dst[i] = static_cast<T>(static_cast<A>(dst[i]) + static_cast<A>(src[i]) * factor);
-  }
-}
-
-// dst = [dst +] chunk 0 + chunk 1 + ... ; the chunks lie one after the other, `numel` each.
-template <typename T>
-void sum_chunks(T* dst, const T* chunks, int64_t numel, int64_t num_chunks, bool add) {
-  using A = typename Accumulate<T>::type;
-  constexpr int64_t kBlock = 1024; // elements summed while they stay in the first-level cache
-  A sums[kBlock];
-  for (int64_t begin = 0; begin < numel; begin += kBlock) {
-    const int64_t count = begin + kBlock < numel ? kBlock : numel - begin;
-    for (int64_t i = 0; i < count; ++i) {
-      sums[i] = static_cast<A>(chunks[begin + i]);
-    }
-    for (int64_t chunk = 1; chunk < num_chunks; ++chunk) {
-      const T* src = chunks + chunk * numel + begin;
-      for (int64_t i = 0; i < count; ++i) {
-        sums[i] += static_cast<A>(src[i]);
-      }
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      const A base = add ? static_cast<A>(dst[begin + i]) : A(0);
-      dst[begin + i] = static_cast<T>(base + sums[i]);
-    }
-  }
+// dst + src * factor, rounded once.
+template <typename Dst, typename Src>
+ZEROCORE_HOST_DEVICE Dst scaled_sum(Dst dst, Src src, AccumulateType<Dst> factor) {
+  using A = AccumulateType<Dst>;
+  return static_cast<Dst>(
+      static_cast<A>(static_cast<A>(dst) + static_cast<A>(static_cast<A>(src) * factor)));
 }
 
 } // namespace zerocore::kernels

@@ -1,85 +1,225 @@
-// Typed callers of the kernels. Devices without a loop of ours go through ATen.
+// Typed callers of the kernels.
 #include "kernels/ops.h"
 
-#include <ATen/Dispatch.h>
-#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
 
-#include "kernels/flatten.h"
+#include <algorithm>
+
+#include "common/math.h"
+#include "kernels/checks.h"
+#include "kernels/loops.h"
 
 namespace zerocore::kernels {
 
 namespace {
 
-// The elements of a dense tensor in storage order.
-at::Tensor flattened(const at::Tensor& tensor, int64_t offset, int64_t numel) {
-  return at::as_strided(tensor, {numel}, {1}, tensor.storage_offset() + offset);
+// Where an element lies, without a typed pointer; null on the meta device.
+char* address(const at::Tensor& tensor, int64_t offset) {
+  return tensor.is_meta()
+      ? nullptr
+      : static_cast<char*>(tensor.data_ptr()) + offset * static_cast<int64_t>(tensor.itemsize());
 }
 
-template <typename T>
-void pack_cpu(T* bucket, const std::vector<PackSegment>& segments, double scale) {
-  for (const PackSegment& segment : segments) {
-    T* dst = bucket + segment.offset;
-    if (segment.source == nullptr) {
-      if (!segment.add) {
-        std::memset(static_cast<void*>(dst), 0, static_cast<size_t>(segment.numel) * sizeof(T));
-      }
-      continue;
-    }
-    const T* src = segment.source->const_data_ptr<T>() + segment.source_offset;
-    if (segment.add) {
-      scale_add(dst, src, segment.numel, scale);
-    } else {
-      scale_into(dst, src, segment.numel, scale);
-    }
+const char* const_address(const at::Tensor& tensor, int64_t offset) {
+  return tensor.is_meta() ? nullptr
+                          : static_cast<const char*>(tensor.const_data_ptr()) +
+          offset * static_cast<int64_t>(tensor.itemsize());
+}
+
+void run_copy(const at::Tensor& like, Pair pair, const SegmentList& list, double scale) {
+  if (list.size() > 0) {
+    loops_of(like.device()).copy({like.device(), pair, list, scale});
   }
 }
 
-void pack_aten(const at::Tensor& bucket, const PackSegment& segment, double scale) {
-  const at::Tensor dst = bucket.narrow(0, segment.offset, segment.numel);
-  if (segment.source == nullptr) {
-    if (!segment.add) {
-      dst.zero_();
+// Calls f(index, range of the region) for each parameter that has elements in the shard.
+template <typename F>
+void visit_region(
+    const char* op,
+    at::TensorList params,
+    const at::Tensor& shard,
+    at::IntArrayRef offsets,
+    Range own,
+    F f) {
+  check_flat(op, "shard", shard);
+  check_count(op, "offsets", offsets.size(), "parameters", params.size());
+  TORCH_CHECK_VALUE(own.begin >= 0, op, ": start is ", own.begin, ", expected at least 0");
+  int64_t end = 0;
+  for (size_t i = 0; i < params.size(); ++i) {
+    check_member(op, "parameter", i, params[i], shard, params[0].scalar_type());
+    TORCH_CHECK_VALUE(
+        offsets[i] >= end,
+        op,
+        ": parameter ",
+        i,
+        " begins at ",
+        offsets[i],
+        ", expected at least ",
+        end,
+        ", where the one before ends");
+    end = offsets[i] + params[i].numel();
+    const Range range = intersect({offsets[i], end}, own);
+    if (!range.empty()) {
+      f(i, range);
     }
-    return;
-  }
-  const at::Tensor src = flattened(*segment.source, segment.source_offset, segment.numel);
-  if (segment.add) {
-    dst.add_(src, scale);
-  } else {
-    dst.copy_(src).mul_(scale);
   }
 }
 
 } // namespace
 
 void pack(const at::Tensor& bucket, const std::vector<PackSegment>& segments, double scale) {
-  if (!bucket.is_cpu()) {
-    for (const PackSegment& segment : segments) {
-      pack_aten(bucket, segment, scale);
+  check_flat("pack", "bucket", bucket);
+  const auto has_source = [](const PackSegment& segment) { return segment.source != nullptr; };
+  const auto first = std::find_if(segments.begin(), segments.end(), has_source);
+  const auto src_dtype =
+      first == segments.end() ? bucket.scalar_type() : first->source->scalar_type();
+  const Conversion found = conversion("pack", bucket.scalar_type(), src_dtype, false);
+  SegmentList list;
+  for (size_t i = 0; i < segments.size(); ++i) {
+    const PackSegment& segment = segments[i];
+    check_range("pack", i, segment.offset, segment.numel, bucket.numel());
+    const void* source = nullptr;
+    if (segment.source != nullptr) {
+      check_member("pack", "gradient of piece", i, *segment.source, bucket, src_dtype);
+      check_range("pack", i, segment.source_offset, segment.numel, segment.source->numel());
+      source = const_address(*segment.source, segment.source_offset);
     }
-    return;
+    if (source != nullptr || !segment.add) {
+      list.push(address(bucket, segment.offset), source, segment.numel, segment.add);
+    }
   }
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, bucket.scalar_type(), "zerocore_pack", [&] {
-        pack_cpu<scalar_t>(bucket.data_ptr<scalar_t>(), segments, scale);
-      });
+  run_copy(bucket, found.pair, list, scale);
 }
 
-void sum_chunks(const at::Tensor& out, const at::Tensor& chunks, int64_t num_chunks, bool add) {
-  if (!out.is_cpu()) {
-    const at::Tensor sum = chunks.view({num_chunks, -1}).sum(0);
-    add ? out.add_(sum) : out.copy_(sum);
-    return;
+void accumulate(
+    const at::Tensor& out,
+    const at::Tensor& chunks,
+    int64_t num_chunks,
+    bool add,
+    double scale) {
+  check_flat("accumulate", "out", out);
+  check_flat("accumulate", "chunks", chunks);
+  TORCH_CHECK_VALUE(num_chunks >= 1, "accumulate: num_chunks is ", num_chunks, ", expected >= 1");
+  TORCH_CHECK_VALUE(
+      chunks.numel() == checked_mul(out.numel(), num_chunks),
+      "accumulate: chunks has ",
+      chunks.numel(),
+      " elements, expected ",
+      num_chunks,
+      " times the ",
+      out.numel(),
+      " of out");
+  check_member("accumulate", "chunk", 0, chunks, out, chunks.scalar_type());
+  const Conversion found = conversion("accumulate", out.scalar_type(), chunks.scalar_type(), false);
+  if (out.numel() > 0) {
+    const AccumulateCall call{
+        out.device(),
+        found.pair,
+        address(out, 0),
+        const_address(chunks, 0),
+        out.numel(),
+        num_chunks,
+        scale,
+        add};
+    loops_of(out.device()).accumulate(call);
   }
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, out.scalar_type(), "zerocore_sum_chunks", [&] {
-        sum_chunks<scalar_t>(
-            out.data_ptr<scalar_t>(),
-            chunks.const_data_ptr<scalar_t>(),
-            out.numel(),
-            num_chunks,
-            add);
-      });
+}
+
+void flatten(
+    const at::Tensor& shard,
+    at::TensorList params,
+    at::IntArrayRef offsets,
+    int64_t start) {
+  const auto src_dtype = params.empty() ? shard.scalar_type() : params[0].scalar_type();
+  const auto [pair, step] = conversion("flatten", shard.scalar_type(), src_dtype, true);
+  const Range own{start, start + shard.numel()};
+  SegmentList list;
+  int64_t end = start;
+  const auto zero_until = [&, step = step](int64_t position) {
+    if (position > end) {
+      list.push(address(shard, end - start), nullptr, (position - end) * step);
+    }
+  };
+  visit_region("flatten", params, shard, offsets, own, [&, step = step](size_t i, Range range) {
+    zero_until(range.begin);
+    const void* source = const_address(params[i], range.begin - offsets[i]);
+    list.push(address(shard, range.begin - start), source, range.size() * step);
+    end = range.end;
+  });
+  zero_until(own.end);
+  run_copy(shard, pair, list, 1.0);
+}
+
+void unflatten(
+    at::TensorList params,
+    const at::Tensor& shard,
+    at::IntArrayRef offsets,
+    int64_t start) {
+  const auto dst_dtype = params.empty() ? shard.scalar_type() : params[0].scalar_type();
+  const auto [pair, step] = conversion("unflatten", dst_dtype, shard.scalar_type(), true);
+  const Range own{start, start + shard.numel()};
+  SegmentList list;
+  visit_region("unflatten", params, shard, offsets, own, [&, step = step](size_t i, Range range) {
+    void* target = address(params[i], range.begin - offsets[i]);
+    list.push(target, const_address(shard, range.begin - start), range.size() * step);
+  });
+  run_copy(shard, pair, list, 1.0);
+}
+
+void cast(const at::Tensor& bucket, at::TensorList sources, at::IntArrayRef offsets) {
+  check_flat("cast", "bucket", bucket);
+  check_count("cast", "offsets", offsets.size(), "sources", sources.size());
+  const auto src_dtype = sources.empty() ? bucket.scalar_type() : sources[0].scalar_type();
+  const auto [pair, step] = conversion("cast", bucket.scalar_type(), src_dtype, true);
+  SegmentList list;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    check_member("cast", "source", i, sources[i], bucket, src_dtype);
+    check_range("cast", i, offsets[i], sources[i].numel(), bucket.numel());
+    const void* source = const_address(sources[i], 0);
+    list.push(address(bucket, offsets[i]), source, sources[i].numel() * step);
+  }
+  run_copy(bucket, pair, list, 1.0);
+}
+
+void sum_of_squares(const at::Tensor& out, at::TensorList shards) {
+  check_flat("sum_of_squares", "out", out);
+  TORCH_CHECK_VALUE(
+      out.numel() == 2 && out.scalar_type() == at::kDouble,
+      "sum_of_squares: out must be float64 of 2 elements, got ",
+      out.scalar_type(),
+      " of ",
+      out.numel());
+  // One list per element type; the partial sums follow each other.
+  constexpr Element kElements[] = {
+      Element::Half, Element::BFloat16, Element::Float, Element::Double};
+  SegmentList lists[std::size(kElements)];
+  int64_t num_partials = 0;
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const auto dtype = shards[i].scalar_type();
+    check_member("sum_of_squares", "shard", i, shards[i], out, dtype);
+    const auto element = element_of(dtype);
+    TORCH_CHECK_TYPE(
+        element.has_value(),
+        "sum_of_squares: shard ",
+        i,
+        " is ",
+        dtype,
+        ", expected float32, float16, bfloat16 or float64");
+    const auto* place = std::find(std::begin(kElements), std::end(kElements), *element);
+    lists[place - kElements].push(nullptr, const_address(shards[i], 0), shards[i].numel());
+    num_partials += num_chunks_of(shards[i].numel());
+  }
+  const Loops& loops = loops_of(out.device());
+  const at::Tensor partials = at::empty({2 * num_partials}, out.options());
+  auto* sums = reinterpret_cast<SquareSum*>(address(partials, 0));
+  int64_t done = 0;
+  for (size_t i = 0; i < std::size(kElements); ++i) {
+    if (lists[i].size() > 0) {
+      loops.square({out.device(), kElements[i], lists[i], sums + done});
+      done += lists[i].num_chunks();
+    }
+  }
+  loops.total({out.device(), sums, num_partials, reinterpret_cast<SquareSum*>(address(out, 0))});
 }
 
 } // namespace zerocore::kernels

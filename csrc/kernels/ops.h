@@ -1,4 +1,9 @@
-// Typed callers of the kernels: pick the element type and the device's loop.
+// Typed callers of the kernels: check the arguments, then run the device's loops.
+//
+// Every call is one pass over the memory and, on CUDA, one launch on the current stream for up to
+// about a thousand tensors (a few more launches beyond); nothing waits for the device. Values are
+// scaled and summed in float, for float64 in double. Casts are possible among float32, float16
+// and bfloat16. Wrong arguments throw c10::ValueError or c10::TypeError.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,10 +24,37 @@ struct PackSegment {
 };
 
 // bucket[segment] = or += source * scale, for every segment. `bucket` is 1-D of a floating dtype;
-// sources have its dtype and device.
+// sources are of one dtype, on its device. Segments must not overlap.
 void pack(const at::Tensor& bucket, const std::vector<PackSegment>& segments, double scale);
 
-// out = [out +] sum of the `num_chunks` equal parts of `chunks`. 1-D, same dtype and device.
-void sum_chunks(const at::Tensor& out, const at::Tensor& chunks, int64_t num_chunks, bool add);
+// out = [out +] scale * (sum of the `num_chunks` equal parts of `chunks`). Both 1-D.
+void accumulate(
+    const at::Tensor& out,
+    const at::Tensor& chunks,
+    int64_t num_chunks,
+    bool add,
+    double scale = 1.0);
+
+// Parameter i lies at `offsets[i]` of a flat region (ascending, without overlap) and `shard` is the
+// region's part that begins at element `start`. Writes all of the shard: gaps become zero. Any
+// dtype where no cast is needed.
+void flatten(
+    const at::Tensor& shard,
+    at::TensorList params,
+    at::IntArrayRef offsets,
+    int64_t start);
+// The reverse: writes the parts of the parameters that lie in the shard.
+void unflatten(
+    at::TensorList params,
+    const at::Tensor& shard,
+    at::IntArrayRef offsets,
+    int64_t start);
+
+// bucket[offsets[i] ...] = sources[i], cast; the rest of the bucket is left alone.
+void cast(const at::Tensor& bucket, at::TensorList sources, at::IntArrayRef offsets);
+
+// out[0] = sum of the squares of all elements, out[1] = number of NaN and infinite ones. `out` is
+// float64 [2] on the shards' device, so that one all-reduce sums both. The same bits on every call.
+void sum_of_squares(const at::Tensor& out, at::TensorList shards);
 
 } // namespace zerocore::kernels

@@ -2,6 +2,7 @@
 #include "plan/memory_plan.h"
 
 #include <algorithm>
+#include <unordered_map>
 #include <utility>
 
 #include "plan/stage_policy.h"
@@ -9,6 +10,70 @@
 namespace zerocore {
 
 namespace {
+
+// Slots of a pool that keeps every slot by its exact size, as the bucket pool does.
+class PoolCount {
+ public:
+  void acquire(int64_t nbytes) {
+    in_use_ += nbytes;
+    peak_ = std::max(peak_, in_use_);
+    Count& count = counts_[nbytes];
+    if (++count.in_use > count.reserved) {
+      count.reserved = count.in_use;
+      reserved_ += nbytes;
+    }
+  }
+  void release(int64_t nbytes) {
+    in_use_ -= nbytes;
+    --counts_.at(nbytes).in_use;
+  }
+  int64_t in_use() const {
+    return in_use_;
+  }
+  int64_t peak() const {
+    return peak_;
+  }
+  int64_t reserved() const {
+    return reserved_;
+  }
+
+ private:
+  struct Count {
+    int64_t in_use = 0;
+    int64_t reserved = 0;
+  };
+  std::unordered_map<int64_t, Count> counts_;
+  int64_t in_use_ = 0;
+  int64_t peak_ = 0;
+  int64_t reserved_ = 0;
+};
+
+int64_t grad_nbytes(const PlanOptions& options, const Region& region, int64_t numel) {
+  return numel * (options.reduce_itemsize > 0 ? options.reduce_itemsize : region.itemsize);
+}
+
+// Bytes of an element of the main weights; the region's own where the parameter is one.
+int64_t main_itemsize(const PlanOptions& options, const Region& region) {
+  return region.requires_grad ? std::max(options.main_itemsize, region.itemsize) : region.itemsize;
+}
+
+// The backward that mirrors a forward: outputs of each call, last first, and gradients when the
+// unit's first call is left.
+std::vector<BackwardEvent> mirrored(const std::vector<CallEvent>& order) {
+  std::vector<BackwardEvent> events;
+  std::unordered_map<UnitId, int> enters_left;
+  for (const CallEvent& event : order) {
+    enters_left[event.unit] += event.kind == EventKind::Enter ? 1 : 0;
+  }
+  for (size_t i = order.size(); i-- > 0;) {
+    if (order[i].kind == EventKind::Exit && order[i].needs_backward) {
+      events.push_back({false, static_cast<int32_t>(i)});
+    } else if (order[i].kind == EventKind::Enter && --enters_left[order[i].unit] == 0) {
+      events.push_back({true, order[i].unit});
+    }
+  }
+  return events;
+}
 
 // Plays the schedule's actions as the engine does, with sizes in place of memory.
 class Simulation {
@@ -18,27 +83,53 @@ class Simulation {
       const std::vector<CallEvent>& order,
       const PlanOptions& options)
       : options_(options),
+        order_(order),
+        backward_(options.backward.empty() ? mirrored(order) : options.backward),
         policy_(StagePolicy::from_stage(options.stage, options.world_size)),
         schedule_(
             {static_cast<int>(units.size()),
              options.prefetch,
              policy_.shards_optimizer(),
              policy_.shards_parameters()},
-            order) {
-    const int64_t num_shards = policy_.shards_optimizer() ? options.world_size : 1;
-    for (const UnitPlan& unit : units) {
-      layouts_.push_back(Layout::build(unit.params, num_shards));
-      const auto& regions = layouts_.back().regions();
+            options.first_order.empty() ? order : options.first_order),
+        layouts_(plan_layouts(units, options)),
+        reduced_(units.size(), false) {
+    for (size_t i = 0; i < layouts_.size(); ++i) {
+      const auto& regions = layouts_[i].regions();
       schedule_.set_reducible(
-          static_cast<UnitId>(layouts_.size()) - 1,
+          static_cast<UnitId>(i),
           std::any_of(regions.begin(), regions.end(), [](const Region& region) {
             return region.requires_grad;
           }));
     }
   }
 
-  std::vector<PlannedEvent> step() {
+  // The first step and a steady one; events() are those of the second.
+  void run_steps() {
+    step();
+    events_.clear();
+    step();
+  }
+
+  const std::vector<PlannedEvent>& events() const {
+    return events_;
+  }
+  const PoolCount& pool() const {
+    return pool_;
+  }
+  const Layout& layout(size_t unit) const {
+    return layouts_[unit];
+  }
+  // Whether the unit's gradients were ever reduced.
+  bool reduced(size_t unit) const {
+    return reduced_[unit];
+  }
+
+ private:
+  void step() {
     Actions actions;
+    moment_ = 0;
+    calls_.clear();
     for (UnitId unit = 0; unit < static_cast<UnitId>(layouts_.size()); ++unit) {
       schedule_.invalidate(unit, actions);
     }
@@ -47,17 +138,18 @@ class Simulation {
     forward(actions);
     schedule_.end_pass(actions);
     run(actions);
+    schedule_.prune(schedule_.called());
     schedule_.begin_backward();
     backward(actions);
     schedule_.end_backward(actions);
+    moment_ = 2 * static_cast<int32_t>(calls_.size());
     run(actions);
     complete();
-    return std::move(events_);
   }
 
- private:
   void forward(Actions& actions) {
-    for (const CallEvent& event : std::vector<CallEvent>(schedule_.order())) {
+    for (const CallEvent& event : order_) {
+      moment_ = static_cast<int32_t>(calls_.size());
       CallHandle call;
       if (event.kind == EventKind::Enter) {
         schedule_.enter(event.unit, true, actions);
@@ -70,19 +162,25 @@ class Simulation {
   }
 
   void backward(Actions& actions) {
-    std::vector<int> enters_left(layouts_.size(), 0);
-    for (const auto& [event, call] : calls_) {
-      enters_left[event.unit] += event.kind == EventKind::Enter ? 1 : 0;
-    }
-    for (size_t i = calls_.size(); i-- > 0;) {
-      const auto& [event, call] = calls_[i];
-      if (event.kind == EventKind::Exit && event.needs_backward) {
-        schedule_.pre_backward(call, actions);
-      } else if (event.kind == EventKind::Enter && --enters_left[event.unit] == 0) {
-        schedule_.ready(event.unit, actions);
+    const auto num_events = static_cast<int32_t>(calls_.size());
+    for (const BackwardEvent& event : backward_) {
+      const int32_t mirrored = event.ready ? first_enter(event.index) : event.index;
+      moment_ = std::max(moment_, 2 * num_events - 1 - mirrored);
+      if (event.ready) {
+        schedule_.ready(event.index, actions);
+      } else {
+        schedule_.pre_backward(calls_.at(event.index).second, actions);
       }
       run(actions);
     }
+  }
+
+  // Index of the first Enter of a unit in the order.
+  int32_t first_enter(UnitId unit) const {
+    const auto found = std::find_if(order_.begin(), order_.end(), [&](const CallEvent& event) {
+      return event.kind == EventKind::Enter && event.unit == unit;
+    });
+    return static_cast<int32_t>(found - order_.begin());
   }
 
   void run(Actions& actions) {
@@ -93,7 +191,7 @@ class Simulation {
           unshard(action.unit, layout);
           break;
         case ActionKind::Reshard:
-          pool_ -= layout.nbytes();
+          pool_.release(layout.nbytes());
           add(TraceOp::Reshard, action.unit, layout.nbytes());
           break;
         case ActionKind::Reduce:
@@ -106,7 +204,7 @@ class Simulation {
 
   void unshard(UnitId unit, const Layout& layout) {
     if (policy_.shards_parameters()) {
-      pool_ += layout.nbytes();
+      pool_.acquire(layout.nbytes());
       add(TraceOp::Unshard, unit, layout.nbytes());
     }
     for (const Region& region : layout.regions()) {
@@ -116,44 +214,109 @@ class Simulation {
 
   void reduce(UnitId unit, const Layout& layout) {
     complete();
+    reduced_[unit] = true;
     for (const Region& region : layout.regions()) {
       if (!region.requires_grad || options_.world_size == 1) {
         continue;
       }
       const bool sharded = policy_.shards_optimizer();
-      const int64_t bucket = policy_.shards_gradients() ? region.nbytes() : 0;
-      const int64_t scratch = sharded && options_.exchanges ? region.nbytes() : 0;
-      in_flight_ += bucket + scratch;
-      pool_ += bucket + scratch;
-      add(sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce, unit, region.nbytes());
+      const int64_t nbytes = grad_nbytes(options_, region, region.numel());
+      if (policy_.shards_gradients()) {
+        hold(nbytes);
+      }
+      if (sharded && options_.exchanges) {
+        hold(nbytes);
+      }
+      add(sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce, unit, nbytes);
     }
   }
 
+  void hold(int64_t nbytes) {
+    pool_.acquire(nbytes);
+    in_flight_.push_back(nbytes);
+  }
+
   void complete() {
-    pool_ -= std::exchange(in_flight_, 0);
+    for (const int64_t nbytes : in_flight_) {
+      pool_.release(nbytes);
+    }
+    in_flight_.clear();
   }
 
   void add(TraceOp op, UnitId unit, int64_t nbytes) {
-    events_.push_back({op, unit, nbytes, pool_});
+    events_.push_back({op, unit, nbytes, pool_.in_use(), moment_});
   }
 
   PlanOptions options_;
+  std::vector<CallEvent> order_;
+  std::vector<BackwardEvent> backward_;
   StagePolicy policy_;
   Schedule schedule_;
   std::vector<Layout> layouts_;
   std::vector<std::pair<CallEvent, CallHandle>> calls_;
   std::vector<PlannedEvent> events_;
-  int64_t pool_ = 0;
-  int64_t in_flight_ = 0; // pool bytes of the reduction under way
+  std::vector<bool> reduced_;
+  PoolCount pool_;
+  std::vector<int64_t> in_flight_; // slots of the reduction under way
+  int32_t moment_ = 0;
 };
 
+// What one unit holds between steps on the rank.
+void add_unit(
+    MemoryPlan& plan,
+    const UnitPlan& unit,
+    const Layout& layout,
+    const PlanOptions& options,
+    int64_t rank) {
+  const StagePolicy policy = StagePolicy::from_stage(options.stage, options.world_size);
+  const int64_t shard = policy.shards_optimizer() ? rank : 0;
+  plan.parameters += policy.shards_parameters() ? layout.of_shard(rank).nbytes() : layout.nbytes();
+  for (const Region& region : layout.regions()) {
+    if (main_itemsize(options, region) > region.itemsize) {
+      plan.main_weights += region.shard_numel * main_itemsize(options, region);
+    }
+  }
+  for (int i = 0; i < static_cast<int>(unit.params.size()); ++i) {
+    const bool unused = std::find(unit.unused.begin(), unit.unused.end(), i) != unit.unused.end();
+    if (unit.params[i].requires_grad && !unused) {
+      const Region& region = layout.regions()[layout.places()[i].region];
+      plan.optimizer += main_itemsize(options, region) * layout.owned(i, shard).size();
+    }
+  }
+}
+
+int64_t kept_gradients(const Layout& layout, const PlanOptions& options) {
+  const StagePolicy policy = StagePolicy::from_stage(options.stage, options.world_size);
+  int64_t nbytes = 0;
+  for (const Region& region : layout.regions()) {
+    if (region.requires_grad) {
+      const int64_t numel = policy.shards_gradients() ? region.shard_numel : region.numel();
+      nbytes += grad_nbytes(options, region, numel);
+    }
+  }
+  return nbytes;
+}
+
 } // namespace
+
+std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanOptions& options) {
+  const StagePolicy policy = StagePolicy::from_stage(options.stage, options.world_size);
+  std::vector<Layout> layouts;
+  layouts.reserve(units.size());
+  for (const UnitPlan& unit : units) {
+    layouts.push_back(
+        Layout::build(unit.params, policy.shards_optimizer() ? options.world_size : 1));
+  }
+  return layouts;
+}
 
 std::vector<PlannedEvent> plan_events(
     const std::vector<UnitPlan>& units,
     const std::vector<CallEvent>& order,
     const PlanOptions& options) {
-  return Simulation(units, order, options).step();
+  Simulation simulation(units, order, options);
+  simulation.run_steps();
+  return simulation.events();
 }
 
 MemoryPlan plan_memory(
@@ -162,28 +325,16 @@ MemoryPlan plan_memory(
     const PlanOptions& options,
     int64_t rank,
     int64_t optimizer_states) {
-  const StagePolicy policy = StagePolicy::from_stage(options.stage, options.world_size);
-  const bool sharded = policy.shards_optimizer();
+  Simulation simulation(units, order, options);
+  simulation.run_steps();
   MemoryPlan plan;
-  for (const UnitPlan& unit : units) {
-    const Layout layout = Layout::build(unit.params, sharded ? options.world_size : 1);
-    plan.parameters +=
-        policy.shards_parameters() ? layout.of_shard(rank).nbytes() : layout.nbytes();
-    for (const Region& region : layout.regions()) {
-      if (region.requires_grad) {
-        plan.gradients += policy.shards_gradients() ? region.shard_nbytes() : region.nbytes();
-      }
-    }
-    for (size_t i = 0; i < unit.params.size(); ++i) {
-      if (unit.params[i].requires_grad) {
-        plan.optimizer += optimizer_states * unit.params[i].itemsize *
-            layout.owned(static_cast<int>(i), sharded ? rank : 0).size();
-      }
-    }
+  for (size_t i = 0; i < units.size(); ++i) {
+    add_unit(plan, units[i], simulation.layout(i), options, rank);
+    plan.gradients += simulation.reduced(i) ? kept_gradients(simulation.layout(i), options) : 0;
   }
-  for (const PlannedEvent& event : plan_events(units, order, options)) {
-    plan.pool = std::max(plan.pool, event.pool_nbytes);
-  }
+  plan.optimizer *= optimizer_states;
+  plan.pool = simulation.pool().peak();
+  plan.pool_reserved = simulation.pool().reserved();
   return plan;
 }
 

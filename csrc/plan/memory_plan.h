@@ -10,16 +10,31 @@
 
 namespace zerocore {
 
+// What the engine hears of in a backward: a unit's outputs get their gradient, or all of its
+// gradients exist.
+struct BackwardEvent {
+  bool ready = false;
+  int32_t index = 0; // of the Exit in the order; of the unit where it is ready
+};
+
 struct PlanOptions {
   int64_t stage = 3;
   int64_t world_size = 1;
   int prefetch = 1;
   bool exchanges = false; // reduce-scatter as an exchange and a local sum (gloo)
+  // Mixed precision, bytes of an element; 0 keeps the parameter's own.
+  int64_t main_itemsize = 0; // the optimizer's copy of narrower trainable parameters
+  int64_t reduce_itemsize = 0; // gradients, reduced and kept
+  // What the schedule expects before it has seen a forward; empty for the order itself.
+  std::vector<CallEvent> first_order;
+  // The backward as it was observed; empty for the mirrored forward.
+  std::vector<BackwardEvent> backward;
 };
 
 // One unit as the planner sees it.
 struct UnitPlan {
   std::vector<ParamSpec> params;
+  std::vector<int> unused; // indices of parameters that no backward gives a gradient
 };
 
 struct PlannedEvent {
@@ -27,15 +42,27 @@ struct PlannedEvent {
   UnitId unit = -1;
   int64_t nbytes = 0;
   int64_t pool_nbytes = 0; // in use right after
+  // When: at event i of the order in the forward, mirrored at 2n - 1 - i in the backward, 2n at
+  // its end.
+  int32_t moment = 0;
 };
 
 // Bytes on one rank, between steps except for the pool.
 struct MemoryPlan {
   int64_t parameters = 0;
+  int64_t main_weights = 0; // optimizer's copies of parameters that compute in a narrower dtype
   int64_t gradients = 0;
   int64_t optimizer = 0;
   int64_t pool = 0; // peak of what is in use
+  int64_t pool_reserved = 0; // taken from the device's allocator, never given back
+
+  // All that is taken from the device's allocator.
+  int64_t total() const {
+    return parameters + main_weights + gradients + optimizer + pool_reserved;
+  }
 };
+
+std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanOptions& options);
 
 // The events of a steady step: parameters have changed since the last forward, one forward in
 // the given order, one backward in which every parameter takes part, no gradients kept from
@@ -45,8 +72,8 @@ std::vector<PlannedEvent> plan_events(
     const std::vector<CallEvent>& order,
     const PlanOptions& options);
 
-// Bytes on `rank`; `optimizer_states` tensors of a parameter's size and dtype for each trainable
-// parameter (2 for Adam).
+// Bytes on `rank` after two steps; `optimizer_states` tensors of a parameter's size and dtype (its
+// main weight's if it has one) for each parameter that gets a gradient (2 for Adam).
 MemoryPlan plan_memory(
     const std::vector<UnitPlan>& units,
     const std::vector<CallEvent>& order,

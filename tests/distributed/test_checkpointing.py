@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerocore
@@ -82,3 +84,37 @@ def checkpoint_huggingface(stage: int, name: str, use_reentrant: bool, before: b
 def test_huggingface(stage: int, name: str, use_reentrant: bool, before: bool) -> None:
     pytest.importorskip("transformers")
     run_ranks(checkpoint_huggingface, 2, stage, name, use_reentrant, before)
+
+
+class TwoSegments(nn.Module):
+    """One weight in two reentrant checkpoints: its gradient comes twice in a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def step(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.step, x, use_reentrant=True)
+        return x
+
+
+def gradient_in_two_parts(stage: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(TwoSegments(), TwoSegments())
+    sharded = zerocore.shard(copy.deepcopy(plain), stage=stage, units=[TwoSegments])
+    for _ in range(3):
+        for model in (plain, sharded):
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    for full, shard in zip(plain.parameters(), sharded.parameters(), strict=True):
+        assert full.grad is not None and shard.grad is not None
+        start, end = shard.shard_range
+        torch.testing.assert_close(shard.grad.local(), full.grad.flatten()[start:end])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_gradient_that_comes_in_two_parts(stage: int, world_size: int) -> None:
+    run_ranks(gradient_in_two_parts, world_size, stage)

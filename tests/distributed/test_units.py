@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zerocore
 from tests.distributed.harness import run_ranks
@@ -118,3 +119,42 @@ def measure_memory(stage: int) -> None:
 
 def test_measured_memory_is_what_was_predicted(stage: int, world_size: int) -> None:
     run_ranks(measure_memory, world_size, stage)
+
+
+class HandsOn(nn.Module):
+    """Returns what it was given beside what it computed, as T5 does with its position bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x) + bias, bias
+
+
+class Handing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(HandsOn() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias(x)
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return x
+
+
+def count_gathers() -> dict[str, int]:
+    model = zerocore.shard(Handing(), stage=3, units=[HandsOn])
+    for _ in range(2):
+        with zerocore.record_events(model) as events:
+            model(torch.ones(2, 4)).sum().backward()
+        for param in model.parameters():
+            param.grad = None
+    return Counter(event.unit for event in events if event.op == "all_gather")
+
+
+def test_a_tensor_that_is_handed_on_gathers_nothing_again() -> None:
+    expected = {"bias": 2, **{f"blocks.{i}": 2 for i in range(3)}, "blocks.3": 1}
+    assert run_ranks(count_gathers, 2) == [expected] * 2

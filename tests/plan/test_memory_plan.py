@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.driver import order_of
-from zerocore._C import ParamSpec, plan_events, plan_memory
+from zerocore._C import ParamSpec, PlanOptions, plan_events, plan_memory
 
 GB = 10**9
 
@@ -15,8 +15,8 @@ def units(num_params: int, num_units: int = 32) -> list[list[ParamSpec]]:
     return [[ParamSpec(f"block.{i}", [numel], 6, 4)] for i in range(num_units)]
 
 
-def options(stage: int, world: int, prefetch: int = 1) -> dict:
-    return {"stage": stage, "world_size": world, "prefetch": prefetch, "exchanges": False}
+def options(stage: int, world: int, prefetch: int = 1, **more: int) -> PlanOptions:
+    return PlanOptions(stage=stage, world_size=world, prefetch=prefetch, exchanges=False, **more)
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, 112), (1, 63), (2, 38.5), (3, 14)])
@@ -24,9 +24,94 @@ def test_seven_billion_parameters_on_eight_ranks(stage: int, expected: float) ->
     """fp32 Adam, 16 bytes a parameter: the table of the ZeRO paper (arXiv:1910.02054, fig. 1)."""
     model = units(7 * GB)
     order = order_of([(unit, ()) for unit in range(len(model))])
-    plan = plan_memory(model, order, rank=3, optimizer_states=2, **options(stage, 8))
+    plan = plan_memory(model, order, options(stage, 8), rank=3, optimizer_states=2)
     state = plan.parameters + plan.gradients + plan.optimizer
     assert state == pytest.approx(expected * GB, rel=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "expected"), [(0, 16), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 2)])
+def test_mixed_precision(stage: int, expected: float) -> None:
+    """bf16 weights and gradients, fp32 main weights and Adam; main weights go with the states."""
+    model = [[ParamSpec(f"block.{i}", [GB // 32], 15, 2)] for i in range(32)]
+    order = order_of([(unit, ()) for unit in range(len(model))])
+    plan = plan_memory(model, order, options(stage, 8, main_itemsize=4), rank=3, optimizer_states=2)
+    state = plan.parameters + plan.main_weights + plan.gradients + plan.optimizer
+    assert state == pytest.approx(expected * GB, rel=1e-5)  # padding
+    assert plan.optimizer == 2 * plan.main_weights
+    assert plan.total == state + plan.pool_reserved
+
+
+def test_gradients_travel_and_stay_in_the_reduce_dtype() -> None:
+    model = [[ParamSpec("weight", [1024], 15, 2)]]
+    order = order_of([(0, ())])
+    wide = options(2, 4, reduce_itemsize=4)
+    events = plan_events(model, order, wide)
+    assert [(op, nbytes) for op, _, nbytes, _, _ in events] == [
+        ("all_gather", 2048),
+        ("reduce_scatter", 4096),
+    ]
+    assert plan_memory(model, order, wide, rank=0, optimizer_states=2).gradients == 1024
+
+
+def test_a_parameter_without_gradient_has_no_optimizer_state() -> None:
+    model = [[ParamSpec("used", [256], 6, 4), ParamSpec("unused", [256], 6, 4)]]
+    order = order_of([(0, ())])
+    plan = plan_memory(model, order, options(0, 2), rank=0, optimizer_states=2, unused=[[1]])
+    assert plan.optimizer == 2 * 4 * 256
+    assert plan.gradients == 2 * 4 * 256  # one buffer for the unit
+
+
+def test_a_unit_without_calls_is_never_reduced() -> None:
+    model = units(2 * 1024, 2)
+    plan = plan_memory(model, order_of([(0, ())]), options(3, 4), rank=0, optimizer_states=2)
+    assert plan.gradients == 1024
+    assert plan.parameters == 2 * 1024
+
+
+def test_slots_that_only_the_first_step_needs_are_counted() -> None:
+    """The first order has a large unit that nobody calls; it is gathered once, in its turn."""
+    model = [[ParamSpec(f"block.{i}", [1024 * (i + 1)], 6, 4)] for i in range(3)]
+    order = order_of([(0, ()), (1, ())])
+    steady = plan_memory(model, order, options(3, 4), rank=0, optimizer_states=2)
+    other = order_of([(0, ()), (2, ()), (1, ())])
+    relearned = PlanOptions(stage=3, world_size=4, prefetch=1, exchanges=False, first_order=other)
+    first = plan_memory(model, order, relearned, rank=0, optimizer_states=2)
+    assert first.pool_reserved == steady.pool_reserved + 3 * 4096
+    assert first.pool > steady.pool
+    assert plan_events(model, order, relearned) == plan_events(model, order, options(3, 4))
+
+
+def test_moments_are_those_of_the_calls() -> None:
+    model = units(2 * 1024, 2)
+    events = plan_events(model, order_of([(0, ()), (1, ())]), options(3, 4, prefetch=0))
+    found = [(op, unit, moment) for op, unit, _, _, moment in events if op != "unshard"]
+    assert found == [
+        ("all_gather", 0, 0),
+        ("reshard", 0, 1),
+        ("all_gather", 1, 2),
+        ("reshard", 1, 5),
+        ("reduce_scatter", 1, 5),
+        ("all_gather", 0, 6),
+        ("reshard", 0, 7),
+        ("reduce_scatter", 0, 7),
+    ]
+
+
+def test_an_observed_backward_replaces_the_mirrored_one() -> None:
+    """Outputs of unit 1 get a gradient once more after the unit was reduced: gathered again."""
+    model = units(2 * 1024, 2)
+    order = order_of([(0, ()), (1, ())])
+    mirrored = [(False, 3), (True, 1), (False, 1), (True, 0)]
+    late = [*mirrored[:3], (False, 3), mirrored[3]]
+
+    def gathers(backward: list[tuple[bool, int]]) -> list[int]:
+        observed = PlanOptions(
+            stage=3, world_size=4, prefetch=0, exchanges=False, backward=backward
+        )
+        return [unit for op, unit, *_ in plan_events(model, order, observed) if op == "all_gather"]
+
+    assert gathers([]) == gathers(mirrored) == [0, 1, 0]
+    assert gathers(late) == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("world", [2, 8, 64])
@@ -36,9 +121,9 @@ def test_traffic_of_the_stages(world: int) -> None:
     order = order_of([(unit, ()) for unit in range(len(model))])
     moved = []
     for stage in range(4):
-        events = plan_events(model, order, **options(stage, world))
+        events = plan_events(model, order, options(stage, world))
         weight = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "unshard": 0, "reshard": 0}
-        moved.append(sum(weight[op] * nbytes for op, _, nbytes, _ in events))
+        moved.append(sum(weight[op] * nbytes for op, _, nbytes, _, _ in events))
     assert moved[1] == moved[2] == pytest.approx(moved[0], rel=1e-5)  # padding
     # The last unit of the forward is kept and not gathered again.
     assert moved[3] == pytest.approx(1.5 * moved[0] * (1 - 1 / 96), rel=1e-3)
@@ -48,9 +133,9 @@ def test_traffic_of_the_stages(world: int) -> None:
 def test_pool_holds_prefetch_plus_one_units_and_one_bucket(prefetch: int) -> None:
     model = units(32 * 1024, 32)
     order = order_of([(unit, ()) for unit in range(32)])
-    plan = plan_memory(model, order, rank=0, optimizer_states=2, **options(3, 4, prefetch))
+    plan = plan_memory(model, order, options(3, 4, prefetch), rank=0, optimizer_states=2)
     assert plan.pool == (prefetch + 2) * 4096
 
 
 def test_one_rank_communicates_nothing() -> None:
-    assert plan_events(units(1024, 4), order_of([(0, ()), (1, ())]), **options(3, 1)) == []
+    assert plan_events(units(1024, 4), order_of([(0, ()), (1, ())]), options(3, 1)) == []

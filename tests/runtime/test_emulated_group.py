@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import zerocore
 from zerocore._C import Traffic
-from zerocore.emulated import PRESETS, link
+from zerocore.emulated import link
+from zerocore.links import PRESETS
 
 
 @pytest.fixture
@@ -51,9 +52,9 @@ def test_units_and_presets() -> None:
     assert link("400Gbit/s").bandwidth == link("50 GB/s").bandwidth == link(50e9).bandwidth
     assert link("1e3MB/s", "2ms").latency == 2e-3
     assert math.isinf(link("inf").bandwidth)
-    for name, (bandwidth, latency) in PRESETS.items():
-        assert link(name).bandwidth == link(bandwidth).bandwidth
-        assert link(name).latency == link(bandwidth, latency).latency
+    for name, preset in PRESETS.items():
+        assert link(name).bandwidth == preset.bandwidth_bytes_per_s
+        assert link(name).latency == preset.latency_s
         assert link(name, "1us").latency == 1e-6
 
 

@@ -6,6 +6,7 @@ process only for a model whose shards are all equal and stay so; these tests bui
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import zerocore
 
-ROOT = Path(__file__).resolve().parents[2]
+PACKAGE_FOLDER = Path(zerocore.__file__).absolute().parents[1]
 WIDTH = 32  # a bias of 128 bytes, so that a unit of zerocore has no padding
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -171,7 +172,7 @@ def test_ends_in_mid_flight(tmp_path: Path, ending: str) -> None:
     script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", str(script), ending],
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(PACKAGE_FOLDER), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=60,

@@ -1,0 +1,121 @@
+// Checks of the kernels' arguments.
+#include "kernels/checks.h"
+
+namespace zerocore::kernels {
+
+std::optional<Element> element_of(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::Half:
+      return Element::Half;
+    case c10::ScalarType::BFloat16:
+      return Element::BFloat16;
+    case c10::ScalarType::Float:
+      return Element::Float;
+    case c10::ScalarType::Double:
+      return Element::Double;
+    default:
+      return std::nullopt;
+  }
+}
+
+Conversion conversion(const char* op, c10::ScalarType dst, c10::ScalarType src, bool moves_only) {
+  const auto dst_element = element_of(dst);
+  const auto src_element = element_of(src);
+  if (dst_element && src_element && can_cast({*dst_element, *src_element})) {
+    return {{*dst_element, *src_element}, 1};
+  }
+  TORCH_CHECK_TYPE(
+      moves_only && dst == src,
+      op,
+      ": cannot turn ",
+      src,
+      " into ",
+      dst,
+      ". Casts are among float32, float16 and bfloat16",
+      moves_only ? "; other dtypes can be moved only." : ", or float64 to itself.");
+  return {{Element::Byte, Element::Byte}, static_cast<int64_t>(c10::elementSize(dst))};
+}
+
+void check_flat(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(
+      tensor.dim() == 1 && tensor.is_contiguous(),
+      op,
+      ": ",
+      name,
+      " must be a contiguous 1-D tensor, got sizes ",
+      tensor.sizes(),
+      " and strides ",
+      tensor.strides());
+}
+
+void check_member(
+    const char* op,
+    const char* name,
+    size_t index,
+    const at::Tensor& tensor,
+    const at::Tensor& like,
+    c10::ScalarType dtype) {
+  TORCH_CHECK_VALUE(
+      tensor.device() == like.device(),
+      op,
+      ": ",
+      name,
+      " ",
+      index,
+      " is on ",
+      tensor.device(),
+      ", expected ",
+      like.device());
+  TORCH_CHECK_TYPE(
+      tensor.scalar_type() == dtype,
+      op,
+      ": ",
+      name,
+      " ",
+      index,
+      " is ",
+      tensor.scalar_type(),
+      ", expected ",
+      dtype,
+      " as the others. Call it once for each dtype.");
+  TORCH_CHECK_VALUE(
+      tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense(),
+      op,
+      ": ",
+      name,
+      " ",
+      index,
+      " must be dense without gaps or repeated elements. Pass .contiguous().");
+}
+
+void check_count(const char* op, const char* name, size_t given, const char* of, size_t wanted) {
+  TORCH_CHECK_VALUE(
+      given == wanted,
+      op,
+      ": got ",
+      given,
+      " ",
+      name,
+      " for ",
+      wanted,
+      " ",
+      of,
+      ", expected as many");
+}
+
+void check_range(const char* op, size_t index, int64_t offset, int64_t numel, int64_t size) {
+  TORCH_CHECK_VALUE(
+      offset >= 0 && numel >= 0 && numel <= size && offset <= size - numel,
+      op,
+      ": piece ",
+      index,
+      " is [",
+      offset,
+      ", ",
+      offset + numel,
+      "), expected within the ",
+      size,
+      " elements there are");
+}
+
+} // namespace zerocore::kernels

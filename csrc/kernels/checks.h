@@ -1,0 +1,41 @@
+// Checks of the kernels' arguments; each names the operator and what it was given.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "kernels/element.h"
+
+namespace zerocore::kernels {
+
+// The element type of a dtype that can be computed with.
+std::optional<Element> element_of(c10::ScalarType dtype);
+
+// How values of `src` become values of `dst`. Dtypes that cannot be computed with are moved as
+// bytes, if `moves_only`; then `step` is their itemsize, otherwise 1.
+struct Conversion {
+  Pair pair;
+  int64_t step = 1;
+};
+Conversion conversion(const char* op, c10::ScalarType dst, c10::ScalarType src, bool moves_only);
+
+// A flat buffer: 1-D and contiguous.
+void check_flat(const char* op, const char* name, const at::Tensor& tensor);
+
+// An element of a list: on `like`'s device, of `dtype`, its elements next to each other in memory.
+void check_member(
+    const char* op,
+    const char* name,
+    size_t index,
+    const at::Tensor& tensor,
+    const at::Tensor& like,
+    c10::ScalarType dtype);
+
+// As many offsets as tensors.
+void check_count(const char* op, const char* name, size_t given, const char* of, size_t wanted);
+
+// [offset, offset + numel) lies in [0, size).
+void check_range(const char* op, size_t index, int64_t offset, int64_t numel, int64_t size);
+
+} // namespace zerocore::kernels

@@ -1,0 +1,148 @@
+// Sums squares on a GPU and counts values that are not finite.
+//
+// Blocks write one partial sum each and one block adds those up in a fixed order: no atomics, so
+// the same numbers give the same bits.
+#include "kernels/grad_norm.h"
+
+#include <c10/cuda/CUDAGuard.h>
+
+#include "kernels/cuda/loops.h"
+#include "kernels/cuda/table.cuh"
+#include "kernels/cuda/vector.cuh"
+
+namespace zerocore::kernels::cuda {
+
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kTotalThreads = 1024;
+
+__device__ __forceinline__ SquareSum operator+(const SquareSum& a, const SquareSum& b) {
+  return {a.sum + b.sum, a.num_nonfinite + b.num_nonfinite};
+}
+
+__device__ __forceinline__ SquareSum sum_of_warp(SquareSum value) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    const SquareSum other{
+        __shfl_down_sync(~0u, value.sum, distance),
+        __shfl_down_sync(~0u, value.num_nonfinite, distance)};
+    value = value + other;
+  }
+  return value;
+}
+
+// The sum over all `threads` of the block, in thread 0.
+template <int threads>
+__device__ __forceinline__ SquareSum sum_of_block(SquareSum value) {
+  __shared__ SquareSum warps[threads / kWarp];
+  value = sum_of_warp(value);
+  if (threadIdx.x % kWarp == 0) {
+    warps[threadIdx.x / kWarp] = value;
+  }
+  __syncthreads();
+  if (threadIdx.x < kWarp) {
+    value = sum_of_warp(threadIdx.x < threads / kWarp ? warps[threadIdx.x] : SquareSum{});
+  }
+  return value;
+}
+
+// One thread's share of a chunk.
+template <typename T>
+struct ThreadSum {
+  AccumulateType<T> sum = 0;
+  int num_nonfinite = 0;
+
+  __device__ __forceinline__ void add(T value) {
+    sum += squared(value);
+    num_nonfinite += static_cast<int>(is_nonfinite(value));
+  }
+};
+
+// Adds `count` groups of `lanes` elements to the threads' shares.
+template <int lanes, typename T>
+__device__ __forceinline__ void add_groups(ThreadSum<T>& share, const T* src, int count) {
+  const auto* in = reinterpret_cast<const Vector<T, lanes>*>(src);
+  constexpr int unroll = kUnroll<sizeof(T) * lanes, lanes>;
+#pragma unroll 1
+  for (int first = static_cast<int>(threadIdx.x); first < count; first += kThreads * unroll) {
+    Vector<T, lanes> values[unroll];
+#pragma unroll
+    for (int u = 0; u < unroll; ++u) {
+      if (first + u * kThreads < count) {
+        values[u] = in[first + u * kThreads];
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < unroll; ++u) {
+      if (first + u * kThreads < count) {
+#pragma unroll
+        for (int lane = 0; lane < lanes; ++lane) {
+          share.add(values[u].lane[lane]);
+        }
+      }
+    }
+  }
+}
+
+template <typename T, int capacity>
+__global__ void __launch_bounds__(kThreads)
+    square_kernel(const __grid_constant__ SegmentTable<capacity> table, SquareSum* partials) {
+  constexpr int lanes = kLanes<T, T>;
+  const BlockWork work = block_work(table);
+  const T* src = static_cast<const T*>(work.src) + work.span.begin;
+  const auto address = reinterpret_cast<uintptr_t>(src);
+  const int64_t numel = work.span.end - work.span.begin;
+  const VectorSplit split = split_vectors(address, sizeof(T), address, sizeof(T), numel);
+  const int head = static_cast<int>(split.head);
+  const int body = static_cast<int>(split.num_vectors);
+  const int past = head + body * lanes;
+  ThreadSum<T> share;
+  add_groups<1>(share, src, head);
+  add_groups<lanes>(share, src + head, body);
+  add_groups<1>(share, src + past, static_cast<int>(numel) - past);
+  const SquareSum sum = sum_of_block<kThreads>(
+      {static_cast<double>(share.sum), static_cast<double>(share.num_nonfinite)});
+  if (threadIdx.x == 0) {
+    partials[blockIdx.x] = sum;
+  }
+}
+
+__global__ void __launch_bounds__(kTotalThreads)
+    total_kernel(const SquareSum* partials, int64_t num_partials, SquareSum* out) {
+  SquareSum sum;
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < num_partials; i += kTotalThreads) {
+    sum = sum + partials[i];
+  }
+  sum = sum_of_block<kTotalThreads>(sum);
+  if (threadIdx.x == 0) {
+    *out = sum;
+  }
+}
+
+} // namespace
+
+void square(const SquareCall& call) {
+  const c10::cuda::CUDAGuard guard(call.device);
+  const auto stream = c10::cuda::getCurrentCUDAStream(call.device.index());
+  visit(call.element, [&](auto types) {
+    using T = typename decltype(types)::Dst;
+    launch_all(
+        call.segments,
+        [&]<int capacity>(
+            const SegmentTable<capacity>& table, unsigned num_blocks, int64_t first_chunk) {
+          square_kernel<T, capacity>
+              <<<num_blocks, kThreads, 0, stream>>>(table, call.partials + first_chunk);
+        });
+  });
+}
+
+void total(const TotalCall& call) {
+  const c10::cuda::CUDAGuard guard(call.device);
+  const auto stream = c10::cuda::getCurrentCUDAStream(call.device.index());
+  total_kernel<<<1, kTotalThreads, 0, stream>>>(call.partials, call.num_partials, call.out);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+} // namespace zerocore::kernels::cuda

@@ -1,0 +1,13 @@
+// The CUDA launchers; each runs on the current stream of the call's device.
+#pragma once
+
+#include "kernels/loops.h"
+
+namespace zerocore::kernels::cuda {
+
+void copy(const CopyCall& call);
+void accumulate(const AccumulateCall& call);
+void square(const SquareCall& call);
+void total(const TotalCall& call);
+
+} // namespace zerocore::kernels::cuda

@@ -1,0 +1,69 @@
+// The element types that the loops are compiled for, and the choice among them at run time.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+#include <utility>
+
+namespace zerocore::kernels {
+
+// Byte stands for the bytes of any other dtype, which are moved and never computed with.
+enum class Element : uint8_t { Byte, Half, BFloat16, Float, Double };
+
+// What values are read as and written as.
+struct Pair {
+  Element dst;
+  Element src;
+};
+
+template <typename DstType, typename SrcType = DstType>
+struct Types {
+  using Dst = DstType;
+  using Src = SrcType;
+};
+
+// Whether values can be cast: among the types of up to 32 bits, and of a type to itself.
+constexpr bool can_cast(Pair pair) {
+  const auto is_narrow = [](Element e) { return e != Element::Byte && e != Element::Double; };
+  return pair.dst == pair.src || (is_narrow(pair.dst) && is_narrow(pair.src));
+}
+
+// Calls f(Types<T>()) for the float, half or bfloat16 that `element` stands for.
+template <typename F>
+void visit_narrow(Element element, F&& f) {
+  if (element == Element::Half) {
+    f(Types<c10::Half>());
+  } else if (element == Element::BFloat16) {
+    f(Types<c10::BFloat16>());
+  } else {
+    f(Types<float>());
+  }
+}
+
+// Calls f(Types<T>()) for a floating element type.
+template <typename F>
+void visit(Element element, F&& f) {
+  if (element == Element::Double) {
+    f(Types<double>());
+  } else {
+    visit_narrow(element, std::forward<F>(f));
+  }
+}
+
+// Calls f(Types<Dst, Src>()) for a pair of floating types that can_cast().
+template <typename F>
+void visit(Pair pair, F&& f) {
+  if (pair.dst == Element::Double) {
+    f(Types<double>());
+    return;
+  }
+  visit_narrow(pair.dst, [&](auto dst) {
+    visit_narrow(pair.src, [&](auto src) {
+      f(Types<typename decltype(dst)::Dst, typename decltype(src)::Dst>());
+    });
+  });
+}
+
+} // namespace zerocore::kernels

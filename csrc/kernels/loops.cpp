@@ -1,0 +1,44 @@
+// The registry of devices that have kernels.
+#include "kernels/loops.h"
+
+#include <c10/util/Exception.h>
+
+#include <array>
+#include <cstddef>
+
+namespace zerocore::kernels {
+
+namespace {
+
+using Table = std::array<Loops, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)>;
+
+// Zero before any file's static initialisers run, so that their order does not matter.
+constinit Table table{};
+
+const Loops& entry(c10::DeviceType device) {
+  return table[static_cast<size_t>(device)];
+}
+
+} // namespace
+
+bool register_loops(c10::DeviceType device, const Loops& loops) {
+  table[static_cast<size_t>(device)] = loops;
+  return true;
+}
+
+bool has_loops(c10::DeviceType device) {
+  return entry(device).copy != nullptr;
+}
+
+const Loops& loops_of(c10::Device device) {
+  const Loops& loops = entry(device.type());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      loops.copy != nullptr,
+      "this build of zerocore has no kernels for device '",
+      device,
+      "'. For CUDA, install it where a CUDA build of torch and nvcc are found, or with "
+      "ZEROCORE_CUDA=1 to see what is missing.");
+  return loops;
+}
+
+} // namespace zerocore::kernels

@@ -1,0 +1,66 @@
+// What a device provides to run the kernels, and where the typed callers find it.
+//
+// Arguments were checked by the caller. On CUDA everything runs on the current stream and nothing
+// waits for the device.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+
+#include "kernels/element.h"
+#include "kernels/grad_norm.h"
+#include "kernels/segment_list.h"
+
+namespace zerocore::kernels {
+
+// Every segment: dst = or += src * scale, or zeros.
+struct CopyCall {
+  c10::Device device;
+  Pair pair;
+  const SegmentList& segments;
+  double scale;
+};
+
+// out = [out +] scale * (sum of the num_chunks equal parts of `chunks`); `out` has numel elements.
+struct AccumulateCall {
+  c10::Device device;
+  Pair pair;
+  void* out;
+  const void* chunks;
+  int64_t numel;
+  int64_t num_chunks;
+  double scale;
+  bool add;
+};
+
+// partials[c] = squares of chunk c of the sources.
+struct SquareCall {
+  c10::Device device;
+  Element element;
+  const SegmentList& segments;
+  SquareSum* partials;
+};
+
+// *out = the sum of all partials, in a fixed order.
+struct TotalCall {
+  c10::Device device;
+  const SquareSum* partials;
+  int64_t num_partials;
+  SquareSum* out;
+};
+
+struct Loops {
+  void (*copy)(const CopyCall&);
+  void (*accumulate)(const AccumulateCall&);
+  void (*square)(const SquareCall&);
+  void (*total)(const TotalCall&);
+};
+
+// Called while the library is loaded, once a device.
+bool register_loops(c10::DeviceType device, const Loops& loops);
+bool has_loops(c10::DeviceType device);
+// Throws c10::NotImplementedError for a device that this build has no kernels for.
+const Loops& loops_of(c10::Device device);
+
+} // namespace zerocore::kernels

@@ -1,0 +1,49 @@
+// A list of segments with its chunks numbered through, built anew for each call.
+//
+// Note [No table to keep]
+// Gradients have other addresses in every backward, so a table of pointers is written anew anyway.
+// It is small (some nanoseconds a segment), lives on the stack up to kInlineSegments, and CUDA
+// kernels take it by value as their parameter: no device memory, no copy to order before the
+// launch, no staging memory that a later call could overwrite too early.
+#pragma once
+
+#include <c10/util/SmallVector.h>
+
+#include "kernels/segments.h"
+
+namespace zerocore::kernels {
+
+class SegmentList {
+ public:
+  static constexpr unsigned kInlineSegments = 48;
+
+  // Destinations must not overlap. Nothing is done for an empty segment.
+  void push(void* dst, const void* src, int64_t numel, bool add = false) {
+    if (numel > 0) {
+      segments_.push_back({dst, src, numel, num_chunks_, add});
+      num_chunks_ += num_chunks_of(numel);
+    }
+  }
+
+  int size() const {
+    return static_cast<int>(segments_.size());
+  }
+  const Segment& operator[](int index) const {
+    return segments_[index];
+  }
+  const Segment* begin() const {
+    return segments_.begin();
+  }
+  const Segment* end() const {
+    return segments_.end();
+  }
+  int64_t num_chunks() const {
+    return num_chunks_;
+  }
+
+ private:
+  c10::SmallVector<Segment, kInlineSegments> segments_;
+  int64_t num_chunks_ = 0;
+};
+
+} // namespace zerocore::kernels

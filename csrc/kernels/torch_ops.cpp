@@ -1,0 +1,136 @@
+// The kernels as operators of torch: schemas, and the implementation for each device.
+#include <c10/util/SmallVector.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <tuple>
+
+#include "kernels/checks.h"
+#include "kernels/ops.h"
+
+namespace zerocore::kernels {
+
+namespace {
+
+using MaybeTensors = c10::List<std::optional<at::Tensor>>;
+
+// Gradient i belongs at offsets[i] of the bucket and is numels[i] long; gaps and missing gradients
+// become zero. Where add[i], it is added to what the bucket holds, and a missing one leaves that.
+void pack_gradients(
+    const at::Tensor& bucket,
+    const MaybeTensors& grads,
+    at::IntArrayRef offsets,
+    at::IntArrayRef numels,
+    const std::optional<c10::List<bool>>& add,
+    double scale) {
+  check_count("pack", "offsets", offsets.size(), "gradients", grads.size());
+  check_count("pack", "numels", numels.size(), "gradients", grads.size());
+  check_count("pack", "add flags", add ? add->size() : grads.size(), "gradients", grads.size());
+  std::vector<at::Tensor> sources(grads.size());
+  std::vector<PackSegment> segments;
+  int64_t end = 0;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        offsets[i] >= end && numels[i] >= 0,
+        "pack: gradient ",
+        i,
+        " begins at ",
+        offsets[i],
+        ", expected at least ",
+        end,
+        ", where the one before ends");
+    segments.push_back({nullptr, 0, end, offsets[i] - end, false});
+    sources[i] = grads.get(i).value_or(at::Tensor());
+    const at::Tensor* source = sources[i].defined() ? &sources[i] : nullptr;
+    segments.push_back({source, 0, offsets[i], numels[i], add && add->get(i)});
+    end = offsets[i] + numels[i];
+  }
+  segments.push_back({nullptr, 0, end, std::max<int64_t>(bucket.numel() - end, 0), false});
+  pack(bucket, segments, scale);
+}
+
+void accumulate_chunks(
+    const at::Tensor& out,
+    const at::Tensor& chunks,
+    int64_t num_chunks,
+    bool add,
+    double scale) {
+  accumulate(out, chunks, num_chunks, add, scale);
+}
+
+// -- traced with symbolic sizes: nothing to check yet, nothing to compute -------------------------
+
+bool is_symbolic(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+bool is_symbolic(at::TensorList tensors) {
+  return std::any_of(
+      tensors.begin(), tensors.end(), [](const at::Tensor& tensor) { return is_symbolic(tensor); });
+}
+
+bool is_symbolic(const MaybeTensors& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const std::optional<at::Tensor>& tensor) {
+    return tensor && is_symbolic(*tensor);
+  });
+}
+
+template <typename T>
+bool is_symbolic(const T& /*no tensor*/) {
+  return false;
+}
+
+template <auto function>
+struct OnMeta;
+template <typename... Args, void (*function)(Args...)>
+struct OnMeta<function> {
+  static void call(Args... args) {
+    if (!(is_symbolic(args) || ...)) {
+      function(args...);
+    }
+  }
+};
+
+void implement(torch::Library& library) {
+  library.impl("pack", &pack_gradients);
+  library.impl("accumulate", &accumulate_chunks);
+  library.impl("flatten", &flatten);
+  library.impl("unflatten", &unflatten);
+  library.impl("cast", &cast);
+  library.impl("sum_of_squares", &sum_of_squares);
+}
+
+} // namespace
+
+TORCH_LIBRARY(zerocore, library) {
+  library.def(
+      "pack(Tensor(a!) bucket, Tensor?[] grads, int[] offsets, int[] numels, *, "
+      "bool[]? add=None, float scale=1.0) -> ()");
+  library.def(
+      "accumulate(Tensor(a!) out, Tensor chunks, int num_chunks=1, *, bool add=False, "
+      "float scale=1.0) -> ()");
+  library.def("flatten(Tensor(a!) shard, Tensor[] params, int[] offsets, int start=0) -> ()");
+  library.def("unflatten(Tensor(a!)[] params, Tensor shard, int[] offsets, int start=0) -> ()");
+  library.def("cast(Tensor(a!) bucket, Tensor[] sources, int[] offsets) -> ()");
+  library.def("sum_of_squares(Tensor(a!) out, Tensor[] shards) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(zerocore, CPU, library) {
+  implement(library);
+}
+
+// The same callers: they find the loops by the tensors' device, or say that there are none.
+TORCH_LIBRARY_IMPL(zerocore, CUDA, library) {
+  implement(library);
+}
+
+TORCH_LIBRARY_IMPL(zerocore, Meta, library) {
+  library.impl("pack", &OnMeta<&pack_gradients>::call);
+  library.impl("accumulate", &OnMeta<&accumulate_chunks>::call);
+  library.impl("flatten", &OnMeta<&flatten>::call);
+  library.impl("unflatten", &OnMeta<&unflatten>::call);
+  library.impl("cast", &OnMeta<&cast>::call);
+  library.impl("sum_of_squares", &OnMeta<&sum_of_squares>::call);
+}
+
+} // namespace zerocore::kernels

@@ -1,0 +1,52 @@
+"""Chunks cover every element once, whatever the sizes; vectors begin at aligned addresses."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerocore._C import CHUNK_NUMEL, kernel_chunks, kernel_vector_split
+
+_sizes = st.one_of(
+    st.integers(0, 20), st.integers(CHUNK_NUMEL - 2, CHUNK_NUMEL + 2), st.integers(0, 200_000)
+)
+
+
+@given(st.lists(_sizes, max_size=60))
+@settings(deadline=None)
+def test_chunks_cover_each_segment_in_order(numels: list[int]) -> None:
+    chunks = kernel_chunks(numels)
+    assert all(0 < end - begin <= CHUNK_NUMEL for _, begin, end in chunks)
+    full = [numel for numel in numels if numel > 0]
+    covered = [0] * len(full)
+    for segment, begin, end in chunks:
+        assert begin == covered[segment]
+        assert covered[segment + 1 :] == [0] * (len(full) - segment - 1)
+        covered[segment] = end
+    assert covered == full
+
+
+@given(
+    st.integers(0, 100),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(0, 100),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(0, CHUNK_NUMEL),
+)
+def test_vectors_are_aligned_and_as_many_as_fit(
+    dst: int, dst_itemsize: int, src: int, src_itemsize: int, numel: int
+) -> None:
+    head, num_vectors = kernel_vector_split(dst, dst_itemsize, src, src_itemsize, numel)
+    lanes = 16 // min(dst_itemsize, src_itemsize)
+    assert 0 <= head <= numel
+    assert head + num_vectors * lanes <= numel
+    if num_vectors == 0:
+        possible = any(
+            (dst + i * dst_itemsize) % 16 == 0 and (src + i * src_itemsize) % 16 == 0
+            for i in range(16 // dst_itemsize)
+        )
+        assert not possible or numel < 16 + lanes
+        return
+    assert (dst + head * dst_itemsize) % 16 == 0
+    assert (src + head * src_itemsize) % 16 == 0
+    assert numel - head - num_vectors * lanes < lanes

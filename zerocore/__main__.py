@@ -1,0 +1,21 @@
+"""Entry of ``python -m zerocore`` and of the ``zerocore`` script."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line; without its libraries, says which extra has them."""
+    try:
+        from zerocore.cli import app
+    except ModuleNotFoundError as error:
+        library = (error.name or "").split(".")[0]
+        if library not in ("typer", "rich"):
+            raise
+        sys.exit(f"the command line needs {library}: pip install 'zerocore[cli]'")
+    app(prog_name="zerocore")
+
+
+if __name__ == "__main__":
+    main()

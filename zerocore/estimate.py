@@ -1,0 +1,232 @@
+"""What each stage needs and takes, before a run: ``plan()`` needs no GPU, group or weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerocore.activations import Activations, Loss, default_loss, measure
+from zerocore.advice import advise
+from zerocore.architectures import build_model, config_dtype, load_config, sample_inputs
+from zerocore.config import STAGES, MixedPrecision, ShardConfig
+from zerocore.links import Link, find_link, traffic_nbytes
+from zerocore.planner import Planner, Precision, make_planner, optimizer_states
+from zerocore.plans import Peak, Plan, Setting, StagePlan, moment_name
+from zerocore.quantities import parse_flops, parse_nbytes
+from zerocore.state import find_state
+from zerocore.timing import predict_timing
+from zerocore.wrapping import UnitChoice, UnitPlanned, choose_units
+
+DEFAULT_FLOPS = 400e12
+"""Operations per second: about 40 % of an H100's 989e12 dense bf16 ones (NVIDIA's data sheet)."""
+
+ModelLike = nn.Module | str | Path | dict[str, Any]
+
+
+def plan(
+    model: ModelLike | Any,
+    world_size: int,
+    *,
+    mixed_precision: MixedPrecision | None = None,
+    optimizer: str | int = "adamw",
+    dtype: torch.dtype | None = None,
+    units: Sequence[UnitChoice] | None = None,
+    prefetch: int = 1,
+    micro_batch: int = 1,
+    seq_len: int = 2048,
+    inputs: Any = None,
+    loss: Loss = default_loss,
+    checkpointing: bool = False,
+    memory: str | int = "24GiB",
+    links: Sequence[Link | str] | Link | str | None = None,
+    flops: str | float = DEFAULT_FLOPS,
+    rank: int = 0,
+) -> Plan:
+    """Bytes, traffic and time of a training step at each stage, on one rank.
+
+    The bytes are those of the layouts and the schedule that the runtime executes; activations are
+    measured on fake tensors. All figures are predictions.
+
+    Args:
+        model: a module (on any device, also meta) that is not sharded, a Hugging Face
+            configuration, a configuration file, its content, or a preset's name.
+        world_size: number of data-parallel ranks.
+        mixed_precision: main weights in the model's own dtype, layers in a narrower one.
+        optimizer: a name such as ``"adamw"``, or how many tensors of a parameter's size it keeps.
+        dtype: floating-point dtype of the model, instead of its own.
+        units: as for :func:`zerocore.shard`.
+        prefetch: units gathered ahead.
+        micro_batch: samples in a forward, for Hugging Face models.
+        seq_len: tokens in a sample, at most what the configuration allows.
+        inputs: one micro-batch for ``loss``, read for shapes only; made from ``micro_batch`` and
+            ``seq_len`` for Hugging Face models.
+        loss: called as ``loss(model, inputs)``; by default the model's ``loss`` or the sum of its
+            outputs.
+        checkpointing: recompute each block in the backward.
+        memory: bytes of a device, as a number or text such as ``"24GiB"``.
+        links: presets, descriptions such as ``"450GB/s,12us"``, or links; by default ``nvlink4``
+            up to 8 ranks and ``ib400`` beyond.
+        flops: operations per second that layers reach.
+        rank: whose bytes; rank 0 owns the most.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or the model is sharded already.
+        ImportError: a configuration without transformers.
+    """
+    _check(world_size=world_size, micro_batch=micro_batch, seq_len=seq_len)
+    setting = Setting(
+        world_size=world_size,
+        rank=rank,
+        prefetch=ShardConfig(prefetch=prefetch).prefetch,
+        checkpointing=checkpointing,
+        memory_nbytes=parse_nbytes(memory),
+        links=_find_links(links, world_size),
+        flops_per_s=parse_flops(flops),
+    )
+    num_states = optimizer_states(optimizer)
+    module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
+    planned = choose_units(module, units)
+    planner = make_planner(module, planned, precision, num_states)
+    if inputs is None:
+        inputs = sample_inputs(module, micro_batch, _allowed_length(module, seq_len))
+    plain, checkpointed, note = _measure(module, planned, inputs, loss, precision.run_dtype)
+    run = checkpointed if checkpointing else plain
+    if run is not None:
+        planner = replace(planner, order=run.order, backward=run.backward, unused=run.unused)
+    result = Plan(
+        model=name,
+        num_params=planner.num_params,
+        num_units=len(planner.names),
+        setting=setting,
+        stages=tuple(plan_stage(planner, stage, setting, run) for stage in STAGES),
+        activations=plain,
+        checkpointed=checkpointed,
+        note=note,
+    )
+    return replace(result, advice=tuple(advise(result, planner)))
+
+
+def _check(**counts: int) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _find_links(
+    links: Sequence[Link | str] | Link | str | None, world_size: int
+) -> tuple[Link, ...]:
+    if links is None:
+        links = "nvlink4" if world_size <= 8 else "ib400"
+    return tuple(find_link(x) for x in ([links] if isinstance(links, Link | str) else links))
+
+
+def plan_stage(
+    planner: Planner, stage: int, setting: Setting, activations: Activations | None
+) -> StagePlan:
+    """One stage of a plan."""
+    world_size = setting.world_size
+    memory = planner.memory(stage, world_size, prefetch=setting.prefetch, rank=setting.rank)
+    events = planner.events(stage, world_size, setting.prefetch)
+    collectives = [event for event in events if event[0] not in ("unshard", "reshard")]
+    peak = Peak(memory.total, "any time after the first step")
+    timings = []
+    if activations is not None:
+        where = moment_name(activations.order, activations.peak_moment, planner.names)
+        peak = Peak(memory.total + activations.peak_nbytes, where)
+        for link in setting.links:
+            timings.append(
+                predict_timing(
+                    events,
+                    activations.order,
+                    activations.flops,
+                    setting.flops_per_s,
+                    link,
+                    world_size,
+                )
+            )
+    return StagePlan(
+        stage=stage,
+        parameters=memory.parameters,
+        main_weights=memory.main_weights,
+        gradients=memory.gradients,
+        optimizer=memory.optimizer,
+        pool=memory.pool_reserved,
+        activations=None if activations is None else activations.peak_nbytes,
+        peak=peak,
+        spare=setting.memory_nbytes - peak.nbytes,
+        sent_nbytes=round(
+            sum(traffic_nbytes(op, nbytes, world_size) for op, _, nbytes, _, _ in collectives)
+        ),
+        num_collectives=len(collectives),
+        timings=tuple(timings),
+    )
+
+
+def _resolve(model: Any, precision: Precision) -> tuple[nn.Module, str, Precision]:
+    """The module to plan, what to call it, and the dtypes that are still to be applied."""
+    if isinstance(model, nn.Module):
+        if find_state(model) is not None:
+            raise ValueError(
+                f"this {type(model).__name__} is sharded already; plan it before zerocore.shard, "
+                "or use zerocore.predict_memory"
+            )
+        return model, type(model).__name__, precision
+    config = load_config(model) if isinstance(model, str | Path | dict) else model
+    if not hasattr(config, "model_type"):
+        raise TypeError(
+            "plan expects a module, a Hugging Face configuration, a configuration file or a "
+            f"preset's name, got {type(model)}"
+        )
+    # Under mixed precision a checkpoint's narrow dtype is not that of the main weights.
+    own = torch.float32 if precision.mixed is not None else config_dtype(config)
+    built = build_model(config, precision.dtype or own)
+    name = model if isinstance(model, str) else type(built).__name__
+    return built, name, replace(precision, dtype=None)
+
+
+def _allowed_length(model: nn.Module, seq_len: int) -> int:
+    config = getattr(model, "config", None)
+    return min(seq_len, getattr(config, "max_position_embeddings", None) or seq_len)
+
+
+def _measure(
+    model: nn.Module, planned: list[UnitPlanned], inputs: Any, loss: Loss, dtype: torch.dtype | None
+) -> tuple[Activations | None, Activations | None, str]:
+    """The run as it is, the checkpointed one, and why either is missing."""
+    if inputs is None:
+        note = f"activations not measured: pass inputs= to run a {type(model).__name__}"
+        return None, None, note
+    found: list[Activations | None] = [None, None]
+    for checkpointing in (False, True):
+        try:
+            with _quiet():
+                found[checkpointing] = measure(
+                    model, planned, inputs, loss, checkpointing=checkpointing, dtype=dtype
+                )
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            what = "checkpointed activations" if checkpointing else "activations"
+            note = f"{what} not measured: the forward or backward failed: {reason}"
+            return found[0], None, note
+    return found[0], found[1], ""
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps torch from logging operators that do not run without data; they are in the note."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before

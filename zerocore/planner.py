@@ -1,0 +1,216 @@
+"""Feeds the C++ plan of a model that is not sharded: units, order of calls, dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zerocore import _C
+from zerocore.calls import call_order
+from zerocore.config import MixedPrecision
+from zerocore.wrapping import ParamChoice, UnitPlanned
+
+# Tensors of a parameter's size that an optimizer keeps for it, as torch.optim allocates them.
+OPTIMIZER_STATES = {
+    "sgd": 0,
+    "momentum": 1,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "lion": 1,
+    "muon": 1,
+    "adam": 2,
+    "adamw": 2,
+    "amsgrad": 3,
+}
+MAX_RANKS = 65536  # where a search for enough ranks gives up
+_DTYPE_NUMBERS: dict[torch.dtype, int] = {}  # the C++ plan only compares them
+
+
+def optimizer_states(optimizer: str | int) -> int:
+    """State tensors of an optimizer named as in :data:`OPTIMIZER_STATES`, or a number of them.
+
+    Raises:
+        ValueError: an unknown name or a negative number.
+    """
+    if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
+        return optimizer
+    if isinstance(optimizer, str) and optimizer.lower() in OPTIMIZER_STATES:
+        return OPTIMIZER_STATES[optimizer.lower()]
+    raise ValueError(
+        f"optimizer must be one of {', '.join(OPTIMIZER_STATES)}, or how many tensors of a "
+        f"parameter's size it keeps, got {optimizer!r}"
+    )
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Byte plans of one model on one rank, for any stage and world size.
+
+    Attributes:
+        names: the units' names.
+        specs: the units' parameters as they are gathered.
+        dtypes: their dtypes.
+        order: calls of the units in a forward.
+        first_order: calls that the runtime expects before it has seen a forward.
+        backward: observed backward: (False, index of an exit in ``order``) when a call's outputs
+            get their gradient, (True, unit) when all gradients of a unit exist; mirrors the
+            forward where empty.
+        num_states: the optimizer's tensors of a parameter's size.
+        main_itemsize: bytes of a main weight; 0 where parameters are their own.
+        reduce_itemsize: bytes of a gradient; 0 where it has its parameter's dtype.
+        unused: by unit, indices of parameters that get no gradient.
+    """
+
+    names: tuple[str, ...]
+    specs: tuple[tuple[_C.ParamSpec, ...], ...]
+    dtypes: tuple[tuple[torch.dtype, ...], ...]
+    order: tuple[_C.CallEvent, ...]
+    first_order: tuple[_C.CallEvent, ...]
+    backward: tuple[tuple[bool, int], ...] = ()
+    num_states: int = 2
+    main_itemsize: int = 0
+    reduce_itemsize: int = 0
+    unused: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model, tied ones once."""
+        return sum(spec.numel for unit in self.specs for spec in unit)
+
+    def memory(
+        self,
+        stage: int,
+        world_size: int,
+        *,
+        prefetch: int = 1,
+        rank: int = 0,
+        exchanges: bool = False,
+    ) -> _C.MemoryPlan:
+        """Bytes on ``rank``; ``exchanges`` as on gloo, whose reduce-scatter needs scratch."""
+        return _C.plan_memory(
+            self.specs,
+            self.order,
+            self._options(stage, world_size, prefetch, exchanges),
+            rank=rank,
+            optimizer_states=self.num_states,
+            unused=self.unused,
+        )
+
+    def layouts(self, stage: int, world_size: int) -> list[_C.Layout]:
+        """Layouts of the units."""
+        return _C.plan_layouts(self.specs, self._options(stage, world_size, 0, False))
+
+    def events(
+        self, stage: int, world_size: int, prefetch: int = 1
+    ) -> list[tuple[str, int, int, int, int]]:
+        """``(op, unit, nbytes, pool nbytes, moment)`` of a steady step, in order."""
+        options = self._options(stage, world_size, prefetch, False)
+        return _C.plan_events(self.specs, self.order, options)
+
+    def _options(
+        self, stage: int, world_size: int, prefetch: int, exchanges: bool
+    ) -> _C.PlanOptions:
+        return _C.PlanOptions(
+            stage=stage,
+            world_size=world_size,
+            prefetch=prefetch,
+            exchanges=exchanges,
+            main_itemsize=self.main_itemsize,
+            reduce_itemsize=self.reduce_itemsize,
+            first_order=self.first_order,
+            backward=self.backward,
+        )
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a plan.
+
+    Attributes:
+        dtype: floating-point dtype of the model; None for that of its parameters.
+        mixed: what is computed, gathered and reduced in another dtype.
+    """
+
+    dtype: torch.dtype | None = None
+    mixed: MixedPrecision | None = None
+
+    def compute(self, fqn: str, own: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter of dtype ``own`` is gathered and used."""
+        if not own.is_floating_point:
+            return own
+        kept = self.dtype or own
+        if self.mixed is None or self.mixed.param_dtype is None or self.mixed.keeps(fqn):
+            return kept
+        return self.mixed.param_dtype
+
+    @property
+    def run_dtype(self) -> torch.dtype | None:
+        """The dtype that activations are measured in; None for that of the model."""
+        mixed = self.mixed.param_dtype if self.mixed is not None else None
+        return mixed or self.dtype
+
+    def main_itemsize(self, params: list[ParamChoice]) -> int:
+        """Bytes of a main weight: the widest trainable parameter's, 0 without mixed precision."""
+        if self.mixed is None or self.mixed.param_dtype is None:
+            return 0
+        widths = [
+            (self.dtype or choice.param.dtype).itemsize
+            for choice in params
+            if choice.param.requires_grad
+        ]
+        return max(widths, default=0)
+
+    @property
+    def reduce_itemsize(self) -> int:
+        """Bytes of a gradient where it is not reduced in its parameter's dtype, else 0."""
+        if self.mixed is None or self.mixed.reduce_dtype is None:
+            return 0
+        return self.mixed.reduce_dtype.itemsize
+
+
+def make_planner(
+    model: nn.Module,
+    planned: list[UnitPlanned],
+    precision: Precision | None = None,
+    num_states: int = 2,
+) -> Planner:
+    """A planner that expects the units in order of registration and every parameter to be used.
+
+    Args:
+        model: a model that is not sharded.
+        planned: its units, as :func:`zerocore.wrapping.choose_units` returns them.
+        precision: dtypes; those of the parameters by default.
+        num_states: the optimizer's tensors of a parameter's size.
+    """
+    precision = precision or Precision()
+    params = [choice for unit in planned for choice in unit.params]
+    dtypes = [
+        [precision.compute(choice.fqns[0], choice.param.dtype) for choice in unit.params]
+        for unit in planned
+    ]
+    order = tuple(call_order(model, planned))
+    return Planner(
+        names=tuple(unit.name for unit in planned),
+        specs=tuple(
+            tuple(_spec(choice, dtype) for choice, dtype in zip(unit.params, row, strict=True))
+            for unit, row in zip(planned, dtypes, strict=True)
+        ),
+        dtypes=tuple(tuple(row) for row in dtypes),
+        order=order,
+        first_order=order,
+        num_states=num_states,
+        main_itemsize=precision.main_itemsize(params),
+        reduce_itemsize=precision.reduce_itemsize,
+    )
+
+
+def _spec(choice: ParamChoice, dtype: torch.dtype) -> _C.ParamSpec:
+    return _C.ParamSpec(
+        choice.fqns[0],
+        list(choice.param.shape),
+        _DTYPE_NUMBERS.setdefault(dtype, len(_DTYPE_NUMBERS)),
+        dtype.itemsize,
+        choice.param.requires_grad,
+    )
