@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -76,30 +74,17 @@ class GPT(nn.Module):
 
 
 class BlockStack(nn.Module):
-    """The blocks of a GPT without embedding and head: every unit is alike.
-
-    `mark`, where set, is called with "forward" or "backward" and a block's index when the host is
-    about to run that part of the block.
-    """
+    """The blocks of a GPT without embedding and head: every unit is alike."""
 
     def __init__(self, num_blocks: int, width: int, num_heads: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(GPTBlock(width, num_heads) for _ in range(num_blocks))
-        self.mark: Callable[[str, int], None] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` has shape (batch, sequence, width); returns a loss."""
-        for index, block in enumerate(self.blocks):
-            if self.mark is not None:
-                self.mark("forward", index)
+        for block in self.blocks:
             x = block(x)
-            if self.mark is not None and x.requires_grad:
-                x.register_hook(partial(self._mark_backward, index))
         return x.square().mean()
-
-    def _mark_backward(self, index: int, grad: Tensor) -> None:
-        if self.mark is not None:
-            self.mark("backward", index)
 
 
 class ChainBlock(nn.Module):

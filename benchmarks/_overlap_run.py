@@ -128,7 +128,7 @@ class OverlapRun:
         self.block_nbytes = self._block_nbytes()
         self.subjects = [self._build(system) for system in systems]
         for subject in self.subjects * 3:
-            self._step(subject)
+            self.step(subject)
         gc.collect()
         gc.freeze()
         self.compute = self._time_compute()
@@ -149,7 +149,7 @@ class OverlapRun:
         model = wrap_model(system, stack, stack.blocks, bucket_mb=self.block_nbytes / 2**20)
         return Subject(system, model, torch.optim.SGD(model.parameters(), lr=1e-6))
 
-    def _step(self, subject: Subject) -> float:
+    def step(self, subject: Subject) -> float:
         """Milliseconds of forward and backward. The update, untimed, makes stages 1, 2 gather."""
         if not self.link.is_emulated:
             dist.barrier()
@@ -212,9 +212,9 @@ class OverlapRun:
         for subject in self.subjects[first:] + self.subjects[:first]:
             for ratio in self.ratios_of(subject):
                 self.set_ratio(ratio)
-                self._step(subject)
+                self.step(subject)
                 rounds = subject.rounds.setdefault(ratio, Rounds())
-                steps = [self._step(subject) for _ in range(self.workload.steps_per_round)]
+                steps = [self.step(subject) for _ in range(self.workload.steps_per_round)]
                 rounds.step_ms.append(min(steps))
                 if subject.traces and self.link.device.type == "cpu":
                     waits = (event.wait_ns for event in self.trace(subject))
@@ -223,7 +223,7 @@ class OverlapRun:
     def trace(self, subject: Subject) -> list[Any]:
         """Events of one step of a zerocore system on the link as it is."""
         with import_zerocore().record_events(subject.model) as events:
-            self._step(subject)
+            self.step(subject)
         return [event for event in events if event.op in ("all_gather", "reduce_scatter")]
 
     def raw(self) -> dict[str, Any]:

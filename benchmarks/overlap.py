@@ -7,7 +7,6 @@ torchrun --nproc-per-node 2 benchmarks/overlap.py         the real link: NCCL, o
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -20,8 +19,9 @@ from _overlap_report import comparison, draw_sweep, find, requirements, sweep
 from _overlap_run import COMPARED, GOAL_RATIO, OTHER_PREFETCH, WORKLOADS, OverlapRun
 from _results import RESULTS_FOLDER, write_results
 from _tables import Table, make_console
-from _timeline import Box, Mark, boxes_of, draw_step, write_chrome_trace
 from rich.progress import track
+
+from zerocore import Timeline, trace
 
 
 def measure(link: Link, quick: bool, num_rounds: int | None) -> OverlapRun:
@@ -35,39 +35,25 @@ def measure(link: Link, quick: bool, num_rounds: int | None) -> OverlapRun:
     return run
 
 
-def one_step(run: OverlapRun) -> list[Box]:
+def one_step(run: OverlapRun) -> Timeline:
     """A step of stage 3 at the ratio of the goal."""
     subject = find(run, "zerocore stage 3")
-    marks: list[Mark] = []
-
-    def mark(kind: str, index: int) -> None:
-        marks.append(Mark(kind, str(index), time.perf_counter_ns()))
-
     run.set_ratio(GOAL_RATIO)
-    stack = subject.model
-    stack.mark = mark  # type: ignore[assignment]
-    events = run.trace(subject)
-    stack.mark = None  # type: ignore[assignment]
-    done = max((event.done_ns for event in events), default=0)
-    if run.link.device.type == "cpu":
-        marks.append(Mark("end", "", max(marks[-1].time_ns, events[-1].issued_ns, 0)))
-    else:
-        marks.clear()  # the host's times are not the device's
-    return boxes_of(events, marks) if done > 0 else []
+    with trace(subject.model) as timeline:
+        run.step(subject)
+    timeline.label = f"{run.link.label}: stage 3, prefetch 1, one step; numbers are blocks"
+    return timeline
 
 
-def write_pictures(run: OverlapRun, boxes: list[Box], stem: Path) -> list[Path]:
+def write_pictures(run: OverlapRun, timeline: Timeline, stem: Path) -> list[Path]:
     """The sweep, the timeline and the trace beside the result file."""
     written = []
     if run.link.is_emulated:
         written.append(stem.with_name(stem.name + "_sweep.png"))
         draw_sweep(run, written[-1])
-    if boxes:
-        title = f"{run.link.label}: stage 3, prefetch 1, one step; numbers are blocks"
-        written.append(stem.with_name(stem.name + "_timeline.png"))
-        draw_step(boxes, title, written[-1])
-        written.append(stem.with_name(stem.name + "_trace.json"))
-        write_chrome_trace(boxes, written[-1])
+    for end in ("_timeline.png", "_trace.json"):
+        written.append(stem.with_name(stem.name + end))
+        timeline.write(written[-1])
     return written
 
 
@@ -89,7 +75,7 @@ def main(
     load = os.getloadavg()[0]
     link = open_link()
     run = measure(link, quick, rounds)
-    boxes = one_step(run)
+    timeline = one_step(run)
     tables = report(run)
     raw = {"load_at_start": load, **run.raw()}
     if link.is_main:
@@ -100,7 +86,7 @@ def main(
             markdown = "\n".join(table.markdown() for table in tables)
             theme = f"overlap_{link.label}_{link.device.type}"
             paths = write_results(theme, raw, markdown, folder=out)
-            paths += write_pictures(run, boxes, paths[0].with_suffix(""))
+            paths += write_pictures(run, timeline, paths[0].with_suffix(""))
             console.print(f"written: {', '.join(path.name for path in paths)}")
     if link.device.type == "cuda":
         torch.cuda.synchronize()

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -42,31 +40,6 @@ def test_hidden_percent(importable: None) -> None:
     assert Figures(100.0, 100.0, 0.0, 0.0, 0.0, None).hidden(0.0) is None
 
 
-def test_boxes(importable: None) -> None:
-    from _timeline import WAIT, Mark, boxes_of
-
-    def event(op: str, unit: str, issued: int, done: int, wait: int) -> Any:
-        return SimpleNamespace(op=op, unit=unit, issued_ns=issued, done_ns=done, wait_ns=wait)
-
-    events = [
-        event("unshard", "blocks.0", 0, -1, 0),
-        event("all_gather", "blocks.0", 0, 10, 10),
-        event("all_gather", "blocks.1", 2, 20, 0),
-        event("reduce_scatter", "blocks.1", 50, 60, 4),
-    ]
-    marks = [Mark("forward", "0", 10), Mark("backward", "0", 30), Mark("end", "", 50)]
-    boxes = [(b.lane, b.label, b.start_ns, b.end_ns) for b in boxes_of(events, marks)]
-    assert boxes == [
-        ("compute", "0", 10, 30),
-        ("compute", "0", 30, 50),
-        ("all_gather", "0", 0, 10),
-        (WAIT, "0", 0, 10),
-        ("all_gather", "1", 10, 20),  # the link was busy until 10
-        ("reduce_scatter", "1", 50, 60),
-        (WAIT, "1", 56, 60),
-    ]
-
-
 def test_traffic_is_what_the_systems_send(importable: None) -> None:
     from _links import EmulatedLink, torch
     from _overlap_run import COMPARED, OTHER_PREFETCH, OverlapRun, Workload, traffic_of
@@ -78,7 +51,7 @@ def test_traffic_is_what_the_systems_send(importable: None) -> None:
         backend = dist.distributed_c10d._get_default_group()._get_backend(link.device)
         for subject in run.subjects:
             before = backend._get_sequence_number_for_group()
-            run._step(subject)
+            run.step(subject)
             sent = backend._get_sequence_number_for_group() - before
             traffic = traffic_of(subject.system, work.num_blocks)
             expected = traffic.all_gather + traffic.reduce_scatter + traffic.all_reduce

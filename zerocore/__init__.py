@@ -16,11 +16,15 @@ from zerocore.config import MixedPrecision, ShardConfig
 from zerocore.description import Description, describe
 from zerocore.emulated import Emulation, emulate
 from zerocore.estimate import plan
+from zerocore.events import Event
 from zerocore.links import Link
 from zerocore.memory import MemoryBytes, memory_usage, predict_events, predict_memory
+from zerocore.out_of_memory import OutOfMemory, explain_out_of_memory
 from zerocore.plans import Plan, StagePlan
+from zerocore.recording import record_events, trace
+from zerocore.reports import Report, report
 from zerocore.tensor import LocalShard, Place, ShardedGrad, ShardedParameter
-from zerocore.trace import Event, record_events
+from zerocore.timeline import Timeline
 
 emulated.register()
 
@@ -34,15 +38,19 @@ __all__ = [
     "LocalShard",
     "MemoryBytes",
     "MixedPrecision",
+    "OutOfMemory",
     "Place",
     "Plan",
+    "Report",
     "ShardConfig",
     "ShardedGrad",
     "ShardedParameter",
     "StagePlan",
+    "Timeline",
     "clip_grad_norm_",
     "describe",
     "emulate",
+    "explain_out_of_memory",
     "full_state_dict",
     "load_full_state_dict",
     "memory_usage",
@@ -52,7 +60,9 @@ __all__ = [
     "predict_memory",
     "record_events",
     "register_forward_method",
+    "report",
     "reset",
     "shard",
+    "trace",
     "unsharded",
 ]

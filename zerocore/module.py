@@ -12,21 +12,25 @@ from torch import nn
 from zerocore._C import Engine
 
 _ENTRY = "_zerocore_entry"
+# (what was raised, the state, units of the module that was called)
+Explain = Callable[[BaseException, Any, tuple[int, ...]], BaseException | None]
 
 
 class Entry:
     """What a module does around its call: enter its units, and the pass if it is the root.
 
-    ``state`` is the ShardState that the module belongs to.
+    ``state`` is the ShardState that the module belongs to. ``explain`` is given what a call raised,
+    before its units are left, and returns what to raise instead, or None.
     """
 
-    __slots__ = ("engine", "is_root", "reverse", "state", "units")
+    __slots__ = ("engine", "explain", "is_root", "reverse", "state", "units")
 
     def __init__(
-        self, state: object, engine: Engine, units: tuple[int, ...], is_root: bool
+        self, state: Any, engine: Engine, explain: Explain, units: tuple[int, ...], is_root: bool
     ) -> None:
         self.state = state
         self.engine = engine
+        self.explain = explain
         self.units = units
         self.reverse = units[::-1]
         self.is_root = is_root
@@ -35,18 +39,24 @@ class Entry:
         """Runs ``function`` with the units unsharded."""
         engine = self.engine
         entered = 0
-        if self.is_root:
-            engine.begin_pass()
+        begun = False
         try:
+            if self.is_root:
+                self.state.meters.begin_pass()
+                engine.begin_pass()
+                begun = True
             for unit in self.units:
                 engine.enter(unit)
                 entered += 1
             output = function(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
+            explained = self.explain(error, self.state, self.units)
             for unit in self.units[:entered][::-1]:
                 engine.exit(unit, None)
-            if self.is_root:
+            if begun:
                 engine.fail_pass()
+            if explained is not None:
+                raise explained from error
             raise
         for unit in self.reverse:
             engine.exit(unit, output)
@@ -115,7 +125,7 @@ def wrap_method(module: nn.Module, name: str) -> None:
     method = getattr(module, name)
     if entry is None:
         return
-    inner = Entry(entry.state, entry.engine, entry.units, is_root=False)
+    inner = Entry(entry.state, entry.engine, entry.explain, entry.units, is_root=False)
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

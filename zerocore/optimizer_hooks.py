@@ -40,6 +40,15 @@ def check_not_stale(optimizer: Optimizer) -> None:
                 )
 
 
+def optimizers_of(state: ShardState) -> list[Optimizer]:
+    """Optimizers that began an update of parameters of ``state``."""
+    return [
+        optimizer
+        for optimizer, (_, found) in _updates.items()
+        if any(state_ref() is state for state_ref, _ in found)
+    ]
+
+
 def _find_updates(optimizer: Optimizer) -> _Updates:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found: dict[Callable[[], ShardState | None], set[int]] = {}
@@ -64,6 +73,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if state is not None:
             for unit in units:
                 state.engine.mark_changed(unit)
+            state.meters.note_update()
 
 
 register_optimizer_step_pre_hook(_before_step)

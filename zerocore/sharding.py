@@ -21,6 +21,7 @@ from zerocore.config import ShardConfig
 from zerocore.materialize import InitFn, full_values, materialize_buffers
 from zerocore.module import Entry, set_entry
 from zerocore.optimizer_hooks import mark_replaced
+from zerocore.out_of_memory import explain_forward, watch_backward
 from zerocore.quantities import parse_nbytes
 from zerocore.state import Param, ShardState, Unit, find_state, is_gloo, set_state
 from zerocore.tensor import Place, ShardedGrad, ShardedParameter
@@ -110,6 +111,7 @@ def shard_model(
     _set_entries(model, planned, state)
     engine.start(config.sync_params or state.world_size == 1)
     set_state(model, state)
+    watch_backward(state, model)
     return state
 
 
@@ -224,4 +226,5 @@ def _set_entries(model: nn.Module, planned: list[UnitPlanned], state: ShardState
     for module in list(model.modules()):
         units = entries.get(id(module), ())
         if units or module is model:
-            set_entry(module, Entry(state, state.engine, units, is_root=module is model))
+            entry = Entry(state, state.engine, explain_forward, units, is_root=module is model)
+            set_entry(module, entry)

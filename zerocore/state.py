@@ -11,6 +11,7 @@ from torch import nn
 
 from zerocore._C import Engine, ParamSpec
 from zerocore.config import ShardConfig
+from zerocore.meters import Meters
 from zerocore.module import entry_of
 from zerocore.tensor import ShardedParameter
 
@@ -50,6 +51,10 @@ class ShardState:
     group: dist.ProcessGroup | None
     device: torch.device
     units: list[Unit] = field(default_factory=list)
+    meters: Meters = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.meters = Meters(self.engine)
 
     @property
     def world_size(self) -> int:

@@ -182,6 +182,17 @@ std::vector<TraceTuple> stop_trace(PyEngine& self) {
   return result;
 }
 
+// (op, count, nbytes) of what was done since the engine was made
+std::vector<std::tuple<std::string, int64_t, int64_t>> counters(PyEngine& self) {
+  std::vector<std::tuple<std::string, int64_t, int64_t>> result;
+  const OpCounters& counters = self.engine->trace().counters();
+  for (int op = 0; op < kNumTraceOps; ++op) {
+    result.emplace_back(
+        trace_op_name(static_cast<TraceOp>(op)), counters[op].count, counters[op].nbytes);
+  }
+  return result;
+}
+
 const char* role_name(StreamRole role) {
   switch (role) {
     case StreamRole::Compute:
@@ -318,8 +329,13 @@ void register_figures(py::class_<PyEngine>& engine) {
             }
             throw py::value_error("a stream is compute, all_gather or reduce_scatter");
           })
-      .def("start_trace", [](PyEngine& self) { self.engine->trace().start(); })
-      .def("stop_trace", &stop_trace);
+      .def(
+          "start_trace",
+          [](PyEngine& self, bool align) { self.engine->trace().start(align); },
+          py::arg("align") = true)
+      .def("pause_trace", [](PyEngine& self) { self.engine->trace().pause(); })
+      .def("stop_trace", &stop_trace)
+      .def_property_readonly("counters", &counters);
 }
 
 } // namespace

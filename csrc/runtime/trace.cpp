@@ -1,13 +1,13 @@
-// Collects trace records.
+// Counts operations and collects trace records.
 #include "runtime/trace.h"
 
 namespace zerocore {
 
-void Trace::start() {
+void Trace::start(bool align) {
   records_.clear();
   enabled_ = true;
   origin_ = streams_.record_timed(StreamRole::Compute);
-  if (origin_ != nullptr) {
+  if (align && origin_ != nullptr) {
     Streams::synchronize(origin_);
   }
   origin_ns_ = now_ns();
@@ -33,6 +33,9 @@ std::shared_ptr<TraceRecord> Trace::add(
     UnitId unit,
     int64_t nbytes,
     int64_t pool_nbytes) {
+  OpCounter& counter = counters_[static_cast<size_t>(op)];
+  ++counter.count;
+  counter.nbytes += nbytes;
   if (!enabled_) {
     return nullptr;
   }

@@ -1,10 +1,12 @@
-// A list of typed records of what the runtime did; costs one branch when off.
+// What the runtime did: counters that are always on, and a list of typed records on demand.
 //
+// The counters cost two additions per operation, the records when off a branch.
 // On the CPU times are the host's. On a device with streams they are measured by events on the
 // streams: when a collective began and ended there, and how long the compute stream stood still
 // for it. They are read when the trace stops, which is the only time that the host waits.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -27,6 +29,15 @@ struct TraceRecord {
   StreamEvent begin, end, wait_begin, wait_end; // device only
 };
 
+inline constexpr int kNumTraceOps = static_cast<int>(TraceOp::Reshard) + 1;
+
+// How often one operation was done, and the bytes of its buckets, since the engine was made.
+struct OpCounter {
+  int64_t count = 0;
+  int64_t nbytes = 0;
+};
+using OpCounters = std::array<OpCounter, kNumTraceOps>; // by TraceOp
+
 inline int64_t now_ns() {
   return std::chrono::steady_clock::now().time_since_epoch().count();
 }
@@ -38,18 +49,30 @@ class Trace {
   bool enabled() const {
     return enabled_;
   }
-  void start();
-  // The records since start(), in order of issue.
+  // Begins to record. `align`: a device's times shall be on the host's clock, for which the host
+  // waits once; without, only their differences mean something.
+  void start(bool align);
+  // Ends recording and keeps the records for stop(). Never waits for the device.
+  void pause() {
+    enabled_ = false;
+  }
+  // Ends recording; the records since start(), in order of issue. On a device it waits for the
+  // last of them.
   std::vector<TraceRecord> stop();
 
-  // Adds a record that happens now; null when off. The record may be completed later, also from
-  // another thread for its times.
+  const OpCounters& counters() const {
+    return counters_;
+  }
+
+  // Counts what happens now and adds a record of it; null when off. The record may be completed
+  // later, also from another thread for its times.
   std::shared_ptr<TraceRecord> add(TraceOp op, UnitId unit, int64_t nbytes, int64_t pool_nbytes);
 
  private:
   void read_events(TraceRecord& record) const;
 
   const Streams& streams_;
+  OpCounters counters_ = {};
   bool enabled_ = false;
   StreamEvent origin_; // at origin_ns_ of the host's clock
   int64_t origin_ns_ = 0;

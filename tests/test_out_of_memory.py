@@ -1,0 +1,185 @@
+"""Allocations that really fail, in a process with little address space, and what is said then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerocore
+
+ROOT = Path(__file__).resolve().parents[1]
+WIDTH = 64
+HUGE = 1 << 40  # elements; nobody has that much
+
+SCRIPT = """
+import resource, sys, torch, zerocore
+from torch import nn
+
+class Greedy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, where):
+        ctx.where = where
+        return x + torch.ones(400 << 20, dtype=torch.uint8)[0] if where == "forward" else x * 1
+    @staticmethod
+    def backward(ctx, grad):
+        torch.ones(400 << 20, dtype=torch.uint8)
+        return grad, None
+
+class Block(nn.Module):
+    def __init__(self, where):
+        super().__init__()
+        self.linear, self.where = nn.Linear(64, 64), where
+    def forward(self, x):
+        return self.linear(x) if self.where is None else Greedy.apply(self.linear(x), self.where)
+
+where = sys.argv[1]
+zerocore.emulate(4, "inf", 0)
+blocks = [Block(where if index == 2 and where != "step" else None) for index in range(4)]
+model = zerocore.shard(nn.Sequential(*blocks), stage=3)
+optimizer = torch.optim.AdamW(model.parameters())
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + (200 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    loss = model(torch.randn(2, 64)).sum()
+    loss.backward()
+    with zerocore.explain_out_of_memory(model):
+        torch.ones(400 << 20, dtype=torch.uint8)
+except torch.OutOfMemoryError as error:
+    found = error.diagnosis
+    print("PHASE", found.phase)
+    print("UNIT", found.unit)
+    print("REQUESTED", found.requested)
+    print("BUCKETS", [name for name, _ in found.buckets])
+    print("POOL", found.held["bucket pool, in use"])
+    print("CAUSE", type(error.__cause__).__name__)
+    print(error)
+"""
+
+
+def run(where: str) -> dict[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, where],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    return {key: value for key, _, value in lines if key.isupper()} | {"TEXT": done.stdout}
+
+
+@pytest.mark.parametrize(
+    ("where", "phase", "unit"),
+    [
+        ("forward", "forward", "2"),
+        ("backward", "backward", "2"),
+        ("step", "optimizer step or other", ""),
+    ],
+)
+def test_a_failed_allocation_is_explained(where: str, phase: str, unit: str) -> None:
+    found = run(where)
+    assert (found["PHASE"], found["REQUESTED"]) == (phase, str(400 << 20))
+    assert unit in found["UNIT"].split(", ")
+    assert found["CAUSE"] == "RuntimeError"
+    assert "tried to allocate" in found["TEXT"]
+    assert "ranks: saves" in found["TEXT"]
+    if unit:
+        assert unit in found["BUCKETS"]
+        assert int(found["POOL"]) > 0
+    else:
+        assert found["BUCKETS"] == "[]"
+
+
+class Failing(nn.Module):
+    """A layer that may fail in any way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.error: Exception | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return self.linear(x)
+
+
+@pytest.fixture
+def emulated() -> Iterator[None]:
+    with zerocore.emulate(4, "inf", 0):
+        yield
+
+
+def make(stage: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = zerocore.shard(nn.Sequential(Failing(), Failing(), Failing()), stage=stage)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_by_category_and_what_would_fit(emulated: None, stage: int) -> None:
+    model, optimizer = make(stage)
+    model(torch.randn(2, WIDTH)).sum().backward()
+    optimizer.step()
+    totals = [zerocore.predict_memory(model, each).total for each in range(4)]
+    model[1].error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 KiB.")
+    with pytest.raises(zerocore.OutOfMemory) as caught:
+        model(torch.randn(2, WIDTH))
+    found, usage = caught.value.diagnosis, zerocore.memory_usage(model, optimizer)
+    assert found.requested == 1536
+    assert found.held["parameters"] == usage.parameters
+    assert found.held["gradients"] == usage.gradients
+    assert found.held["optimizer state"] == usage.optimizer
+    saved = dict(found.changes)
+    for higher in range(stage + 1, 4):
+        assert saved[f"stage={higher}"] == totals[stage] - totals[higher]
+    assert ("8 ranks" in saved) == (stage > 0)
+    assert ("prefetch=0 (gathers are not hidden)" in saved) == (stage == 3)
+    assert bool(found.buckets) == (stage == 3)
+    assert "enough for this request" in str(found)
+
+
+def test_other_errors_stay_as_they_are(emulated: None) -> None:
+    model, _ = make(3)
+    for error in (RuntimeError("no"), ValueError("no"), KeyboardInterrupt()):
+        model[1].error = error
+        with pytest.raises(type(error)) as caught:
+            model(torch.randn(2, WIDTH))
+        assert caught.value is error
+        with pytest.raises(type(error)) as caught, zerocore.explain_out_of_memory(model):
+            raise error
+        assert caught.value is error
+
+
+def test_training_goes_on_afterwards(emulated: None) -> None:
+    model, optimizer = make(3)
+    model[2].error = MemoryError()
+    with pytest.raises(zerocore.OutOfMemory, match="in the forward of unit '2'"):
+        model(torch.randn(2, WIDTH))
+    model[2].error = None
+    model(torch.randn(2, WIDTH)).sum().backward()
+    optimizer.step()
+
+
+def test_a_backward_without_sharded_models_is_left_alone() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x.clone()
+    y.register_hook(lambda grad: torch.empty(HUGE))
+    with pytest.raises(RuntimeError, match="allocate") as caught:
+        y.sum().backward()
+    assert not isinstance(caught.value, zerocore.OutOfMemory)
+
+
+def test_backward_is_wrapped_once(emulated: None) -> None:
+    make(3)
+    wrapped = torch.autograd.backward
+    make(3)
+    assert torch.autograd.backward is wrapped

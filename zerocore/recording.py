@@ -1,0 +1,167 @@
+"""Records chosen steps: the runtime's events, and what the modules did meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from zerocore.events import Event, read_events
+from zerocore.module import entry_of
+from zerocore.state import ShardState, state_of
+from zerocore.timeline import Box, Timeline, check_path, communication_boxes
+
+
+@contextmanager
+def record_events(model: nn.Module) -> Iterator[list[Event]]:
+    """Records what the runtime does; the list is filled when the block ends.
+
+    Raises:
+        ValueError: the model is not sharded, or is being recorded already.
+    """
+    state = state_of(model)
+    names = [unit.name for unit in state.units]
+    events: list[Event] = []
+    with state.meters.recording() as records:
+        yield events
+    events += read_events(records, names)
+
+
+@contextmanager
+def trace(model: nn.Module, *paths: str | Path) -> Iterator[Timeline]:
+    """Records the steps run in the ``with`` block and writes them to ``paths`` at its end.
+
+    Times are measured, on an emulated link emulated. What modules did is on the host's clock, on
+    a GPU, too; collectives and exposed waits are there on the device's.
+
+    Args:
+        model: a sharded model. A compiled one may be compiled again for the block.
+        paths: ``*.json`` for a Chrome trace (Perfetto, chrome://tracing), ``*.png`` for a picture
+            (needs matplotlib).
+
+    Returns:
+        The timeline, filled when the block ends.
+
+    Raises:
+        ValueError: not sharded, being recorded already, or a path of another kind.
+    """
+    state = state_of(model)
+    for path in paths:
+        check_path(Path(path))
+    timeline = Timeline(label=_label(model, state))
+    recorder = _ModuleRecorder("compute" if state.device.type == "cpu" else "host")
+    with record_events(model) as events, recorder.attached(model, state):
+        yield timeline
+    timeline.boxes = recorder.boxes + communication_boxes(events, state.device.type == "cpu")
+    timeline.pool = [(event.issued_ns, event.pool_nbytes) for event in events]
+    for path in paths:
+        timeline.write(Path(path))
+
+
+def source_of(state: ShardState) -> str:
+    """``"emulated"`` where the group's peers do not exist, else ``"measured"``."""
+    backend = "" if state.group is None else dist.get_backend(state.group)
+    return "emulated" if backend in ("emulated", "fake") else "measured"
+
+
+def _label(model: nn.Module, state: ShardState) -> str:
+    return (
+        f"{source_of(state)}: {type(model).__name__}, stage {state.config.stage}, "
+        f"rank {state.rank} of {state.world_size}, {state.device.type}"
+    )
+
+
+class _ModuleRecorder:
+    """Cuts the host's time into boxes: forward or backward of which unit, optimizer."""
+
+    def __init__(self, lane: str) -> None:
+        self.boxes: list[Box] = []
+        self._lane = lane
+        self._current: tuple[str, str] | None = None  # kind, label
+        self._since_ns = 0
+        self._outer: list[tuple[str, str] | None] = []
+        self._in_backward = False
+        self._attached = False
+
+    @contextmanager
+    def attached(self, model: nn.Module, state: ShardState) -> Iterator[None]:
+        """Watches the units' modules and all optimizers."""
+        self._attached = True
+        with ExitStack() as stack:
+            for module in model.modules():
+                entry = entry_of(module)
+                if entry is None or not entry.units or entry.state is not state:
+                    continue
+                label = state.units[entry.units[0]].name
+                for handle in self._watch(module, label):
+                    stack.callback(handle.remove)
+            for handle in (
+                register_optimizer_step_pre_hook(lambda *_: self._enter("optimizer", "")),
+                register_optimizer_step_post_hook(lambda *_: self._leave()),
+            ):
+                stack.callback(handle.remove)
+            try:
+                yield
+            finally:
+                self._switch(None)
+                self._attached = False
+
+    def _watch(self, module: nn.Module, label: str) -> list[Any]:
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._leave()
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _grad: self._begin_backward(label))
+
+        def before(_module: nn.Module, _args: Any) -> None:
+            self._enter("recompute" if self._in_backward else "forward", label)
+
+        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def _enter(self, kind: str, label: str) -> None:
+        self._outer.append(self._current)
+        self._switch((kind, label))
+
+    def _leave(self) -> None:
+        self._switch(self._outer.pop() if self._outer else None)
+
+    def _begin_backward(self, label: str) -> None:
+        if not self._attached:
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end_backward)
+        self._switch(("backward", label))
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._switch(None)
+
+    def _switch(self, following: tuple[str, str] | None) -> None:
+        now = time.perf_counter_ns()
+        if self._current is not None and self._attached:
+            self.boxes.append(Box(self._lane, *self._current[::-1], self._since_ns, now))
+        self._current, self._since_ns = following, now
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
