@@ -2,6 +2,7 @@
 #include "engine/unit.h"
 
 #include <ATen/ops/as_strided.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
@@ -28,6 +29,7 @@ std::vector<int> all_regions(const Layout& layout) {
 }
 
 c10::DataPtr allocate(c10::Device device, int64_t nbytes) {
+  const c10::DeviceGuard guard(device);
   return c10::GetAllocator(device.type())->allocate(static_cast<size_t>(nbytes));
 }
 

@@ -1,6 +1,8 @@
 // The flat-bucket allocator.
 #include "runtime/bucket_pool.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -24,6 +26,7 @@ Slot BucketPool::acquire(int64_t nbytes, StreamRole role) {
   }
   std::vector<Slot>& free = free_[nbytes];
   if (free.empty()) {
+    const c10::DeviceGuard guard(streams_.device());
     slot.data = c10::GetAllocator(streams_.device().type())->allocate(nbytes);
     slot.nbytes = nbytes;
     stats_.reserved_nbytes += nbytes;

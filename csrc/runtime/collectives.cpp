@@ -77,11 +77,15 @@ PendingCollective Collectives::start(
   pending.op_ = op;
   pending.unit_ = tag.unit;
   pending.record_ = std::move(tag.record);
-  const auto guard = streams_.use(role);
   if (pending.record_) {
     pending.record_->begin = streams_.record_timed(role);
   }
-  pending.works_ = issue(/*async=*/!streams_.has_streams());
+  {
+    // No longer than needed: what is recorded while it lives would take the role's stream for the
+    // one that computes.
+    const auto guard = streams_.use(role);
+    pending.works_ = issue(/*async=*/!streams_.has_streams());
+  }
   for (const at::Tensor& tensor : operands.reads) {
     streams_.note_read(role, tensor, op, *tag.unit);
   }
