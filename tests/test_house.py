@@ -17,6 +17,7 @@ ANY_TORCH = r"(torch|ATen|c10|caffe2)/(?!util/Exception\.h$)"
 RESERVED = [
     (r"pybind11/|torch/extension\.h$|torch/csrc/utils/pybind\.h$", r"bindings/"),
     (r"torch/csrc/distributed/c10d/", r"runtime/(collectives|emulated_(group|work))\.|engine/"),
+    (r"(c10/|ATen/)?cuda", r"kernels/cuda/|runtime/emulated_timer\.cu"),
     (ANY_TORCH, r"(kernels|runtime|engine|bindings)/"),
 ]
 
@@ -95,6 +96,7 @@ def test_includes_point_down_the_ladder():
         ("runtime/bucket.h", "<torch/csrc/distributed/c10d/ProcessGroup.hpp>"),
         ("plan/layout.h", "<c10/core/ScalarType.h>"),
         ("plan/layout.h", "<ATen/ATen.h>"),
+        ("runtime/stream.cpp", "<c10/cuda/CUDAStream.h>"),
     ],
 )
 def test_a_bad_include_is_found(file, include):
