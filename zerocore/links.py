@@ -56,11 +56,11 @@ def traffic_nbytes(op: str, nbytes: int, world_size: int) -> float:
     return _SHARES[op] * nbytes * (world_size - 1) / world_size
 
 
-_NVLINK4 = "8 H100 on NVSwitch: 360 to 370 of 450 GB/s in all-gathers, NVIDIA/nccl-tests issue 326"
+_NVLINK4 = "8 H100 on NVSwitch: about 360 of 450 GB/s, NVIDIA/nccl-tests issue 326; 370 is assumed"
 _NVLINK5 = "the share of NVLink 4 of 900 GB/s; 770 point to point, Azure/AI-benchmarking-guide 7"
 _PCIE5 = "8 GPUs on PCIe 5.0 x16: 28 GB/s, NVIDIA/nccl issue 1639; 42 us, NVIDIA/nccl issue 1530"
 _SMALL_CALL = "30 to 35 us a small call over RoCE, NVIDIA/dgx-spark-playbooks pull request 103"
-_IB400 = f"a 400 Gb/s port for each GPU, 46 of 50 GB/s for large buffers; {_SMALL_CALL}"
+_IB400 = f"a 400 Gb/s port for each GPU, 46 of 50 GB/s is assumed; {_SMALL_CALL}"
 _ETH100 = f"100 Gb/s for each GPU, 96 % of it as in NVIDIA/nccl-tests issue 119; {_SMALL_CALL}"
 
 PRESETS: dict[str, Link] = {
