@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,6 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-
-
-@pytest.fixture
-def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The private modules of the benchmarks by their names, as their scripts see them."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:

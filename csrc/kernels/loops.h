@@ -22,7 +22,8 @@ struct CopyCall {
   double scale;
 };
 
-// out = [out +] scale * (sum of the num_chunks equal parts of `chunks`); `out` has numel elements.
+// out = [out +] scale * (sum of the num_chunks equal parts of `chunks`, two or more); `out` has
+// numel elements.
 struct AccumulateCall {
   c10::Device device;
   Pair pair;

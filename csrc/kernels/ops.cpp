@@ -149,7 +149,11 @@ void accumulate(
       " of out");
   check_member("accumulate", "chunk", 0, chunks, out, chunks.scalar_type());
   const Conversion found = conversion("accumulate", out.scalar_type(), chunks.scalar_type(), false);
-  if (out.numel() > 0) {
+  if (num_chunks == 1) {
+    SegmentList list;
+    list.push(Memory(out).data, Source(chunks).data, out.numel(), add);
+    run_copy(out, found.pair, list, scale);
+  } else if (out.numel() > 0) {
     const AccumulateCall call{
         out.device(),
         found.pair,

@@ -18,10 +18,7 @@ from tests.kernels.cases import (
 )
 from zerocore._C import HAS_CUDA_KERNELS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def test_the_build_has_cuda_kernels() -> None:

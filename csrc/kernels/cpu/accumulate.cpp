@@ -73,12 +73,6 @@ void sum_blocks(const AccumulateCall& call) {
 } // namespace
 
 void accumulate(const AccumulateCall& call) {
-  if (call.num_chunks == 1) {
-    SegmentList segments;
-    segments.push(call.out, call.chunks, call.numel, call.add);
-    copy({call.device, call.pair, segments, call.scale});
-    return;
-  }
   visit(call.pair, [&](auto types) {
     using T = decltype(types);
     sum_blocks<typename T::Dst, typename T::Src>(call);

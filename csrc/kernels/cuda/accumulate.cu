@@ -86,12 +86,6 @@ void launch_accumulate(const AccumulateCall& call) {
 } // namespace
 
 void accumulate(const AccumulateCall& call) {
-  if (call.num_chunks == 1) {
-    SegmentList segments;
-    segments.push(call.out, call.chunks, call.numel, call.add);
-    copy({call.device, call.pair, segments, call.scale});
-    return;
-  }
   const c10::cuda::CUDAGuard guard(call.device);
   visit(call.pair, [&](auto types) {
     using T = decltype(types);
