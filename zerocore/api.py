@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from zerocore.materialize import InitFn
 from zerocore.module import wrap_method
+from zerocore.precision import MixedPrecision
 from zerocore.sharding import find_group, shard_model
 from zerocore.state import state_of
 from zerocore.tensor import ShardedGrad, local_norms, reduce_norms
@@ -32,6 +33,7 @@ def shard(
     find_unused_parameters: bool = False,
     optimizer: Optimizer | None = None,
     memory_budget: str | int | None = None,
+    mixed_precision: MixedPrecision | None = None,
 ) -> nn.Module:
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
@@ -56,6 +58,8 @@ def shard(
         optimizer: only to be told early that it must be built after ``shard``.
         memory_budget: bytes, or text such as ``"70GiB"``: refuse at once if parameters, gradients,
             the states of Adam and the bucket pool would take more. Activations are not counted.
+        mixed_precision: layers compute in a narrow dtype over main weights in a wide one; see
+            :class:`MixedPrecision`.
 
     Returns:
         ``model`` itself.
@@ -69,6 +73,7 @@ def shard(
         "accumulate": accumulate,
         "sync_params": sync_params,
         "find_unused_parameters": find_unused_parameters,
+        "mixed_precision": mixed_precision,
     }
     process_group = find_group(group, model)
     shard_model(model, options, process_group, units, device, init_fn, optimizer, memory_budget)

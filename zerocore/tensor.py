@@ -65,6 +65,8 @@ class ShardedParameter(_Placed, nn.Parameter):
 
     unit: int  # index of the unit it belongs to
     state_ref: Callable[[], Any]  # weak: the state of the model it belongs to
+    # The same elements as layers compute with; None where they compute with this parameter.
+    model_weight: Tensor | None = None
 
     @staticmethod
     def make(
