@@ -145,6 +145,12 @@ def _keep_place(result: Tensor, source: ShardedGrad) -> Tensor:
     return placed
 
 
+def _groups_of(grads: Sequence[Tensor]) -> list[dist.ProcessGroup]:
+    """The groups that these gradients are split over, each once, in order."""
+    groups = (grad.place.group for grad in grads if isinstance(grad, ShardedGrad))
+    return list(dict.fromkeys(group for group in groups if group is not None))
+
+
 def global_norms(
     grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None
 ) -> list[Tensor]:
@@ -152,7 +158,12 @@ def global_norms(
 
     ``|x|_p = (sum over ranks of |x_r|_p^p)^(1/p)``, and the maximum for p = inf.
     """
-    group = next((g.place.group for g in grads if isinstance(g, ShardedGrad)), None)
+    groups = _groups_of(grads)
+    if len(groups) > 1:
+        raise ValueError(
+            "gradients of several process groups have no common norm; take that of each model"
+        )
+    group = groups[0] if groups else None
     norms = reduce_norms(torch.stack(local_norms(grads, norm_type, dtype)), norm_type, group)
     return [norm.to(dtype or g.dtype) for norm, g in zip(norms.unbind(), grads, strict=True)]
 
@@ -211,6 +222,14 @@ def _foreach_norm(
     return global_norms(list(grads), _parse_p(ord), dtype)
 
 
+def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    # What torch.amp.GradScaler calls: grads *= inv_scale, found_inf = 1 if one is not finite. The
+    # ranks must agree, or only some would make the step; one that owns no elements takes part.
+    func(grads, found_inf, inv_scale)
+    for group in _groups_of(grads):
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+
+
 def _refuse(func: Any, grad: Any, *args: Any, **kwargs: Any) -> Any:
     sharded = next((a for a in (grad, *args) if isinstance(a, ShardedGrad)), None)
     if sharded is None or sharded.place.group is None:
@@ -237,6 +256,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_REDUCTIONS, _refuse),
     **dict.fromkeys(_NORMS, _norm),
     torch._foreach_norm: _foreach_norm,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
 }
 
 # Without this, optimizers fall back to their for-loop without a word.
