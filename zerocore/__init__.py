@@ -3,15 +3,9 @@
 import torch  # noqa: F401  # loads the libraries the extension links to
 
 from zerocore import emulated
-from zerocore.api import (
-    clip_grad_norm_,
-    no_sync,
-    register_forward_method,
-    reset,
-    shard,
-    unsharded,
-)
+from zerocore.api import no_sync, register_forward_method, reset, shard, unsharded
 from zerocore.checkpoint import full_state_dict, load_full_state_dict
+from zerocore.clipping import NonFiniteGradError, clip_grad_norm_
 from zerocore.config import ShardConfig
 from zerocore.description import Description, describe
 from zerocore.emulated import Emulation, emulate
@@ -39,6 +33,7 @@ __all__ = [
     "LocalShard",
     "MemoryBytes",
     "MixedPrecision",
+    "NonFiniteGradError",
     "OutOfMemory",
     "Place",
     "Plan",
