@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerocore.agreement import agree
-from zerocore.state import ShardState, Unit, state_of
+from zerocore.state import Param, ShardState, Unit, state_of
+
+Keys = Mapping[Param, Sequence[str]]
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
@@ -23,13 +25,14 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
         rank0_only: ranks other than 0 get an empty dict.
     """
     state = state_of(model)
+    keys = _keys(model, state)
     keep = not rank0_only or state.rank == 0
     full: dict[str, Tensor] = {}
     for unit in state.units:
         state.engine.pin([unit.index])
         try:
             if keep:
-                _copy_out(unit, full)
+                _copy_out(unit, keys, full)
         finally:
             state.engine.unpin([unit.index], False)
     if not keep:
@@ -43,11 +46,20 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     return result
 
 
-def _copy_out(unit: Unit, full: dict[str, Tensor]) -> None:
+def _keys(model: nn.Module, state: ShardState) -> Keys:
+    """What ``model.state_dict()`` calls each parameter; wrappers in the model rename theirs."""
+    faces = {id(face): param for param in state.params() for face in (param.shard, param.full)}
+    keys: dict[Param, list[str]] = {param: [] for param in state.params()}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if id(value) in faces:
+            keys[faces[id(value)]].append(key)
+    return keys
+
+
+def _copy_out(unit: Unit, keys: Keys, full: dict[str, Tensor]) -> None:
     for param in unit.params:
         value = param.full.detach().to("cpu", copy=True)
-        for fqn in param.fqns:
-            full[fqn] = value
+        full.update(dict.fromkeys(keys[param], value))
 
 
 def load_full_state_dict(
@@ -66,17 +78,16 @@ def load_full_state_dict(
     """
     state = state_of(model)
     source = not broadcast or state.rank == 0
-    error = _check_keys(model, state, state_dict or {}) if source else None
+    keys = _keys(model, state)
+    error = _check_keys(model, keys, state_dict or {}) if source else None
     agree(state.group, error, [])
     values = state_dict or {}
     for unit in state.units:
-        _load_unit(state, unit, values if source else None, broadcast)
-    _load_buffers(model, state, values if source else None, broadcast)
+        _load_unit(state, unit, keys, values if source else None, broadcast)
+    _load_buffers(model, state, keys, values if source else None, broadcast)
 
 
-def _check_keys(
-    model: nn.Module, state: ShardState, values: Mapping[str, Any]
-) -> ValueError | None:
+def _check_keys(model: nn.Module, keys: Keys, values: Mapping[str, Any]) -> ValueError | None:
     expected = set(model.state_dict())
     missing, unexpected = sorted(expected - set(values)), sorted(set(values) - expected)
     if missing or unexpected:
@@ -84,26 +95,26 @@ def _check_keys(
             f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected "
             f"{unexpected or 'nothing'}"
         )
-    for param in state.params():
-        for fqn in param.fqns:
-            if fqn in values and tuple(values[fqn].shape) != tuple(param.full.shape):
+    for param, names in keys.items():
+        for key in names:
+            if tuple(values[key].shape) != tuple(param.full.shape):
                 return ValueError(
-                    f"parameter '{fqn}': the state dict has shape {tuple(values[fqn].shape)}, the "
+                    f"parameter '{key}': the state dict has shape {tuple(values[key].shape)}, the "
                     f"model {tuple(param.full.shape)}"
                 )
     return None
 
 
 def _load_unit(
-    state: ShardState, unit: Unit, values: Mapping[str, Any] | None, broadcast: bool
+    state: ShardState, unit: Unit, keys: Keys, values: Mapping[str, Any] | None, broadcast: bool
 ) -> None:
     state.engine.pin([unit.index])
     try:
         with torch.no_grad():
             for param in unit.params:
                 full = param.full.detach()
-                if values is not None:
-                    full.copy_(next(values[fqn] for fqn in param.fqns if fqn in values))
+                if values is not None and keys[param]:
+                    full.copy_(values[keys[param][0]])
                 if broadcast:
                     _broadcast(state, full)
     finally:
@@ -111,9 +122,13 @@ def _load_unit(
 
 
 def _load_buffers(
-    model: nn.Module, state: ShardState, values: Mapping[str, Any] | None, broadcast: bool
+    model: nn.Module,
+    state: ShardState,
+    keys: Keys,
+    values: Mapping[str, Any] | None,
+    broadcast: bool,
 ) -> None:
-    names = {fqn for param in state.params() for fqn in param.fqns}
+    names = {key for names in keys.values() for key in names}
     for key, value in model.state_dict().items():
         if key not in names and isinstance(value, Tensor):
             if values is not None:
