@@ -289,7 +289,7 @@ void register_steps(py::class_<PyEngine>& engine) {
             self.engine->unpin(units, write_back);
           },
           no_gil)
-      .def("mark_changed", [](PyEngine& self, UnitId unit) { self.engine->mark_changed(unit); })
+      .def("mark_updated", [](PyEngine& self, UnitId unit) { self.engine->mark_updated(unit); })
       .def(
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
       .def_property(

@@ -99,8 +99,9 @@ void Engine::start(bool consistent) {
   for (UnitId id = 0; id < num_units(); ++id) {
     progress_[id].fired.assign(units_[id]->params().size(), 0);
     units_[id]->mark_fresh();
+    units_[id]->mark_gathered();
     if (!consistent) {
-      mark_changed(id);
+      units_[id]->mark_changed();
     }
   }
 }
@@ -331,8 +332,8 @@ void Engine::unpin(const std::vector<UnitId>& units, bool write_back) {
   }
 }
 
-void Engine::mark_changed(UnitId unit) {
-  units_.at(unit)->mark_changed();
+void Engine::mark_updated(UnitId unit) {
+  units_.at(unit)->mark_updated();
 }
 
 void Engine::reset() {

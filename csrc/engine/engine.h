@@ -99,7 +99,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Unshards the units and shows their full parameters until unpin.
   void pin(const std::vector<UnitId>& units);
   void unpin(const std::vector<UnitId>& units, bool write_back);
-  void mark_changed(UnitId unit);
+  // An optimizer may have changed what requires grad.
+  void mark_updated(UnitId unit);
   // Drops everything in flight: gathers, graphs waiting for a backward, unreduced gradients.
   void reset();
 
