@@ -2,7 +2,7 @@
 
 import torch  # noqa: F401  # loads the libraries the extension links to
 
-from zerocore import emulated
+from zerocore import emulated, optim
 from zerocore.api import (
     clip_grad_norm_,
     no_sync,
@@ -55,6 +55,7 @@ __all__ = [
     "load_full_state_dict",
     "memory_usage",
     "no_sync",
+    "optim",
     "plan",
     "predict_events",
     "predict_memory",
