@@ -206,15 +206,6 @@ def _foreach_norm(
     return list(global_norms(list(grads), _parse_p(ord), dtype).unbind())
 
 
-def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    # What GradScaler calls: a rank skips its step where any rank found a value that is not finite.
-    func(grads, found_inf, inv_scale)
-    groups = dict.fromkeys(g.place.group for g in grads if isinstance(g, ShardedGrad))
-    for group in groups:
-        if group is not None:
-            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
-
-
 def _refuse(func: Any, grad: Any, *args: Any, **kwargs: Any) -> Any:
     sharded = next((a for a in (grad, *args) if isinstance(a, ShardedGrad)), None)
     if sharded is None or sharded.place.group is None:
@@ -241,7 +232,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_REDUCTIONS, _refuse),
     **dict.fromkeys(_NORMS, _norm),
     torch._foreach_norm: _foreach_norm,
-    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
 }
 
 # Without this, optimizers fall back to their for-loop without a word.
