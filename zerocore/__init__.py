@@ -2,7 +2,7 @@
 
 import torch  # noqa: F401  # loads the libraries the extension links to
 
-from zerocore import emulated
+from zerocore import emulated, optim
 from zerocore.api import no_sync, register_forward_method, reset, shard, unsharded
 from zerocore.checkpoint import full_state_dict, load_full_state_dict
 from zerocore.clipping import NonFiniteGradError, clip_grad_norm_
@@ -51,6 +51,7 @@ __all__ = [
     "load_full_state_dict",
     "memory_usage",
     "no_sync",
+    "optim",
     "plan",
     "predict_events",
     "predict_memory",

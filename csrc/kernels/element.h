@@ -5,6 +5,7 @@
 #include <c10/util/Half.h>
 
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 namespace zerocore::kernels {
@@ -64,6 +65,43 @@ void visit(Pair pair, F&& f) {
     visit_narrow(pair.src, [&](auto src) {
       f(Types<typename decltype(dst)::Dst, typename decltype(src)::Dst>());
     });
+  });
+}
+
+// The element types of one call of AdamW. Model is Weight where there are no model weights.
+template <typename WeightType, typename GradType, typename ModelType>
+struct AdamWElements {
+  using Weight = WeightType;
+  using Grad = GradType;
+  using Model = ModelType;
+};
+
+struct AdamWTypes {
+  Element weight;
+  Element grad;
+  Element model;
+};
+
+// Gradients of float64 weights are float64; model weights are half types beside float32 ones.
+constexpr bool can_update(AdamWTypes types) {
+  const bool casts = types.model != types.weight;
+  return can_cast({types.weight, types.grad}) &&
+      (!casts || (types.weight == Element::Float && can_cast({types.model, types.weight})));
+}
+
+// Calls f(AdamWElements<Weight, Grad, Model>()) for types that can_update().
+template <typename F>
+void visit(AdamWTypes types, F&& f) {
+  visit(Pair{types.weight, types.grad}, [&](auto pair) {
+    using Weight = typename decltype(pair)::Dst;
+    using Grad = typename decltype(pair)::Src;
+    if constexpr (std::is_same_v<Weight, float>) {
+      visit_narrow(types.model, [&](auto model) {
+        f(AdamWElements<Weight, Grad, typename decltype(model)::Dst>());
+      });
+    } else {
+      f(AdamWElements<Weight, Grad, Weight>());
+    }
   });
 }
 

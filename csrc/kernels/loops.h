@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "kernels/adamw_list.h"
 #include "kernels/element.h"
 #include "kernels/grad_norm.h"
 #include "kernels/segment_list.h"
@@ -51,11 +52,22 @@ struct TotalCall {
   SquareSum* out;
 };
 
+// Every tensor: one step. `corrections` has room for as many as there are tensors.
+struct AdamWCall {
+  c10::Device device;
+  AdamWTypes types;
+  const AdamWList& tensors;
+  const AdamWOptions& options;
+  AdamWScalars scalars;
+  BiasCorrection* corrections;
+};
+
 struct Loops {
   void (*copy)(const CopyCall&);
   void (*accumulate)(const AccumulateCall&);
   void (*square)(const SquareCall&);
   void (*total)(const TotalCall&);
+  void (*adamw)(const AdamWCall&);
 };
 
 // Called while the library is loaded, once a device.

@@ -10,7 +10,11 @@ void nothing(const Call& /*call*/) {}
 
 [[maybe_unused]] const bool registered = register_loops(
     c10::DeviceType::Meta,
-    {&nothing<CopyCall>, &nothing<AccumulateCall>, &nothing<SquareCall>, &nothing<TotalCall>});
+    {&nothing<CopyCall>,
+     &nothing<AccumulateCall>,
+     &nothing<SquareCall>,
+     &nothing<TotalCall>,
+     &nothing<AdamWCall>});
 
 } // namespace
 

@@ -10,38 +10,11 @@
 #include "common/math.h"
 #include "kernels/checks.h"
 #include "kernels/loops.h"
+#include "kernels/memory.h"
 
 namespace zerocore::kernels {
 
 namespace {
-
-// A tensor's memory, without a type. On the meta device there is none: null.
-struct Memory {
-  explicit Memory(const at::Tensor& tensor)
-      : data(tensor.is_meta() ? nullptr : static_cast<char*>(tensor.data_ptr())),
-        itemsize(static_cast<int64_t>(tensor.itemsize())) {}
-
-  char* at(int64_t index) const {
-    return data == nullptr ? nullptr : data + index * itemsize;
-  }
-
-  char* data;
-  int64_t itemsize;
-};
-
-// The same to read from.
-struct Source {
-  explicit Source(const at::Tensor& tensor)
-      : data(tensor.is_meta() ? nullptr : static_cast<const char*>(tensor.const_data_ptr())),
-        itemsize(static_cast<int64_t>(tensor.itemsize())) {}
-
-  const char* at(int64_t index) const {
-    return data == nullptr ? nullptr : data + index * itemsize;
-  }
-
-  const char* data;
-  int64_t itemsize;
-};
 
 void run_copy(const at::Tensor& like, Pair pair, const SegmentList& list, double scale) {
   if (list.size() > 0) {

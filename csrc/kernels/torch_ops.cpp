@@ -7,6 +7,7 @@
 
 #include "kernels/checks.h"
 #include "kernels/ops.h"
+#include "kernels/optimizer_ops.h"
 
 namespace zerocore::kernels {
 
@@ -58,6 +59,28 @@ void accumulate_chunks(
   accumulate(out, chunks, num_chunks, add, scale);
 }
 
+void adamw_lists(
+    at::TensorList weights,
+    at::TensorList grads,
+    at::TensorList exp_avgs,
+    at::TensorList exp_avg_sqs,
+    at::TensorList steps,
+    at::TensorList model_weights,
+    double lr,
+    double beta1,
+    double beta2,
+    double eps,
+    double weight_decay,
+    bool maximize,
+    const std::optional<at::Tensor>& lr_tensor,
+    const std::optional<at::Tensor>& grad_scale,
+    const std::optional<at::Tensor>& found_inf) {
+  adamw(
+      {weights, grads, exp_avgs, exp_avg_sqs, steps, model_weights},
+      {lr, beta1, beta2, eps, weight_decay, maximize},
+      {lr_tensor, grad_scale, found_inf});
+}
+
 // -- traced with symbolic sizes: nothing to check yet, nothing to compute -------------------------
 
 bool is_symbolic(const at::Tensor& tensor) {
@@ -98,6 +121,7 @@ void implement(torch::Library& library) {
   library.impl("unflatten", &unflatten);
   library.impl("cast", &cast);
   library.impl("sum_of_squares", &sum_of_squares);
+  library.impl("adamw", &adamw_lists);
 }
 
 } // namespace
@@ -113,6 +137,12 @@ TORCH_LIBRARY(zerocore, library) {
   library.def("unflatten(Tensor(a!)[] params, Tensor shard, int[] offsets, int start=0) -> ()");
   library.def("cast(Tensor(a!) bucket, Tensor[] sources, int[] offsets) -> ()");
   library.def("sum_of_squares(Tensor(a!) out, Tensor[] shards) -> ()");
+  library.def(
+      "adamw(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+      "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps, Tensor(e!)[] model_weights, *, float lr, "
+      "float beta1=0.9, float beta2=0.999, float eps=1e-8, float weight_decay=0.01, "
+      "bool maximize=False, Tensor? lr_tensor=None, Tensor? grad_scale=None, "
+      "Tensor? found_inf=None) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(zerocore, CPU, library) {
@@ -131,6 +161,7 @@ TORCH_LIBRARY_IMPL(zerocore, Meta, library) {
   library.impl("unflatten", &OnMeta<&unflatten>::call);
   library.impl("cast", &OnMeta<&cast>::call);
   library.impl("sum_of_squares", &OnMeta<&sum_of_squares>::call);
+  library.impl("adamw", &OnMeta<&adamw_lists>::call);
 }
 
 } // namespace zerocore::kernels

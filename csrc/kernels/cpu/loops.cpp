@@ -6,7 +6,7 @@ namespace zerocore::kernels::cpu {
 namespace {
 
 [[maybe_unused]] const bool registered =
-    register_loops(c10::DeviceType::CPU, {&copy, &accumulate, &square, &total});
+    register_loops(c10::DeviceType::CPU, {&copy, &accumulate, &square, &total, &adamw});
 
 } // namespace
 

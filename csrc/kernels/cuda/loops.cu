@@ -6,7 +6,7 @@ namespace zerocore::kernels::cuda {
 namespace {
 
 [[maybe_unused]] const bool registered =
-    register_loops(c10::DeviceType::CUDA, {&copy, &accumulate, &square, &total});
+    register_loops(c10::DeviceType::CUDA, {&copy, &accumulate, &square, &total, &adamw});
 
 } // namespace
 

@@ -1,0 +1,119 @@
+// What AdamW does to one element, and the numbers it needs for that. No torch header.
+//
+// Note [The arithmetic of torch]
+// One step, as in "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019), algorithm
+// 2, in the order of operations of torch.optim.AdamW(fused=True) on the CPU, so that float32 gives
+// the same bits: the moving average of the gradient is a lerp with one rounding, as is the sum of
+// the squares; the rest is rounded at every operation (which is why the extension is compiled with
+// -ffp-contract=off). There is one difference: torch's loop leaves the last numel % 16 elements of
+// a tensor (% 8 with AVX2) to a scalar loop, where its compiler rounds the other product of the sum
+// of the squares. Those elements may differ in the last bit of exp_avg_sq, and by as much in what
+// follows from it. Here every element is treated the same way, so that the result does not depend
+// on how a parameter is cut into shards.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "kernels/flatten.h"
+#include "kernels/host_device.h"
+
+namespace zerocore::kernels {
+
+struct AdamWOptions {
+  double lr = 0;
+  double beta1 = 0;
+  double beta2 = 0;
+  double eps = 0;
+  double weight_decay = 0;
+  bool maximize = false;
+};
+
+// One-element numbers on the tensors' device, so that nothing waits for it; null where not given.
+struct AdamWScalars {
+  const float* lr = nullptr; // instead of AdamWOptions::lr
+  const float* grad_scale = nullptr; // gradients are multiplied by it
+  const float* found_inf = nullptr; // not zero: nothing is changed
+};
+
+// One tensor. Elements of all of them lie in the same order.
+struct AdamWSegment {
+  void* weight = nullptr;
+  const void* grad = nullptr;
+  void* exp_avg = nullptr;
+  void* exp_avg_sq = nullptr;
+  void* model_weight = nullptr; // receives the weight, cast; null where there is none
+  float* step = nullptr; // steps taken before this one
+  int64_t numel = 0;
+  int64_t first_chunk = 0; // see Note [Chunks]
+};
+
+// What depends on a tensor's step: 1 - beta1^step, and the square root of 1 - beta2^step.
+struct BiasCorrection {
+  double first = 1;
+  double second_sqrt = 1;
+};
+
+ZEROCORE_HOST_DEVICE BiasCorrection bias_correction(const AdamWOptions& options, double step) {
+  return {1 - std::pow(options.beta1, step), std::sqrt(1 - std::pow(options.beta2, step))};
+}
+
+// The numbers of one tensor, rounded once to the type A that is computed in.
+template <typename A>
+struct AdamWFactors {
+  A grad_factor; // scale and direction
+  A decay;
+  A lerp_coefficient; // of the difference between gradient and average
+  bool lerp_from_grad; // where the lerp begins: at the nearer end
+  A beta2;
+  A square_coefficient;
+  A second_sqrt;
+  A eps;
+  A negative_step_size;
+};
+
+template <typename A>
+ZEROCORE_HOST_DEVICE AdamWFactors<A> adamw_factors(
+    const AdamWOptions& options,
+    const AdamWScalars& scalars,
+    const BiasCorrection& correction) {
+  const double lr = scalars.lr != nullptr ? static_cast<double>(*scalars.lr) : options.lr;
+  const A scale = scalars.grad_scale != nullptr ? static_cast<A>(*scalars.grad_scale) : A(1);
+  const A weight = static_cast<A>(1 - options.beta1);
+  const bool from_grad = !(weight < A(0.5));
+  return {
+      options.maximize ? -scale : scale,
+      static_cast<A>(1 - lr * options.weight_decay),
+      from_grad ? weight - A(1) : weight,
+      from_grad,
+      static_cast<A>(options.beta2),
+      static_cast<A>(1 - options.beta2),
+      static_cast<A>(correction.second_sqrt),
+      static_cast<A>(options.eps),
+      static_cast<A>(-(lr / correction.first))};
+}
+
+// One element's weight and moments.
+template <typename A>
+struct AdamWElement {
+  A weight;
+  A exp_avg;
+  A exp_avg_sq;
+};
+
+template <typename A>
+ZEROCORE_HOST_DEVICE AdamWElement<A> adamw_element(
+    AdamWElement<A> old,
+    A raw_grad,
+    const AdamWFactors<A>& factors) {
+  const A grad = raw_grad * factors.grad_factor;
+  const A base = factors.lerp_from_grad ? grad : old.exp_avg;
+  const A exp_avg = std::fma(factors.lerp_coefficient, grad - old.exp_avg, base);
+  const A exp_avg_sq =
+      std::fma(factors.square_coefficient * grad, grad, old.exp_avg_sq * factors.beta2);
+  const A denominator = std::sqrt(exp_avg_sq) / factors.second_sqrt + factors.eps;
+  const A update = factors.negative_step_size * exp_avg / denominator;
+  return {old.weight * factors.decay + update, exp_avg, exp_avg_sq};
+}
+
+} // namespace zerocore::kernels

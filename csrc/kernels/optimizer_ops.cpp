@@ -1,0 +1,188 @@
+// Typed callers of the optimizers' kernels.
+#include "kernels/optimizer_ops.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <vector>
+
+#include "kernels/checks.h"
+#include "kernels/loops.h"
+#include "kernels/memory.h"
+
+namespace zerocore::kernels {
+
+namespace {
+
+const char* const kOp = "adamw";
+
+Element checked_element(const char* name, c10::ScalarType dtype) {
+  const auto element = element_of(dtype);
+  TORCH_CHECK_TYPE(
+      element.has_value(),
+      kOp,
+      ": ",
+      name,
+      " are ",
+      dtype,
+      ", expected float32, float16, bfloat16 or float64");
+  return *element;
+}
+
+AdamWTypes checked_types(const AdamWTensors& tensors) {
+  const auto weight = tensors.weights[0].scalar_type();
+  const auto grad = tensors.grads[0].scalar_type();
+  const auto model =
+      tensors.model_weights.empty() ? weight : tensors.model_weights[0].scalar_type();
+  const AdamWTypes types{
+      checked_element("weights", weight),
+      checked_element("gradients", grad),
+      checked_element("model weights", model)};
+  TORCH_CHECK_TYPE(
+      can_update(types) && (tensors.model_weights.empty() || model != weight),
+      kOp,
+      ": cannot update ",
+      weight,
+      " weights from ",
+      grad,
+      " gradients",
+      tensors.model_weights.empty() ? "" : c10::str(" and write ", model, " model weights"),
+      ". Gradients are of the weights' dtype, or both are among float32, float16 and bfloat16; "
+      "model weights are float16 or bfloat16 beside float32 weights");
+  return types;
+}
+
+void check_counts(const AdamWTensors& tensors) {
+  const size_t count = tensors.weights.size();
+  check_count(kOp, "gradients", tensors.grads.size(), "weights", count);
+  check_count(kOp, "exp_avgs", tensors.exp_avgs.size(), "weights", count);
+  check_count(kOp, "exp_avg_sqs", tensors.exp_avg_sqs.size(), "weights", count);
+  check_count(kOp, "steps", tensors.steps.size(), "weights", count);
+  if (!tensors.model_weights.empty()) {
+    check_count(kOp, "model weights", tensors.model_weights.size(), "weights", count);
+  }
+}
+
+// Tensor `index` of a list: as check_member(), and as large as the weight.
+void check_sized(
+    const char* name,
+    at::TensorList list,
+    size_t index,
+    const at::Tensor& weight,
+    const at::Tensor& first) {
+  check_member(kOp, name, index, list[index], first, list[0].scalar_type());
+  TORCH_CHECK_VALUE(
+      list[index].numel() == weight.numel(),
+      kOp,
+      ": ",
+      name,
+      " ",
+      index,
+      " has ",
+      list[index].numel(),
+      " elements, expected the ",
+      weight.numel(),
+      " of its weight");
+}
+
+const float* scalar(const char* name, const std::optional<at::Tensor>& tensor, c10::Device device) {
+  if (!tensor.has_value()) {
+    return nullptr;
+  }
+  TORCH_CHECK_VALUE(
+      tensor->numel() == 1 && tensor->scalar_type() == at::kFloat && tensor->device() == device,
+      kOp,
+      ": ",
+      name,
+      " must be float32 of one element on ",
+      device,
+      ", got ",
+      tensor->scalar_type(),
+      " of ",
+      tensor->numel(),
+      " on ",
+      tensor->device());
+  return reinterpret_cast<const float*>(Source(*tensor).data);
+}
+
+// Gradients whose elements lie in the same order as the weights': copied where they do not.
+std::vector<at::Tensor> in_order(const AdamWTensors& tensors) {
+  std::vector<at::Tensor> grads(tensors.grads.begin(), tensors.grads.end());
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const at::Tensor& weight = tensors.weights[i];
+    if (grads[i].sizes() == weight.sizes() && grads[i].strides() != weight.strides()) {
+      grads[i] = at::empty_strided(weight.sizes(), weight.strides(), grads[i].options());
+      grads[i].copy_(tensors.grads[i]);
+    }
+  }
+  return grads;
+}
+
+AdamWSegment make_segment(const AdamWTensors& tensors, size_t index) {
+  const at::Tensor& first = tensors.weights[0];
+  const at::Tensor& weight = tensors.weights[index];
+  check_sized("weight", tensors.weights, index, weight, first);
+  check_sized("gradient", tensors.grads, index, weight, first);
+  check_sized("exp_avg", tensors.exp_avgs, index, weight, first);
+  check_sized("exp_avg_sq", tensors.exp_avg_sqs, index, weight, first);
+  const auto step = scalar("a step", tensors.steps[index], first.device());
+  void* model = nullptr;
+  if (!tensors.model_weights.empty()) {
+    check_sized("model weight", tensors.model_weights, index, weight, first);
+    model = Memory(tensors.model_weights[index]).data;
+  }
+  return {
+      Memory(weight).data,
+      Source(tensors.grads[index]).data,
+      Memory(tensors.exp_avgs[index]).data,
+      Memory(tensors.exp_avg_sqs[index]).data,
+      model,
+      const_cast<float*>(step),
+      weight.numel()};
+}
+
+void check_moments(const AdamWTensors& tensors) {
+  for (const at::TensorList moments : {tensors.exp_avgs, tensors.exp_avg_sqs}) {
+    TORCH_CHECK_TYPE(
+        moments[0].scalar_type() == tensors.weights[0].scalar_type(),
+        kOp,
+        ": the moments are ",
+        moments[0].scalar_type(),
+        ", expected ",
+        tensors.weights[0].scalar_type(),
+        " as the weights");
+  }
+}
+
+} // namespace
+
+void adamw(AdamWTensors tensors, const AdamWOptions& options, const AdamWScalarTensors& scalars) {
+  check_counts(tensors);
+  const std::vector<at::Tensor> grads = in_order(tensors);
+  tensors.grads = grads;
+  if (tensors.weights.empty()) {
+    return;
+  }
+  const AdamWTypes types = checked_types(tensors);
+  check_moments(tensors);
+  const at::Tensor& first = tensors.weights[0];
+  const auto device = first.device();
+  const AdamWScalars numbers{
+      scalar("lr", scalars.lr, device),
+      scalar("grad_scale", scalars.grad_scale, device),
+      scalar("found_inf", scalars.found_inf, device)};
+  AdamWList list;
+  for (size_t i = 0; i < tensors.weights.size(); ++i) {
+    list.push(make_segment(tensors, i));
+  }
+  for (const at::Tensor& weight : tensors.weights) {
+    weight.unsafeGetTensorImpl()->bump_version(); // autograd sees that it was written
+  }
+  constexpr int64_t numbers_each = sizeof(BiasCorrection) / sizeof(double);
+  const at::Tensor corrections =
+      at::empty({numbers_each * list.size()}, first.options().dtype(at::kDouble));
+  auto* room = reinterpret_cast<BiasCorrection*>(Memory(corrections).data);
+  loops_of(device).adamw({device, types, list, options, numbers, room});
+}
+
+} // namespace zerocore::kernels
