@@ -128,6 +128,7 @@ class PlanOptions:
         world_size: int,
         prefetch: int,
         exchanges: bool,
+        num_replicas: int = 1,
         first_order: Sequence[CallEvent] = (),
         backward: Sequence[tuple[bool, int]] = (),
     ) -> None: ...
@@ -246,6 +247,7 @@ class Engine:
         exchange_used: bool,
         log_hand_overs: bool = False,
         group_name: str | None,
+        replicas_name: str | None = None,
         device: torch.device,
         units: Sequence[tuple[str, Sequence[_ParamArg]]],
         order: Sequence[CallEvent],

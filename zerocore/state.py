@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zerocore._C import Engine, ParamSpec
 from zerocore.config import ShardConfig
+from zerocore.groups import Ranks, is_gloo
 from zerocore.meters import Meters
 from zerocore.module import entry_of
 from zerocore.precision import ParamTypes
@@ -50,7 +50,7 @@ class ShardState:
 
     engine: Engine
     config: ShardConfig
-    group: dist.ProcessGroup | None
+    ranks: Ranks
     device: torch.device
     units: list[Unit] = field(default_factory=list)
     meters: Meters = field(init=False)
@@ -60,16 +60,16 @@ class ShardState:
 
     @property
     def world_size(self) -> int:
-        return 1 if self.group is None else self.group.size()
+        return self.ranks.world_size
 
     @property
     def rank(self) -> int:
-        return 0 if self.group is None else self.group.rank()
+        return self.ranks.rank
 
     @property
     def exchanges(self) -> bool:
         """Reduce-scatters run as an exchange and a local sum, as they do on gloo."""
-        return self.group is not None and is_gloo(self.group)
+        return any(is_gloo(group) for group in self.ranks.groups)
 
     def params(self) -> list[Param]:
         """All parameters, in the order of the units."""
@@ -83,11 +83,6 @@ class ShardState:
             for unit in self.units
             if any(owner in inside for param in unit.params for owner, _ in param.owners)
         ]
-
-
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether collectives of the group run on gloo."""
-    return dist.get_backend(group) == "gloo"
 
 
 def set_state(model: nn.Module, state: ShardState) -> None:

@@ -25,15 +25,21 @@ std::unique_ptr<Collectives> make_collectives(
 }
 
 UnitContext make_context(
-    const EngineOptions& options,
+    EngineOptions options,
     Collectives* collectives,
+    Collectives* replicas,
     Streams& streams,
     BucketPool& pool,
     Trace& trace) {
+  if (collectives == nullptr) {
+    std::swap(collectives, replicas); // nothing to shard: replicas of everything
+    options.stage = 0;
+  }
   UnitContext context;
   const int64_t world_size = collectives == nullptr ? 1 : collectives->size();
   context.policy = StagePolicy::from_stage(options.stage, world_size);
   context.collectives = collectives;
+  context.replicas = replicas;
   context.streams = &streams;
   context.pool = &pool;
   context.trace = &trace;
@@ -65,6 +71,7 @@ bool any_requires_grad(const std::vector<at::Tensor>& tensors) {
 Engine::Engine(
     EngineOptions options,
     const std::optional<std::string>& group,
+    const std::optional<std::string>& replicas,
     c10::Device device,
     std::vector<UnitInit> units,
     std::vector<CallEvent> order,
@@ -74,7 +81,8 @@ Engine::Engine(
       pool_(streams_),
       trace_(streams_),
       collectives_(make_collectives(group, streams_)),
-      context_(make_context(options, collectives_.get(), streams_, pool_, trace_)),
+      replicas_(make_collectives(replicas, streams_)),
+      context_(make_context(options, collectives_.get(), replicas_.get(), streams_, pool_, trace_)),
       units_(make_units(std::move(units), context_)),
       progress_(units_.size()),
       schedule_(
@@ -207,7 +215,7 @@ void Engine::agree_on_called() {
   if (collectives_ != nullptr) {
     at::Tensor flags = at::zeros({num_units()}, at::kByte);
     std::copy(called.begin(), called.end(), flags.data_ptr<uint8_t>());
-    collectives_->all_reduce_max(flags);
+    context_.all_reduce_max(flags);
     const uint8_t* values = flags.const_data_ptr<uint8_t>();
     std::transform(
         values, values + called.size(), called.begin(), [](uint8_t value) { return value != 0; });

@@ -40,11 +40,12 @@ class Registrar {
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // `group` is a c10d group's name, none for a world of one. `order` is the expected order of
-  // calls.
+  // Names of c10d groups: the ranks to shard over, none for a world of one, and those that hold
+  // the same shards, none where nobody does. `order` is the expected order of calls.
   Engine(
       EngineOptions options,
       const std::optional<std::string>& group,
+      const std::optional<std::string>& replicas,
       c10::Device device,
       std::vector<UnitInit> units,
       std::vector<CallEvent> order,
@@ -138,7 +139,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Streams streams_;
   BucketPool pool_;
   Trace trace_;
-  std::unique_ptr<Collectives> collectives_;
+  std::unique_ptr<Collectives> collectives_, replicas_;
   UnitContext context_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<UnitProgress> progress_;
