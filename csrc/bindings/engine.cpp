@@ -292,6 +292,8 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def("mark_updated", [](PyEngine& self, UnitId unit) { self.engine->mark_updated(unit); })
       .def(
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
+      .def("mark_forked", [](PyEngine& self) { self.engine->mark_forked(); })
+      .def("check_process", [](PyEngine& self) { self.engine->check_process(); })
       .def_property(
           "sync",
           [](const PyEngine& self) { return self.engine->sync(); },

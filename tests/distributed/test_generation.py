@@ -73,10 +73,10 @@ def generate_different_lengths(stage: int, way: str) -> int:
         train(model, case, optimizer, step)
         prompt, settings = prompt_of(case, step), {"max_new_tokens": 2 + 3 * dist.get_rank()}
         expected = plain_tokens(model, case, prompt, **settings)
-        with zerocore.record_events(model) as events:
-            with zerocore.unsharded(model) if way == "unsharded" else nullcontext():
-                synced = {"synced_gpus": True} if way == "synced_gpus" else {}
-                tokens = model.generate(prompt, **SETTINGS, **settings, **synced)
+        at_hand = zerocore.unsharded(model) if way == "unsharded" else nullcontext()
+        synced = {"synced_gpus": True} if way == "synced_gpus" else {}
+        with zerocore.record_events(model) as events, at_hand:
+            tokens = model.generate(prompt, **SETTINGS, **settings, **synced)
         assert torch.equal(tokens, expected)
     train(model, case, optimizer, 2)
     return sum(event.op == "all_gather" for event in events)
