@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import cast
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -85,9 +87,23 @@ class ShardState:
         ]
 
 
+_states: WeakSet[ShardState] = WeakSet()
+
+
 def set_state(model: nn.Module, state: ShardState) -> None:
     """Attaches the state to the model."""
     model.__dict__[_STATE] = state
+    _states.add(state)
+
+
+def _mark_forked() -> None:
+    # The child has none of the threads that carry out collectives.
+    for state in list(_states):
+        state.engine.mark_forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_mark_forked)
 
 
 def find_state(module: nn.Module) -> ShardState | None:
@@ -109,10 +125,12 @@ def state_of(module: nn.Module) -> ShardState:
 
     Raises:
         ValueError: the module is not sharded.
+        RuntimeError: this process was forked from the one that sharded it.
     """
     state = find_state(module)
     if state is None:
         raise ValueError(
             f"this {type(module).__name__} is not sharded; call zerocore.shard(model) first"
         )
+    state.engine.check_process()
     return state

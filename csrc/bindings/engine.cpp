@@ -327,6 +327,8 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def("end_update", [](PyEngine& self, UnitId unit) { self.engine->end_update(unit); })
       .def(
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
+      .def("mark_forked", [](PyEngine& self) { self.engine->mark_forked(); })
+      .def("check_process", [](PyEngine& self) { self.engine->check_process(); })
       .def_property(
           "sync",
           [](const PyEngine& self) { return self.engine->sync(); },

@@ -93,9 +93,13 @@ Engine::Engine(
           std::move(order)),
       reducer_(units_, context_, {options.hold_full, options.exchange_used}),
       registrar_(std::move(registrar)),
+      thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
       agreed_(false) {}
 
 Engine::~Engine() {
+  if (thread_check_.is_forked()) {
+    return; // what is in flight never ends here
+  }
   try {
     reset();
   } catch (const std::exception& error) {
@@ -136,10 +140,8 @@ void Engine::begin_pass() {
 }
 
 void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
-  const bool nested = calls_.back().recomputing;
-  calls_.pop_back();
-  if (nested) {
-    return;
+  if (pop_call().recomputing) {
+    return; // nested
   }
   schedule_.end_pass(actions_);
   run(actions_);
@@ -159,18 +161,19 @@ void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
 }
 
 void Engine::fail_pass() {
-  const bool nested = calls_.back().recomputing;
-  calls_.pop_back();
-  if (!nested) {
+  if (!pop_call().recomputing) {
     reset();
   }
 }
 
 void Engine::enter(UnitId id) {
   recover();
-  calls_.push_back({in_backward(), next_node()});
-  if (calls_.back().recomputing) {
+  const bool recomputing = in_backward();
+  if (recomputing) {
     begin_backward();
+  }
+  calls_.push_back({recomputing, next_node()});
+  if (recomputing) {
     if (schedule_.recompute(id, actions_)) {
       forget_fired(id);
     }
@@ -185,8 +188,7 @@ void Engine::enter(UnitId id) {
 }
 
 void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs) {
-  const auto [recomputing, first_node] = calls_.back();
-  calls_.pop_back();
+  const auto [recomputing, first_node] = pop_call();
   const bool records = any_requires_grad(outputs);
   CallHandle call{-1, -1, id};
   if (!recomputing) {
@@ -225,11 +227,25 @@ void Engine::agree_on_called() {
 
 // -- shared ---------------------------------------------------------------------------------
 
-// A backward that ended with an exception never reached end_backward().
+// Before a use of units. A backward that ended with an exception never reached end_backward().
 void Engine::recover() {
-  if (backward_ && !in_backward()) {
+  if (in_backward()) {
+    return;
+  }
+  if (backward_) {
+    thread_check_.check_no_backward();
     reset();
   }
+  thread_check_.enter_forward();
+}
+
+Engine::Call Engine::pop_call() {
+  const Call call = calls_.back();
+  calls_.pop_back();
+  if (calls_.empty()) {
+    thread_check_.leave_forward();
+  }
+  return call;
 }
 
 void Engine::run(Actions& actions) {
@@ -334,6 +350,9 @@ void Engine::pin(const std::vector<UnitId>& units) {
     run(actions_);
     use(id);
   }
+  if (calls_.empty()) {
+    thread_check_.leave_forward();
+  }
 }
 
 void Engine::unpin(const std::vector<UnitId>& units, bool write_back) {
@@ -373,9 +392,16 @@ void Engine::end_update(UnitId unit) {
   units_.at(unit)->mark_cast();
 }
 
+void Engine::mark_forked() {
+  if (collectives_ != nullptr || replicas_ != nullptr) {
+    thread_check_.mark_forked();
+  }
+}
+
 void Engine::reset() {
   backward_ = false;
   calls_.clear();
+  thread_check_.leave_forward();
   schedule_.abort(actions_);
   run(actions_);
   reducer_.reset();

@@ -1,7 +1,7 @@
 // The one object Python holds: wires units, schedule, reducer and autograd.
 //
-// Calls come from one thread at a time (backward may run on another one). enter/exit bracket a
-// module call; begin_pass/end_pass bracket a call of the sharded model.
+// Calls come from one thread at a time (backward may run on another one); others get an error.
+// enter/exit bracket a module call; begin_pass/end_pass bracket a call of the sharded model.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine/reducer.h"
+#include "engine/thread_check.h"
 #include "engine/unit.h"
 #include "plan/schedule.h"
 
@@ -110,14 +111,25 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void end_update(UnitId unit);
   // Drops everything in flight: gathers, graphs waiting for a backward, unreduced gradients.
   void reset();
+  // In the child of a fork: from now on every use of units is an error, where there are peers.
+  void mark_forked();
+  void check_process() const {
+    thread_check_.check_process();
+  }
 
  private:
+  struct Call {
+    bool recomputing = false; // in a recompute, not a forward
+    uint64_t first_node = 0; // of the graph that the call records
+  };
+
   void begin_backward();
   void end_backward();
   void pre_backward(const CallHandle& call, int64_t version);
   void grad_ready(UnitId unit, int param);
   void forget_fired(UnitId unit);
   void recover();
+  Call pop_call();
   void run(Actions& actions);
   void use(UnitId unit);
   void update_registration(UnitId unit);
@@ -146,12 +158,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Schedule schedule_;
   Reducer reducer_;
   std::unique_ptr<Registrar> registrar_;
-  struct Call {
-    bool recomputing = false; // in a recompute, not a forward
-    uint64_t first_node = 0; // of the graph that the call records
-  };
   std::vector<Call> calls_; // entered and not left
   Actions actions_; // reused
+  ThreadCheck thread_check_;
   bool backward_ = false;
   bool sync_ = true;
   bool agreed_ = false; // the ranks compared which units they call
