@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -113,6 +114,56 @@ def test_measured_figures_are_those_predicted(short_run: dict[str, Any], stage: 
     for collective in figures["collectives"].values():
         assert collective["num_calls"] == collective["predicted_num_calls"] > 0
         assert collective["nbytes"] == collective["predicted_nbytes"] > 0
+
+
+def finetune(folder: Path, *options: str | Path) -> dict[str, Any]:
+    """The JSON of a few steps of fine-tuning on two CPU ranks."""
+    path = folder / "run.json"
+    sizes = [
+        "--steps=8",
+        "--eval-every=4",
+        "--context=32",
+        "--batch-size=2",
+        "--ranks=2",
+        "--device=cpu",
+    ]
+    script = EXAMPLES / "finetune.py"
+    result = run_python(script, *sizes, "--json", path, *options, timeout=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(path.read_text())
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_fine_tuning_all_weights_then_adapters(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    saved = tmp_path / "weights.pt"
+    full = finetune(tmp_path, "--stage=3", "--save", saved)
+    first, *_, last = full["held_out"]
+    assert 5.3 < first < 5.8 and last < first - 0.5
+    assert len(full["losses"]) == len(full["norms"]) == 8
+    assert len(full["generated"]) == 104
+    weights = torch.load(saved)
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    # Adapters start as zero, so what is measured first are the weights that were saved.
+    adapted = finetune(tmp_path, "--stage=1", "--load", saved, "--lora=4", "--lr=0.01")
+    assert adapted["held_out"][0] == pytest.approx(min(full["held_out"]), rel=1e-3)
+    assert min(adapted["held_out"]) < adapted["held_out"][0] - 0.01
+
+
+def test_adapters_without_peft(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    finetune_script = importlib.import_module("finetune")
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "--lora=4"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        finetune_script.main()
+    assert "--lora needs PEFT: pip install peft" in capsys.readouterr().err
 
 
 @pytest.mark.distributed

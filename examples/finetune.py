@@ -1,0 +1,244 @@
+"""Fine-tune a Hugging Face model, all of it or LoRA adapters, in bfloat16 over several ranks.
+
+Run it as it is (two ranks on the CPU, or one per GPU), or under torchrun on the ranks that starts.
+It reads and writes bytes, so it needs no tokenizer; the text is what comes with Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from launch import LaunchError, Rank, run_on_ranks
+from text_data import Corpus, evenly_spaced_batches, load_corpus, random_batch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+import zerocore
+
+# What is trained without --config: 0.85 M parameters, as text is bytes.
+SMALL_QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+NUM_BYTE_VALUES = 256
+NUM_HELD_OUT_BATCHES = 8
+PROMPT = b"def "
+NUM_NEW_TOKENS = 100
+
+
+def build_model(options: argparse.Namespace, rank: Rank) -> Any:
+    """A sharded model whose optimizer will own float32 weights."""
+    torch.manual_seed(options.seed)
+    config = read_config(options.config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if options.load and rank.is_first:  # the other ranks get what rank 0 has, in shard()
+        model.load_state_dict(torch.load(options.load))
+    if options.lora:
+        import peft
+
+        adapters = peft.LoraConfig(
+            r=options.lora, lora_alpha=2 * options.lora, target_modules="all-linear"
+        )
+        model = peft.get_peft_model(model, adapters)  # before shard(), as all that adds parameters
+    mixed = None
+    if options.dtype != "float32":
+        mixed = zerocore.MixedPrecision(
+            param_dtype=getattr(torch, options.dtype),  # layers compute in it, gathers move it
+            reduce_dtype=torch.float32,  # gradients are summed over the ranks in it
+        )
+    return zerocore.shard(model.to(rank.device), stage=options.stage, mixed_precision=mixed)
+
+
+def read_config(path: Path | None) -> PreTrainedConfig:
+    """The configuration of a model, from a file such as the `config.json` beside its weights."""
+    values = dict(SMALL_QWEN3) if path is None else json.loads(path.read_text())
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    if config.vocab_size < NUM_BYTE_VALUES:
+        raise ValueError(f"vocab_size is {config.vocab_size}; bytes need {NUM_BYTE_VALUES} or more")
+    return config
+
+
+def cosine_with_warmup(step: int, num_warmup: int, num_steps: int) -> float:
+    """Factor of the learning rate: up in a line to 1, then down in half a cosine to 0.1."""
+    if step < num_warmup:
+        return (step + 1) / num_warmup
+    done = (step - num_warmup) / max(1, num_steps - num_warmup)
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def language_loss(model: Any, tokens: Tensor) -> Tensor:
+    """Mean loss in nats per byte; Hugging Face shifts the labels itself."""
+    loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return loss
+
+
+def train_step(
+    model: Any, optimizer: torch.optim.Optimizer, batches: list[Tensor], max_norm: float
+) -> tuple[float, float]:
+    """One update from several micro-batches; returns this rank's loss and the gradients' norm."""
+    total = 0.0
+    for index, tokens in enumerate(batches):
+        is_last = index == len(batches) - 1
+        # Stages 0 and 1 communicate once. Stages 2 and 3 reduce each time, so that no rank holds
+        # full gradients; with shard(..., accumulate="full") they communicate once, too.
+        with nullcontext() if is_last else zerocore.no_sync(model):
+            loss = language_loss(model, tokens) / len(batches)
+            loss.backward()
+        total += loss.item()
+    norm = zerocore.clip_grad_norm_(model, max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total, norm.item()
+
+
+@torch.no_grad()
+def evaluate(model: Any, text: Tensor, options: argparse.Namespace, rank: Rank) -> float:
+    """Mean loss on windows spread over `text`, each rank on its part; the same on all ranks."""
+    model.eval()
+    batches = evenly_spaced_batches(
+        text, NUM_HELD_OUT_BATCHES * rank.world_size, options.batch_size, options.context
+    )
+    total = torch.zeros((), device=rank.device)
+    for tokens, _ in batches[rank.rank :: rank.world_size]:
+        total += language_loss(model, tokens.to(rank.device))
+    dist.all_reduce(total)
+    model.train()
+    return total.item() / len(batches)
+
+
+@torch.no_grad()
+def generate(model: Any, rank: Rank, seed: int) -> bytes:
+    """Continues PROMPT; all ranks take part and draw alike."""
+    model.eval()
+    torch.manual_seed(seed)
+    tokens = torch.tensor([list(PROMPT)], device=rank.device)
+    # Gathers all parameters once. A model too large for that generates without this line, too,
+    # and then gathers its layers for every token.
+    with zerocore.unsharded(model):
+        tokens = model.generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            min_new_tokens=NUM_NEW_TOKENS,
+            max_new_tokens=NUM_NEW_TOKENS,
+            do_sample=True,
+            pad_token_id=0,
+        )
+    return bytes(token % NUM_BYTE_VALUES for token in tokens[0].tolist())
+
+
+def make_optimizer(
+    model: Any, options: argparse.Namespace
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """AdamW over this rank's shards of what is trained, made after shard(), and its schedule."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = zerocore.optim.AdamW(trained, lr=options.lr, betas=(0.9, 0.95))
+    num_warmup = max(1, options.steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: cosine_with_warmup(step, num_warmup, options.steps)
+    )
+    return optimizer, schedule
+
+
+def fit(model: Any, corpus: Corpus, options: argparse.Namespace, rank: Rank) -> dict[str, Any]:
+    """Trains, and leaves the model with the weights that did best on held-out text."""
+    optimizer, schedule = make_optimizer(model, options)
+    draw = torch.Generator().manual_seed((options.seed << 16) + rank.rank)
+    held_out = [evaluate(model, corpus.held_out, options, rank)]
+    best = zerocore.full_state_dict(model)  # on the CPU of rank 0
+    losses, norms = [], []
+    started = time.perf_counter()
+    for step in range(1, options.steps + 1):
+        batches = [
+            random_batch(corpus.train, options.batch_size, options.context, draw)[0].to(rank.device)
+            for _ in range(options.accumulate)
+        ]
+        loss, norm = train_step(model, optimizer, batches, options.clip)
+        schedule.step()
+        losses.append(loss)
+        norms.append(norm)
+        if step % options.eval_every == 0 or step == options.steps:
+            held_out.append(evaluate(model, corpus.held_out, options, rank))
+            if held_out[-1] == min(held_out):
+                best = zerocore.full_state_dict(model)
+            say(rank, f"step {step}  loss {loss:.3f}  norm {norm:.2f}  held out {held_out[-1]:.3f}")
+    seconds = time.perf_counter() - started
+    zerocore.load_full_state_dict(model, best)  # rank 0's, to all ranks
+    if options.save and rank.is_first:
+        torch.save(best, options.save)
+    return {"held_out": held_out, "losses": losses, "norms": norms, "seconds": seconds}
+
+
+def say(rank: Rank, line: str) -> None:
+    """Prints on the first rank."""
+    if rank.is_first:
+        print(line, flush=True)
+
+
+def work(rank: Rank, options: argparse.Namespace) -> None:
+    """What every rank does."""
+    model = build_model(options, rank)
+    counts = [(p.global_shape.numel(), p.requires_grad) for p in model.parameters()]
+    say(
+        rank,
+        f"{sum(numel for numel, _ in counts):,} parameters, "
+        f"{sum(numel for numel, trained in counts if trained):,} of them trained, in "
+        f"{options.dtype} at stage {options.stage} on {rank.world_size} ranks",
+    )
+    figures = fit(model, load_corpus(), options, rank)
+    text = generate(model, rank, options.seed)
+    first, best = figures["held_out"][0], min(figures["held_out"])
+    say(rank, f"held-out loss {first:.3f} -> {best:.3f} in {figures['seconds']:.0f} s")
+    say(rank, f"generated: {text.decode(errors='replace')!r}")
+    if options.json and rank.is_first:
+        record = {**figures, "generated": list(text)}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def main() -> None:
+    """Reads the options and starts the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--config", type=Path, help="a Hugging Face config.json; default: a small Qwen3")
+    add("--load", type=Path, help="full state dict to start from, without adapters")
+    add("--save", type=Path, help="where the best full state dict goes")
+    add("--lora", type=int, default=0, metavar="R", help="train adapters of rank R instead of all")
+    add("--stage", type=int, default=3, choices=(0, 1, 2, 3), help="ZeRO stage")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="computed in")
+    add("--steps", type=int, default=100, help="updates of the weights")
+    add("--accumulate", type=int, default=2, help="micro-batches of an update")
+    add("--batch-size", type=int, default=8, help="sequences of a micro-batch on a rank")
+    add("--context", type=int, default=128, help="bytes of a sequence")
+    add("--lr", type=float, default=2e-3, help="highest learning rate")
+    add("--clip", type=float, default=1.0, help="bound of the gradients' global norm")
+    add("--eval-every", type=int, default=25, help="steps between two looks at held-out text")
+    add("--seed", type=int, default=0)
+    add("--ranks", type=int, help="default: all GPUs, or 2")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    if options.lora and importlib.util.find_spec("peft") is None:
+        parser.error("--lora needs PEFT: pip install peft, or train all parameters without --lora")
+    try:
+        run_on_ranks(work, options, num_ranks=options.ranks, device_type=options.device)
+    except LaunchError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
