@@ -17,8 +17,9 @@ from tests.zoo import CASES
 from tests.zoo_case import Case
 from zerocore import estimate
 from zerocore.activations import Activations, measure
-from zerocore.config import MixedPrecision
+from zerocore.casting import cast_floats
 from zerocore.plans import StagePlan
+from zerocore.precision import MixedPrecision
 from zerocore.state import state_of
 
 GB = 10**9
@@ -58,7 +59,7 @@ def test_four_billion_parameters_all_in_bf16_on_two_ranks() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 64])
 def test_mixed_precision_takes_sixteen_bytes_a_parameter(world_size: int) -> None:
-    mixed = MixedPrecision(param_dtype=BF16)
+    mixed = MixedPrecision(param_dtype=BF16, grad_dtype=BF16)
     plan = zerocore.plan(blocks(70 * GB, 80), world_size, mixed_precision=mixed)
     assert states(plan)[0] == pytest.approx(1120, rel=1e-6)
     assert states(plan)[3] == pytest.approx(1120 / world_size, rel=1e-6)
@@ -67,14 +68,20 @@ def test_mixed_precision_takes_sixteen_bytes_a_parameter(world_size: int) -> Non
     assert [nbytes / (70 * GB) for nbytes in held] == pytest.approx([2, 4, 2, 8], rel=1e-6)
 
 
-def test_gradients_are_counted_in_the_reduce_dtype() -> None:
-    mixed = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
-    plan = zerocore.plan(blocks(GB), 8, mixed_precision=mixed)
-    narrow = zerocore.plan(blocks(GB), 8, mixed_precision=MixedPrecision(param_dtype=BF16))
-    for stage, other in zip(plan.stages, narrow.stages, strict=True):
-        assert stage.gradients == 2 * other.gradients
+def test_gradients_travel_in_one_dtype_and_stay_in_another() -> None:
+    def stages(**options: Any) -> tuple[StagePlan, ...]:
+        mixed = MixedPrecision(param_dtype=BF16, **options)
+        return zerocore.plan(blocks(GB), 8, mixed_precision=mixed).stages
+
+    default = stages()
+    for stage, other in zip(stages(reduce_dtype=torch.float32), default, strict=True):
+        assert stage.gradients == other.gradients
         assert stage.parameters == other.parameters
-    assert plan.stages[0].sent_nbytes == 2 * narrow.stages[0].sent_nbytes
+        assert stage.sent_nbytes > other.sent_nbytes
+    assert stages(reduce_dtype=torch.float32)[0].sent_nbytes == 2 * default[0].sent_nbytes
+    for stage, other in zip(stages(grad_dtype=BF16), default, strict=True):
+        assert 2 * stage.gradients == other.gradients
+        assert stage.sent_nbytes == other.sent_nbytes
 
 
 def test_what_is_kept_in_fp32_has_no_second_copy() -> None:
@@ -113,10 +120,12 @@ def fake_group(world_size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def allocated(case: Case, stage: int, rank: int) -> tuple[int, ...]:
+def allocated(
+    case: Case, stage: int, rank: int, mixed: MixedPrecision | None = None
+) -> tuple[int, ...]:
     """Bytes by kind that the runtime holds after two steps."""
     units = list(case.units) if case.units else None
-    model = zerocore.shard(case.seeded_build(), stage=stage, units=units)
+    model = zerocore.shard(case.seeded_build(), stage=stage, units=units, mixed_precision=mixed)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     batch = case.seeded_batch(0, rank % NUM_BATCHES, SAMPLES)
     for _ in range(2):
@@ -125,11 +134,11 @@ def allocated(case: Case, stage: int, rank: int) -> tuple[int, ...]:
         optimizer.zero_grad()
     usage = zerocore.memory_usage(model, optimizer)
     reserved = state_of(model).engine.pool_stats.reserved_nbytes
-    return usage.parameters, usage.gradients, usage.optimizer, reserved
+    return usage.parameters, usage.main_weights, usage.gradients, usage.optimizer, reserved
 
 
 def planned(stage: StagePlan) -> tuple[int, ...]:
-    return stage.parameters, stage.gradients, stage.optimizer, stage.pool
+    return stage.parameters, stage.main_weights, stage.gradients, stage.optimizer, stage.pool
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -154,6 +163,31 @@ def test_the_runtime_allocates_what_was_planned(name: str, monkeypatch: pytest.M
         with fake_group(world_size, rank):
             for stage in plan.stages:
                 actual = allocated(case, stage.stage, rank)
+                assert planned(stage) == actual, f"stage {stage.stage}, {world_size} ranks"
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize("name", ["plain", "experts", "frozen", "empty_shards"])
+def test_the_runtime_allocates_what_was_planned_in_mixed_precision(
+    name: str, reduce_dtype: torch.dtype | None
+) -> None:
+    case = CASES[name]
+    mixed = MixedPrecision(BF16, reduce_dtype, output_dtype=torch.float32)
+    for world_size in WORLD_SIZES:
+        rank = world_size // 2
+        batch = case.seeded_batch(0, rank % NUM_BATCHES, SAMPLES)
+        plan = zerocore.plan(
+            case.seeded_build(),
+            world_size,
+            inputs=cast_floats(batch, BF16),
+            loss=case.loss,
+            rank=rank,
+            mixed_precision=mixed,
+        )
+        assert plan.activations is not None, plan.note
+        with fake_group(world_size, rank):
+            for stage in plan.stages:
+                actual = allocated(case, stage.stage, rank, mixed)
                 assert planned(stage) == actual, f"stage {stage.stage}, {world_size} ranks"
 
 

@@ -10,7 +10,11 @@ from torch._C._distributed_c10d import Backend
 build: str  # the compiler, and the torch that it was built against
 
 class ParamSpec:
-    """A parameter as the planner sees it."""
+    """A parameter as the planner sees it.
+
+    ``main``, ``reduce`` and ``grad`` are ``(dtype, itemsize)`` of the optimizer's copy, of
+    gradients on their way and of gradients as they are kept; None for the parameter's own.
+    """
 
     def __init__(
         self,
@@ -19,6 +23,9 @@ class ParamSpec:
         dtype: int,
         itemsize: int,
         requires_grad: bool = True,
+        main: tuple[int, int] | None = None,
+        reduce: tuple[int, int] | None = None,
+        grad: tuple[int, int] | None = None,
     ) -> None: ...
     @property
     def fqn(self) -> str: ...
@@ -112,7 +119,7 @@ class Schedule:
     def order(self) -> list[CallEvent]: ...
 
 class PlanOptions:
-    """How the plan's model is sharded; item sizes in bytes, 0 for the parameters' own."""
+    """How the plan's model is sharded."""
 
     def __init__(
         self,
@@ -121,8 +128,6 @@ class PlanOptions:
         world_size: int,
         prefetch: int,
         exchanges: bool,
-        main_itemsize: int = 0,
-        reduce_itemsize: int = 0,
         first_order: Sequence[CallEvent] = (),
         backward: Sequence[tuple[bool, int]] = (),
     ) -> None: ...
@@ -225,6 +230,9 @@ class EmulatedGroup(Backend):
     @staticmethod
     def shut_down_all() -> None: ...
 
+# fqn, model weight on meta, dtypes of main weight, reduction, gradient; frozen and cast
+_ParamArg = tuple[str, Tensor, torch.dtype, torch.dtype, torch.dtype, bool]
+
 class Engine:
     """The runtime of one sharded model."""
 
@@ -239,13 +247,16 @@ class Engine:
         log_hand_overs: bool = False,
         group_name: str | None,
         device: torch.device,
-        units: Sequence[tuple[str, Sequence[tuple[str, Tensor]]]],
+        units: Sequence[tuple[str, Sequence[_ParamArg]]],
         order: Sequence[CallEvent],
     ) -> None: ...
     def make_full(self, unit: int, param: int) -> Tensor: ...
     def make_shard(self, unit: int, param: int) -> Tensor: ...
+    def make_model_shard(self, unit: int, param: int) -> Tensor | None: ...
     def make_grad(self, unit: int, param: int) -> Tensor: ...
-    def materialize(self, unit: int, full: Sequence[Tensor], broadcast: bool) -> None: ...
+    def spec(self, unit: int, param: int) -> ParamSpec: ...
+    def materialize(self, unit: int, full: Sequence[Tensor | None], broadcast: bool) -> None: ...
+    def full_values(self, unit: int) -> list[Tensor]: ...
     def bind(
         self,
         unit: int,
@@ -264,6 +275,8 @@ class Engine:
     def pin(self, units: Sequence[int]) -> None: ...
     def unpin(self, units: Sequence[int], write_back: bool) -> None: ...
     def mark_changed(self, unit: int) -> None: ...
+    def begin_update(self, unit: int) -> None: ...
+    def end_update(self, unit: int) -> None: ...
     def reset(self) -> None: ...
     def layout(self, unit: int) -> Layout: ...
     @property
@@ -272,6 +285,8 @@ class Engine:
     def pool_stats(self) -> PoolStats: ...
     @property
     def parameter_nbytes(self) -> int: ...
+    @property
+    def main_nbytes(self) -> int: ...
     @property
     def gradient_nbytes(self) -> int: ...
     def start_trace(self, align: bool = True) -> None: ...

@@ -3,16 +3,10 @@
 import torch  # noqa: F401  # loads the libraries the extension links to
 
 from zerocore import emulated, optim
-from zerocore.api import (
-    clip_grad_norm_,
-    no_sync,
-    register_forward_method,
-    reset,
-    shard,
-    unsharded,
-)
+from zerocore.api import no_sync, register_forward_method, reset, shard, unsharded
 from zerocore.checkpoint import full_state_dict, load_full_state_dict
-from zerocore.config import MixedPrecision, ShardConfig
+from zerocore.clipping import NonFiniteGradError, clip_grad_norm_
+from zerocore.config import ShardConfig
 from zerocore.description import Description, describe
 from zerocore.emulated import Emulation, emulate
 from zerocore.estimate import plan
@@ -21,6 +15,7 @@ from zerocore.links import Link
 from zerocore.memory import MemoryBytes, memory_usage, predict_events, predict_memory
 from zerocore.out_of_memory import OutOfMemory, explain_out_of_memory
 from zerocore.plans import Plan, StagePlan
+from zerocore.precision import MixedPrecision
 from zerocore.recording import record_events, trace
 from zerocore.reports import Report, report
 from zerocore.tensor import LocalShard, Place, ShardedGrad, ShardedParameter
@@ -38,6 +33,7 @@ __all__ = [
     "LocalShard",
     "MemoryBytes",
     "MixedPrecision",
+    "NonFiniteGradError",
     "OutOfMemory",
     "Place",
     "Plan",

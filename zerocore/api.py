@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zerocore.materialize import InitFn
 from zerocore.module import wrap_method
+from zerocore.precision import MixedPrecision
 from zerocore.sharding import find_group, shard_model
 from zerocore.state import state_of
-from zerocore.tensor import ShardedGrad, local_norms, reduce_norms
 from zerocore.wrapping import UnitChoice
 
 
@@ -32,6 +32,7 @@ def shard(
     find_unused_parameters: bool = False,
     optimizer: Optimizer | None = None,
     memory_budget: str | int | None = None,
+    mixed_precision: MixedPrecision | None = None,
 ) -> nn.Module:
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
@@ -56,6 +57,8 @@ def shard(
         optimizer: only to be told early that it must be built after ``shard``.
         memory_budget: bytes, or text such as ``"70GiB"``: refuse at once if parameters, gradients,
             the states of Adam and the bucket pool would take more. Activations are not counted.
+        mixed_precision: layers compute in a narrow dtype over main weights in a wide one; see
+            :class:`MixedPrecision`.
 
     Returns:
         ``model`` itself.
@@ -69,6 +72,7 @@ def shard(
         "accumulate": accumulate,
         "sync_params": sync_params,
         "find_unused_parameters": find_unused_parameters,
+        "mixed_precision": mixed_precision,
     }
     process_group = find_group(group, model)
     shard_model(model, options, process_group, units, device, init_fn, optimizer, memory_budget)
@@ -142,47 +146,3 @@ def reset(model: nn.Module) -> None:
     meaningful: call ``optimizer.zero_grad()``.
     """
     state_of(model).engine.reset()
-
-
-def clip_grad_norm_(
-    parameters: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
-) -> Tensor:
-    """Scales gradients so that their global norm is at most ``max_norm``.
-
-    ``coefficient = min(1, max_norm / (norm + 1e-6))`` as in ``torch.nn.utils.clip_grad_norm_``;
-    one all-reduce of one number.
-
-    Args:
-        parameters: a model, or parameters of one sharded model (others may be among them).
-        max_norm: upper bound of the norm.
-        norm_type: p of the p-norm, positive or inf.
-
-    Returns:
-        The norm before scaling, a scalar equal on all ranks.
-    """
-    params = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    grads = [param.grad for param in params if param.grad is not None]
-    if not grads:
-        return torch.zeros(())
-    split = [g for g in grads if isinstance(g, ShardedGrad) and g.place.group is not None]
-    whole = [g for g in grads if not (isinstance(g, ShardedGrad) and g.place.group is not None)]
-    norms = []
-    if split:
-        group = split[0].place.group
-        norms.append(reduce_norms(_local_norm(split, norm_type), norm_type, group))
-    if whole:
-        norms.append(_local_norm(whole, norm_type))
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    with torch._C.DisableTorchFunctionSubclass():
-        for grad in grads:
-            grad.mul_(coefficient.to(grad.dtype))
-    return total
-
-
-def _local_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        norms = local_norms(grads, norm_type)
-        # Half-precision norms are combined in float32, double ones in double.
-        widest = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
-        return torch.linalg.vector_norm(torch.stack([n.to(widest) for n in norms]), norm_type)

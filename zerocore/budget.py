@@ -63,7 +63,8 @@ def check_budget(
     Parameters, gradients, two optimizer states and the bucket pool, bytes; activations are not
     known before a forward and not counted. Rank 0 owns the most, so all ranks decide alike.
     """
-    candidate = _Candidate(make_planner(model, planned), config, world_size, exchanges)
+    planner = make_planner(model, planned, Precision(mixed=config.mixed_precision))
+    candidate = _Candidate(planner, config, world_size, exchanges)
     needed = candidate.nbytes
     if needed <= budget:
         return

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -16,8 +15,8 @@ from zerocore.state import ShardState, Unit, state_of
 def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
     """Full parameters and buffers on the CPU, keys and order as before sharding.
 
-    All ranks must call. Never more than one unit is held in full on the device. Tied parameters
-    share one tensor.
+    Under mixed precision they are the main weights. All ranks must call. Never more than one unit
+    is held in full on the device. Tied parameters share one tensor.
 
     Args:
         rank0_only: ranks other than 0 get an empty dict.
@@ -26,12 +25,10 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     keep = not rank0_only or state.rank == 0
     full: dict[str, Tensor] = {}
     for unit in state.units:
-        state.engine.pin([unit.index])
-        try:
-            if keep:
-                _copy_out(unit, full)
-        finally:
-            state.engine.unpin([unit.index], False)
+        values = state.engine.full_values(unit.index)
+        if keep:
+            _copy_out(unit, values, full)
+        del values
     if not keep:
         return {}
     result: dict[str, Any] = {}
@@ -43,9 +40,9 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     return result
 
 
-def _copy_out(unit: Unit, full: dict[str, Tensor]) -> None:
-    for param in unit.params:
-        value = param.full.detach().to("cpu", copy=True)
+def _copy_out(unit: Unit, values: list[Tensor], full: dict[str, Tensor]) -> None:
+    for param, on_device in zip(unit.params, values, strict=True):
+        value = on_device.to("cpu", copy=True)
         for fqn in param.fqns:
             full[fqn] = value
 
@@ -97,17 +94,10 @@ def _check_keys(
 def _load_unit(
     state: ShardState, unit: Unit, values: Mapping[str, Any] | None, broadcast: bool
 ) -> None:
-    state.engine.pin([unit.index])
-    try:
-        with torch.no_grad():
-            for param in unit.params:
-                full = param.full.detach()
-                if values is not None:
-                    full.copy_(next(values[fqn] for fqn in param.fqns if fqn in values))
-                if broadcast:
-                    _broadcast(state, full)
-    finally:
-        state.engine.unpin([unit.index], True)
+    given: list[Tensor | None] = [None] * len(unit.params)
+    if values is not None:
+        given = [next(values[fqn] for fqn in p.fqns if fqn in values) for p in unit.params]
+    state.engine.materialize(unit.index, given, broadcast)
 
 
 def _load_buffers(

@@ -19,11 +19,11 @@ from rich.table import Table
 
 import zerocore
 from zerocore.architectures import build_model, config_dtype, load_config, preset_names
-from zerocore.config import MixedPrecision
 from zerocore.description import Description, describe_plan
 from zerocore.environment import environment
 from zerocore.links import PRESETS
 from zerocore.planner import OPTIMIZER_STATES, make_planner
+from zerocore.precision import MixedPrecision
 from zerocore.wrapping import choose_units
 
 app = typer.Typer(

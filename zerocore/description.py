@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from zerocore._C import Layout
 from zerocore.planner import Planner
+from zerocore.precision import ParamTypes
 from zerocore.state import state_of
 
 
@@ -65,7 +65,7 @@ def describe(model: nn.Module) -> Description:
     state = state_of(model)
     units = tuple(
         _describe_unit(
-            unit.name, state.engine.layout(unit.index), [param.full.dtype for param in unit.params]
+            unit.name, state.engine.layout(unit.index), [param.types for param in unit.params]
         )
         for unit in state.units
     )
@@ -87,22 +87,33 @@ def describe_plan(
         rank: whose shards.
     """
     layouts = planner.layouts(stage, world_size)
-    rows = zip(planner.names, layouts, planner.dtypes, strict=True)
-    units = tuple(_describe_unit(name, layout, list(dtypes)) for name, layout, dtypes in rows)
+    rows = zip(planner.names, layouts, planner.types, strict=True)
+    units = tuple(_describe_unit(name, layout, list(types)) for name, layout, types in rows)
     return Description(model, stage, world_size, rank, units)
 
 
-def _describe_unit(name: str, layout: Layout, dtypes: list[torch.dtype]) -> UnitDescription:
+def _describe_unit(name: str, layout: Layout, types: list[ParamTypes]) -> UnitDescription:
     regions = []
     for region in layout.regions:
-        dtype = dtypes[region.params[0]]
         kind = "trainable" if region.requires_grad else "frozen"
-        regions.append(f"{str(dtype).removeprefix('torch.')} {kind}")
+        regions.append(f"{_describe_types(types[region.params[0]])} {kind}")
     return UnitDescription(
         name,
-        len(dtypes),
+        len(types),
         layout.param_nbytes,
         layout.nbytes,
         layout.shard_nbytes,
         tuple(regions),
     )
+
+
+def _describe_types(types: ParamTypes) -> str:
+    """One dtype, or all of them where they are not the same."""
+    names = [
+        str(dtype).removeprefix("torch.")
+        for dtype in (types.model, types.main, types.reduce, types.grad)
+    ]
+    if len(set(names)) == 1:
+        return names[0]
+    model, main, reduce, grad = names
+    return f"{model} (main weights {main}, gradients reduced in {reduce}, kept in {grad})"

@@ -15,10 +15,11 @@ from torch import nn
 from zerocore.activations import Activations, Loss, default_loss, measure
 from zerocore.advice import advise
 from zerocore.architectures import build_model, config_dtype, load_config, sample_inputs
-from zerocore.config import STAGES, MixedPrecision, ShardConfig
+from zerocore.config import STAGES, ShardConfig
 from zerocore.links import Link, find_link, traffic_nbytes
 from zerocore.planner import Planner, Precision, make_planner, optimizer_states
 from zerocore.plans import Peak, Plan, Setting, StagePlan, moment_name
+from zerocore.precision import MixedPrecision
 from zerocore.quantities import parse_flops, parse_nbytes
 from zerocore.state import find_state
 from zerocore.timing import predict_timing

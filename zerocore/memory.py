@@ -20,17 +20,20 @@ class MemoryBytes:
         gradients: gradient memory that stays between steps.
         optimizer: states of the parameters' size (step counters not counted).
         pool: peak of the bucket pool: gathered parameters and gradients on their way.
+        main_weights: the optimizer's copies of parameters that compute in another dtype.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     pool: int
+    main_weights: int = 0
 
     @property
     def total(self) -> int:
         """Sum of all kinds, bytes."""
-        return self.parameters + self.gradients + self.optimizer + self.pool
+        kept = self.parameters + self.main_weights + self.gradients + self.optimizer
+        return kept + self.pool
 
 
 def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> MemoryBytes:
@@ -45,7 +48,11 @@ def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> Memory
                 if isinstance(t, Tensor) and t.dim() > 0
             )
     return MemoryBytes(
-        engine.parameter_nbytes, engine.gradient_nbytes, states, engine.pool_stats.peak_nbytes
+        engine.parameter_nbytes,
+        engine.gradient_nbytes,
+        states,
+        engine.pool_stats.peak_nbytes,
+        engine.main_nbytes,
     )
 
 
@@ -63,7 +70,9 @@ def predict_memory(
     units, order = _inputs(state)
     options = _options(state, state.config.stage if stage is None else stage)
     plan = _C.plan_memory(units, order, options, rank=state.rank, optimizer_states=optimizer_states)
-    return MemoryBytes(plan.parameters, plan.gradients, plan.optimizer, plan.pool)
+    return MemoryBytes(
+        plan.parameters, plan.gradients, plan.optimizer, plan.pool, plan.main_weights
+    )
 
 
 def _inputs(state: ShardState) -> tuple[list[list[_C.ParamSpec]], list[_C.CallEvent]]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zerocore._C import Engine
+from zerocore.casting import cast_floats
 
 _ENTRY = "_zerocore_entry"
 # (what was raised, the state, units of the module that was called)
@@ -23,10 +24,19 @@ class Entry:
     before its units are left, and returns what to raise instead, or None.
     """
 
-    __slots__ = ("engine", "explain", "is_root", "reverse", "state", "units")
+    __slots__ = (
+        "cast_inputs", "cast_outputs", "engine", "explain", "is_root", "reverse", "state", "units",
+    )  # fmt: skip
 
     def __init__(
-        self, state: Any, engine: Engine, explain: Explain, units: tuple[int, ...], is_root: bool
+        self,
+        state: Any,
+        engine: Engine,
+        explain: Explain,
+        units: tuple[int, ...],
+        is_root: bool,
+        cast_inputs: torch.dtype | None = None,
+        cast_outputs: torch.dtype | None = None,
     ) -> None:
         self.state = state
         self.engine = engine
@@ -34,6 +44,8 @@ class Entry:
         self.units = units
         self.reverse = units[::-1]
         self.is_root = is_root
+        self.cast_inputs = cast_inputs
+        self.cast_outputs = cast_outputs
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
@@ -48,7 +60,12 @@ class Entry:
             for unit in self.units:
                 engine.enter(unit)
                 entered += 1
+            if self.cast_inputs is not None:
+                args = cast_floats(args, self.cast_inputs)
+                kwargs = cast_floats(kwargs, self.cast_inputs)
             output = function(*args, **kwargs)
+            if self.cast_outputs is not None:
+                output = cast_floats(output, self.cast_outputs)
         except BaseException as error:
             explained = self.explain(error, self.state, self.units)
             for unit in self.units[:entered][::-1]:
@@ -125,7 +142,7 @@ def wrap_method(module: nn.Module, name: str) -> None:
     method = getattr(module, name)
     if entry is None:
         return
-    inner = Entry(entry.state, entry.engine, entry.explain, entry.units, is_root=False)
+    inner = Entry(entry.state, entry.engine, entry.explain, entry.units, False, entry.cast_inputs)
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

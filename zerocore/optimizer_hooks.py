@@ -64,15 +64,24 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if known is None or known[0] != count:
         check_not_stale(optimizer)
         _updates[optimizer] = _find_updates(optimizer)
+    if getattr(optimizer, "casts_model_weights", False):
+        for state_ref, units in _updates[optimizer][1]:
+            if (state := state_ref()) is not None:
+                for unit in units:
+                    state.engine.begin_update(unit)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    casts = getattr(optimizer, "casts_model_weights", False)
     # Version counters show in-place updates, not those an optimizer makes through `.data`.
     for state_ref, units in _updates[optimizer][1]:
         state = state_ref()
         if state is not None:
             for unit in units:
-                state.engine.mark_changed(unit)
+                if casts:
+                    state.engine.end_update(unit)
+                else:
+                    state.engine.mark_changed(unit)
             state.meters.note_update()
 
 

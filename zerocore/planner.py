@@ -9,7 +9,7 @@ from torch import nn
 
 from zerocore import _C
 from zerocore.calls import call_order
-from zerocore.config import MixedPrecision
+from zerocore.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.wrapping import ParamChoice, UnitPlanned
 
 # Tensors of a parameter's size that an optimizer keeps for it, as torch.optim allocates them.
@@ -51,27 +51,23 @@ class Planner:
     Attributes:
         names: the units' names.
         specs: the units' parameters as they are gathered.
-        dtypes: their dtypes.
+        types: their dtypes.
         order: calls of the units in a forward.
         first_order: calls that the runtime expects before it has seen a forward.
         backward: observed backward: (False, index of an exit in ``order``) when a call's outputs
             get their gradient, (True, unit) when all gradients of a unit exist; mirrors the
             forward where empty.
         num_states: the optimizer's tensors of a parameter's size.
-        main_itemsize: bytes of a main weight; 0 where parameters are their own.
-        reduce_itemsize: bytes of a gradient; 0 where it has its parameter's dtype.
         unused: by unit, indices of parameters that get no gradient.
     """
 
     names: tuple[str, ...]
     specs: tuple[tuple[_C.ParamSpec, ...], ...]
-    dtypes: tuple[tuple[torch.dtype, ...], ...]
+    types: tuple[tuple[ParamTypes, ...], ...]
     order: tuple[_C.CallEvent, ...]
     first_order: tuple[_C.CallEvent, ...]
     backward: tuple[tuple[bool, int], ...] = ()
     num_states: int = 2
-    main_itemsize: int = 0
-    reduce_itemsize: int = 0
     unused: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -117,8 +113,6 @@ class Planner:
             world_size=world_size,
             prefetch=prefetch,
             exchanges=exchanges,
-            main_itemsize=self.main_itemsize,
-            reduce_itemsize=self.reduce_itemsize,
             first_order=self.first_order,
             backward=self.backward,
         )
@@ -136,38 +130,18 @@ class Precision:
     dtype: torch.dtype | None = None
     mixed: MixedPrecision | None = None
 
-    def compute(self, fqn: str, own: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter of dtype ``own`` is gathered and used."""
-        if not own.is_floating_point:
-            return own
-        kept = self.dtype or own
-        if self.mixed is None or self.mixed.param_dtype is None or self.mixed.keeps(fqn):
-            return kept
-        return self.mixed.param_dtype
+    def types(self, choice: ParamChoice) -> ParamTypes:
+        """The dtypes of a parameter."""
+        own = choice.param.dtype
+        if self.dtype is not None and own.is_floating_point:
+            own = self.dtype
+        return param_types(self.mixed, choice.fqns[0], own, choice.param.requires_grad)
 
     @property
     def run_dtype(self) -> torch.dtype | None:
         """The dtype that activations are measured in; None for that of the model."""
         mixed = self.mixed.param_dtype if self.mixed is not None else None
         return mixed or self.dtype
-
-    def main_itemsize(self, params: list[ParamChoice]) -> int:
-        """Bytes of a main weight: the widest trainable parameter's, 0 without mixed precision."""
-        if self.mixed is None or self.mixed.param_dtype is None:
-            return 0
-        widths = [
-            (self.dtype or choice.param.dtype).itemsize
-            for choice in params
-            if choice.param.requires_grad
-        ]
-        return max(widths, default=0)
-
-    @property
-    def reduce_itemsize(self) -> int:
-        """Bytes of a gradient where it is not reduced in its parameter's dtype, else 0."""
-        if self.mixed is None or self.mixed.reduce_dtype is None:
-            return 0
-        return self.mixed.reduce_dtype.itemsize
 
 
 def make_planner(
@@ -185,32 +159,32 @@ def make_planner(
         num_states: the optimizer's tensors of a parameter's size.
     """
     precision = precision or Precision()
-    params = [choice for unit in planned for choice in unit.params]
-    dtypes = [
-        [precision.compute(choice.fqns[0], choice.param.dtype) for choice in unit.params]
-        for unit in planned
-    ]
+    types = [[precision.types(choice) for choice in unit.params] for unit in planned]
     order = tuple(call_order(model, planned))
     return Planner(
         names=tuple(unit.name for unit in planned),
         specs=tuple(
-            tuple(_spec(choice, dtype) for choice, dtype in zip(unit.params, row, strict=True))
-            for unit, row in zip(planned, dtypes, strict=True)
+            tuple(_spec(choice, each) for choice, each in zip(unit.params, row, strict=True))
+            for unit, row in zip(planned, types, strict=True)
         ),
-        dtypes=tuple(tuple(row) for row in dtypes),
+        types=tuple(tuple(row) for row in types),
         order=order,
         first_order=order,
         num_states=num_states,
-        main_itemsize=precision.main_itemsize(params),
-        reduce_itemsize=precision.reduce_itemsize,
     )
 
 
-def _spec(choice: ParamChoice, dtype: torch.dtype) -> _C.ParamSpec:
+def _spec(choice: ParamChoice, types: ParamTypes) -> _C.ParamSpec:
     return _C.ParamSpec(
         choice.fqns[0],
         list(choice.param.shape),
-        _DTYPE_NUMBERS.setdefault(dtype, len(_DTYPE_NUMBERS)),
-        dtype.itemsize,
+        *_element(types.model),
         choice.param.requires_grad,
+        main=_element(types.main),
+        reduce=_element(types.reduce),
+        grad=_element(types.grad),
     )
+
+
+def _element(dtype: torch.dtype) -> tuple[int, int]:
+    return _DTYPE_NUMBERS.setdefault(dtype, len(_DTYPE_NUMBERS)), dtype.itemsize

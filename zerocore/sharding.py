@@ -13,15 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zerocore._C import Engine, ParamSpec
+from zerocore._C import Engine
 from zerocore.agreement import agree
 from zerocore.budget import check_budget
 from zerocore.calls import call_order, entry_units
+from zerocore.casting import cast_around_kept
 from zerocore.config import ShardConfig
 from zerocore.materialize import InitFn, full_values, materialize_buffers
 from zerocore.module import Entry, set_entry
 from zerocore.optimizer_hooks import mark_replaced
 from zerocore.out_of_memory import explain_forward, watch_backward
+from zerocore.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.quantities import parse_nbytes
 from zerocore.state import Param, ShardState, Unit, find_state, is_gloo, set_state
 from zerocore.tensor import Place, ShardedGrad, ShardedParameter
@@ -86,6 +88,9 @@ def shard_model(
         config = ShardConfig(**options)
         _check_model(model, optimizer)
         planned = choose_units(model, units)
+        for unit in planned:
+            for choice in unit.params:
+                _types(choice, config)
         target = _find_device(planned, device)
         if memory_budget is not None:
             world_size, on_gloo = (1, False) if group is None else (group.size(), is_gloo(group))
@@ -101,7 +106,7 @@ def shard_model(
         exchange_used=config.find_unused_parameters,
         group_name=None if group is None or group.size() == 1 else group.group_name,
         device=target,
-        units=[(u.name, [(c.fqns[0], _like(c.param)) for c in u.params]) for u in planned],
+        units=[(unit.name, [_param_arg(c, config) for c in unit.params]) for unit in planned],
         order=call_order(model, planned),
     )
     state = ShardState(engine, config, group, target)
@@ -172,9 +177,22 @@ def _facts(planned: list[UnitPlanned], config: ShardConfig) -> list[object]:
     return facts
 
 
-def _like(param: nn.Parameter) -> torch.Tensor:
-    like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
-    return like.requires_grad_(param.requires_grad)
+def _types(choice: ParamChoice, config: ShardConfig) -> ParamTypes:
+    param = choice.param
+    return param_types(config.mixed_precision, choice.fqns[0], param.dtype, param.requires_grad)
+
+
+def _param_arg(
+    choice: ParamChoice, config: ShardConfig
+) -> tuple[str, torch.Tensor, torch.dtype, torch.dtype, torch.dtype, bool]:
+    param, types = choice.param, _types(choice, config)
+    like = torch.empty_strided(param.shape, param.stride(), dtype=types.model, device="meta")
+    like.requires_grad_(param.requires_grad)
+    lacks_main = (
+        not param.requires_grad
+        and param_types(config.mixed_precision, choice.fqns[0], param.dtype, True).has_main
+    )
+    return choice.fqns[0], like, types.main, types.reduce, types.grad, lacks_main
 
 
 def _shard_unit(
@@ -203,6 +221,7 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     full = nn.Parameter(engine.make_full(unit.index, position), requires_grad=old.requires_grad)
     data = engine.make_shard(unit.index, position)
     shard = ShardedParameter.make(data, place, old.requires_grad, unit.index, ref(state))
+    shard.model_weight = engine.make_model_shard(unit.index, position)
     grad = None
     if old.is_floating_point():
         grad = ShardedGrad.make(engine.make_grad(unit.index, position), place)
@@ -211,20 +230,27 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     for parameters, name in owners:
         parameters[name] = shard
     mark_replaced(old, choice.fqns[0])
-    spec = ParamSpec(
-        choice.fqns[0],
-        list(old.shape),
-        layout.regions[layout.places[position].region].dtype,
-        old.element_size(),
-        old.requires_grad,
-    )
-    return Param(choice.fqns, choice.owners, full, shard, spec)
+    spec = engine.spec(unit.index, position)
+    return Param(choice.fqns, choice.owners, full, shard, spec, _types(choice, state.config))
 
 
 def _set_entries(model: nn.Module, planned: list[UnitPlanned], state: ShardState) -> None:
     entries = entry_units(planned)
+    mixed = state.config.mixed_precision or MixedPrecision()
+    narrow = mixed.param_dtype if mixed.cast_inputs else None
+    cast_around_kept(model, mixed)
     for module in list(model.modules()):
         units = entries.get(id(module), ())
-        if units or module is model:
-            entry = Entry(state, state.engine, explain_forward, units, is_root=module is model)
+        is_root = module is model
+        if units or is_root:
+            computes = {param.types.model for unit in units for param in state.units[unit].params}
+            entry = Entry(
+                state,
+                state.engine,
+                explain_forward,
+                units,
+                is_root,
+                cast_inputs=narrow if is_root or narrow in computes else None,
+                cast_outputs=mixed.output_dtype if is_root else None,
+            )
             set_entry(module, entry)

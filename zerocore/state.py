@@ -13,6 +13,7 @@ from zerocore._C import Engine, ParamSpec
 from zerocore.config import ShardConfig
 from zerocore.meters import Meters
 from zerocore.module import entry_of
+from zerocore.precision import ParamTypes
 from zerocore.tensor import ShardedParameter
 
 _STATE = "_zerocore_state"
@@ -27,6 +28,7 @@ class Param:
     full: nn.Parameter
     shard: ShardedParameter
     spec: ParamSpec
+    types: ParamTypes
 
     @property
     def fqn(self) -> str:

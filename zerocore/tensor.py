@@ -65,6 +65,8 @@ class ShardedParameter(_Placed, nn.Parameter):
 
     unit: int  # index of the unit it belongs to
     state_ref: Callable[[], Any]  # weak: the state of the model it belongs to
+    # The same elements as layers compute with; None where they compute with this parameter.
+    model_weight: Tensor | None = None
 
     @staticmethod
     def make(
@@ -145,26 +147,38 @@ def _keep_place(result: Tensor, source: ShardedGrad) -> Tensor:
     return placed
 
 
-def global_norms(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None) -> Tensor:
-    """Norms of full gradients from local shards, shape ``[len(grads)]``; one all-reduce.
+def _groups_of(grads: Sequence[Tensor]) -> list[dist.ProcessGroup]:
+    """The groups that these gradients are split over, each once, in order."""
+    groups = (grad.place.group for grad in grads if isinstance(grad, ShardedGrad))
+    return list(dict.fromkeys(group for group in groups if group is not None))
+
+
+def global_norms(
+    grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None
+) -> list[Tensor]:
+    """Norms of full gradients from local shards, each in its gradient's dtype; one all-reduce.
 
     ``|x|_p = (sum over ranks of |x_r|_p^p)^(1/p)``, and the maximum for p = inf.
     """
-    group = next((g.place.group for g in grads if isinstance(g, ShardedGrad)), None)
-    norms = torch.stack(local_norms(grads, norm_type, dtype))
-    return reduce_norms(norms, norm_type, group)
+    groups = _groups_of(grads)
+    if len(groups) > 1:
+        raise ValueError(
+            "gradients of several process groups have no common norm; take that of each model"
+        )
+    group = groups[0] if groups else None
+    norms = reduce_norms(torch.stack(local_norms(grads, norm_type, dtype)), norm_type, group)
+    return [norm.to(dtype or g.dtype) for norm, g in zip(norms.unbind(), grads, strict=True)]
 
 
 def local_norms(
-    grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None = None
+    grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None
 ) -> list[Tensor]:
     """The norm of each tensor's local elements; that of none is 0, also for p = inf."""
-    plain = [grad.as_subclass(Tensor) for grad in grads]
-    filled = [grad for grad in plain if grad.numel() > 0]
+    filled = [grad.as_subclass(Tensor) for grad in grads if grad.numel() > 0]
     norms = iter(torch._foreach_norm(filled, norm_type, dtype) if filled else ())
     return [
         next(norms) if grad.numel() > 0 else grad.new_zeros((), dtype=dtype or grad.dtype)
-        for grad in plain
+        for grad in grads
     ]
 
 
@@ -172,14 +186,18 @@ def reduce_norms(norms: Tensor, norm_type: float, group: dist.ProcessGroup | Non
     """Combines the ranks' norms of disjoint parts, elementwise, into those of the whole."""
     if group is None:
         return norms
-    if norm_type == float("inf"):
-        dist.all_reduce(norms, dist.ReduceOp.MAX, group=group)
-        return norms
     if norm_type <= 0:
         raise ValueError(f"the norm of a sharded gradient needs p > 0 or inf, got {norm_type}")
-    powers = norms.pow(norm_type)
+    wide = norms.double()
+    if norm_type == float("inf"):
+        # The bits of numbers from 0 to inf order as these do, and NaN comes behind them. A maximum
+        # of floats may lose a NaN: max(1, NaN) is 1 on gloo, and NaN the other way around.
+        bits = wide.abs().view(torch.int64)
+        dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
+        return bits.view(torch.float64).to(norms.dtype)
+    powers = wide.pow(norm_type)
     dist.all_reduce(powers, group=group)
-    return powers.pow(1.0 / norm_type)
+    return powers.pow(1.0 / norm_type).to(norms.dtype)
 
 
 def _parse_p(p: Any) -> float:
@@ -203,7 +221,15 @@ def _norm(
 def _foreach_norm(
     func: Any, grads: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    return list(global_norms(list(grads), _parse_p(ord), dtype).unbind())
+    return global_norms(list(grads), _parse_p(ord), dtype)
+
+
+def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    # What torch.amp.GradScaler calls: grads *= inv_scale, found_inf = 1 if one is not finite. The
+    # ranks must agree, or only some would make the step; one that owns no elements takes part.
+    func(grads, found_inf, inv_scale)
+    for group in _groups_of(grads):
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
 
 
 def _refuse(func: Any, grad: Any, *args: Any, **kwargs: Any) -> Any:
@@ -232,6 +258,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_REDUCTIONS, _refuse),
     **dict.fromkeys(_NORMS, _norm),
     torch._foreach_norm: _foreach_norm,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
 }
 
 # Without this, optimizers fall back to their for-loop without a word.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 # Containers that are never called: what they hold is used by the module around them.
-_NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 # Leftovers that follow each other are gathered together while one of two is smaller than this.
 _SMALL_NBYTES = 1 << 20
 
@@ -133,10 +133,10 @@ def _make_units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[U
             return
         seen.add(id(module))
         is_block = id(module) in block_ids
-        splits = id(module) in inside or module is model or isinstance(module, _NOT_CALLED)
+        splits = id(module) in inside or module is model or isinstance(module, NOT_CALLED)
         if is_block:
             planned.append(UnitPlanned(name, [module]))
-        elif not in_block and not isinstance(module, _NOT_CALLED):
+        elif not in_block and not isinstance(module, NOT_CALLED):
             leftover = id(module) not in inside and module is not model
             planned.append(UnitPlanned(name, [module], is_leftover=leftover))
         if splits or is_block:

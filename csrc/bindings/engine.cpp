@@ -88,13 +88,22 @@ std::vector<at::Tensor> collect_outputs(const py::object& value) {
   return outputs;
 }
 
-// (fqn, full parameter or meta tensor)
-using ParamArg = std::pair<std::string, at::Tensor>;
+// (fqn, model weight as a meta tensor, dtypes of main weight, reduction and gradient, lacks_main)
+using ParamArg =
+    std::tuple<std::string, at::Tensor, at::ScalarType, at::ScalarType, at::ScalarType, bool>;
+
+ElementType element(at::ScalarType dtype) {
+  return {static_cast<int>(dtype), static_cast<int64_t>(c10::elementSize(dtype))};
+}
 
 UnitInit make_unit(std::string name, const std::vector<ParamArg>& params) {
   UnitInit unit{std::move(name), {}};
-  for (const auto& [fqn, tensor] : params) {
+  for (const auto& [fqn, tensor, main, reduce, grad, lacks_main] : params) {
     UnitParam param;
+    param.lacks_main = lacks_main;
+    param.spec.main = element(main);
+    param.spec.reduce = element(reduce);
+    param.spec.grad = element(grad);
     param.spec.fqn = fqn;
     param.spec.shape = tensor.sizes().vec();
     param.spec.dtype = static_cast<int>(tensor.scalar_type());
@@ -245,16 +254,37 @@ void register_setup(py::class_<PyEngine>& engine) {
           "make_shard",
           [](PyEngine& self, UnitId unit, int i) { return self.engine->unit(unit).make_shard(i); })
       .def(
+          "make_model_shard",
+          [](PyEngine& self, UnitId unit, int i) {
+            return self.engine->unit(unit).make_model_shard(i);
+          })
+      .def(
+          "spec",
+          [](PyEngine& self, UnitId unit, int i) -> ParamSpec {
+            return self.engine->unit(unit).params().at(i).spec;
+          })
+      .def(
           "make_grad",
           [](PyEngine& self, UnitId unit, int i) {
             return self.engine->reducer().make_grad(unit, i);
           })
       .def(
           "materialize",
-          [](PyEngine& self, UnitId unit, const std::vector<at::Tensor>& full, bool broadcast) {
+          [](PyEngine& self,
+             UnitId unit,
+             const std::vector<std::optional<at::Tensor>>& full,
+             bool broadcast) {
             const py::gil_scoped_release no_gil;
-            self.engine->unit(unit).materialize(full, broadcast);
+            std::vector<at::Tensor> values;
+            for (const auto& value : full) {
+              values.push_back(value.value_or(at::Tensor()));
+            }
+            self.engine->materialize(unit, values, broadcast);
           })
+      .def(
+          "full_values",
+          [](PyEngine& self, UnitId unit) { return self.engine->full_values(unit); },
+          py::call_guard<py::gil_scoped_release>())
       .def("bind", &bind_param)
       .def("start", [](PyEngine& self, bool consistent) { self.engine->start(consistent); });
 }
@@ -290,6 +320,8 @@ void register_steps(py::class_<PyEngine>& engine) {
           },
           no_gil)
       .def("mark_changed", [](PyEngine& self, UnitId unit) { self.engine->mark_changed(unit); })
+      .def("begin_update", [](PyEngine& self, UnitId unit) { self.engine->begin_update(unit); })
+      .def("end_update", [](PyEngine& self, UnitId unit) { self.engine->end_update(unit); })
       .def(
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
       .def_property(
@@ -310,6 +342,15 @@ void register_figures(py::class_<PyEngine>& engine) {
             int64_t nbytes = 0;
             for (UnitId id = 0; id < self.engine->num_units(); ++id) {
               nbytes += self.engine->unit(id).persistent_nbytes();
+            }
+            return nbytes;
+          })
+      .def_property_readonly(
+          "main_nbytes",
+          [](PyEngine& self) {
+            int64_t nbytes = 0;
+            for (UnitId id = 0; id < self.engine->num_units(); ++id) {
+              nbytes += self.engine->unit(id).main_nbytes();
             }
             return nbytes;
           })

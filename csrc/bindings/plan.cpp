@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <tuple>
 
 #include "bindings/bindings.h"
@@ -55,6 +56,13 @@ std::vector<UnitPlan> unit_plans(
   return plans;
 }
 
+// (dtype, itemsize)
+using ElementArg = std::pair<int, int64_t>;
+
+ElementType element(const std::optional<ElementArg>& arg) {
+  return arg ? ElementType{arg->first, arg->second} : ElementType{};
+}
+
 void register_layout(py::module_& module) {
   py::class_<ParamSpec>(module, "ParamSpec")
       .def(
@@ -62,14 +70,28 @@ void register_layout(py::module_& module) {
                       std::vector<int64_t> shape,
                       int dtype,
                       int64_t itemsize,
-                      bool requires_grad) {
-            return ParamSpec{std::move(fqn), std::move(shape), dtype, itemsize, requires_grad};
+                      bool requires_grad,
+                      const std::optional<ElementArg>& main,
+                      const std::optional<ElementArg>& reduce,
+                      const std::optional<ElementArg>& grad) {
+            return ParamSpec{
+                std::move(fqn),
+                std::move(shape),
+                dtype,
+                itemsize,
+                requires_grad,
+                element(main),
+                element(reduce),
+                element(grad)};
           }),
           py::arg("fqn"),
           py::arg("shape"),
           py::arg("dtype"),
           py::arg("itemsize"),
-          py::arg("requires_grad") = true)
+          py::arg("requires_grad") = true,
+          py::arg("main") = py::none(),
+          py::arg("reduce") = py::none(),
+          py::arg("grad") = py::none())
       .def_readonly("fqn", &ParamSpec::fqn)
       .def_readonly("shape", &ParamSpec::shape)
       .def_readonly("requires_grad", &ParamSpec::requires_grad)
@@ -186,8 +208,6 @@ void register_plan(py::module_& module) {
                       int64_t world_size,
                       int prefetch,
                       bool exchanges,
-                      int64_t main_itemsize,
-                      int64_t reduce_itemsize,
                       std::vector<CallEvent> first_order,
                       const std::vector<std::pair<bool, int32_t>>& backward) {
             std::vector<BackwardEvent> events;
@@ -195,22 +215,13 @@ void register_plan(py::module_& module) {
               events.push_back({ready, index});
             }
             return PlanOptions{
-                stage,
-                world_size,
-                prefetch,
-                exchanges,
-                main_itemsize,
-                reduce_itemsize,
-                std::move(first_order),
-                std::move(events)};
+                stage, world_size, prefetch, exchanges, std::move(first_order), std::move(events)};
           }),
           py::kw_only(),
           py::arg("stage"),
           py::arg("world_size"),
           py::arg("prefetch"),
           py::arg("exchanges"),
-          py::arg("main_itemsize") = 0,
-          py::arg("reduce_itemsize") = 0,
           py::arg("first_order") = std::vector<CallEvent>{},
           py::arg("backward") = std::vector<std::pair<bool, int32_t>>{})
       .def_readonly("stage", &PlanOptions::stage)

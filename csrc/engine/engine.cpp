@@ -99,6 +99,7 @@ void Engine::start(bool consistent) {
   for (UnitId id = 0; id < num_units(); ++id) {
     progress_[id].fired.assign(units_[id]->params().size(), 0);
     units_[id]->mark_fresh();
+    units_[id]->mark_cast();
     if (!consistent) {
       mark_changed(id);
     }
@@ -272,6 +273,12 @@ void Engine::sync_requires_grad(UnitId id) {
   for (size_t i = 0; i < params.size(); ++i) {
     UnitParam& param = params[i];
     const bool requires_grad = param.shard.requires_grad();
+    TORCH_CHECK_VALUE(
+        !requires_grad || !param.lacks_main,
+        "parameter '",
+        param.spec.fqn,
+        "' was frozen when the model was sharded, so mixed precision keeps no main weight of it. "
+        "Call requires_grad_(True) before zerocore.shard; it can be frozen again after.");
     if (param.full.requires_grad() != requires_grad) {
       param.full.set_requires_grad(requires_grad);
     }
@@ -297,6 +304,7 @@ bool Engine::refresh(UnitId id) {
   run(actions_);
   unit.mark_fresh();
   unit.note_change();
+  unit.cast_main();
   return true;
 }
 
@@ -333,6 +341,27 @@ void Engine::unpin(const std::vector<UnitId>& units, bool write_back) {
 
 void Engine::mark_changed(UnitId unit) {
   units_.at(unit)->mark_changed();
+}
+
+void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast) {
+  recover();
+  units_.at(unit)->materialize(full, broadcast);
+}
+
+std::vector<at::Tensor> Engine::full_values(UnitId unit) {
+  recover();
+  return units_.at(unit)->full_values();
+}
+
+// Before an update that casts what it writes: what it leaves alone must be right already.
+void Engine::begin_update(UnitId unit) {
+  const at::NoGradGuard no_grad;
+  units_.at(unit)->cast_main();
+}
+
+void Engine::end_update(UnitId unit) {
+  units_.at(unit)->mark_changed();
+  units_.at(unit)->mark_cast();
 }
 
 void Engine::reset() {

@@ -100,6 +100,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void pin(const std::vector<UnitId>& units);
   void unpin(const std::vector<UnitId>& units, bool write_back);
   void mark_changed(UnitId unit);
+  // Sets and reads a unit's parameters; collective. See Unit.
+  void materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast);
+  std::vector<at::Tensor> full_values(UnitId unit);
+  // Around an update of main weights that writes the model weights, too.
+  void begin_update(UnitId unit);
+  void end_update(UnitId unit);
   // Drops everything in flight: gathers, graphs waiting for a backward, unreduced gradients.
   void reset();
 

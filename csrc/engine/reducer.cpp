@@ -12,33 +12,34 @@ namespace zerocore {
 
 namespace {
 
-std::string bucket_name(const Unit& unit) {
-  return "the gradient of unit '" + unit.name() + "'";
+Bucket make_bucket(const Unit& unit, const Layout& layout, int region, int64_t shard) {
+  return Bucket(
+      layout,
+      {region},
+      shard,
+      unit.context().streams->device(),
+      "the gradient of unit '" + unit.name() + "'");
+}
+
+Layout scratch_layout(const Unit& unit, bool exchanges) {
+  const Layout layout = unit.layout().retyped(&Region::reduce);
+  return exchanges ? layout : layout.of_shard(unit.context().shard);
 }
 
 } // namespace
 
 Reducer::RegionGrads::RegionGrads(const Unit& unit, int region_, bool exchanges)
     : region(region_),
-      full(
-          unit.layout(),
-          {region_},
-          unit.context().shard,
-          unit.context().streams->device(),
-          bucket_name(unit)),
-      scratch(
-          exchanges ? unit.layout() : unit.layout().of_shard(unit.context().shard),
-          {region_},
-          0,
-          unit.context().streams->device(),
-          bucket_name(unit)) {
-  if (unit.context().policy.shards_gradients()) {
-    shard.emplace(
-        unit.layout().of_shard(unit.context().shard),
-        std::vector<int>{region_},
-        0,
-        unit.context().streams->device(),
-        bucket_name(unit));
+      full(make_bucket(unit, unit.layout().retyped(&Region::grad), region_, unit.context().shard)),
+      scratch(make_bucket(unit, scratch_layout(unit, exchanges), region_, 0)) {
+  const UnitContext& context = unit.context();
+  if (context.policy.shards_gradients()) {
+    const Layout kept = unit.layout().of_shard(context.shard).retyped(&Region::grad);
+    shard.emplace(make_bucket(unit, kept, region_, 0));
+  }
+  if (context.collectives != nullptr && unit.layout().regions()[region_].has_wire()) {
+    const Layout wired = unit.layout().retyped(&Region::reduce);
+    wire.emplace(make_bucket(unit, wired, region_, context.shard));
   }
 }
 
@@ -99,15 +100,14 @@ void Reducer::reduce(UnitId id, bool sync) {
   Unit& unit = *units_[id];
   const bool hold = !sync && (persistent() || options_.hold_full);
   touch(id);
-  if (uses_slots()) {
+  if (uses_slots(id)) {
     // At most one reduction in flight: its slots are the next one's.
     complete_all();
   }
   for (RegionGrads& grads : grads_[id].regions) {
     if (is_trainable(unit, grads.region)) {
-      attach_full(id, grads);
-      pack(id, grads);
-      grads.local = hold;
+      attach(id, grads, hold);
+      pack(id, grads, hold);
     }
   }
   if (!hold && context_.collectives != nullptr) {
@@ -120,6 +120,16 @@ void Reducer::reduce(UnitId id, bool sync) {
   }
   clear_full_grads(id);
   grads_[id].reduced = grads_[id].reduced || !hold;
+}
+
+// Whether a reduction of the unit takes memory from the pool.
+bool Reducer::uses_slots(UnitId id) const {
+  const auto& regions = grads_[id].regions;
+  return context_.policy.shards_gradients() ||
+      (context_.policy.shards_optimizer() && context_.collectives->exchanges()) ||
+      std::any_of(regions.begin(), regions.end(), [](const RegionGrads& grads) {
+           return grads.wire.has_value();
+         });
 }
 
 bool Reducer::has_grads(UnitId id) const {
@@ -155,63 +165,77 @@ void Reducer::touch(UnitId id) {
 }
 
 void Reducer::issue(UnitId id, RegionGrads& grads) {
-  Collectives& collectives = *context_.collectives;
-  const Unit& unit = *units_[id];
   const bool sharded = context_.policy.shards_optimizer();
-  const bool adds = adds_to_shard(id, grads);
-  if (sharded && (collectives.exchanges() || adds)) {
+  if (sharded && (context_.collectives->exchanges() || (grads.adds && !grads.wire.has_value()))) {
     grads.scratch_slot = context_.pool->acquire(grads.scratch.nbytes(), StreamRole::ReduceScatter);
     grads.scratch.attach(grads.scratch_slot.data.get());
   }
-  CollectiveTag tag{
-      &unit.name(),
-      context_.trace->add(
-          sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce,
-          id,
-          grads.full.nbytes(),
-          context_.pool->stats().in_use_nbytes)};
-  const at::Tensor& full = grads.full.full(grads.region);
-  if (!sharded) {
-    grads.pending = collectives.all_reduce(full, std::move(tag));
-  } else if (collectives.exchanges()) {
-    grads.pending = collectives.exchange(grads.scratch.full(grads.region), full, std::move(tag));
-  } else {
-    const at::Tensor& out = adds ? grads.scratch.full(grads.region) : shard_of(grads);
-    grads.pending = collectives.reduce_scatter(out, full, std::move(tag));
-  }
+  grads.pending = start(id, grads);
   in_flight_.emplace_back(id, static_cast<int>(&grads - grads_[id].regions.data()));
 }
 
-// Whether the result is added to gradients of earlier backwards.
-bool Reducer::adds_to_shard(UnitId id, const RegionGrads& grads) const {
-  const auto& params = grads_[id].params;
-  return grads.shard.has_value() &&
-      std::any_of(params.begin(), params.end(), [](const auto& param) { return param.valid; });
+PendingCollective Reducer::start(UnitId id, RegionGrads& grads) {
+  Collectives& collectives = *context_.collectives;
+  const bool sharded = context_.policy.shards_optimizer();
+  const Bucket& sent = grads.wire ? *grads.wire : grads.full;
+  CollectiveTag tag{
+      &units_[id]->name(),
+      context_.trace->add(
+          sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce,
+          id,
+          sent.nbytes(),
+          context_.pool->stats().in_use_nbytes)};
+  const at::Tensor& full = sent.full(grads.region);
+  if (!sharded) {
+    return collectives.all_reduce(full, std::move(tag));
+  }
+  if (grads.scratch.attached()) {
+    const at::Tensor& scratch = grads.scratch.full(grads.region);
+    return collectives.exchanges() ? collectives.exchange(scratch, full, std::move(tag))
+                                   : collectives.reduce_scatter(scratch, full, std::move(tag));
+  }
+  const at::Tensor& out = grads.wire ? grads.wire->own(grads.region) : shard_of(grads);
+  return collectives.reduce_scatter(out, full, std::move(tag));
 }
 
 // Waits for a reduction and adds its result to the gradient shard.
 void Reducer::complete(UnitId id, RegionGrads& grads) {
   grads.pending.wait(*context_.streams);
+  if (grads.scratch.attached() || grads.wire) {
+    take_result(id, grads);
+  }
+  release_slots(grads);
+  for (const int i : units_[id]->layout().regions()[grads.region].params) {
+    grads_[id].params[i].valid = true;
+    grads_[id].params[i].local = false;
+  }
+}
+
+void Reducer::take_result(UnitId id, RegionGrads& grads) {
+  if (grads.adds) {
+    zero_invalid(id, grads);
+  }
+  const bool in_scratch = grads.scratch.attached();
+  const int64_t chunks = in_scratch && context_.collectives->exchanges() ? context_.num_shards : 1;
+  const at::Tensor& received =
+      in_scratch ? grads.scratch.full(grads.region) : grads.wire->own(grads.region);
+  context_.streams->note_read(StreamRole::Compute, received, "sums", units_[id]->name());
+  context_.streams->note_write(StreamRole::Compute, shard_of(grads), "sums", units_[id]->name());
+  kernels::accumulate(shard_of(grads), received, chunks, grads.adds);
+}
+
+void Reducer::release_slots(RegionGrads& grads) {
   if (grads.scratch.attached()) {
-    const bool adds = adds_to_shard(id, grads);
-    if (adds) {
-      zero_invalid(id, grads);
-    }
-    const int64_t chunks = context_.collectives->exchanges() ? context_.num_shards : 1;
-    const at::Tensor& received = grads.scratch.full(grads.region);
-    context_.streams->note_read(StreamRole::Compute, received, "sums", units_[id]->name());
-    context_.streams->note_write(StreamRole::Compute, shard_of(grads), "sums", units_[id]->name());
-    kernels::accumulate(shard_of(grads), received, chunks, adds);
     grads.scratch.detach();
     context_.pool->release(grads.scratch_slot, StreamRole::Compute);
+  }
+  if (grads.wire_slot.held()) {
+    grads.wire->detach();
+    context_.pool->release(grads.wire_slot, StreamRole::Compute);
   }
   if (grads.full_slot.held()) {
     grads.full.detach();
     context_.pool->release(grads.full_slot, StreamRole::Compute);
-  }
-  for (const int i : units_[id]->layout().regions()[grads.region].params) {
-    grads_[id].params[i].valid = true;
-    grads_[id].params[i].local = false;
   }
 }
 

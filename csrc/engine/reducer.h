@@ -6,6 +6,10 @@
 // stage 2, 3   packed into a pool slot, reduced into a persistent shard, the slot given back.
 // While gradients accumulate without communication the bucket holds this rank's own sums
 // (`local`). Gradients are scaled by 1 / world size when they are packed.
+//
+// Note [Gradients on the wire]
+// Where gradients travel in another type than they are kept in, they are packed (local sums: cast)
+// into a slot of the pool of that type, reduced there, and added to the gradient that is kept.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -53,9 +57,11 @@ class Reducer {
     int region = 0;
     Bucket full; // packed gradients of this rank
     std::optional<Bucket> shard; // reduced; only where gradients are sharded
+    std::optional<Bucket> wire; // gradients as they travel
     Bucket scratch; // what the other ranks sent, or a sum to be added
-    Slot full_slot, scratch_slot;
+    Slot full_slot, wire_slot, scratch_slot;
     bool local = false; // `full` holds sums that were not reduced
+    bool adds = false; // what is being reduced is added to the gradient
     PendingCollective pending;
   };
   struct ParamGrads {
@@ -74,24 +80,25 @@ class Reducer {
   bool persistent() const {
     return !context_.policy.shards_gradients();
   }
-  // Whether a reduction takes memory from the pool.
-  bool uses_slots() const {
-    return context_.policy.shards_gradients() ||
-        (context_.policy.shards_optimizer() && context_.collectives->exchanges());
-  }
+  bool uses_slots(UnitId unit) const;
   bool is_trainable(const Unit& unit, int region) const;
   void touch(UnitId unit);
-  void attach_full(UnitId unit, RegionGrads& grads);
+  void attach(UnitId unit, RegionGrads& grads, bool hold);
+  void attach_full(RegionGrads& grads);
   c10::DataPtr zeroed_memory(int64_t nbytes) const;
-  void pack(UnitId unit, RegionGrads& grads);
-  void add_segments(UnitId unit, const RegionGrads& grads, int param);
+  void pack(UnitId unit, RegionGrads& grads, bool hold);
+  void put_on_wire(UnitId unit, RegionGrads& grads);
+  void add_segments(UnitId unit, const RegionGrads& grads, int param, bool to_wire);
   void add_segment(const at::Tensor* source, int64_t start, Range range, bool add);
   void check_gradient(const UnitParam& param) const;
   double scale() const;
   Range add_range(const Unit& unit, const RegionGrads& grads, int param) const;
-  bool adds_to_shard(UnitId unit, const RegionGrads& grads) const;
+  bool any_valid(UnitId unit, const RegionGrads& grads) const;
   void issue(UnitId unit, RegionGrads& grads);
+  PendingCollective start(UnitId unit, RegionGrads& grads);
   void complete(UnitId unit, RegionGrads& grads);
+  void take_result(UnitId unit, RegionGrads& grads);
+  void release_slots(RegionGrads& grads);
   void complete_all();
   void zero_invalid(UnitId unit, RegionGrads& grads);
   void clear_full_grads(UnitId unit);

@@ -95,18 +95,14 @@ void Reducer::reset() {
   for (const auto& [id, region] : in_flight_) {
     RegionGrads& grads = grads_[id].regions[region];
     grads.pending.wait(*context_.streams);
-    grads.scratch.detach();
-    context_.pool->release(grads.scratch_slot, StreamRole::Compute);
+    release_slots(grads);
   }
   in_flight_.clear();
   for (UnitId id = 0; id < static_cast<UnitId>(grads_.size()); ++id) {
     clear_full_grads(id);
     for (RegionGrads& grads : grads_[id].regions) {
       grads.local = false;
-      if (grads.full_slot.held()) {
-        grads.full.detach();
-        context_.pool->release(grads.full_slot, StreamRole::Compute);
-      }
+      release_slots(grads);
     }
     for (ParamGrads& param : grads_[id].params) {
       param.used = false;

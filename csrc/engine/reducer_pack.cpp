@@ -1,39 +1,74 @@
 // Packing: which parts of a gradient go where in the bucket, and whether they are added.
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+
 #include "engine/autograd.h"
 #include "engine/reducer.h"
 
 namespace zerocore {
 
 // Gaps and parameters without gradient are zeroed.
-void Reducer::pack(UnitId id, RegionGrads& grads) {
+void Reducer::pack(UnitId id, RegionGrads& grads, bool hold) {
   const Unit& unit = *units_[id];
   const Region& region = unit.layout().regions()[grads.region];
+  const bool to_wire = grads.wire && !hold && !grads.local;
   segments_.clear();
   int64_t end = 0;
   for (const int i : region.params) {
     const ParamPlace& place = unit.layout().places()[i];
     add_segment(nullptr, 0, {end, place.offset}, false);
-    add_segments(id, grads, i);
+    add_segments(id, grads, i, to_wire);
     end = place.offset + place.numel;
   }
   add_segment(nullptr, 0, {end, region.numel()}, false);
-  const at::Tensor& bucket = grads.full.full(grads.region);
+  const at::Tensor& bucket = (to_wire ? *grads.wire : grads.full).full(grads.region);
   context_.streams->note_write(StreamRole::Compute, bucket, "packs", unit.name());
   kernels::pack(bucket, segments_, scale());
+  if (grads.wire && !hold && !to_wire) {
+    put_on_wire(id, grads);
+  }
+  // Reduced values that lie in memory of their own, or in a part that the sums leave alone.
+  grads.adds = (grads.shard || to_wire) && any_valid(id, grads);
+  grads.local = hold;
   for (const int i : region.params) {
     grads_[id].params[i].local = true;
   }
 }
 
-void Reducer::attach_full(UnitId id, RegionGrads& grads) {
+void Reducer::put_on_wire(UnitId id, RegionGrads& grads) {
+  const at::Tensor& sums = grads.full.full(grads.region);
+  const at::Tensor& wire = grads.wire->full(grads.region);
+  context_.streams->note_read(StreamRole::Compute, sums, "casts", units_[id]->name());
+  context_.streams->note_write(StreamRole::Compute, wire, "casts", units_[id]->name());
+  kernels::cast(wire, {sums}, {0});
+}
+
+bool Reducer::any_valid(UnitId id, const RegionGrads& grads) const {
+  const auto& indices = units_[id]->layout().regions()[grads.region].params;
+  return std::any_of(
+      indices.begin(), indices.end(), [&](int i) { return grads_[id].params[i].valid; });
+}
+
+// Memory for what is packed and what comes of it.
+void Reducer::attach(UnitId id, RegionGrads& grads, bool hold) {
   if (grads.pending.pending()) {
     complete(id, grads); // a second reduction in one backward
   }
   if (grads.shard && !grads.shard->attached()) {
     grads.shard->attach(zeroed_memory(grads.shard->nbytes()));
   }
+  if (grads.wire && !hold) {
+    grads.wire_slot = context_.pool->acquire(grads.wire->nbytes(), StreamRole::Compute);
+    grads.wire->attach(grads.wire_slot.data.get());
+  }
+  // Where gradients are kept, or the sums of several backwards.
+  if (persistent() || !grads.wire || hold || grads.local) {
+    attach_full(grads);
+  }
+}
+
+void Reducer::attach_full(RegionGrads& grads) {
   if (grads.full.attached()) {
     return;
   }
@@ -46,7 +81,7 @@ void Reducer::attach_full(UnitId id, RegionGrads& grads) {
 }
 
 // What the bucket needs for one parameter: its gradient, added to what must be kept.
-void Reducer::add_segments(UnitId id, const RegionGrads& grads, int index) {
+void Reducer::add_segments(UnitId id, const RegionGrads& grads, int index, bool to_wire) {
   const UnitParam& param = units_[id]->params()[index];
   const ParamPlace& place = units_[id]->layout().places()[index];
   ParamGrads& state = grads_[id].params[index];
@@ -56,7 +91,8 @@ void Reducer::add_segments(UnitId id, const RegionGrads& grads, int index) {
     check_gradient(param);
     state.used = true;
   }
-  const Range kept = add_range(*units_[id], grads, index);
+  const Range kept =
+      to_wire ? Range{place.offset, place.offset} : add_range(*units_[id], grads, index);
   add_segment(grad, place.offset, {place.offset, kept.begin}, false);
   add_segment(grad, place.offset, kept, true);
   add_segment(grad, place.offset, {kept.end, place.offset + place.numel}, false);

@@ -1,11 +1,6 @@
 // One unit and its states.
 #include "engine/unit.h"
 
-#include <ATen/ops/as_strided.h>
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
-
 #include <numeric>
 #include <utility>
 
@@ -28,9 +23,10 @@ std::vector<int> all_regions(const Layout& layout) {
   return regions;
 }
 
-c10::DataPtr allocate(c10::Device device, int64_t nbytes) {
-  const c10::DeviceGuard guard(device);
-  return c10::GetAllocator(device.type())->allocate(static_cast<size_t>(nbytes));
+std::vector<int> main_regions(const Layout& layout) {
+  std::vector<int> regions = all_regions(layout);
+  std::erase_if(regions, [&](int region) { return !layout.regions()[region].has_main(); });
+  return regions;
 }
 
 } // namespace
@@ -55,6 +51,14 @@ Unit::Unit(UnitId id, std::string name, std::vector<UnitParam> params, const Uni
         context_.streams->device(),
         "unit '" + name_ + "'");
   }
+  if (const std::vector<int> regions = main_regions(layout_); !regions.empty()) {
+    main_.emplace(
+        layout_.of_shard(context_.shard).retyped(&Region::main),
+        regions,
+        0,
+        context_.streams->device(),
+        "unit '" + name_ + "'");
+  }
 }
 
 at::Tensor Unit::make_full(int param) const {
@@ -65,6 +69,19 @@ at::Tensor Unit::make_full(int param) const {
 
 at::Tensor Unit::make_shard(int param) const {
   const int region = layout_.places().at(param).region;
+  if (!has_main(region)) {
+    return model_part(param);
+  }
+  const int64_t numel = layout_.owned(param, context_.shard).size();
+  return main_->view(region, layout_.offset_in_shard(param, context_.shard), {numel}, {1});
+}
+
+at::Tensor Unit::make_model_shard(int param) const {
+  return has_main(layout_.places().at(param).region) ? model_part(param) : at::Tensor();
+}
+
+at::Tensor Unit::model_part(int param) const {
+  const int region = layout_.places().at(param).region;
   const int64_t offset = layout_.offset_in_shard(param, context_.shard);
   const int64_t numel = layout_.owned(param, context_.shard).size();
   if (shards_) {
@@ -74,42 +91,12 @@ at::Tensor Unit::make_shard(int param) const {
   return bucket_.view(region, begin + offset, {numel}, {1});
 }
 
-const at::Tensor& Unit::shard(int region) const {
+const at::Tensor& Unit::model_shard(int region) const {
   return shards_ ? shards_->full(region) : bucket_.own(region);
 }
 
-void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast) {
-  const c10::Device device = context_.streams->device();
-  Slot staging;
-  if (shards_) {
-    shards_->attach(allocate(device, shards_->nbytes()));
-    // From the allocator, not the pool: what is only needed once must not stay reserved.
-    bucket_.attach(allocate(device, bucket_.nbytes()));
-  } else {
-    bucket_.attach(allocate(device, bucket_.nbytes()));
-  }
-  fill(full);
-  if (broadcast && context_.collectives != nullptr) {
-    broadcast_full();
-  }
-  if (shards_) {
-    write_back();
-  }
-  if (shards_) {
-    bucket_.detach();
-  } else {
-    state_ = UnitState::Unsharded;
-  }
-}
-
-void Unit::broadcast_full() {
-  context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
-  std::vector<PendingCollective> pending;
-  for (const int region : bucket_.regions()) {
-    pending.push_back(
-        context_.collectives->broadcast(bucket_.full_bytes(region), {&name_, nullptr}));
-  }
-  wait_for_all(pending);
+const at::Tensor& Unit::updated_shard(int region) const {
+  return has_main(region) ? main_->full(region) : model_shard(region);
 }
 
 // The last one first: on a stream it is behind the others, so one wait is enough.
@@ -118,18 +105,6 @@ void Unit::wait_for_all(std::vector<PendingCollective>& collectives) const {
     pending->wait(*context_.streams);
   }
   collectives.clear();
-}
-
-void Unit::fill(const std::vector<at::Tensor>& full) {
-  const c10::InferenceMode normal(false);
-  const at::NoGradGuard no_grad;
-  for (const int region : bucket_.regions()) {
-    bucket_.full(region).zero_();
-    context_.streams->note_write(StreamRole::Compute, bucket_.full(region), "is filled", name_);
-  }
-  for (int i = 0; i < static_cast<int>(params_.size()); ++i) {
-    make_full(i).copy_(full.at(i));
-  }
 }
 
 void Unit::set_state(UnitState next) {
@@ -183,7 +158,7 @@ void Unit::note_use() const {
 
 void Unit::note_change() const {
   for (const int region : bucket_.regions()) {
-    context_.streams->note_write(StreamRole::Compute, shard(region), "is updated", name_);
+    context_.streams->note_write(StreamRole::Compute, updated_shard(region), "is updated", name_);
   }
 }
 
@@ -195,17 +170,6 @@ void Unit::reshard() {
   context_.pool->release(slot_, StreamRole::Compute);
   context_.trace->add(
       TraceOp::Reshard, id_, bucket_.nbytes(), context_.pool->stats().in_use_nbytes);
-}
-
-void Unit::write_back() {
-  note_use();
-  note_change();
-  for (const int region : bucket_.regions()) {
-    if (shards_) {
-      shards_->full(region).copy_(bucket_.own(region));
-    }
-  }
-  mark_changed();
 }
 
 int64_t Unit::version() const {

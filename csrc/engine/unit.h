@@ -1,4 +1,9 @@
 // One unit: its parameters, sharded and unsharded, and the moves between the two states.
+//
+// Note [Main and model weights]
+// Layers compute with model weights, which gathers move. Where the optimizer is to update another
+// dtype, this rank also holds main weights, its shard only; they are cast to model weights once
+// after every change, not once for every gather. What is loaded and saved are main weights.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,6 +39,7 @@ struct UnitParam {
   std::vector<int64_t> strides; // of the full parameter; dense in some order of its dimensions
   at::Tensor full; // the leaf that forward and backward compute with
   at::Tensor shard; // the leaf that the optimizer sees, 1-D
+  bool lacks_main = false; // frozen and cast: there is no main weight to train
   bool hooked = false; // the leaf reports its gradient
 };
 
@@ -65,12 +71,14 @@ class Unit {
   // New leaves over the unit's memory, to be wrapped as parameters.
   at::Tensor make_full(int param) const;
   at::Tensor make_shard(int param) const;
-  // Persistent memory, 1-D, this rank's part of a region.
-  const at::Tensor& shard(int region) const;
+  // This rank's elements of the model weight where make_shard() is a main weight, else undefined.
+  at::Tensor make_model_shard(int param) const;
 
-  // Allocates the persistent memory and fills it from `full`, the parameters' values in the order
-  // of params(). With broadcast, rank 0's values win.
+  // Allocates the persistent memory if there is none and fills it from `full`, the parameters'
+  // values in the order of params(). With broadcast, rank 0's values win; others' may be undefined.
   void materialize(const std::vector<at::Tensor>& full, bool broadcast);
+  // The reverse: full parameters on every rank, in new memory; main weights where there are some.
+  std::vector<at::Tensor> full_values() const;
 
   // Sharded > Unsharding: issues the gathers.
   void unshard();
@@ -82,8 +90,15 @@ class Unit {
   void note_change() const;
   // > Sharded: forgets the gathered parameters and gives the slot back.
   void reshard();
-  // Copies this rank's part of the unsharded parameters to its shard.
+  // Copies this rank's part of the unsharded parameters to its shard. A main weight changes only
+  // where its model weight was changed.
   void write_back();
+  // Casts changed main weights to model weights.
+  void cast_main();
+  // The model weights are those of the main weights: whoever updated these has cast them.
+  void mark_cast() {
+    cast_version_ = version();
+  }
 
   // Changes whenever the optimizer or the user changed the shards.
   int64_t version() const;
@@ -98,14 +113,27 @@ class Unit {
   int64_t gathered_version() const {
     return gathered_version_;
   }
-  // Bytes of parameters that stay on this rank between steps.
+  // Bytes of parameters that stay on this rank between steps, without main weights.
   int64_t persistent_nbytes() const;
+  int64_t main_nbytes() const {
+    return main_ ? main_->nbytes() : 0;
+  }
 
  private:
   void set_state(UnitState next);
-  void broadcast_full();
+  bool has_main(int region) const {
+    return main_ && main_->has(region);
+  }
+  at::Tensor model_part(int param) const;
+  // Persistent memory, 1-D, this rank's part of a region: what gathers send, what is updated.
+  const at::Tensor& model_shard(int region) const;
+  const at::Tensor& updated_shard(int region) const;
+  Bucket make_staging() const;
+  void allocate_persistent();
+  void fill(const Bucket& staging, const std::vector<at::Tensor>& full) const;
+  void broadcast(const Bucket& staging) const;
+  void take(const Bucket& staging);
   void wait_for_all(std::vector<PendingCollective>& collectives) const;
-  void fill(const std::vector<at::Tensor>& full);
 
   UnitId id_;
   std::string name_;
@@ -114,11 +142,13 @@ class Unit {
   Layout layout_;
   Bucket bucket_; // unsharded
   std::optional<Bucket> shards_; // own memory where parameters are sharded
+  std::optional<Bucket> main_; // the regions that have main weights
   Slot slot_;
   std::vector<PendingCollective> gathers_;
   UnitState state_ = UnitState::Sharded;
   int64_t changes_ = 0;
   int64_t gathered_version_ = -1;
+  int64_t cast_version_ = -1;
 };
 
 } // namespace zerocore

@@ -21,19 +21,42 @@ void check_spec(const ParamSpec& spec) {
   }
 }
 
-int find_or_add_region(std::vector<Region>& regions, const ParamSpec& spec, int64_t num_shards) {
-  for (size_t i = 0; i < regions.size(); ++i) {
-    if (regions[i].dtype == spec.dtype && regions[i].requires_grad == spec.requires_grad) {
-      return static_cast<int>(i);
-    }
-  }
+// An empty region for parameters such as `spec`.
+Region make_region(const ParamSpec& spec, int64_t num_shards) {
   Region region;
   region.dtype = spec.dtype;
   region.itemsize = spec.itemsize;
   region.requires_grad = spec.requires_grad;
   region.num_shards = num_shards;
+  const auto resolve = [&](const ElementType& type) {
+    return spec.requires_grad && type.itemsize > 0 ? type : region.own();
+  };
+  region.main = resolve(spec.main);
+  region.reduce = resolve(spec.reduce);
+  region.grad = resolve(spec.grad);
+  return region;
+}
+
+bool same_kind(const Region& a, const Region& b) {
+  return a.own() == b.own() && a.requires_grad == b.requires_grad && a.main == b.main &&
+      a.reduce == b.reduce && a.grad == b.grad;
+}
+
+int find_or_add_region(std::vector<Region>& regions, const ParamSpec& spec, int64_t num_shards) {
+  Region region = make_region(spec, num_shards);
+  const auto found = std::find_if(regions.begin(), regions.end(), [&](const Region& other) {
+    return same_kind(other, region);
+  });
+  if (found != regions.end()) {
+    return static_cast<int>(found - regions.begin());
+  }
   regions.push_back(std::move(region));
   return static_cast<int>(regions.size()) - 1;
+}
+
+// Bytes of the narrowest element that travels: what is aligned in it is aligned in all.
+int64_t narrowest(const Region& region) {
+  return std::min({region.itemsize, region.main.itemsize, region.reduce.itemsize});
 }
 
 // Elements that make up `nbytes`, at least one where an element is larger.
@@ -54,13 +77,14 @@ Layout Layout::build(const std::vector<ParamSpec>& params, int64_t num_shards) {
     check_spec(spec);
     const int region = find_or_add_region(regions, spec, num_shards);
     used.resize(regions.size(), 0);
-    const int64_t offset = round_up(used[region], aligned_numel(kParamAlignment, spec.itemsize));
+    const int64_t alignment = aligned_numel(kParamAlignment, narrowest(regions[region]));
+    const int64_t offset = round_up(used[region], alignment);
     places.push_back({region, offset, spec.numel()});
     used[region] = offset + spec.numel();
     regions[region].params.push_back(static_cast<int>(i));
   }
   for (size_t i = 0; i < regions.size(); ++i) {
-    const int64_t multiple = aligned_numel(kShardAlignment, regions[i].itemsize);
+    const int64_t multiple = aligned_numel(kShardAlignment, narrowest(regions[i]));
     regions[i].shard_numel = round_up(ceil_div(used[i], num_shards), multiple);
   }
   Layout layout(std::move(regions), std::move(places), num_shards);
@@ -86,6 +110,16 @@ Layout Layout::of_shard(int64_t shard) const {
     places.push_back({places_[i].region, offset_in_shard(i, shard), owned(i, shard).size()});
   }
   return Layout(std::move(regions), std::move(places), 1);
+}
+
+Layout Layout::retyped(ElementType Region::* type) const {
+  std::vector<Region> regions = regions_;
+  for (Region& region : regions) {
+    const ElementType element = region.*type;
+    region.dtype = element.dtype;
+    region.itemsize = element.itemsize;
+  }
+  return Layout(std::move(regions), places_, num_shards_);
 }
 
 int64_t Layout::nbytes_of(const std::vector<int>& regions) const {

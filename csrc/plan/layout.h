@@ -37,10 +37,22 @@ struct Region {
   int dtype = 0;
   int64_t itemsize = 0;
   bool requires_grad = true;
+  ElementType main, reduce, grad; // as of its parameters; the region's own where frozen
   int64_t shard_numel = 0;
   int64_t num_shards = 1;
   std::vector<int> params; // indices into the unit's parameters, in order of offset
 
+  ElementType own() const {
+    return {dtype, itemsize};
+  }
+  // The optimizer has a copy of its own.
+  bool has_main() const {
+    return main != own();
+  }
+  // Gradients travel in another type than they are kept in.
+  bool has_wire() const {
+    return reduce != grad;
+  }
   int64_t numel() const {
     return shard_numel * num_shards;
   }
@@ -57,14 +69,16 @@ struct Region {
 
 class Layout {
  public:
-  // Lays out `params` for `num_shards` equal shards. Parameters of one dtype and one requires_grad
-  // share a region; regions appear in the order of their first parameter.
+  // Lays out `params` for `num_shards` equal shards. Parameters of the same types and the same
+  // requires_grad share a region; regions appear in the order of their first parameter.
   // Throws c10::ValueError for num_shards < 1 or a parameter without a valid shape or itemsize.
   static Layout build(const std::vector<ParamSpec>& params, int64_t num_shards);
 
   // The layout of what one shard holds: the same regions without the other ranks' parts, every
   // parameter reduced to its owned range (not aligned any more).
   Layout of_shard(int64_t shard) const;
+  // The same places with elements of another type: &Region::main, &Region::reduce, &Region::grad.
+  Layout retyped(ElementType Region::* type) const;
 
   const std::vector<Region>& regions() const {
     return regions_;

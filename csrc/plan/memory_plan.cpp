@@ -48,15 +48,6 @@ class PoolCount {
   int64_t reserved_ = 0;
 };
 
-int64_t grad_nbytes(const PlanOptions& options, const Region& region, int64_t numel) {
-  return numel * (options.reduce_itemsize > 0 ? options.reduce_itemsize : region.itemsize);
-}
-
-// Bytes of an element of the main weights; the region's own where the parameter is one.
-int64_t main_itemsize(const PlanOptions& options, const Region& region) {
-  return region.requires_grad ? std::max(options.main_itemsize, region.itemsize) : region.itemsize;
-}
-
 // The backward that mirrors a forward: outputs of each call, last first, and gradients when the
 // unit's first call is left.
 std::vector<BackwardEvent> mirrored(const std::vector<CallEvent>& order) {
@@ -220,8 +211,8 @@ class Simulation {
         continue;
       }
       const bool sharded = policy_.shards_optimizer();
-      const int64_t nbytes = grad_nbytes(options_, region, region.numel());
-      if (policy_.shards_gradients()) {
+      const int64_t nbytes = region.numel() * region.reduce.itemsize;
+      if (policy_.shards_gradients() || region.has_wire()) {
         hold(nbytes);
       }
       if (sharded && options_.exchanges) {
@@ -270,17 +261,19 @@ void add_unit(
     int64_t rank) {
   const StagePolicy policy = StagePolicy::from_stage(options.stage, options.world_size);
   const int64_t shard = policy.shards_optimizer() ? rank : 0;
+  std::vector<int> main_regions;
   plan.parameters += policy.shards_parameters() ? layout.of_shard(rank).nbytes() : layout.nbytes();
   for (const Region& region : layout.regions()) {
-    if (main_itemsize(options, region) > region.itemsize) {
-      plan.main_weights += region.shard_numel * main_itemsize(options, region);
+    if (region.has_main()) {
+      main_regions.push_back(static_cast<int>(&region - layout.regions().data()));
     }
   }
+  plan.main_weights += layout.of_shard(shard).retyped(&Region::main).nbytes_of(main_regions);
   for (int i = 0; i < static_cast<int>(unit.params.size()); ++i) {
     const bool unused = std::find(unit.unused.begin(), unit.unused.end(), i) != unit.unused.end();
     if (unit.params[i].requires_grad && !unused) {
       const Region& region = layout.regions()[layout.places()[i].region];
-      plan.optimizer += main_itemsize(options, region) * layout.owned(i, shard).size();
+      plan.optimizer += region.main.itemsize * layout.owned(i, shard).size();
     }
   }
 }
@@ -291,7 +284,7 @@ int64_t kept_gradients(const Layout& layout, const PlanOptions& options) {
   for (const Region& region : layout.regions()) {
     if (region.requires_grad) {
       const int64_t numel = policy.shards_gradients() ? region.shard_numel : region.numel();
-      nbytes += grad_nbytes(options, region, numel);
+      nbytes += region.grad.itemsize * numel;
     }
   }
   return nbytes;

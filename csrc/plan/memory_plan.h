@@ -22,9 +22,6 @@ struct PlanOptions {
   int64_t world_size = 1;
   int prefetch = 1;
   bool exchanges = false; // reduce-scatter as an exchange and a local sum (gloo)
-  // Mixed precision, bytes of an element; 0 keeps the parameter's own.
-  int64_t main_itemsize = 0; // the optimizer's copy of narrower trainable parameters
-  int64_t reduce_itemsize = 0; // gradients, reduced and kept
   // What the schedule expects before it has seen a forward; empty for the order itself.
   std::vector<CallEvent> first_order;
   // The backward as it was observed; empty for the mirrored forward.
@@ -50,7 +47,7 @@ struct PlannedEvent {
 // Bytes on one rank, between steps except for the pool.
 struct MemoryPlan {
   int64_t parameters = 0;
-  int64_t main_weights = 0; // optimizer's copies of parameters that compute in a narrower dtype
+  int64_t main_weights = 0; // optimizer's copies of parameters that compute in another dtype
   int64_t gradients = 0;
   int64_t optimizer = 0;
   int64_t pool = 0; // peak of what is in use

@@ -9,12 +9,23 @@
 
 namespace zerocore {
 
+// Type of an element.
+struct ElementType {
+  int dtype = 0; // c10::ScalarType as a number; only compared, never interpreted here
+  int64_t itemsize = 0; // bytes; 0 where the type is not given
+
+  bool operator==(const ElementType& other) const = default;
+};
+
 struct ParamSpec {
   std::string fqn;
   std::vector<int64_t> shape;
-  int dtype = 0; // c10::ScalarType as a number; only compared, never interpreted here
+  int dtype = 0; // what layers compute with and gathers move
   int64_t itemsize = 0; // bytes of one element
   bool requires_grad = true;
+  // Of a parameter that requires grad, the parameter's own where not given: the optimizer's copy,
+  // gradients on their way, and gradients as they are kept.
+  ElementType main = {}, reduce = {}, grad = {};
 
   int64_t numel() const {
     int64_t numel = 1;

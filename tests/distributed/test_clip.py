@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zerocore
+from tests.distributed.collectives import count_collectives
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import accumulate, case_named, full_gradients, reference_gradients
 
 CLIPS = {"torch": torch.nn.utils.clip_grad_norm_, "zerocore": zerocore.clip_grad_norm_}
+NORM_TYPES = (0.5, 1.0, 2.0, 3.0, math.inf)
 CASES = ("scalars", "empty_shards", "frozen", "tied", "mixed_dtypes")
 
 
-def clip(stage: int, function: str, norm_type: float) -> list[float]:
+def clip(stage: int) -> list[float]:
     norms = []
-    for name in CASES:
+    for name, norm_type, function in product(CASES, NORM_TYPES, CLIPS):
+        print(name, norm_type, function, flush=True)  # shown if the rank fails
         case = case_named(name)
         model = zerocore.shard(case.seeded_build(), stage=stage)
         accumulate(model, case, 0)
@@ -39,10 +44,8 @@ def _total_norm(gradients: dict[str, Tensor], norm_type: float) -> float:
     return float(torch.linalg.vector_norm(flat, norm_type))
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("function", CLIPS)
-def test_clip(stage: int, function: str, norm_type: float) -> None:
-    answers = run_ranks(clip, 3, stage, function, norm_type)
+def test_clip(stage: int) -> None:
+    answers = run_ranks(clip, 3, stage)
     assert answers[1:] == answers[:-1]
 
 
@@ -66,6 +69,73 @@ def clip_variants(stage: int) -> None:
 
 def test_clip_models_and_single_parameters(stage: int) -> None:
     run_ranks(clip_variants, 2, stage)
+
+
+def clip_awkward(stage: int) -> None:
+    """What is counted, and by how many collectives of how many numbers."""
+    case = case_named("tied")
+    model = zerocore.shard(case.seeded_build(), stage=stage)
+    accumulate(model, case, 0)
+    expected = _total_norm(reference_gradients(case, dist.get_world_size()), 2.0)
+    one_number = [1] if stage > 0 else []
+    params = list(model.parameters())
+    for norm_type in (1.0, 2.0, math.inf):
+        clip_once = partial(zerocore.clip_grad_norm_, model, math.inf, norm_type)
+        assert count_collectives(clip_once) == one_number
+    assert zerocore.clip_grad_norm_(params * 2, expected / 2).item() == pytest.approx(expected)
+    assert zerocore.clip_grad_norm_(model, 1e6).item() == pytest.approx(expected / 2)
+    foreign = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
+    foreign.grad = torch.full((2, 2), expected, dtype=torch.float64)
+    both = zerocore.clip_grad_norm_([*params, foreign], 1e6)
+    assert both.dtype == torch.float64
+    assert both.item() == pytest.approx(expected * math.sqrt(4 + 0.25))
+    assert zerocore.clip_grad_norm_(foreign, 1e6).item() == pytest.approx(expected * 2)
+    for param in params:
+        param.grad = None
+    assert count_collectives(partial(zerocore.clip_grad_norm_, model, 1.0)) == one_number
+    assert zerocore.clip_grad_norm_(model, 1.0).item() == 0.0
+
+
+def test_tied_repeated_missing_and_other_parameters(stage: int) -> None:
+    run_ranks(clip_awkward, 3, stage)
+
+
+def clip_half(stage: int) -> None:
+    """Squares and sums that float16 cannot hold."""
+    model = zerocore.shard(nn.Linear(64, 64, dtype=torch.float16), stage=stage)
+    for function in CLIPS.values():
+        for norm_type, root in ((1.0, 1.0), (2.0, 0.5), (math.inf, 0.0)):
+            for param in model.parameters():
+                param.grad = None
+            model(torch.ones(1, 64, dtype=torch.float16)).sum().backward()
+            value = 2.0 if norm_type == 1.0 else 400.0
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad.fill_(value)
+            norm = function(model.parameters(), 1.0, norm_type).item()
+            assert norm == pytest.approx(value * (64 * 65) ** root, rel=1e-3)
+
+
+def test_half_precision(stage: int) -> None:
+    run_ranks(clip_half, 2, stage)
+
+
+def clip_wrongly() -> None:
+    halves = [dist.new_group([0, 1]), dist.new_group([1, 0])]
+    models = [zerocore.shard(nn.Linear(4, 4), group=group) for group in halves]
+    params = [param for model in models for param in model.parameters()]
+    with pytest.raises(ValueError, match="'weight' is sharded over another group"):
+        zerocore.clip_grad_norm_(params, 1.0)
+    for norm_type in (0.0, -1.0, -math.inf, math.nan):
+        with pytest.raises(ValueError, match="norm_type: expected p > 0 or inf"):
+            zerocore.clip_grad_norm_(models[0], 1.0, norm_type)
+    for max_norm in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="max_norm: expected 0 or more"):
+            zerocore.clip_grad_norm_(models[0], max_norm)
+
+
+def test_wrong_arguments() -> None:
+    run_ranks(clip_wrongly, 2)
 
 
 REDUCING = {

@@ -38,18 +38,18 @@ def test_full_state_dict(stage: int, name: str) -> None:
     run_ranks(read_full, 3, stage, name)
 
 
-def watch_pool() -> None:
+def watch_gathers() -> None:
     case = case_named("plain")
     model = zerocore.shard(case.seeded_build(), stage=3)
-    largest = max(unit.buffer_nbytes for unit in zerocore.describe(model).units)
     with zerocore.record_events(model) as events:
         zerocore.full_state_dict(model)
-    in_use = [event.pool_nbytes for event in events]
-    assert max(in_use) == largest and in_use[-1] == 0
+    units = zerocore.describe(model).units
+    expected = [("all_gather", unit.name, unit.buffer_nbytes, 0) for unit in units]
+    assert [(e.op, e.unit, e.nbytes, e.pool_nbytes) for e in events] == expected
 
 
-def test_full_state_dict_gathers_one_unit_at_a_time() -> None:
-    run_ranks(watch_pool, 2)
+def test_full_state_dict_gathers_every_unit_once_and_takes_nothing_from_the_pool() -> None:
+    run_ranks(watch_gathers, 2)
 
 
 def load_full(stage: int, name: str, broadcast: bool) -> None:

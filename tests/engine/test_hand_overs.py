@@ -99,12 +99,24 @@ def train(model: Graph, seed: int, steps: int = 4) -> list[tuple]:
     return state_of(model).engine.hand_overs
 
 
+POLICIES = (
+    None,
+    zerocore.MixedPrecision(torch.bfloat16, keep_fp32=("scale",)),
+    zerocore.MixedPrecision(torch.bfloat16, torch.float32, keep_fp32=("scale",)),
+)
+
+
 def shard(seed: int, stage: int) -> Graph:
     rng = random.Random(seed)
     accumulate = rng.choice(["sharded", "full"])
     graph = Graph(seed, rng.randint(1, 8))
     return zerocore.shard(
-        graph, stage=stage, units=[Block], prefetch=seed % 5, accumulate=accumulate
+        graph,
+        stage=stage,
+        units=[Block],
+        prefetch=seed % 5,
+        accumulate=accumulate,
+        mixed_precision=POLICIES[seed % 3],
     )
 
 
@@ -120,11 +132,14 @@ def test_every_hand_over_is_ordered(seed: int, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_every_wait_is_needed(stage: int, prefetch: int) -> None:
+@pytest.mark.parametrize("mixed", POLICIES, ids=["plain", "bf16", "fp32_reduce"])
+def test_every_wait_is_needed(
+    stage: int, prefetch: int, mixed: zerocore.MixedPrecision | None
+) -> None:
     """Without any one of the waits the checker objects: it can fail, and no wait is idle."""
     model = Graph(0, 5)
     model.calls, model.reentrant = [(unit, ()) for unit in range(5)], {}
-    zerocore.shard(model, stage=stage, units=[Block], prefetch=prefetch)
+    zerocore.shard(model, stage=stage, units=[Block], prefetch=prefetch, mixed_precision=mixed)
     setup = len(state_of(model).engine.hand_overs)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(4):
@@ -137,3 +152,24 @@ def test_every_wait_is_needed(stage: int, prefetch: int) -> None:
     assert needed
     idle = [(i, log[i]) for i in needed if find_race(log, without=i) is None]
     assert not idle
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_main_weights_are_cast_once_per_update(stage: int) -> None:
+    """However many micro-batches and gathers there are in a step."""
+    model = Graph(0, 3)
+    model.calls, model.reentrant = [(unit, ()) for unit in range(3)], {}
+    zerocore.shard(model, stage=stage, units=[Block], mixed_precision=POLICIES[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = state_of(model).engine
+
+    def num_casts() -> int:
+        return sum(entry[0] == "write" and entry[5] == "is cast" for entry in engine.hand_overs)
+
+    casts = []
+    for _ in range(3):
+        for _ in range(2):
+            model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        casts.append(num_casts())
+    assert casts == [0, 3, 6]  # in the first step the weights are as they were filled

@@ -32,25 +32,28 @@ def test_seven_billion_parameters_on_eight_ranks(stage: int, expected: float) ->
 @pytest.mark.parametrize(("stage", "expected"), [(0, 16), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 2)])
 def test_mixed_precision(stage: int, expected: float) -> None:
     """bf16 weights and gradients, fp32 main weights and Adam; main weights go with the states."""
-    model = [[ParamSpec(f"block.{i}", [GB // 32], 15, 2)] for i in range(32)]
+    model = [[ParamSpec(f"block.{i}", [GB // 32], 15, 2, main=(6, 4))] for i in range(32)]
     order = order_of([(unit, ()) for unit in range(len(model))])
-    plan = plan_memory(model, order, options(stage, 8, main_itemsize=4), rank=3, optimizer_states=2)
+    plan = plan_memory(model, order, options(stage, 8), rank=3, optimizer_states=2)
     state = plan.parameters + plan.main_weights + plan.gradients + plan.optimizer
     assert state == pytest.approx(expected * GB, rel=1e-5)  # padding
     assert plan.optimizer == 2 * plan.main_weights
     assert plan.total == state + plan.pool_reserved
 
 
-def test_gradients_travel_and_stay_in_the_reduce_dtype() -> None:
-    model = [[ParamSpec("weight", [1024], 15, 2)]]
+def test_gradients_travel_in_one_type_and_stay_in_another() -> None:
+    model = [[ParamSpec("weight", [1024], 15, 2, reduce=(6, 4))]]
     order = order_of([(0, ())])
-    wide = options(2, 4, reduce_itemsize=4)
+    wide = options(2, 4)
     events = plan_events(model, order, wide)
     assert [(op, nbytes) for op, _, nbytes, _, _ in events] == [
         ("all_gather", 2048),
         ("reduce_scatter", 4096),
     ]
-    assert plan_memory(model, order, wide, rank=0, optimizer_states=2).gradients == 1024
+    plan = plan_memory(model, order, wide, rank=0, optimizer_states=2)
+    assert (plan.gradients, plan.pool) == (512, 4096)
+    replicated = plan_memory(model, order, options(0, 4), rank=0, optimizer_states=2)
+    assert (replicated.gradients, replicated.pool) == (2048, 4096)
 
 
 def test_a_parameter_without_gradient_has_no_optimizer_state() -> None:

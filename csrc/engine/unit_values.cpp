@@ -1,0 +1,162 @@
+// Values of a unit's parameters: filled, read, cast, written back. See Note [Main and model
+// weights].
+#include <ATen/ops/where.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <utility>
+
+#include "engine/unit.h"
+#include "kernels/ops.h"
+
+namespace zerocore {
+
+namespace {
+
+c10::DataPtr allocate(c10::Device device, int64_t nbytes) {
+  const c10::DeviceGuard guard(device);
+  return c10::GetAllocator(device.type())->allocate(static_cast<size_t>(nbytes));
+}
+
+} // namespace
+
+void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast_full) {
+  const c10::InferenceMode normal(false);
+  const at::NoGradGuard no_grad;
+  allocate_persistent();
+  wait_for_unshard();
+  const Bucket staging = make_staging();
+  fill(staging, full);
+  if (broadcast_full && context_.collectives != nullptr) {
+    broadcast(staging);
+  }
+  take(staging);
+  mark_changed();
+}
+
+void Unit::allocate_persistent() {
+  const c10::Device device = context_.streams->device();
+  if (main_ && !main_->attached()) {
+    main_->attach(allocate(device, main_->nbytes()));
+  }
+  if (shards_ && !shards_->attached()) {
+    shards_->attach(allocate(device, shards_->nbytes()));
+  } else if (!shards_ && !bucket_.attached()) {
+    bucket_.attach(allocate(device, bucket_.nbytes()));
+    state_ = UnitState::Unsharded;
+  }
+}
+
+// Full parameters before anything is rounded. From the allocator, not the pool: what is only
+// needed once must not stay reserved.
+Bucket Unit::make_staging() const {
+  const c10::Device device = context_.streams->device();
+  Bucket staging(
+      layout_.retyped(&Region::main),
+      bucket_.regions(),
+      context_.shard,
+      device,
+      "unit '" + name_ + "'");
+  staging.attach(allocate(device, staging.nbytes()));
+  return staging;
+}
+
+void Unit::fill(const Bucket& staging, const std::vector<at::Tensor>& full) const {
+  for (const int region : staging.regions()) {
+    staging.full(region).zero_();
+    context_.streams->note_write(StreamRole::Compute, staging.full(region), "is filled", name_);
+  }
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (full.at(i).defined()) {
+      const ParamPlace& place = layout_.places()[i];
+      staging.view(place.region, place.offset, params_[i].spec.shape, params_[i].strides)
+          .copy_(full[i]);
+    }
+  }
+}
+
+void Unit::broadcast(const Bucket& staging) const {
+  context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
+  std::vector<PendingCollective> pending;
+  for (const int region : staging.regions()) {
+    pending.push_back(
+        context_.collectives->broadcast(staging.full_bytes(region), {&name_, nullptr}));
+  }
+  wait_for_all(pending);
+}
+
+void Unit::take(const Bucket& staging) {
+  note_change();
+  for (const int region : staging.regions()) {
+    if (has_main(region)) {
+      main_->full(region).copy_(staging.own(region));
+    }
+    if (shards_) {
+      shards_->full(region).copy_(staging.own(region));
+    } else {
+      context_.streams->note_write(StreamRole::Compute, bucket_.full(region), "is filled", name_);
+      bucket_.full(region).copy_(staging.full(region));
+    }
+  }
+}
+
+std::vector<at::Tensor> Unit::full_values() const {
+  const c10::InferenceMode normal(false);
+  const at::NoGradGuard no_grad;
+  const Bucket staging = make_staging();
+  context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
+  std::vector<PendingCollective> pending;
+  for (const int region : staging.regions()) {
+    if (context_.num_shards == 1) {
+      staging.full(region).copy_(updated_shard(region));
+    } else {
+      const Bucket& own = has_main(region) ? *main_ : shards_ ? *shards_ : bucket_;
+      const at::Tensor& full = staging.full_bytes(region);
+      CollectiveTag tag{
+          &name_,
+          context_.trace->add(
+              TraceOp::AllGather, id_, full.numel(), context_.pool->stats().in_use_nbytes)};
+      pending.push_back(
+          context_.collectives->all_gather(full, own.own_bytes(region), std::move(tag)));
+    }
+  }
+  wait_for_all(pending);
+  std::vector<at::Tensor> values;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const ParamPlace& place = layout_.places()[i];
+    values.push_back(
+        staging.view(place.region, place.offset, params_[i].spec.shape, params_[i].strides));
+  }
+  return values;
+}
+
+void Unit::cast_main() {
+  if (!main_ || cast_version_ == version()) {
+    return;
+  }
+  for (const int region : main_->regions()) {
+    context_.streams->note_read(StreamRole::Compute, main_->full(region), "is cast", name_);
+    context_.streams->note_write(StreamRole::Compute, model_shard(region), "is cast", name_);
+    kernels::cast(model_shard(region), {main_->full(region)}, {0});
+  }
+  mark_cast();
+}
+
+void Unit::write_back() {
+  note_use();
+  note_change();
+  for (const int region : bucket_.regions()) {
+    const at::Tensor& own = bucket_.own(region);
+    if (has_main(region)) {
+      const at::Tensor& main = main_->full(region);
+      main.copy_(at::where(main.to(own.scalar_type()).eq(own), main, own.to(main.scalar_type())));
+    }
+    if (shards_) {
+      shards_->full(region).copy_(own);
+    }
+  }
+  mark_changed();
+}
+
+} // namespace zerocore
