@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerocore.agreement import agree
-from zerocore.state import ShardState, Unit, state_of
+from zerocore.state import Param, ShardState, Unit, state_of
+
+Keys = Mapping[Param, Sequence[str]]
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
@@ -22,12 +24,13 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
         rank0_only: ranks other than 0 get an empty dict.
     """
     state = state_of(model)
+    keys = _keys(model, state)
     keep = not rank0_only or state.rank == 0
     full: dict[str, Tensor] = {}
     for unit in state.units:
         values = state.engine.full_values(unit.index)
         if keep:
-            _copy_out(unit, values, full)
+            _copy_out(unit, keys, values, full)
         del values
     if not keep:
         return {}
@@ -40,11 +43,20 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     return result
 
 
-def _copy_out(unit: Unit, values: list[Tensor], full: dict[str, Tensor]) -> None:
+def _keys(model: nn.Module, state: ShardState) -> Keys:
+    """What ``model.state_dict()`` calls each parameter; wrappers in the model rename theirs."""
+    faces = {id(face): param for param in state.params() for face in (param.shard, param.full)}
+    keys: dict[Param, list[str]] = {param: [] for param in state.params()}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if id(value) in faces:
+            keys[faces[id(value)]].append(key)
+    return keys
+
+
+def _copy_out(unit: Unit, keys: Keys, values: list[Tensor], full: dict[str, Tensor]) -> None:
     for param, on_device in zip(unit.params, values, strict=True):
         value = on_device.to("cpu", copy=True)
-        for fqn in param.fqns:
-            full[fqn] = value
+        full.update(dict.fromkeys(keys[param], value))
 
 
 def load_full_state_dict(
@@ -63,17 +75,16 @@ def load_full_state_dict(
     """
     state = state_of(model)
     source = not broadcast or state.rank == 0
-    error = _check_keys(model, state, state_dict or {}) if source else None
+    keys = _keys(model, state)
+    error = _check_keys(model, keys, state_dict or {}) if source else None
     agree(state.group, error, [])
     values = state_dict or {}
     for unit in state.units:
-        _load_unit(state, unit, values if source else None, broadcast)
-    _load_buffers(model, state, values if source else None, broadcast)
+        _load_unit(state, unit, keys, values if source else None, broadcast)
+    _load_buffers(model, state, keys, values if source else None, broadcast)
 
 
-def _check_keys(
-    model: nn.Module, state: ShardState, values: Mapping[str, Any]
-) -> ValueError | None:
+def _check_keys(model: nn.Module, keys: Keys, values: Mapping[str, Any]) -> ValueError | None:
     expected = set(model.state_dict())
     missing, unexpected = sorted(expected - set(values)), sorted(set(values) - expected)
     if missing or unexpected:
@@ -81,29 +92,37 @@ def _check_keys(
             f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected "
             f"{unexpected or 'nothing'}"
         )
-    for param in state.params():
-        for fqn in param.fqns:
-            if fqn in values and tuple(values[fqn].shape) != tuple(param.full.shape):
+    for param, names in keys.items():
+        for key in names:
+            if tuple(values[key].shape) != tuple(param.full.shape):
                 return ValueError(
-                    f"parameter '{fqn}': the state dict has shape {tuple(values[fqn].shape)}, the "
+                    f"parameter '{key}': the state dict has shape {tuple(values[key].shape)}, the "
                     f"model {tuple(param.full.shape)}"
                 )
     return None
 
 
 def _load_unit(
-    state: ShardState, unit: Unit, values: Mapping[str, Any] | None, broadcast: bool
+    state: ShardState, unit: Unit, keys: Keys, values: Mapping[str, Any] | None, broadcast: bool
 ) -> None:
     given: list[Tensor | None] = [None] * len(unit.params)
+    if not all(keys[param] for param in unit.params):
+        given = list(state.engine.full_values(unit.index))  # what has no key stays as it is
     if values is not None:
-        given = [next(values[fqn] for fqn in p.fqns if fqn in values) for p in unit.params]
+        for index, param in enumerate(unit.params):
+            if keys[param]:
+                given[index] = values[keys[param][0]]
     state.engine.materialize(unit.index, given, broadcast)
 
 
 def _load_buffers(
-    model: nn.Module, state: ShardState, values: Mapping[str, Any] | None, broadcast: bool
+    model: nn.Module,
+    state: ShardState,
+    keys: Keys,
+    values: Mapping[str, Any] | None,
+    broadcast: bool,
 ) -> None:
-    names = {fqn for param in state.params() for fqn in param.fqns}
+    names = {key for names in keys.values() for key in names}
     for key, value in model.state_dict().items():
         if key not in names and isinstance(value, Tensor):
             if values is not None:

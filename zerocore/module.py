@@ -102,6 +102,9 @@ def _entry_class(cls: Any) -> Any:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_ENTRY].call(original_call, self, *args, **kwargs)
 
+    for function in (__call__, Entry.call):
+        _leave_out_of_graphs(function)
+
     def _apply(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         _check_apply(self, fn)
         return original_apply(self, fn, recurse)
@@ -122,6 +125,20 @@ def _entry_class(cls: Any) -> Any:
         "__doc__": cls.__doc__,
     }
     return type(cls)(cls.__name__, (cls,), namespace)
+
+
+def _leave_out_of_graphs(function: Any) -> None:
+    """Tells torch.compile to compile what ``function`` calls, but not itself.
+
+    It could not trace into the engine, and would try again for every module and kind of input.
+    """
+    from torch._dynamo.decorators import skip  # late: takes a second
+
+    skip(function)
+    function._torchdynamo_disable_msg = (
+        "zerocore gathers a unit here. For fullgraph=True compile the units, block.compile(), "
+        "not what holds them"
+    )
 
 
 def _check_apply(module: nn.Module, fn: Callable[..., Any]) -> None:

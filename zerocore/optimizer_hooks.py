@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ from torch.optim.optimizer import (
 from zerocore.state import ShardState
 from zerocore.tensor import ShardedParameter
 
+_log = logging.getLogger("zerocore")
 _REPLACED = "_zerocore_replaced"
 # Units an optimizer updates, found once per number of parameters it holds.
 _Updates = tuple[int, list[tuple[Callable[[], ShardState | None], set[int]]]]
@@ -55,7 +57,22 @@ def _find_updates(optimizer: Optimizer) -> _Updates:
     for param in params:
         if isinstance(param, ShardedParameter):
             found.setdefault(param.state_ref, set()).add(param.unit)
+    _warn_of_unsharded(params, list(found))
     return len(params), list(found.items())
+
+
+def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState | None]]) -> None:
+    """A head or an adapter outside of the sharded model would train apart on every rank."""
+    shared = any(state is not None and state.world_size > 1 for state in (ref() for ref in states))
+    outside = [p for p in params if p.requires_grad and not isinstance(p, ShardedParameter)]
+    if shared and outside:
+        _log.warning(
+            "the optimizer holds %d parameters that are in no sharded model (the first one of "
+            "shape %s): their gradients are not averaged over the ranks. Shard the outermost "
+            "module that holds them",
+            len(outside),
+            list(outside[0].shape),
+        )
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -81,7 +98,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 if casts:
                     state.engine.end_update(unit)
                 else:
-                    state.engine.mark_changed(unit)
+                    state.engine.mark_updated(unit)
             state.meters.note_update()
 
 

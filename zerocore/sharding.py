@@ -25,6 +25,7 @@ from zerocore.optimizer_hooks import mark_replaced
 from zerocore.out_of_memory import explain_forward, watch_backward
 from zerocore.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.quantities import parse_nbytes
+from zerocore.registration import watch_registrations
 from zerocore.state import Param, ShardState, Unit, find_state, is_gloo, set_state
 from zerocore.tensor import Place, ShardedGrad, ShardedParameter
 from zerocore.wrapping import ParamChoice, UnitChoice, UnitPlanned, choose_units
@@ -117,6 +118,7 @@ def shard_model(
     engine.start(config.sync_params or state.world_size == 1)
     set_state(model, state)
     watch_backward(state, model)
+    watch_registrations(model, state)
     return state
 
 

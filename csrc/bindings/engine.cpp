@@ -319,7 +319,7 @@ void register_steps(py::class_<PyEngine>& engine) {
             self.engine->unpin(units, write_back);
           },
           no_gil)
-      .def("mark_changed", [](PyEngine& self, UnitId unit) { self.engine->mark_changed(unit); })
+      .def("mark_updated", [](PyEngine& self, UnitId unit) { self.engine->mark_updated(unit); })
       .def("begin_update", [](PyEngine& self, UnitId unit) { self.engine->begin_update(unit); })
       .def("end_update", [](PyEngine& self, UnitId unit) { self.engine->end_update(unit); })
       .def(

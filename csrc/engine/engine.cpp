@@ -100,8 +100,9 @@ void Engine::start(bool consistent) {
     progress_[id].fired.assign(units_[id]->params().size(), 0);
     units_[id]->mark_fresh();
     units_[id]->mark_cast();
+    units_[id]->mark_gathered();
     if (!consistent) {
-      mark_changed(id);
+      units_[id]->mark_changed();
     }
   }
 }
@@ -339,8 +340,8 @@ void Engine::unpin(const std::vector<UnitId>& units, bool write_back) {
   }
 }
 
-void Engine::mark_changed(UnitId unit) {
-  units_.at(unit)->mark_changed();
+void Engine::mark_updated(UnitId unit) {
+  units_.at(unit)->mark_updated();
 }
 
 void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast) {
@@ -360,7 +361,7 @@ void Engine::begin_update(UnitId unit) {
 }
 
 void Engine::end_update(UnitId unit) {
-  units_.at(unit)->mark_changed();
+  units_.at(unit)->mark_updated();
   units_.at(unit)->mark_cast();
 }
 

@@ -99,7 +99,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Unshards the units and shows their full parameters until unpin.
   void pin(const std::vector<UnitId>& units);
   void unpin(const std::vector<UnitId>& units, bool write_back);
-  void mark_changed(UnitId unit);
+  // An optimizer may have changed what requires grad.
+  void mark_updated(UnitId unit);
   // Sets and reads a unit's parameters; collective. See Unit.
   void materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast);
   std::vector<at::Tensor> full_values(UnitId unit);

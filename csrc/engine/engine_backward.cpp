@@ -45,7 +45,10 @@ void Engine::grad_ready(UnitId id, int param) {
   // In a backward within the one that goes through the unit (reentrant checkpoints inside of it)
   // gradients may come again: the unit is reduced when the outer backward leaves it.
   const bool inner = progress.backward != -1 && progress.backward != current_backward();
-  if (progress.num_fired == progress.num_trainable && !inner) {
+  // The gradient of the unit's input may still need frozen parameters: released when left, too.
+  const bool needed = context_.policy.shards_parameters() &&
+      progress.num_trainable < static_cast<int>(progress.fired.size());
+  if (progress.num_fired == progress.num_trainable && !inner && !needed) {
     schedule_.ready(id, actions_);
     run(actions_);
   }

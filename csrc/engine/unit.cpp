@@ -1,6 +1,7 @@
 // One unit and its states.
 #include "engine/unit.h"
 
+#include <algorithm>
 #include <numeric>
 #include <utility>
 
@@ -42,7 +43,9 @@ Unit::Unit(UnitId id, std::string name, std::vector<UnitParam> params, const Uni
           all_regions(layout_),
           context.shard,
           context.streams->device(),
-          "unit '" + name_ + "'") {
+          "unit '" + name_ + "'"),
+      changes_(layout_.regions().size(), 0),
+      gathered_(layout_.regions().size(), -1) {
   if (context_.policy.shards_parameters()) {
     shards_.emplace(
         layout_.of_shard(context_.shard),
@@ -129,17 +132,24 @@ void Unit::unshard() {
         TraceOp::Unshard, id_, bucket_.nbytes(), context_.pool->stats().in_use_nbytes);
   }
   for (const int region : bucket_.regions()) {
-    const at::Tensor& own = shards_ ? shards_->full_bytes(region) : bucket_.own_bytes(region);
-    CollectiveTag tag{
-        &name_,
-        context_.trace->add(
-            TraceOp::AllGather,
-            id_,
-            layout_.regions()[region].nbytes(),
-            context_.pool->stats().in_use_nbytes)};
-    gathers_.push_back(
-        context_.collectives->all_gather(bucket_.full_bytes(region), own, std::move(tag)));
+    const int64_t version = region_version(region);
+    if (shards_ || std::exchange(gathered_[region], version) != version) {
+      gather(region);
+    }
   }
+}
+
+void Unit::gather(int region) {
+  const at::Tensor& own = shards_ ? shards_->full_bytes(region) : bucket_.own_bytes(region);
+  CollectiveTag tag{
+      &name_,
+      context_.trace->add(
+          TraceOp::AllGather,
+          id_,
+          layout_.regions()[region].nbytes(),
+          context_.pool->stats().in_use_nbytes)};
+  gathers_.push_back(
+      context_.collectives->all_gather(bucket_.full_bytes(region), own, std::move(tag)));
 }
 
 void Unit::wait_for_unshard() {
@@ -172,10 +182,40 @@ void Unit::reshard() {
       TraceOp::Reshard, id_, bucket_.nbytes(), context_.pool->stats().in_use_nbytes);
 }
 
+void Unit::mark_changed() {
+  for (int64_t& changes : changes_) {
+    ++changes;
+  }
+}
+
+void Unit::mark_updated() {
+  for (const int region : bucket_.regions()) {
+    const std::vector<int>& members = layout_.regions()[region].params;
+    changes_[region] += std::any_of(members.begin(), members.end(), [&](int param) {
+      return params_[param].shard.requires_grad();
+    });
+  }
+}
+
+void Unit::mark_gathered() {
+  for (const int region : bucket_.regions()) {
+    gathered_[region] = region_version(region);
+  }
+}
+
+int64_t Unit::region_version(int region) const {
+  int64_t version = changes_[region];
+  for (const int param : layout_.regions()[region].params) {
+    const auto* shard = params_[param].shard.unsafeGetTensorImpl();
+    version += shard->version_counter().current_version();
+  }
+  return version;
+}
+
 int64_t Unit::version() const {
-  int64_t version = changes_;
-  for (const UnitParam& param : params_) {
-    version += param.shard.unsafeGetTensorImpl()->version_counter().current_version();
+  int64_t version = 0;
+  for (const int region : bucket_.regions()) {
+    version += region_version(region);
   }
   return version;
 }

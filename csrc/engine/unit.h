@@ -80,7 +80,8 @@ class Unit {
   // The reverse: full parameters on every rank, in new memory; main weights where there are some.
   std::vector<at::Tensor> full_values() const;
 
-  // Sharded > Unsharding: issues the gathers.
+  // Sharded > Unsharding: issues the gathers. Where unsharded parameters stay, only of regions that
+  // have changed since.
   void unshard();
   // Unsharding > Unsharded: orders compute behind the gathers.
   void wait_for_unshard();
@@ -102,10 +103,12 @@ class Unit {
 
   // Changes whenever the optimizer or the user changed the shards.
   int64_t version() const;
-  // For changes that no version counter shows (`.data`).
-  void mark_changed() {
-    ++changes_;
-  }
+  // For changes that no version counter shows (`.data`): of any parameters, or, by an optimizer,
+  // of those that require grad.
+  void mark_changed();
+  void mark_updated();
+  // The unsharded parameters are those of the shards, in all regions.
+  void mark_gathered();
   // What is gathered now is what the shards hold.
   void mark_fresh() {
     gathered_version_ = version();
@@ -134,6 +137,8 @@ class Unit {
   void broadcast(const Bucket& staging) const;
   void take(const Bucket& staging);
   void wait_for_all(std::vector<PendingCollective>& collectives) const;
+  int64_t region_version(int region) const;
+  void gather(int region);
 
   UnitId id_;
   std::string name_;
@@ -146,7 +151,8 @@ class Unit {
   Slot slot_;
   std::vector<PendingCollective> gathers_;
   UnitState state_ = UnitState::Sharded;
-  int64_t changes_ = 0;
+  std::vector<int64_t> changes_; // of each region
+  std::vector<int64_t> gathered_; // version of each region that is in the buffer
   int64_t gathered_version_ = -1;
   int64_t cast_version_ = -1;
 };

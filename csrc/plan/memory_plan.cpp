@@ -198,8 +198,11 @@ class Simulation {
       pool_.acquire(layout.nbytes());
       add(TraceOp::Unshard, unit, layout.nbytes());
     }
+    // Where full parameters stay, those that nothing updates are not gathered again.
     for (const Region& region : layout.regions()) {
-      add(TraceOp::AllGather, unit, region.nbytes());
+      if (policy_.shards_parameters() || region.requires_grad) {
+        add(TraceOp::AllGather, unit, region.nbytes());
+      }
     }
   }
 

@@ -98,7 +98,9 @@ def freeze_and_thaw(stage: int, frozen: str) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("frozen", ["blocks.1.", "linear.weight", "embed", "head.bias"])
+@pytest.mark.parametrize(
+    "frozen", ["blocks.1.", "linear.weight", "embed", "head.bias", "norm", "b", "blocks"]
+)
 def test_requires_grad_changed_between_steps(stage: int, frozen: str) -> None:
     run_ranks(freeze_and_thaw, 2, stage, frozen)
 

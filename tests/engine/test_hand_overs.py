@@ -173,3 +173,25 @@ def test_main_weights_are_cast_once_per_update(stage: int) -> None:
         optimizer.step()
         casts.append(num_casts())
     assert casts == [0, 3, 6]  # in the first step the weights are as they were filled
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_optimizer_that_casts_spares_the_cast(stage: int) -> None:
+    model = Graph(0, 3)
+    model.calls, model.reentrant = [(unit, ()) for unit in range(3)], {}
+    zerocore.shard(model, stage=stage, units=[Block], mixed_precision=POLICIES[1])
+    optimizer = zerocore.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+    log = state_of(model).engine.hand_overs
+    assert not [entry for entry in log if entry[0] == "write" and entry[5] == "is cast"]
+    assert find_race(log) is None
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)  # not seen by the optimizer, and cast before its next step
+    optimizer.zero_grad()
+    optimizer.step()
+    for parameter in model.parameters():
+        if parameter.model_weight is not None:
+            assert torch.equal(parameter.model_weight, parameter.detach().bfloat16())
