@@ -24,6 +24,7 @@ class GPTSize:
 
 GPT_SIZES = {
     "29m": GPTSize(num_blocks=8, width=512, num_heads=8, vocab_size=3584),
+    "10m": GPTSize(num_blocks=8, width=320, num_heads=5, vocab_size=256, sequence=64),
     "small": GPTSize(num_blocks=12, width=128, num_heads=4, vocab_size=128),
     "943m": GPTSize(16, 2048, 16, vocab_size=32768, sequence=1024, batch=8, dtype="bfloat16"),
 }
@@ -70,7 +71,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class BlockStack(nn.Module):

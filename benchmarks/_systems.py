@@ -1,4 +1,4 @@
-"""zerocore's stages and their peers behind one face: a function that takes one training step."""
+"""zerocore's stages and their peers, and how each wraps a model."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ import importlib
 import importlib.util
 import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-
-# (inputs, targets) -> loss of this rank's batch, in nats
-Step = Callable[[Tensor, Tensor], float]
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -34,6 +29,28 @@ class System:
     overlap: bool = False
     prefetch: int = 1
 
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a step is made of.
+
+    `dtype` is fp32, or bf16 over fp32 weights; a step takes `accumulate` micro-batches and clips
+    gradients to a norm of `clip`. `optimizer` is torch's fused AdamW or "zerocore", which only
+    zerocore uses.
+    """
+
+    dtype: str = "fp32"
+    accumulate: int = 1
+    clip: float | None = None
+    optimizer: str = "torch"
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """What layers compute in where that is not the dtype of the model."""
+        return torch.bfloat16 if self.dtype == "bf16" else None
+
+
+FP32 = Recipe()
 
 # In the order in which they run: those that are compared run right after each other.
 SYSTEMS = (
@@ -71,47 +88,67 @@ def is_installed(peer: str) -> bool:
     return peer != "deepspeed" or importlib.util.find_spec("deepspeed") is not None
 
 
-def build_step(system: System, model: nn.Module, blocks: nn.ModuleList, lr: float) -> Step:
-    """Makes `model` (same weights on every rank) train under `system` with fused AdamW.
-
-    `blocks` are the repeated blocks inside `model`; FSDP2 has to be told about them.
-    """
-    if system.peer == "deepspeed":
-        return _deepspeed_step(model, lr, system.stage)
-    return _torch_step(wrap_model(system, model, blocks), lr)
-
-
 def wrap_model(
-    system: System, model: nn.Module, blocks: nn.ModuleList, bucket_mb: float | None = None
+    system: System,
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    bucket_mb: float | None = None,
+    recipe: Recipe = FP32,
 ) -> nn.Module:
-    """`model` under any system but DeepSpeed; `bucket_mb` is the size of DDP's buckets in MiB."""
+    """`model` under any system but DeepSpeed; `bucket_mb` is the size of DDP's buckets in MiB.
+
+    In bf16 gradients are reduced in fp32 everywhere.
+    """
     if system.peer == "ddp":
         # With gradients in the buckets DDP saves a copy: its faster setting.
         return nn.parallel.DistributedDataParallel(
             model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
         )
     if system.peer == "fsdp2":
-        apply_fsdp2(model, blocks, reshard=system.stage == 3)
+        apply_fsdp2(model, blocks, reshard=system.stage == 3, dtype=recipe.compute_dtype)
         if system.overlap:
             prefetch_in_order(model, blocks)
     elif system.peer == "zerocore":
-        return import_zerocore().shard(model, stage=system.stage, prefetch=system.prefetch)
+        return _shard(system, model, recipe)
     return model
 
 
+def _shard(system: System, model: nn.Module, recipe: Recipe) -> nn.Module:
+    zerocore = import_zerocore()
+    mixed = None
+    if recipe.compute_dtype is not None:
+        mixed = zerocore.MixedPrecision(recipe.compute_dtype, reduce_dtype=torch.float32)
+    sharded: nn.Module = zerocore.shard(
+        model,
+        stage=system.stage,
+        prefetch=system.prefetch,
+        accumulate="sharded" if recipe.accumulate == 1 else "full",
+        mixed_precision=mixed,
+    )
+    return sharded
+
+
 def apply_fsdp2(
-    model: nn.Module, blocks: nn.ModuleList, *, reshard: bool, mesh: Any = None
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    *,
+    reshard: bool,
+    mesh: Any = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Shards each block and then the root in place, as FSDP2's manual advises.
 
     With `reshard` the root keeps its default: it stays gathered after the forward, as the backward
-    needs it at once.
+    needs it at once. With `dtype` layers compute in it and gradients are reduced in fp32.
     """
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    reduce_dtype = None if dtype is None else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard else False)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    last = None if reshard else False
+    fully_shard(model, mesh=mesh, reshard_after_forward=last, mp_policy=policy)
 
 
 def prefetch_in_order(model: Any, blocks: Any) -> None:
@@ -124,41 +161,3 @@ def prefetch_in_order(model: Any, blocks: Any) -> None:
         earlier.set_modules_to_forward_prefetch([later])
     for earlier, later in itertools.pairwise(blocks):
         later.set_modules_to_backward_prefetch([earlier])
-
-
-def _torch_step(model: nn.Module, lr: float) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
-
-    def step(inputs: Tensor, targets: Tensor) -> float:
-        loss = model(inputs, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
-
-    return step
-
-
-def _deepspeed_step(model: nn.Module, lr: float, stage: int | None) -> Step:
-    deepspeed = importlib.import_module("deepspeed")
-    config = {
-        # DeepSpeed insists on knowing the batch; nothing here depends on it.
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage},
-        # Its default clips to a norm of 1, which would make the losses differ from all the others.
-        "gradient_clipping": 0.0,
-    }
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=lr, fused=True),
-        config=config,
-        dist_init_required=not dist.is_initialized(),
-    )
-
-    def step(inputs: Tensor, targets: Tensor) -> float:
-        loss = engine(inputs, targets)
-        engine.backward(loss)
-        engine.step()
-        return float(loss.detach())
-
-    return step

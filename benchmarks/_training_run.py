@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from _models import GPT, GPT_SIZES, GPTSize
 from _process_memory import peak_resident_mib, reset_peak, resident_mib
-from _systems import System, build_step
-from torch import Tensor
+from _steps import MicroBatch, build_step
+from _systems import FP32, Recipe, System
 
 NUM_BATCHES = 4
 LEARNING_RATE = 3e-4
@@ -24,6 +24,12 @@ class RunLength:
 
     num_warmup: int
     num_steps: int
+
+    def with_accumulation(self, num_micro_batches: int) -> RunLength:
+        """Fewer, longer steps."""
+        if num_micro_batches == 1:
+            return self
+        return RunLength(2, max(4, self.num_steps // num_micro_batches))
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,11 @@ class RankReport:
 
 
 def run_on_this_rank(
-    system: System, size_name: str, length: RunLength, device: str = "cpu"
+    system: System,
+    size_name: str,
+    length: RunLength,
+    device: str = "cpu",
+    recipe: Recipe = FP32,
 ) -> RankReport:
     """Trains from a fixed seed on batches that depend only on the rank.
 
@@ -54,17 +64,22 @@ def run_on_this_rank(
     torch.manual_seed(0)
     with torch.device(device):
         model = GPT(size).to(getattr(torch, size.dtype))
-    step = build_step(system, model, model.blocks, LEARNING_RATE)
+    step = build_step(system, model, model.blocks, LEARNING_RATE, recipe)
     batches = [(inputs.to(device), targets.to(device)) for inputs, targets in _batches(size)]
+
+    def batches_of(step_index: int) -> list[MicroBatch]:
+        first = step_index * recipe.accumulate
+        return [batches[i % NUM_BATCHES] for i in range(first, first + recipe.accumulate)]
+
     for index in range(length.num_warmup):
-        step(*batches[index % NUM_BATCHES])
+        step(batches_of(index))
     gc.collect()
     _reset_peak(device)
     dist.barrier()
     step_ms, loss = [], 0.0
     for index in range(length.num_warmup, length.num_warmup + length.num_steps):
         start = time.perf_counter()  # a step ends with reading its loss: the device is idle
-        loss = step(*batches[index % NUM_BATCHES])
+        loss = step(batches_of(index))
         step_ms.append((time.perf_counter() - start) * 1e3)
     return RankReport(step_ms, loss, imported_mib, _peak_mib(device))
 
@@ -80,7 +95,7 @@ def _peak_mib(device: str) -> float:
     return peak_resident_mib() if device == "cpu" else torch.cuda.max_memory_allocated() / 2**20
 
 
-def _batches(size: GPTSize) -> list[tuple[Tensor, Tensor]]:
+def _batches(size: GPTSize) -> list[MicroBatch]:
     """A few random batches of (inputs, targets), to be learned by heart."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     shape = (NUM_BATCHES, size.batch, size.sequence + 1)

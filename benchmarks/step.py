@@ -1,6 +1,7 @@
 """Times training steps of zerocore and its peers on real ranks, in one interleaved run.
 
 Usage: python benchmarks/step.py --ranks 2 --peers plain,ddp,fsdp2,deepspeed
+       python benchmarks/step.py --dtype bf16 --accumulate 4 --clip 1.0 --optimizer zerocore
        python benchmarks/step.py --device cuda --ranks 1 --peers plain,ddp,fsdp2
        python benchmarks/step.py --device cuda --link emulated --ranks 8 --peers plain,ddp,fsdp2
 """
@@ -16,7 +17,7 @@ import typer
 from _models import GPT, GPT_SIZES
 from _ranks import EMULATED, EMULATED_PRESET, run_on_ranks
 from _results import write_results
-from _systems import PEERS, SYSTEMS, System, is_installed
+from _systems import FP32, PEERS, SYSTEMS, Recipe, System, is_installed
 from _tables import Table, make_console
 from _training_run import RankReport, RunLength, run_on_this_rank
 from rich.progress import Progress
@@ -59,6 +60,19 @@ NOTES = (
 )
 
 
+BF16_NOTE = (
+    "bf16 over fp32 weights, gradients reduced in fp32: FSDP2 by MixedPrecisionPolicy, zerocore by "
+    "MixedPrecision, DeepSpeed by its bf16 and communication_data_type options; DDP and plain by "
+    "autocast, which casts weights in every forward, and computes norms and the loss in fp32: "
+    "their losses differ from the others' in rounding."
+)
+ACCUMULATE_NOTE = (
+    "A step takes {} micro-batches. Gradients are reduced in the last one: no_sync, "
+    "set_requires_gradient_sync(False), zerocore with accumulate='full'; DeepSpeed's ZeRO-2 and "
+    "ZeRO-3 reduce them in every one."
+)
+
+
 @dataclass
 class Measured:
     """What the rounds of one system at one size gave."""
@@ -91,6 +105,7 @@ class Place:
     num_ranks: int
     device: str
     link: str
+    recipe: Recipe = FP32
 
     @property
     def backend(self) -> str:
@@ -101,16 +116,27 @@ class Place:
     @property
     def theme(self) -> str:
         parts = ["step", *([EMULATED] if self.link == EMULATED else [])]
-        return "_".join([*parts, *(["cuda"] if self.device == "cuda" else [])])
+        recipe = self.recipe
+        parts += ["cuda"] if self.device == "cuda" else []
+        parts += [recipe.dtype] if recipe.dtype != "fp32" else []
+        parts += [f"accumulate{recipe.accumulate}"] if recipe.accumulate > 1 else []
+        parts += ["clip"] if recipe.clip is not None else []
+        return "_".join(parts)
 
     @property
     def notes(self) -> list[str]:
+        recipe = self.recipe
+        notes = [BF16_NOTE] if recipe.compute_dtype is not None else []
+        notes += [ACCUMULATE_NOTE.format(recipe.accumulate)] if recipe.accumulate > 1 else []
+        if recipe.optimizer == "zerocore":
+            notes.append("zerocore steps with zerocore.optim.AdamW, all others with torch's fused.")
         if self.link != EMULATED:
-            return []
+            return notes
         return [
+            *notes,
             f"EMULATED link ({EMULATED_PRESET}): one process plays rank 0 of {self.num_ranks}, the "
             "others are replicas of it. Stages that gather parameters repeat this rank's shard, so "
-            "their losses are not those of training; times and memory are those of rank 0."
+            "their losses are not those of training; times and memory are those of rank 0.",
         ]
 
 
@@ -136,7 +162,8 @@ def _run(measured: Measured, size: str, place: Place) -> None:
     if not is_installed(measured.system.peer):
         measured.error = "not installed"
         return
-    args = (measured.system, size, RUN_LENGTHS[size], place.device)
+    length = RUN_LENGTHS[size].with_accumulation(place.recipe.accumulate)
+    args = (measured.system, size, length, place.device, place.recipe)
     try:
         reports = run_on_ranks(
             run_on_this_rank, place.num_ranks, args, RUN_TIMEOUT_S, place.backend
@@ -228,19 +255,25 @@ def main(
     stages: Annotated[str, typer.Option(help="Stages of zerocore; may be empty.")] = "0,1,2,3",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     link: Annotated[str, typer.Option(help="real (gloo, NCCL) or emulated.")] = "real",
+    dtype: Annotated[str, typer.Option(help="fp32, or bf16 over fp32 weights.")] = "fp32",
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    clip: Annotated[float | None, typer.Option(help="Bound of the gradients' norm.")] = None,
+    optimizer: Annotated[str, typer.Option(help="Of zerocore: torch or zerocore.")] = "torch",
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
     """Measures step time, memory and loss; prints zerocore's ratio to the best peer."""
     wanted = peers.split(",")
     if device not in SIZES or link not in ("real", EMULATED):
         raise typer.BadParameter("devices are cpu, cuda; links are real, emulated")
+    if dtype not in ("fp32", "bf16") or optimizer not in ("torch", "zerocore"):
+        raise typer.BadParameter("dtypes are fp32, bf16; optimizers are torch, zerocore")
     sizes = SIZES[device] if size == "both" else [size]
-    if not set(wanted) <= set(PEERS) or not set(sizes) <= set(GPT_SIZES):
-        raise typer.BadParameter(f"peers are {', '.join(PEERS)}; sizes {', '.join(GPT_SIZES)}")
+    if not set(wanted) <= set(PEERS) or not set(sizes) <= set(RUN_LENGTHS):
+        raise typer.BadParameter(f"peers are {', '.join(PEERS)}; sizes {', '.join(RUN_LENGTHS)}")
     own = [s for s in SYSTEMS if s.peer == "zerocore" and str(s.stage) in stages.split(",")]
     systems = [s for s in SYSTEMS if s.peer in wanted or s in own]
     load = os.getloadavg()[0]
-    place = Place(ranks, device, link)
+    place = Place(ranks, device, link, Recipe(dtype, accumulate, clip, optimizer))
     results = measure(sizes, systems, place, rounds)
     tables = [step_table(name, results[name], place) for name in sizes] + [ratio_table(results)]
     tables[-1].notes = [

@@ -100,7 +100,7 @@ def param_types(
         return ParamTypes(own, own, own, own)
     base = (mixed.main_dtype or own) if requires_grad else own
     kept = mixed.keeps(fqn)
-    model = base if kept else mixed.param_dtype or base
+    model = base if kept else mixed.param_dtype or own
     if not requires_grad:
         types = ParamTypes(model, model, model, model)
     else:
