@@ -214,7 +214,7 @@ void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs) {
 void Engine::agree_on_called() {
   agreed_ = true;
   std::vector<bool> called = schedule_.called();
-  if (collectives_ != nullptr) {
+  if (context_.collectives != nullptr) {
     at::Tensor flags = at::zeros({num_units()}, at::kByte);
     std::copy(called.begin(), called.end(), flags.data_ptr<uint8_t>());
     context_.all_reduce_max(flags);

@@ -129,6 +129,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void grad_ready(UnitId unit, int param);
   void forget_fired(UnitId unit);
   void recover();
+  void leave_if_outside();
   Call pop_call();
   void run(Actions& actions);
   void use(UnitId unit);

@@ -5,6 +5,13 @@
 
 namespace zerocore {
 
+// After recover() for what is no call of the model: any thread may call it next.
+void Engine::leave_if_outside() {
+  if (calls_.empty()) {
+    thread_check_.leave_forward();
+  }
+}
+
 void Engine::pin(const std::vector<UnitId>& units) {
   recover();
   for (const UnitId id : units) {
@@ -15,9 +22,7 @@ void Engine::pin(const std::vector<UnitId>& units) {
     run(actions_);
     use(id);
   }
-  if (calls_.empty()) {
-    thread_check_.leave_forward();
-  }
+  leave_if_outside();
 }
 
 void Engine::unpin(const std::vector<UnitId>& units, bool write_back) {
@@ -38,11 +43,13 @@ void Engine::mark_updated(UnitId unit) {
 
 void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast) {
   recover();
+  leave_if_outside();
   units_.at(unit)->materialize(full, broadcast);
 }
 
 std::vector<at::Tensor> Engine::full_values(UnitId unit) {
   recover();
+  leave_if_outside();
   return units_.at(unit)->full_values();
 }
 

@@ -34,6 +34,7 @@ def hand_over(stage: int) -> None:
         in_thread(lambda step=step: accumulate(model, case, step, rank=dist.get_rank()))  # type: ignore[misc]
         assert_gradients(model, case, step)
         model.zero_grad()
+    in_thread(lambda: zerocore.full_state_dict(model))
     batch = case.seeded_batch(0, dist.get_rank(), 2)
     expected = []
     for run in (lambda work: work(), in_thread):
