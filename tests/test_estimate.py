@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -121,15 +121,17 @@ def fake_group(world_size: int, rank: int) -> Iterator[None]:
 
 
 def allocated(
-    case: Case, stage: int, rank: int, mixed: MixedPrecision | None = None
+    case: Case, stage: int, rank: int, micro_batches: int = 1, **options: Any
 ) -> tuple[int, ...]:
     """Bytes by kind that the runtime holds after two steps."""
     units = list(case.units) if case.units else None
-    model = zerocore.shard(case.seeded_build(), stage=stage, units=units, mixed_precision=mixed)
+    model = zerocore.shard(case.seeded_build(), stage=stage, units=units, **options)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     batch = case.seeded_batch(0, rank % NUM_BATCHES, SAMPLES)
     for _ in range(2):
-        case.loss(model, batch).backward()
+        for index in range(micro_batches):
+            with nullcontext() if index == micro_batches - 1 else zerocore.no_sync(model):
+                case.loss(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
     usage = zerocore.memory_usage(model, optimizer)
@@ -166,13 +168,15 @@ def test_the_runtime_allocates_what_was_planned(name: str, monkeypatch: pytest.M
                 assert planned(stage) == actual, f"stage {stage.stage}, {world_size} ranks"
 
 
+@pytest.mark.parametrize("accumulate", ["once", "sharded", "full"])
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 @pytest.mark.parametrize("name", ["plain", "experts", "frozen", "empty_shards"])
 def test_the_runtime_allocates_what_was_planned_in_mixed_precision(
-    name: str, reduce_dtype: torch.dtype | None
+    name: str, reduce_dtype: torch.dtype | None, accumulate: str
 ) -> None:
     case = CASES[name]
     mixed = MixedPrecision(BF16, reduce_dtype, output_dtype=torch.float32)
+    micro_batches, accumulate = (1, "sharded") if accumulate == "once" else (2, accumulate)
     for world_size in WORLD_SIZES:
         rank = world_size // 2
         batch = case.seeded_batch(0, rank % NUM_BATCHES, SAMPLES)
@@ -183,11 +187,14 @@ def test_the_runtime_allocates_what_was_planned_in_mixed_precision(
             loss=case.loss,
             rank=rank,
             mixed_precision=mixed,
+            micro_batches=micro_batches,
+            accumulate=accumulate,
         )
         assert plan.activations is not None, plan.note
         with fake_group(world_size, rank):
             for stage in plan.stages:
-                actual = allocated(case, stage.stage, rank, mixed)
+                options = {"mixed_precision": mixed, "accumulate": accumulate}
+                actual = allocated(case, stage.stage, rank, micro_batches, **options)
                 assert planned(stage) == actual, f"stage {stage.stage}, {world_size} ranks"
 
 

@@ -128,6 +128,8 @@ class PlanOptions:
         world_size: int,
         prefetch: int,
         exchanges: bool,
+        micro_batches: int = 1,
+        hold_full: bool = False,
         num_replicas: int = 1,
         first_order: Sequence[CallEvent] = (),
         backward: Sequence[tuple[bool, int]] = (),

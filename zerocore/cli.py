@@ -19,6 +19,7 @@ from rich.table import Table
 
 import zerocore
 from zerocore.architectures import build_model, config_dtype, load_config, preset_names
+from zerocore.config import ACCUMULATE_MODES
 from zerocore.description import Description, describe_plan
 from zerocore.environment import environment
 from zerocore.links import PRESETS
@@ -79,6 +80,8 @@ def plan(
     optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZER_STATES))] = "adamw",
     prefetch: Annotated[int, typer.Option(min=0, help="Units gathered ahead.")] = 1,
     micro_batch: Annotated[int, typer.Option(min=1, help="Samples in a forward.")] = 1,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Forwards in a step.")] = 1,
+    accumulate: Annotated[str, typer.Option(help=", ".join(ACCUMULATE_MODES))] = "sharded",
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sample.")] = 2048,
     checkpointing: Annotated[
         bool, typer.Option(help="Recompute each block in the backward.")
@@ -109,6 +112,8 @@ def plan(
             optimizer=optimizer,
             prefetch=prefetch,
             micro_batch=micro_batch,
+            micro_batches=micro_batches,
+            accumulate=accumulate,
             seq_len=seq_len,
             checkpointing=checkpointing,
             links=link,

@@ -40,6 +40,8 @@ def plan(
     dtype: torch.dtype | None = None,
     units: Sequence[UnitChoice] | None = None,
     prefetch: int = 1,
+    accumulate: str = "sharded",
+    micro_batches: int = 1,
     micro_batch: int = 1,
     seq_len: int = 2048,
     inputs: Any = None,
@@ -64,6 +66,9 @@ def plan(
         dtype: floating-point dtype of the model, instead of its own.
         units: as for :func:`zerocore.shard`.
         prefetch: units gathered ahead.
+        accumulate: as for :func:`zerocore.shard`.
+        micro_batches: forwards and backwards of a step, all but the last under ``no_sync``. Bytes
+            are those of the whole step, times those of one micro-batch that communicates.
         micro_batch: samples in a forward, for Hugging Face models.
         seq_len: tokens in a sample, at most what the configuration allows.
         inputs: one micro-batch for ``loss``, read for shapes only; made from ``micro_batch`` and
@@ -81,11 +86,17 @@ def plan(
         ValueError, TypeError: an argument is out of range, or the model is sharded already.
         ImportError: a configuration without transformers.
     """
-    _check(world_size=world_size, micro_batch=micro_batch, seq_len=seq_len)
+    _check(
+        world_size=world_size,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        seq_len=seq_len,
+    )
+    config = ShardConfig(prefetch=prefetch, accumulate=accumulate)
     setting = Setting(
         world_size=world_size,
         rank=rank,
-        prefetch=ShardConfig(prefetch=prefetch).prefetch,
+        prefetch=config.prefetch,
         checkpointing=checkpointing,
         memory_nbytes=parse_nbytes(memory),
         links=_find_links(links, world_size),
@@ -95,6 +106,7 @@ def plan(
     module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
     planned = choose_units(module, units)
     planner = make_planner(module, planned, precision, num_states)
+    planner = replace(planner, micro_batches=micro_batches, hold_full=config.accumulate == "full")
     if inputs is None:
         inputs = sample_inputs(module, micro_batch, _allowed_length(module, seq_len))
     plain, checkpointed, note = _measure(module, planned, inputs, loss, precision.run_dtype)
@@ -137,6 +149,7 @@ def plan_stage(
     world_size = setting.world_size
     memory = planner.memory(stage, world_size, prefetch=setting.prefetch, rank=setting.rank)
     events = planner.events(stage, world_size, setting.prefetch)
+    one = replace(planner, micro_batches=1).events(stage, world_size, setting.prefetch)
     collectives = [event for event in events if event[0] not in ("unshard", "reshard")]
     peak = Peak(memory.total, "any time after the first step")
     timings = []
@@ -146,7 +159,7 @@ def plan_stage(
         for link in setting.links:
             timings.append(
                 predict_timing(
-                    events,
+                    one,
                     activations.order,
                     activations.flops,
                     setting.flops_per_s,

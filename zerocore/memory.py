@@ -57,7 +57,10 @@ def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> Memory
 
 
 def predict_memory(
-    model: nn.Module, stage: int | None = None, optimizer_states: int = 2
+    model: nn.Module,
+    stage: int | None = None,
+    optimizer_states: int = 2,
+    micro_batches: int = 1,
 ) -> MemoryBytes:
     """Predicted from the layouts: what :func:`memory_usage` shows after a steady step.
 
@@ -65,10 +68,12 @@ def predict_memory(
         model: a sharded model.
         stage: any stage, the model's own by default.
         optimizer_states: tensors of the parameter's size that the optimizer keeps (Adam: 2).
+        micro_batches: forwards and backwards of a step, all but the last under ``no_sync``.
     """
     state = state_of(model)
     units, order = _inputs(state)
-    options = _options(state, state.config.stage if stage is None else stage)
+    chosen = state.config.stage if stage is None else stage
+    options = _options(state, chosen, micro_batches)
     plan = _C.plan_memory(
         units, order, options, rank=state.ranks.shard_rank, optimizer_states=optimizer_states
     )
@@ -82,31 +87,36 @@ def _inputs(state: ShardState) -> tuple[list[list[_C.ParamSpec]], list[_C.CallEv
     return units, state.engine.order
 
 
-def _options(state: ShardState, stage: int) -> _C.PlanOptions:
+def _options(state: ShardState, stage: int, micro_batches: int = 1) -> _C.PlanOptions:
     return _C.PlanOptions(
         stage=stage,
         world_size=state.ranks.num_shards,
         num_replicas=state.ranks.num_replicas,
         prefetch=state.config.prefetch,
         exchanges=state.exchanges,
+        micro_batches=micro_batches,
+        hold_full=state.config.accumulate == "full",
     )
 
 
-def planned_events(model: nn.Module) -> list[tuple[str, str, int, int]]:
+def planned_events(model: nn.Module, micro_batches: int = 1) -> list[tuple[str, str, int, int]]:
     """Predicted events of a steady step: ``(op, unit, nbytes, pool_nbytes)`` in order."""
     state = state_of(model)
-    events = _C.plan_events(*_inputs(state), _options(state, state.config.stage))
+    options = _options(state, state.config.stage, micro_batches)
+    events = _C.plan_events(*_inputs(state), options)
     return [(op, state.units[unit].name, nbytes, pool) for op, unit, nbytes, pool, _ in events]
 
 
-def predict_events(model: nn.Module) -> list[tuple[str, str, int]]:
-    """Predicted collectives of a steady step, one micro-batch: ``(op, unit, nbytes)`` in order.
+def predict_events(model: nn.Module, micro_batches: int = 1) -> list[tuple[str, str, int]]:
+    """Predicted collectives of a steady step: ``(op, unit, nbytes)`` in order.
+
+    All micro-batches but the last are under ``no_sync``.
 
     ``nbytes`` is the full bucket; a rank sends or receives ``nbytes * (W - 1) / W`` of it (twice
     that for an all-reduce).
     """
     return [
         (op, unit, nbytes)
-        for op, unit, nbytes, _ in planned_events(model)
+        for op, unit, nbytes, _ in planned_events(model, micro_batches)
         if op not in ("unshard", "reshard")
     ]

@@ -59,6 +59,8 @@ class Planner:
             forward where empty.
         num_states: the optimizer's tensors of a parameter's size.
         unused: by unit, indices of parameters that get no gradient.
+        micro_batches: forwards and backwards of a step, all but the last under ``no_sync``.
+        hold_full: ``accumulate="full"``.
     """
 
     names: tuple[str, ...]
@@ -69,6 +71,8 @@ class Planner:
     backward: tuple[tuple[bool, int], ...] = ()
     num_states: int = 2
     unused: tuple[tuple[int, ...], ...] = ()
+    micro_batches: int = 1
+    hold_full: bool = False
 
     @property
     def num_params(self) -> int:
@@ -113,6 +117,8 @@ class Planner:
             world_size=world_size,
             prefetch=prefetch,
             exchanges=exchanges,
+            micro_batches=self.micro_batches,
+            hold_full=self.hold_full,
             first_order=self.first_order,
             backward=self.backward,
         )

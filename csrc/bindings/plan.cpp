@@ -208,6 +208,8 @@ void register_plan(py::module_& module) {
                       int64_t world_size,
                       int prefetch,
                       bool exchanges,
+                      int micro_batches,
+                      bool hold_full,
                       int64_t num_replicas,
                       std::vector<CallEvent> first_order,
                       const std::vector<std::pair<bool, int32_t>>& backward) {
@@ -220,6 +222,8 @@ void register_plan(py::module_& module) {
                 world_size,
                 prefetch,
                 exchanges,
+                micro_batches,
+                hold_full,
                 num_replicas,
                 std::move(first_order),
                 std::move(events)};
@@ -229,6 +233,8 @@ void register_plan(py::module_& module) {
           py::arg("world_size"),
           py::arg("prefetch"),
           py::arg("exchanges"),
+          py::arg("micro_batches") = 1,
+          py::arg("hold_full") = false,
           py::arg("num_replicas") = 1,
           py::arg("first_order") = std::vector<CallEvent>{},
           py::arg("backward") = std::vector<std::pair<bool, int32_t>>{})

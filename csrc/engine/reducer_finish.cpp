@@ -69,10 +69,12 @@ void Reducer::show(UnitId id) {
       continue;
     }
     const bool had_grad = gradient_of(owner.shard).defined();
-    param.valid = had_grad || param.used || (unit.reduced && assume_used);
-    if (!had_grad && param.valid) {
-      if (!unit.reduced && !persistent()) {
-        param.grad.zero_(); // held back: only a mark that zero_grad() can remove
+    const bool shown = had_grad || param.used || (unit.reduced && assume_used);
+    const bool held_back = !unit.reduced && !persistent();
+    param.valid = held_back ? had_grad && param.valid : shown;
+    if (!had_grad && shown) {
+      if (held_back) {
+        param.grad.zero_(); // only a mark that zero_grad() can remove
       }
       owner.shard.mutable_grad() = param.grad;
     } else if (had_grad && !gradient_of(owner.shard).is_same(param.grad)) {

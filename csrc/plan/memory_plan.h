@@ -22,6 +22,8 @@ struct PlanOptions {
   int64_t world_size = 1;
   int prefetch = 1;
   bool exchanges = false; // reduce-scatter as an exchange and a local sum (gloo)
+  int micro_batches = 1; // forwards and backwards of a step, all but the last under no_sync
+  bool hold_full = false; // stages 2, 3: full gradients are kept until the last
   int64_t num_replicas = 1; // groups of world_size ranks that hold the same (hybrid sharding)
   // What the schedule expects before it has seen a forward; empty for the order itself.
   std::vector<CallEvent> first_order;
@@ -62,9 +64,9 @@ struct MemoryPlan {
 
 std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanOptions& options);
 
-// The events of a steady step: parameters have changed since the last forward, one forward in
-// the given order, one backward in which every parameter takes part, no gradients kept from
-// before.
+// The events of a steady step: parameters have changed since the last forward, forwards in the
+// given order, each with a backward in which every parameter takes part, no gradients kept from
+// before the step.
 std::vector<PlannedEvent> plan_events(
     const std::vector<UnitPlan>& units,
     const std::vector<CallEvent>& order,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,6 +99,33 @@ def compare_with_plan(stage: int, prefetch: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_events_and_bytes_equal_the_plan(stage: int, world_size: int, prefetch: int) -> None:
     run_ranks(compare_with_plan, world_size, stage, prefetch)
+
+
+MIXED = zerocore.MixedPrecision(torch.bfloat16, torch.float32)
+NARROW = zerocore.MixedPrecision(torch.bfloat16)
+
+
+def accumulate_as_planned(stage: int) -> None:
+    for mixed in (None, MIXED, NARROW):
+        for accumulate in ("sharded", "full"):
+            model, optimizer = make(stage, accumulate=accumulate, mixed_precision=mixed)
+            for number in range(4):
+                with zerocore.record_events(model) as events:
+                    for index in range(3):
+                        with nullcontext() if index == 2 else zerocore.no_sync(model):
+                            model(torch.randn(3, WIDTH)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if number > 0:
+                    actual = [(e.op, e.unit, e.nbytes, e.pool_nbytes) for e in events]
+                    assert actual == planned_events(model, micro_batches=3), (mixed, accumulate)
+            predicted = zerocore.predict_memory(model, micro_batches=3)
+            assert zerocore.memory_usage(model, optimizer) == predicted
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_accumulation_is_as_planned(stage: int, world_size: int) -> None:
+    run_ranks(accumulate_as_planned, world_size, stage)
 
 
 def count_unsharded(prefetch: int) -> int:
