@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,11 +13,12 @@ def is_simulated(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) in ("fake", "emulated")
 
 
-def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: list[Any]) -> None:
+def agree(groups: Sequence[dist.ProcessGroup], error: Exception | None, facts: list[Any]) -> None:
     """Raises on every rank if any rank failed or if the ranks' facts differ.
 
     Args:
-        group: the ranks; None or one without real peers compares nothing.
+        groups: groups that together reach all ranks, one after the other; none without real peers
+            is asked.
         error: what went wrong on this rank so far.
         facts: small picklable values, in an order that is the same on all ranks.
 
@@ -25,13 +27,12 @@ def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: list[
         RuntimeError: another rank failed; its message is included.
         ValueError: facts differ; the first difference is named.
     """
-    if group is None or group.size() == 1 or is_simulated(group):
-        if error is not None:
-            raise error
-        return
-    mine = (None if error is None else f"{type(error).__name__}: {error}", facts)
-    answers: list[Any] = [None] * group.size()
-    dist.all_gather_object(answers, mine, group=group)
+    answers = [(None if error is None else f"{type(error).__name__}: {error}", facts)]
+    for group in groups:
+        if not is_simulated(group):
+            gathered: list[Any] = [None] * group.size()
+            dist.all_gather_object(gathered, answers, group=group)
+            answers = [answer for part in gathered for answer in part]
     if error is not None:
         raise error
     for rank, (message, _) in enumerate(answers):

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zerocore.groups import find_ranks
 from zerocore.materialize import InitFn
 from zerocore.module import wrap_method
 from zerocore.precision import MixedPrecision
-from zerocore.sharding import find_group, shard_model
+from zerocore.sharding import shard_model
 from zerocore.state import state_of
 from zerocore.wrapping import UnitChoice
 
@@ -45,7 +46,9 @@ def shard(
         stage: 0 replicates all (all-reduce), 1 shards optimizer states, 2 gradients too, 3
             parameters too.
         group: process group or 1-D DeviceMesh; None takes the default group, made under torchrun
-            if there is none. Without torch.distributed the world has one rank.
+            if there is none. Without torch.distributed the world has one rank. A 2-D DeviceMesh is
+            hybrid sharding: its first dimension are replicas, over the second the state is sharded;
+            gradients are reduce-scattered in it and then all-reduced over the replicas.
         units: what is gathered together, see :func:`zerocore.wrapping.choose_units`.
         prefetch: units gathered ahead of the one that computes.
         accumulate: ``"sharded"`` or ``"full"``, see :class:`ShardConfig`.
@@ -74,8 +77,8 @@ def shard(
         "find_unused_parameters": find_unused_parameters,
         "mixed_precision": mixed_precision,
     }
-    process_group = find_group(group, model)
-    shard_model(model, options, process_group, units, device, init_fn, optimizer, memory_budget)
+    ranks = find_ranks(group, model)
+    shard_model(model, options, ranks, units, device, init_fn, optimizer, memory_budget)
     return model
 
 

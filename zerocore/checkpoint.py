@@ -77,7 +77,7 @@ def load_full_state_dict(
     source = not broadcast or state.rank == 0
     keys = _keys(model, state)
     error = _check_keys(model, keys, state_dict or {}) if source else None
-    agree(state.group, error, [])
+    agree(state.ranks.groups, error, [])
     values = state_dict or {}
     for unit in state.units:
         _load_unit(state, unit, keys, values if source else None, broadcast)
@@ -132,8 +132,7 @@ def _load_buffers(
 
 
 def _broadcast(state: ShardState, tensor: Tensor) -> None:
-    if state.group is None:
-        return
     # Collectives move memory in order, so a permuted dense tensor travels as its flat storage.
     flat = tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
-    dist.broadcast(flat, dist.get_global_rank(state.group, 0), group=state.group)
+    for group in reversed(state.ranks.groups):  # to the other replicas first
+        dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)

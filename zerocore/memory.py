@@ -69,7 +69,9 @@ def predict_memory(
     state = state_of(model)
     units, order = _inputs(state)
     options = _options(state, state.config.stage if stage is None else stage)
-    plan = _C.plan_memory(units, order, options, rank=state.rank, optimizer_states=optimizer_states)
+    plan = _C.plan_memory(
+        units, order, options, rank=state.ranks.shard_rank, optimizer_states=optimizer_states
+    )
     return MemoryBytes(
         plan.parameters, plan.gradients, plan.optimizer, plan.pool, plan.main_weights
     )
@@ -83,7 +85,8 @@ def _inputs(state: ShardState) -> tuple[list[list[_C.ParamSpec]], list[_C.CallEv
 def _options(state: ShardState, stage: int) -> _C.PlanOptions:
     return _C.PlanOptions(
         stage=stage,
-        world_size=state.world_size,
+        world_size=state.ranks.num_shards,
+        num_replicas=state.ranks.num_replicas,
         prefetch=state.config.prefetch,
         exchanges=state.exchanges,
     )

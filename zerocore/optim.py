@@ -41,8 +41,8 @@ class AdamW(Optimizer):
     ``state[p]`` by hand is not seen.
 
     Gradients may be of another dtype than their parameter (bfloat16 or float16 beside float32). A
-    parameter with an attribute ``model_weight`` (1-D, of its numel, bfloat16 or float16) has its
-    new value written there too, in the same pass.
+    parameter with an attribute ``model_weight`` (1-D, of its numel, of another dtype) has its
+    new value written there too: bfloat16 and float16 beside float32 in the same pass.
 
     Under ``torch.amp.GradScaler`` gradients are unscaled in the same pass: ``p.grad`` keeps the
     scaled values.
@@ -64,7 +64,7 @@ class AdamW(Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    casts_model_weights = True  # read by zerocore.optimizer_hooks
+    casts_model_weights = True  # which zerocore.optimizer_hooks looks for
     clip_grad_norm: float | None = None
     grad_norm: Tensor | None = None
     _plan: UpdatePlan | None = None
@@ -96,7 +96,8 @@ class AdamW(Optimizer):
         try:
             _check_options(group)
             for param in group["params"]:
-                _check_param(param, self._label(param))
+                if param.requires_grad:
+                    _check_param(param, self._label(param))
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -142,7 +143,7 @@ class AdamW(Optimizer):
         """What gradients are multiplied by: what undoes a GradScaler's scale, times clipping."""
         scaled_by: Tensor | None = getattr(self, "grad_scale", None)
         factor = None if scaled_by is None else scaled_by.double().reciprocal()
-        if self.clip_grad_norm is not None and plan.batches:
+        if self.clip_grad_norm is not None and plan.squares:
             norm = global_norm(plan, grads)
             if factor is not None:
                 norm = norm * factor.to(norm.device, non_blocking=True)

@@ -190,7 +190,7 @@ def _shows_full(unit: Unit) -> Iterator[bool]:
 
 def _buckets(state: ShardState) -> tuple[tuple[str, int], ...]:
     """Units that are gathered into the pool."""
-    if state.config.stage != 3 or state.world_size == 1:
+    if state.config.stage != 3 or state.ranks.num_shards == 1:
         return ()
     gathered = [
         (unit.name, state.engine.layout(unit.index).nbytes)
@@ -210,7 +210,7 @@ def _is_gathered(unit: Unit) -> bool:
 def _changes(model: nn.Module) -> Iterator[tuple[str, int]]:
     """Higher stages, no prefetch, more ranks; with the predicted bytes that each saves."""
     state = state_of(model)
-    stage, ranks = state.config.stage, state.world_size
+    stage, ranks = state.config.stage, state.ranks.num_shards
     now = predict_memory(model)
     for higher in range(stage + 1, 4):
         yield f"stage={higher}", now.total - predict_memory(model, higher).total

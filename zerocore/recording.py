@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from zerocore.agreement import is_simulated
 from zerocore.events import Event, read_events
 from zerocore.module import entry_of
 from zerocore.state import ShardState, state_of
@@ -70,8 +70,8 @@ def trace(model: nn.Module, *paths: str | Path) -> Iterator[Timeline]:
 
 def source_of(state: ShardState) -> str:
     """``"emulated"`` where the group's peers do not exist, else ``"measured"``."""
-    backend = "" if state.group is None else dist.get_backend(state.group)
-    return "emulated" if backend in ("emulated", "fake") else "measured"
+    simulated = any(is_simulated(group) for group in state.ranks.groups)
+    return "emulated" if simulated else "measured"
 
 
 def _label(model: nn.Module, state: ShardState) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,6 +16,7 @@ from zerocore.budget import check_budget
 from zerocore.calls import call_order, entry_units
 from zerocore.casting import cast_around_kept
 from zerocore.config import ShardConfig
+from zerocore.groups import Ranks, is_gloo
 from zerocore.materialize import InitFn, full_values, materialize_buffers
 from zerocore.module import Entry, set_entry
 from zerocore.optimizer_hooks import mark_replaced
@@ -26,52 +24,15 @@ from zerocore.out_of_memory import explain_forward, watch_backward
 from zerocore.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.quantities import parse_nbytes
 from zerocore.registration import watch_registrations
-from zerocore.state import Param, ShardState, Unit, find_state, is_gloo, set_state
+from zerocore.state import Param, ShardState, Unit, find_state, set_state
 from zerocore.tensor import Place, ShardedGrad, ShardedParameter
 from zerocore.wrapping import ParamChoice, UnitChoice, UnitPlanned, choose_units
-
-_log = logging.getLogger("zerocore")
-
-
-def find_group(group: Any, model: nn.Module) -> dist.ProcessGroup | None:
-    """The process group to shard over; under torchrun it is made if there is none.
-
-    Args:
-        group: a process group, a 1-D DeviceMesh, or None for the default group.
-
-    Returns:
-        None for a world of one without torch.distributed.
-
-    Raises:
-        TypeError, ValueError: not a group, or a mesh of more than one dimension.
-    """
-    if group is not None:
-        if hasattr(group, "get_group"):
-            if group.ndim != 1:
-                raise ValueError(f"group: expected a 1-D DeviceMesh, got {group.ndim} dimensions")
-            return group.get_group()
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"group: expected a ProcessGroup or DeviceMesh, got {type(group)}")
-        return group
-    if not dist.is_initialized():
-        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            return None
-        on_gpu = torch.cuda.is_available() and any(p.is_cuda for p in model.parameters())
-        backend = "nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend)
-        if dist.get_rank() == 0:
-            _log.warning(
-                "no process group: initialised one of %d ranks with %s",
-                dist.get_world_size(),
-                backend,
-            )
-    return dist.group.WORLD
 
 
 def shard_model(
     model: nn.Module,
     options: dict[str, Any],
-    group: dist.ProcessGroup | None,
+    ranks: Ranks,
     units: Sequence[UnitChoice] | None,
     device: torch.device | None,
     init_fn: InitFn | None,
@@ -94,23 +55,24 @@ def shard_model(
                 _types(choice, config)
         target = _find_device(planned, device)
         if memory_budget is not None:
-            world_size, on_gloo = (1, False) if group is None else (group.size(), is_gloo(group))
+            on_gloo = any(is_gloo(group) for group in ranks.groups)
             nbytes = parse_nbytes(memory_budget, "memory_budget")
-            check_budget(model, planned, config, world_size, on_gloo, nbytes)
+            check_budget(model, planned, config, ranks.num_shards, on_gloo, nbytes)
     except Exception as caught:
         error = caught
-    agree(group, error, [] if error else _facts(planned, config))
+    agree(ranks.groups, error, [] if error else _facts(planned, config))
     engine = Engine(
         stage=config.stage,
         prefetch=config.prefetch,
         hold_full=config.accumulate == "full",
         exchange_used=config.find_unused_parameters,
-        group_name=None if group is None or group.size() == 1 else group.group_name,
+        group_name=None if ranks.shard is None else ranks.shard.group_name,
+        replicas_name=None if ranks.replicas is None else ranks.replicas.group_name,
         device=target,
         units=[(unit.name, [_param_arg(c, config) for c in unit.params]) for unit in planned],
         order=call_order(model, planned),
     )
-    state = ShardState(engine, config, group, target)
+    state = ShardState(engine, config, ranks, target)
     for index, unit in enumerate(planned):
         state.units.append(_shard_unit(state, index, unit, init_fn))
     materialize_buffers(model, target, init_fn)
@@ -217,8 +179,8 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     place = Place(
         choice.fqns[0],
         old.shape,
-        layout.owned(position, state.rank if shared else 0),
-        state.group if shared else None,
+        layout.owned(position, state.ranks.shard_rank if shared else 0),
+        state.ranks.shard if shared else None,
     )
     full = nn.Parameter(engine.make_full(unit.index, position), requires_grad=old.requires_grad)
     data = engine.make_shard(unit.index, position)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import cast
+from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zerocore._C import Engine, ParamSpec
 from zerocore.config import ShardConfig
+from zerocore.groups import Ranks, is_gloo
 from zerocore.meters import Meters
 from zerocore.module import entry_of
 from zerocore.precision import ParamTypes
@@ -50,7 +52,7 @@ class ShardState:
 
     engine: Engine
     config: ShardConfig
-    group: dist.ProcessGroup | None
+    ranks: Ranks
     device: torch.device
     units: list[Unit] = field(default_factory=list)
     meters: Meters = field(init=False)
@@ -60,16 +62,16 @@ class ShardState:
 
     @property
     def world_size(self) -> int:
-        return 1 if self.group is None else self.group.size()
+        return self.ranks.world_size
 
     @property
     def rank(self) -> int:
-        return 0 if self.group is None else self.group.rank()
+        return self.ranks.rank
 
     @property
     def exchanges(self) -> bool:
         """Reduce-scatters run as an exchange and a local sum, as they do on gloo."""
-        return self.group is not None and is_gloo(self.group)
+        return any(is_gloo(group) for group in self.ranks.groups)
 
     def params(self) -> list[Param]:
         """All parameters, in the order of the units."""
@@ -85,14 +87,23 @@ class ShardState:
         ]
 
 
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether collectives of the group run on gloo."""
-    return dist.get_backend(group) == "gloo"
+_states: WeakSet[ShardState] = WeakSet()
 
 
 def set_state(model: nn.Module, state: ShardState) -> None:
     """Attaches the state to the model."""
     model.__dict__[_STATE] = state
+    _states.add(state)
+
+
+def _mark_forked() -> None:
+    # The child has none of the threads that carry out collectives.
+    for state in list(_states):
+        state.engine.mark_forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_mark_forked)
 
 
 def find_state(module: nn.Module) -> ShardState | None:
@@ -114,10 +125,12 @@ def state_of(module: nn.Module) -> ShardState:
 
     Raises:
         ValueError: the module is not sharded.
+        RuntimeError: this process was forked from the one that sharded it.
     """
     state = find_state(module)
     if state is None:
         raise ValueError(
             f"this {type(module).__name__} is not sharded; call zerocore.shard(model) first"
         )
+    state.engine.check_process()
     return state

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocore.flat_states import State
-from zerocore.tensor import ShardedGrad
+from zerocore.tensor import ShardedParameter
+
+_HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -26,6 +28,8 @@ class Batch:
     exp_avg_sqs: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
     model_weights: list[Tensor] = field(default_factory=list)
+    # Those that are written by a pass of their own: not a half type beside float32.
+    other_casts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, index: int, param: Tensor, state: State, model_weight: Tensor | None) -> None:
         self.indices.append(index)
@@ -33,8 +37,12 @@ class Batch:
         self.exp_avgs.append(state["exp_avg"])
         self.exp_avg_sqs.append(state["exp_avg_sq"])
         self.steps.append(state["step"])
-        if model_weight is not None:
+        if model_weight is None:
+            return
+        if param.dtype == torch.float32 and model_weight.dtype in _HALF_TYPES:
             self.model_weights.append(model_weight)
+        else:
+            self.other_casts.append((model_weight, param.detach().view(model_weight.shape)))
 
     def run(
         self, grads: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None
@@ -62,6 +70,8 @@ class Batch:
             grad_scale=_scalar_on(self.device, grad_scale),
             found_inf=_scalar_on(self.device, found_inf),
         )
+        for model_weight, weight in self.other_casts:
+            model_weight.copy_(weight)
 
 
 @dataclass
@@ -71,8 +81,9 @@ class UpdatePlan:
     kinds: list[torch.dtype | None]  # of all parameters' gradients
     num_states: int  # of the optimizer, when the plan was made
     batches: list[Batch]
-    # Gradients whose squares are summed over the ranks of a group (None: each rank has all).
-    split: dict[dist.ProcessGroup | None, list[int]]
+    # Gradients on a device whose squares are summed over the ranks of a group (None: each rank has
+    # all). A group is here without gradients too: other ranks may have some, and would wait.
+    squares: dict[tuple[dist.ProcessGroup | None, torch.device], list[int]]
 
 
 def make_plan(
@@ -86,6 +97,8 @@ def make_plan(
     batches: dict[Hashable, Batch] = {}
     places = [(param, group) for group in groups for param in group["params"]]
     for index, ((param, group), grad) in enumerate(zip(places, grads, strict=True)):
+        group_of_ranks = param.place.group if isinstance(param, ShardedParameter) else None
+        squares = plan.squares.setdefault((group_of_ranks, param.device), [])
         if grad is None:
             continue
         model_weight = getattr(param, "model_weight", None)
@@ -93,8 +106,7 @@ def make_plan(
         key = (id(group), param.device, param.dtype, kinds[index], model_dtype)
         batch = batches.setdefault(key, Batch(group, param.device))
         batch.add(index, param, states[param], model_weight)
-        sums_over = grad.place.group if isinstance(grad, ShardedGrad) else None
-        plan.split.setdefault(sums_over, []).append(index)
+        squares.append(index)
     plan.batches = list(batches.values())
     return plan
 
@@ -107,14 +119,10 @@ def _scalar_on(device: torch.device, number: Any) -> Tensor | None:
 def global_norm(plan: UpdatePlan, grads: Sequence[Tensor]) -> Tensor:
     """2-norm of all gradients, float64; one all-reduce for each process group."""
     sums: list[Tensor] = []
-    for group, indices in plan.split.items():
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for index in indices:
-            by_device.setdefault(grads[index].device, []).append(grads[index])
-        for device, local in by_device.items():
-            square = torch.empty(2, dtype=torch.float64, device=device)
-            torch.ops.zerocore.sum_of_squares(square, local)
-            if group is not None:
-                dist.all_reduce(square, group=group)
-            sums.append(square[0])
+    for (group, device), indices in plan.squares.items():
+        square = torch.zeros(2, dtype=torch.float64, device=device)
+        torch.ops.zerocore.sum_of_squares(square, [grads[index] for index in indices])
+        if group is not None:
+            dist.all_reduce(square, group=group)
+        sums.append(square[0])
     return torch.stack([square.to(sums[0].device) for square in sums]).sum().sqrt()

@@ -131,6 +131,7 @@ PyEngine make_engine(
     bool exchange_used,
     bool log_hand_overs,
     const std::optional<std::string>& group_name,
+    const std::optional<std::string>& replicas_name,
     const at::Device& device,
     const std::vector<std::pair<std::string, std::vector<ParamArg>>>& units,
     std::vector<CallEvent> order) {
@@ -144,6 +145,7 @@ PyEngine make_engine(
   self.engine = std::make_shared<Engine>(
       EngineOptions{stage, prefetch, hold_full, exchange_used, log_hand_overs},
       group_name,
+      replicas_name,
       device,
       std::move(inits),
       std::move(order),
@@ -244,6 +246,7 @@ void register_setup(py::class_<PyEngine>& engine) {
           py::arg("exchange_used"),
           py::arg("log_hand_overs") = false,
           py::arg("group_name"),
+          py::arg("replicas_name") = py::none(),
           py::arg("device"),
           py::arg("units"),
           py::arg("order"))
@@ -324,6 +327,8 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def("end_update", [](PyEngine& self, UnitId unit) { self.engine->end_update(unit); })
       .def(
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
+      .def("mark_forked", [](PyEngine& self) { self.engine->mark_forked(); })
+      .def("check_process", [](PyEngine& self) { self.engine->check_process(); })
       .def_property(
           "sync",
           [](const PyEngine& self) { return self.engine->sync(); },

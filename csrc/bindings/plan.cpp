@@ -208,6 +208,7 @@ void register_plan(py::module_& module) {
                       int64_t world_size,
                       int prefetch,
                       bool exchanges,
+                      int64_t num_replicas,
                       std::vector<CallEvent> first_order,
                       const std::vector<std::pair<bool, int32_t>>& backward) {
             std::vector<BackwardEvent> events;
@@ -215,13 +216,20 @@ void register_plan(py::module_& module) {
               events.push_back({ready, index});
             }
             return PlanOptions{
-                stage, world_size, prefetch, exchanges, std::move(first_order), std::move(events)};
+                stage,
+                world_size,
+                prefetch,
+                exchanges,
+                num_replicas,
+                std::move(first_order),
+                std::move(events)};
           }),
           py::kw_only(),
           py::arg("stage"),
           py::arg("world_size"),
           py::arg("prefetch"),
           py::arg("exchanges"),
+          py::arg("num_replicas") = 1,
           py::arg("first_order") = std::vector<CallEvent>{},
           py::arg("backward") = std::vector<std::pair<bool, int32_t>>{})
       .def_readonly("stage", &PlanOptions::stage)

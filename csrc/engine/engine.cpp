@@ -25,15 +25,21 @@ std::unique_ptr<Collectives> make_collectives(
 }
 
 UnitContext make_context(
-    const EngineOptions& options,
+    EngineOptions options,
     Collectives* collectives,
+    Collectives* replicas,
     Streams& streams,
     BucketPool& pool,
     Trace& trace) {
+  if (collectives == nullptr) {
+    std::swap(collectives, replicas); // nothing to shard: replicas of everything
+    options.stage = 0;
+  }
   UnitContext context;
   const int64_t world_size = collectives == nullptr ? 1 : collectives->size();
   context.policy = StagePolicy::from_stage(options.stage, world_size);
   context.collectives = collectives;
+  context.replicas = replicas;
   context.streams = &streams;
   context.pool = &pool;
   context.trace = &trace;
@@ -65,6 +71,7 @@ bool any_requires_grad(const std::vector<at::Tensor>& tensors) {
 Engine::Engine(
     EngineOptions options,
     const std::optional<std::string>& group,
+    const std::optional<std::string>& replicas,
     c10::Device device,
     std::vector<UnitInit> units,
     std::vector<CallEvent> order,
@@ -74,7 +81,8 @@ Engine::Engine(
       pool_(streams_),
       trace_(streams_),
       collectives_(make_collectives(group, streams_)),
-      context_(make_context(options, collectives_.get(), streams_, pool_, trace_)),
+      replicas_(make_collectives(replicas, streams_)),
+      context_(make_context(options, collectives_.get(), replicas_.get(), streams_, pool_, trace_)),
       units_(make_units(std::move(units), context_)),
       progress_(units_.size()),
       schedule_(
@@ -85,9 +93,13 @@ Engine::Engine(
           std::move(order)),
       reducer_(units_, context_, {options.hold_full, options.exchange_used}),
       registrar_(std::move(registrar)),
+      thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
       agreed_(false) {}
 
 Engine::~Engine() {
+  if (thread_check_.is_forked()) {
+    return; // what is in flight never ends here
+  }
   try {
     reset();
   } catch (const std::exception& error) {
@@ -128,10 +140,8 @@ void Engine::begin_pass() {
 }
 
 void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
-  const bool nested = calls_.back().recomputing;
-  calls_.pop_back();
-  if (nested) {
-    return;
+  if (pop_call().recomputing) {
+    return; // nested
   }
   schedule_.end_pass(actions_);
   run(actions_);
@@ -151,18 +161,19 @@ void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
 }
 
 void Engine::fail_pass() {
-  const bool nested = calls_.back().recomputing;
-  calls_.pop_back();
-  if (!nested) {
+  if (!pop_call().recomputing) {
     reset();
   }
 }
 
 void Engine::enter(UnitId id) {
   recover();
-  calls_.push_back({in_backward(), next_node()});
-  if (calls_.back().recomputing) {
+  const bool recomputing = in_backward();
+  if (recomputing) {
     begin_backward();
+  }
+  calls_.push_back({recomputing, next_node()});
+  if (recomputing) {
     if (schedule_.recompute(id, actions_)) {
       forget_fired(id);
     }
@@ -177,8 +188,7 @@ void Engine::enter(UnitId id) {
 }
 
 void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs) {
-  const auto [recomputing, first_node] = calls_.back();
-  calls_.pop_back();
+  const auto [recomputing, first_node] = pop_call();
   const bool records = any_requires_grad(outputs);
   CallHandle call{-1, -1, id};
   if (!recomputing) {
@@ -204,10 +214,10 @@ void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs) {
 void Engine::agree_on_called() {
   agreed_ = true;
   std::vector<bool> called = schedule_.called();
-  if (collectives_ != nullptr) {
+  if (context_.collectives != nullptr) {
     at::Tensor flags = at::zeros({num_units()}, at::kByte);
     std::copy(called.begin(), called.end(), flags.data_ptr<uint8_t>());
-    collectives_->all_reduce_max(flags);
+    context_.all_reduce_max(flags);
     const uint8_t* values = flags.const_data_ptr<uint8_t>();
     std::transform(
         values, values + called.size(), called.begin(), [](uint8_t value) { return value != 0; });
@@ -217,11 +227,25 @@ void Engine::agree_on_called() {
 
 // -- shared ---------------------------------------------------------------------------------
 
-// A backward that ended with an exception never reached end_backward().
+// Before a use of units. A backward that ended with an exception never reached end_backward().
 void Engine::recover() {
-  if (backward_ && !in_backward()) {
+  if (in_backward()) {
+    return;
+  }
+  if (backward_) {
+    thread_check_.check_no_backward();
     reset();
   }
+  thread_check_.enter_forward();
+}
+
+Engine::Call Engine::pop_call() {
+  const Call call = calls_.back();
+  calls_.pop_back();
+  if (calls_.empty()) {
+    thread_check_.leave_forward();
+  }
+  return call;
 }
 
 void Engine::run(Actions& actions) {
@@ -316,58 +340,10 @@ void Engine::order_gathers() {
   }
 }
 
-void Engine::pin(const std::vector<UnitId>& units) {
-  recover();
-  for (const UnitId id : units) {
-    if (refresh(id)) {
-      order_gathers();
-    }
-    schedule_.pin(id, actions_);
-    run(actions_);
-    use(id);
-  }
-}
-
-void Engine::unpin(const std::vector<UnitId>& units, bool write_back) {
-  const at::NoGradGuard no_grad;
-  for (const UnitId id : units) {
-    if (write_back) {
-      units_[id]->write_back();
-    }
-    schedule_.unpin(id, actions_);
-    run(actions_);
-    update_registration(id);
-  }
-}
-
-void Engine::mark_updated(UnitId unit) {
-  units_.at(unit)->mark_updated();
-}
-
-void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast) {
-  recover();
-  units_.at(unit)->materialize(full, broadcast);
-}
-
-std::vector<at::Tensor> Engine::full_values(UnitId unit) {
-  recover();
-  return units_.at(unit)->full_values();
-}
-
-// Before an update that casts what it writes: what it leaves alone must be right already.
-void Engine::begin_update(UnitId unit) {
-  const at::NoGradGuard no_grad;
-  units_.at(unit)->cast_main();
-}
-
-void Engine::end_update(UnitId unit) {
-  units_.at(unit)->mark_updated();
-  units_.at(unit)->mark_cast();
-}
-
 void Engine::reset() {
   backward_ = false;
   calls_.clear();
+  thread_check_.leave_forward();
   schedule_.abort(actions_);
   run(actions_);
   reducer_.reset();

@@ -1,7 +1,7 @@
 // The one object Python holds: wires units, schedule, reducer and autograd.
 //
-// Calls come from one thread at a time (backward may run on another one). enter/exit bracket a
-// module call; begin_pass/end_pass bracket a call of the sharded model.
+// Calls come from one thread at a time (backward may run on another one); others get an error.
+// enter/exit bracket a module call; begin_pass/end_pass bracket a call of the sharded model.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine/reducer.h"
+#include "engine/thread_check.h"
 #include "engine/unit.h"
 #include "plan/schedule.h"
 
@@ -40,11 +41,12 @@ class Registrar {
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // `group` is a c10d group's name, none for a world of one. `order` is the expected order of
-  // calls.
+  // Names of c10d groups: the ranks to shard over, none for a world of one, and those that hold
+  // the same shards, none where nobody does. `order` is the expected order of calls.
   Engine(
       EngineOptions options,
       const std::optional<std::string>& group,
+      const std::optional<std::string>& replicas,
       c10::Device device,
       std::vector<UnitInit> units,
       std::vector<CallEvent> order,
@@ -109,14 +111,26 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void end_update(UnitId unit);
   // Drops everything in flight: gathers, graphs waiting for a backward, unreduced gradients.
   void reset();
+  // In the child of a fork: from now on every use of units is an error, where there are peers.
+  void mark_forked();
+  void check_process() const {
+    thread_check_.check_process();
+  }
 
  private:
+  struct Call {
+    bool recomputing = false; // in a recompute, not a forward
+    uint64_t first_node = 0; // of the graph that the call records
+  };
+
   void begin_backward();
   void end_backward();
   void pre_backward(const CallHandle& call, int64_t version);
   void grad_ready(UnitId unit, int param);
   void forget_fired(UnitId unit);
   void recover();
+  void leave_if_outside();
+  Call pop_call();
   void run(Actions& actions);
   void use(UnitId unit);
   void update_registration(UnitId unit);
@@ -138,19 +152,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Streams streams_;
   BucketPool pool_;
   Trace trace_;
-  std::unique_ptr<Collectives> collectives_;
+  std::unique_ptr<Collectives> collectives_, replicas_;
   UnitContext context_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<UnitProgress> progress_;
   Schedule schedule_;
   Reducer reducer_;
   std::unique_ptr<Registrar> registrar_;
-  struct Call {
-    bool recomputing = false; // in a recompute, not a forward
-    uint64_t first_node = 0; // of the graph that the call records
-  };
   std::vector<Call> calls_; // entered and not left
   Actions actions_; // reused
+  ThreadCheck thread_check_;
   bool backward_ = false;
   bool sync_ = true;
   bool agreed_ = false; // the ranks compared which units they call

@@ -8,11 +8,12 @@
 namespace zerocore {
 
 void Engine::begin_backward() {
+  thread_check_.check_hook();
   if (std::exchange(backward_, true)) {
     return;
   }
   schedule_.begin_backward();
-  on_backward_end([weak = weak_from_this()] {
+  on_backward_end([weak = weak_from_this(), running = thread_check_.begin_backward()] {
     if (const auto engine = weak.lock()) {
       engine->end_backward();
     }

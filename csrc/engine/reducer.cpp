@@ -171,6 +171,9 @@ void Reducer::issue(UnitId id, RegionGrads& grads) {
     grads.scratch.attach(grads.scratch_slot.data.get());
   }
   grads.pending = start(id, grads);
+  if (context_.replicas != nullptr && context_.streams->has_streams()) {
+    grads.pending = start_across(id, result_of(grads));
+  }
   in_flight_.emplace_back(id, static_cast<int>(&grads - grads_[id].regions.data()));
 }
 
@@ -189,19 +192,28 @@ PendingCollective Reducer::start(UnitId id, RegionGrads& grads) {
   if (!sharded) {
     return collectives.all_reduce(full, std::move(tag));
   }
-  if (grads.scratch.attached()) {
-    const at::Tensor& scratch = grads.scratch.full(grads.region);
-    return collectives.exchanges() ? collectives.exchange(scratch, full, std::move(tag))
-                                   : collectives.reduce_scatter(scratch, full, std::move(tag));
-  }
-  const at::Tensor& out = grads.wire ? grads.wire->own(grads.region) : shard_of(grads);
-  return collectives.reduce_scatter(out, full, std::move(tag));
+  return collectives.exchanges()
+      ? collectives.exchange(grads.scratch.full(grads.region), full, std::move(tag))
+      : collectives.reduce_scatter(result_of(grads), full, std::move(tag));
+}
+
+PendingCollective Reducer::start_across(UnitId id, const at::Tensor& sum) {
+  CollectiveTag tag{
+      &units_[id]->name(),
+      context_.trace->add(
+          TraceOp::AllReduce,
+          id,
+          static_cast<int64_t>(sum.nbytes()),
+          context_.pool->stats().in_use_nbytes)};
+  return context_.replicas->all_reduce(sum, std::move(tag));
 }
 
 // Waits for a reduction and adds its result to the gradient shard.
 void Reducer::complete(UnitId id, RegionGrads& grads) {
   grads.pending.wait(*context_.streams);
-  if (grads.scratch.attached() || grads.wire) {
+  if (context_.replicas != nullptr && !context_.streams->has_streams()) {
+    sum_across(id, grads);
+  } else if (grads.scratch.attached() || grads.wire) {
     take_result(id, grads);
   }
   release_slots(grads);
@@ -211,17 +223,50 @@ void Reducer::complete(UnitId id, RegionGrads& grads) {
   }
 }
 
-void Reducer::take_result(UnitId id, RegionGrads& grads) {
-  if (grads.adds) {
-    zero_invalid(id, grads);
+// See Note [Replicas].
+void Reducer::sum_across(UnitId id, RegionGrads& grads) {
+  const bool in_place = !grads.adds && !grads.wire;
+  const at::Tensor& first = in_place ? shard_of(grads) : result_of(grads);
+  if (grads.scratch.attached() && context_.collectives->exchanges()) {
+    sum(id, first, grads.scratch.full(grads.region), false);
   }
-  const bool in_scratch = grads.scratch.attached();
-  const int64_t chunks = in_scratch && context_.collectives->exchanges() ? context_.num_shards : 1;
-  const at::Tensor& received =
-      in_scratch ? grads.scratch.full(grads.region) : grads.wire->own(grads.region);
-  context_.streams->note_read(StreamRole::Compute, received, "sums", units_[id]->name());
-  context_.streams->note_write(StreamRole::Compute, shard_of(grads), "sums", units_[id]->name());
-  kernels::accumulate(shard_of(grads), received, chunks, grads.adds);
+  grads.across = start_across(id, first);
+  if (!in_place) {
+    grads.across.wait(*context_.streams);
+    zero_invalid(id, grads);
+    sum(id, shard_of(grads), first, grads.adds);
+  }
+}
+
+void Reducer::wait_across() {
+  for (UnitGrads& unit : grads_) {
+    for (RegionGrads& grads : unit.regions) {
+      grads.across.wait(*context_.streams);
+    }
+  }
+}
+
+void Reducer::take_result(UnitId id, RegionGrads& grads) {
+  zero_invalid(id, grads);
+  const bool exchanged = grads.scratch.attached() && context_.collectives->exchanges();
+  sum(id,
+      shard_of(grads),
+      exchanged ? grads.scratch.full(grads.region) : result_of(grads),
+      grads.adds);
+}
+
+// What a collective leaves where it is not the gradient itself.
+const at::Tensor& Reducer::result_of(const RegionGrads& grads) const {
+  if (grads.scratch.attached()) {
+    return grads.scratch.own(grads.region);
+  }
+  return grads.wire ? grads.wire->own(grads.region) : shard_of(grads);
+}
+
+void Reducer::sum(UnitId id, const at::Tensor& out, const at::Tensor& chunks, bool add) {
+  context_.streams->note_read(StreamRole::Compute, chunks, "sums", units_[id]->name());
+  context_.streams->note_write(StreamRole::Compute, out, "sums", units_[id]->name());
+  kernels::accumulate(out, chunks, out.numel() == 0 ? 1 : chunks.numel() / out.numel(), add);
 }
 
 void Reducer::release_slots(RegionGrads& grads) {
@@ -252,7 +297,10 @@ void Reducer::complete_all() {
 }
 
 // Before an addition: what the memory holds for parameters without a value is left over.
-void Reducer::zero_invalid(UnitId id, RegionGrads& grads) {
+void Reducer::zero_invalid(UnitId id, const RegionGrads& grads) {
+  if (!grads.adds) {
+    return;
+  }
   for (const int i : units_[id]->layout().regions()[grads.region].params) {
     ParamGrads& param = grads_[id].params[i];
     if (!param.valid) {

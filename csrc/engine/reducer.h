@@ -7,6 +7,12 @@
 // While gradients accumulate without communication the bucket holds this rank's own sums
 // (`local`). Gradients are scaled by 1 / world size when they are packed.
 //
+// Note [Replicas]
+// With hybrid sharding the reduced shards are summed once more, over the ranks that hold the same
+// one. On a device that runs on the stream of the reduction, right behind it. On the CPU it starts
+// when the first sum is known; where that is in its final place it is only waited for at the end of
+// the backward.
+//
 // Note [Gradients on the wire]
 // Where gradients travel in another type than they are kept in, they are packed (local sums: cast)
 // into a slot of the pool of that type, reduced there, and added to the gradient that is kept.
@@ -63,6 +69,7 @@ class Reducer {
     bool local = false; // `full` holds sums that were not reduced
     bool adds = false; // what is being reduced is added to the gradient
     PendingCollective pending;
+    PendingCollective across; // of the sum over the replicas
   };
   struct ParamGrads {
     at::Tensor grad;
@@ -97,10 +104,15 @@ class Reducer {
   void issue(UnitId unit, RegionGrads& grads);
   PendingCollective start(UnitId unit, RegionGrads& grads);
   void complete(UnitId unit, RegionGrads& grads);
+  PendingCollective start_across(UnitId unit, const at::Tensor& sum);
+  void sum_across(UnitId unit, RegionGrads& grads);
+  void wait_across();
+  void sum(UnitId unit, const at::Tensor& out, const at::Tensor& chunks, bool add);
   void take_result(UnitId unit, RegionGrads& grads);
+  const at::Tensor& result_of(const RegionGrads& grads) const;
   void release_slots(RegionGrads& grads);
   void complete_all();
-  void zero_invalid(UnitId unit, RegionGrads& grads);
+  void zero_invalid(UnitId unit, const RegionGrads& grads);
   void clear_full_grads(UnitId unit);
   void exchange_used();
   void show(UnitId unit);

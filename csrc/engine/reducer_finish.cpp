@@ -12,6 +12,7 @@ namespace zerocore {
 void Reducer::finish() {
   const at::NoGradGuard no_grad;
   complete_all();
+  wait_across();
   const bool any_reduced =
       std::any_of(grads_.begin(), grads_.end(), [](const UnitGrads& unit) { return unit.reduced; });
   if (any_reduced && context_.collectives != nullptr && (options_.exchange_used || !asked_used_)) {
@@ -46,7 +47,7 @@ void Reducer::exchange_used() {
   flags.push_back(any_unused ? 1 : 0);
   at::Tensor values = at::zeros({static_cast<int64_t>(flags.size())}, at::kByte);
   std::copy(flags.begin(), flags.end(), values.data_ptr<uint8_t>());
-  context_.collectives->all_reduce_max(values);
+  context_.all_reduce_max(values);
   const uint8_t* used = values.const_data_ptr<uint8_t>();
   for (UnitGrads& unit : grads_) {
     for (ParamGrads& param : unit.params) {
@@ -98,6 +99,7 @@ void Reducer::reset() {
     release_slots(grads);
   }
   in_flight_.clear();
+  wait_across();
   for (UnitId id = 0; id < static_cast<UnitId>(grads_.size()); ++id) {
     clear_full_grads(id);
     for (RegionGrads& grads : grads_[id].regions) {

@@ -55,6 +55,7 @@ void Reducer::attach(UnitId id, RegionGrads& grads, bool hold) {
   if (grads.pending.pending()) {
     complete(id, grads); // a second reduction in one backward
   }
+  grads.across.wait(*context_.streams);
   if (grads.shard && !grads.shard->attached()) {
     grads.shard->attach(zeroed_memory(grads.shard->nbytes()));
   }
@@ -111,9 +112,11 @@ Range Reducer::add_range(const Unit& unit, const RegionGrads& grads, int param) 
   if (grads.local) {
     return state.local ? place.range() : Range{place.offset, place.offset};
   }
-  // A reduced value counts once in the next sum: where it is owned, at stage 0 on one rank.
-  const bool owns = context_.policy.shards_optimizer() || context_.collectives == nullptr ||
-      context_.collectives->rank() == 0;
+  // A reduced value counts once in the next sum: on one of the ranks that own it.
+  const bool first_replica = context_.replicas == nullptr || context_.replicas->rank() == 0;
+  const bool owns = first_replica &&
+      (context_.policy.shards_optimizer() || context_.collectives == nullptr ||
+       context_.collectives->rank() == 0);
   if (!persistent() || !state.valid || !owns) {
     return {place.offset, place.offset};
   }
@@ -133,8 +136,7 @@ void Reducer::check_gradient(const UnitParam& param) const {
 }
 
 double Reducer::scale() const {
-  return context_.collectives == nullptr ? 1.0
-                                         : 1.0 / static_cast<double>(context_.collectives->size());
+  return 1.0 / static_cast<double>(context_.world_size());
 }
 
 c10::DataPtr Reducer::zeroed_memory(int64_t nbytes) const {

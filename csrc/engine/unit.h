@@ -26,12 +26,27 @@ enum class UnitState : uint8_t { Sharded, Unsharding, Unsharded };
 // What units share; outlives them.
 struct UnitContext {
   StagePolicy policy;
-  Collectives* collectives = nullptr; // null on one rank
+  Collectives* collectives = nullptr; // of the ranks that share a shard each; null on one rank
+  Collectives* replicas = nullptr; // of the ranks that hold the same shard; null if there is one
   Streams* streams = nullptr;
   BucketPool* pool = nullptr;
   Trace* trace = nullptr;
   int64_t num_shards = 1;
   int64_t shard = 0; // this rank's
+
+  // All ranks.
+  int64_t world_size() const {
+    return (collectives == nullptr ? 1 : collectives->size()) *
+        (replicas == nullptr ? 1 : replicas->size());
+  }
+  // Elementwise maximum of a small CPU tensor over all ranks, in place; blocks the host.
+  void all_reduce_max(at::Tensor& values) const {
+    for (Collectives* each : {collectives, replicas}) {
+      if (each != nullptr) {
+        each->all_reduce_max(values);
+      }
+    }
+  }
 };
 
 struct UnitParam {
@@ -134,7 +149,7 @@ class Unit {
   Bucket make_staging() const;
   void allocate_persistent();
   void fill(const Bucket& staging, const std::vector<at::Tensor>& full) const;
-  void broadcast(const Bucket& staging) const;
+  void broadcast(const Bucket& staging, Collectives& collectives) const;
   void take(const Bucket& staging);
   void wait_for_all(std::vector<PendingCollective>& collectives) const;
   int64_t region_version(int region) const;

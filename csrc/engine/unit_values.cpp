@@ -28,8 +28,10 @@ void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast_full)
   wait_for_unshard();
   const Bucket staging = make_staging();
   fill(staging, full);
-  if (broadcast_full && context_.collectives != nullptr) {
-    broadcast(staging);
+  for (Collectives* collectives : {context_.replicas, context_.collectives}) {
+    if (broadcast_full && collectives != nullptr) {
+      broadcast(staging, *collectives);
+    }
   }
   take(staging);
   mark_changed();
@@ -76,12 +78,11 @@ void Unit::fill(const Bucket& staging, const std::vector<at::Tensor>& full) cons
   }
 }
 
-void Unit::broadcast(const Bucket& staging) const {
+void Unit::broadcast(const Bucket& staging, Collectives& collectives) const {
   context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
   std::vector<PendingCollective> pending;
   for (const int region : staging.regions()) {
-    pending.push_back(
-        context_.collectives->broadcast(staging.full_bytes(region), {&name_, nullptr}));
+    pending.push_back(collectives.broadcast(staging.full_bytes(region), {&name_, nullptr}));
   }
   wait_for_all(pending);
 }

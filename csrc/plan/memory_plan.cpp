@@ -207,12 +207,15 @@ class Simulation {
   }
 
   void reduce(UnitId unit, const Layout& layout) {
-    complete();
+    if (uses_slots(layout)) {
+      complete();
+    }
     reduced_[unit] = true;
     for (const Region& region : layout.regions()) {
-      if (!region.requires_grad || options_.world_size == 1) {
+      if (!region.requires_grad || options_.world_size * options_.num_replicas == 1) {
         continue;
       }
+      in_flight_.push_back({unit, {}, 0});
       const bool sharded = policy_.shards_optimizer();
       const int64_t nbytes = region.numel() * region.reduce.itemsize;
       if (policy_.shards_gradients() || region.has_wire()) {
@@ -222,17 +225,43 @@ class Simulation {
         hold(nbytes);
       }
       add(sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce, unit, nbytes);
+      if (options_.world_size > 1 && options_.num_replicas > 1) {
+        reduce_across(unit, sharded ? region.shard_numel * region.reduce.itemsize : nbytes);
+      }
+    }
+  }
+
+  // Whether the reducer takes memory from the pool for the unit: one such reduction at a time.
+  bool uses_slots(const Layout& layout) const {
+    const auto& regions = layout.regions();
+    return policy_.shards_gradients() || (policy_.shards_optimizer() && options_.exchanges) ||
+        std::any_of(regions.begin(), regions.end(), [](const Region& region) {
+             return region.has_wire();
+           });
+  }
+
+  // The sum over the replicas: on a device right behind the other, on gloo once that is complete.
+  void reduce_across(UnitId unit, int64_t nbytes) {
+    if (options_.exchanges) {
+      in_flight_.back().across_nbytes = nbytes;
+    } else {
+      add(TraceOp::AllReduce, unit, nbytes);
     }
   }
 
   void hold(int64_t nbytes) {
     pool_.acquire(nbytes);
-    in_flight_.push_back(nbytes);
+    in_flight_.back().slots.push_back(nbytes);
   }
 
   void complete() {
-    for (const int64_t nbytes : in_flight_) {
-      pool_.release(nbytes);
+    for (const Reduction& reduction : in_flight_) {
+      if (reduction.across_nbytes > 0) {
+        add(TraceOp::AllReduce, reduction.unit, reduction.across_nbytes);
+      }
+      for (const int64_t nbytes : reduction.slots) {
+        pool_.release(nbytes);
+      }
     }
     in_flight_.clear();
   }
@@ -251,7 +280,12 @@ class Simulation {
   std::vector<PlannedEvent> events_;
   std::vector<bool> reduced_;
   PoolCount pool_;
-  std::vector<int64_t> in_flight_; // slots of the reduction under way
+  struct Reduction {
+    UnitId unit;
+    std::vector<int64_t> slots; // bytes
+    int64_t across_nbytes; // of the sum over the replicas that is still to come
+  };
+  std::vector<Reduction> in_flight_;
   int32_t moment_ = 0;
 };
 

@@ -22,6 +22,7 @@ struct PlanOptions {
   int64_t world_size = 1;
   int prefetch = 1;
   bool exchanges = false; // reduce-scatter as an exchange and a local sum (gloo)
+  int64_t num_replicas = 1; // groups of world_size ranks that hold the same (hybrid sharding)
   // What the schedule expects before it has seen a forward; empty for the order itself.
   std::vector<CallEvent> first_order;
   // The backward as it was observed; empty for the mirrored forward.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -196,3 +197,41 @@ def scale_at_all_stages() -> None:
 
 def test_grad_scaler() -> None:
     run_ranks(scale_at_all_stages, 2)
+
+
+def train_mixed(
+    stage: int, mixed: zerocore.MixedPrecision, make: Any
+) -> tuple[list[float], nn.Module]:
+    case = case_named("plain")
+    model = zerocore.shard(case.seeded_build(), stage=stage, mixed_precision=mixed)
+    optimizer = simple(make, model.parameters())
+    losses = []
+    for step in range(4):
+        losses.append(accumulate(model, case, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model
+
+
+def mix_at_all_stages() -> None:
+    """Main and model weights are those of torch's step and the engine's cast."""
+    half, full = torch.bfloat16, torch.float32
+    for stage in STAGES:
+        for mixed in (
+            zerocore.MixedPrecision(param_dtype=half, output_dtype=full),
+            zerocore.MixedPrecision(param_dtype=half, output_dtype=full, grad_dtype=half),
+            zerocore.MixedPrecision(param_dtype=full, main_dtype=half),
+        ):
+            print(stage, mixed, flush=True)
+            # Torch's own step takes only gradients of the weights' dtype.
+            like = dataclasses.replace(mixed, grad_dtype=None)
+            expected, other = train_mixed(stage, like, partial(torch.optim.AdamW, fused=True))
+            losses, model = train_mixed(stage, mixed, AdamW)
+            torch.testing.assert_close(losses, expected, rtol=1e-2, atol=1e-3)
+            for a, b in zip(model.parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(a.detach(), b.detach(), rtol=0.0, atol=5e-3)
+                assert torch.equal(a.model_weight, a.detach().to(mixed.param_dtype))
+
+
+def test_mixed_precision() -> None:
+    run_ranks(mix_at_all_stages, 2)

@@ -162,7 +162,7 @@ def test_whole_model_in_one_graph_is_refused() -> None:
 
 def count_huggingface_graphs(model: Any, plain: nn.Module, case: Case, way: str) -> int:
     """Graphs after the first step; later ones make none. Losses are those of `plain`."""
-    counter = make_counter("aot_eager")
+    counter = make_counter("eager")
     for module in model.model.layers if way == "layers" else [model]:
         module.compile(backend=counter, fullgraph=way == "layers")
     num_graphs = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -222,6 +223,52 @@ def train_packed(stage: int) -> None:
 
 def test_packed_4_bit_weights(stage: int) -> None:
     run_ranks(train_packed, 2, stage)
+
+
+def change_what_is_frozen(stage: int) -> None:
+    """Frozen parameters are gathered once, and again whenever something has changed them."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    model[1].bias.requires_grad_(True)
+    plain = copy.deepcopy(model)
+    zerocore.shard(model, stage=stage, units=["0", "1"])
+    for change in (change_in_place, write_back, load_other, thaw_and_train):
+        for _ in range(2):
+            change(model, plain)
+            print(change.__name__, flush=True)
+            torch.testing.assert_close(model(torch.ones(1, 4)), plain(torch.ones(1, 4)))
+        model.requires_grad_(False)
+        plain.requires_grad_(False)
+
+
+def change_in_place(model: Any, plain: Any) -> None:
+    with torch.no_grad():
+        for net in (model, plain):
+            net[1].weight.mul_(1.5)
+
+
+def write_back(model: Any, plain: Any) -> None:
+    with torch.no_grad(), zerocore.unsharded(model, write_back=True):
+        for net in (model, plain):
+            net[0].weight.data.add_(0.5)
+
+
+def load_other(model: Any, plain: Any) -> None:
+    plain.load_state_dict({name: value + 1 for name, value in plain.state_dict().items()})
+    zerocore.load_full_state_dict(model, plain.state_dict())
+
+
+def thaw_and_train(model: Any, plain: Any) -> None:
+    for net in (model, plain):
+        net.requires_grad_(True)
+        net(torch.ones(1, 4)).sum().backward()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_changes_of_frozen_parameters_are_noticed(stage: int) -> None:
+    run_ranks(change_what_is_frozen, 2, stage)
 
 
 def add_to_a_sharded_model() -> None:

@@ -275,23 +275,6 @@ def test_register_forward_method(stage: int) -> None:
     run_ranks(call_method, 2, stage)
 
 
-def generate(stage: int, name: str) -> None:
-    case = case_named(name)
-    model: Any = zerocore.shard(case.seeded_build(), stage=stage)
-    plain: Any = case.seeded_build()
-    zerocore.register_forward_method(model, "generate")
-    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    prompt = case.seeded_batch(0, dist.get_rank(), 2)["input_ids"]
-    expected = plain.eval().generate(prompt, **settings)
-    assert torch.equal(model.eval().generate(prompt, **settings), expected)
-
-
-@pytest.mark.parametrize("name", ["hf_gpt2_tied", "hf_llama"])
-def test_huggingface_generate(stage: int, name: str) -> None:
-    pytest.importorskip("transformers")
-    run_ranks(generate, 2, stage, name)
-
-
 def batch_norm() -> Case:
     """Buffers that the forward changes."""
     from tests.zoo_awkward import Net

@@ -66,10 +66,22 @@ class Graph(nn.Module):
         return x
 
 
+class Mesh:
+    """Three replicas of two shards each, as a DeviceMesh of two dimensions says it."""
+
+    ndim = 2
+
+    def __init__(self) -> None:
+        self.groups = [dist.new_group([1, 3, 5]), dist.new_group([0, 1])]
+
+    def get_group(self, dimension: int) -> dist.ProcessGroup:
+        return self.groups[dimension]
+
+
 @pytest.fixture(scope="module", autouse=True)
-def fake_group() -> Iterator[None]:
-    dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
-    yield
+def mesh() -> Iterator[Mesh]:
+    dist.init_process_group("fake", rank=1, world_size=6, store=FakeStore())
+    yield Mesh()
     dist.destroy_process_group()
 
 
@@ -106,7 +118,7 @@ POLICIES = (
 )
 
 
-def shard(seed: int, stage: int) -> Graph:
+def shard(seed: int, stage: int, mesh: Mesh) -> Graph:
     rng = random.Random(seed)
     accumulate = rng.choice(["sharded", "full"])
     graph = Graph(seed, rng.randint(1, 8))
@@ -117,14 +129,15 @@ def shard(seed: int, stage: int) -> Graph:
         prefetch=seed % 5,
         accumulate=accumulate,
         mixed_precision=POLICIES[seed % 3],
+        group=mesh if seed % 4 == 0 else None,
     )
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("seed", range(80))
-def test_every_hand_over_is_ordered(seed: int, stage: int) -> None:
-    model = shard(seed, stage)
+def test_every_hand_over_is_ordered(seed: int, stage: int, mesh: Mesh) -> None:
+    model = shard(seed, stage, mesh)
     assert find_race(train(model, seed)) is None
     zerocore.reset(model)
     assert state_of(model).engine.pool_stats.in_use_nbytes == 0
@@ -133,13 +146,17 @@ def test_every_hand_over_is_ordered(seed: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("mixed", POLICIES, ids=["plain", "bf16", "fp32_reduce"])
+@pytest.mark.parametrize("hybrid", [False, True])
 def test_every_wait_is_needed(
-    stage: int, prefetch: int, mixed: zerocore.MixedPrecision | None
+    stage: int, prefetch: int, mixed: zerocore.MixedPrecision | None, hybrid: bool, mesh: Mesh
 ) -> None:
     """Without any one of the waits the checker objects: it can fail, and no wait is idle."""
     model = Graph(0, 5)
     model.calls, model.reentrant = [(unit, ()) for unit in range(5)], {}
-    zerocore.shard(model, stage=stage, units=[Block], prefetch=prefetch, mixed_precision=mixed)
+    group = mesh if hybrid else None
+    zerocore.shard(
+        model, stage=stage, units=[Block], prefetch=prefetch, mixed_precision=mixed, group=group
+    )
     setup = len(state_of(model).engine.hand_overs)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(4):

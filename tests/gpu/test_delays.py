@@ -7,11 +7,11 @@ import torch
 
 import zerocore
 from tests.gpu.delays import CYCLES, RandomDelays, sleep
-from tests.gpu.training import VARIANTS, WORLD_SIZE, Stack, Variant, shard, train
+from tests.gpu.training import PRECISIONS, VARIANTS, WORLD_SIZE, Stack, Variant, shard, train
 from zerocore.state import state_of
 
 SEEDS = range(12)
-BY_NAME = {variant.name: variant for variant in VARIANTS}
+BY_NAME = {variant.name: variant for variant in (*VARIANTS, *PRECISIONS)}
 
 
 def train_delayed(
@@ -30,7 +30,9 @@ def train_delayed(
         return losses, shards
 
 
-@pytest.mark.parametrize("name", ["plain", "all", "accumulates_sharded"])
+@pytest.mark.parametrize(
+    "name", ["plain", "all", "accumulates_sharded", "bf16_reduced", "bf16_full"]
+)
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_delays_change_nothing(device: torch.device, stage: int, prefetch: int, name: str) -> None:
     variant = BY_NAME[name]

@@ -9,6 +9,7 @@ from torch import nn
 
 import zerocore
 from tests.gpu.training import (
+    PRECISIONS,
     VARIANTS,
     WORLD_SIZE,
     Branches,
@@ -45,6 +46,22 @@ def test_stages(device: torch.device, stage: int, variant: Variant, prefetch: in
         tolerance = 1e-5 if variant.mixed else 1e-9
         torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0.0)
         assert_same_state(model, plain)
+
+
+@pytest.mark.parametrize("variant", PRECISIONS, ids=lambda variant: variant.name)
+def test_stages_agree_in_mixed_precision(device: torch.device, variant: Variant) -> None:
+    answers = []
+    for stage in range(4):
+        with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+            model = shard(Stack(variant).to(device), stage, 1, variant.accumulate)
+            losses = train(model, micro_batches=variant.micro_batches)
+            answers.append((losses, zerocore.full_state_dict(model)))
+    assert answers[0][0][0] != answers[0][0][-1]
+    for losses, state in answers[1:]:
+        assert torch.equal(losses, answers[0][0])
+        assert all(torch.equal(state[name], value) for name, value in answers[0][1].items())
+    plain = train(Stack(variant).to(device), micro_batches=variant.micro_batches)
+    torch.testing.assert_close(answers[0][0], plain, rtol=5e-2, atol=0.0)
 
 
 def test_without_a_group(device: torch.device, stage: int) -> None:

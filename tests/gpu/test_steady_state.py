@@ -16,7 +16,16 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import zerocore
 from benchmarks._kernel_timeline import DeviceWork, Timeline, read_timeline
-from tests.gpu.training import VARIANTS, WORLD_SIZE, Stack, Variant, make_optimizer, run_step, shard
+from tests.gpu.training import (
+    PRECISIONS,
+    VARIANTS,
+    WORLD_SIZE,
+    Stack,
+    Variant,
+    make_optimizer,
+    run_step,
+    shard,
+)
 from zerocore.state import state_of
 
 NUM_STEPS = 2
@@ -109,7 +118,7 @@ def test_host_and_copies(cuda: torch.device, stage: int, name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("clip", [None, torch.nn.utils.clip_grad_norm_, zerocore.clip_grad_norm_])
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", (*VARIANTS, *PRECISIONS), ids=lambda variant: variant.name)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_nothing_waits_or_allocates(
     cuda: torch.device, stage: int, variant: Variant, clip: object

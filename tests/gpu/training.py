@@ -31,15 +31,15 @@ def no_pause(place: str) -> None:
 class Branch(nn.Module):
     """A layer of double precision, so that a difference is a mistake and not rounding."""
 
-    def __init__(self, mixed: bool, frozen: bool) -> None:
+    def __init__(self, mixed: bool, frozen: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=dtype)
         self.extra = nn.ParameterDict()
         if mixed:
             self.extra["f32"] = nn.Parameter(0.1 * torch.randn(WIDTH, WIDTH))
             self.extra["bf16"] = nn.Parameter(torch.randn(WIDTH, dtype=torch.bfloat16))
         if frozen:
-            weight = 0.1 * torch.randn(WIDTH, WIDTH, dtype=torch.float64)
+            weight = 0.1 * torch.randn(WIDTH, WIDTH, dtype=dtype)
             self.extra["frozen"] = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,9 +54,11 @@ class Branch(nn.Module):
 class Branches(nn.Module):
     """A unit: the mean of equal branches."""
 
-    def __init__(self, mixed: bool = False, frozen: bool = False) -> None:
+    def __init__(
+        self, mixed: bool = False, frozen: bool = False, dtype: torch.dtype = torch.float64
+    ) -> None:
         super().__init__()
-        self.branches = nn.ModuleList(Branch(mixed, frozen) for _ in range(WORLD_SIZE))
+        self.branches = nn.ModuleList(Branch(mixed, frozen, dtype) for _ in range(WORLD_SIZE))
         for branch in self.branches:
             branch.load_state_dict(self.branches[0].state_dict())
 
@@ -74,6 +76,12 @@ class Variant:
     checkpoint: bool | None = None
     micro_batches: int = 1
     accumulate: str = "sharded"
+    precision: zerocore.MixedPrecision | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model: what mixed precision casts must be a dtype that it can cast."""
+        return torch.float64 if self.precision is None else torch.float32
 
 
 VARIANTS = (
@@ -86,6 +94,21 @@ VARIANTS = (
     Variant("accumulates_full", micro_batches=3, accumulate="full"),
     Variant("all", True, True, False, 2),
 )
+# Layers in bfloat16 over fp32 main weights: not what one process computes, but with the same bits
+# at every stage, as sums of replicas are exact.
+_BF16 = torch.bfloat16
+PRECISIONS = (
+    Variant("bf16", precision=zerocore.MixedPrecision(_BF16, torch.float32)),
+    Variant("bf16_reduced", precision=zerocore.MixedPrecision(_BF16)),
+    Variant(
+        "bf16_full",
+        frozen=True,
+        checkpoint=False,
+        micro_batches=2,
+        accumulate="full",
+        precision=zerocore.MixedPrecision(_BF16, torch.float32),
+    ),
+)
 
 
 class Stack(nn.Module):
@@ -94,8 +117,9 @@ class Stack(nn.Module):
     def __init__(self, variant: Variant) -> None:
         super().__init__()
         torch.manual_seed(0)
-        units = (Branches(variant.mixed, variant.frozen) for _ in range(NUM_UNITS))
+        units = (Branches(variant.mixed, variant.frozen, variant.dtype) for _ in range(NUM_UNITS))
         self.units = nn.ModuleList(units)
+        self.variant = variant
         self.checkpoint = variant.checkpoint
         self.pause: Pause = no_pause
 
@@ -116,13 +140,24 @@ class Stack(nn.Module):
 
 def shard(model: Stack, stage: int, prefetch: int = 1, accumulate: str = "sharded") -> Stack:
     """The model under zerocore, every `Branches` a unit."""
-    zerocore.shard(model, stage=stage, units=[Branches], prefetch=prefetch, accumulate=accumulate)
+    zerocore.shard(
+        model,
+        stage=stage,
+        units=[Branches],
+        prefetch=prefetch,
+        accumulate=accumulate,
+        mixed_precision=model.variant.precision,
+    )
     return model
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW whose eps keeps rounding small where a gradient is nothing but rounding."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+def make_optimizer(model: Stack) -> torch.optim.Optimizer:
+    """AdamW whose eps keeps rounding small where a gradient is nothing but rounding.
+
+    The fused one where there are model weights to be written in the same pass.
+    """
+    kind = torch.optim.AdamW if model.variant.precision is None else zerocore.optim.AdamW
+    return kind(model.parameters(), lr=1e-2, eps=1e-5)
 
 
 def run_step(
@@ -134,7 +169,8 @@ def run_step(
     for index in range(micro_batches):
         # Made on the device: a copy from the host's pageable memory would wait for it.
         generator = torch.Generator(device).manual_seed(100 * seed + index)
-        inputs = torch.randn(8, WIDTH, dtype=torch.float64, generator=generator, device=device)
+        dtype = model.variant.dtype
+        inputs = torch.randn(8, WIDTH, dtype=dtype, generator=generator, device=device)
         with nullcontext() if index == micro_batches - 1 else no_sync(model):
             loss = (model(inputs.requires_grad_()) - inputs.flip(1)).square().mean()
             (loss / micro_batches).backward()

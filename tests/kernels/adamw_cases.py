@@ -83,7 +83,7 @@ def make_lists(
         # Of 7 bits, so that torch's gradients in the weights' dtype are the same.
         lists.grads.append(filled(numel, grad, device, starts[1]).mul_(16).round_().div_(16))
         lists.exp_avgs.append(filled(numel, weight, device, starts[2]))
-        lists.exp_avg_sqs.append(filled(numel, weight, device, starts[3]).square_())
+        lists.exp_avg_sqs.append(filled(numel, weight, device, starts[3]).square_().add_(0.01))
         lists.steps.append(torch.tensor(float(index % 3), device=device))
         if model is not None:
             lists.model_weights.append(filled(numel, model, device, starts[4]))

@@ -1,9 +1,10 @@
 // Sums chunks into a buffer on the CPU, with cast and scale.
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/cpu/clones.h"
 #include "kernels/cpu/loops.h"
-#include "kernels/flatten.h"
+#include "kernels/cpu/scale.h"
 
 namespace zerocore::kernels::cpu {
 
@@ -25,33 +26,6 @@ ZEROCORE_CPU_CLONES void add_two(
   }
 }
 
-// sums[i] += chunk[i]
-template <typename A, typename In>
-ZEROCORE_CPU_CLONES void add_one(A* __restrict sums, const In* __restrict chunk, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    sums[i] += static_cast<A>(chunk[i]);
-  }
-}
-
-// out[i] = [out[i] +] sums[i] * factor
-template <typename Out, typename A>
-ZEROCORE_CPU_CLONES void store_block(
-    Out* __restrict out,
-    const A* sums,
-    int64_t count,
-    A factor,
-    bool add) {
-  if (add) {
-    for (int64_t i = 0; i < count; ++i) {
-      out[i] = scaled_sum(out[i], sums[i], factor);
-    }
-  } else {
-    for (int64_t i = 0; i < count; ++i) {
-      out[i] = scaled<Out>(sums[i], factor);
-    }
-  }
-}
-
 // Of two or more chunks.
 template <typename Out, typename In>
 void sum_blocks(const AccumulateCall& call) {
@@ -61,12 +35,17 @@ void sum_blocks(const AccumulateCall& call) {
   for (int64_t begin = 0; begin < call.numel; begin += kBlock) {
     const int64_t count = std::min(kBlock, call.numel - begin);
     const In* block = chunks + begin;
-    add_two(sums, block, block + call.numel, count);
+    if constexpr (std::is_same_v<In, c10::Half>) {
+      scale_values(sums, block, count, A{1}, false);
+      scale_values(sums, block + call.numel, count, A{1}, true);
+    } else {
+      add_two(sums, block, block + call.numel, count);
+    }
     for (int64_t chunk = 2; chunk < call.num_chunks; ++chunk) {
-      add_one(sums, block + chunk * call.numel, count);
+      scale_values(sums, block + chunk * call.numel, count, A{1}, true);
     }
     auto* out = static_cast<Out*>(call.out) + begin;
-    store_block(out, sums, count, static_cast<A>(call.scale), call.add);
+    scale_values(out, sums, count, static_cast<A>(call.scale), call.add);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "kernels/cpu/clones.h"
@@ -14,27 +15,83 @@ namespace {
 
 constexpr int64_t kChunksPerTask = 4; // enough work to be worth another thread
 
-// `model` is null where Model is Weight.
-template <typename Weight, typename Grad, typename Model>
-ZEROCORE_CPU_CLONES void update_run(
-    Weight* __restrict weight,
-    const Grad* __restrict grad,
-    Weight* __restrict exp_avg,
-    Weight* __restrict exp_avg_sq,
-    [[maybe_unused]] Model* __restrict model,
-    int64_t numel,
-    const AdamWFactors<AccumulateType<Weight>> factors) {
-  using A = AccumulateType<Weight>;
+// Elements that are widened at a time where a type is not computed in; they stay in the first-level
+// cache. Casts are loops of their own because compilers do not vectorise them within the update.
+constexpr int64_t kBlock = 1024;
+
+template <typename Dst, typename Src>
+ZEROCORE_CPU_CLONES void convert(Dst* __restrict dst, const Src* __restrict src, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) {
-    const AdamWElement<A> old{
-        static_cast<A>(weight[i]), static_cast<A>(exp_avg[i]), static_cast<A>(exp_avg_sq[i])};
-    const auto updated = adamw_element(old, static_cast<A>(grad[i]), factors);
-    weight[i] = static_cast<Weight>(updated.weight);
-    exp_avg[i] = static_cast<Weight>(updated.exp_avg);
-    exp_avg_sq[i] = static_cast<Weight>(updated.exp_avg_sq);
-    if constexpr (!std::is_same_v<Model, Weight>) {
-      model[i] = static_cast<Model>(updated.weight);
-    }
+    dst[i] = static_cast<Dst>(src[i]);
+  }
+}
+
+template <typename A>
+ZEROCORE_CPU_CLONES void update(
+    A* __restrict weight,
+    const A* __restrict grad,
+    A* __restrict exp_avg,
+    A* __restrict exp_avg_sq,
+    int64_t numel,
+    const AdamWFactors<A> factors) {
+  for (int64_t i = 0; i < numel; ++i) {
+    const auto updated = adamw_element({weight[i], exp_avg[i], exp_avg_sq[i]}, grad[i], factors);
+    weight[i] = updated.weight;
+    exp_avg[i] = updated.exp_avg;
+    exp_avg_sq[i] = updated.exp_avg_sq;
+  }
+}
+
+// A block's values in the type A that is computed in: the tensor's own memory, or a copy.
+template <typename A, typename T>
+class Block {
+ public:
+  Block(T* data, int64_t numel) : data_(data), numel_(numel) {
+    convert(values_, data, numel);
+  }
+  A* values() {
+    return values_;
+  }
+  void store() {
+    convert(data_, values_, numel_);
+  }
+
+ private:
+  T* data_;
+  int64_t numel_;
+  std::remove_const_t<A> values_[kBlock];
+};
+template <typename A>
+class Block<A, A> {
+ public:
+  Block(A* data, int64_t /*numel*/) : data_(data) {}
+  A* values() {
+    return data_;
+  }
+  void store() {}
+
+ private:
+  A* data_;
+};
+
+// Elements [begin, begin + numel) of a tensor, at most a block.
+template <typename Weight, typename Grad, typename Model>
+void update_block(
+    const AdamWSegment& segment,
+    int64_t begin,
+    int64_t numel,
+    const AdamWFactors<AccumulateType<Weight>>& factors) {
+  using A = AccumulateType<Weight>;
+  Block<A, Weight> weight(static_cast<Weight*>(segment.weight) + begin, numel);
+  Block<A, Weight> exp_avg(static_cast<Weight*>(segment.exp_avg) + begin, numel);
+  Block<A, Weight> exp_avg_sq(static_cast<Weight*>(segment.exp_avg_sq) + begin, numel);
+  Block<const A, const Grad> grad(static_cast<const Grad*>(segment.grad) + begin, numel);
+  update(weight.values(), grad.values(), exp_avg.values(), exp_avg_sq.values(), numel, factors);
+  weight.store();
+  exp_avg.store();
+  exp_avg_sq.store();
+  if constexpr (!std::is_same_v<Model, Weight>) {
+    convert(static_cast<Model*>(segment.model_weight) + begin, weight.values(), numel);
   }
 }
 
@@ -46,18 +103,11 @@ void update_chunk(const AdamWCall& call, int64_t chunk) {
   const int index = find_segment(first_chunk, list.size(), chunk);
   const AdamWSegment& segment = list[index];
   const Span span = chunk_span(segment.numel, chunk - segment.first_chunk);
-  Model* model = nullptr;
-  if constexpr (!std::is_same_v<Model, Weight>) {
-    model = static_cast<Model*>(segment.model_weight) + span.begin;
+  const auto factors = adamw_factors<A>(call.options, call.scalars, call.corrections[index]);
+  for (int64_t begin = span.begin; begin < span.end; begin += kBlock) {
+    const int64_t numel = std::min(kBlock, span.end - begin);
+    update_block<Weight, Grad, Model>(segment, begin, numel, factors);
   }
-  update_run(
-      static_cast<Weight*>(segment.weight) + span.begin,
-      static_cast<const Grad*>(segment.grad) + span.begin,
-      static_cast<Weight*>(segment.exp_avg) + span.begin,
-      static_cast<Weight*>(segment.exp_avg_sq) + span.begin,
-      model,
-      span.end - span.begin,
-      adamw_factors<A>(call.options, call.scalars, call.corrections[index]));
 }
 
 // Counts the steps; what depends on them is the same for most tensors, and computed once for those.

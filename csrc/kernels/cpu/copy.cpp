@@ -2,35 +2,12 @@
 #include <cstring>
 #include <type_traits>
 
-#include "kernels/cpu/clones.h"
 #include "kernels/cpu/loops.h"
-#include "kernels/flatten.h"
+#include "kernels/cpu/scale.h"
 
 namespace zerocore::kernels::cpu {
 
 namespace {
-
-template <typename Dst, typename Src>
-ZEROCORE_CPU_CLONES void scale_into(
-    Dst* __restrict dst,
-    const Src* __restrict src,
-    int64_t numel,
-    AccumulateType<Dst> factor) {
-  for (int64_t i = 0; i < numel; ++i) {
-    dst[i] = scaled<Dst>(src[i], factor);
-  }
-}
-
-template <typename Dst, typename Src>
-ZEROCORE_CPU_CLONES void scale_add(
-    Dst* __restrict dst,
-    const Src* __restrict src,
-    int64_t numel,
-    AccumulateType<Dst> factor) {
-  for (int64_t i = 0; i < numel; ++i) {
-    dst[i] = scaled_sum(dst[i], src[i], factor);
-  }
-}
 
 template <typename Dst, typename Src>
 void copy_segment(const Segment& segment, double scale) {
@@ -39,12 +16,10 @@ void copy_segment(const Segment& segment, double scale) {
   const auto factor = static_cast<AccumulateType<Dst>>(scale);
   if (src == nullptr) {
     std::memset(segment.dst, 0, static_cast<size_t>(segment.numel) * sizeof(Dst));
-  } else if (segment.add) {
-    scale_add(dst, src, segment.numel, factor);
-  } else if (std::is_same_v<Dst, Src> && scale == 1.0) {
+  } else if (std::is_same_v<Dst, Src> && scale == 1.0 && !segment.add) {
     std::memcpy(segment.dst, segment.src, static_cast<size_t>(segment.numel) * sizeof(Dst));
   } else {
-    scale_into(dst, src, segment.numel, factor);
+    scale_values(dst, src, segment.numel, factor, segment.add);
   }
 }
 

@@ -1,0 +1,123 @@
+"""Measures AdamW: large tensors beside torch's fused one and a copy, small ones beside FSDP2's.
+
+Usage: python benchmarks/optimizer.py
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from statistics import median
+from typing import Annotated
+
+import torch
+import typer
+from _kernel_contests import OWN, Contest
+from _optimizer_cell import (
+    FSDP2,
+    LOCAL_NUMEL,
+    PLAIN,
+    SmallCell,
+    measure_in_fresh_process,
+)
+from _optimizer_contests import large_tensors
+from _results import write_results
+from _systems import is_installed
+from _tables import Table, make_console
+from _timing import ratio, time_in_turns
+from rich.progress import track
+
+LARGE_NOTES = (
+    "GB/s: bytes of one pass over everything that is touched (weight, gradient and two moments "
+    "read, weight, moments and model weight written) per time, also where several passes are "
+    "made; a copy moves as many bytes in all. Ratio: zerocore's GB/s / the other's.",
+    "Medians over rounds in which all take their turn.",
+)
+SMALL_NOTES = (
+    f"A clip to a global norm of 1 and a step; 512 parameters, about {LOCAL_NUMEL} elements of "
+    "each on a rank, one thread. Median over rounds of the fastest of three. The collectives of "
+    "the group return at once: this is the work of one process.",
+)
+
+
+def large_table(contests: list[Contest], device: str, threads: int) -> Table:
+    """zerocore's step beside each other one."""
+    columns = ["weights", "MB moved", "ms", "GB/s", "beside", "its ms", "its GB/s", "ratio"]
+    table = Table(f"{device}: large tensors", columns, notes=list(LARGE_NOTES))
+    for contest in contests:
+        for name in contest.seconds:
+            if name != OWN:
+                own, other = (
+                    [f"{contest.micros(n) / 1e3:.2f}", f"{contest.rate(n):.1f}"]
+                    for n in (OWN, name)
+                )
+                bandwidth = f"{1 / ratio(contest.seconds, OWN, name):.2f}"
+                head = [contest.name, f"{contest.nbytes / 1e6:.0f}"]
+                table.add(*head, *own, name, *other, bandwidth)
+    if device == "cpu":
+        table.notes.append(f"Threads: {threads} (memcpy: 1).")
+    if not is_installed("deepspeed"):
+        table.notes.append("DeepSpeed is not installed.")
+    return table
+
+
+def small_table(results: dict[int, dict[str, list[float]]], device: str) -> Table:
+    """A clip and a step of 512 small tensors."""
+    table = Table(f"{device}: 512 small tensors, clip and step", ["system"])
+    table.notes = list(SMALL_NOTES)
+    for ranks in results:
+        label = f"{ranks} rank{'s' if ranks > 1 else ''}"
+        table.columns += [f"{label}: ms", "/ plain", "/ FSDP2"]
+    for name in next(iter(results.values())):
+        cells = []
+        for found in results.values():
+            cells.append(f"{median(found[name]) * 1e3:.2f}")
+            cells += [f"{ratio(found, name, other):.2f}" for other in (PLAIN, FSDP2)]
+        table.add(name, *cells)
+    return table
+
+
+def measure_large(numel: int, device: str, rounds: int) -> list[Contest]:
+    """One contest after the other, so that only one holds memory."""
+    done = []
+    for contest in large_tensors(numel, device):
+        contest.seconds = time_in_turns(contest.calls, device, rounds)
+        contest.calls = {}
+        done.append(contest)
+    return done
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cpu or cuda; by default what there is.")] = "",
+    millions: Annotated[int, typer.Option(help="Parameters; default 16, on CUDA 256.")] = 0,
+    threads: Annotated[int, typer.Option(help="Of each step of large tensors on a CPU.")] = 1,
+    ranks: Annotated[str, typer.Option(help="Sizes of the group for small tensors.")] = "1,8",
+    rounds: Annotated[int, typer.Option(help="Rounds in which each takes its turn.")] = 15,
+    save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
+) -> None:
+    """Prints how long a step of AdamW takes."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(threads)
+    console, load = make_console(), os.getloadavg()[0]
+    cells = [SmallCell(int(count), device, 2 * rounds) for count in ranks.split(",")]
+    small = {
+        cell.world_size: measure_in_fresh_process(cell)
+        for cell in track(cells, "small tensors", console=console, transient=True)
+    }
+    numel = (millions or {"cpu": 16}.get(device, 256)) * 10**6
+    large = measure_large(numel, device, rounds)
+    tables = [large_table(large, device, threads), small_table(small, device)]
+    tables[-1].notes.append(f"Load of the machine at the start: {load:.1f}.")
+    for table in tables:
+        table.show(console)
+    if save:
+        record = {"device": torch.cuda.get_device_name()} if device == "cuda" else {}
+        figures = [{**asdict(c), "calls": None} for c in large]
+        raw = {**record, "load_at_start": load, "threads": threads, "large": figures}
+        raw |= {"small": {str(count): found for count, found in small.items()}}
+        paths = write_results("optimizer", raw, "\n".join(t.markdown() for t in tables))
+        console.print(f"written: {', '.join(path.name for path in paths)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

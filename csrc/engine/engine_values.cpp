@@ -1,0 +1,73 @@
+// Parameters between steps: read, set, changed by optimizers.
+#include <c10/core/GradMode.h>
+
+#include "engine/engine.h"
+
+namespace zerocore {
+
+// After recover() for what is no call of the model: any thread may call it next.
+void Engine::leave_if_outside() {
+  if (calls_.empty()) {
+    thread_check_.leave_forward();
+  }
+}
+
+void Engine::pin(const std::vector<UnitId>& units) {
+  recover();
+  for (const UnitId id : units) {
+    if (refresh(id)) {
+      order_gathers();
+    }
+    schedule_.pin(id, actions_);
+    run(actions_);
+    use(id);
+  }
+  leave_if_outside();
+}
+
+void Engine::unpin(const std::vector<UnitId>& units, bool write_back) {
+  const at::NoGradGuard no_grad;
+  for (const UnitId id : units) {
+    if (write_back) {
+      units_[id]->write_back();
+    }
+    schedule_.unpin(id, actions_);
+    run(actions_);
+    update_registration(id);
+  }
+}
+
+void Engine::mark_updated(UnitId unit) {
+  units_.at(unit)->mark_updated();
+}
+
+void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast) {
+  recover();
+  leave_if_outside();
+  units_.at(unit)->materialize(full, broadcast);
+}
+
+std::vector<at::Tensor> Engine::full_values(UnitId unit) {
+  recover();
+  leave_if_outside();
+  return units_.at(unit)->full_values();
+}
+
+// Before an update that casts what it writes: what it leaves alone must be right already.
+void Engine::begin_update(UnitId unit) {
+  const at::NoGradGuard no_grad;
+  units_.at(unit)->cast_main();
+}
+
+void Engine::end_update(UnitId unit) {
+  units_.at(unit)->mark_updated();
+  units_.at(unit)->mark_cast();
+}
+
+void Engine::mark_forked() {
+  if (collectives_ != nullptr || replicas_ != nullptr) {
+    thread_check_.mark_forked();
+  }
+}
+
+} // namespace zerocore

@@ -1,0 +1,90 @@
+// Notices that a second thread, or a forked process, uses an engine: it follows one call at a time.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <memory>
+#include <thread>
+
+namespace zerocore {
+
+// All members may be called from any thread.
+class ThreadCheck {
+ public:
+  // `backward_threads`: whether autograd runs hooks on threads of its own (it does for devices), so
+  // that a hook's thread says nothing about who called backward.
+  explicit ThreadCheck(bool backward_threads) : backward_threads_(backward_threads) {}
+
+  // A forward call begins, outside of a backward. Throws if another thread is in one.
+  void enter_forward() {
+    check_process();
+    std::thread::id owner;
+    const std::thread::id self = std::this_thread::get_id();
+    TORCH_CHECK(
+        forward_.compare_exchange_strong(owner, self) || owner == self,
+        "this model runs forward in another thread. ",
+        kAdvice);
+  }
+  // The outermost forward call has ended, or the forward was given up.
+  void leave_forward() {
+    forward_.store({});
+  }
+  // No backward may be under way, in any thread.
+  void check_no_backward() const {
+    TORCH_CHECK(*num_backwards_ == 0, "this model runs backward in another thread. ", kAdvice);
+  }
+
+  // A hook of a backward runs.
+  void check_hook() const {
+    if (backward_threads_) {
+      return;
+    }
+    const std::thread::id self = std::this_thread::get_id();
+    const std::thread::id owner = forward_.load();
+    TORCH_CHECK(
+        owner == std::thread::id() || owner == self,
+        "backward through a model that runs forward in another thread. ",
+        kAdvice);
+    TORCH_CHECK(
+        *num_backwards_ == 0 || backward_.load() == self,
+        "backward through a model that runs backward in another thread. ",
+        kAdvice);
+  }
+  // A backward begins. It counts as under way as long as the returned object lives, which is to be
+  // kept by the backward itself: one that fails does not tell.
+  std::shared_ptr<void> begin_backward() {
+    backward_.store(std::this_thread::get_id());
+    ++*num_backwards_;
+    return {nullptr, [count = num_backwards_](void*) { --*count; }};
+  }
+
+  // This process was forked from the one that has the process group's threads.
+  void mark_forked() {
+    forked_ = true;
+  }
+  bool is_forked() const {
+    return forked_;
+  }
+  void check_process() const {
+    TORCH_CHECK(
+        !forked_,
+        "this process was forked from one that had sharded the model: its collectives would wait "
+        "for ever. Use the model in the process that sharded it, and hand over plain tensors, such "
+        "as those of zerocore.full_state_dict(model)");
+  }
+
+ private:
+  static constexpr const char* kAdvice =
+      "A sharded model is used by one thread at a time, in one order on all ranks: let one thread "
+      "do all steps, or hand over with a lock held from forward to the end of backward. "
+      "zerocore.reset(model) forgets a thread that has died";
+
+  bool backward_threads_;
+  std::atomic<bool> forked_ = false;
+  std::atomic<std::thread::id> forward_ = std::thread::id();
+  std::atomic<std::thread::id> backward_ = std::thread::id();
+  std::shared_ptr<std::atomic<int>> num_backwards_ = std::make_shared<std::atomic<int>>(0);
+};
+
+} // namespace zerocore
