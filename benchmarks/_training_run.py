@@ -29,7 +29,7 @@ class RunLength:
         """Fewer, longer steps."""
         if num_micro_batches == 1:
             return self
-        return RunLength(2, max(4, self.num_steps // num_micro_batches))
+        return RunLength(2, max(3, self.num_steps // num_micro_batches))
 
 
 @dataclass(frozen=True)

@@ -245,6 +245,31 @@ def _ratio(ours: Measured, theirs: Measured) -> list[str]:
     return [f"{own_ms:.1f}", f"{peer_ms:.1f}", f"{own_ms / peer_ms:.3f}", spread]
 
 
+def report(results: Results, place: Place, load: float, save: bool) -> None:
+    """Prints the tables and, with `save`, writes them; `load` is that when the run began."""
+    tables = [step_table(name, by_label, place) for name, by_label in results.items()]
+    tables.append(ratio_table(results))
+    tables[-1].notes = [
+        *place.notes,
+        *NOTES,
+        f"Load of the machine when the run began: {load:.1f}.",
+        *disturbed(results),
+    ]
+    console = make_console()
+    for table in tables:
+        table.show(console)
+    for name, measured in ((n, m) for by in results.values() for n, m in by.items()):
+        if measured.error and measured.error != "not installed":
+            console.print(f"{name} failed:\n{measured.error}", markup=False)
+    if save:
+        raw = {size: [asdict(m) for m in by.values()] for size, by in results.items()}
+        settings = {**asdict(place), "load_at_start": load, "results": raw}
+        paths = write_results(
+            place.theme, settings, "\n".join(table.markdown() for table in tables)
+        )
+        console.print(f"written: {', '.join(path.name for path in paths)}")
+
+
 def main(
     ranks: Annotated[int, typer.Option(help="Processes, one thread each.")] = 2,
     peers: Annotated[str, typer.Option(help="Peers beside zerocore.")] = ",".join(PEERS),
@@ -274,27 +299,7 @@ def main(
     systems = [s for s in SYSTEMS if s.peer in wanted or s in own]
     load = os.getloadavg()[0]
     place = Place(ranks, device, link, Recipe(dtype, accumulate, clip, optimizer))
-    results = measure(sizes, systems, place, rounds)
-    tables = [step_table(name, results[name], place) for name in sizes] + [ratio_table(results)]
-    tables[-1].notes = [
-        *place.notes,
-        *NOTES,
-        f"Load of the machine when the run began: {load:.1f}.",
-    ]
-    tables[-1].notes += disturbed(results)
-    console = make_console()
-    for table in tables:
-        table.show(console)
-    for name, measured in ((n, m) for by in results.values() for n, m in by.items()):
-        if measured.error and measured.error != "not installed":
-            console.print(f"{name} failed:\n{measured.error}", markup=False)
-    if save:
-        raw = {name: [asdict(m) for m in results[name].values()] for name in sizes}
-        settings = {**asdict(place), "load_at_start": load, "results": raw}
-        paths = write_results(
-            place.theme, settings, "\n".join(table.markdown() for table in tables)
-        )
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+    report(measure(sizes, systems, place, rounds), place, load, save)
 
 
 if __name__ == "__main__":
