@@ -68,3 +68,17 @@ def test_gradients_flow_through_casts() -> None:
     output.sum().backward()
     assert x.grad is not None and x.grad.dtype == torch.float32
     assert model.weight.grad is not None and model.weight.grad.dtype == torch.float32
+
+
+def test_a_kept_module_in_a_narrow_model_with_wide_main_weights() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+    mixed = zerocore.MixedPrecision(main_dtype=torch.float32, keep_fp32=("1",))
+    zerocore.shard(model, mixed_precision=mixed)
+    seen = []
+    model[1].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    output = model(torch.randn(2, 4).bfloat16())
+    assert output.dtype == BF16 and seen == [BF16]
+    output.sum().backward()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    first, kept, _ = (unit.regions[0] for unit in zerocore.describe(model).units)
+    assert first.startswith("bfloat16 (main weights float32") and kept == "float32 trainable"

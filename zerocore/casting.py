@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerocore.precision import MixedPrecision
+from zerocore.precision import MixedPrecision, param_types
 from zerocore.wrapping import NOT_CALLED
 
 
@@ -77,15 +77,16 @@ def cast_around(module: nn.Module, inside: torch.dtype, outside: torch.dtype) ->
 
 def cast_around_kept(model: nn.Module, mixed: MixedPrecision) -> None:
     """Wraps the outermost modules below ``model`` whose parameters are all kept in their dtype."""
-    outside = mixed.param_dtype
-    if outside is None or not mixed.cast_inputs:
+    if not mixed.cast_inputs:
         return
 
     def visit(name: str, module: nn.Module) -> None:
         params = list(module.named_parameters(name))
-        kept = [param for fqn, param in params if mixed.keeps(fqn)]
-        if params and len(kept) == len(params) and name and not isinstance(module, NOT_CALLED):
-            inside = mixed.main_dtype or kept[0].dtype
+        all_kept = params and all(mixed.keeps(fqn) for fqn, _ in params)
+        if all_kept and name and not isinstance(module, NOT_CALLED):
+            fqn, first = params[0]
+            inside = param_types(mixed, fqn, first.dtype, first.requires_grad).model
+            outside = mixed.param_dtype or first.dtype
             if inside != outside:
                 cast_around(module, inside, outside)
             return

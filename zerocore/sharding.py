@@ -73,6 +73,8 @@ def shard_model(
         order=call_order(model, planned),
     )
     state = ShardState(engine, config, ranks, target)
+    if config.mixed_precision is not None:
+        cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
     for index, unit in enumerate(planned):
         state.units.append(_shard_unit(state, index, unit, init_fn))
     materialize_buffers(model, target, init_fn)
@@ -202,7 +204,6 @@ def _set_entries(model: nn.Module, planned: list[UnitPlanned], state: ShardState
     entries = entry_units(planned)
     mixed = state.config.mixed_precision or MixedPrecision()
     narrow = mixed.param_dtype if mixed.cast_inputs else None
-    cast_around_kept(model, mixed)
     for module in list(model.modules()):
         units = entries.get(id(module), ())
         is_root = module is model
