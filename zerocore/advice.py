@@ -100,5 +100,5 @@ def _slow_links(plan: Plan) -> Iterator[str]:
         else:
             yield (
                 f"{waits}; larger micro-batches hide more, or shard within a node and replicate "
-                "across nodes (hybrid sharding)"
+                "across nodes (hybrid sharding: group= a 2-D DeviceMesh)"
             )
