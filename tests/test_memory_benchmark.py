@@ -36,8 +36,9 @@ def test_sampler_sees_a_peak_and_its_end(importable: None) -> None:
         held = sampler.read()
         del block
     first, last = sampler.samples[0], sampler.samples[-1]
-    assert nbytes <= held.allocated - first.allocated < nbytes + (1 << 20)
-    assert held.outside - first.outside >= nbytes // 2  # other memory may have gone meanwhile
+    # Garbage of earlier tests may go meanwhile.
+    assert abs(held.allocated - first.allocated - nbytes) < 1 << 20
+    assert held.outside - first.outside >= nbytes // 2
     assert last.allocated - first.allocated < 1 << 20
     assert [s.time_ns for s in sampler.samples] == sorted(s.time_ns for s in sampler.samples)
     assert not sampler._thread.is_alive()
