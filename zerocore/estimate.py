@@ -149,13 +149,15 @@ def plan_stage(
     world_size = setting.world_size
     memory = planner.memory(stage, world_size, prefetch=setting.prefetch, rank=setting.rank)
     events = planner.events(stage, world_size, setting.prefetch)
-    one = replace(planner, micro_batches=1).events(stage, world_size, setting.prefetch)
     collectives = [event for event in events if event[0] not in ("unshard", "reshard")]
     peak = Peak(memory.total, "any time after the first step")
     timings = []
     if activations is not None:
         where = moment_name(activations.order, activations.peak_moment, planner.names)
         peak = Peak(memory.total + activations.peak_nbytes, where)
+        one = events
+        if planner.micro_batches > 1:
+            one = replace(planner, micro_batches=1).events(stage, world_size, setting.prefetch)
         for link in setting.links:
             timings.append(
                 predict_timing(

@@ -181,13 +181,8 @@ PendingCollective Reducer::start(UnitId id, RegionGrads& grads) {
   Collectives& collectives = *context_.collectives;
   const bool sharded = context_.policy.shards_optimizer();
   const Bucket& sent = grads.wire ? *grads.wire : grads.full;
-  CollectiveTag tag{
-      &units_[id]->name(),
-      context_.trace->add(
-          sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce,
-          id,
-          sent.nbytes(),
-          context_.pool->stats().in_use_nbytes)};
+  const TraceOp op = sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce;
+  CollectiveTag tag = units_[id]->tag(op, sent.nbytes());
   const at::Tensor& full = sent.full(grads.region);
   if (!sharded) {
     return collectives.all_reduce(full, std::move(tag));
@@ -198,14 +193,8 @@ PendingCollective Reducer::start(UnitId id, RegionGrads& grads) {
 }
 
 PendingCollective Reducer::start_across(UnitId id, const at::Tensor& sum) {
-  CollectiveTag tag{
-      &units_[id]->name(),
-      context_.trace->add(
-          TraceOp::AllReduce,
-          id,
-          static_cast<int64_t>(sum.nbytes()),
-          context_.pool->stats().in_use_nbytes)};
-  return context_.replicas->all_reduce(sum, std::move(tag));
+  const auto nbytes = static_cast<int64_t>(sum.nbytes());
+  return context_.replicas->all_reduce(sum, units_[id]->tag(TraceOp::AllReduce, nbytes));
 }
 
 // Waits for a reduction and adds its result to the gradient shard.
@@ -239,6 +228,9 @@ void Reducer::sum_across(UnitId id, RegionGrads& grads) {
 }
 
 void Reducer::wait_across() {
+  if (context_.replicas == nullptr) {
+    return;
+  }
   for (UnitGrads& unit : grads_) {
     for (RegionGrads& grads : unit.regions) {
       grads.across.wait(*context_.streams);

@@ -2,7 +2,6 @@
 #include "engine/unit.h"
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 namespace zerocore {
@@ -18,18 +17,6 @@ std::vector<ParamSpec> specs(const std::vector<UnitParam>& params) {
   return result;
 }
 
-std::vector<int> all_regions(const Layout& layout) {
-  std::vector<int> regions(layout.regions().size());
-  std::iota(regions.begin(), regions.end(), 0);
-  return regions;
-}
-
-std::vector<int> main_regions(const Layout& layout) {
-  std::vector<int> regions = all_regions(layout);
-  std::erase_if(regions, [&](int region) { return !layout.regions()[region].has_main(); });
-  return regions;
-}
-
 } // namespace
 
 Unit::Unit(UnitId id, std::string name, std::vector<UnitParam> params, const UnitContext& context)
@@ -40,7 +27,7 @@ Unit::Unit(UnitId id, std::string name, std::vector<UnitParam> params, const Uni
       layout_(Layout::build(specs(params_), context.num_shards)),
       bucket_(
           layout_,
-          all_regions(layout_),
+          layout_.all_regions(),
           context.shard,
           context.streams->device(),
           "unit '" + name_ + "'"),
@@ -49,12 +36,12 @@ Unit::Unit(UnitId id, std::string name, std::vector<UnitParam> params, const Uni
   if (context_.policy.shards_parameters()) {
     shards_.emplace(
         layout_.of_shard(context_.shard),
-        all_regions(layout_),
+        layout_.all_regions(),
         0,
         context_.streams->device(),
         "unit '" + name_ + "'");
   }
-  if (const std::vector<int> regions = main_regions(layout_); !regions.empty()) {
+  if (const std::vector<int> regions = layout_.main_regions(); !regions.empty()) {
     main_.emplace(
         layout_.of_shard(context_.shard).retyped(&Region::main),
         regions,
@@ -141,15 +128,9 @@ void Unit::unshard() {
 
 void Unit::gather(int region) {
   const at::Tensor& own = shards_ ? shards_->full_bytes(region) : bucket_.own_bytes(region);
-  CollectiveTag tag{
-      &name_,
-      context_.trace->add(
-          TraceOp::AllGather,
-          id_,
-          layout_.regions()[region].nbytes(),
-          context_.pool->stats().in_use_nbytes)};
+  const at::Tensor& full = bucket_.full_bytes(region);
   gathers_.push_back(
-      context_.collectives->all_gather(bucket_.full_bytes(region), own, std::move(tag)));
+      context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, full.numel())));
 }
 
 void Unit::wait_for_unshard() {

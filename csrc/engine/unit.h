@@ -79,6 +79,10 @@ class Unit {
   const UnitContext& context() const {
     return context_;
   }
+  // What a collective for the unit is called in errors and in the trace.
+  CollectiveTag tag(TraceOp op, int64_t nbytes) const {
+    return {&name_, context_.trace->add(op, id_, nbytes, context_.pool->stats().in_use_nbytes)};
+  }
   UnitState state() const {
     return state_;
   }

@@ -5,8 +5,6 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
-#include <utility>
-
 #include "engine/unit.h"
 #include "kernels/ops.h"
 
@@ -114,12 +112,8 @@ std::vector<at::Tensor> Unit::full_values() const {
     } else {
       const Bucket& own = has_main(region) ? *main_ : shards_ ? *shards_ : bucket_;
       const at::Tensor& full = staging.full_bytes(region);
-      CollectiveTag tag{
-          &name_,
-          context_.trace->add(
-              TraceOp::AllGather, id_, full.numel(), context_.pool->stats().in_use_nbytes)};
-      pending.push_back(
-          context_.collectives->all_gather(full, own.own_bytes(region), std::move(tag)));
+      pending.push_back(context_.collectives->all_gather(
+          full, own.own_bytes(region), tag(TraceOp::AllGather, full.numel())));
     }
   }
   wait_for_all(pending);

@@ -94,9 +94,19 @@ Layout Layout::build(const std::vector<ParamSpec>& params, int64_t num_shards) {
 
 Layout::Layout(std::vector<Region> regions, std::vector<ParamPlace> places, int64_t num_shards)
     : regions_(std::move(regions)), places_(std::move(places)), num_shards_(num_shards) {
-  std::vector<int> all(regions_.size());
-  std::iota(all.begin(), all.end(), 0);
-  nbytes_ = nbytes_of(all);
+  nbytes_ = nbytes_of(all_regions());
+}
+
+std::vector<int> Layout::all_regions() const {
+  std::vector<int> indices(regions_.size());
+  std::iota(indices.begin(), indices.end(), 0);
+  return indices;
+}
+
+std::vector<int> Layout::main_regions() const {
+  std::vector<int> indices = all_regions();
+  std::erase_if(indices, [&](int region) { return !regions_[region].has_main(); });
+  return indices;
 }
 
 Layout Layout::of_shard(int64_t shard) const {

@@ -93,6 +93,9 @@ class Layout {
   int64_t nbytes() const {
     return nbytes_;
   }
+  // Indices of all regions, and of those that have main weights.
+  std::vector<int> all_regions() const;
+  std::vector<int> main_regions() const;
   // Bytes of a buffer that holds only some of the regions, one after the other.
   int64_t nbytes_of(const std::vector<int>& regions) const;
   // Bytes that one rank owns.

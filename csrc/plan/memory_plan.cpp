@@ -19,14 +19,9 @@ void add_unit(
     int64_t rank) {
   const StagePolicy policy = StagePolicy::from_stage(options.stage, options.world_size);
   const int64_t shard = policy.shards_optimizer() ? rank : 0;
-  std::vector<int> main_regions;
   plan.parameters += policy.shards_parameters() ? layout.of_shard(rank).nbytes() : layout.nbytes();
-  for (const Region& region : layout.regions()) {
-    if (region.has_main()) {
-      main_regions.push_back(static_cast<int>(&region - layout.regions().data()));
-    }
-  }
-  plan.main_weights += layout.of_shard(shard).retyped(&Region::main).nbytes_of(main_regions);
+  plan.main_weights +=
+      layout.of_shard(shard).retyped(&Region::main).nbytes_of(layout.main_regions());
   for (int i = 0; i < static_cast<int>(unit.params.size()); ++i) {
     const bool unused = std::find(unit.unused.begin(), unit.unused.end(), i) != unit.unused.end();
     if (unit.params[i].requires_grad && !unused) {

@@ -7,35 +7,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zerocore
+from tests.distributed.chain import WIDTH, Chain, step
 from tests.distributed.harness import run_ranks
 from zerocore.memory import planned_events
 from zerocore.state import state_of
-
-WIDTH = 16
-
-
-class Chain(nn.Module):
-    """Four equal blocks and nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x).relu()
-        return x
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[zerocore.Event]:
-    with zerocore.record_events(model) as events:
-        model(torch.randn(3, WIDTH)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return events
 
 
 def make(stage: int, **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:

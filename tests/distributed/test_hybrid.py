@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerocore
+from tests.distributed.chain import Chain, step
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import (
     Trained,
@@ -54,29 +55,10 @@ def test_training_equals_one_process(name: str, shape: tuple[int, int]) -> None:
         assert_same_training([trained[index] for _, trained in answers], reference)
 
 
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x).relu()
-        return x
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[zerocore.Event]:
-    with zerocore.record_events(model) as events:
-        model(torch.randn(3, 16)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return events
-
-
 def watch_collectives(stage: int) -> list[tuple[str, str, int]]:
     mesh = mesh_of(2, 2)
     for mixed in (MIXED, None):
-        model = zerocore.shard(Chain(), stage=stage, group=mesh, mixed_precision=mixed)
+        model = zerocore.shard(Chain(3), stage=stage, group=mesh, mixed_precision=mixed)
         optimizer = torch.optim.AdamW(model.parameters())
         for number in range(3):
             events = step(model, optimizer)

@@ -21,8 +21,8 @@ from tests.distributed.training import (
     accumulate,
     assert_same_training,
     case_named,
+    compare_with_one_process,
     train_reference,
-    train_sharded,
 )
 
 IMPLEMENTATIONS = {
@@ -42,16 +42,7 @@ AWKWARD = ("scalars", "empty_shards", "mixed_dtypes", "frozen")
 def train_awkward(stage: int, optimizer: str, implementation: str) -> None:
     make_optimizer = partial(OPTIMIZERS[optimizer], **IMPLEMENTATIONS[implementation])
     for name in AWKWARD:
-        compare(name, stage, make_optimizer)
-
-
-def compare(name: str, stage: int, make_optimizer: MakeOptimizer) -> None:
-    """This rank's losses, and the parameters on rank 0, equal those of one process."""
-    case, rank = case_named(name), dist.get_rank()
-    expected = train_reference(case, dist.get_world_size(), make_optimizer)
-    actual = train_sharded(case, stage, make_optimizer)
-    state = expected.state if rank == 0 else {}
-    assert_same_training([actual], Trained([expected.losses[rank]], state))
+        compare_with_one_process(name, stage, make_optimizer)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -80,7 +71,7 @@ def _halves(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], lis
 
 @pytest.mark.parametrize("make_optimizer", [grouped, added])
 def test_parameter_groups(stage: int, make_optimizer: MakeOptimizer) -> None:
-    run_ranks(compare, 2, "plain", stage, make_optimizer)
+    run_ranks(compare_with_one_process, 2, "plain", stage, make_optimizer)
 
 
 def train_zeroing(stage: int, set_to_none: bool) -> None:

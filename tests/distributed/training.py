@@ -148,6 +148,23 @@ def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
     torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-5)
 
 
+def compare_with_one_process(
+    name: str,
+    stage: int,
+    make_optimizer: MakeOptimizer,
+    make_reference: MakeOptimizer | None = None,
+) -> None:
+    """This rank's losses, and the parameters on rank 0, equal those of one process.
+
+    That uses the same kind of optimizer unless it is given another.
+    """
+    case, rank = case_named(name), dist.get_rank()
+    expected = train_reference(case, dist.get_world_size(), make_reference or make_optimizer)
+    actual = train_sharded(case, stage, make_optimizer)
+    state = expected.state if rank == 0 else {}
+    assert_same_training([actual], Trained([expected.losses[rank]], state))
+
+
 def case_named(name: str) -> Case:
     """The case; ranks get its name, as functions in it cannot be sent."""
     return CASES[name]
