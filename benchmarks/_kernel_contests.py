@@ -73,14 +73,21 @@ class Sources:
 
 
 def plain_copies(nbytes: int, device: str) -> dict[str, Call]:
-    """Ways to copy that read and write `nbytes` in all."""
+    """Ways to copy that read and write `nbytes` in all.
+
+    Each has memory of its own: taking turns, one would find the other's source in the cache.
+    """
     numel = nbytes // 8
-    src, dst = (torch.ones(numel, device=device) for _ in range(2))
+    (src, dst), (other_src, other_dst) = (
+        [torch.ones(numel, device=device) for _ in range(2)] for _ in range(2)
+    )
     calls: dict[str, Call] = {"copy_": lambda: dst.copy_(src)}
     if device == "cuda":
-        calls["elementwise kernel"] = lambda: torch.mul(src, 1, out=dst)
+        calls["elementwise kernel"] = lambda: torch.mul(other_src, 1, out=other_dst)
     else:
-        calls["memcpy"] = lambda: ctypes.memmove(dst.data_ptr(), src.data_ptr(), numel * 4)
+        calls["memcpy"] = lambda: ctypes.memmove(
+            other_dst.data_ptr(), other_src.data_ptr(), numel * 4
+        )
     return calls
 
 

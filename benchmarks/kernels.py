@@ -76,14 +76,14 @@ def raw(contest: Contest) -> dict[str, Any]:
 
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda; by default what there is.")] = "",
-    mib: Annotated[str, typer.Option(help="MiB of sources; default 64, on CUDA 64,256,1024")] = "",
+    mib: Annotated[str, typer.Option(help="MiB of sources; default 64,256, CUDA also 1024")] = "",
     rounds: Annotated[int, typer.Option(help="Rounds in which each takes its turn.")] = 15,
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
     """Prints how fast the kernels move memory."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
-    sizes = [int(size) for size in (mib or {"cpu": "64"}.get(device, "64,256,1024")).split(",")]
+    sizes = [int(size) for size in (mib or {"cpu": "64,256"}.get(device, "64,256,1024")).split(",")]
     console, load = make_console(), os.getloadavg()[0]
     tables, figures = [], {}
     for size in sizes:

@@ -21,6 +21,7 @@ SIZES = (0, 1, 3, 7, 8, 9, 31, 129, 1000)
 LARGE_SIZES = (CHUNK_NUMEL - 1, CHUNK_NUMEL, CHUNK_NUMEL + 1, 3 * CHUNK_NUMEL + 5)
 # Powers of two: a product is exact, so it does not matter whether it is fused with a sum.
 EXACT_SCALES = (1.0, 0.25)
+STREAMED_NBYTES = 16 * 2**20  # as in csrc/kernels/cpu/stream.h
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -138,6 +139,24 @@ def check_accumulate(device: str, dst: torch.dtype, src: torch.dtype, num_chunks
             expected = (total * scale + (wide(out) if add else 0)).to(dst)
             ops.accumulate(out, chunks, num_chunks, add=add, scale=scale)
             assert torch.equal(out, expected)
+
+
+def check_large(dst: torch.dtype, src: torch.dtype) -> None:
+    """Calls that write more than a CPU keeps in its caches, to odd addresses."""
+    numel = STREAMED_NBYTES // dst.itemsize + 1001
+    source, half = filled(numel, src, "cpu", 3), numel // 2
+    for start in (0, 1, 5):
+        bucket = filled(numel + start, dst, "cpu")
+        expected = torch.zeros_like(bucket)
+        for scale in EXACT_SCALES:
+            expected[start:] = (wide(source) * scale).to(dst)
+            pieces, places = [source[:half], source[half:]], [start, start + half]
+            ops.pack(bucket, pieces, places, [half, numel - half], scale=scale)
+            assert torch.equal(bucket, expected)
+        chunks = torch.cat([source, source.flip(0)])
+        ops.accumulate(bucket[start:], chunks, 2)
+        expected[start:] = (wide(source) + wide(source.flip(0))).to(dst)
+        assert torch.equal(bucket, expected)
 
 
 def check_sum_of_squares(device: str, dtype: torch.dtype, count: int) -> None:

@@ -11,6 +11,7 @@ from tests.kernels.cases import (
     check_accumulate,
     check_cast,
     check_flatten,
+    check_large,
     check_pack,
     filled,
     ops,
@@ -54,6 +55,11 @@ def test_cast(dst: torch.dtype, src: torch.dtype, count: int) -> None:
 @pytest.mark.parametrize(("dst", "src"), CASTS)
 def test_accumulate(dst: torch.dtype, src: torch.dtype, num_chunks: int) -> None:
     check_accumulate("cpu", dst, src, num_chunks)
+
+
+@pytest.mark.parametrize(("dst", "src"), CASTS)
+def test_large_calls(dst: torch.dtype, src: torch.dtype) -> None:
+    check_large(dst, src)
 
 
 @pytest.mark.parametrize(("dst", "src"), CASTS)

@@ -5,14 +5,11 @@
 #include "kernels/cpu/clones.h"
 #include "kernels/cpu/loops.h"
 #include "kernels/cpu/scale.h"
+#include "kernels/cpu/stream.h"
 
 namespace zerocore::kernels::cpu {
 
 namespace {
-
-// Elements summed while they stay in the first-level cache; several pages of each chunk, so that
-// the processor sees what to fetch ahead.
-constexpr int64_t kBlock = 4096;
 
 // sums[i] = a[i] + b[i]
 template <typename A, typename In>
@@ -26,26 +23,38 @@ ZEROCORE_CPU_CLONES void add_two(
   }
 }
 
-// Of two or more chunks.
+// sums = elements [begin, begin + count) of all chunks, two or more.
+template <typename A, typename In>
+void sum_chunks(A* sums, const AccumulateCall& call, int64_t begin, int64_t count) {
+  const auto* block = static_cast<const In*>(call.chunks) + begin;
+  if constexpr (std::is_same_v<In, c10::Half>) {
+    scale_values(sums, block, count, A{1}, false);
+    scale_values(sums, block + call.numel, count, A{1}, true);
+  } else {
+    add_two(sums, block, block + call.numel, count);
+  }
+  for (int64_t chunk = 2; chunk < call.num_chunks; ++chunk) {
+    scale_values(sums, block + chunk * call.numel, count, A{1}, true);
+  }
+}
+
 template <typename Out, typename In>
 void sum_blocks(const AccumulateCall& call) {
   using A = AccumulateType<Out>;
-  const auto* chunks = static_cast<const In*>(call.chunks);
-  A sums[kBlock];
-  for (int64_t begin = 0; begin < call.numel; begin += kBlock) {
-    const int64_t count = std::min(kBlock, call.numel - begin);
-    const In* block = chunks + begin;
-    if constexpr (std::is_same_v<In, c10::Half>) {
-      scale_values(sums, block, count, A{1}, false);
-      scale_values(sums, block + call.numel, count, A{1}, true);
-    } else {
-      add_two(sums, block, block + call.numel, count);
-    }
-    for (int64_t chunk = 2; chunk < call.num_chunks; ++chunk) {
-      scale_values(sums, block + chunk * call.numel, count, A{1}, true);
-    }
-    auto* out = static_cast<Out*>(call.out) + begin;
-    scale_values(out, sums, count, static_cast<A>(call.scale), call.add);
+  auto* out = static_cast<Out*>(call.out);
+  const auto scale = static_cast<A>(call.scale);
+  A sums[kBlockNumel];
+  const auto write = [&](Out* values, int64_t begin, int64_t count) {
+    sum_chunks<A, In>(sums, call, begin, count);
+    scale_values(values, sums, count, scale, call.add);
+  };
+  if (!call.add && call.numel * static_cast<int64_t>(sizeof(Out)) >= kStreamedNbytes) {
+    stream_blocks(out, call.numel, write);
+    end_stream();
+    return;
+  }
+  for (int64_t begin = 0; begin < call.numel; begin += kBlockNumel) {
+    write(out + begin, begin, std::min(kBlockNumel, call.numel - begin));
   }
 }
 

@@ -1,6 +1,9 @@
 // Sums squares on the CPU and counts values that are not finite.
 #include "kernels/grad_norm.h"
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <type_traits>
 
 #include "kernels/cpu/clones.h"
@@ -16,22 +19,37 @@ namespace {
 // in one register.
 constexpr int64_t kLanes = 32;
 
+// Elements before the first cache line that starts within src: a gradient may start anywhere in a
+// bucket, and each load of one that straddles lines would touch two.
+template <typename T>
+int64_t numel_before_line(const T* src, int64_t numel) {
+  const size_t past = reinterpret_cast<uintptr_t>(src) % kLineNbytes;
+  const size_t before = (kLineNbytes - past) % kLineNbytes / sizeof(T);
+  return std::min(numel, static_cast<int64_t>(before));
+}
+
+// Element i goes to the sum of lane i % kLanes, so the bits do not depend on where src starts. The
+// loop begins at a line with lane `head`: its sums are kept rotated by as many.
 template <typename T>
 ZEROCORE_CPU_CLONES double sum_squares(const T* src, int64_t numel) {
   AccumulateType<T> sums[kLanes] = {};
-  const int64_t even = numel - numel % kLanes;
-  for (int64_t begin = 0; begin < even; begin += kLanes) {
+  const int64_t head = numel_before_line(src, numel);
+  const int64_t tail = numel - (numel - head) % kLanes;
+  for (int64_t i = 0; i < head; ++i) {
+    sums[kLanes - head + i] += squared(src[i]);
+  }
+  for (int64_t begin = head; begin < tail; begin += kLanes) {
     fetch_ahead<kLanes>(src + begin);
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       sums[lane] += squared(src[begin + lane]);
     }
   }
-  for (int64_t i = even; i < numel; ++i) {
-    sums[i - even] += squared(src[i]);
+  for (int64_t i = tail; i < numel; ++i) {
+    sums[i - tail] += squared(src[i]);
   }
   double sum = 0;
-  for (const auto lane : sums) {
-    sum += static_cast<double>(lane);
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    sum += static_cast<double>(sums[(lane + kLanes - head) % kLanes]);
   }
   return sum;
 }

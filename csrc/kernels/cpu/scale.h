@@ -4,10 +4,13 @@
 #include <type_traits>
 
 #include "kernels/cpu/clones.h"
+#include "kernels/cpu/fetch.h"
 #include "kernels/cpu/half.h"
 #include "kernels/flatten.h"
 
 namespace zerocore::kernels::cpu {
+
+constexpr int64_t kGroup = 64; // elements between two fetches
 
 template <typename Dst, typename Src>
 ZEROCORE_CPU_CLONES void scale_into(
@@ -15,7 +18,14 @@ ZEROCORE_CPU_CLONES void scale_into(
     const Src* __restrict src,
     int64_t numel,
     AccumulateType<Dst> factor) {
-  for (int64_t i = 0; i < numel; ++i) {
+  const int64_t even = numel - numel % kGroup;
+  for (int64_t begin = 0; begin < even; begin += kGroup) {
+    fetch_ahead<kGroup>(src + begin);
+    for (int64_t i = begin; i < begin + kGroup; ++i) {
+      dst[i] = scaled<Dst>(src[i], factor);
+    }
+  }
+  for (int64_t i = even; i < numel; ++i) {
     dst[i] = scaled<Dst>(src[i], factor);
   }
 }

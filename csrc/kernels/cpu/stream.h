@@ -1,0 +1,70 @@
+// Stores that go past the caches.
+//
+// Note [Streaming stores]
+// A store to a line that no cache holds reads the line first, so a loop that fills a large buffer
+// moves its bytes twice. A streaming store writes whole lines without reading them. It also leaves
+// nothing in the cache for the next reader, so it pays only where a call writes more than a cache
+// keeps; libc's memcpy draws the line at about the same place.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/cpu/fetch.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#endif
+
+namespace zerocore::kernels::cpu {
+
+// Bytes that one call writes from which on it streams: half of a common third-level cache.
+constexpr int64_t kStreamedNbytes = int64_t{16} << 20;
+
+// Copies bytes of memory that do not overlap. Before another thread reads them: end_stream().
+inline void stream(void* dst, const void* src, size_t nbytes) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  auto* to = static_cast<char*>(dst);
+  const auto* from = static_cast<const char*>(src);
+  const size_t past = reinterpret_cast<uintptr_t>(to) % kLineNbytes;
+  const size_t head = std::min(nbytes, (kLineNbytes - past) % kLineNbytes);
+  const size_t tail = nbytes - (nbytes - head) % kLineNbytes;
+  std::memcpy(to, from, head);
+  for (size_t i = head; i < tail; i += sizeof(__m128i)) {
+    const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), values);
+  }
+  std::memcpy(to + tail, from + tail, nbytes - tail);
+#else
+  std::memcpy(dst, src, nbytes);
+#endif
+}
+
+inline void end_stream() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  _mm_sfence();
+#endif
+}
+
+// Elements computed at a time; they stay in the first-level cache.
+constexpr int64_t kBlockNumel = 1024;
+
+// Calls write(values, begin, count) for up to kBlockNumel elements [begin, begin + count) at a
+// time, to be written to `values`, and streams them to `dst`.
+template <typename T, typename Write>
+void stream_blocks(T* dst, int64_t numel, const Write& write) {
+  alignas(kLineNbytes) T values[kBlockNumel];
+  int64_t begin = 0;
+  while (begin < numel) {
+    // Up to a line's end, so that all blocks but the first are whole lines.
+    const auto past = reinterpret_cast<uintptr_t>(dst + begin) % kLineNbytes / sizeof(T);
+    const int64_t count = std::min<int64_t>(numel - begin, kBlockNumel - past);
+    write(static_cast<T*>(values), begin, count);
+    stream(dst + begin, values, static_cast<size_t>(count) * sizeof(T));
+    begin += count;
+  }
+}
+
+} // namespace zerocore::kernels::cpu
