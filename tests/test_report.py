@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zerocore
+from tests.distributed.chain import WIDTH, Chain
 from tests.distributed.harness import run_ranks
 from zerocore.events import Event, transfers
 from zerocore.figures import Communication, times_by_unit
@@ -19,21 +20,7 @@ from zerocore.meters import KEPT_STEPS, SAMPLE_EVERY
 from zerocore.state import state_of
 from zerocore.tables import render_table
 
-WIDTH = 16
 RANKS = 4
-
-
-class Chain(nn.Module):
-    """Equal blocks and nothing else."""
-
-    def __init__(self, num_blocks: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x).relu()
-        return x
 
 
 @pytest.fixture
