@@ -30,7 +30,7 @@ from zerocore.events import COLLECTIVES
 from zerocore.links import PRESETS, traffic_nbytes
 from zerocore.precision import MixedPrecision
 
-SHAPES = ((2, 2), (3, 1), (2, 32), (128, 8))  # replicas by shards
+SHAPES = ((3, 1), (2, 2), (128, 8))  # replicas by shards
 MIXED = MixedPrecision(BF16, output_dtype=torch.float32)
 
 

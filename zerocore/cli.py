@@ -94,7 +94,7 @@ def plan(
         typer.Option(help=f"{', '.join(PRESETS)}, or such as 450GB/s,12us; may be repeated."),
     ] = None,
     replica_link: Annotated[
-        str | None, typer.Option(help="Between replicas; the same link by default.")
+        str | None, typer.Option(help="Link between replicas; by default that of --link.")
     ] = None,
     flops: Annotated[
         str, typer.Option(help="Operations per second that layers reach.")
