@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-import zerocore
 from zerocore import quantities
 from zerocore._C import CallEvent
 from zerocore.links import PRESETS, Link, find_link, traffic_nbytes
-from zerocore.timing import predict_timing
+from zerocore.planner import PlannedEvent
+from zerocore.timing import Timing, predict_timing
 
 ORDER = tuple(CallEvent(enter, unit) for unit in range(3) for enter in (True, False))
 NUM_MOMENTS = 2 * len(ORDER) + 1
@@ -63,12 +63,18 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
     assert Link("x", 100.0, 5.0).seconds("all_gather", 800, 8) == 12.0
 
 
-def gather(unit: int, moment: int, nbytes: int) -> tuple[str, int, int, int, int]:
-    return ("all_gather", unit, nbytes, 0, moment)
+def event(op: str, unit: int, moment: int, nbytes: int, across: bool = False) -> PlannedEvent:
+    return PlannedEvent(op, unit, nbytes, 0, moment, across, num_ranks=2)
 
 
-def step(events: list[tuple[str, int, int, int, int]], flops: tuple[int, ...]) -> zerocore.Plan:
-    return predict_timing(events, ORDER, flops, 1.0, SECOND, world_size=2)
+def gather(unit: int, moment: int, nbytes: int) -> PlannedEvent:
+    return event("all_gather", unit, moment, nbytes)
+
+
+def step(
+    events: list[PlannedEvent], flops: tuple[int, ...], replica_link: Link | None = None
+) -> Timing:
+    return predict_timing(events, ORDER, flops, 1.0, SECOND, replica_link)
 
 
 def at(**flops: int) -> tuple[int, ...]:
@@ -97,10 +103,34 @@ def test_a_gather_on_demand_hides_nothing() -> None:
 
 
 def test_a_reduction_waits_for_the_one_before() -> None:
-    reduces = [("reduce_scatter", unit, 20, 0, moment) for unit, moment in ((2, 7), (1, 9))]
+    reduces = [event("reduce_scatter", unit, moment, 20) for unit, moment in ((2, 7), (1, 9))]
     timing = step(reduces, at(m7=4, m9=3))
     assert timing.step_s == 20  # 10 s each; the second is issued when the first is done
     assert timing.exposed_s == 13
+
+
+def test_a_sum_over_replicas_leaves_the_link_to_gathers() -> None:
+    """10 s of reduce-scatter, 10 of all-reduce behind it, 4 of a gather that unit 0 waits for."""
+    events = [
+        event("reduce_scatter", 2, 7, 20),
+        event("all_reduce", 2, 7, 10, across=True),
+        gather(0, 8, 8),
+    ]
+    timing = step(events, at(m10=1), Link("other", 1.0, 0.0))
+    assert timing == Timing("slow + other", 24, 1, step_s=20, across_s=10)
+    assert timing.bound_s == 14
+    timing = step(events, at(m10=1))
+    assert timing == step(events, at(m10=1), SECOND) == Timing("slow", 24, 1, step_s=25)
+    assert timing.bound_s == 24
+
+
+def test_a_reduction_waits_for_the_sum_over_replicas_before() -> None:
+    events = [
+        event("reduce_scatter", 2, 7, 20),
+        event("all_reduce", 2, 7, 30, across=True),
+        event("reduce_scatter", 1, 9, 20),
+    ]
+    assert step(events, at(m7=4), Link("other", 1.0, 0.0)).step_s == 10 + 30 + 10
 
 
 def test_no_communication_is_all_hidden() -> None:

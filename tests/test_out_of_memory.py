@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 
@@ -119,8 +121,8 @@ def emulated() -> Iterator[None]:
         yield
 
 
-def make(stage: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    model = zerocore.shard(nn.Sequential(Failing(), Failing(), Failing()), stage=stage)
+def make(stage: int, **options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = zerocore.shard(nn.Sequential(Failing(), Failing(), Failing()), stage=stage, **options)
     return model, torch.optim.AdamW(model.parameters())
 
 
@@ -145,6 +147,21 @@ def test_bytes_by_category_and_what_would_fit(emulated: None, stage: int) -> Non
     assert ("prefetch=0 (gathers are not hidden)" in saved) == (stage == 3)
     assert bool(found.buckets) == (stage == 3)
     assert "enough for this request" in str(found)
+
+
+def test_fewer_replicas_where_there_are_several(emulated: None) -> None:
+    model, optimizer = make(3, group=init_device_mesh("cpu", (2, 2)))
+    model(torch.randn(2, WIDTH)).sum().backward()
+    optimizer.step()
+    before = zerocore.memory_usage(model, optimizer)
+    model[1].error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 KiB.")
+    with pytest.raises(zerocore.OutOfMemory) as caught:
+        model(torch.randn(2, WIDTH))
+    saved = dict(caught.value.diagnosis.changes)["group= a (1, 4) mesh"]
+    model, optimizer = make(3, group=init_device_mesh("cpu", (1, 4)))
+    model(torch.randn(2, WIDTH)).sum().backward()
+    optimizer.step()
+    assert saved == before.total - zerocore.memory_usage(model, optimizer).total
 
 
 def test_other_errors_stay_as_they_are(emulated: None) -> None:

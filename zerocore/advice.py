@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerocore.planner import MAX_RANKS, Planner
+from zerocore.links import RANKS_PER_NODE
+from zerocore.planner import MAX_RANKS, Planner, fewer_replicas
 from zerocore.plans import Plan, StagePlan
 from zerocore.quantities import format_nbytes, format_seconds
 
@@ -28,7 +29,7 @@ def advise(plan: Plan, planner: Planner) -> list[str]:
                 + ("" if plan.setting.checkpointing else "; checkpointing would lower it")
             )
     if fit is None or fit.stage == 3 or not roomy:  # stage 3 is what one would choose
-        lines += _slow_links(plan)
+        lines += _slow_links(plan, planner)
     return lines
 
 
@@ -68,25 +69,34 @@ def _where_none_fits(plan: Plan, planner: Planner) -> Iterator[str]:
     elif activations > memory:
         yield f"activations alone do not fit{with_it}: a smaller micro-batch or shorter samples"
     else:
-        ranks = smallest_world_size(plan, planner, activations)
-        if ranks is not None:
-            yield f"stage 3 fits{with_it} from {ranks} ranks on (counted in doublings)"
+        yield from _other_ranks(plan, planner, activations, with_it)
 
 
-def smallest_world_size(plan: Plan, planner: Planner, activations: int) -> int | None:
-    """The first doubling of the ranks at which stage 3 fits; None up to MAX_RANKS."""
-    setting, world_size = plan.setting, 2 * plan.setting.world_size
-    while world_size <= MAX_RANKS:
-        memory = planner.memory(3, world_size, prefetch=setting.prefetch)
-        if memory.total + activations <= setting.memory_nbytes:
-            return world_size
+def _other_ranks(plan: Plan, planner: Planner, activations: int, with_it: str) -> Iterator[str]:
+    """The same ranks in fewer replicas, or else the first doubling of them, where stage 3 fits."""
+    setting, world_size = plan.setting, plan.setting.world_size
+    for fewer in fewer_replicas(world_size, setting.num_replicas):
+        if _stage3_fits(plan, planner, activations, world_size, fewer):
+            yield f"stage 3 fits{with_it} with num_replicas={fewer}"
+            return
+    while world_size <= MAX_RANKS // 2:
         world_size *= 2
-    return None
+        if _stage3_fits(plan, planner, activations, world_size):
+            in_one = " in one replica" if setting.num_replicas > 1 else ""
+            yield f"stage 3 fits{with_it} from {world_size} ranks on{in_one} (counted in doublings)"
+            return
 
 
-def _slow_links(plan: Plan) -> Iterator[str]:
+def _stage3_fits(
+    plan: Plan, planner: Planner, activations: int, world_size: int, num_replicas: int = 1
+) -> bool:
+    memory = planner.memory(3, world_size, num_replicas, prefetch=plan.setting.prefetch)
+    return memory.total + activations <= plan.setting.memory_nbytes
+
+
+def _slow_links(plan: Plan, planner: Planner) -> Iterator[str]:
     stage2, stage3 = plan.stages[2], plan.stages[3]
-    if plan.setting.world_size == 1:
+    if plan.setting.world_size == plan.setting.num_replicas:
         return
     for slow, other in zip(stage3.timings, stage2.timings, strict=True):
         if slow.exposed_s < SLOW_LINK * slow.step_s:
@@ -98,7 +108,20 @@ def _slow_links(plan: Plan) -> Iterator[str]:
         if stage2.fits:
             yield f"{waits}; stage 2 fits and takes {format_seconds(other.step_s)}"
         else:
-            yield (
-                f"{waits}; larger micro-batches hide more, or shard within a node and replicate "
-                "across nodes (hybrid sharding: group= a 2-D DeviceMesh)"
-            )
+            yield f"{waits}; larger micro-batches hide more{_hybrid(plan, planner, slow.link)}"
+
+
+def _hybrid(plan: Plan, planner: Planner, link: str) -> str:
+    """The call that shards within nodes, where there are several and stage 3 fits so."""
+    world_size = plan.setting.world_size
+    shards = max(n for n in range(1, RANKS_PER_NODE + 1) if world_size % n == 0)
+    replicas, activations = world_size // shards, plan.stages[3].activations or 0
+    if plan.setting.num_replicas > 1 or 1 in (shards, replicas):
+        return ""
+    if not _stage3_fits(plan, planner, activations, world_size, replicas):
+        return ""
+    return (
+        f", or hybrid sharding within nodes of {shards}: plan it with num_replicas={replicas}, "
+        f"links= what is within a node, replica_link='{link}'; run it with "
+        f"group=init_device_mesh('cuda', ({replicas}, {shards}))"
+    )

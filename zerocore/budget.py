@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from zerocore.config import ShardConfig
-from zerocore.planner import MAX_RANKS, Planner, Precision, make_planner
+from zerocore.groups import Ranks
+from zerocore.planner import MAX_RANKS, Planner, Precision, fewer_replicas, make_planner
 from zerocore.quantities import format_nbytes
 from zerocore.wrapping import UnitPlanned
 
@@ -37,13 +38,26 @@ class _Candidate:
     planner: Planner
     config: ShardConfig
     world_size: int
+    num_replicas: int
     exchanges: bool
+
+    @property
+    def mesh(self) -> str:
+        """Replicas by shards."""
+        return f"({self.num_replicas}, {self.world_size // self.num_replicas}) mesh"
+
+    @property
+    def ranks(self) -> str:
+        """How many ranks, and of several replicas the mesh."""
+        in_mesh = f" in a {self.mesh}" if self.num_replicas > 1 else ""
+        return f"{self.world_size} ranks{in_mesh}"
 
     @property
     def nbytes(self) -> int:
         memory = self.planner.memory(
             self.config.stage,
             self.world_size,
+            self.num_replicas,
             prefetch=self.config.prefetch,
             exchanges=self.exchanges,
         )
@@ -54,8 +68,7 @@ def check_budget(
     model: nn.Module,
     planned: list[UnitPlanned],
     config: ShardConfig,
-    world_size: int,
-    exchanges: bool,
+    ranks: Ranks,
     budget: int,
 ) -> None:
     """Raises ValueError if what zerocore and Adam would allocate on rank 0 exceeds ``budget``.
@@ -64,7 +77,7 @@ def check_budget(
     known before a forward and not counted. Rank 0 owns the most, so all ranks decide alike.
     """
     planner = make_planner(model, planned, Precision(mixed=config.mixed_precision))
-    candidate = _Candidate(planner, config, world_size, exchanges)
+    candidate = _Candidate(planner, config, ranks.world_size, ranks.num_replicas, ranks.exchanges)
     needed = candidate.nbytes
     if needed <= budget:
         return
@@ -73,7 +86,7 @@ def check_budget(
         :NUM_CHANGES
     ]
     lines = [
-        f"memory_budget: stage {config.stage} on {world_size} ranks needs {format_nbytes(needed)} "
+        f"memory_budget: stage {config.stage} on {candidate.ranks} needs {format_nbytes(needed)} "
         f"({needed:,} bytes) for parameters, gradients, the states of Adam and the bucket pool; "
         f"the budget is {format_nbytes(budget)} ({budget:,} bytes)."
     ]
@@ -90,7 +103,7 @@ def check_budget(
 
 
 def _changes(now: _Candidate, narrow: Planner, budget: int) -> Iterator[Change]:
-    """Changes, cheapest first: no extra traffic, then more of it, then precision, then ranks."""
+    """Changes, cheapest first: no extra traffic, then more, then precision, then ranks."""
     stage, prefetch = now.config.stage, now.config.prefetch
 
     def at(text: str, **options: Any) -> Change:
@@ -104,6 +117,9 @@ def _changes(now: _Candidate, narrow: Planner, budget: int) -> Iterator[Change]:
         yield at("stage=3 (communicates half as much again)", stage=3)
         if prefetch > 0:
             yield at("stage=3, prefetch=0 (nor are gathers hidden)", stage=3, prefetch=0)
+    fewer = _fewer_replicas(now, budget)
+    if fewer is not None:
+        yield Change(f"group= a {fewer.mesh} (gathers reach further)", fewer.nbytes)
     in_bf16 = replace(now, planner=narrow)
     yield Change("parameters in bfloat16, model.bfloat16() before shard", in_bf16.nbytes)
     if stage < 3:
@@ -113,7 +129,14 @@ def _changes(now: _Candidate, narrow: Planner, budget: int) -> Iterator[Change]:
         more = _more_ranks(replace(now, config=replace(now.config, stage=wanted)), budget)
         if more is not None:
             text = "" if wanted == stage else f" at stage={wanted}"
-            yield Change(f"{more.world_size} ranks{text}", more.nbytes)
+            yield Change(f"{more.ranks}{text}", more.nbytes)
+
+
+def _fewer_replicas(candidate: _Candidate, budget: int) -> _Candidate | None:
+    """The most replicas of the same ranks that fit; None if there are none."""
+    numbers = fewer_replicas(candidate.world_size, candidate.num_replicas)
+    shapes = (replace(candidate, num_replicas=number) for number in numbers)
+    return next((shape for shape in shapes if shape.nbytes <= budget), None)
 
 
 def _more_ranks(candidate: _Candidate, budget: int) -> _Candidate | None:

@@ -69,6 +69,9 @@ def plan(
     hf_config: _Config = None,
     preset: _Preset = None,
     gpus: _Gpus = 8,
+    num_replicas: Annotated[
+        int, typer.Option(min=1, help="Groups of GPUs that hold the same: hybrid sharding.")
+    ] = 1,
     memory: Annotated[str, typer.Option(help="Memory of a GPU, such as 24GiB.")] = "24GiB",
     dtype: _DType = None,
     mixed_precision: Annotated[
@@ -90,6 +93,9 @@ def plan(
         list[str] | None,
         typer.Option(help=f"{', '.join(PRESETS)}, or such as 450GB/s,12us; may be repeated."),
     ] = None,
+    replica_link: Annotated[
+        str | None, typer.Option(help="Link between replicas; by default that of --link.")
+    ] = None,
     flops: Annotated[
         str, typer.Option(help="Operations per second that layers reach.")
     ] = "400TFLOP/s",
@@ -106,6 +112,7 @@ def plan(
         result = zerocore.plan(
             _source(hf_config, preset),
             gpus,
+            num_replicas=num_replicas,
             memory=memory,
             dtype=_torch_dtype(dtype),
             mixed_precision=mixed,
@@ -117,6 +124,7 @@ def plan(
             seq_len=seq_len,
             checkpointing=checkpointing,
             links=link,
+            replica_link=replica_link,
             flops=flops,
             rank=rank,
         )

@@ -16,8 +16,9 @@ from zerocore.activations import Activations, Loss, default_loss, measure
 from zerocore.advice import advise
 from zerocore.architectures import build_model, config_dtype, load_config, sample_inputs
 from zerocore.config import STAGES, ShardConfig
-from zerocore.links import Link, find_link, traffic_nbytes
-from zerocore.planner import Planner, Precision, make_planner, optimizer_states
+from zerocore.events import COLLECTIVES
+from zerocore.links import Link, default_link, find_link, traffic_nbytes
+from zerocore.planner import PlannedEvent, Planner, Precision, make_planner, optimizer_states
 from zerocore.plans import Peak, Plan, Setting, StagePlan, moment_name
 from zerocore.precision import MixedPrecision
 from zerocore.quantities import parse_flops, parse_nbytes
@@ -35,6 +36,7 @@ def plan(
     model: ModelLike | Any,
     world_size: int,
     *,
+    num_replicas: int = 1,
     mixed_precision: MixedPrecision | None = None,
     optimizer: str | int = "adamw",
     dtype: torch.dtype | None = None,
@@ -49,6 +51,7 @@ def plan(
     checkpointing: bool = False,
     memory: str | int = "24GiB",
     links: Sequence[Link | str] | Link | str | None = None,
+    replica_link: Link | str | None = None,
     flops: str | float = DEFAULT_FLOPS,
     rank: int = 0,
 ) -> Plan:
@@ -60,7 +63,10 @@ def plan(
     Args:
         model: a module (on any device, also meta) that is not sharded, a Hugging Face
             configuration, a configuration file, its content, or a preset's name.
-        world_size: number of data-parallel ranks.
+        world_size: number of data-parallel ranks, of all replicas together.
+        num_replicas: groups of ranks that hold the same (hybrid sharding): the state is sharded
+            over ``world_size / num_replicas`` ranks, as with ``group=`` a DeviceMesh of
+            ``(num_replicas, world_size // num_replicas)``.
         mixed_precision: main weights in the model's own dtype, layers in a narrower one.
         optimizer: a name such as ``"adamw"``, or how many tensors of a parameter's size it keeps.
         dtype: floating-point dtype of the model, instead of its own.
@@ -77,10 +83,12 @@ def plan(
             outputs.
         checkpointing: recompute each block in the backward.
         memory: bytes of a device, as a number or text such as ``"24GiB"``.
-        links: presets, descriptions such as ``"450GB/s,12us"``, or links; by default ``nvlink4``
-            up to 8 ranks and ``ib400`` beyond.
+        links: presets, descriptions such as ``"450GB/s,12us"``, or links, between the ranks that
+            share the state; by default ``nvlink4`` up to 8 of them and ``ib400`` beyond.
+        replica_link: the link between replicas. By default they share the one of ``links``; without
+            ``links`` it is ``nvlink4`` up to 8 ranks in all and ``ib400`` beyond.
         flops: operations per second that layers reach.
-        rank: whose bytes; rank 0 owns the most.
+        rank: whose bytes, counted replica by replica; rank 0 owns the most.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or the model is sharded already.
@@ -88,19 +96,23 @@ def plan(
     """
     _check(
         world_size=world_size,
+        num_replicas=num_replicas,
         micro_batch=micro_batch,
         micro_batches=micro_batches,
         seq_len=seq_len,
     )
     config = ShardConfig(prefetch=prefetch, accumulate=accumulate)
+    inside, across = _find_links(links, replica_link, world_size, num_replicas)
     setting = Setting(
         world_size=world_size,
         rank=rank,
         prefetch=config.prefetch,
         checkpointing=checkpointing,
         memory_nbytes=parse_nbytes(memory),
-        links=_find_links(links, world_size),
+        links=inside,
         flops_per_s=parse_flops(flops),
+        num_replicas=num_replicas,
+        replica_link=across,
     )
     num_states = optimizer_states(optimizer)
     module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
@@ -135,21 +147,28 @@ def _check(**counts: int) -> None:
 
 
 def _find_links(
-    links: Sequence[Link | str] | Link | str | None, world_size: int
-) -> tuple[Link, ...]:
+    links: Sequence[Link | str] | Link | str | None,
+    replica_link: Link | str | None,
+    world_size: int,
+    num_replicas: int,
+) -> tuple[tuple[Link, ...], Link | None]:
+    """The links to compare, and that between replicas; None where nothing has a link of its own."""
     if links is None:
-        links = "nvlink4" if world_size <= 8 else "ib400"
-    return tuple(find_link(x) for x in ([links] if isinstance(links, Link | str) else links))
+        links = default_link(world_size // num_replicas)
+        replica_link = replica_link or default_link(world_size)
+    inside = tuple(find_link(x) for x in ([links] if isinstance(links, Link | str) else links))
+    across = None if replica_link is None else find_link(replica_link)
+    return inside, across if num_replicas > 1 else None
 
 
 def plan_stage(
     planner: Planner, stage: int, setting: Setting, activations: Activations | None
 ) -> StagePlan:
     """One stage of a plan."""
-    world_size = setting.world_size
-    memory = planner.memory(stage, world_size, prefetch=setting.prefetch, rank=setting.rank)
-    events = planner.events(stage, world_size, setting.prefetch)
-    collectives = [event for event in events if event[0] not in ("unshard", "reshard")]
+    ranks = (setting.world_size, setting.num_replicas)
+    memory = planner.memory(stage, *ranks, prefetch=setting.prefetch, rank=setting.rank)
+    events = planner.events(stage, *ranks, prefetch=setting.prefetch)
+    collectives = [event for event in events if event.op in COLLECTIVES]
     peak = Peak(memory.total, "any time after the first step")
     timings = []
     if activations is not None:
@@ -157,18 +176,10 @@ def plan_stage(
         peak = Peak(memory.total + activations.peak_nbytes, where)
         one = events
         if planner.micro_batches > 1:
-            one = replace(planner, micro_batches=1).events(stage, world_size, setting.prefetch)
-        for link in setting.links:
-            timings.append(
-                predict_timing(
-                    one,
-                    activations.order,
-                    activations.flops,
-                    setting.flops_per_s,
-                    link,
-                    world_size,
-                )
-            )
+            single = replace(planner, micro_batches=1)
+            one = single.events(stage, *ranks, prefetch=setting.prefetch)
+        played = (one, activations.order, activations.flops, setting.flops_per_s)
+        timings = [predict_timing(*played, link, setting.replica_link) for link in setting.links]
     return StagePlan(
         stage=stage,
         parameters=memory.parameters,
@@ -179,12 +190,15 @@ def plan_stage(
         activations=None if activations is None else activations.peak_nbytes,
         peak=peak,
         spare=setting.memory_nbytes - peak.nbytes,
-        sent_nbytes=round(
-            sum(traffic_nbytes(op, nbytes, world_size) for op, _, nbytes, _, _ in collectives)
-        ),
+        sent_nbytes=_sent_nbytes(collectives),
+        across_nbytes=_sent_nbytes([event for event in collectives if event.across]),
         num_collectives=len(collectives),
         timings=tuple(timings),
     )
+
+
+def _sent_nbytes(collectives: list[PlannedEvent]) -> int:
+    return round(sum(traffic_nbytes(e.op, e.nbytes, e.num_ranks) for e in collectives))
 
 
 def _resolve(model: Any, precision: Precision) -> tuple[nn.Module, str, Precision]:

@@ -49,6 +49,11 @@ class Ranks:
         return self.num_shards * self.num_replicas
 
     @property
+    def exchanges(self) -> bool:
+        """Reduce-scatters run as an exchange and a local sum, as they do on gloo."""
+        return any(dist.get_backend(group) == "gloo" for group in self.groups)
+
+    @property
     def rank(self) -> int:
         replica = 0 if self.replicas is None else self.replicas.rank()
         return replica * self.num_shards + self.shard_rank
@@ -106,8 +111,3 @@ def _default_group(model: nn.Module) -> dist.ProcessGroup | None:
                 backend,
             )
     return dist.group.WORLD
-
-
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether collectives of the group run on gloo."""
-    return dist.get_backend(group) == "gloo"

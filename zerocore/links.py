@@ -76,6 +76,15 @@ PRESETS: dict[str, Link] = {
 """Links by name; those of a network count one port for each GPU."""
 
 
+RANKS_PER_NODE = 8
+"""GPUs that are assumed to have a fast link between them where nothing is said."""
+
+
+def default_link(num_ranks: int) -> str:
+    """The preset that is assumed between so many ranks."""
+    return "nvlink4" if num_ranks <= RANKS_PER_NODE else "ib400"
+
+
 def find_link(link: Link | str) -> Link:
     """A link from a preset's name, or from text such as ``"450GB/s"`` or ``"450GB/s,12us"``.
 

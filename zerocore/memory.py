@@ -93,7 +93,7 @@ def _options(state: ShardState, stage: int, micro_batches: int = 1) -> _C.PlanOp
         world_size=state.ranks.num_shards,
         num_replicas=state.ranks.num_replicas,
         prefetch=state.config.prefetch,
-        exchanges=state.exchanges,
+        exchanges=state.ranks.exchanges,
         micro_batches=micro_batches,
         hold_full=state.config.accumulate == "full",
     )
@@ -104,7 +104,7 @@ def planned_events(model: nn.Module, micro_batches: int = 1) -> list[tuple[str, 
     state = state_of(model)
     options = _options(state, state.config.stage, micro_batches)
     events = _C.plan_events(*_inputs(state), options)
-    return [(op, state.units[unit].name, nbytes, pool) for op, unit, nbytes, pool, _ in events]
+    return [(op, state.units[unit].name, nbytes, pool) for op, unit, nbytes, pool, *_ in events]
 
 
 def predict_events(model: nn.Module, micro_batches: int = 1) -> list[tuple[str, str, int]]:

@@ -208,9 +208,9 @@ def _is_gathered(unit: Unit) -> bool:
 
 
 def _changes(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Higher stages, no prefetch, more ranks; with the predicted bytes that each saves."""
+    """Higher stages, no prefetch, more shards; with the predicted bytes that each saves."""
     state = state_of(model)
-    stage, ranks = state.config.stage, state.ranks.num_shards
+    stage, ranks = state.config.stage, state.ranks
     now = predict_memory(model)
     for higher in range(stage + 1, 4):
         yield f"stage={higher}", now.total - predict_memory(model, higher).total
@@ -219,4 +219,6 @@ def _changes(model: nn.Module) -> Iterator[tuple[str, int]]:
         yield "prefetch=0 (gathers are not hidden)", largest
     sharded = (now.optimizer, now.gradients, now.parameters)[:stage]
     if sharded:
-        yield f"{2 * ranks} ranks", sum(sharded) // 2
+        fewer = f"group= a ({ranks.num_replicas // 2}, {2 * ranks.num_shards}) mesh"
+        more = f"{2 * ranks.world_size} ranks"
+        yield fewer if ranks.num_replicas % 2 == 0 else more, sum(sharded) // 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -44,9 +46,38 @@ def optimizer_states(optimizer: str | int) -> int:
     )
 
 
+def fewer_replicas(world_size: int, num_replicas: int) -> Iterator[int]:
+    """Numbers of replicas below ``num_replicas`` that ``world_size`` ranks can make, falling."""
+    return (fewer for fewer in range(num_replicas - 1, 0, -1) if world_size % fewer == 0)
+
+
+class PlannedEvent(NamedTuple):
+    """One thing a rank does in a step.
+
+    Attributes:
+        op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``unshard`` or ``reshard``.
+        unit: index of the unit.
+        nbytes: bytes of the full bucket.
+        pool_nbytes: bytes of the bucket pool in use right after.
+        moment: when, counted by the calls of the forward.
+        across: among the ranks that hold the same shard, not those that share the state.
+        num_ranks: how many these are.
+    """
+
+    op: str
+    unit: int
+    nbytes: int
+    pool_nbytes: int
+    moment: int
+    across: bool
+    num_ranks: int
+
+
 @dataclass(frozen=True)
 class Planner:
-    """Byte plans of one model on one rank, for any stage and world size.
+    """Byte plans of one model on one rank, for any stage and number of ranks.
+
+    ``world_size`` counts all ranks; the state is sharded over ``world_size / num_replicas``.
 
     Attributes:
         names: the units' names.
@@ -83,38 +114,52 @@ class Planner:
         self,
         stage: int,
         world_size: int,
+        num_replicas: int = 1,
         *,
         prefetch: int = 1,
         rank: int = 0,
         exchanges: bool = False,
     ) -> _C.MemoryPlan:
-        """Bytes on ``rank``; ``exchanges`` as on gloo, whose reduce-scatter needs scratch."""
+        """Bytes on ``rank``; ``exchanges`` as on gloo, whose reduce-scatter needs scratch.
+
+        Ranks are numbered replica by replica.
+        """
         return _C.plan_memory(
             self.specs,
             self.order,
-            self._options(stage, world_size, prefetch, exchanges),
-            rank=rank,
+            self._options(stage, world_size, num_replicas, prefetch, exchanges),
+            rank=rank % (world_size // num_replicas),
             optimizer_states=self.num_states,
             unused=self.unused,
         )
 
     def layouts(self, stage: int, world_size: int) -> list[_C.Layout]:
         """Layouts of the units."""
-        return _C.plan_layouts(self.specs, self._options(stage, world_size, 0, False))
+        return _C.plan_layouts(self.specs, self._options(stage, world_size))
 
     def events(
-        self, stage: int, world_size: int, prefetch: int = 1
-    ) -> list[tuple[str, int, int, int, int]]:
-        """``(op, unit, nbytes, pool nbytes, moment)`` of a steady step, in order."""
-        options = self._options(stage, world_size, prefetch, False)
-        return _C.plan_events(self.specs, self.order, options)
+        self, stage: int, world_size: int, num_replicas: int = 1, *, prefetch: int = 1
+    ) -> list[PlannedEvent]:
+        """A steady step, in order."""
+        options = self._options(stage, world_size, num_replicas, prefetch)
+        num_shards = world_size // num_replicas
+        return [
+            PlannedEvent(*event, num_ranks=num_replicas if event[-1] else num_shards)
+            for event in _C.plan_events(self.specs, self.order, options)
+        ]
 
     def _options(
-        self, stage: int, world_size: int, prefetch: int, exchanges: bool
+        self,
+        stage: int,
+        world_size: int,
+        num_replicas: int = 1,
+        prefetch: int = 0,
+        exchanges: bool = False,
     ) -> _C.PlanOptions:
         return _C.PlanOptions(
             stage=stage,
-            world_size=world_size,
+            world_size=world_size // num_replicas,
+            num_replicas=num_replicas,
             prefetch=prefetch,
             exchanges=exchanges,
             micro_batches=self.micro_batches,

@@ -17,8 +17,10 @@ from zerocore.timing import Timing
 class Setting:
     """What a plan is made for; as the arguments of :func:`zerocore.plan`.
 
+    ``replica_link`` is None where nothing crosses, or on the same link as the rest.
+
     Raises:
-        ValueError: there is no such rank.
+        ValueError: there is no such rank, or replicas of unequal size.
     """
 
     world_size: int
@@ -28,8 +30,15 @@ class Setting:
     memory_nbytes: int
     links: tuple[Link, ...]
     flops_per_s: float
+    num_replicas: int = 1
+    replica_link: Link | None = None
 
     def __post_init__(self) -> None:
+        if self.world_size % self.num_replicas != 0:
+            raise ValueError(
+                f"num_replicas must divide world_size, which counts all ranks: {self.world_size} "
+                f"ranks are not {self.num_replicas} replicas of equal size"
+            )
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank must be 0 to {self.world_size - 1}, got {self.rank}")
 
@@ -57,6 +66,7 @@ class StagePlan:
         peak: highest sum.
         spare: memory of the device less the peak; negative where it does not fit.
         sent_nbytes: bytes that the rank sends in a step.
+        across_nbytes: the part of them that goes to other replicas.
         num_collectives: collectives in a step.
         timings: predicted steps by link; none where activations were not measured.
     """
@@ -71,6 +81,7 @@ class StagePlan:
     peak: Peak
     spare: int
     sent_nbytes: int
+    across_nbytes: int
     num_collectives: int
     timings: tuple[Timing, ...]
 
@@ -130,9 +141,11 @@ class Plan:
             "= peak": [stage.peak.nbytes for stage in stages],
             "to spare": [stage.spare for stage in stages],
             "sent a step": [stage.sent_nbytes for stage in stages],
+            "of it, between replicas": [stage.across_nbytes for stage in stages],
         }
-        if not any(figures["main weights"]):
-            del figures["main weights"]
+        for name in ("main weights", "of it, between replicas"):
+            if not any(figures[name]):
+                del figures[name]
         rows = [["", *(f"stage {stage.stage}" for stage in stages)]]
         for name, nbytes in figures.items():
             rows.append([name, *("?" if n is None else format_nbytes(n) for n in nbytes)])
@@ -157,9 +170,14 @@ class Plan:
         if self.stages[-1].activations is not None:
             lines.append(f"peak: {self.stages[-1].peak.when}")
             for timing in self.stages[-1].timings:
+                across = (
+                    f" ({format_seconds(timing.across_s)} between replicas)"
+                    if timing.across_s > 0
+                    else ""
+                )
                 lines.append(
                     f"stage 3 on {timing.link}: {format_seconds(timing.communication_s)} of "
-                    f"communication, {format_seconds(timing.compute_s)} of compute at "
+                    f"communication{across}, {format_seconds(timing.compute_s)} of compute at "
                     f"{setting.flops_per_s / 1e12:,.0f} TFLOP/s; no schedule beats "
                     f"{format_seconds(timing.bound_s)}"
                 )
@@ -175,8 +193,9 @@ class Plan:
         setting = self.setting
         return (
             f"{self.model}: {self.num_params:,} parameters in {self.num_units} units, rank "
-            f"{setting.rank} of {setting.world_size}, {format_nbytes(setting.memory_nbytes)} of "
-            f"memory, prefetch {setting.prefetch}"
+            f"{setting.rank} of {setting.world_size}"
+            + (f" in {setting.num_replicas} replicas" if setting.num_replicas > 1 else "")
+            + f", {format_nbytes(setting.memory_nbytes)} of memory, prefetch {setting.prefetch}"
             + (", checkpointed" if setting.checkpointing else "")
         )
 

@@ -16,7 +16,7 @@ from zerocore.budget import check_budget
 from zerocore.calls import call_order, entry_units
 from zerocore.casting import cast_around_kept
 from zerocore.config import ShardConfig
-from zerocore.groups import Ranks, is_gloo
+from zerocore.groups import Ranks
 from zerocore.materialize import InitFn, full_values, materialize_buffers
 from zerocore.module import Entry, set_entry
 from zerocore.optimizer_hooks import mark_replaced
@@ -55,9 +55,8 @@ def shard_model(
                 _types(choice, config)
         target = _find_device(planned, device)
         if memory_budget is not None:
-            on_gloo = any(is_gloo(group) for group in ranks.groups)
             nbytes = parse_nbytes(memory_budget, "memory_budget")
-            check_budget(model, planned, config, ranks.num_shards, on_gloo, nbytes)
+            check_budget(model, planned, config, ranks, nbytes)
     except Exception as caught:
         error = caught
     agree(ranks.groups, error, [] if error else _facts(planned, config))

@@ -12,7 +12,7 @@ from torch import nn
 
 from zerocore._C import Engine, ParamSpec
 from zerocore.config import ShardConfig
-from zerocore.groups import Ranks, is_gloo
+from zerocore.groups import Ranks
 from zerocore.meters import Meters
 from zerocore.module import entry_of
 from zerocore.precision import ParamTypes
@@ -67,11 +67,6 @@ class ShardState:
     @property
     def rank(self) -> int:
         return self.ranks.rank
-
-    @property
-    def exchanges(self) -> bool:
-        """Reduce-scatters run as an exchange and a local sum, as they do on gloo."""
-        return any(is_gloo(group) for group in self.ranks.groups)
 
     def params(self) -> list[Param]:
         """All parameters, in the order of the units."""

@@ -5,32 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zerocore._C import CallEvent
+from zerocore.events import COLLECTIVES
 from zerocore.links import Link
-
-# (op, unit, nbytes, pool nbytes, moment), as the planner returns them.
-PlannedEvent = tuple[str, int, int, int, int]
+from zerocore.planner import PlannedEvent
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A predicted step on one link; seconds.
+    """A predicted step on a link, or on one between shards and one between replicas; seconds.
 
     Attributes:
-        link: the link's name.
+        link: the link's name; of two, both.
         communication_s: time of all collectives, one after the other.
         compute_s: time of all operations, without communication.
         step_s: predicted step, with as much hidden as the order of collectives allows.
+        across_s: the part of ``communication_s`` that the link between replicas carries; 0 where
+            that is the same link.
     """
 
     link: str
     communication_s: float
     compute_s: float
     step_s: float
+    across_s: float = 0.0
 
     @property
     def bound_s(self) -> float:
-        """No schedule is faster: the longer of communication and compute."""
-        return max(self.communication_s, self.compute_s)
+        """No schedule is faster: the longest of compute and what each link carries."""
+        return max(self.communication_s - self.across_s, self.across_s, self.compute_s)
 
     @property
     def exposed_s(self) -> float:
@@ -51,45 +53,54 @@ def predict_timing(
     flops: tuple[int, ...],
     flops_per_s: float,
     link: Link,
-    world_size: int,
+    replica_link: Link | None = None,
 ) -> Timing:
-    """Plays one step: compute runs on, collectives queue on one link in the order of issue.
+    """Plays one step: compute runs on, collectives queue on their link in the order of issue.
 
     A unit's forward and backward wait for its gather; a reduction waits for the one before, as
-    the runtime has one in flight; the step ends when all are done. Optimizer and host time are
-    not counted.
+    the runtime has one in flight, and a sum over the replicas for the reduction whose shards it
+    sums; the step ends when all are done. Optimizer and host time are not counted.
 
     Args:
         events: planned events of the step.
         order: calls of the forward; moments are numbered by it.
         flops: operations by moment.
         flops_per_s: operations per second that the layers reach.
-        link: the link of this rank.
-        world_size: number of ranks.
+        link: the link of this rank to those that it shares the state with.
+        replica_link: its link to the other replicas; None for the same.
     """
+    across = replica_link or link
     by_moment: dict[int, list[PlannedEvent]] = {}
     for event in events:
-        by_moment.setdefault(event[4], []).append(event)
-    now = link_free = communication = reduced = 0.0
+        by_moment.setdefault(event.moment, []).append(event)
+    now = reduced = 0.0
+    free, busy = {link: 0.0, across: 0.0}, {link: 0.0, across: 0.0}
     gathered: dict[int, float] = {}
     for moment in range(2 * len(order) + 1):
-        for op, unit, nbytes, _, _ in by_moment.get(moment, ()):
-            if op in ("unshard", "reshard"):
+        for event in by_moment.get(moment, ()):
+            if event.op not in COLLECTIVES:
                 continue
-            if op == "reduce_scatter":
+            if event.op == "reduce_scatter":
                 now = max(now, reduced)
-            seconds = link.seconds(op, nbytes, world_size)
-            communication += seconds
-            link_free = max(link_free, now) + seconds
-            if op == "all_gather":
-                gathered[unit] = link_free
+            used, is_gather = across if event.across else link, event.op == "all_gather"
+            seconds = used.seconds(event.op, event.nbytes, event.num_ranks)
+            busy[used] += seconds
+            free[used] = max(free[used], now, 0.0 if is_gather else reduced) + seconds
+            if is_gather:
+                gathered[event.unit] = free[used]
             else:
-                reduced = link_free
+                reduced = free[used]
         starting = _unit_starting(order, moment)
         if starting is not None:
             now = max(now, gathered.get(starting, 0.0))
         now += flops[moment] / flops_per_s
-    return Timing(link.name, communication, sum(flops) / flops_per_s, max(now, link_free))
+    return Timing(
+        link.name if across == link else f"{link.name} + {across.name}",
+        sum(busy.values()),
+        sum(flops) / flops_per_s,
+        max(now, *free.values()),
+        0.0 if across == link else busy[across],
+    )
 
 
 def _unit_starting(order: tuple[CallEvent, ...], moment: int) -> int | None:

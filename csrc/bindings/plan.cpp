@@ -252,10 +252,15 @@ void register_plan(py::module_& module) {
       [](std::vector<std::vector<ParamSpec>> units,
          const std::vector<CallEvent>& order,
          const PlanOptions& options) {
-        std::vector<std::tuple<std::string, UnitId, int64_t, int64_t, int32_t>> result;
+        std::vector<std::tuple<std::string, UnitId, int64_t, int64_t, int32_t, bool>> result;
         for (const auto& event : plan_events(unit_plans(std::move(units), {}), order, options)) {
           result.emplace_back(
-              trace_op_name(event.op), event.unit, event.nbytes, event.pool_nbytes, event.moment);
+              trace_op_name(event.op),
+              event.unit,
+              event.nbytes,
+              event.pool_nbytes,
+              event.moment,
+              event.across);
         }
         return result;
       },

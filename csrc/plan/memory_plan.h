@@ -45,6 +45,7 @@ struct PlannedEvent {
   // When: at event i of the order in the forward, mirrored at 2n - 1 - i in the backward, 2n at
   // its end.
   int32_t moment = 0;
+  bool across = false; // among the ranks that hold the same shard, not those that share the state
 };
 
 // Bytes on one rank, between steps except for the pool.

@@ -226,14 +226,15 @@ void StepSimulation::issue(UnitId unit, const Layout& layout, int index) {
   } else if (sharded && grads_[unit][index].adds && !region.has_wire()) {
     reduction.scratch_slot = take(shard_nbytes);
   }
-  add(sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce, unit, nbytes);
-  if (options_.world_size > 1 && options_.num_replicas > 1) {
+  const bool only_replicas = options_.world_size == 1;
+  add(sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce, unit, nbytes, only_replicas);
+  if (!only_replicas && options_.num_replicas > 1) {
     // On a device right behind the other, on gloo once that is complete.
     const int64_t across_nbytes = sharded ? shard_nbytes : nbytes;
     if (options_.exchanges) {
       reduction.across_nbytes = across_nbytes;
     } else {
-      add(TraceOp::AllReduce, unit, across_nbytes);
+      add(TraceOp::AllReduce, unit, across_nbytes, /*across=*/true);
     }
   }
   in_flight_.push_back(reduction);
@@ -242,7 +243,7 @@ void StepSimulation::issue(UnitId unit, const Layout& layout, int index) {
 void StepSimulation::complete() {
   for (Reduction& reduction : in_flight_) {
     if (reduction.across_nbytes > 0) {
-      add(TraceOp::AllReduce, reduction.unit, reduction.across_nbytes);
+      add(TraceOp::AllReduce, reduction.unit, reduction.across_nbytes, /*across=*/true);
     }
     RegionGrads& grads = grads_[reduction.unit][reduction.region];
     give_back(reduction.scratch_slot);
@@ -273,8 +274,8 @@ void StepSimulation::give_back(int64_t& slot) {
   }
 }
 
-void StepSimulation::add(TraceOp op, UnitId unit, int64_t nbytes) {
-  events_.push_back({op, unit, nbytes, pool_.in_use(), moment_});
+void StepSimulation::add(TraceOp op, UnitId unit, int64_t nbytes, bool across) {
+  events_.push_back({op, unit, nbytes, pool_.in_use(), moment_, across});
 }
 
 } // namespace zerocore

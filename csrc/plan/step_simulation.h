@@ -95,7 +95,7 @@ class StepSimulation {
   bool uses_slots(const Layout& layout) const;
   int64_t take(int64_t nbytes);
   void give_back(int64_t& slot);
-  void add(TraceOp op, UnitId unit, int64_t nbytes);
+  void add(TraceOp op, UnitId unit, int64_t nbytes, bool across = false);
 
   PlanOptions options_;
   std::vector<CallEvent> order_;

@@ -67,7 +67,18 @@ def watch_collectives(stage: int) -> list[tuple[str, str, int]]:
                 assert actual == planned_events(model)
         assert zerocore.memory_usage(model, optimizer) == zerocore.predict_memory(model)
         assert state_of(model).engine.pool_stats.in_use_nbytes == 0
-    return [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
+    collectives = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
+    rank, inputs = dist.get_rank(), torch.randn(3, 16)
+    plan = zerocore.plan(Chain(3), 4, num_replicas=2, rank=rank, inputs=inputs).stages[stage]
+    usage = zerocore.memory_usage(model, optimizer)
+    # Not the pool: on gloo it also has what an exchange receives.
+    kept = (usage.parameters, usage.main_weights, usage.gradients, usage.optimizer)
+    assert kept == (plan.parameters, plan.main_weights, plan.gradients, plan.optimizer)
+    assert plan.num_collectives == len(collectives)
+    # Of two ranks each sends half of a bucket, and twice that for an all-reduce.
+    halves = sum(nbytes * (2 if op == "all_reduce" else 1) for op, _, nbytes in collectives)
+    assert plan.sent_nbytes == halves // 2
+    return collectives
 
 
 def across(number: int, nbytes: int) -> tuple[str, str, int]:

@@ -46,7 +46,7 @@ def test_gradients_travel_in_one_type_and_stay_in_another() -> None:
     order = order_of([(0, ())])
     wide = options(2, 4)
     events = plan_events(model, order, wide)
-    assert [(op, nbytes) for op, _, nbytes, _, _ in events] == [
+    assert [(op, nbytes) for op, _, nbytes, *_ in events] == [
         ("all_gather", 2048),
         ("reduce_scatter", 4096),
     ]
@@ -87,7 +87,7 @@ def test_slots_that_only_the_first_step_needs_are_counted() -> None:
 def test_moments_are_those_of_the_calls() -> None:
     model = units(2 * 1024, 2)
     events = plan_events(model, order_of([(0, ()), (1, ())]), options(3, 4, prefetch=0))
-    found = [(op, unit, moment) for op, unit, _, _, moment in events if op != "unshard"]
+    found = [(op, unit, moment) for op, unit, _, _, moment, _ in events if op != "unshard"]
     assert found == [
         ("all_gather", 0, 0),
         ("reshard", 0, 1),
@@ -126,7 +126,7 @@ def test_traffic_of_the_stages(world: int) -> None:
     for stage in range(4):
         events = plan_events(model, order, options(stage, world))
         weight = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "unshard": 0, "reshard": 0}
-        moved.append(sum(weight[op] * nbytes for op, _, nbytes, _, _ in events))
+        moved.append(sum(weight[op] * nbytes for op, _, nbytes, *_ in events))
     assert moved[1] == moved[2] == pytest.approx(moved[0], rel=1e-5)  # padding
     # The last unit of the forward is kept and not gathered again.
     assert moved[3] == pytest.approx(1.5 * moved[0] * (1 - 1 / 96), rel=1e-3)
