@@ -26,9 +26,9 @@ WORLD_SIZE = 8
 STEPS_PER_ROUND = 4
 OFF, ON, TRACED = KINDS = "off", "on, an ordinary step", "on, a traced step"
 NOTES = (
-    f"{NUM_BLOCKS} blocks of {NUM_PARAMS} matrices of {WIDTH} x {WIDTH}, stage 3, {WORLD_SIZE} ranks "
-    "on torch's fake group, whose collectives return at once: a step is host time alone, so the "
-    "share is the largest that a model of as many blocks can show.",
+    f"{NUM_BLOCKS} blocks of {NUM_PARAMS} matrices of {WIDTH} x {WIDTH}, stage 3, {WORLD_SIZE} "
+    "ranks on torch's fake group, whose collectives return at once: a step is host time alone, so "
+    "the share is the largest that a model of as many blocks can show.",
     "us: median of a step (forward, backward, SGD). Difference: median over the rounds, each of "
     "which takes the three in turn. Off: the two calls that open and close a step do nothing.",
 )
@@ -87,9 +87,8 @@ def measure(rounds: int) -> dict[str, list[float]]:
 
 def meters_table(found: dict[str, list[float]]) -> Table:
     """What meters add to a step."""
-    table = Table(
-        "host time of a step, by meters", ["meters", "us", "above off", "share of a step"]
-    )
+    columns = ["meters", "us", "above off", "share of a step"]
+    table = Table("host time of a step, by meters", columns)
     for how, values in found.items():
         above = median(own - off for own, off in zip(values, found[OFF], strict=True))
         share = above / median(found[OFF])

@@ -155,7 +155,7 @@ def test_every_wait_is_needed(
     model = Graph(0, 5)
     model.calls, model.reentrant = [(unit, ()) for unit in range(5)], {}
     if how in ("checkpointed", "reentrant"):
-        model.reentrant = {unit: how == "reentrant" for unit in (1, 2, 3)}
+        model.reentrant = dict.fromkeys((1, 2, 3), how == "reentrant")
     group = mesh if how == "hybrid" else None
     zerocore.shard(
         model, stage=stage, units=[Block], prefetch=prefetch, mixed_precision=mixed, group=group
