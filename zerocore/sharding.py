@@ -19,7 +19,7 @@ from zerocore.config import ShardConfig
 from zerocore.groups import Ranks
 from zerocore.materialize import InitFn, full_values, materialize_buffers
 from zerocore.module import Entry, set_entry
-from zerocore.optimizer_hooks import mark_replaced
+from zerocore.optimizer_hooks import mark_full, mark_replaced
 from zerocore.out_of_memory import explain_forward, watch_backward
 from zerocore.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.quantities import parse_nbytes
@@ -50,9 +50,11 @@ def shard_model(
         config = ShardConfig(**options)
         _check_model(model, optimizer)
         planned = choose_units(model, units)
-        for unit in planned:
-            for choice in unit.params:
-                _types(choice, config)
+        choices = [choice for unit in planned for choice in unit.params]
+        if config.mixed_precision is not None:
+            config.mixed_precision.check_names([choice.fqns[0] for choice in choices])
+        for choice in choices:
+            _types(choice, config)
         target = _find_device(planned, device)
         if memory_budget is not None:
             nbytes = parse_nbytes(memory_budget, "memory_budget")
@@ -195,6 +197,7 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     for parameters, name in owners:
         parameters[name] = shard
     mark_replaced(old, choice.fqns[0])
+    mark_full(full, choice.fqns[0])
     spec = engine.spec(unit.index, position)
     return Param(choice.fqns, choice.owners, full, shard, spec, _types(choice, state.config))
 

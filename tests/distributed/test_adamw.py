@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocore
+from tests.distributed.collectives import count_collectives
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import (
     MakeOptimizer,
@@ -147,6 +148,8 @@ def clip_at_all_stages() -> None:
         optimizer: Optimizer = make([*parameters, extra], **OPTIONS)
         if make is AdamW:
             optimizer.clip_grad_norm = 0.5
+            step = optimizer.step
+            optimizer.step = lambda: counts.append(count_collectives(step))  # type: ignore
         else:
             optimizer.register_step_pre_hook(lambda opt, *_: clip(opt))
         optimizer.register_step_post_hook(lambda *_: seen.append(norm_of(optimizer)))
@@ -161,12 +164,15 @@ def clip_at_all_stages() -> None:
 
     norms: list[Tensor] = []
     seen: list[Tensor] = []
+    counts: list[list[int]] = []
     expected = train_reference(case, world_size, partial(clipped, torch.optim.AdamW))
     wanted, seen = seen, []
     for stage in STAGES:
         seen.clear()
         actual = train_sharded(case, stage, partial(clipped, AdamW))
         torch.testing.assert_close(seen, wanted, rtol=1e-5, atol=0)
+        assert counts == [[1] if stage else []] * len(counts)  # one number
+        counts.clear()
         state = expected.state if dist.get_rank() == 0 else {}
         assert_same_training([actual], Trained([expected.losses[dist.get_rank()]], state))
 
