@@ -144,3 +144,21 @@ def test_a_failed_step_leaves_the_model_usable(
         assert isinstance(model.units[0], Branches)
         torch.testing.assert_close(train(model), expected, rtol=1e-9, atol=0.0)
         assert_same_state(model, plain)
+
+
+def test_a_failed_backward_needs_no_reset(device: torch.device) -> None:
+    """The next forward may begin before autograd's thread has let go of the failed backward."""
+
+    def fail(place: str) -> None:
+        if place == "backward":
+            raise FailureError
+
+    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+        model = shard(Stack(VARIANTS[0]).to(device), stage=3)
+        optimizer = make_optimizer(model)
+        for step in range(20):
+            model.pause = fail
+            with pytest.raises(FailureError):
+                run_step(model, optimizer, step)
+            model.pause = lambda place: None
+            run_step(model, optimizer, step)
