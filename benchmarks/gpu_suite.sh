@@ -94,9 +94,9 @@ run_on_gpu() {
     skip racecheck "no compute-sanitizer on PATH"
   fi
   part host 80 "$python" benchmarks/host_overhead.py --device cuda --params 9,32 --passes 1
-  part step_emulated 110 "$python" benchmarks/step.py --device cuda --link emulated --ranks 8 \
+  part step_emulated 150 "$python" benchmarks/step.py --device cuda --link emulated --ranks 8 \
     --peers plain,ddp,fsdp2 --stages 0,2,3 --rounds 1
-  part step_nccl 90 "$python" benchmarks/step.py --device cuda --ranks 1 \
+  part step_nccl 120 "$python" benchmarks/step.py --device cuda --ranks 1 \
     --peers plain,fsdp2 --stages 2,3 --rounds 1
 }
 
