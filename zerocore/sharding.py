@@ -45,6 +45,7 @@ def shard_model(
     """
     config = ShardConfig()
     planned: list[UnitPlanned] = []
+    target: torch.device | None = None
     error: Exception | None = None
     try:
         config = ShardConfig(**options)
@@ -61,7 +62,8 @@ def shard_model(
             check_budget(model, planned, config, ranks, nbytes)
     except Exception as caught:
         error = caught
-    agree(ranks.groups, error, [] if error else _facts(planned, config))
+    agree(ranks.groups, error, [] if error else _facts(planned, config), target)
+    assert target is not None
     engine = Engine(
         stage=config.stage,
         prefetch=config.prefetch,

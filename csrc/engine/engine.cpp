@@ -350,6 +350,9 @@ void Engine::reset() {
   run(actions_);
   reducer_.reset();
   for (UnitId id = 0; id < num_units(); ++id) {
+    if (streams_.has_streams()) {
+      units_[id]->wait_for_unshard(); // where nothing is resharded: the memory may be freed next
+    }
     forget_fired(id);
     progress_[id].backward = -1;
     update_registration(id);

@@ -174,6 +174,26 @@ def test_every_wait_is_needed(
     assert not idle
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_reset_waits_for_gathers_under_way(stage: int) -> None:
+    """Also for those into memory that stays: what frees it next is ordered behind compute only."""
+    model = Graph(0, 4)
+    model.calls, model.reentrant = [(unit, ()) for unit in range(4)], {}
+    zerocore.shard(model, stage=stage, units=[Block], prefetch=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(TypeError, match="linear"):
+        model("no tensor")  # within the first unit, while those after it are gathered
+    log = state_of(model).engine.hand_overs
+    gathers = {entry[2]: entry[3:5] for entry in log if entry[:2] == ("write", "all_gather")}
+    freed = [("write", "compute", block, *span, "frees", "") for block, span in gathers.items()]
+    assert gathers
+    assert find_race([*log, *freed]) is None
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_main_weights_are_cast_once_per_update(stage: int) -> None:
     """However many micro-batches and gathers there are in a step."""
