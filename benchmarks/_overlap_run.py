@@ -216,7 +216,7 @@ class OverlapRun:
                 rounds = subject.rounds.setdefault(ratio, Rounds())
                 steps = [self.step(subject) for _ in range(self.workload.steps_per_round)]
                 rounds.step_ms.append(min(steps))
-                if subject.traces and self.link.device.type == "cpu":
+                if subject.traces:
                     waits = (event.wait_ns for event in self.trace(subject))
                     rounds.wait_ms.append(sum(waits) / 1e6)
 
