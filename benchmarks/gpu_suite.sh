@@ -4,9 +4,10 @@
 #   benchmarks/gpu_suite.sh OUT_DIR [PART...]
 #
 # Parts: build tests kernels optimizer overlap link delays memcheck racecheck host step_emulated
-# step_nccl; by default all. Each has a time limit, at which it is interrupted and says what it has,
-# and may fail without stopping the next. Together they take at most BUDGET_S seconds (570), which
-# may be less than all of them need: what was not run is for a second call. No network is used.
+# step_nccl step_bf16 memory_7b memory_4b; by default all. Each has a time limit, at which it is
+# interrupted and says what it has, and may fail without stopping the next. Together they take at
+# most BUDGET_S seconds (570), which is less than all of them may need: what was not run is for a
+# second call, which names those parts. No network is used.
 # OUT_DIR receives summary.txt, pictures, and results.tar.gz with all logs and result files. Without
 # a GPU it rehearses, on the CPU and in small, what runs without one. PYTHON says which Python has
 # torch (python3).
@@ -98,6 +99,12 @@ run_on_gpu() {
     --peers plain,ddp,fsdp2 --stages 0,2,3 --rounds 1
   part step_nccl 120 "$python" benchmarks/step.py --device cuda --ranks 1 \
     --peers plain,fsdp2 --stages 2,3 --rounds 1
+  part step_bf16 120 "$python" benchmarks/step.py --device cuda --link emulated --ranks 8 \
+    --peers plain,ddp,fsdp2 --stages 0,2,3 --rounds 1 --dtype bf16 --accumulate 4 --clip 1.0 \
+    --optimizer zerocore
+  part memory_7b 300 "$python" benchmarks/memory.py --device cuda --size 7b --out "$work/results"
+  part memory_4b 200 "$python" benchmarks/memory.py --device cuda --size 4b --world-size 2 \
+    --dtype bfloat16 --out "$work/results"
 }
 
 rehearse() {
@@ -117,6 +124,10 @@ rehearse() {
   part step_emulated 60 "$python" benchmarks/step.py --link emulated --ranks 2 \
     --peers fsdp2 --stages 3 --size small --rounds 1
   skip step_nccl "needs a GPU"
+  part step_bf16 60 "$python" benchmarks/step.py --link emulated --ranks 2 --peers fsdp2 \
+    --stages 3 --size small --rounds 1 --dtype bf16 --accumulate 4 --clip 1.0 --optimizer zerocore
+  skip memory_7b "needs a GPU"
+  skip memory_4b "needs a GPU"
 }
 
 if gpu=$("$python" -c "import torch; print(torch.cuda.get_device_name(0))" 2>/dev/null); then
