@@ -143,14 +143,34 @@ def test_mistakes_are_one_message(args: tuple[str, ...], message: str) -> None:
         ("{", "is not JSON"),
         ("{}", "a configuration needs a 'model_type'"),
         ('{"model_type": "abacus"}', "has no model_type 'abacus'"),
-        ('{"model_type": "llama", "architectures": ["Abacus"]}', "has no class 'Abacus'"),
+        ('{"model_type": "llama", "architectures": ["Abacus"]}', "has no model class 'Abacus'"),
+        ('{"model_type": "llama", "architectures": ["LlamaConfig"]}', "has no model class"),
+        ('{"model_type": "llama", "hidden_size": "abc"}', "'hidden_size' expected int, got str"),
+        (
+            '{"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4}',
+            "The hidden size (65) is not a multiple of the number of attention heads (4)",
+        ),
+        (
+            '{"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "abacus"}',
+            "transformers cannot use this configuration: KeyError: 'abacus'",
+        ),
     ],
 )
-def test_a_bad_configuration_is_named(tmp_path: Path, content: str, message: str) -> None:
+@pytest.mark.parametrize("command", ["plan", "describe"])
+def test_a_bad_configuration_is_named(
+    tmp_path: Path, command: str, content: str, message: str
+) -> None:
     path = tmp_path / "bad.json"
     path.write_text(content)
-    result = run("plan", "--hf-config", str(path))
-    assert result.exit_code == 2 and message in result.stderr
+    result = run(command, "--hf-config", str(path))
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"error: '{path}'") and message in result.stderr
+
+
+def test_a_folder_without_a_configuration_is_called_so(tmp_path: Path) -> None:
+    result = run("plan", "--hf-config", str(tmp_path))
+    assert result.exit_code == 2
+    assert result.stderr == f"error: '{tmp_path}' is a folder without a config.json\n"
 
 
 def test_presets_are_all_tested() -> None:

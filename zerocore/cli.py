@@ -147,7 +147,7 @@ def describe(
     with _errors():
         source = _source(hf_config, preset)
         config = load_config(source)
-        model = build_model(config, _torch_dtype(dtype) or config_dtype(config))
+        model = build_model(config, _torch_dtype(dtype) or config_dtype(config), source)
         planner = make_planner(model, choose_units(model, None))
         description = describe_plan(type(model).__name__, planner, stage, gpus)
     if as_json:

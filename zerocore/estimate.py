@@ -218,7 +218,7 @@ def _resolve(model: Any, precision: Precision) -> tuple[nn.Module, str, Precisio
         )
     # Under mixed precision a checkpoint's narrow dtype is not that of the main weights.
     own = torch.float32 if precision.mixed is not None else config_dtype(config)
-    built = build_model(config, precision.dtype or own)
+    built = build_model(config, precision.dtype or own, model)
     name = model if isinstance(model, str) else type(built).__name__
     return built, name, replace(precision, dtype=None)
 
