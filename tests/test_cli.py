@@ -120,6 +120,37 @@ def test_bench_runs_a_script_and_hands_on_arguments_and_exit_code(
     assert "run this from a checkout" in run("bench", "step").stderr
 
 
+BENCHMARK = """
+import argparse, json, os, pathlib
+parser = argparse.ArgumentParser()
+parser.add_argument("--rounds", type=int, default=0)
+rounds = parser.parse_args().rounds
+folder = pathlib.Path(os.environ["ZEROCORE_RESULTS"])
+print("measuring")
+for number in range(rounds):
+    (folder / f"day_{number}.json").write_text(json.dumps({"theme": "step", "round": number}))
+    (folder / f"day_{number}_trace.json").write_text("[]")
+"""
+
+
+def test_bench_prints_the_help_and_the_results_of_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "step.py").write_text(BENCHMARK)
+    (tmp_path / "old.json").write_text('{"theme": "old"}')
+    monkeypatch.setattr(cli, "BENCHMARKS", tmp_path)
+    monkeypatch.setenv("ZEROCORE_RESULTS", str(tmp_path))
+    assert run("bench", "step", "--help").exit_code == 0
+    assert "--rounds" in capfd.readouterr().out
+    assert "benchmarks/NAME.py" in run("bench", "--help").stdout
+    assert run_json("bench", "step", "--rounds", "1") == {"theme": "step", "round": 0}
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err) == ("", "measuring\n")
+    result = run("bench", "step", "--json")
+    assert result.exit_code == 2
+    assert f"benchmark 'step' wrote no results to {tmp_path}" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
