@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,9 @@ def test_env_has_a_line_for_each_fact() -> None:
     facts = run_json("env")
     assert lines == [f"{name}: {fact}" for name, fact in facts.items()]
     assert {"zerocore", "zerocore build", "torch", "CUDA", "NCCL", "NVML"} <= set(facts)
+    build = r"(GCC|clang) \d+\.[^,]*, torch \d+\.[^,]*, CUDA: [^,]+, C\+\+ flags: .+"
+    assert re.fullmatch(build, facts["zerocore build"])
+    assert "/" not in facts["zerocore build"]
 
 
 def test_bench_runs_a_script_and_hands_on_arguments_and_exit_code(
