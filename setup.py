@@ -74,7 +74,7 @@ def read_sources() -> list[str]:
 
 
 def describe_cuda_build() -> str:
-    """The toolkit's version and what is compiled for: ``"13.0 for compute_100 sm_100 sm_80 sm_90"``."""
+    """The toolkit's version and what is compiled for: ``"13.0 for compute_90 sm_80 sm_90"``."""
     nvcc = str(Path(cpp_extension.CUDA_HOME or "", "bin", "nvcc"))
     answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     release = re.search(r"release ([\d.]+)", answer)
