@@ -77,6 +77,23 @@ def read_sources() -> list[str]:
     return [path for path in sources if not path.endswith(".cu") or wants_cuda()]
 
 
+def describe_cuda_build() -> str:
+    """The toolkit's version and what is compiled for: ``"13.0 for compute_90 sm_80 sm_90"``."""
+    nvcc = str(Path(cpp_extension.CUDA_HOME or "", "bin", "nvcc"))
+    answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release ([\d.]+)", answer)
+    archs = re.findall(r",code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags()))
+    return f"{release[1] if release else 'not known'} for {' '.join(archs)}"
+
+
+def define_macros(has_cuda: bool) -> list[tuple[str, str]]:
+    """What ``python -m zerocore env`` says about this build; no paths."""
+    facts = {"ZEROCORE_CXX_FLAGS": " ".join(CXX_FLAGS)}
+    if has_cuda:
+        facts["ZEROCORE_CUDA_BUILD"] = describe_cuda_build()
+    return [(name, f'"{fact}"') for name, fact in facts.items()]
+
+
 def make_extension() -> Extension:
     """The one extension module: a CUDA extension only if there are CUDA sources to compile."""
     sources = read_sources()
@@ -94,6 +111,7 @@ def make_extension() -> Extension:
         "zerocore._C",
         sources,
         include_dirs=[str(ROOT / "csrc")],
+        define_macros=define_macros(has_cuda),
         depends=[*headers, "csrc/sources.txt", "setup.py"],
         extra_compile_args={"cxx": CXX_FLAGS + system, "nvcc": NVCC_FLAGS + system},
     )

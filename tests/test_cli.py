@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,9 @@ def test_env_has_a_line_for_each_fact() -> None:
     facts = run_json("env")
     assert lines == [f"{name}: {fact}" for name, fact in facts.items()]
     assert {"zerocore", "zerocore build", "torch", "CUDA", "NCCL", "NVML"} <= set(facts)
+    build = r"(GCC|clang) \d+\.[^,]*, torch \d+\.[^,]*, CUDA: [^,]+, C\+\+ flags: .+"
+    assert re.fullmatch(build, facts["zerocore build"])
+    assert "/" not in facts["zerocore build"]
 
 
 def test_bench_runs_a_script_and_hands_on_arguments_and_exit_code(
@@ -132,6 +136,37 @@ def test_bench_runs_a_script_and_hands_on_arguments_and_exit_code(
     assert "there is no benchmark 'memory' here; there are step" in result.stderr
     monkeypatch.setattr(cli, "BENCHMARKS", tmp_path / "none")
     assert "run this from a checkout" in run("bench", "step").stderr
+
+
+BENCHMARK = """
+import argparse, json, os, pathlib
+parser = argparse.ArgumentParser()
+parser.add_argument("--rounds", type=int, default=0)
+rounds = parser.parse_args().rounds
+folder = pathlib.Path(os.environ["ZEROCORE_RESULTS"])
+print("measuring")
+for number in range(rounds):
+    (folder / f"day_{number}.json").write_text(json.dumps({"theme": "step", "round": number}))
+    (folder / f"day_{number}_trace.json").write_text("[]")
+"""
+
+
+def test_bench_prints_the_help_and_the_results_of_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "step.py").write_text(BENCHMARK)
+    (tmp_path / "old.json").write_text('{"theme": "old"}')
+    monkeypatch.setattr(cli, "BENCHMARKS", tmp_path)
+    monkeypatch.setenv("ZEROCORE_RESULTS", str(tmp_path))
+    assert run("bench", "step", "--help").exit_code == 0
+    assert "--rounds" in capfd.readouterr().out
+    assert "benchmarks/NAME.py" in run("bench", "--help").stdout
+    assert run_json("bench", "step", "--rounds", "1") == {"theme": "step", "round": 0}
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err) == ("", "measuring\n")
+    result = run("bench", "step", "--json")
+    assert result.exit_code == 2
+    assert f"benchmark 'step' wrote no results to {tmp_path}" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -157,14 +192,34 @@ def test_mistakes_are_one_message(args: tuple[str, ...], message: str) -> None:
         ("{", "is not JSON"),
         ("{}", "a configuration needs a 'model_type'"),
         ('{"model_type": "abacus"}', "has no model_type 'abacus'"),
-        ('{"model_type": "llama", "architectures": ["Abacus"]}', "has no class 'Abacus'"),
+        ('{"model_type": "llama", "architectures": ["Abacus"]}', "has no model class 'Abacus'"),
+        ('{"model_type": "llama", "architectures": ["LlamaConfig"]}', "has no model class"),
+        ('{"model_type": "llama", "hidden_size": "abc"}', "'hidden_size' expected int, got str"),
+        (
+            '{"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4}',
+            "The hidden size (65) is not a multiple of the number of attention heads (4)",
+        ),
+        (
+            '{"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "abacus"}',
+            "transformers cannot use this configuration: KeyError: 'abacus'",
+        ),
     ],
 )
-def test_a_bad_configuration_is_named(tmp_path: Path, content: str, message: str) -> None:
+@pytest.mark.parametrize("command", ["plan", "describe"])
+def test_a_bad_configuration_is_named(
+    tmp_path: Path, command: str, content: str, message: str
+) -> None:
     path = tmp_path / "bad.json"
     path.write_text(content)
-    result = run("plan", "--hf-config", str(path))
-    assert result.exit_code == 2 and message in result.stderr
+    result = run(command, "--hf-config", str(path))
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"error: '{path}'") and message in result.stderr
+
+
+def test_a_folder_without_a_configuration_is_called_so(tmp_path: Path) -> None:
+    result = run("plan", "--hf-config", str(tmp_path))
+    assert result.exit_code == 2
+    assert result.stderr == f"error: '{tmp_path}' is a folder without a config.json\n"
 
 
 def test_presets_are_all_tested() -> None:

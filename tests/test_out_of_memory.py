@@ -19,6 +19,7 @@ import zerocore
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 64
 HUGE = 1 << 40  # elements; nobody has that much
+MIXED = zerocore.MixedPrecision(torch.bfloat16)
 
 SCRIPT = """
 import resource, sys, torch, zerocore
@@ -44,16 +45,27 @@ class Block(nn.Module):
 where = sys.argv[1]
 zerocore.emulate(4, "inf", 0)
 blocks = [Block(where if index == 2 and where != "step" else None) for index in range(4)]
+if where == "step":
+    blocks.append(nn.Linear(64, 1 << 19, bias=False))  # 32 MiB for each moment on each rank
 model = zerocore.shard(nn.Sequential(*blocks), stage=3)
-optimizer = torch.optim.AdamW(model.parameters())
-pages = int(open("/proc/self/statm").read().split()[0])
-limit = pages * resource.getpagesize() + (200 << 20)
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+optimizer = zerocore.optim.AdamW(model.parameters())
+
+def leave(room):
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit = pages * resource.getpagesize() + room
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
 try:
-    loss = model(torch.randn(2, 64)).sum()
-    loss.backward()
-    with zerocore.explain_out_of_memory(model):
-        torch.ones(400 << 20, dtype=torch.uint8)
+    if where in ("forward", "backward"):
+        leave(200 << 20)
+    model(torch.randn(2, 64)).sum().backward()
+    if where == "step":
+        leave(16 << 20)
+    elif where == "other":
+        leave(200 << 20)
+        with zerocore.explain_out_of_memory(model):
+            torch.ones(400 << 20, dtype=torch.uint8)
+    optimizer.step()
 except torch.OutOfMemoryError as error:
     found = error.diagnosis
     print("PHASE", found.phase)
@@ -80,16 +92,17 @@ def run(where: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("where", "phase", "unit"),
+    ("where", "phase", "unit", "nbytes"),
     [
-        ("forward", "forward", "2"),
-        ("backward", "backward", "2"),
-        ("step", "optimizer step or other", ""),
+        ("forward", "forward", "2", 400 << 20),
+        ("backward", "backward", "2", 400 << 20),
+        ("step", "optimizer step", "", 4 * 64 * ((1 << 19) + 4 * 65) // 4),  # all five layers
+        ("other", "optimizer step or other", "", 400 << 20),
     ],
 )
-def test_a_failed_allocation_is_explained(where: str, phase: str, unit: str) -> None:
+def test_a_failed_allocation_is_explained(where: str, phase: str, unit: str, nbytes: int) -> None:
     found = run(where)
-    assert (found["PHASE"], found["REQUESTED"]) == (phase, str(400 << 20))
+    assert (found["PHASE"], found["REQUESTED"]) == (phase, str(nbytes))
     assert unit in found["UNIT"].split(", ")
     assert found["CAUSE"] == "RuntimeError"
     assert "tried to allocate" in found["TEXT"]
@@ -126,9 +139,12 @@ def make(stage: int, **options: Any) -> tuple[nn.Sequential, torch.optim.Optimiz
     return model, torch.optim.AdamW(model.parameters())
 
 
+@pytest.mark.parametrize("mixed", [None, MIXED], ids=["plain", "mixed"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_by_category_and_what_would_fit(emulated: None, stage: int) -> None:
-    model, optimizer = make(stage)
+def test_bytes_by_category_and_what_would_fit(
+    emulated: None, stage: int, mixed: zerocore.MixedPrecision | None
+) -> None:
+    model, optimizer = make(stage, mixed_precision=mixed)
     model(torch.randn(2, WIDTH)).sum().backward()
     optimizer.step()
     totals = [zerocore.predict_memory(model, each).total for each in range(4)]
@@ -140,6 +156,8 @@ def test_bytes_by_category_and_what_would_fit(emulated: None, stage: int) -> Non
     assert found.held["parameters"] == usage.parameters
     assert found.held["gradients"] == usage.gradients
     assert found.held["optimizer state"] == usage.optimizer
+    assert found.held["main weights"] == usage.main_weights
+    assert (usage.main_weights > 0) == (mixed is not None)
     saved = dict(found.changes)
     for higher in range(stage + 1, 4):
         assert saved[f"stage={higher}"] == totals[stage] - totals[higher]
@@ -149,8 +167,11 @@ def test_bytes_by_category_and_what_would_fit(emulated: None, stage: int) -> Non
     assert "enough for this request" in str(found)
 
 
-def test_fewer_replicas_where_there_are_several(emulated: None) -> None:
-    model, optimizer = make(3, group=init_device_mesh("cpu", (2, 2)))
+@pytest.mark.parametrize("mixed", [None, MIXED], ids=["plain", "mixed"])
+def test_fewer_replicas_where_there_are_several(
+    emulated: None, mixed: zerocore.MixedPrecision | None
+) -> None:
+    model, optimizer = make(3, group=init_device_mesh("cpu", (2, 2)), mixed_precision=mixed)
     model(torch.randn(2, WIDTH)).sum().backward()
     optimizer.step()
     before = zerocore.memory_usage(model, optimizer)
@@ -158,7 +179,7 @@ def test_fewer_replicas_where_there_are_several(emulated: None) -> None:
     with pytest.raises(zerocore.OutOfMemory) as caught:
         model(torch.randn(2, WIDTH))
     saved = dict(caught.value.diagnosis.changes)["group= a (1, 4) mesh"]
-    model, optimizer = make(3, group=init_device_mesh("cpu", (1, 4)))
+    model, optimizer = make(3, group=init_device_mesh("cpu", (1, 4)), mixed_precision=mixed)
     model(torch.randn(2, WIDTH)).sum().backward()
     optimizer.step()
     assert saved == before.total - zerocore.memory_usage(model, optimizer).total

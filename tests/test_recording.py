@@ -106,10 +106,13 @@ def test_files(emulated: None, tmp_path: Path) -> None:
     assert paths[1].read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_path_of_another_kind_is_refused_at_once(emulated: None) -> None:
+def test_a_path_of_another_kind_is_refused_at_once(emulated: None, tmp_path: Path) -> None:
     model, _ = trained(Chain(2))
     with pytest.raises(ValueError, match=r"\.json or \.png file, got 'trace\.txt'"):
         zerocore.trace(model, "trace.txt").__enter__()
+    for name in ("x.json", "x.png"):
+        with pytest.raises(ValueError, match=rf"no folder '{tmp_path}/no'; make it first"):
+            zerocore.trace(model, tmp_path / "no" / name).__enter__()
     with zerocore.record_events(model):
         pass
 

@@ -165,8 +165,13 @@ def test_tokens_and_flops(emulated: None) -> None:
     assert zerocore.report(model, tokens=96).steps[2].mfu is None  # no known peak of a CPU
     assert zerocore.report(model).steps[2].tokens_per_s is None
     for name in ("tokens", "flops_per_token", "peak_flops"):
-        with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):
-            zerocore.report(model, **{name: 0})
+        for wrong in (0, float("nan"), float("inf")):
+            with pytest.raises(
+                ValueError, match=f"{name} must be positive and finite, got {wrong}"
+            ):
+                zerocore.report(model, **{name: wrong})
+        with pytest.raises(TypeError, match=f"{name} must be a number, got 'x'"):
+            zerocore.report(model, **{name: "x"})
 
 
 def test_only_sharded_models_have_a_report() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
-build: str  # the compiler, and the torch that it was built against
+build: str  # compiler, the torch that it was built against, CUDA toolkit, flags
 
 class ParamSpec:
     """A parameter as the planner sees it.

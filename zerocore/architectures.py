@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ def load_config(source: str | Path | dict[str, Any]) -> Any:
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: neither a preset nor a file, or not a configuration.
+        ValueError: neither a preset nor a file, not a configuration, or one with values that
+            transformers refuses.
     """
     values = source if isinstance(source, dict) else _read(str(source))
     if not isinstance(values, dict) or "model_type" not in values:
@@ -37,27 +40,27 @@ def load_config(source: str | Path | dict[str, Any]) -> Any:
             f"{_name(source)}: transformers {transformers.__version__} has no model_type "
             f"'{values['model_type']}'"
         )
-    return transformers.AutoConfig.for_model(**values)
+    with _naming(source):
+        return transformers.AutoConfig.for_model(**values)
 
 
-def build_model(config: Any, dtype: torch.dtype | None = None) -> nn.Module:
+def build_model(config: Any, dtype: torch.dtype | None = None, source: object = None) -> nn.Module:
     """The model of a configuration on the meta device, in training mode.
 
     The class is the first of ``config.architectures``, or the causal language model of its type.
 
+    Args:
+        config: a Hugging Face configuration.
+        dtype: floating-point dtype of the parameters; None takes torch's default.
+        source: what the configuration was loaded from, for errors.
+
     Raises:
-        ValueError: transformers has no such class.
+        ValueError: transformers has no such class, or cannot build it from these values.
     """
-    transformers = _import_transformers()
-    names = getattr(config, "architectures", None) or []
+    make = _model_maker(config, source)
     options = {"dtype": dtype} if dtype is not None else {}
-    with torch.device("meta"):
-        if not names:
-            model = transformers.AutoModelForCausalLM.from_config(config, **options)
-        elif hasattr(transformers, names[0]):
-            model = getattr(transformers, names[0])._from_config(config, **options)
-        else:
-            raise ValueError(f"transformers {transformers.__version__} has no class '{names[0]}'")
+    with _naming(source), torch.device("meta"):
+        model = make(config, **options)
     return model.train()
 
 
@@ -92,6 +95,34 @@ def config_dtype(config: Any) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
+def _model_maker(config: Any, source: object) -> Callable[..., nn.Module]:
+    transformers = _import_transformers()
+    names = getattr(config, "architectures", None)
+    if not names:
+        return transformers.AutoModelForCausalLM.from_config
+    name = names[0] if isinstance(names, list | tuple) else names
+    make = getattr(getattr(transformers, str(name), None), "_from_config", None)
+    if make is None:
+        version = transformers.__version__
+        raise ValueError(f"{_name(source)}: transformers {version} has no model class '{name}'")
+    return make
+
+
+@contextmanager
+def _naming(source: object) -> Iterator[None]:
+    """What transformers raises for the values of a configuration, as an error that names it."""
+    try:
+        yield
+    except ImportError:  # of a library that the model needs
+        raise
+    except Exception as error:  # its classes of errors are many and change
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{_name(source)}: transformers cannot use this configuration: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
+
+
 def _read(source: str) -> Any:
     preset = resources.files("zerocore") / "presets" / f"{source.lower()}.json"
     path = Path(source)
@@ -99,18 +130,20 @@ def _read(source: str) -> Any:
         return json.loads(preset.read_text(encoding="utf-8"))
     if path.is_dir():
         path = path / "config.json"
+        if not path.is_file():
+            raise ValueError(f"'{source}' is a folder without a config.json")
     if not path.is_file():
         raise ValueError(
             f"'{source}' is neither a file nor a preset; presets: {', '.join(preset_names())}"
         )
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # of JSON, or of UTF-8
         raise ValueError(f"'{source}' is not JSON: {error}") from None
 
 
 def _name(source: object) -> str:
-    return "the configuration" if isinstance(source, dict) else f"'{source}'"
+    return f"'{source}'" if isinstance(source, str | Path) else "the configuration"
 
 
 def _import_transformers() -> Any:

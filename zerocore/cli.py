@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 BENCHMARKS = Path(zerocore.__file__).resolve().parents[1] / "benchmarks"
+STDERR = 2  # the file descriptor
 PLAIN_WIDTH = 120  # columns where the output is no terminal
 
 
@@ -147,7 +149,7 @@ def describe(
     with _errors():
         source = _source(hf_config, preset)
         config = load_config(source)
-        model = build_model(config, _torch_dtype(dtype) or config_dtype(config))
+        model = build_model(config, _torch_dtype(dtype) or config_dtype(config), source)
         planner = make_planner(model, choose_units(model, None))
         description = describe_plan(type(model).__name__, planner, stage, gpus)
     if as_json:
@@ -167,12 +169,21 @@ def env(as_json: _Json = False) -> None:
             typer.echo(f"{name}: {fact}")
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,  # --help after NAME is the script's
+)
 def bench(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="overlap, memory, step, kernels, ...")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the results file; the script's output is stderr.")
+    ] = False,
 ) -> None:
-    """Runs benchmarks/NAME.py of a checkout; what follows NAME goes to it."""
+    """Runs benchmarks/NAME.py of a checkout; what follows NAME goes to it, --help too."""
+    if name == "--help":
+        typer.echo(context.get_help())
+        return
     with _errors():
         scripts = sorted(
             path.stem for path in BENCHMARKS.glob("*.py") if not path.stem.startswith("_")
@@ -185,7 +196,37 @@ def bench(
         if name not in scripts:
             raise ValueError(f"there is no benchmark '{name}' here; there are {', '.join(scripts)}")
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *context.args]
-    raise typer.Exit(subprocess.run(command, check=False).returncode)
+    before = _results()
+    done = subprocess.run(command, check=False, stdout=STDERR if as_json else None)
+    if done.returncode != 0:
+        raise typer.Exit(done.returncode)
+    if as_json:
+        with _errors():
+            _print_results(name, before)
+
+
+def _results_folder() -> Path:
+    """Where benchmarks write, as they find it themselves."""
+    return Path(os.environ.get("ZEROCORE_RESULTS", BENCHMARKS / "results"))
+
+
+def _results() -> dict[Path, int]:
+    """Files of results, and when they were written, ns."""
+    return {path: path.stat().st_mtime_ns for path in _results_folder().glob("*.json")}
+
+
+def _print_results(name: str, before: dict[Path, int]) -> None:
+    """Prints what was written since ``before``; traces and the like are no results."""
+    written = [path for path, time_ns in _results().items() if before.get(path) != time_ns]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(written)]
+    results = [each for each in found if isinstance(each, dict) and "theme" in each]
+    if not results:
+        raise ValueError(
+            f"benchmark '{name}' wrote no results to {_results_folder()}; leave out "
+            "--out and the like, and choose the folder with the variable ZEROCORE_RESULTS"
+        )
+    for result in results:
+        _print_json(result)
 
 
 @contextmanager

@@ -44,7 +44,10 @@ class ShardConfig:
                 raise TypeError(f"{name} must be an int, got {value!r}")
         mixed = self.mixed_precision
         if mixed is not None and not isinstance(mixed, MixedPrecision):
-            raise TypeError(f"mixed_precision must be a zerocore.MixedPrecision, got {mixed!r}")
+            raise TypeError(
+                "mixed_precision must be a zerocore.MixedPrecision, such as "
+                f"zerocore.MixedPrecision(torch.bfloat16), got {mixed!r}"
+            )
         if self.stage not in STAGES:
             raise ValueError(f"stage must be one of {STAGES}, got {self.stage}")
         if self.prefetch < 0:

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 from zerocore._C import EmulatedGroup, LinkModel
 from zerocore.links import PRESETS
-from zerocore.quantities import parse_bandwidth, parse_seconds
+from zerocore.quantities import check_int, parse_bandwidth, parse_seconds
 
 DEFAULT_BANDWIDTH = "450GB/s"
 DEFAULT_LATENCY = "12us"
@@ -50,7 +50,9 @@ def link(
 
     Raises:
         ValueError: not understood, or out of range.
+        TypeError: of another type.
     """
+    check_int("sms", sms, 0)
     if isinstance(bandwidth, str) and bandwidth in PRESETS:
         preset = PRESETS[bandwidth]
         bandwidth = preset.bandwidth_bytes_per_s
@@ -125,7 +127,12 @@ def emulate(
 
     Raises:
         ValueError: an option is out of range, or there is a default group already.
+        TypeError: an option is of another type.
     """
+    check_int("world_size", world_size, 1)
+    check_int("rank", rank, 0)
+    if rank >= world_size:
+        raise ValueError(f"rank must be 0 to {world_size - 1}, got {rank}")
     if dist.is_initialized():
         raise ValueError(
             f"there is a default process group already ({dist.get_backend()}); call "

@@ -11,6 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 from zerocore.activations import Activations, Loss, default_loss, measure
 from zerocore.advice import advise
@@ -21,13 +25,16 @@ from zerocore.links import Link, default_link, find_link, traffic_nbytes
 from zerocore.planner import PlannedEvent, Planner, Precision, make_planner, optimizer_states
 from zerocore.plans import Peak, Plan, Setting, StagePlan, moment_name
 from zerocore.precision import MixedPrecision
-from zerocore.quantities import parse_flops, parse_nbytes
+from zerocore.quantities import check_int, parse_flops, parse_nbytes
 from zerocore.state import find_state
 from zerocore.timing import predict_timing
 from zerocore.wrapping import UnitChoice, UnitPlanned, choose_units
 
 DEFAULT_FLOPS = 400e12
 """Operations per second: about 40 % of an H100's 989e12 dense bf16 ones (NVIDIA's data sheet)."""
+
+# How fake tensors refuse what depends on values.
+_NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 ModelLike = nn.Module | str | Path | dict[str, Any]
 
@@ -91,17 +98,20 @@ def plan(
         rank: whose bytes, counted replica by replica; rank 0 owns the most.
 
     Raises:
-        ValueError, TypeError: an argument is out of range, or the model is sharded already.
+        ValueError, TypeError: an argument is out of range, the model is sharded already, or it
+            fails with the ``inputs`` or the ``loss`` given. A model whose forward depends on the
+            values of its inputs is no error: it is planned without activations.
         ImportError: a configuration without transformers.
     """
     _check(
+        loss,
         world_size=world_size,
         num_replicas=num_replicas,
         micro_batch=micro_batch,
         micro_batches=micro_batches,
         seq_len=seq_len,
     )
-    config = ShardConfig(prefetch=prefetch, accumulate=accumulate)
+    config = ShardConfig(prefetch=prefetch, accumulate=accumulate, mixed_precision=mixed_precision)
     inside, across = _find_links(links, replica_link, world_size, num_replicas)
     setting = Setting(
         world_size=world_size,
@@ -119,9 +129,10 @@ def plan(
     planned = choose_units(module, units)
     planner = make_planner(module, planned, precision, num_states)
     planner = replace(planner, micro_batches=micro_batches, hold_full=config.accumulate == "full")
+    given = inputs is not None or loss is not default_loss
     if inputs is None:
         inputs = sample_inputs(module, micro_batch, _allowed_length(module, seq_len))
-    plain, checkpointed, note = _measure(module, planned, inputs, loss, precision.run_dtype)
+    plain, checkpointed, note = _measure(module, planned, inputs, loss, precision.run_dtype, given)
     run = checkpointed if checkpointing else plain
     if run is not None:
         planner = replace(planner, order=run.order, backward=run.backward, unused=run.unused)
@@ -138,12 +149,11 @@ def plan(
     return replace(result, advice=tuple(advise(result, planner)))
 
 
-def _check(**counts: int) -> None:
+def _check(loss: object, **counts: int) -> None:
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        check_int(name, value, 1)
+    if not callable(loss):
+        raise TypeError(f"loss must be a function of the model and its inputs, got {loss!r}")
 
 
 def _find_links(
@@ -156,7 +166,8 @@ def _find_links(
     if links is None:
         links = default_link(world_size // num_replicas)
         replica_link = replica_link or default_link(world_size)
-    inside = tuple(find_link(x) for x in ([links] if isinstance(links, Link | str) else links))
+    listed = links if isinstance(links, Sequence) and not isinstance(links, str) else [links]
+    inside = tuple(find_link(link) for link in listed)
     across = None if replica_link is None else find_link(replica_link)
     return inside, across if num_replicas > 1 else None
 
@@ -218,7 +229,7 @@ def _resolve(model: Any, precision: Precision) -> tuple[nn.Module, str, Precisio
         )
     # Under mixed precision a checkpoint's narrow dtype is not that of the main weights.
     own = torch.float32 if precision.mixed is not None else config_dtype(config)
-    built = build_model(config, precision.dtype or own)
+    built = build_model(config, precision.dtype or own, model)
     name = model if isinstance(model, str) else type(built).__name__
     return built, name, replace(precision, dtype=None)
 
@@ -229,9 +240,17 @@ def _allowed_length(model: nn.Module, seq_len: int) -> int:
 
 
 def _measure(
-    model: nn.Module, planned: list[UnitPlanned], inputs: Any, loss: Loss, dtype: torch.dtype | None
+    model: nn.Module,
+    planned: list[UnitPlanned],
+    inputs: Any,
+    loss: Loss,
+    dtype: torch.dtype | None,
+    given: bool,
 ) -> tuple[Activations | None, Activations | None, str]:
-    """The run as it is, the checkpointed one, and why either is missing."""
+    """The run as it is, the checkpointed one, and why either is missing.
+
+    Inputs or a loss that were ``given`` are a mistake if they fail for want of no data.
+    """
     if inputs is None:
         note = f"activations not measured: pass inputs= to run a {type(model).__name__}"
         return None, None, note
@@ -244,6 +263,13 @@ def _measure(
                 )
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if given and not checkpointing and not isinstance(error, _NEEDS_DATA):
+                raise ValueError(
+                    "the forward or backward failed with the inputs= or loss= given: "
+                    f"{type(error).__name__}: {reason}. inputs must be one micro-batch of this "
+                    f"{type(model).__name__}, and loss(model, inputs) return a scalar tensor; "
+                    "leave both out for a plan without activations"
+                ) from error
             what = "checkpointed activations" if checkpointing else "activations"
             note = f"{what} not measured: the forward or backward failed: {reason}"
             return found[0], None, note

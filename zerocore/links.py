@@ -90,9 +90,15 @@ def find_link(link: Link | str) -> Link:
 
     Raises:
         ValueError: text that is neither; the presets are named.
+        TypeError: neither text nor a link.
     """
     if isinstance(link, Link):
         return link
+    if not isinstance(link, str):
+        raise TypeError(
+            f"link must be a zerocore.links.Link, one of {', '.join(PRESETS)}, or a bandwidth and "
+            f"a latency such as '450GB/s,12us', got {link!r}"
+        )
     if link in PRESETS:
         return PRESETS[link]
     bandwidth, _, latency = link.partition(",")

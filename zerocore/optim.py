@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerocore.flat_states import adopt_states, allocate_states, check_loaded
+from zerocore.out_of_memory import explain_step
 from zerocore.tensor import ShardedParameter
 from zerocore.update_plan import UpdatePlan, global_norm, make_plan
 
@@ -110,14 +111,24 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns what ``closure`` returns."""
+        """One update of every parameter that has a gradient; returns what ``closure`` returns.
+
+        Raises:
+            OutOfMemory: no room, for the states in the first step; only for shards of a model.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         # Shards' gradients are a subclass: none of what follows is to be looked up in Python.
-        with torch._C.DisableTorchFunctionSubclass():
-            self._update()
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._update()
+        except (RuntimeError, MemoryError) as error:
+            explained = explain_step(error, self._params())
+            if explained is None:
+                raise
+            raise explained from error
         return loss
 
     def _update(self) -> None:

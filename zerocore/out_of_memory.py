@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -16,6 +16,7 @@ from torch import nn
 from zerocore.memory import MemoryBytes, memory_usage, predict_memory
 from zerocore.optimizer_hooks import optimizers_of
 from zerocore.state import ShardState, Unit, state_of
+from zerocore.tensor import ShardedParameter
 
 NUM_BUCKETS = 3  # that are listed
 _WATCHED = "_zerocore_watched"
@@ -29,7 +30,8 @@ class Diagnosis:
 
     Attributes:
         unit: names of the units in use, empty between units.
-        phase: ``forward``, ``backward``, ``recomputed forward`` or ``optimizer step or other``.
+        phase: ``forward``, ``backward``, ``recomputed forward``, ``optimizer step``, or
+            ``optimizer step or other`` in :func:`explain_out_of_memory`.
         requested: what could not be allocated; None where the error does not say.
         held: bytes by category.
         buckets: gathered units and their bytes, largest first.
@@ -69,10 +71,11 @@ class OutOfMemory(torch.OutOfMemoryError):
 
 @contextmanager
 def explain_out_of_memory(model: nn.Module) -> Iterator[None]:
-    """Explains OutOfMemory errors raised in the block; forward and backward do so by themselves.
+    """Explains OutOfMemory errors raised in the block.
 
-    For what they do not see: the optimizer's first step, which makes its states, and code between
-    the steps. Costs nothing otherwise.
+    Forward, backward and ``zerocore.optim.AdamW.step`` do so by themselves. This is for the rest:
+    the first step of another optimizer, which makes its states, and code between the steps. Costs
+    nothing otherwise.
 
     Raises:
         ValueError: not sharded.
@@ -96,6 +99,12 @@ def explain_forward(
     recomputed = torch._C._current_graph_task_id() != -1
     phase = "recomputed forward" if recomputed else "forward"
     return _explain(error, state, phase, [state.units[unit] for unit in units])
+
+
+def explain_step(error: BaseException, params: Sequence[Any]) -> OutOfMemory | None:
+    """What to raise for an error in an optimizer's step of ``params``, if anything."""
+    state = next((p.state_ref() for p in params if isinstance(p, ShardedParameter)), None)
+    return None if state is None else _explain(error, state, "optimizer step", [])
 
 
 def watch_backward(state: ShardState, model: nn.Module) -> None:
@@ -160,6 +169,7 @@ def _held(model: nn.Module) -> dict[str, int]:
         "parameters": usage.parameters,
         "gradients": usage.gradients,
         "optimizer state": usage.optimizer,
+        "main weights": usage.main_weights,
         "bucket pool, in use": stats.in_use_nbytes,
         "bucket pool, free slots": stats.reserved_nbytes - stats.in_use_nbytes,
     }
@@ -217,7 +227,7 @@ def _changes(model: nn.Module) -> Iterator[tuple[str, int]]:
     if stage == 3 and state.config.prefetch > 0:
         largest = max(state.engine.layout(unit.index).nbytes for unit in state.units)
         yield "prefetch=0 (gathers are not hidden)", largest
-    sharded = (now.optimizer, now.gradients, now.parameters)[:stage]
+    sharded = (now.optimizer + now.main_weights, now.gradients, now.parameters)[:stage]
     if sharded:
         fewer = f"group= a ({ranks.num_replicas // 2}, {2 * ranks.num_shards}) mesh"
         more = f"{2 * ranks.world_size} ranks"

@@ -176,10 +176,20 @@ class Precision:
     Attributes:
         dtype: floating-point dtype of the model; None for that of its parameters.
         mixed: what is computed, gathered and reduced in another dtype.
+
+    Raises:
+        TypeError: ``dtype`` is no floating-point ``torch.dtype``.
     """
 
     dtype: torch.dtype | None = None
     mixed: MixedPrecision | None = None
+
+    def __post_init__(self) -> None:
+        dtype = self.dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}"
+            )
 
     def types(self, choice: ParamChoice) -> ParamTypes:
         """The dtypes of a parameter."""

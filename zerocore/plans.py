@@ -9,7 +9,7 @@ from typing import Any
 from zerocore._C import CallEvent
 from zerocore.activations import Activations
 from zerocore.links import Link
-from zerocore.quantities import format_flops, format_nbytes, format_seconds
+from zerocore.quantities import check_int, format_flops, format_nbytes, format_seconds
 from zerocore.timing import Timing
 
 
@@ -21,6 +21,7 @@ class Setting:
 
     Raises:
         ValueError: there is no such rank, or replicas of unequal size.
+        TypeError: a rank that is no int.
     """
 
     world_size: int
@@ -39,7 +40,8 @@ class Setting:
                 f"num_replicas must divide world_size, which counts all ranks: {self.world_size} "
                 f"ranks are not {self.num_replicas} replicas of equal size"
             )
-        if not 0 <= self.rank < self.world_size:
+        check_int("rank", self.rank, 0)
+        if self.rank >= self.world_size:
             raise ValueError(f"rank must be 0 to {self.world_size - 1}, got {self.rank}")
 
 

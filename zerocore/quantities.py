@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _NBYTES = {
@@ -16,9 +17,20 @@ _RATES = {"flop/s": 1.0, "gflop/s": 1e9, "tflop/s": 1e12, "pflop/s": 1e15}
 _RATES |= {unit.replace("flop/s", "flops"): factor for unit, factor in _RATES.items()}
 
 
+def check_int(name: str, value: object, minimum: int) -> None:
+    """Raises TypeError if ``value`` is no int, ValueError if it is below ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
 def parse_nbytes(value: str | int | float, name: str = "memory") -> int:
     """Bytes from a number or from text such as ``"24GiB"`` (2**30) or ``"24GB"`` (10**9)."""
-    return int(_parse(value, name, _NBYTES, "24GiB"))
+    nbytes = _parse(value, name, _NBYTES, "24GiB")
+    if math.isinf(nbytes):
+        raise ValueError(f"{name} must be a number of bytes, got {value!r}")
+    return int(nbytes)
 
 
 def parse_bandwidth(value: str | float, name: str = "bandwidth") -> float:
@@ -33,7 +45,10 @@ def parse_seconds(value: str | float, name: str = "latency") -> float:
 
 def parse_flops(value: str | float, name: str = "flops") -> float:
     """Floating-point operations per second from a number or from text such as ``"400TFLOP/s"``."""
-    return _parse(value, name, _RATES, "400TFLOP/s")
+    rate = _parse(value, name, _RATES, "400TFLOP/s")
+    if rate == 0:
+        raise ValueError(f"{name} must be positive, got {value!r}")
+    return rate
 
 
 def _parse(value: str | float, name: str, units: dict[str, float], example: str) -> float:

@@ -53,19 +53,22 @@ def trace(model: nn.Module, *paths: str | Path) -> Iterator[Timeline]:
         The timeline, filled when the block ends.
 
     Raises:
-        ValueError: not sharded, being recorded already, or a path of another kind.
+        ValueError: not sharded, being recorded already, a path of another kind, or in a folder
+            that does not exist.
     """
     state = state_of(model)
-    for path in paths:
-        check_path(Path(path))
+    for path in map(Path, paths):
+        check_path(path)
+        if not path.parent.is_dir():
+            raise ValueError(f"'{path}': there is no folder '{path.parent}'; make it first")
     timeline = Timeline(label=_label(model, state))
     recorder = _ModuleRecorder(clock_of(state.device))
     with record_events(model) as events, recorder.attached(model, state):
         yield timeline
     timeline.boxes = recorder.boxes() + communication_boxes(events, state.device.type == "cpu")
     timeline.pool = [(event.issued_ns, event.pool_nbytes) for event in events]
-    for path in paths:
-        timeline.write(Path(path))
+    for path in map(Path, paths):
+        timeline.write(path)
 
 
 def source_of(state: ShardState) -> str:

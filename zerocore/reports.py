@@ -113,7 +113,8 @@ def report(
         peak_flops: operations per second of the device; by default :data:`PEAK_FLOPS`.
 
     Raises:
-        ValueError: the model is not sharded, or a number is not positive.
+        ValueError: the model is not sharded, or a number is not positive and finite.
+        TypeError: what is no number.
     """
     state = state_of(model)
     for name, value in (
@@ -121,8 +122,10 @@ def report(
         ("flops_per_token", flops_per_token),
         ("peak_flops", peak_flops),
     ):
-        if value is not None and value <= 0:
-            raise ValueError(f"{name} must be positive, got {value}")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name} must be positive and finite, got {value}")
     if flops_per_token is None:
         flops_per_token = 6.0 * sum(param.spec.numel for param in state.params())
     if peak_flops is None:

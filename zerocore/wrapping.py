@@ -52,7 +52,13 @@ def choose_units(model: nn.Module, units: Sequence[UnitChoice] | None) -> list[U
 
     Raises:
         ValueError: nothing to shard, an entry that matches nothing, or units that overlap.
+        TypeError: ``units`` is no list, or an entry is of another type.
     """
+    if units is not None and (isinstance(units, str) or not isinstance(units, Iterable)):
+        raise TypeError(
+            "units must be a list such as ['Block'], of classes, class or module names, or "
+            f"modules, got {units!r}"
+        )
     params = collect_params(model)
     if not params:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
@@ -104,8 +110,13 @@ def _resolve(model: nn.Module, units: Sequence[UnitChoice]) -> list[tuple[str, n
             matches = [choice] if id(choice) in by_id else []
         elif isinstance(choice, str):
             matches = [m for n, m in model.named_modules() if choice in (n, type(m).__name__)]
-        else:
+        elif isinstance(choice, type):
             matches = [m for m in model.modules() if isinstance(m, choice)]
+        else:
+            raise TypeError(
+                "units: expected classes, class or module names, or modules of the model, got "
+                f"{choice!r}"
+            )
         if not matches:
             raise ValueError(
                 f"units: {choice!r} matches no module of {type(model).__name__}; expected a class, "

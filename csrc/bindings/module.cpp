@@ -3,9 +3,25 @@
 
 #include "bindings/bindings.h"
 
+#define QUOTE(x) #x
+#define VERSION_TEXT(major, minor) QUOTE(major) "." QUOTE(minor)
+#ifdef __clang__ // whose __VERSION__ may hold addresses
+#define COMPILER "clang " VERSION_TEXT(__clang_major__, __clang_minor__)
+#else
+#define COMPILER "GCC " __VERSION__
+#endif
+// Said by setup.py and CMakeLists.txt.
+#ifndef ZEROCORE_CXX_FLAGS
+#define ZEROCORE_CXX_FLAGS "not known"
+#endif
+#ifndef ZEROCORE_CUDA_BUILD
+#define ZEROCORE_CUDA_BUILD "no kernels"
+#endif
+
 PYBIND11_MODULE(_C, module) {
   module.doc() = "C++ runtime of zerocore.";
-  module.attr("build") = "compiler " __VERSION__ ", torch " TORCH_VERSION;
+  module.attr("build") = COMPILER ", torch " TORCH_VERSION ", CUDA: " ZEROCORE_CUDA_BUILD
+                                  ", C++ flags: " ZEROCORE_CXX_FLAGS;
   zerocore::register_plan(module);
   zerocore::register_kernels(module);
   zerocore::register_runtime(module);

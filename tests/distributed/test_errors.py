@@ -48,6 +48,8 @@ def give_bad_options() -> None:
         ({"stage": "3"}, "stage"),
         ({"prefetch": -1}, "prefetch.*-1"),
         ({"accumulate": "some"}, "accumulate.*some"),
+        ({"units": 3}, "units must be a list"),
+        ({"units": [3]}, "units: expected classes"),
     ):
         with pytest.raises(MISTAKE, match=named):
             zerocore.shard(Net(), **options)  # type: ignore[arg-type]

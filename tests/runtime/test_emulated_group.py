@@ -75,6 +75,22 @@ def test_a_link_that_cannot_be(wrong: dict, says: str) -> None:
         link(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"world_size": 0}, ValueError, "world_size must be at least 1, got 0"),
+        ({"world_size": "64"}, TypeError, "world_size must be an int, got '64'"),
+        ({"sms": 1.5}, TypeError, "sms must be an int, got 1.5"),
+        ({"rank": 64}, ValueError, "rank must be 0 to 63, got 64"),
+        ({"rank": None}, TypeError, "rank must be an int, got None"),
+    ],
+)
+def test_an_emulation_that_cannot_be(wrong: dict, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        zerocore.emulate(**wrong)
+    assert not torch.distributed.is_initialized()
+
+
 def test_ranks_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="rank"):
         zerocore._C.EmulatedGroup(4, 4, link(), 1.0)
