@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -190,11 +191,11 @@ class PackedProduct(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
         context.save_for_backward(packed, scale)
-        return x @ unpack(packed, scale).t()
+        return x @ unpack(packed, scale).to(x.dtype).t()
 
     @staticmethod
     def backward(context: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad @ unpack(*context.saved_tensors), None, None
+        return grad @ unpack(*context.saved_tensors).to(grad.dtype), None, None
 
 
 def unpack(packed: Tensor, scale: Tensor) -> Tensor:
@@ -219,7 +220,7 @@ class Packed4Bit(nn.Module):
         if self.again:
             base: Tensor = PackedProduct.apply(x, self.packed, self.scale)
         else:
-            base = x @ unpack(self.packed, self.scale).t()
+            base = x @ unpack(self.packed, self.scale).to(x.dtype).t()
         return x + torch.tanh(base + self.up(self.down(x)))
 
 
@@ -243,6 +244,42 @@ def train_packed(stage: int) -> None:
 
 def test_packed_4_bit_weights(stage: int) -> None:
     run_ranks(train_packed, 2, stage)
+
+
+def mixed_packed_gradients() -> None:
+    """Bytes are moved as they are, scales in fp32, and adapters are computed with in bf16."""
+    mixed = zerocore.MixedPrecision(
+        torch.bfloat16, torch.float32, output_dtype=torch.float32, keep_fp32=("scale",)
+    )
+    for stage, again in product(EXPECTED, (False, True)):
+        print(f"stage {stage}, unpacked again: {again}", flush=True)
+        plain = packed_model(again)
+        adapters = [p for p in plain.parameters() if p.requires_grad]
+        for param in adapters:
+            param.data = param.data.bfloat16()
+        plain.register_forward_pre_hook(lambda _, args: (args[0].bfloat16(),))
+        plain.register_forward_hook(lambda _, __, output: output.float())
+        model = zerocore.shard(
+            packed_model(again), stage=stage, units=[Packed4Bit, "3"], mixed_precision=mixed
+        )
+        square_loss(model, 0, dist.get_rank()).backward()
+        gradients = [torch.zeros(p.shape) for p in adapters]
+        for rank in range(2):
+            for total, part in zip(
+                gradients, torch.autograd.grad(square_loss(plain, 0, rank), adapters), strict=True
+            ):
+                total += part.float() / 2
+        shards = [p for p in model.parameters() if p.requires_grad]
+        for shard, full in zip(shards, gradients, strict=True):
+            expected = full.flatten()[slice(*shard.shard_range)]
+            torch.testing.assert_close(shard.grad.local(), expected)
+        with zerocore.unsharded(model):
+            dtypes = [param.dtype for param in model[0].parameters()]
+        assert dtypes == [torch.uint8, torch.float32, torch.bfloat16, torch.bfloat16]
+
+
+def test_packed_4_bit_weights_in_mixed_precision() -> None:
+    run_ranks(mixed_packed_gradients, 2)
 
 
 def change_what_is_frozen(stage: int) -> None:
