@@ -54,6 +54,19 @@ def simple(make: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
     return optimizer
 
 
+def without_decay(make: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Biases and norms do not decay: docs/optimizer.md, for sharded and for plain parameters."""
+    matrices, others = [], []
+    for param in parameters:
+        shape = getattr(param, "global_shape", param.shape)
+        (matrices if len(shape) > 1 else others).append(param)
+    assert matrices and others
+    optimizer: Optimizer = make(
+        [{"params": matrices}, {"params": others, "weight_decay": 0.0}], **OPTIONS
+    )
+    return optimizer
+
+
 def compare(name: str, stage: int, make_optimizer: Any) -> None:
     """Training with zerocore's AdamW equals that of one process with torch's."""
     ours, torchs = partial(make_optimizer, AdamW), partial(make_optimizer, torch.optim.AdamW)
@@ -64,7 +77,8 @@ def train_all() -> None:
     for stage in STAGES:
         for name in CASES:
             compare(name, stage, simple)
-        compare("plain", stage, scheduled)
+        for make_optimizer in (scheduled, without_decay):
+            compare("plain", stage, make_optimizer)
 
 
 def test_training_is_that_of_one_process(world_size: int) -> None:
