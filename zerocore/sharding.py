@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerocore._C import Engine
+from zerocore._C import CallEvent, Engine
 from zerocore.agreement import agree
 from zerocore.budget import check_budget
 from zerocore.calls import call_order, entry_units
@@ -64,17 +64,7 @@ def shard_model(
         error = caught
     agree(ranks.groups, error, [] if error else _facts(planned, config), target)
     assert target is not None
-    engine = Engine(
-        stage=config.stage,
-        prefetch=config.prefetch,
-        hold_full=config.accumulate == "full",
-        exchange_used=config.find_unused_parameters,
-        group_name=None if ranks.shard is None else ranks.shard.group_name,
-        replicas_name=None if ranks.replicas is None else ranks.replicas.group_name,
-        device=target,
-        units=[(unit.name, [_param_arg(c, config) for c in unit.params]) for unit in planned],
-        order=call_order(model, planned),
-    )
+    engine = _make_engine(config, ranks, target, planned, call_order(model, planned))
     state = ShardState(engine, config, ranks, target)
     if config.mixed_precision is not None:
         cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
@@ -87,6 +77,26 @@ def shard_model(
     watch_backward(state, model)
     watch_registrations(model, state)
     return state
+
+
+def _make_engine(
+    config: ShardConfig,
+    ranks: Ranks,
+    device: torch.device,
+    planned: list[UnitPlanned],
+    order: list[CallEvent],
+) -> Engine:
+    return Engine(
+        stage=config.stage,
+        prefetch=config.prefetch,
+        hold_full=config.accumulate == "full",
+        exchange_used=config.find_unused_parameters,
+        group_name=None if ranks.shard is None else ranks.shard.group_name,
+        replicas_name=None if ranks.replicas is None else ranks.replicas.group_name,
+        device=device,
+        units=[(unit.name, [_param_arg(c, config) for c in unit.params]) for unit in planned],
+        order=order,
+    )
 
 
 def _check_model(model: nn.Module, optimizer: Optimizer | None) -> None:
