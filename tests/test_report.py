@@ -192,6 +192,10 @@ def test_table_and_lines(emulated: None, tmp_path: Path) -> None:
     assert [line["number"] for line in lines] == [0, 1, 2, 3]
     assert {line["source"] for line in lines} == {"emulated"}
     assert lines[1]["communication"]["exposed_ms"] >= 0
+    units = lines[1]["units"]
+    assert set(units) == {f"blocks.{i}" for i in range(4)} and lines[2]["units"] is None
+    exposed = sum(unit["exposed_ms"] for unit in units.values())
+    assert exposed == pytest.approx(lines[1]["communication"]["exposed_ms"])
     assert json.loads(json.dumps(found.to_dict()))["memory"]["allocated_peak"] is None
 
 

@@ -49,6 +49,7 @@ class StepFigures:
         num_collectives: of both kinds.
         pool_nbytes: most bytes of the bucket pool in use up to its end.
         communication: times; None if the step was not traced.
+        units: the same by unit.
     """
 
     number: int
@@ -61,6 +62,7 @@ class StepFigures:
     num_collectives: int
     pool_nbytes: int
     communication: Communication | None
+    units: dict[str, Communication] | None
 
     @property
     def idle_ms(self) -> float | None:

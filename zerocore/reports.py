@@ -160,6 +160,7 @@ def _figures(
         num_collectives=sum(count.num for count in step.counts.values()),
         pool_nbytes=step.pool_nbytes,
         communication=None if trace is None else total(list(trace.values())),
+        units=trace,
     )
 
 
