@@ -177,9 +177,10 @@ def test_the_runtime_allocates_what_was_planned_in_mixed_precision(
 ) -> None:
     case = CASES[name]
     mixed = MixedPrecision(BF16, reduce_dtype, output_dtype=torch.float32)
+    prefetch = {"once": 1, "sharded": 0, "full": 2}[accumulate]
     micro_batches, accumulate = (1, "sharded") if accumulate == "once" else (2, accumulate)
     for world_size in WORLD_SIZES:
-        rank = world_size // 2
+        rank = world_size - 1
         batch = case.seeded_batch(0, rank % NUM_BATCHES, SAMPLES)
         plan = zerocore.plan(
             case.seeded_build(),
@@ -190,11 +191,12 @@ def test_the_runtime_allocates_what_was_planned_in_mixed_precision(
             mixed_precision=mixed,
             micro_batches=micro_batches,
             accumulate=accumulate,
+            prefetch=prefetch,
         )
         assert plan.activations is not None, plan.note
         with fake_group(world_size, rank):
             for stage in plan.stages:
-                options = {"mixed_precision": mixed, "accumulate": accumulate}
+                options = {"mixed_precision": mixed, "accumulate": accumulate, "prefetch": prefetch}
                 actual = allocated(case, stage.stage, rank, micro_batches, **options)
                 assert planned(stage) == actual, f"stage {stage.stage}, {world_size} ranks"
 
