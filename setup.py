@@ -12,12 +12,16 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).parent.resolve()
-CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"]
+CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden"]
 # Rounding is the same on every processor, square roots need no check of errno, and at::parallel_for
 # has threads; the OpenMP library is the one that torch has loaded, so none is linked.
 CXX_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fopenmp"]
 HOST_FLAGS = "-fvisibility=hidden,-Wall,-Wextra"  # of the compiler behind nvcc
-NVCC_FLAGS = ["-std=c++20", "-O3", "-Werror=all-warnings", "-Xcompiler", HOST_FLAGS]
+NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler", HOST_FLAGS]
+# For the checks before a change lands, not for installs: other compilers warn of other things.
+if os.environ.get("ZEROCORE_WERROR") == "1":
+    CXX_FLAGS.append("-Werror")
+    NVCC_FLAGS.append("-Werror=all-warnings")
 DEFAULT_CUDA_ARCHS = "8.0;9.0;10.0+PTX"  # A100, H100, B200 and what comes later
 
 

@@ -97,6 +97,7 @@ def against_copy(nbytes: int, device: str) -> Iterator[Contest]:
     for src, dst in ((F32, F32), (BF16, BF16), (F16, F16), (BF16, F32), (F32, BF16), (F32, F16)):
         yield _packing(nbytes, device, src, dst, 0.125)
     yield _packing(nbytes, device, F32, F32, 0.125, add=True)
+    yield from _flattening(nbytes, device)
     numel = nbytes // 4
     flat = torch.ones(numel, device=device)
     half = torch.ones(numel, dtype=BF16, device=device)
@@ -109,6 +110,18 @@ def against_copy(nbytes: int, device: str) -> Iterator[Contest]:
     calls = {OWN: lambda: ops.sum_of_squares(sums, shards)}
     copies = plain_copies(numel * 4, device)
     yield Contest("sum of squares fp32", NUM_TENSORS, numel * 4, calls | copies)
+
+
+def _flattening(nbytes: int, device: str) -> Iterator[Contest]:
+    """Parameters to one flat shard and back."""
+    sources = Sources(nbytes, F32, device)
+    shard, tensors, offsets = sources.bucket(F32), sources.tensors, sources.offsets
+    for name, call in (
+        ("flatten fp32", lambda: ops.flatten(shard, tensors, offsets)),
+        ("unflatten fp32", lambda: ops.unflatten(tensors, shard, offsets)),
+    ):
+        moved = sources.numel * 8
+        yield Contest(name, NUM_TENSORS, moved, {OWN: call, **plain_copies(moved, device)})
 
 
 def _packing(

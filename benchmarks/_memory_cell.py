@@ -74,6 +74,7 @@ class Phase:
     outside_peak: int
     allocated: int
     allocated_peak: int
+    reserved_peak: int
 
 
 @dataclass
@@ -81,9 +82,8 @@ class MemoryRun:
     """What one run gave; bytes.
 
     `baseline` is what was in use, seen from outside, before there was a model; figures of phases
-    are above it. `pool_kept` is what the pool holds beyond its highest use. `reserved` is what the
-    allocator held at the end, above what it held then. `planned` is the prediction for zerocore,
-    `planned_activations` that of `zerocore.plan`.
+    are above it. `pool_kept` is what the pool holds beyond its highest use. `planned` is the
+    prediction for zerocore, `planned_activations` that of `zerocore.plan`.
     """
 
     label: str
@@ -95,7 +95,6 @@ class MemoryRun:
     pool_kept: int = 0
     saved_activations: int = 0
     planned_activations: int | None = None
-    reserved: int = 0
     step: list[Sample] = field(default_factory=list)
     marks: dict[str, int] = field(default_factory=dict)
 
@@ -192,21 +191,15 @@ def _warm_up(cell: Cell) -> Memory:
 
 
 def _measure_phases(cell: Cell, memory: Memory) -> MemoryRun:
-    run = MemoryRun(cell.system.label, baseline=memory.outside_nbytes())
-    allocated, reserved = memory.allocated_nbytes(), memory.reserved_nbytes()
+    start = Sampler(memory).read()
+    run = MemoryRun(cell.system.label, baseline=start.outside)
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         with Sampler(memory) as sampler:
             yield
             _synchronize(cell)
-        last = sampler.samples[-1]
-        run.phases[name] = Phase(
-            last.outside - run.baseline,
-            sampler.peak(lambda sample: sample.outside) - run.baseline,
-            last.allocated - allocated,
-            sampler.peak(lambda sample: sample.allocated) - allocated,
-        )
+        run.phases[name] = _phase(sampler, start)
 
     with phase("after shard"):
         trainer = _Trainer(cell)
@@ -222,9 +215,8 @@ def _measure_phases(cell: Cell, memory: Memory) -> MemoryRun:
             trainer.forward().backward()
             trainer.update()
     run.num_params = trainer.num_params
-    run.reserved = memory.reserved_nbytes() - reserved
     samples, run.marks = _sample_step(cell, trainer, memory)
-    run.step = [_above(sample, run.baseline, allocated) for sample in samples]
+    run.step = [_above(sample, start) for sample in samples]
     run.measured = trainer.parts(gradients)
     run.saved_activations = _saved_nbytes(trainer)
     if trainer.is_zerocore:
@@ -235,8 +227,26 @@ def _measure_phases(cell: Cell, memory: Memory) -> MemoryRun:
     return run
 
 
-def _above(sample: Sample, outside: int, allocated: int) -> Sample:
-    return Sample(sample.time_ns, sample.outside - outside, sample.allocated - allocated)
+def _phase(sampler: Sampler, start: Sample) -> Phase:
+    """What the samples of a phase say, and the allocator's own peaks where it counts them."""
+    allocated_peak, reserved_peak = sampler.memory.peaks()
+    last = sampler.samples[-1]
+    return Phase(
+        last.outside - start.outside,
+        sampler.peak(lambda sample: sample.outside) - start.outside,
+        last.allocated - start.allocated,
+        max(allocated_peak, sampler.peak(lambda sample: sample.allocated)) - start.allocated,
+        max(reserved_peak, sampler.peak(lambda sample: sample.reserved)) - start.reserved,
+    )
+
+
+def _above(sample: Sample, start: Sample) -> Sample:
+    return Sample(
+        sample.time_ns,
+        sample.outside - start.outside,
+        sample.allocated - start.allocated,
+        sample.reserved - start.reserved,
+    )
 
 
 def _sample_step(

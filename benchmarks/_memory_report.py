@@ -63,9 +63,9 @@ def reconciliation(cell: Cell, runs: list[MemoryRun]) -> Table:
     peaks = [run.phases["steady steps"] for run in runs]
     table.add(f"= {allocator}, peak", *(_mb(peak.allocated_peak) for peak in peaks))
     table.add(
-        f"free in {allocator}, and the rest",
-        *(_mb(peak.outside_peak - peak.allocated_peak) for peak in peaks),
+        f"free in {allocator}", *(_mb(peak.reserved_peak - peak.allocated_peak) for peak in peaks)
     )
+    table.add("the rest", *(_mb(peak.outside_peak - peak.reserved_peak) for peak in peaks))
     table.add("before the model", *(_mb(run.baseline) for run in runs))
     table.add(
         f"= {outside}, peak",
@@ -87,17 +87,19 @@ def _notes(cell: Cell, runs: list[MemoryRun]) -> list[str]:
         f"{allocator}'s peak less everything above it: gradients of activations, workspaces of "
         "operators, and the unsharded parameters and gradients of FSDP2, which has no pool.",
         "Kept slots: memory of the pool beyond its highest use; it keeps slots by exact size.",
-        "Peaks are the highest of samples a millisecond apart.",
     ]
     if cell.device == "cpu":
         notes.append(
-            "Before the model: Python, libraries and their kernels. The rest: heap that is not "
-            "full, pages of libraries touched later, stacks of threads."
+            "Peaks are the highest of samples a millisecond apart. Before the model: Python, "
+            "libraries and their kernels. The rest: pages of libraries touched later, stacks of "
+            "threads; negative where memory that malloc holds was never touched."
         )
     else:
         notes.append(
-            f"Before the model: all that {outside} counted on the device then, above all CUDA's "
-            "context. The rest: what the allocator keeps free, NCCL, modules loaded later."
+            f"The allocator's peaks are its own, {outside}'s the highest of samples a millisecond "
+            f"apart. Before the model: all that {outside} counted on the device then, above all "
+            "CUDA's context. The rest, which no allocator of torch's holds: NCCL's buffers, "
+            "workspaces of libraries, modules loaded later."
         )
     planned = runs[0].planned_activations
     if planned is not None:

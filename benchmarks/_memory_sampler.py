@@ -54,6 +54,13 @@ class CpuMemory:
         info = self._mallinfo()
         return int(info.hblkhd + info.arena)
 
+    def reset_peaks(self) -> None:
+        """malloc counts none."""
+
+    def peaks(self) -> tuple[int, int]:
+        """malloc counts none: samples have to do."""
+        return 0, 0
+
 
 class CudaMemory:
     """NVML's used memory of the whole device, and torch's allocator."""
@@ -77,6 +84,17 @@ class CudaMemory:
         """Bytes that torch's allocator holds."""
         return torch.cuda.memory_reserved(self._device)
 
+    def reset_peaks(self) -> None:
+        """The peaks of what follows begin at what is in use now."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peaks(self) -> tuple[int, int]:
+        """The allocator's own peaks: bytes of live tensors, bytes held."""
+        return (
+            torch.cuda.max_memory_allocated(self._device),
+            torch.cuda.max_memory_reserved(self._device),
+        )
+
 
 Memory = CpuMemory | CudaMemory
 
@@ -88,6 +106,7 @@ class Sample:
     time_ns: int
     outside: int
     allocated: int
+    reserved: int
 
 
 @dataclass
@@ -105,13 +124,19 @@ class Sampler:
     def read(self) -> Sample:
         """Memory now."""
         memory = self.memory
-        return Sample(time.perf_counter_ns(), memory.outside_nbytes(), memory.allocated_nbytes())
+        return Sample(
+            time.perf_counter_ns(),
+            memory.outside_nbytes(),
+            memory.allocated_nbytes(),
+            memory.reserved_nbytes(),
+        )
 
     def peak(self, read: Callable[[Sample], int]) -> int:
         """The highest of the samples."""
         return max(read(sample) for sample in self.samples)
 
     def __enter__(self) -> Sampler:
+        self.memory.reset_peaks()
         self.samples.append(self.read())
         self._thread.start()
         return self

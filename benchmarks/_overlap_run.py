@@ -216,9 +216,15 @@ class OverlapRun:
                 rounds = subject.rounds.setdefault(ratio, Rounds())
                 steps = [self.step(subject) for _ in range(self.workload.steps_per_round)]
                 rounds.step_ms.append(min(steps))
-                if subject.traces and self.link.device.type == "cpu":
+                if subject.traces:
                     waits = (event.wait_ns for event in self.trace(subject))
                     rounds.wait_ms.append(sum(waits) / 1e6)
+
+    def keep_rounds(self, count: int) -> None:
+        """Forgets what a round that was broken off has left."""
+        for subject in self.subjects:
+            for rounds in subject.rounds.values():
+                del rounds.step_ms[count:], rounds.wait_ms[count:]
 
     def trace(self, subject: Subject) -> list[Any]:
         """Events of one step of a zerocore system on the link as it is."""

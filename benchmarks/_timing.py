@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from statistics import median
@@ -18,14 +19,19 @@ CALLS_PER_GRAPH = 20
 def time_in_turns(calls: Mapping[str, Call], device: str, rounds: int) -> dict[str, list[float]]:
     """Seconds per call, one figure a round; in each round all calls take their turn.
 
-    On CUDA a call is recorded into a graph and replayed, which leaves out what it costs the host.
+    On CUDA a call is recorded into a graph and replayed, which leaves out what it costs the host. A
+    call that cannot be recorded is left out with a message, unless it is the first one.
     """
-    timers = {
-        name: _cuda_timer(call) if device == "cuda" else _cpu_timer(call)
-        for name, call in calls.items()
-    }
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
+    timers: dict[str, Callable[[], float]] = {}
+    for name, call in calls.items():
+        try:
+            timers[name] = _cuda_timer(call) if device == "cuda" else _cpu_timer(call)
+        except RuntimeError as error:
+            if device != "cuda" or not timers:
+                raise
+            print(f"{name} is left out: {error}", file=sys.stderr)
+    names = list(timers)
+    found: dict[str, list[float]] = {name: [] for name in names}
     for index in range(rounds):
         first = index % len(names)
         for name in names[first:] + names[:first]:
@@ -60,9 +66,11 @@ def _cuda_timer(call: Call) -> Callable[[], float]:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # The outer context restores the stream where the capture fails.
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
         for _ in range(CALLS_PER_GRAPH):
             call()
+    _replayed(graph, 1)  # the first one uploads the graph
     replays = max(1, int(ROUND_SECONDS / (CALLS_PER_GRAPH * _replayed(graph, 1))))
     return lambda: _replayed(graph, replays)
 

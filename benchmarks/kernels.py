@@ -6,7 +6,7 @@ Usage: python benchmarks/kernels.py
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import torch
@@ -68,6 +68,21 @@ def run(contests: Iterable[Contest], device: str, rounds: int, console: Console)
     return done
 
 
+def measure_all(
+    sizes: list[int], device: str, rounds: int, console: Console
+) -> Iterator[tuple[Table, list[Contest]]]:
+    """One table after the other, as soon as it is measured."""
+    for size in sizes:
+        for theme, make_table, contests in (
+            ("kernels and a copy", copy_table, against_copy(size * 2**20, device)),
+            ("lists beside torch", torch_table, beside_torch(size * 2**20, device)),
+        ):
+            done = run(contests, device, rounds, console)
+            yield make_table(done, f"{device}, {size} MiB: {theme}"), done
+    done = run(small_tensors(device), device, rounds, console)
+    yield torch_table(done, f"{device}: small tensors"), done
+
+
 def raw(contest: Contest) -> dict[str, Any]:
     """A contest for the JSON file."""
     figures = {"name": contest.name, "num_tensors": contest.num_tensors}
@@ -86,21 +101,17 @@ def main(
     sizes = [int(size) for size in (mib or {"cpu": "64,256"}.get(device, "64,256,1024")).split(",")]
     console, load = make_console(), os.getloadavg()[0]
     tables, figures = [], {}
-    for size in sizes:
-        for theme, make_table, contests in (
-            ("kernels and a copy", copy_table, against_copy(size * 2**20, device)),
-            ("lists beside torch", torch_table, beside_torch(size * 2**20, device)),
-        ):
-            title = f"{device}, {size} MiB: {theme}"
-            done = run(contests, device, rounds, console)
-            figures[title] = [raw(contest) for contest in done]
-            tables.append(make_table(done, title))
-    done = run(small_tensors(device), device, rounds, console)
-    figures[f"{device}: small tensors"] = [raw(contest) for contest in done]
-    tables.append(torch_table(done, f"{device}: small tensors"))
+    try:
+        for table, contests in measure_all(sizes, device, rounds, console):
+            table.show(console)
+            tables.append(table)
+            figures[table.title] = [raw(contest) for contest in contests]
+    except KeyboardInterrupt:  # as a time limit may send it: what there is gets written
+        console.print("interrupted")
+    if not tables:
+        return
     tables[-1].notes += [HOW_NOTES[device], f"Load of the machine at the start: {load:.1f}."]
-    for table in tables:
-        table.show(console)
+    console.print(*tables[-1].notes[-2:], sep="\n", highlight=False)
     if save:
         name = {"device": torch.cuda.get_device_name()} if device == "cuda" else {}
         record = {**name, "load_at_start": load, "contests": figures}

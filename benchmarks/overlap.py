@@ -25,13 +25,19 @@ from zerocore import Timeline, trace
 
 
 def measure(link: Link, quick: bool, num_rounds: int | None) -> OverlapRun:
-    """Runs all rounds."""
+    """Runs all rounds; an interrupt, as a time limit may send it, leaves the whole ones."""
     workload = WORKLOADS["quick" if quick else link.device.type]
     workload = replace(workload, num_rounds=num_rounds or workload.num_rounds)
     run = OverlapRun(link, workload, (*COMPARED, *OTHER_PREFETCH))
     rounds = range(workload.num_rounds)
     for index in track(rounds, "rounds", transient=True, disable=not link.is_main):
-        run.measure_round(index)
+        try:
+            run.measure_round(index)
+        except KeyboardInterrupt:
+            if index == 0:
+                raise
+            run.keep_rounds(index)
+            break
     return run
 
 

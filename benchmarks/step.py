@@ -141,18 +141,30 @@ class Place:
 
 
 def measure(sizes: list[str], systems: list[System], place: Place, num_rounds: int) -> Results:
-    """Rounds over all systems, each in rank processes of its own, so that drift hits all alike."""
+    """Rounds over all systems, each in rank processes of its own, so that drift hits all alike.
+
+    An interrupt, as a time limit may send it, ends it with what there is.
+    """
     results: Results = {size: {s.label: Measured(s) for s in systems} for size in sizes}
+    try:
+        _measure_rounds(results, systems, place, num_rounds)
+    except KeyboardInterrupt:
+        for measured in (m for by_label in results.values() for m in by_label.values()):
+            if not measured.rounds:
+                measured.error = measured.error or "interrupted"
+    return results
+
+
+def _measure_rounds(results: Results, systems: list[System], place: Place, num_rounds: int) -> None:
     with Progress(transient=True) as progress:
-        task = progress.add_task("", total=num_rounds * len(sizes) * len(systems))
+        task = progress.add_task("", total=num_rounds * len(results) * len(systems))
         for round_index in range(num_rounds):
             first = round_index * 4 % len(systems)
-            for size in sizes:
+            for size in results:
                 for system in systems[first:] + systems[:first]:
                     progress.update(task, description=f"{size}: {system.label}")
                     _run(results[size][system.label], size, place)
                     progress.advance(task)
-    return results
 
 
 def _run(measured: Measured, size: str, place: Place) -> None:
@@ -259,7 +271,7 @@ def report(results: Results, place: Place, load: float, save: bool) -> None:
     for table in tables:
         table.show(console)
     for name, measured in ((n, m) for by in results.values() for n, m in by.items()):
-        if measured.error and measured.error != "not installed":
+        if measured.error and measured.error not in ("not installed", "interrupted"):
             console.print(f"{name} failed:\n{measured.error}", markup=False)
     if save:
         raw = {size: [asdict(m) for m in by.values()] for size, by in results.items()}

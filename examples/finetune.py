@@ -147,7 +147,14 @@ def make_optimizer(
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """AdamW over this rank's shards of what is trained, made after shard(), and its schedule."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = zerocore.optim.AdamW(trained, lr=options.lr, betas=(0.9, 0.95))
+    # Shards are 1-D, so it is the shape of the full parameter that tells a matrix from a norm.
+    matrices = [parameter for parameter in trained if len(parameter.global_shape) > 1]
+    others = [parameter for parameter in trained if len(parameter.global_shape) <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = zerocore.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
     num_warmup = max(1, options.steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: cosine_with_warmup(step, num_warmup, options.steps)
@@ -225,6 +232,7 @@ def main() -> None:
     add("--batch-size", type=int, default=8, help="sequences of a micro-batch on a rank")
     add("--context", type=int, default=128, help="bytes of a sequence")
     add("--lr", type=float, default=2e-3, help="highest learning rate")
+    add("--weight-decay", type=float, default=0.01, help="of matrices; biases and norms: none")
     add("--clip", type=float, default=1.0, help="bound of the gradients' global norm")
     add("--eval-every", type=int, default=25, help="steps between two looks at held-out text")
     add("--seed", type=int, default=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,6 +40,26 @@ def test_tensors_in_nested_containers_are_cast() -> None:
     assert type(mapping) is OrderedDict and mapping["x"].dtype == BF16 and mapping["y"] is ints
     # What was given is as it was.
     assert batch.mask is floats and value[2]["x"] is floats
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Computes fields from others when it is made."""
+
+    values: Tensor
+    factor: InitVar[float]
+    twice: Tensor = field(init=False)
+
+    def __post_init__(self, factor: float) -> None:
+        object.__setattr__(self, "values", self.values * factor)
+        object.__setattr__(self, "twice", self.values * 2)
+
+
+def test_a_dataclass_is_not_made_anew() -> None:
+    given = Scaled(torch.ones(2), 3.0)
+    cast = cast_floats([given], BF16)[0]
+    assert cast.values.tolist() == [3, 3] and cast.twice.tolist() == [6, 6]
+    assert cast.values.dtype == cast.twice.dtype == BF16 and given.twice.dtype == torch.float32
 
 
 def test_what_needs_no_cast_is_the_same_object() -> None:

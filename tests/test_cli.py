@@ -70,6 +70,20 @@ def test_plan_prints_json_that_is_the_plan(config: str) -> None:
     assert found["stages"][3]["timings"][0]["link"] == "eth100"
 
 
+def test_plan_of_replicas_prints_json_that_is_the_plan(config: str) -> None:
+    options = ["--gpus", "16", "--num-replicas", "2", "--seq-len", "16"]
+    options += ["--link", "nvlink4", "--replica-link", "ib400"]
+    found = run_json("plan", "--hf-config", config, *options)
+    plan = zerocore.plan(
+        config, 16, num_replicas=2, seq_len=16, links="nvlink4", replica_link="ib400"
+    )
+    assert found == json.loads(json.dumps(plan.to_dict()))
+    assert found["setting"]["num_replicas"] == 2
+    assert found["setting"]["replica_link"]["name"] == "ib400"
+    assert found["stages"][3]["across_nbytes"] > 0
+    assert found["stages"][3]["timings"][0]["across_s"] > 0
+
+
 def test_plan_in_mixed_precision(config: str) -> None:
     narrow = run_json("plan", "--hf-config", config, "--dtype", "bf16")["stages"][0]
     mixed = run_json("plan", "--hf-config", config, "--mixed-precision", "bf16")["stages"][0]

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 400
+MAX_FUNCTION_LINES = 40
 # A layer sees itself and those of a lower rank; kernels and runtime do not see each other.
 RANKS = {"common": 0, "plan": 1, "kernels": 2, "runtime": 2, "engine": 3, "bindings": 4}
 ANY_TORCH = r"(torch|ATen|c10|caffe2)/(?!util/Exception\.h$)"
@@ -133,9 +134,47 @@ def test_public_functions_say_what_they_raise():
                 assert "Raises:" in (ast.get_docstring(node) or ""), f"{name}.{node.name}"
 
 
-def test_files_are_short():
+def source_files() -> dict[Path, str]:
+    """Text of each file of code."""
     folders = ["csrc", "zerocore", "tests", "benchmarks", "examples", "scripts"]
     suffixes = {".h", ".cpp", ".cu", ".cuh", ".py", ".pyi"}
     files = (path for folder in folders for path in (ROOT / folder).rglob("*"))
-    lengths = {path: path.read_text().count("\n") for path in files if path.suffix in suffixes}
+    return {path: path.read_text() for path in files if path.suffix in suffixes}
+
+
+def python_functions(text: str) -> Iterator[tuple[str, int]]:
+    """Functions and the lines of their statements; signature and docstring do not count."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) and node.body[1:] else node.body
+            yield node.name, int(node.end_lineno or 0) - body[0].lineno + 1
+
+
+def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
+    """What begins at the left margin, ends in a brace and is no type: as clang-format leaves it."""
+    begin, lines = None, text.split("\n")
+    for number, line in enumerate(lines):
+        if line[:1].strip() and line.endswith("{"):
+            is_scope = re.match(r"(namespace|class|struct|enum|union)\b|.*=\s*{$", line)
+            begin = None if is_scope else number
+        elif line == "}" and begin is not None:
+            yield lines[begin], number - begin + 1
+            begin = None
+
+
+def test_files_are_short():
+    lengths = {path: text.count("\n") for path, text in source_files().items()}
     assert {str(path): n for path, n in lengths.items() if n > MAX_LINES} == {}
+
+
+def test_functions_are_short():
+    """Those of csrc/bindings are lists of what Python sees."""
+    long = []
+    for path, text in source_files().items():
+        functions = python_functions if path.suffix in {".py", ".pyi"} else cpp_functions
+        if path.parent.name != "bindings":
+            long += [(path.name, *f) for f in functions(text) if f[1] > MAX_FUNCTION_LINES]
+    assert long == []
+    body = "    pass\n" * (MAX_FUNCTION_LINES + 1)
+    assert [n for _, n in python_functions(f"def f():\n{body}")] == [MAX_FUNCTION_LINES + 1]
+    assert list(cpp_functions("int f(int x) {\n  return x;\n}\n")) == [("int f(int x) {", 3)]

@@ -219,6 +219,22 @@ def test_clipping_in_the_same_pass(scaled: bool) -> None:
     assert_close(own, other)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_norm_that_is_not_finite_skips_the_step(bad: float) -> None:
+    params = make_params()
+    optimizer = AdamW(params, clip_grad_norm=0.5, fused=True, foreach=False)
+    set_grads(params, 0)
+    optimizer.step()
+    state = [value.clone() for param in params for value in optimizer.state[param].values()]
+    before = [param.detach().clone() for param in params]
+    set_grads(params, 1)
+    params[0].grad.view(-1)[-1] = bad
+    optimizer.step()
+    assert optimizer.grad_norm is not None and not optimizer.grad_norm.isfinite()
+    now = [value for param in params for value in optimizer.state[param].values()]
+    assert_close(params + now, before + state)
+
+
 def test_gradients_and_model_weights_of_other_dtypes() -> None:
     own, other = make_params(), make_params()
     optimizer, expected = AdamW(own), torch_adamw(other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -13,7 +14,12 @@ def is_simulated(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) in ("fake", "emulated")
 
 
-def agree(groups: Sequence[dist.ProcessGroup], error: Exception | None, facts: list[Any]) -> None:
+def agree(
+    groups: Sequence[dist.ProcessGroup],
+    error: Exception | None,
+    facts: list[Any],
+    device: torch.device | None = None,
+) -> None:
     """Raises on every rank if any rank failed or if the ranks' facts differ.
 
     Args:
@@ -21,6 +27,8 @@ def agree(groups: Sequence[dist.ProcessGroup], error: Exception | None, facts: l
             is asked.
         error: what went wrong on this rank so far.
         facts: small picklable values, in an order that is the same on all ranks.
+        device: of the model, if known. NCCL sends objects from the current device, which is the
+            first one on every rank of a script that never set it.
 
     Raises:
         Exception: ``error`` itself on the rank it came from.
@@ -28,11 +36,13 @@ def agree(groups: Sequence[dist.ProcessGroup], error: Exception | None, facts: l
         ValueError: facts differ; the first difference is named.
     """
     answers = [(None if error is None else f"{type(error).__name__}: {error}", facts)]
-    for group in groups:
-        if not is_simulated(group):
-            gathered: list[Any] = [None] * group.size()
-            dist.all_gather_object(gathered, answers, group=group)
-            answers = [answer for part in gathered for answer in part]
+    index = device.index if device is not None and device.type == "cuda" else -1  # none
+    with torch.cuda.device(index):
+        for group in groups:
+            if not is_simulated(group):
+                gathered: list[Any] = [None] * group.size()
+                dist.all_gather_object(gathered, answers, group=group)
+                answers = [answer for part in gathered for answer in part]
     if error is not None:
         raise error
     for rank, (message, _) in enumerate(answers):

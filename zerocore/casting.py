@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from functools import wraps
@@ -44,13 +45,12 @@ def _cast_dict(value: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
             changed[key] = new
     if not changed:
         return value
-    if dataclasses.is_dataclass(value):  # such as Hugging Face's outputs, a dict and fields in one
-        return dataclasses.replace(value, **changed)
     if type(value) is dict:
         return {**value, **changed}
-    copy = value.copy()
-    copy.update(changed)
-    return copy
+    new = copy.copy(value)
+    for key, item in changed.items():  # Hugging Face's outputs set the field of that name, too
+        new[key] = item
+    return new
 
 
 def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
@@ -60,7 +60,13 @@ def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
         new = cast_floats(item, dtype)
         if new is not item:
             changed[field.name] = new
-    return dataclasses.replace(value, **changed) if changed else value
+    if not changed:
+        return value
+    # Not replace(): it runs __init__ and __post_init__ again, on values that went through them.
+    new = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(new, name, item)  # frozen ones too
+    return new
 
 
 def cast_around(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -> None:

@@ -81,7 +81,7 @@ def load_full_state_dict(
     source = not broadcast or state.rank == 0
     keys = _keys(model, state)
     error = _check_keys(model, keys, state_dict or {}) if source else None
-    agree(state.ranks.groups, error, [])
+    agree(state.ranks.groups, error, [], state.device)
     values = state_dict or {}
     for unit in state.units:
         _load_unit(state, unit, keys, values if source else None, broadcast)

@@ -1,6 +1,6 @@
 """The emulated link: one process plays one rank of N over a modelled network.
 
-A c10d backend named ``"emulated"``, for CPU and CUDA tensors, so zerocore, FSDP2, DDP and DeepSpeed
+A c10d backend named ``"emulated"``, for CPU and CUDA tensors, so zerocore, FSDP2 and DDP
 run on it unchanged. The peers are replicas of this rank, so a training step computes what a single
 process computes whose batch every rank sees; only the wire is a model. What is measured on it is
 *emulated*, and has to be called so.

@@ -132,8 +132,20 @@ def plan(
     given = inputs is not None or loss is not default_loss
     if inputs is None:
         inputs = sample_inputs(module, micro_batch, _allowed_length(module, seq_len))
-    plain, checkpointed, note = _measure(module, planned, inputs, loss, precision.run_dtype, given)
-    run = checkpointed if checkpointing else plain
+    measured = _measure(module, planned, inputs, loss, precision.run_dtype, given)
+    return _make_plan(name, planner, setting, *measured)
+
+
+def _make_plan(
+    name: str,
+    planner: Planner,
+    setting: Setting,
+    plain: Activations | None,
+    checkpointed: Activations | None,
+    note: str,
+) -> Plan:
+    """All stages and the advice; ``note`` says why activations were not measured."""
+    run = checkpointed if setting.checkpointing else plain
     if run is not None:
         planner = replace(planner, order=run.order, backward=run.backward, unused=run.unused)
     result = Plan(

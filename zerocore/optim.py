@@ -53,11 +53,13 @@ class AdamW(Optimizer):
         lr: learning rate, a float or a tensor of one element.
         betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``.
         amsgrad: not offered; only False.
-        capturable: as in torch; every instance can be captured, so it changes nothing.
+        foreach, fused, capturable: as in torch; every instance is fused and can be captured, so
+            they change nothing.
         clip_grad_norm: if given, gradients are scaled so that their global 2-norm over all groups
             and ranks is at most this, with the coefficient ``min(1, clip / (norm + 1e-6))`` of
             ``torch.nn.utils.clip_grad_norm_``; in the same pass, ``p.grad`` stays as it is. May
-            be set later. The norm before is then in ``grad_norm``.
+            be set later. The norm before is then in ``grad_norm``; where it is NaN or infinite
+            the step changes nothing, and no tensor's ``step`` counts it.
 
     Raises:
         ValueError: an option out of range, or a parameter that is not dense in memory.
@@ -80,7 +82,9 @@ class AdamW(Optimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
+        fused: bool | None = None,
         clip_grad_norm: float | None = None,
     ) -> None:
         if clip_grad_norm is not None and not clip_grad_norm > 0:
@@ -134,8 +138,7 @@ class AdamW(Optimizer):
         plan = self._plan
         if plan is None or plan.kinds != kinds or plan.num_states != len(self.state):
             plan = self._plan = self._make_plan(params, grads, kinds)
-        grad_scale = self._grad_scale(plan, grads)
-        found_inf = getattr(self, "found_inf", None)
+        grad_scale, found_inf = self._factors(plan, grads)
         for batch in plan.batches:
             batch.run(grads, grad_scale, found_inf)
 
@@ -150,18 +153,24 @@ class AdamW(Optimizer):
         self.state.update(zip(new, allocate_states(new), strict=True))
         return make_plan(self.param_groups, grads, kinds, self.state)
 
-    def _grad_scale(self, plan: UpdatePlan, grads: list[Any]) -> Tensor | None:
-        """What gradients are multiplied by: what undoes a GradScaler's scale, times clipping."""
+    def _factors(self, plan: UpdatePlan, grads: list[Any]) -> tuple[Tensor | None, Tensor | None]:
+        """What gradients are multiplied by, and a tensor that is not 0 if the step is skipped.
+
+        The first is what undoes a GradScaler's scale, times clipping.
+        """
         scaled_by: Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
         factor = None if scaled_by is None else scaled_by.double().reciprocal()
-        if self.clip_grad_norm is not None and plan.squares:
-            norm = global_norm(plan, grads)
-            if factor is not None:
-                norm = norm * factor.to(norm.device, non_blocking=True)
-            self.grad_norm = norm.float()
-            coefficient = (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            factor = coefficient if factor is None else coefficient * factor.to(norm.device)
-        return factor
+        if self.clip_grad_norm is None or not plan.squares:
+            return factor, found_inf
+        norm = global_norm(plan, grads)
+        if factor is not None:
+            norm = norm * factor.to(norm.device, non_blocking=True)
+        self.grad_norm = norm.float()
+        coefficient = (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = coefficient if factor is None else coefficient * factor.to(norm.device)
+        is_bad = norm.isfinite().logical_not().float()
+        return factor, is_bad if found_inf is None else is_bad + found_inf.to(norm.device)
 
     # -- state dicts ------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from zerocore.tensor import ShardedParameter
 
 _log = logging.getLogger("zerocore")
 _REPLACED = "_zerocore_replaced"
+_FULL = "_zerocore_full"
 # Units an optimizer updates, found once per number of parameters it holds.
 _Updates = tuple[int, list[tuple[Callable[[], ShardState | None], set[int]]]]
 _updates: WeakKeyDictionary[Optimizer, _Updates] = WeakKeyDictionary()
@@ -29,8 +30,13 @@ def mark_replaced(param: nn.Parameter, fqn: str) -> None:
     setattr(param, _REPLACED, fqn)
 
 
+def mark_full(param: nn.Parameter, fqn: str) -> None:
+    """Remembers that ``param`` is what layers compute with, not what an optimizer updates."""
+    setattr(param, _FULL, fqn)
+
+
 def check_not_stale(optimizer: Optimizer) -> None:
-    """Raises ValueError if the optimizer holds parameters that ``shard`` has replaced."""
+    """Raises ValueError if the optimizer holds other parameters of a sharded model than shards."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             fqn = getattr(param, _REPLACED, None)
@@ -39,6 +45,13 @@ def check_not_stale(optimizer: Optimizer) -> None:
                     f"the optimizer was built before zerocore.shard: it holds the old parameter "
                     f"'{fqn}', which the model does not use any more. Build the optimizer after "
                     "shard, from model.parameters()"
+                )
+            fqn = getattr(param, _FULL, None)
+            if fqn is not None:
+                raise ValueError(
+                    f"the optimizer was built inside zerocore.unsharded: it holds the full "
+                    f"parameter '{fqn}', whose updates the shards do not see. Build the optimizer "
+                    "outside of it, from model.parameters()"
                 )
 
 

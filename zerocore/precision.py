@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -46,6 +47,8 @@ class MixedPrecision:
         keep_fp32: names of modules or parameters that are not cast, neither they nor their
             gradients. A name matches where it is a part of a fully qualified name: ``"norm"``
             matches ``"layers.0.norm.weight"``, ``"*norm"`` also ``"layers.0.input_norm.bias"``.
+            One that matches no parameter is an error of ``shard``. They keep the dtype that they
+            have, which in a bfloat16 model without ``main_dtype`` is bfloat16.
             A module that holds nothing else gets its floating-point inputs in the dtype of its
             parameters, and its outputs are cast back.
         main_dtype: dtype of the main weights; None takes that of the model at ``shard``.
@@ -85,7 +88,21 @@ class MixedPrecision:
 
     def keeps(self, fqn: str) -> bool:
         """Whether the parameter of that name is not cast."""
-        return any(fnmatchcase(f".{fqn}.", f"*.{name}.*") for name in self.keep_fp32)
+        return any(_matches(name, fqn) for name in self.keep_fp32)
+
+    def check_names(self, fqns: Sequence[str]) -> None:
+        """Raises ValueError for a name in ``keep_fp32`` that matches none of the parameters."""
+        for name in self.keep_fp32:
+            if not any(_matches(name, fqn) for fqn in fqns):
+                raise ValueError(
+                    f"keep_fp32: {name!r} matches no parameter of the model, such as "
+                    f"{', '.join(repr(fqn) for fqn in fqns[:3])}; a name is a whole part of a "
+                    f"fully qualified name, '*{name}*' matches within one"
+                )
+
+
+def _matches(name: str, fqn: str) -> bool:
+    return fnmatchcase(f".{fqn}.", f"*.{name}.*")
 
 
 def param_types(

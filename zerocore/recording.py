@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from zerocore.agreement import is_simulated
+from zerocore.clocks import Clock, clock_of
 from zerocore.events import Event, read_events
 from zerocore.module import entry_of
 from zerocore.state import ShardState, state_of
@@ -41,8 +41,8 @@ def record_events(model: nn.Module) -> Iterator[list[Event]]:
 def trace(model: nn.Module, *paths: str | Path) -> Iterator[Timeline]:
     """Records the steps run in the ``with`` block and writes them to ``paths`` at its end.
 
-    Times are measured, on an emulated link emulated. What modules did is on the host's clock, on
-    a GPU, too; collectives and exposed waits are there on the device's.
+    Times are measured, on an emulated link emulated; on a GPU they are the device's, of modules as
+    of collectives.
 
     Args:
         model: a sharded model. A compiled one may be compiled again for the block.
@@ -62,10 +62,10 @@ def trace(model: nn.Module, *paths: str | Path) -> Iterator[Timeline]:
         if not path.parent.is_dir():
             raise ValueError(f"'{path}': there is no folder '{path.parent}'; make it first")
     timeline = Timeline(label=_label(model, state))
-    recorder = _ModuleRecorder("compute" if state.device.type == "cpu" else "host")
+    recorder = _ModuleRecorder(clock_of(state.device))
     with record_events(model) as events, recorder.attached(model, state):
         yield timeline
-    timeline.boxes = recorder.boxes + communication_boxes(events, state.device.type == "cpu")
+    timeline.boxes = recorder.boxes() + communication_boxes(events, state.device.type == "cpu")
     timeline.pool = [(event.issued_ns, event.pool_nbytes) for event in events]
     for path in map(Path, paths):
         timeline.write(path)
@@ -85,16 +85,24 @@ def _label(model: nn.Module, state: ShardState) -> str:
 
 
 class _ModuleRecorder:
-    """Cuts the host's time into boxes: forward or backward of which unit, optimizer."""
+    """Cuts time into boxes: forward or backward of which unit, optimizer."""
 
-    def __init__(self, lane: str) -> None:
-        self.boxes: list[Box] = []
-        self._lane = lane
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._spans: list[tuple[str, str, Any, Any]] = []  # label, kind, begin, end
         self._current: tuple[str, str] | None = None  # kind, label
-        self._since_ns = 0
+        self._since: Any = None
         self._outer: list[tuple[str, str] | None] = []
         self._in_backward = False
         self._attached = False
+
+    def boxes(self) -> list[Box]:
+        """What was recorded; waits for a device that is not done with it."""
+        read = self._clock.read_ns
+        return [
+            Box("compute", label, kind, read(begin), read(end))
+            for label, kind, begin, end in self._spans
+        ]
 
     @contextmanager
     def attached(self, model: nn.Module, state: ShardState) -> Iterator[None]:
@@ -152,10 +160,10 @@ class _ModuleRecorder:
         self._switch(None)
 
     def _switch(self, following: tuple[str, str] | None) -> None:
-        now = time.perf_counter_ns()
+        now = self._clock.mark()
         if self._current is not None and self._attached:
-            self.boxes.append(Box(self._lane, *self._current[::-1], self._since_ns, now))
-        self._current, self._since_ns = following, now
+            self._spans.append((*self._current[::-1], self._since, now))
+        self._current, self._since = following, now
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

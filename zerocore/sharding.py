@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerocore._C import Engine
+from zerocore._C import CallEvent, Engine
 from zerocore.agreement import agree
 from zerocore.budget import check_budget
 from zerocore.calls import call_order, entry_units
@@ -19,7 +19,7 @@ from zerocore.config import ShardConfig
 from zerocore.groups import Ranks
 from zerocore.materialize import InitFn, full_values, materialize_buffers
 from zerocore.module import Entry, set_entry
-from zerocore.optimizer_hooks import mark_replaced
+from zerocore.optimizer_hooks import mark_full, mark_replaced
 from zerocore.out_of_memory import explain_forward, watch_backward
 from zerocore.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.quantities import parse_nbytes
@@ -45,32 +45,26 @@ def shard_model(
     """
     config = ShardConfig()
     planned: list[UnitPlanned] = []
+    target: torch.device | None = None
     error: Exception | None = None
     try:
         config = ShardConfig(**options)
         _check_model(model, optimizer)
         planned = choose_units(model, units)
-        for unit in planned:
-            for choice in unit.params:
-                _types(choice, config)
+        choices = [choice for unit in planned for choice in unit.params]
+        if config.mixed_precision is not None:
+            config.mixed_precision.check_names([choice.fqns[0] for choice in choices])
+        for choice in choices:
+            _types(choice, config)
         target = _find_device(planned, device)
         if memory_budget is not None:
             nbytes = parse_nbytes(memory_budget, "memory_budget")
             check_budget(model, planned, config, ranks, nbytes)
     except Exception as caught:
         error = caught
-    agree(ranks.groups, error, [] if error else _facts(planned, config))
-    engine = Engine(
-        stage=config.stage,
-        prefetch=config.prefetch,
-        hold_full=config.accumulate == "full",
-        exchange_used=config.find_unused_parameters,
-        group_name=None if ranks.shard is None else ranks.shard.group_name,
-        replicas_name=None if ranks.replicas is None else ranks.replicas.group_name,
-        device=target,
-        units=[(unit.name, [_param_arg(c, config) for c in unit.params]) for unit in planned],
-        order=call_order(model, planned),
-    )
+    agree(ranks.groups, error, [] if error else _facts(planned, config), target)
+    assert target is not None
+    engine = _make_engine(config, ranks, target, planned, call_order(model, planned))
     state = ShardState(engine, config, ranks, target)
     if config.mixed_precision is not None:
         cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
@@ -83,6 +77,26 @@ def shard_model(
     watch_backward(state, model)
     watch_registrations(model, state)
     return state
+
+
+def _make_engine(
+    config: ShardConfig,
+    ranks: Ranks,
+    device: torch.device,
+    planned: list[UnitPlanned],
+    order: list[CallEvent],
+) -> Engine:
+    return Engine(
+        stage=config.stage,
+        prefetch=config.prefetch,
+        hold_full=config.accumulate == "full",
+        exchange_used=config.find_unused_parameters,
+        group_name=None if ranks.shard is None else ranks.shard.group_name,
+        replicas_name=None if ranks.replicas is None else ranks.replicas.group_name,
+        device=device,
+        units=[(unit.name, [_param_arg(c, config) for c in unit.params]) for unit in planned],
+        order=order,
+    )
 
 
 def _check_model(model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -195,6 +209,7 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     for parameters, name in owners:
         parameters[name] = shard
     mark_replaced(old, choice.fqns[0])
+    mark_full(full, choice.fqns[0])
     spec = engine.spec(unit.index, position)
     return Param(choice.fqns, choice.owners, full, shard, spec, _types(choice, state.config))
 

@@ -11,7 +11,7 @@ from typing import Any
 from zerocore.events import COLLECTIVES, Event, transfers
 
 WAIT = "exposed wait"
-LANES = ("compute", "host", *COLLECTIVES, WAIT)
+LANES = ("compute", *COLLECTIVES, WAIT)
 COLORS = {
     "forward": "tab:gray",
     "recompute": "tab:brown",

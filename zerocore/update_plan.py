@@ -123,6 +123,6 @@ def global_norm(plan: UpdatePlan, grads: Sequence[Tensor]) -> Tensor:
         square = torch.zeros(2, dtype=torch.float64, device=device)
         torch.ops.zerocore.sum_of_squares(square, [grads[index] for index in indices])
         if group is not None:
-            dist.all_reduce(square, group=group)
+            dist.all_reduce(square[:1], group=group)
         sums.append(square[0])
     return torch.stack([square.to(sums[0].device) for square in sums]).sum().sqrt()

@@ -189,11 +189,7 @@ void register_schedule(py::module_& module) {
       .def_property_readonly("order", [](const S& s) { return s.schedule.order(); });
 }
 
-} // namespace
-
-void register_plan(py::module_& module) {
-  register_layout(module);
-  register_schedule(module);
+void register_options(py::module_& module) {
   py::class_<MemoryPlan>(module, "MemoryPlan")
       .def_readonly("parameters", &MemoryPlan::parameters)
       .def_readonly("main_weights", &MemoryPlan::main_weights)
@@ -240,6 +236,14 @@ void register_plan(py::module_& module) {
           py::arg("backward") = std::vector<std::pair<bool, int32_t>>{})
       .def_readonly("stage", &PlanOptions::stage)
       .def_readonly("world_size", &PlanOptions::world_size);
+}
+
+} // namespace
+
+void register_plan(py::module_& module) {
+  register_layout(module);
+  register_schedule(module);
+  register_options(module);
   module.def(
       "plan_layouts",
       [](std::vector<std::vector<ParamSpec>> units, const PlanOptions& options) {

@@ -60,9 +60,11 @@ std::vector<std::unique_ptr<Unit>> make_units(
   return units;
 }
 
-bool any_requires_grad(const std::vector<at::Tensor>& tensors) {
+// Whether a backward will come through one of them. None comes through a leaf, such as the output of
+// a frozen module that a hook has made require a gradient.
+bool any_recorded(const std::vector<at::Tensor>& tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
-    return tensor.requires_grad();
+    return tensor.requires_grad() && !tensor.is_leaf();
   });
 }
 
@@ -151,7 +153,7 @@ void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
   if (!agreed_) {
     agree_on_called();
   }
-  if (any_requires_grad(outputs)) {
+  if (any_recorded(outputs)) {
     on_backward_of(outputs, [weak = weak_from_this()] {
       if (const auto engine = weak.lock()) {
         engine->begin_backward();
@@ -189,7 +191,7 @@ void Engine::enter(UnitId id) {
 
 void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs) {
   const auto [recomputing, first_node] = pop_call();
-  const bool records = any_requires_grad(outputs);
+  const bool records = any_recorded(outputs);
   CallHandle call{-1, -1, id};
   if (!recomputing) {
     // Without grad mode in a pass that records: reentrant checkpointing, whose backward comes.
@@ -348,6 +350,9 @@ void Engine::reset() {
   run(actions_);
   reducer_.reset();
   for (UnitId id = 0; id < num_units(); ++id) {
+    if (streams_.has_streams()) {
+      units_[id]->wait_for_unshard(); // where nothing is resharded: the memory may be freed next
+    }
     forget_fired(id);
     progress_[id].backward = -1;
     update_registration(id);

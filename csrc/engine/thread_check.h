@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <thread>
 
@@ -30,8 +31,12 @@ class ThreadCheck {
   void leave_forward() {
     forward_.store({});
   }
-  // No backward may be under way, in any thread.
+  // No backward may be under way, in any thread. One that failed on a thread of autograd's may
+  // still be let go of there when its caller has the exception, so that is waited for.
   void check_no_backward() const {
+    for (int i = 0; backward_threads_ && *num_backwards_ != 0 && i < kPatienceMs; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     TORCH_CHECK(*num_backwards_ == 0, "this model runs backward in another thread. ", kAdvice);
   }
 
@@ -75,6 +80,7 @@ class ThreadCheck {
   }
 
  private:
+  static constexpr int kPatienceMs = 1000;
   static constexpr const char* kAdvice =
       "A sharded model is used by one thread at a time, in one order on all ranks: let one thread "
       "do all steps, or hand over with a lock held from forward to the end of backward. "

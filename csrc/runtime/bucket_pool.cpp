@@ -2,8 +2,10 @@
 #include "runtime/bucket_pool.h"
 
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 namespace zerocore {
@@ -11,11 +13,16 @@ namespace zerocore {
 BucketPool::BucketPool(const Streams& streams) : streams_(streams) {}
 
 BucketPool::~BucketPool() {
-  // The device's allocator hands the memory to later work of the compute stream.
-  for (const auto& [nbytes, slots] : free_) {
-    for (const Slot& slot : slots) {
-      streams_.wait(StreamRole::Compute, slot.last_use);
+  // The device's allocator hands the memory to later work of the compute stream. A device that has
+  // failed refuses to wait, and nothing is going to run on it.
+  try {
+    for (const auto& [nbytes, slots] : free_) {
+      for (const Slot& slot : slots) {
+        streams_.wait(StreamRole::Compute, slot.last_use);
+      }
     }
+  } catch (const std::exception& error) {
+    TORCH_WARN("zerocore: the device failed while the bucket pool was freed: ", error.what());
   }
 }
 

@@ -26,6 +26,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "runtime/emulated_work.h"
@@ -118,10 +119,14 @@ class EmulatedGroup final : public c10d::Backend {
   };
   // What a device has for the link; made by the first collective there.
   struct DeviceLink {
+    ~DeviceLink();
+
     c10::Device device;
     c10::Stream stream; // for asyncOp = true
+    c10::Stream home; // that the clock's memory was allocated on
     at::Tensor clock; // when the link is free, then a ring of deadlines; int64, nanoseconds
     int64_t next_deadline = 0;
+    std::unordered_map<c10::Stream, std::shared_ptr<c10::Event>> last = {}; // collective, by stream
   };
 
   void gather_slices(Call& call, const at::Tensor& full, const at::Tensor& own) const;

@@ -3,6 +3,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <exception>
 #include <utility>
 
 #include "runtime/device_timer.h"
@@ -22,6 +23,17 @@ std::shared_ptr<c10::Event> record(const c10::Stream& stream) {
 }
 
 } // namespace
+
+// Kernels that have not begun yet would take what comes after the clock for their deadline.
+EmulatedGroup::DeviceLink::~DeviceLink() {
+  try {
+    for (const auto& [user, done] : last) {
+      done->block(home);
+    }
+  } catch (const std::exception& error) {
+    TORCH_WARN("zerocore: the device failed while an emulated group was freed: ", error.what());
+  }
+}
 
 EmulatedGroup::EmulatedGroup(
     int rank,
@@ -132,12 +144,12 @@ EmulatedGroup::DeviceLink& EmulatedGroup::device_link(c10::Device device) {
   }
   const c10::impl::VirtualGuardImpl guard(device.type());
   const c10::Stream own = guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
-  auto options = at::TensorOptions().dtype(at::kLong).device(device);
+  const c10::Stream home = guard.getStream(device);
+  const auto options = at::TensorOptions().dtype(at::kLong).device(device);
+  const at::Tensor clock = at::zeros({1 + kNumDeadlines}, options);
   // Other streams use the clock without being ordered behind this one, so it is waited for here.
-  device_links_.push_back(
-      std::make_unique<DeviceLink>(
-          DeviceLink{device, own, at::zeros({1 + kNumDeadlines}, options)}));
-  record(guard.getStream(device))->synchronize();
+  record(home)->synchronize();
+  device_links_.emplace_back(new DeviceLink{device, own, home, clock});
   return *device_links_.back();
 }
 
@@ -170,7 +182,8 @@ void EmulatedGroup::issue_on_device(
   if (ns > 0) {
     timer->hold(deadline, link_.sms);
   }
-  work->issued(record(stream), std::move(batch.call.moves));
+  own.last[stream] = record(stream);
+  work->issued(own.last[stream], std::move(batch.call.moves));
 }
 
 } // namespace zerocore

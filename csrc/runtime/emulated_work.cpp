@@ -59,7 +59,17 @@ std::vector<at::Tensor> EmulatedWork::result() {
   return outputs_;
 }
 
+float EmulatedWork::getDuration() const {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(
+      device_.is_cpu() && completed_,
+      "only a collective of the CPU that is over has a duration; time others by events of the "
+      "stream that waits");
+  return std::chrono::duration<float, std::milli>(completed_at_ - issued_).count();
+}
+
 void EmulatedWork::complete(const std::exception_ptr& error) {
+  completed_at_ = Clock::now(); // published by finish()
   finish(error);
   if (error != nullptr) {
     future_->setErrorIfNeeded(error);

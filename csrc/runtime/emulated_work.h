@@ -16,6 +16,8 @@ namespace zerocore {
 // On the CPU the link's thread completes it, and wait() blocks the host. On a device it is handed
 // to the stream that carries it out, and wait() only orders the current stream behind it.
 class EmulatedWork final : public c10d::Work {
+  using Clock = std::chrono::steady_clock;
+
  public:
   EmulatedWork(
       int rank,
@@ -30,6 +32,8 @@ class EmulatedWork final : public c10d::Work {
   void synchronize() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   std::vector<at::Tensor> result() override;
+  // CPU: milliseconds from issue to completion, of a collective that is over.
+  float getDuration() const override;
 
   // CPU: the collective is over. Never throws.
   void complete(const std::exception_ptr& error);
@@ -40,6 +44,8 @@ class EmulatedWork final : public c10d::Work {
  private:
   const c10::Device device_;
   const std::chrono::milliseconds timeout_;
+  const Clock::time_point issued_ = Clock::now();
+  Clock::time_point completed_at_; // CPU only
   std::vector<at::Tensor> outputs_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::shared_ptr<c10::Event> done_; // devices only

@@ -2,6 +2,7 @@
 #include "runtime/replica.h"
 
 #include <ATen/Dispatch.h>
+#include <ATen/ScalarOps.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mul.h>
@@ -32,14 +33,19 @@ void copy(const Move& move) {
   }
 }
 
+// Whole for whole numbers, so that their type is kept.
+at::Scalar factor_for(const Move& move) {
+  const double factor = move.combination.factor;
+  return at::isIntegralType(move.to.scalar_type(), /*includeBool=*/true)
+      ? at::Scalar(static_cast<int64_t>(factor))
+      : at::Scalar(factor);
+}
+
 void scale(const Move& move) {
   if (!is_plain(move) || !at::isFloatingType(move.to.scalar_type())) {
     at::Tensor to = move.to;
-    if (at::isIntegralType(to.scalar_type(), /*includeBool=*/true)) {
-      at::mul_out(to, move.from, static_cast<int64_t>(move.combination.factor));
-    } else {
-      at::mul_out(to, move.from, move.combination.factor);
-    }
+    // A number as a tensor: with a Scalar, mul_out() multiplies into new memory and copies that.
+    at::mul_out(to, move.from, at::native::wrapped_scalar_tensor(factor_for(move)));
     return;
   }
   // Not by at::mul: it would use the cores that compute.

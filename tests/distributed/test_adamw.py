@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocore
+from tests.distributed.collectives import count_collectives
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import (
     MakeOptimizer,
@@ -53,6 +54,19 @@ def simple(make: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
     return optimizer
 
 
+def without_decay(make: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Biases and norms do not decay: docs/optimizer.md, for sharded and for plain parameters."""
+    matrices, others = [], []
+    for param in parameters:
+        shape = getattr(param, "global_shape", param.shape)
+        (matrices if len(shape) > 1 else others).append(param)
+    assert matrices and others
+    optimizer: Optimizer = make(
+        [{"params": matrices}, {"params": others, "weight_decay": 0.0}], **OPTIONS
+    )
+    return optimizer
+
+
 def compare(name: str, stage: int, make_optimizer: Any) -> None:
     """Training with zerocore's AdamW equals that of one process with torch's."""
     ours, torchs = partial(make_optimizer, AdamW), partial(make_optimizer, torch.optim.AdamW)
@@ -63,7 +77,8 @@ def train_all() -> None:
     for stage in STAGES:
         for name in CASES:
             compare(name, stage, simple)
-        compare("plain", stage, scheduled)
+        for make_optimizer in (scheduled, without_decay):
+            compare("plain", stage, make_optimizer)
 
 
 def test_training_is_that_of_one_process(world_size: int) -> None:
@@ -147,6 +162,8 @@ def clip_at_all_stages() -> None:
         optimizer: Optimizer = make([*parameters, extra], **OPTIONS)
         if make is AdamW:
             optimizer.clip_grad_norm = 0.5
+            step = optimizer.step
+            optimizer.step = lambda: counts.append(count_collectives(step))  # type: ignore
         else:
             optimizer.register_step_pre_hook(lambda opt, *_: clip(opt))
         optimizer.register_step_post_hook(lambda *_: seen.append(norm_of(optimizer)))
@@ -161,12 +178,15 @@ def clip_at_all_stages() -> None:
 
     norms: list[Tensor] = []
     seen: list[Tensor] = []
+    counts: list[list[int]] = []
     expected = train_reference(case, world_size, partial(clipped, torch.optim.AdamW))
     wanted, seen = seen, []
     for stage in STAGES:
         seen.clear()
         actual = train_sharded(case, stage, partial(clipped, AdamW))
         torch.testing.assert_close(seen, wanted, rtol=1e-5, atol=0)
+        assert counts == [[1] if stage else []] * len(counts)  # one number
+        counts.clear()
         state = expected.state if dist.get_rank() == 0 else {}
         assert_same_training([actual], Trained([expected.losses[dist.get_rank()]], state))
 

@@ -91,8 +91,9 @@ def train_compiled(way: str, stage: int, backend: str) -> list[int]:
     num_graphs = []
     for step in range(NUM_STEPS):
         run(rank_batch(step, dist.get_rank())).square().mean().backward()
-        losses = [plain(rank_batch(step, rank)).square().mean() for rank in range(2)]
-        (sum(losses, torch.zeros(())) / 2).backward()
+        world_size = dist.get_world_size()
+        losses = [plain(rank_batch(step, rank)).square().mean() for rank in range(world_size)]
+        (sum(losses, torch.zeros(())) / world_size).backward()
         for each in (optimizer, plain_optimizer):
             each.step()
             each.zero_grad()
@@ -124,6 +125,51 @@ def train_all_ways(stage: int) -> None:
 
 def test_one_graph_for_all_blocks_and_steps(stage: int) -> None:
     run_ranks(train_all_ways, 2, stage)
+
+
+def train_all_stages() -> None:
+    for stage in range(4):
+        print(f"stage {stage}", flush=True)
+        assert train_compiled("blocks_after", stage, "aot_eager")[-1] == 2
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])  # 2: all ways, above
+def test_parity(world_size: int) -> None:
+    run_ranks(train_all_stages, world_size, timeout=120)
+
+
+def train_mixed(stage: int, compiled: bool) -> tuple[list[float], dict[str, Tensor], int]:
+    """Losses, main weights, number of graphs."""
+    mixed = zerocore.MixedPrecision(
+        torch.bfloat16, torch.float32, output_dtype=torch.float32, keep_fp32=("*norm",)
+    )
+    model, counter = seeded_stack(), make_counter("aot_eager")
+    zerocore.shard(model, stage=stage, mixed_precision=mixed)
+    for block in model.blocks if compiled else []:
+        block.compile(backend=counter, fullgraph=True)
+    optimizer = zerocore.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = model(rank_batch(step, dist.get_rank())).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, zerocore.full_state_dict(model), counter.frame_count
+
+
+def compare_mixed() -> None:
+    """With what is not compiled, which test_mixed_precision.py compares with one process."""
+    for stage in range(4):
+        expected, state, _ = train_mixed(stage, compiled=False)
+        losses, compiled_state, num_graphs = train_mixed(stage, compiled=True)
+        assert losses == expected and losses[-1] != losses[0]
+        assert_same_state(compiled_state, state)
+        assert num_graphs == 1
+
+
+def test_mixed_precision() -> None:
+    run_ranks(compare_mixed, 2, timeout=120)
 
 
 def test_inductor() -> None:

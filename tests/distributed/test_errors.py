@@ -106,6 +106,10 @@ def step_stale_optimizer(stage: int, kind: str) -> None:
     accumulate(model, case, 0)
     with pytest.raises((ValueError, TypeError, RuntimeError), match=r"after.*shard|shard.*before"):
         optimizer.step()
+    with zerocore.unsharded(model):
+        within = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"inside zerocore.unsharded: it holds .*'\w+\.weight'"):
+        within.step()
     still_works(stage)
 
 

@@ -31,6 +31,9 @@ def plain_tokens(model: Any, case: Case, prompt: Tensor, **settings: Any) -> Ten
     """What the same weights give on one process; all ranks must call."""
     plain: Any = case.seeded_build()
     plain.load_state_dict(zerocore.full_state_dict(model, rank0_only=False))
+    mixed = state_of(model).config.mixed_precision
+    for param in plain.parameters() if mixed else []:
+        param.data = param.data.to(mixed.param_dtype)  # not buffers: rotary frequencies stay fp32
     tokens: Tensor = plain.eval().generate(prompt, **SETTINGS, **settings)
     return tokens
 
@@ -43,13 +46,13 @@ def train(model: Any, case: Case, optimizer: torch.optim.Optimizer, step: int) -
     model.eval()
 
 
-def generate_between_steps(stage: int) -> None:
+def generate_between_steps(stage: int, mixed: zerocore.MixedPrecision | None) -> None:
     for name in ("hf_llama", "hf_gpt2_tied", "hf_t5"):
         # The cache of transformers has no place for a decoder deeper than its encoder.
         without_cache = {"num_beams": 2, "use_cache": False}
         ways = [without_cache] if name == "hf_t5" else [{}, {"num_beams": 2}, without_cache]
         case = case_named(name)
-        model: Any = zerocore.shard(case.seeded_build(), stage=stage)
+        model: Any = zerocore.shard(case.seeded_build(), stage=stage, mixed_precision=mixed)
         optimizer = adamw(model.parameters())
         for step, way in enumerate(ways):
             print(name, way, flush=True)
@@ -61,7 +64,13 @@ def generate_between_steps(stage: int) -> None:
 
 
 def test_the_same_tokens(stage: int) -> None:
-    run_ranks(generate_between_steps, 2, stage)
+    run_ranks(generate_between_steps, 2, stage, None)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_same_tokens_in_bf16(stage: int) -> None:
+    mixed = zerocore.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    run_ranks(generate_between_steps, 2, stage, mixed)
 
 
 def generate_different_lengths(stage: int, way: str) -> int:

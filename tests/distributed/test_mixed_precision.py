@@ -289,6 +289,8 @@ def refuse_float64() -> None:
     net = Net().double()
     with pytest.raises(ValueError, match=r"'norm.weight' is torch.float64.*keep_fp32"):
         zerocore.shard(net, mixed_precision=policy(keep_fp32=("blocks",)))
+    with pytest.raises(ValueError, match=r"keep_fp32: 'nrom' matches no parameter .*'blocks.0"):
+        zerocore.shard(Net(), mixed_precision=policy(keep_fp32=("blocks", "nrom")))
     with pytest.raises(TypeError, match=r"mixed_precision must be a zerocore.MixedPrecision"):
         zerocore.shard(Net(), mixed_precision=BF16)
 

@@ -12,6 +12,8 @@ from tests.gpu.training import VARIANTS, WORLD_SIZE, Stack, make_optimizer, run_
 
 # Events are read with this resolution (cudaEventElapsedTime: about half a microsecond each).
 RESOLUTION_NS = 2_000
+# Two clocks of the device are each tied to the host's with an error of some microseconds.
+CLOCKS_NS = 200_000
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -35,6 +37,26 @@ def test_times_are_in_order(device: torch.device, stage: int, prefetch: int) -> 
             one_stream = [event for event in collectives if event.op in ops]
             for earlier, later in pairwise(one_stream):
                 assert later.issued_ns >= earlier.done_ns - RESOLUTION_NS
+
+
+def test_modules_are_on_the_clock_of_the_collectives(device: torch.device) -> None:
+    """A unit computes after its gather, and before its reduction, is done."""
+    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+        model = shard(Stack(VARIANTS[0]).to(device), stage=3)
+        optimizer = make_optimizer(model)
+        run_step(model, optimizer, 0)
+        with zerocore.trace(model) as timeline:
+            run_step(model, optimizer, 1)
+    done: dict[tuple[str, str], int] = {}
+    for box in timeline.boxes:
+        assert box.start_ns <= box.end_ns
+        done.setdefault((box.kind, box.label), box.end_ns)
+    computed = {box.label for box in timeline.boxes if box.lane == "compute" and box.label}
+    reduced = {label for kind, label in done if kind == "reduce_scatter"}
+    assert computed & reduced
+    for label in computed & reduced:
+        assert done["all_gather", label] <= done["forward", label] + CLOCKS_NS
+        assert done["forward", label] <= done["reduce_scatter", label] + CLOCKS_NS
 
 
 def test_a_trace_can_be_taken_twice(device: torch.device) -> None:

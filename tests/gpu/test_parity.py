@@ -20,6 +20,7 @@ from tests.gpu.training import (
     shard,
     train,
 )
+from zerocore import groups
 
 
 def assert_same_state(actual: nn.Module, expected: nn.Module) -> None:
@@ -72,13 +73,21 @@ def test_without_a_group(device: torch.device, stage: int) -> None:
     assert_same_state(model, plain)
 
 
-def test_nccl_with_one_rank(cuda: torch.device, stage: int) -> None:
-    torch.cuda.set_device(cuda)
-    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
-    plain = Stack(VARIANTS[0]).to(cuda)
+def test_a_real_group_of_one_rank(
+    device: torch.device, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reductions are made, NCCL's on a stream of the runtime, although they change nothing."""
+    monkeypatch.setattr(groups, "_unless_one", lambda group: group)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    plain = Stack(VARIANTS[0]).to(device)
     expected = train(plain)
-    model = shard(Stack(VARIANTS[0]).to(cuda), stage)
-    torch.testing.assert_close(train(model), expected, rtol=1e-9, atol=0.0)
+    model = shard(Stack(VARIANTS[0]).to(device), stage)
+    with zerocore.record_events(model) as events:
+        torch.testing.assert_close(train(model), expected, rtol=1e-9, atol=0.0)
+    assert {event.op for event in events} == {"all_reduce"}
     assert_same_state(model, plain)
 
 
@@ -144,3 +153,21 @@ def test_a_failed_step_leaves_the_model_usable(
         assert isinstance(model.units[0], Branches)
         torch.testing.assert_close(train(model), expected, rtol=1e-9, atol=0.0)
         assert_same_state(model, plain)
+
+
+def test_a_failed_backward_needs_no_reset(device: torch.device) -> None:
+    """The next forward may begin before autograd's thread has let go of the failed backward."""
+
+    def fail(place: str) -> None:
+        if place == "backward":
+            raise FailureError
+
+    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+        model = shard(Stack(VARIANTS[0]).to(device), stage=3)
+        optimizer = make_optimizer(model)
+        for step in range(20):
+            model.pause = fail
+            with pytest.raises(FailureError):
+                run_step(model, optimizer, step)
+            model.pause = lambda place: None
+            run_step(model, optimizer, step)

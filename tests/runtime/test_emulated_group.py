@@ -194,6 +194,15 @@ def test_broadcast_scatter_barrier(emulation: zerocore.Emulation) -> None:
     dist.barrier()
 
 
+def test_a_collective_says_how_long_it_took(emulation: zerocore.Emulation) -> None:
+    emulation.link = link("inf", "20ms")
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    with pytest.raises(RuntimeError, match="over has a duration"):
+        work._get_duration()
+    work.wait()
+    assert work._get_duration() >= 20
+
+
 def test_coalesced(emulation: zerocore.Emulation) -> None:
     shards = [torch.ones(2), torch.full((3,), 2.0)]
     full = [torch.empty(6), torch.empty(9)]

@@ -1,0 +1,117 @@
+"""Measures what the always-on meters cost the host in a step.
+
+Usage: python benchmarks/meters.py
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import time
+from statistics import median
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from _models import Chain, ChainBlock
+from _results import write_results
+from _systems import import_zerocore
+from _tables import Table, make_console
+from rich.progress import track
+
+NUM_BLOCKS, NUM_PARAMS, WIDTH = 32, 9, 16
+WORLD_SIZE = 8
+STEPS_PER_ROUND = 4
+OFF, ON, TRACED = KINDS = "off", "on, an ordinary step", "on, a traced step"
+NOTES = (
+    f"{NUM_BLOCKS} blocks of {NUM_PARAMS} matrices of {WIDTH} x {WIDTH}, stage 3, {WORLD_SIZE} "
+    "ranks on torch's fake group, whose collectives return at once: a step is host time alone, so "
+    "the share is the largest that a model of as many blocks can show.",
+    "us: median of a step (forward, backward, SGD). Difference: median over the rounds, each of "
+    "which takes the three in turn. Off: the two calls that open and close a step do nothing.",
+)
+
+
+class Stepper:
+    """Steps of one chain, with its meters off, on, or on in a traced step."""
+
+    def __init__(self) -> None:
+        zerocore = import_zerocore()
+        self.model = zerocore.shard(Chain(NUM_BLOCKS, NUM_PARAMS, WIDTH), units=[ChainBlock])
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
+        self.inputs = torch.randn(8, WIDTH)
+        self.meters = importlib.import_module("zerocore.state").state_of(self.model).meters
+
+    def seconds(self, how: str) -> float:
+        """The fastest of some steps; the first one also closes a step of another kind."""
+        self._switch(how)
+        return min(self._step(how) for _ in range(STEPS_PER_ROUND))
+
+    def _switch(self, how: str) -> None:
+        for name in ("begin_pass", "note_update"):
+            vars(self.meters).pop(name, None)
+            if how == OFF:
+                vars(self.meters)[name] = lambda: None
+
+    def _step(self, how: str) -> float:
+        # One step in 16 is traced, those with the number 1 modulo 16; beginning a step counts on.
+        self.meters._num_steps = 0 if how == TRACED else 1
+        start = time.perf_counter()
+        self.model(self.inputs).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+
+def measure(rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step of each kind, one figure a round."""
+    fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=fake.FakeStore())
+    stepper = Stepper()
+    found: dict[str, list[float]] = {how: [] for how in KINDS}
+    for _ in range(5):
+        stepper.seconds(ON)
+    gc.collect()
+    gc.disable()
+    for index in track(range(rounds), "measuring", transient=True):
+        first = index % len(KINDS)
+        for how in KINDS[first:] + KINDS[:first]:
+            found[how].append(stepper.seconds(how))
+        gc.collect()
+    gc.enable()
+    dist.destroy_process_group()
+    return found
+
+
+def meters_table(found: dict[str, list[float]]) -> Table:
+    """What meters add to a step."""
+    columns = ["meters", "us", "above off", "share of a step"]
+    table = Table("host time of a step, by meters", columns)
+    for how, values in found.items():
+        above = median(own - off for own, off in zip(values, found[OFF], strict=True))
+        share = above / median(found[OFF])
+        table.add(how, f"{median(values) * 1e6:.0f}", f"{above * 1e6:.1f}", f"{share:.2%}")
+    table.notes = [*NOTES, f"Load of the machine at the start: {os.getloadavg()[0]:.1f}."]
+    return table
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="Rounds in which each kind takes its turn.")] = 60,
+    save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
+) -> None:
+    """Prints what the always-on meters cost."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # fake collectives leave memory as it is
+    found = measure(rounds)
+    table = meters_table(found)
+    console = make_console()
+    table.show(console)
+    if save:
+        paths = write_results("meters", {"seconds": found}, table.markdown())
+        console.print(f"written: {', '.join(path.name for path in paths)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

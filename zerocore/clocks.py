@@ -1,0 +1,60 @@
+"""Clocks that tell when modules compute: the host's, and a device's."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Takes marks that are read later."""
+
+    def mark(self) -> Any:
+        """The present, cheaply."""
+
+    def read_ns(self, mark: Any) -> int:
+        """A mark as nanoseconds of ``time.perf_counter_ns``."""
+
+
+class HostClock:
+    """Where computing is done when the call returns."""
+
+    def mark(self) -> int:
+        """Nanoseconds."""
+        return time.perf_counter_ns()
+
+    def read_ns(self, mark: int) -> int:
+        """The mark itself."""
+        return mark
+
+
+class CudaClock:
+    """Marks are events on the current stream: what was issued before them is done by then.
+
+    The device's time is tied to the host's when the clock is made, for which the host waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.synchronize(device)
+        self._base = self.mark()
+        self._base.synchronize()
+        self._base_ns = time.perf_counter_ns()
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the current stream; the host does not wait."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def read_ns(self, mark: torch.cuda.Event) -> int:
+        """Waits until the device has come by the mark."""
+        mark.synchronize()
+        return self._base_ns + round(self._base.elapsed_time(mark) * 1e6)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock by which modules on ``device`` compute."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
