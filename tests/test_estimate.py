@@ -20,6 +20,7 @@ from zerocore.activations import Activations, measure
 from zerocore.casting import cast_floats
 from zerocore.plans import StagePlan
 from zerocore.precision import MixedPrecision
+from zerocore.quantities import format_seconds
 from zerocore.state import state_of
 
 GB = 10**9
@@ -55,6 +56,12 @@ def test_four_billion_parameters_all_in_bf16_on_two_ranks() -> None:
     assert [stage.fits for stage in plan.stages] == [False, True, True, True]
     assert abs(plan.stages[1].spare) < 0.001 * GB
     assert "little headroom; stage 3 leaves 7.25 GB" in plan.advice[0]  # 8, less the pool
+    # Stage 2 fits, with 4 GB less the pool to spare: less than a fifth of the device.
+    assert 0 < plan.stages[2].spare < 4 * GB
+    verdicts = ["no", "little headroom", "little headroom", "yes"]
+    assert [plan.verdict(stage) for stage in plan.stages] == verdicts
+    assert ["fits, without activations", *verdicts] in plan.rows()
+    assert plan.advice[0].startswith("stage 1 is the smallest that fits without activations")
 
 
 @pytest.mark.parametrize("world_size", [1, 64])
@@ -227,6 +234,23 @@ def test_the_peak_is_the_sum_of_what_is_held() -> None:
         held = stage.model_state + stage.pool
         assert stage.peak.nbytes == held + plan.activations.peak_nbytes
         assert stage.spare == GB - stage.peak.nbytes
+
+
+def test_the_table_has_every_figure_of_every_stage() -> None:
+    plan = zerocore.plan(Wide(), 4, inputs=torch.randn(1000, 64), links=["eth100", "nvlink4"])
+    rows = plan.rows()
+    shown = [{name: cells for name, *cells in part} for part in (rows[-8:-4], rows[-4:])]
+    for index, timings in enumerate(shown):
+        for column, stage in enumerate(plan.stages):
+            timing = stage.timings[index]
+            assert timings["  communication"][column] == format_seconds(timing.communication_s)
+            assert timings["  no schedule beats"][column] == format_seconds(timing.bound_s)
+    assert len(set(shown[0]["  communication"])) == 3  # stages 1 and 2 send the same
+    assert all(f"peak of every stage: {stage.peak.when}" in plan.notes() for stage in plan.stages)
+    full = zerocore.plan(Wide(), 4, inputs=torch.randn(1000, 64), memory=plan.stages[0].peak.nbytes)
+    assert full.stages[0].spare == 0
+    assert full.verdict(full.stages[0]) == "little headroom"
+    assert "fits: 0 B to spare, which is little headroom" in full.advice[0]
 
 
 def test_advice_where_activations_are_the_bottleneck() -> None:

@@ -123,6 +123,17 @@ def test_package_imports_only_the_package():
         assert not outside & {module.split(".")[0] for module in imports(text)}, name
 
 
+def test_public_functions_say_what_they_raise():
+    """Those that refuse a model that is not sharded."""
+    for name, text in python_files().items():
+        for node in ast.parse(text).body:
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+                continue
+            called = {getattr(inner, "id", None) for inner in ast.walk(node)}
+            if called & {"state_of", "planned_events"}:
+                assert "Raises:" in (ast.get_docstring(node) or ""), f"{name}.{node.name}"
+
+
 def source_files() -> dict[Path, str]:
     """Text of each file of code."""
     folders = ["csrc", "zerocore", "tests", "benchmarks", "examples", "scripts"]

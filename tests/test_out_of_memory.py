@@ -185,6 +185,19 @@ def test_fewer_replicas_where_there_are_several(
     assert saved == before.total - zerocore.memory_usage(model, optimizer).total
 
 
+def test_predictions_refuse_numbers_that_cannot_be(emulated: None) -> None:
+    model, _ = make(3)
+    for predict, options, error in (
+        (zerocore.predict_memory, {"stage": 4}, ValueError),
+        (zerocore.predict_memory, {"stage": "3"}, TypeError),
+        (zerocore.predict_memory, {"optimizer_states": -1}, ValueError),
+        (zerocore.predict_memory, {"micro_batches": 0}, ValueError),
+        (zerocore.predict_events, {"micro_batches": 1.5}, TypeError),
+    ):
+        with pytest.raises(error, match=next(iter(options))):
+            predict(model, **options)
+
+
 def test_other_errors_stay_as_they_are(emulated: None) -> None:
     model, _ = make(3)
     for error in (RuntimeError("no"), ValueError("no"), KeyboardInterrupt()):

@@ -9,19 +9,19 @@ from zerocore.planner import MAX_RANKS, Planner, fewer_replicas
 from zerocore.plans import Plan, StagePlan
 from zerocore.quantities import format_nbytes, format_seconds
 
-LITTLE_HEADROOM = 0.2  # of the device's memory
 SLOW_LINK = 0.2  # exposed communication, of the step
 
 
 def advise(plan: Plan, planner: Planner) -> list[str]:
     """Sentences, most important first."""
     fit = plan.smallest_fit
-    roomy = fit is not None and fit.spare >= LITTLE_HEADROOM * plan.setting.memory_nbytes
+    roomy = fit is not None and plan.verdict(fit) == "yes"
     lines = [] if fit is not None else list(_where_none_fits(plan, planner))
     if fit is not None:
+        unknown = " without activations" if fit.activations is None else ""
         lines.append(
-            f"stage {fit.stage} is the smallest that fits: {format_nbytes(fit.spare)} to spare"
-            + ("" if roomy else _headroom(plan, fit))
+            f"stage {fit.stage} is the smallest that fits{unknown}: "
+            f"{format_nbytes(fit.spare)} to spare" + ("" if roomy else _headroom(plan, fit))
         )
         if fit.activations is not None and fit.activations > fit.peak.nbytes / 2:
             lines.append(

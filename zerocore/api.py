@@ -88,6 +88,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     Stages 0 and 1, and 2 and 3 with ``accumulate="full"``: gradients are reduced in the first
     backward outside. Stages 2 and 3 with ``accumulate="sharded"`` reduce in every backward.
+
+    Raises:
+        ValueError: the model is not sharded.
+        RuntimeError: this process was forked from the one that sharded it.
     """
     engine = state_of(model).engine
     before = engine.sync
@@ -106,7 +110,9 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
     rank, each keeps its own part of it.
 
     Raises:
-        RuntimeError: parameters were changed without ``write_back``.
+        ValueError: the model is not sharded.
+        RuntimeError: parameters were changed without ``write_back``, or this process was forked
+            from the one that sharded the model.
     """
     state = state_of(module)
     units = state.units_of(module)
@@ -147,5 +153,9 @@ def reset(model: nn.Module) -> None:
     The next forward does this by itself after a forward or backward that raised. Call it to free
     the memory at once. Gradients that were accumulating when a backward failed are not
     meaningful: call ``optimizer.zero_grad()``.
+
+    Raises:
+        ValueError: the model is not sharded.
+        RuntimeError: this process was forked from the one that sharded it.
     """
     state_of(model).engine.reset()

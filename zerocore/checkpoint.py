@@ -22,6 +22,10 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
 
     Args:
         rank0_only: ranks other than 0 get an empty dict.
+
+    Raises:
+        ValueError: the model is not sharded.
+        RuntimeError: this process was forked from the one that sharded it.
     """
     state = state_of(model)
     keys = _keys(model, state)

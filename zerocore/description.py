@@ -61,7 +61,12 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """The units of a sharded model, their bytes, regions and padding."""
+    """The units of a sharded model, their bytes, regions and padding.
+
+    Raises:
+        ValueError: the model is not sharded.
+        RuntimeError: this process was forked from the one that sharded it.
+    """
     state = state_of(model)
     units = tuple(
         _describe_unit(

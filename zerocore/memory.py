@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerocore import _C
+from zerocore.quantities import check_int
 from zerocore.state import ShardState, state_of
 
 
@@ -37,7 +38,16 @@ class MemoryBytes:
 
 
 def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> MemoryBytes:
-    """Measured: what is allocated on this rank now, and the pool's peak since ``shard``."""
+    """Measured: what is allocated on this rank now, and the pool's peak since ``shard``.
+
+    Args:
+        model: a sharded model.
+        optimizer: whose states are counted.
+
+    Raises:
+        ValueError: the model is not sharded.
+        RuntimeError: this process was forked from the one that sharded it.
+    """
     engine = state_of(model).engine
     states = 0
     if optimizer is not None:
@@ -69,7 +79,13 @@ def predict_memory(
         stage: any stage, the model's own by default.
         optimizer_states: tensors of the parameter's size that the optimizer keeps (Adam: 2).
         micro_batches: forwards and backwards of a step, all but the last under ``no_sync``.
+
+    Raises:
+        ValueError: the model is not sharded, there is no such stage, or a number is too small.
+        TypeError: a number is no int.
+        RuntimeError: this process was forked from the one that sharded the model.
     """
+    check_int("optimizer_states", optimizer_states, 0)
     state = state_of(model)
     units, order = _inputs(state)
     chosen = state.config.stage if stage is None else stage
@@ -88,6 +104,8 @@ def _inputs(state: ShardState) -> tuple[list[list[_C.ParamSpec]], list[_C.CallEv
 
 
 def _options(state: ShardState, stage: int, micro_batches: int = 1) -> _C.PlanOptions:
+    check_int("stage", stage, 0)
+    check_int("micro_batches", micro_batches, 1)
     return _C.PlanOptions(
         stage=stage,
         world_size=state.ranks.num_shards,
@@ -100,7 +118,11 @@ def _options(state: ShardState, stage: int, micro_batches: int = 1) -> _C.PlanOp
 
 
 def planned_events(model: nn.Module, micro_batches: int = 1) -> list[tuple[str, str, int, int]]:
-    """Predicted events of a steady step: ``(op, unit, nbytes, pool_nbytes)`` in order."""
+    """Predicted events of a steady step: ``(op, unit, nbytes, pool_nbytes)`` in order.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`predict_events`.
+    """
     state = state_of(model)
     options = _options(state, state.config.stage, micro_batches)
     events = _C.plan_events(*_inputs(state), options)
@@ -114,6 +136,11 @@ def predict_events(model: nn.Module, micro_batches: int = 1) -> list[tuple[str, 
 
     ``nbytes`` is the full bucket; a rank sends or receives ``nbytes * (W - 1) / W`` of it (twice
     that for an all-reduce).
+
+    Raises:
+        ValueError: the model is not sharded, or ``micro_batches`` is below 1.
+        TypeError: ``micro_batches`` is no int.
+        RuntimeError: this process was forked from the one that sharded the model.
     """
     return [
         (op, unit, nbytes)

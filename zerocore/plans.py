@@ -12,6 +12,9 @@ from zerocore.links import Link
 from zerocore.quantities import check_int, format_flops, format_nbytes, format_seconds
 from zerocore.timing import Timing
 
+LITTLE_HEADROOM = 0.2
+"""Less of the device's memory to spare than this is little headroom."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -94,7 +97,7 @@ class StagePlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the device's memory."""
+        """Whether the peak is within the device's memory; without activations that are None."""
         return self.spare >= 0
 
 
@@ -151,12 +154,18 @@ class Plan:
         rows = [["", *(f"stage {stage.stage}" for stage in stages)]]
         for name, nbytes in figures.items():
             rows.append([name, *("?" if n is None else format_nbytes(n) for n in nbytes)])
-        rows.append(["fits", *("yes" if stage.fits else "no" for stage in stages)])
-        for index, timing in enumerate(stages[0].timings):
-            timings = [stage.timings[index] for stage in stages]
-            rows.append([f"step, {timing.link}", *(format_seconds(t.step_s) for t in timings)])
-            rows.append(["communication hidden", *(f"{t.hidden:.0%}" for t in timings)])
+        unknown = ", without activations" if stages[0].activations is None else ""
+        rows.append([f"fits{unknown}", *(self.verdict(stage) for stage in stages)])
+        for timings in zip(*(stage.timings for stage in stages), strict=True):
+            rows += _timing_rows(timings)
         return rows
+
+    def verdict(self, stage: StagePlan) -> str:
+        """Whether a stage fits: ``no``, ``little headroom`` or ``yes``."""
+        if not stage.fits:
+            return "no"
+        tight = stage.spare < LITTLE_HEADROOM * self.setting.memory_nbytes
+        return "little headroom" if tight else "yes"
 
     def notes(self) -> list[str]:
         """What belongs under the table: how it was predicted, the peak, activations, advice."""
@@ -169,20 +178,14 @@ class Plan:
                     f"{format_nbytes(run.saved_nbytes)} saved by the forward, "
                     f"{format_flops(run.total_flops)} a step"
                 )
-        if self.stages[-1].activations is not None:
-            lines.append(f"peak: {self.stages[-1].peak.when}")
-            for timing in self.stages[-1].timings:
-                across = (
-                    f" ({format_seconds(timing.across_s)} between replicas)"
-                    if timing.across_s > 0
-                    else ""
-                )
-                lines.append(
-                    f"stage 3 on {timing.link}: {format_seconds(timing.communication_s)} of "
-                    f"communication{across}, {format_seconds(timing.compute_s)} of compute at "
-                    f"{setting.flops_per_s / 1e12:,.0f} TFLOP/s; no schedule beats "
-                    f"{format_seconds(timing.bound_s)}"
-                )
+        if self.stages[0].activations is not None:
+            # The rest of the peak is held all the time, so the moment is the same at every stage.
+            lines.append(f"peak of every stage: {self.stages[0].peak.when}")
+        if self.stages[0].timings:
+            lines.append(
+                f"{format_seconds(self.stages[0].timings[0].compute_s)} of compute at "
+                f"{setting.flops_per_s / 1e12:,.4g} TFLOP/s"
+            )
         if self.note:
             lines.append(self.note)
         lines.append(
@@ -217,6 +220,7 @@ class Plan:
             entry = asdict(stage)
             entry["model_state"] = stage.model_state
             entry["fits"] = stage.fits
+            entry["verdict"] = self.verdict(stage)
             entry["timings"] = [
                 {**asdict(t), "bound_s": t.bound_s, "exposed_s": t.exposed_s, "hidden": t.hidden}
                 for t in stage.timings
@@ -234,6 +238,20 @@ class Plan:
             "note": self.note,
             "advice": list(self.advice),
         }
+
+
+def _timing_rows(timings: Sequence[Timing]) -> list[list[str]]:
+    """A link's rows: a predicted step of each stage, what it communicates, and its bound."""
+    seconds = {
+        f"step, {timings[0].link}": [t.step_s for t in timings],
+        "  communication": [t.communication_s for t in timings],
+        "  of it, between replicas": [t.across_s for t in timings],
+        "  no schedule beats": [t.bound_s for t in timings],
+    }
+    if not any(t.across_s for t in timings):
+        del seconds["  of it, between replicas"]
+    rows = [[name, *map(format_seconds, values)] for name, values in seconds.items()]
+    return [*rows, ["  communication hidden", *(f"{t.hidden:.0%}" for t in timings)]]
 
 
 def _summary(activations: Activations | None) -> dict[str, int] | None:
