@@ -82,7 +82,7 @@ def large_tensors(numel: int, device: str) -> Iterator[Contest]:
         OWN: Weights(numel, device, grad=BF16, model=BF16).zerocore_step(),
         "cast + torch fused + cast": Weights(numel, device, grad=BF16, model=BF16).torch_step(),
     }
-    yield _contest("bf16 gradient, model weight", 28 * numel, calls, device)
+    yield _contest("bf16 grad, model weight", 28 * numel, calls, device)
 
 
 def _contest(name: str, nbytes: int, calls: dict[str, Call], device: str) -> Contest:
