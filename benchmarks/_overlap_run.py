@@ -74,11 +74,6 @@ class Subject:
     optimizer: torch.optim.Optimizer
     rounds: dict[float, Rounds] = field(default_factory=dict)
 
-    @property
-    def traces(self) -> bool:
-        """Whether the system tells what it waited for."""
-        return self.system.peer == "zerocore"
-
     def in_sweep(self) -> bool:
         return self.system.stage == 3
 
@@ -216,9 +211,25 @@ class OverlapRun:
                 rounds = subject.rounds.setdefault(ratio, Rounds())
                 steps = [self.step(subject) for _ in range(self.workload.steps_per_round)]
                 rounds.step_ms.append(min(steps))
-                if subject.traces:
-                    waits = (event.wait_ns for event in self.trace(subject))
-                    rounds.wait_ms.append(sum(waits) / 1e6)
+                waited = self._waited_ms(subject)
+                if waited is not None:
+                    rounds.wait_ms.append(waited)
+
+    def _waited_ms(self, subject: Subject) -> float | None:
+        """Exposed time of a step: by the runtime's timeline, of others by the emulated link.
+
+        None where neither tells: for FSDP2 on a GPU, and for DDP, which waits for futures.
+        """
+        if subject.system.peer == "zerocore":
+            return sum(event.wait_ns for event in self.trace(subject)) / 1e6
+        link = self.link
+        if subject.system.peer != "fsdp2" or link.device.type != "cpu":
+            return None
+        if not isinstance(link, EmulatedLink):
+            return None
+        before = link.emulation.waited_ns
+        self.step(subject)
+        return (link.emulation.waited_ns - before) / 1e6
 
     def keep_rounds(self, count: int) -> None:
         """Forgets what a round that was broken off has left."""

@@ -88,6 +88,11 @@ class Emulation:
     def link(self, value: LinkModel) -> None:
         self._backend.link = value
 
+    @property
+    def waited_ns(self) -> int:
+        """Nanoseconds that this process has spent waiting for collectives of the CPU so far."""
+        return self._backend.waited_ns()
+
     def close(self) -> None:
         """Destroys all process groups; collectives under way fail. Again, it does nothing."""
         if dist.is_initialized():

@@ -5,6 +5,7 @@
 
 #include "bindings/bindings.h"
 #include "runtime/emulated_group.h"
+#include "runtime/emulated_work.h"
 
 namespace py = pybind11;
 
@@ -96,6 +97,7 @@ void register_emulated(py::module_& module) {
           py::arg("timeout"))
       .def_property("link", &EmulatedGroup::link, &EmulatedGroup::set_link)
       .def("shutdown", &EmulatedGroup::shutdown)
+      .def_static("waited_ns", &EmulatedWork::waited_ns)
       .def_static("shut_down_all", &shut_down_all);
 }
 

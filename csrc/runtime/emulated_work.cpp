@@ -3,11 +3,29 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <atomic>
 #include <utility>
 
 namespace zerocore {
 
 namespace {
+
+std::atomic<int64_t> total_waited_ns = 0;
+
+// Adds the time that it lives, also where it ends by an exception.
+class WaitTimer {
+ public:
+  WaitTimer() = default;
+  WaitTimer(const WaitTimer&) = delete;
+  WaitTimer& operator=(const WaitTimer&) = delete;
+  ~WaitTimer() {
+    const auto waited = std::chrono::steady_clock::now() - begin_;
+    total_waited_ns += std::chrono::nanoseconds(waited).count();
+  }
+
+ private:
+  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
 
 c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::Device device) {
   auto type = c10::ListType::create(c10::TensorType::get());
@@ -37,6 +55,7 @@ bool EmulatedWork::wait(std::chrono::milliseconds timeout) {
     synchronize();
     return true;
   }
+  const WaitTimer timer;
   return Work::wait(timeout == kNoTimeout ? timeout_ : timeout);
 }
 
@@ -57,6 +76,10 @@ c10::intrusive_ptr<c10::ivalue::Future> EmulatedWork::getFuture() {
 
 std::vector<at::Tensor> EmulatedWork::result() {
   return outputs_;
+}
+
+int64_t EmulatedWork::waited_ns() {
+  return total_waited_ns;
 }
 
 float EmulatedWork::getDuration() const {

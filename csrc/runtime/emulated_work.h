@@ -6,6 +6,7 @@
 #include <c10/core/Event.h>
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -32,6 +33,8 @@ class EmulatedWork final : public c10d::Work {
   void synchronize() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   std::vector<at::Tensor> result() override;
+  // CPU: nanoseconds that threads of this process have spent in wait() so far.
+  static int64_t waited_ns();
   // CPU: milliseconds from issue to completion, of a collective that is over.
   float getDuration() const override;
 

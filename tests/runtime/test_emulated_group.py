@@ -199,8 +199,10 @@ def test_a_collective_says_how_long_it_took(emulation: zerocore.Emulation) -> No
     work = dist.all_reduce(torch.ones(1), async_op=True)
     with pytest.raises(RuntimeError, match="over has a duration"):
         work._get_duration()
+    before = emulation.waited_ns
     work.wait()
     assert work._get_duration() >= 20
+    assert emulation.waited_ns > before
 
 
 def test_coalesced(emulation: zerocore.Emulation) -> None:
