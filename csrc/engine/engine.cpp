@@ -60,8 +60,8 @@ std::vector<std::unique_ptr<Unit>> make_units(
   return units;
 }
 
-// Whether a backward will come through one of them. None comes through a leaf, such as the output of
-// a frozen module that a hook has made require a gradient.
+// Whether a backward will come through one of them. None comes through a leaf, such as the output
+// of a frozen module that a hook has made require a gradient.
 bool any_recorded(const std::vector<at::Tensor>& tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
     return tensor.requires_grad() && !tensor.is_leaf();
