@@ -18,8 +18,7 @@ from zerocore.state import ShardState
 from zerocore.tensor import ShardedParameter
 
 _log = logging.getLogger("zerocore")
-_REPLACED = "_zerocore_replaced"
-_FULL = "_zerocore_full"
+_MISTAKE = "_zerocore_mistake"  # what to say to an optimizer that holds the parameter
 # Units an optimizer updates, found once per number of parameters it holds.
 _Updates = tuple[int, list[tuple[Callable[[], ShardState | None], set[int]]]]
 _updates: WeakKeyDictionary[Optimizer, _Updates] = WeakKeyDictionary()
@@ -27,32 +26,30 @@ _updates: WeakKeyDictionary[Optimizer, _Updates] = WeakKeyDictionary()
 
 def mark_replaced(param: nn.Parameter, fqn: str) -> None:
     """Remembers that ``param`` was replaced by shards."""
-    setattr(param, _REPLACED, fqn)
+    mistake = (
+        f"the optimizer was built before zerocore.shard: it holds the old parameter '{fqn}', which "
+        "the model does not use any more. Build the optimizer after shard, from model.parameters()"
+    )
+    setattr(param, _MISTAKE, mistake)
 
 
 def mark_full(param: nn.Parameter, fqn: str) -> None:
     """Remembers that ``param`` is what layers compute with, not what an optimizer updates."""
-    setattr(param, _FULL, fqn)
+    mistake = (
+        f"the optimizer was built inside zerocore.unsharded: it holds the full parameter '{fqn}', "
+        "whose updates the shards do not see. Build the optimizer outside of it, from "
+        "model.parameters()"
+    )
+    setattr(param, _MISTAKE, mistake)
 
 
 def check_not_stale(optimizer: Optimizer) -> None:
     """Raises ValueError if the optimizer holds other parameters of a sharded model than shards."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            fqn = getattr(param, _REPLACED, None)
-            if fqn is not None:
-                raise ValueError(
-                    f"the optimizer was built before zerocore.shard: it holds the old parameter "
-                    f"'{fqn}', which the model does not use any more. Build the optimizer after "
-                    "shard, from model.parameters()"
-                )
-            fqn = getattr(param, _FULL, None)
-            if fqn is not None:
-                raise ValueError(
-                    f"the optimizer was built inside zerocore.unsharded: it holds the full "
-                    f"parameter '{fqn}', whose updates the shards do not see. Build the optimizer "
-                    "outside of it, from model.parameters()"
-                )
+            mistake = getattr(param, _MISTAKE, None)
+            if mistake is not None:
+                raise ValueError(mistake)
 
 
 def optimizers_of(state: ShardState) -> list[Optimizer]:
