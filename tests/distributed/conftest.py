@@ -31,6 +31,15 @@ def stage(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
+@pytest.fixture(autouse=True)
+def needs_transformers(request: pytest.FixtureRequest) -> None:
+    """Cases of the zoo whose name begins with hf_ are skipped where there is no transformers."""
+    call = getattr(request.node, "callspec", None)
+    names = [] if call is None else [str(value) for value in call.params.values()]
+    if any(name.startswith("hf_") for name in names):
+        pytest.importorskip("transformers")
+
+
 @pytest.fixture
 def free_port() -> int:
     """A TCP port of this machine that nobody listens on."""

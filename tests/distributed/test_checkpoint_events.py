@@ -184,5 +184,4 @@ def checkpoint_huggingface(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["hf_llama", "hf_gpt2_tied"])
 def test_huggingface(name: str) -> None:
-    pytest.importorskip("transformers")
     run_ranks(checkpoint_huggingface, 2, name)

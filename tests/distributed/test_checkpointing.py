@@ -82,7 +82,6 @@ def checkpoint_huggingface(stage: int, name: str, use_reentrant: bool, before: b
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", ["hf_gpt2_tied", "hf_llama", "hf_t5"])
 def test_huggingface(stage: int, name: str, use_reentrant: bool, before: bool) -> None:
-    pytest.importorskip("transformers")
     run_ranks(checkpoint_huggingface, 2, stage, name, use_reentrant, before)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch.distributed as dist
 
@@ -30,8 +28,6 @@ def train_all_stages(name: str) -> tuple[Trained | None, list[Trained]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_stage_equals_one_process(name: str, world_size: int) -> None:
-    if name.startswith("hf_") and importlib.util.find_spec("transformers") is None:
-        pytest.skip("needs transformers")
     answers = run_ranks(train_all_stages, world_size, name, timeout=120)
     reference = answers[0][0]
     assert reference is not None
