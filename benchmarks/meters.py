@@ -6,7 +6,6 @@ Usage: python benchmarks/meters.py
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import time
 from statistics import median
@@ -17,9 +16,11 @@ import torch.distributed as dist
 import typer
 from _models import Chain, ChainBlock
 from _results import write_results
-from _systems import import_zerocore
 from _tables import Table, make_console
 from rich.progress import track
+
+import zerocore
+from zerocore.state import state_of
 
 NUM_BLOCKS, NUM_PARAMS, WIDTH = 32, 9, 16
 WORLD_SIZE = 8
@@ -38,11 +39,10 @@ class Stepper:
     """Steps of one chain, with its meters off, on, or on in a traced step."""
 
     def __init__(self) -> None:
-        zerocore = import_zerocore()
         self.model = zerocore.shard(Chain(NUM_BLOCKS, NUM_PARAMS, WIDTH), units=[ChainBlock])
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
         self.inputs = torch.randn(8, WIDTH)
-        self.meters = importlib.import_module("zerocore.state").state_of(self.model).meters
+        self.meters = state_of(self.model).meters
 
     def seconds(self, how: str) -> float:
         """The fastest of some steps; the first one also closes a step of another kind."""
@@ -67,8 +67,9 @@ class Stepper:
 
 def measure(rounds: int) -> dict[str, list[float]]:
     """Seconds of a step of each kind, one figure a round."""
-    fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
-    dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=fake.FakeStore())
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
     stepper = Stepper()
     found: dict[str, list[float]] = {how: [] for how in KINDS}
     for _ in range(5):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zerocore.precision import MixedPrecision
+from zerocore.quantities import require_int
 
 STAGES = (0, 1, 2, 3)
 ACCUMULATE_MODES = ("sharded", "full")
@@ -39,9 +40,7 @@ class ShardConfig:
 
     def __post_init__(self) -> None:
         for name in ("stage", "prefetch"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {value!r}")
+            require_int(name, getattr(self, name))
         mixed = self.mixed_precision
         if mixed is not None and not isinstance(mixed, MixedPrecision):
             raise TypeError(

@@ -17,11 +17,16 @@ _RATES = {"flop/s": 1.0, "gflop/s": 1e9, "tflop/s": 1e12, "pflop/s": 1e15}
 _RATES |= {unit.replace("flop/s", "flops"): factor for unit, factor in _RATES.items()}
 
 
-def check_int(name: str, value: object, minimum: int) -> None:
-    """Raises TypeError if ``value`` is no int, ValueError if it is below ``minimum``."""
+def require_int(name: str, value: object) -> int:
+    """The value; raises TypeError if it is no int. A bool counts as none."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < minimum:
+    return value
+
+
+def check_int(name: str, value: object, minimum: int) -> None:
+    """Raises TypeError if ``value`` is no int, ValueError if it is below ``minimum``."""
+    if require_int(name, value) < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
 
 

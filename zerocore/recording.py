@@ -59,8 +59,6 @@ def trace(model: nn.Module, *paths: str | Path) -> Iterator[Timeline]:
     state = state_of(model)
     for path in map(Path, paths):
         check_path(path)
-        if not path.parent.is_dir():
-            raise ValueError(f"'{path}': there is no folder '{path.parent}'; make it first")
     timeline = Timeline(label=_label(model, state))
     recorder = _ModuleRecorder(clock_of(state.device))
     with record_events(model) as events, recorder.attached(model, state):

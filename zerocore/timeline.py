@@ -74,6 +74,8 @@ def check_path(path: Path) -> None:
     """Raises ValueError if a timeline cannot be written to ``path``."""
     if path.suffix not in (".json", ".png"):
         raise ValueError(f"a timeline goes to a .json or .png file, got '{path}'")
+    if not path.parent.is_dir():
+        raise ValueError(f"'{path}': there is no folder '{path.parent}'; make it first")
 
 
 def communication_boxes(events: Iterable[Event], queued: bool) -> list[Box]:
