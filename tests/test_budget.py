@@ -44,7 +44,7 @@ def used(stage: int, prefetch: int = 1, dtype: torch.dtype = torch.float32, **op
         optimizer.step()
         optimizer.zero_grad()
     usage = zerocore.memory_usage(model, optimizer)
-    pool = state_of(model).engine.pool_stats.reserved_nbytes
+    pool = state_of(model).engine.pool_stats.peak_reserved_nbytes
     return usage.parameters + usage.main_weights + usage.gradients + usage.optimizer + pool
 
 

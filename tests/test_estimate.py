@@ -142,7 +142,7 @@ def allocated(
         optimizer.step()
         optimizer.zero_grad()
     usage = zerocore.memory_usage(model, optimizer)
-    reserved = state_of(model).engine.pool_stats.reserved_nbytes
+    reserved = state_of(model).engine.pool_stats.peak_reserved_nbytes
     return usage.parameters, usage.main_weights, usage.gradients, usage.optimizer, reserved
 
 

@@ -181,6 +181,7 @@ class PoolStats:
     in_use_nbytes: int
     peak_nbytes: int
     reserved_nbytes: int
+    peak_reserved_nbytes: int
     num_allocations: int
 
 class Slot:
@@ -194,7 +195,8 @@ class Slot:
 class CpuBucketPool:
     """A bucket pool on the CPU, for tests."""
 
-    def acquire(self, nbytes: int) -> Slot: ...
+    def acquire(self, unit: int, nbytes: int) -> Slot: ...
+    def set_apart(self, apart: bool) -> None: ...
     def release(self, slot: Slot) -> None: ...
     @property
     def stats(self) -> PoolStats: ...

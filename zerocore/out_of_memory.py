@@ -171,7 +171,7 @@ def _held(model: nn.Module) -> dict[str, int]:
         "optimizer state": usage.optimizer,
         "main weights": usage.main_weights,
         "bucket pool, in use": stats.in_use_nbytes,
-        "bucket pool, free slots": stats.reserved_nbytes - stats.in_use_nbytes,
+        "bucket pool, free": stats.reserved_nbytes - stats.in_use_nbytes,
     }
     if state.device.type == "cuda":
         allocated = torch.cuda.memory_allocated(state.device)

@@ -217,7 +217,7 @@ const char* role_name(StreamRole role) {
 }
 
 // ("record", stream, number), ("wait", stream, source stream, number) or
-// ("read" | "write", stream, block, begin, end, what, unit)
+// ("read" | "write", stream, begin, end, what, unit): addresses
 py::list hand_overs(const PyEngine& self) {
   py::list result;
   for (const HandOver& entry : self.engine->hand_overs().entries()) {
@@ -228,8 +228,7 @@ py::list hand_overs(const PyEngine& self) {
       result.append(py::make_tuple("wait", role, role_name(entry.source), entry.event));
     } else {
       const char* kind = entry.kind == HandOverKind::Read ? "read" : "write";
-      result.append(
-          py::make_tuple(kind, role, entry.memory, entry.begin, entry.end, entry.what, entry.unit));
+      result.append(py::make_tuple(kind, role, entry.begin, entry.end, entry.what, entry.unit));
     }
   }
   return result;

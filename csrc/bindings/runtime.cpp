@@ -27,18 +27,22 @@ void register_runtime(py::module_& module) {
       .def_readonly("in_use_nbytes", &PoolStats::in_use_nbytes)
       .def_readonly("peak_nbytes", &PoolStats::peak_nbytes)
       .def_readonly("reserved_nbytes", &PoolStats::reserved_nbytes)
+      .def_readonly("peak_reserved_nbytes", &PoolStats::peak_reserved_nbytes)
       .def_readonly("num_allocations", &PoolStats::num_allocations);
   py::class_<Slot>(module, "Slot")
       .def_readonly("nbytes", &Slot::nbytes)
       .def_property_readonly(
-          "address", [](const Slot& slot) { return reinterpret_cast<uintptr_t>(slot.data.get()); });
+          "address", [](const Slot& slot) { return reinterpret_cast<uintptr_t>(slot.data); });
   py::class_<CpuPool>(module, "CpuBucketPool")
       .def(py::init<>())
       .def(
           "acquire",
-          [](CpuPool& self, int64_t nbytes) {
-            return self.pool.acquire(nbytes, StreamRole::Compute);
-          })
+          [](CpuPool& self, UnitId unit, int64_t nbytes) {
+            return self.pool.acquire({unit}, nbytes, StreamRole::Compute);
+          },
+          py::arg("unit"),
+          py::arg("nbytes"))
+      .def("set_apart", [](CpuPool& self, bool apart) { self.pool.set_apart(apart); })
       .def(
           "release",
           [](CpuPool& self, Slot& slot) { self.pool.release(slot, StreamRole::Compute); })

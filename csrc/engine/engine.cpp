@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "engine/autograd.h"
+#include "plan/memory_plan.h"
 
 namespace zerocore {
 
@@ -96,7 +97,28 @@ Engine::Engine(
       reducer_(units_, context_, {options.hold_full, options.exchange_used}),
       registrar_(std::move(registrar)),
       thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
-      agreed_(false) {}
+      agreed_(false) {
+  expect_step();
+}
+
+// Places in the pool for what the first step is going to take from it.
+void Engine::expect_step() {
+  std::vector<UnitPlan> plans;
+  for (const auto& unit : units_) {
+    UnitPlan& plan = plans.emplace_back();
+    for (const UnitParam& param : unit->params()) {
+      plan.params.push_back(param.spec);
+    }
+  }
+  PlanOptions expected;
+  expected.stage = options_.stage;
+  expected.prefetch = options_.prefetch;
+  expected.hold_full = options_.hold_full;
+  expected.world_size = collectives_ == nullptr ? 1 : collectives_->size();
+  expected.num_replicas = replicas_ == nullptr ? 1 : replicas_->size();
+  expected.exchanges = collectives_ != nullptr && collectives_->exchanges();
+  pool_.expect(plan_pool(plans, schedule_.order(), expected));
+}
 
 Engine::~Engine() {
   if (thread_check_.is_forked()) {

@@ -130,6 +130,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void forget_fired(UnitId unit);
   void recover();
   void leave_if_outside();
+  void expect_step();
   Call pop_call();
   void run(Actions& actions);
   void use(UnitId unit);

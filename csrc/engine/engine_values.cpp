@@ -1,5 +1,6 @@
 // Parameters between steps: read, set, changed by optimizers.
 #include <c10/core/GradMode.h>
+#include <c10/util/ScopeExit.h>
 
 #include "engine/engine.h"
 
@@ -14,6 +15,8 @@ void Engine::leave_if_outside() {
 
 void Engine::pin(const std::vector<UnitId>& units) {
   recover();
+  pool_.set_apart(true); // what is held for long must not shape the arena
+  const auto back = c10::make_scope_exit([this] { pool_.set_apart(false); });
   for (const UnitId id : units) {
     if (refresh(id)) {
       order_gathers();

@@ -167,8 +167,9 @@ void Reducer::touch(UnitId id) {
 void Reducer::issue(UnitId id, RegionGrads& grads) {
   const bool sharded = context_.policy.shards_optimizer();
   if (sharded && (context_.collectives->exchanges() || (grads.adds && !grads.wire.has_value()))) {
-    grads.scratch_slot = context_.pool->acquire(grads.scratch.nbytes(), StreamRole::ReduceScatter);
-    grads.scratch.attach(grads.scratch_slot.data.get());
+    grads.scratch_slot = context_.pool->acquire(
+        {id, BlockUse::Scratch, grads.region}, grads.scratch.nbytes(), StreamRole::ReduceScatter);
+    grads.scratch.attach(grads.scratch_slot.data);
   }
   grads.pending = start(id, grads);
   if (context_.replicas != nullptr && context_.streams->has_streams()) {

@@ -91,7 +91,7 @@ class Reducer {
   bool is_trainable(const Unit& unit, int region) const;
   void touch(UnitId unit);
   void attach(UnitId unit, RegionGrads& grads, bool hold);
-  void attach_full(RegionGrads& grads);
+  void attach_full(UnitId unit, RegionGrads& grads);
   c10::DataPtr zeroed_memory(int64_t nbytes) const;
   void pack(UnitId unit, RegionGrads& grads, bool hold);
   void put_on_wire(UnitId unit, RegionGrads& grads);

@@ -60,24 +60,26 @@ void Reducer::attach(UnitId id, RegionGrads& grads, bool hold) {
     grads.shard->attach(zeroed_memory(grads.shard->nbytes()));
   }
   if (grads.wire && !hold) {
-    grads.wire_slot = context_.pool->acquire(grads.wire->nbytes(), StreamRole::Compute);
-    grads.wire->attach(grads.wire_slot.data.get());
+    grads.wire_slot = context_.pool->acquire(
+        {id, BlockUse::Wire, grads.region}, grads.wire->nbytes(), StreamRole::Compute);
+    grads.wire->attach(grads.wire_slot.data);
   }
   // Where gradients are kept, or the sums of several backwards.
   if (persistent() || !grads.wire || hold || grads.local) {
-    attach_full(grads);
+    attach_full(id, grads);
   }
 }
 
-void Reducer::attach_full(RegionGrads& grads) {
+void Reducer::attach_full(UnitId id, RegionGrads& grads) {
   if (grads.full.attached()) {
     return;
   }
   if (persistent()) {
     grads.full.attach(zeroed_memory(grads.full.nbytes()));
   } else {
-    grads.full_slot = context_.pool->acquire(grads.full.nbytes(), StreamRole::Compute);
-    grads.full.attach(grads.full_slot.data.get());
+    grads.full_slot = context_.pool->acquire(
+        {id, BlockUse::Gradients, grads.region}, grads.full.nbytes(), StreamRole::Compute);
+    grads.full.attach(grads.full_slot.data);
   }
 }
 

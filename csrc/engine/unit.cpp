@@ -113,8 +113,9 @@ void Unit::unshard() {
   set_state(UnitState::Unsharding);
   gathered_version_ = version();
   if (shards_) {
-    slot_ = context_.pool->acquire(bucket_.nbytes(), StreamRole::AllGather);
-    bucket_.attach(slot_.data.get());
+    slot_ = context_.pool->acquire(
+        {id_, BlockUse::Parameters}, bucket_.nbytes(), StreamRole::AllGather);
+    bucket_.attach(slot_.data);
     context_.trace->add(
         TraceOp::Unshard, id_, bucket_.nbytes(), context_.pool->stats().in_use_nbytes);
   }

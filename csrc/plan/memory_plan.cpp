@@ -56,11 +56,25 @@ std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanO
   return layouts;
 }
 
+PoolMap plan_pool(
+    const std::vector<UnitPlan>& units,
+    const std::vector<CallEvent>& order,
+    const PlanOptions& options) {
+  PlanOptions expected = options;
+  expected.micro_batches = 1;
+  expected.first_order.clear();
+  expected.backward.clear();
+  const std::vector<CallEvent>& first = options.first_order.empty() ? order : options.first_order;
+  StepSimulation simulation(units, first, expected, PoolMap());
+  simulation.run_steps();
+  return simulation.pool().arranged();
+}
+
 std::vector<PlannedEvent> plan_events(
     const std::vector<UnitPlan>& units,
     const std::vector<CallEvent>& order,
     const PlanOptions& options) {
-  StepSimulation simulation(units, order, options);
+  StepSimulation simulation(units, order, options, plan_pool(units, order, options));
   simulation.run_steps();
   return simulation.events();
 }
@@ -71,7 +85,7 @@ MemoryPlan plan_memory(
     const PlanOptions& options,
     int64_t rank,
     int64_t optimizer_states) {
-  StepSimulation simulation(units, order, options);
+  StepSimulation simulation(units, order, options, plan_pool(units, order, options));
   simulation.run_steps();
   MemoryPlan plan;
   for (size_t i = 0; i < units.size(); ++i) {
@@ -79,8 +93,8 @@ MemoryPlan plan_memory(
     plan.gradients += simulation.reduced(i) ? kept_gradients(simulation.layout(i), options) : 0;
   }
   plan.optimizer *= optimizer_states;
-  plan.pool = simulation.pool().peak();
-  plan.pool_reserved = simulation.pool().reserved();
+  plan.pool = simulation.pool().stats().peak_nbytes;
+  plan.pool_reserved = simulation.pool().stats().peak_reserved_nbytes;
   return plan;
 }
 

@@ -6,6 +6,7 @@
 
 #include "common/types.h"
 #include "plan/layout.h"
+#include "plan/pool_map.h"
 #include "plan/schedule.h"
 
 namespace zerocore {
@@ -55,7 +56,7 @@ struct MemoryPlan {
   int64_t gradients = 0;
   int64_t optimizer = 0;
   int64_t pool = 0; // peak of what is in use
-  int64_t pool_reserved = 0; // taken from the device's allocator, never given back
+  int64_t pool_reserved = 0; // peak of what is taken from the device's allocator
 
   // All that is taken from the device's allocator.
   int64_t total() const {
@@ -64,6 +65,13 @@ struct MemoryPlan {
 };
 
 std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanOptions& options);
+
+// Places of blocks in the pool as the runtime first gives them: for the expected step, one
+// micro-batch of calls in the first order with a backward that mirrors it.
+PoolMap plan_pool(
+    const std::vector<UnitPlan>& units,
+    const std::vector<CallEvent>& order,
+    const PlanOptions& options);
 
 // The events of a steady step: parameters have changed since the last forward, forwards in the
 // given order, each with a backward in which every parameter takes part, no gradients kept from

@@ -31,25 +31,11 @@ bool is_trainable(const Region& region) {
 
 } // namespace
 
-void PoolCount::acquire(int64_t nbytes) {
-  in_use_ += nbytes;
-  peak_ = std::max(peak_, in_use_);
-  Count& count = counts_[nbytes];
-  if (++count.in_use > count.reserved) {
-    count.reserved = count.in_use;
-    reserved_ += nbytes;
-  }
-}
-
-void PoolCount::release(int64_t nbytes) {
-  in_use_ -= nbytes;
-  --counts_.at(nbytes).in_use;
-}
-
 StepSimulation::StepSimulation(
     const std::vector<UnitPlan>& units,
     const std::vector<CallEvent>& order,
-    const PlanOptions& options)
+    const PlanOptions& options,
+    PoolMap pool)
     : options_(options),
       order_(order),
       backward_(options.backward.empty() ? mirrored(order) : options.backward),
@@ -61,7 +47,8 @@ StepSimulation::StepSimulation(
            policy_.shards_parameters()},
           options.first_order.empty() ? order : options.first_order),
       layouts_(plan_layouts(units, options)),
-      reduced_(units.size(), false) {
+      reduced_(units.size(), false),
+      pool_(std::move(pool)) {
   for (const Layout& layout : layouts_) {
     const auto& regions = layout.regions();
     schedule_.set_reducible(
@@ -156,7 +143,9 @@ void StepSimulation::run(Actions& actions) {
         unshard(action.unit, layout);
         break;
       case ActionKind::Reshard:
-        pool_.release(layout.nbytes());
+        if (layout.nbytes() > 0) {
+          pool_.release({action.unit, BlockUse::Parameters});
+        }
         add(TraceOp::Reshard, action.unit, layout.nbytes());
         break;
       case ActionKind::Reduce:
@@ -169,7 +158,7 @@ void StepSimulation::run(Actions& actions) {
 
 void StepSimulation::unshard(UnitId unit, const Layout& layout) {
   if (policy_.shards_parameters()) {
-    pool_.acquire(layout.nbytes());
+    take({unit, BlockUse::Parameters}, layout.nbytes());
     add(TraceOp::Unshard, unit, layout.nbytes());
   }
   // Where full parameters stay, those that nothing updates are not gathered again.
@@ -192,7 +181,7 @@ void StepSimulation::reduce(UnitId unit, const Layout& layout) {
   }
   for (int region = 0; region < num_regions; ++region) {
     if (is_trainable(layout.regions()[region])) {
-      attach(layout.regions()[region], grads_[unit][region], held);
+      attach(unit, layout, region, held);
     }
   }
   for (int region = 0; region < num_regions && !held; ++region) {
@@ -203,13 +192,16 @@ void StepSimulation::reduce(UnitId unit, const Layout& layout) {
 }
 
 // Memory for what is packed, see Reducer::attach.
-void StepSimulation::attach(const Region& region, RegionGrads& grads, bool held) {
+void StepSimulation::attach(UnitId unit, const Layout& layout, int index, bool held) {
+  const Region& region = layout.regions()[index];
+  RegionGrads& grads = grads_[unit][index];
   const bool to_wire = region.has_wire() && !held && !grads.local;
   if (region.has_wire() && !held) {
-    grads.wire_slot = take(region.numel() * region.reduce.itemsize);
+    grads.wire_slot = take({unit, BlockUse::Wire, index}, region.numel() * region.reduce.itemsize);
   }
   if (policy_.shards_gradients() && !to_wire && grads.full_slot == 0) {
-    grads.full_slot = take(region.numel() * region.grad.itemsize);
+    grads.full_slot =
+        take({unit, BlockUse::Gradients, index}, region.numel() * region.grad.itemsize);
   }
   grads.adds = (policy_.shards_gradients() || to_wire) && grads.valid;
   grads.local = held;
@@ -222,9 +214,9 @@ void StepSimulation::issue(UnitId unit, const Layout& layout, int index) {
   const int64_t shard_nbytes = region.shard_numel * region.reduce.itemsize;
   Reduction reduction{unit, index, 0, 0};
   if (sharded && options_.exchanges) {
-    reduction.scratch_slot = take(nbytes);
+    reduction.scratch_slot = take({unit, BlockUse::Scratch, index}, nbytes);
   } else if (sharded && grads_[unit][index].adds && !region.has_wire()) {
-    reduction.scratch_slot = take(shard_nbytes);
+    reduction.scratch_slot = take({unit, BlockUse::Scratch, index}, shard_nbytes);
   }
   const bool only_replicas = options_.world_size == 1;
   add(sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce, unit, nbytes, only_replicas);
@@ -245,10 +237,11 @@ void StepSimulation::complete() {
     if (reduction.across_nbytes > 0) {
       add(TraceOp::AllReduce, reduction.unit, reduction.across_nbytes, /*across=*/true);
     }
-    RegionGrads& grads = grads_[reduction.unit][reduction.region];
-    give_back(reduction.scratch_slot);
-    give_back(grads.wire_slot);
-    give_back(grads.full_slot);
+    const auto [unit, region] = std::pair(reduction.unit, reduction.region);
+    RegionGrads& grads = grads_[unit][region];
+    give_back({unit, BlockUse::Scratch, region}, reduction.scratch_slot);
+    give_back({unit, BlockUse::Wire, region}, grads.wire_slot);
+    give_back({unit, BlockUse::Gradients, region}, grads.full_slot);
     grads.valid = true;
   }
   in_flight_.clear();
@@ -263,19 +256,21 @@ bool StepSimulation::uses_slots(const Layout& layout) const {
          });
 }
 
-int64_t StepSimulation::take(int64_t nbytes) {
-  pool_.acquire(nbytes);
+int64_t StepSimulation::take(const BlockKey& key, int64_t nbytes) {
+  if (nbytes > 0) {
+    pool_.acquire(key, nbytes);
+  }
   return nbytes;
 }
 
-void StepSimulation::give_back(int64_t& slot) {
-  if (slot > 0) {
-    pool_.release(std::exchange(slot, 0));
+void StepSimulation::give_back(const BlockKey& key, int64_t& slot) {
+  if (std::exchange(slot, 0) > 0) {
+    pool_.release(key);
   }
 }
 
 void StepSimulation::add(TraceOp op, UnitId unit, int64_t nbytes, bool across) {
-  events_.push_back({op, unit, nbytes, pool_.in_use(), moment_, across});
+  events_.push_back({op, unit, nbytes, pool_.stats().in_use_nbytes, moment_, across});
 }
 
 } // namespace zerocore

@@ -3,50 +3,24 @@
 #pragma once
 
 #include <cstdint>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "plan/layout.h"
 #include "plan/memory_plan.h"
+#include "plan/pool_map.h"
 #include "plan/schedule.h"
 #include "plan/stage_policy.h"
 
 namespace zerocore {
-
-// Slots of a pool that keeps every slot by its exact size, as the bucket pool does.
-class PoolCount {
- public:
-  void acquire(int64_t nbytes);
-  void release(int64_t nbytes);
-
-  int64_t in_use() const {
-    return in_use_;
-  }
-  int64_t peak() const {
-    return peak_;
-  }
-  int64_t reserved() const {
-    return reserved_;
-  }
-
- private:
-  struct Count {
-    int64_t in_use = 0;
-    int64_t reserved = 0;
-  };
-  std::unordered_map<int64_t, Count> counts_;
-  int64_t in_use_ = 0;
-  int64_t peak_ = 0;
-  int64_t reserved_ = 0;
-};
 
 class StepSimulation {
  public:
   StepSimulation(
       const std::vector<UnitPlan>& units,
       const std::vector<CallEvent>& order,
-      const PlanOptions& options);
+      const PlanOptions& options,
+      PoolMap pool);
 
   // The first step and a steady one; events() are those of the second.
   void run_steps();
@@ -54,7 +28,7 @@ class StepSimulation {
   const std::vector<PlannedEvent>& events() const {
     return events_;
   }
-  const PoolCount& pool() const {
+  const PoolMap& pool() const {
     return pool_;
   }
   const Layout& layout(size_t unit) const {
@@ -89,12 +63,12 @@ class StepSimulation {
   void run(Actions& actions);
   void unshard(UnitId unit, const Layout& layout);
   void reduce(UnitId unit, const Layout& layout);
-  void attach(const Region& region, RegionGrads& grads, bool held);
+  void attach(UnitId unit, const Layout& layout, int region, bool held);
   void issue(UnitId unit, const Layout& layout, int region);
   void complete();
   bool uses_slots(const Layout& layout) const;
-  int64_t take(int64_t nbytes);
-  void give_back(int64_t& slot);
+  int64_t take(const BlockKey& key, int64_t nbytes);
+  void give_back(const BlockKey& key, int64_t& slot);
   void add(TraceOp op, UnitId unit, int64_t nbytes, bool across = false);
 
   PlanOptions options_;
@@ -107,7 +81,7 @@ class StepSimulation {
   std::vector<std::pair<CallEvent, CallHandle>> calls_;
   std::vector<PlannedEvent> events_;
   std::vector<bool> reduced_;
-  PoolCount pool_;
+  PoolMap pool_;
   std::vector<Reduction> in_flight_;
   bool sync_ = true; // the last micro-batch of the step
   int32_t moment_ = 0;

@@ -1,33 +1,29 @@
-// The flat-bucket allocator: slots of device memory that units and gradients take turns in.
+// The flat-bucket allocator: an arena of device memory that units and gradients take turns in.
 //
-// A slot is handed over by an event: release() says when its last use ends, acquire() makes the
-// next user's stream wait for that. Slots are kept by exact size and never go back to the device's
-// allocator while the pool lives, so a step that repeats allocates nothing.
-// Not thread-safe: calls come from one thread at a time.
+// Where a block lies is decided by the map, see Note [Places in the arena]. A slot is handed over
+// by events: release() says when its last use ends, acquire() makes the next user's stream wait for
+// the uses of the bytes that it gets, and of no others. A step that repeats allocates nothing. Not
+// thread-safe: calls come from one thread at a time.
 #pragma once
 
 #include <c10/core/Allocator.h>
 
 #include <cstdint>
-#include <unordered_map>
+#include <optional>
+#include <utility>
 #include <vector>
 
+#include "plan/pool_map.h"
 #include "runtime/stream.h"
 
 namespace zerocore {
 
-struct PoolStats {
-  int64_t in_use_nbytes = 0;
-  int64_t peak_nbytes = 0; // highest in_use_nbytes so far
-  int64_t reserved_nbytes = 0; // taken from the device's allocator
-  int64_t num_allocations = 0; // calls to the device's allocator
-};
-
 // A block of device memory that belongs to whoever holds it, until released.
 struct Slot {
-  c10::DataPtr data;
+  BlockKey key;
+  void* data = nullptr;
   int64_t nbytes = 0;
-  StreamEvent last_use;
+  c10::DataPtr own; // the memory, where it is not the arena's
 
   bool held() const {
     return nbytes > 0;
@@ -43,19 +39,41 @@ class BucketPool {
 
   // A slot of exactly `nbytes`; work of `role`'s stream may use it at once. Zero bytes give an
   // empty slot. Throws what the device's allocator throws.
-  Slot acquire(int64_t nbytes, StreamRole role);
+  Slot acquire(const BlockKey& key, int64_t nbytes, StreamRole role);
   // Gives a slot back; what the stream of `role` was given so far is its last use.
   // Releasing an empty slot does nothing.
   void release(Slot& slot, StreamRole role);
 
+  // Places of the blocks that are expected; nothing was acquired yet.
+  void expect(PoolMap map) {
+    map_ = std::move(map);
+  }
+  // From now on slots are held for other reasons than a step and keep out of the arena.
+  void set_apart(bool apart) {
+    apart_ = apart;
+  }
+
   const PoolStats& stats() const {
-    return stats_;
+    return map_.stats();
   }
 
  private:
+  struct PastUse {
+    Range range; // bytes of the arena
+    StreamEvent end;
+  };
+
+  c10::DataPtr allocate(int64_t nbytes) const;
+  void take_memory(Slot& slot, std::optional<int64_t> offset, StreamRole role);
+  void wait_for_past_uses(const Range& range, StreamRole role);
+  void free_arena();
+
   const Streams& streams_;
-  std::unordered_map<int64_t, std::vector<Slot>> free_; // by nbytes
-  PoolStats stats_;
+  PoolMap map_;
+  c10::DataPtr arena_;
+  int64_t arrangement_ = 0; // of the map, that the arena is for
+  std::vector<PastUse> past_uses_; // apart from each other, oldest first
+  bool apart_ = false;
 };
 
 } // namespace zerocore

@@ -21,8 +21,7 @@ struct HandOver {
   StreamRole role = StreamRole::Compute;
   StreamRole source = StreamRole::Compute; // Record, Wait: the stream of the event
   int64_t event = -1; // Record, Wait: number of the event, counted by stream
-  uintptr_t memory = 0; // Read, Write: the block that is touched
-  int64_t begin = 0, end = 0; // Read, Write: bytes of it
+  uintptr_t begin = 0, end = 0; // Read, Write: addresses that are touched
   std::string what, unit; // Read, Write
 };
 

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # ("record", stream, number), ("wait", stream, source stream, number) or
-# ("read" | "write", stream, block, begin, end, what, unit)
+# ("read" | "write", stream, begin, end, what, unit): addresses
 Entry = tuple
 Clock = dict[str, int]
+
+PAGE_NBYTES = 512  # accesses are kept by the pages that they touch
 
 
 @dataclass(frozen=True)
 class Access:
-    """One access: the `index`-th of its stream, to bytes [begin, end) of a block."""
+    """One access: the `index`-th of its stream, to addresses [begin, end)."""
 
     stream: str
     index: int
@@ -53,16 +55,17 @@ def find_race(log: Sequence[Entry], without: int = -1) -> str | None:
         else:
             clock[stream] += 1
             access = _access(kind, stream, clock[stream], fields)
-            for other in accesses[fields[0]].values():
-                if _conflict(access, other) and clock[other.stream] < other.index:
-                    return f"{other.text}, then {access.text}"
-            # An older access of the same kind is ordered wherever the newer one is.
-            accesses[fields[0]][stream, kind, access.begin, access.end] = access
+            for page in range(access.begin // PAGE_NBYTES, -(-access.end // PAGE_NBYTES)):
+                for other in accesses[page].values():
+                    if _conflict(access, other) and clock[other.stream] < other.index:
+                        return f"{other.text}, then {access.text}"
+                # An older access of the same kind is ordered wherever the newer one is.
+                accesses[page][stream, kind, access.begin, access.end] = access
     return None
 
 
 def _access(kind: str, stream: str, index: int, fields: list) -> Access:
-    _, begin, end, what, unit = fields
+    begin, end, what, unit = fields
     return Access(
         stream, index, kind == "write", begin, end, f"{what} of {unit} ({kind} on {stream})"
     )

@@ -188,8 +188,8 @@ def test_a_reset_waits_for_gathers_under_way(stage: int) -> None:
     with pytest.raises(TypeError, match="linear"):
         model("no tensor")  # within the first unit, while those after it are gathered
     log = state_of(model).engine.hand_overs
-    gathers = {entry[2]: entry[3:5] for entry in log if entry[:2] == ("write", "all_gather")}
-    freed = [("write", "compute", block, *span, "frees", "") for block, span in gathers.items()]
+    gathers = {entry[2:4] for entry in log if entry[:2] == ("write", "all_gather")}
+    freed = [("write", "compute", *span, "frees", "") for span in gathers]
     assert gathers
     assert find_race([*log, *freed]) is None
 
@@ -204,7 +204,7 @@ def test_main_weights_are_cast_once_per_update(stage: int) -> None:
     engine = state_of(model).engine
 
     def num_casts() -> int:
-        return sum(entry[0] == "write" and entry[5] == "is cast" for entry in engine.hand_overs)
+        return sum(entry[0] == "write" and entry[4] == "is cast" for entry in engine.hand_overs)
 
     casts = []
     for _ in range(3):
@@ -225,7 +225,7 @@ def test_an_optimizer_that_casts_spares_the_cast(stage: int) -> None:
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
     log = state_of(model).engine.hand_overs
-    assert not [entry for entry in log if entry[0] == "write" and entry[5] == "is cast"]
+    assert not [entry for entry in log if entry[0] == "write" and entry[4] == "is cast"]
     assert find_race(log) is None
     with torch.no_grad():
         for parameter in model.parameters():

@@ -142,3 +142,34 @@ def test_pool_holds_prefetch_plus_one_units_and_one_bucket(prefetch: int) -> Non
 
 def test_one_rank_communicates_nothing() -> None:
     assert plan_events(units(1024, 4), order_of([(0, ()), (1, ())]), options(3, 1)) == []
+
+
+LLAMAS = {"8b": (32, 218_112_000, 525_336_576), "70b": (80, 855_654_400, 1_050_673_152)}
+
+
+def llama(name: str, mixed: bool) -> list[list[ParamSpec]]:
+    """An embedding, equal blocks and a head of the embedding's size."""
+    num_blocks, block, embedding = LLAMAS[name]
+    numels = [embedding, *[block] * num_blocks, embedding]
+    types = {"reduce": (6, 4), "main": (6, 4)} if mixed else {}
+    dtype = (15, 2) if mixed else (6, 4)
+    return [[ParamSpec(f"unit.{i}", [n], *dtype, **types)] for i, n in enumerate(numels)]
+
+
+@pytest.mark.parametrize("prefetch", range(5))
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", LLAMAS)
+def test_the_arena_is_no_larger_than_what_is_held_at_a_time(
+    name: str, stage: int, mixed: bool, prefetch: int
+) -> None:
+    """Blocks of different sizes share bytes: an embedding's are the layers' while it is not used."""
+    model = llama(name, mixed)
+    order = order_of([(unit, ()) for unit in range(len(model))])
+    plan = plan_memory(model, order, options(stage, 8, prefetch), rank=0, optimizer_states=2)
+    assert plan.pool_reserved == plan.pool
+    accumulated = options(stage, 8, prefetch, micro_batches=4)
+    plan = plan_memory(model, order, accumulated, rank=0, optimizer_states=2)
+    # In the first step the shards of scratch that sums are added from have no place yet.
+    scratch = 4 * LLAMAS[name][2] // 8
+    assert plan.pool <= plan.pool_reserved <= plan.pool + scratch
