@@ -31,6 +31,13 @@ def test_hidden_percent(importable: None) -> None:
     assert Figures(100.0, 100.0, 0.0, 0.0, 0.0, None).hidden(0.0) is None
 
 
+def test_the_second_measurement_of_a_peer_is_called_what_it_is(importable: None) -> None:
+    from _overlap_report import Figures, _of_link
+
+    assert _of_link(Figures(100.0, 130.0, 80.0, 20.0, 30.0, 35.0)) == "75.0 (waits in the link)"
+    assert _of_link(Figures(100.0, 130.0, 80.0, 20.0, 30.0, None)) == "-"
+
+
 def num_collectives(group: dist.ProcessGroup) -> int:
     return group._get_backend(torch.device("cpu"))._get_sequence_number_for_group()
 
