@@ -180,8 +180,17 @@ class PoolStats:
 
     in_use_nbytes: int
     peak_nbytes: int
+    recent_peak_nbytes: int
     reserved_nbytes: int
     num_allocations: int
+
+class AllocatorCounts:
+    """What torch's allocator of a device has counted in this process."""
+
+    num_retries: int
+    num_device_allocations: int
+
+def allocator_counts(device: str) -> AllocatorCounts | None: ...
 
 class Slot:
     """A block of pool memory."""
@@ -196,6 +205,7 @@ class CpuBucketPool:
 
     def acquire(self, nbytes: int) -> Slot: ...
     def release(self, slot: Slot) -> None: ...
+    def forget_recent_peak(self) -> None: ...
     @property
     def stats(self) -> PoolStats: ...
 
@@ -291,6 +301,7 @@ class Engine:
     def order(self) -> list[CallEvent]: ...
     @property
     def pool_stats(self) -> PoolStats: ...
+    def forget_recent_peak(self) -> None: ...
     @property
     def parameter_nbytes(self) -> int: ...
     @property

@@ -49,6 +49,7 @@ Slot BucketPool::acquire(int64_t nbytes, StreamRole role) {
   }
   stats_.in_use_nbytes += nbytes;
   stats_.peak_nbytes = std::max(stats_.peak_nbytes, stats_.in_use_nbytes);
+  stats_.recent_peak_nbytes = std::max(stats_.recent_peak_nbytes, stats_.in_use_nbytes);
   return slot;
 }
 

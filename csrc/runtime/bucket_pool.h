@@ -19,6 +19,7 @@ namespace zerocore {
 struct PoolStats {
   int64_t in_use_nbytes = 0;
   int64_t peak_nbytes = 0; // highest in_use_nbytes so far
+  int64_t recent_peak_nbytes = 0; // the same since forget_recent_peak()
   int64_t reserved_nbytes = 0; // taken from the device's allocator
   int64_t num_allocations = 0; // calls to the device's allocator
 };
@@ -48,6 +49,9 @@ class BucketPool {
   // Releasing an empty slot does nothing.
   void release(Slot& slot, StreamRole role);
 
+  void forget_recent_peak() {
+    stats_.recent_peak_nbytes = stats_.in_use_nbytes;
+  }
   const PoolStats& stats() const {
     return stats_;
   }

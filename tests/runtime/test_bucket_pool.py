@@ -27,7 +27,12 @@ def test_statistics() -> None:
     third = pool.acquire(100)
     stats = pool.stats
     assert (stats.in_use_nbytes, stats.peak_nbytes, stats.reserved_nbytes) == (100, 160, 160)
+    pool.forget_recent_peak()
+    assert (pool.stats.recent_peak_nbytes, pool.stats.peak_nbytes) == (100, 160)
     pool.release(third)
+    pool.forget_recent_peak()
+    pool.release(pool.acquire(60))
+    assert (pool.stats.recent_peak_nbytes, pool.stats.peak_nbytes) == (60, 160)
 
 
 def test_an_empty_slot_costs_nothing() -> None:
