@@ -5,23 +5,30 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 
 import torch
 import torch.distributed as dist
 from _systems import import_zerocore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 EMULATED_WORLD_SIZE = 8
+EMULATED_REPLICAS = 2
 EMULATED_LATENCY_S = 20e-6
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """How many collectives of one block's size a training step makes, by kind."""
+    """How many collectives of one block's size a training step makes, by kind.
+
+    With hybrid sharding `across` are those that sum a rank's shard of a block over the replicas.
+    """
 
     all_gather: int = 0
     reduce_scatter: int = 0
     all_reduce: int = 0
+    across: int = 0
 
 
 class Link:
@@ -45,11 +52,16 @@ class Link:
             traffic.all_gather * block.all_gather
             + traffic.reduce_scatter * block.reduce_scatter
             + traffic.all_reduce * block.all_reduce
+            + traffic.across * block.across
         )
 
 
 class EmulatedLink(Link):
-    """One process that plays rank 0; its bandwidth can be set."""
+    """One process that plays rank 0; its bandwidth can be set.
+
+    Process groups do not share a link: that between replicas has a bandwidth of its own, as
+    between nodes.
+    """
 
     label = "emulated"
     is_emulated = True
@@ -59,25 +71,46 @@ class EmulatedLink(Link):
         self.emulation = self.zerocore.emulate(EMULATED_WORLD_SIZE, "inf", 0)
         super().__init__(device)
 
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """All ranks as replicas by shards, for hybrid sharding."""
+        shape = (EMULATED_REPLICAS, EMULATED_WORLD_SIZE // EMULATED_REPLICAS)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
     def free(self) -> None:
         """Infinitely fast from now on: only the memory traffic remains."""
         self.emulation.link = self.zerocore.emulated.link("inf", 0)
+        for group in self.mesh.get_all_groups():
+            self.emulation.set_group_link(group, self.emulation.link)
 
     def slow_down(self, block_nbytes: int, gather_ms: float) -> None:
-        """From now on a gather of `block_nbytes` takes `gather_ms`."""
-        share = (EMULATED_WORLD_SIZE - 1) / EMULATED_WORLD_SIZE
-        seconds = max(gather_ms / 1e3 - EMULATED_LATENCY_S, 1e-9)
-        bandwidth = block_nbytes * share / seconds
-        self.emulation.link = self.zerocore.emulated.link(bandwidth, EMULATED_LATENCY_S)
+        """From now on a gather of `block_nbytes` takes `gather_ms`, over all ranks or a replica's.
+
+        So does a sum of a rank's shard of as many bytes over the replicas.
+        """
+        replicas, shards = self.mesh.get_all_groups()
+        self.emulation.link = self._link("all_gather", block_nbytes, EMULATED_WORLD_SIZE, gather_ms)
+        for group, op, nbytes in (
+            (shards, "all_gather", block_nbytes),
+            (replicas, "all_reduce", block_nbytes // shards.size()),
+        ):
+            link = self._link(op, nbytes, group.size(), gather_ms)
+            self.emulation.set_group_link(group, link)
+
+    def _link(self, op: str, nbytes: int, num_ranks: int, ms: float) -> object:
+        """A link on which that collective takes so long."""
+        seconds = max(ms / 1e3 - EMULATED_LATENCY_S, 1e-9)
+        sent = self.zerocore.links.traffic_nbytes(op, nbytes, num_ranks)
+        return self.zerocore.emulated.link(sent / seconds, EMULATED_LATENCY_S)
 
     def block_ms(self, block_nbytes: int) -> Traffic:
         kinds = self.zerocore._C.Traffic
-        world = EMULATED_WORLD_SIZE
-        ms = (
-            self.emulation.link.duration_ns(kind, block_nbytes, world) / 1e6
+        ms = [
+            self.emulation.link.duration_ns(kind, block_nbytes, EMULATED_WORLD_SIZE) / 1e6
             for kind in (kinds.ALL_GATHER, kinds.REDUCE_SCATTER, kinds.ALL_REDUCE)
-        )
-        return Traffic(*ms)  # type: ignore[arg-type]
+        ]
+        # See slow_down(): a sum over the replicas takes as long as a gather.
+        return Traffic(*ms, across=ms[0])  # type: ignore[arg-type]
 
 
 class RealLink(Link):

@@ -16,6 +16,8 @@ from _models import BlockStack
 from _systems import System, import_zerocore, wrap_model
 from torch import nn
 
+from zerocore.events import COLLECTIVES
+
 PLAIN = System("plain", None, "plain")
 COMPARED = (
     PLAIN,
@@ -29,6 +31,11 @@ COMPARED = (
 OTHER_PREFETCH = (
     System("zerocore", 3, "zerocore stage 3, prefetch 0", prefetch=0),
     System("zerocore", 3, "zerocore stage 3, prefetch 2", prefetch=2),
+)
+HYBRID = (
+    System("zerocore", 2, "zerocore stage 2, hybrid", hybrid=True),
+    System("fsdp2", 3, "FSDP2, async, hybrid", overlap=True, hybrid=True),
+    System("zerocore", 3, "zerocore stage 3, hybrid", hybrid=True),
 )
 # Ratios of communication to compute; that of the comparison is among them.
 GOAL_RATIO = 0.8
@@ -75,7 +82,7 @@ class Subject:
     rounds: dict[float, Rounds] = field(default_factory=dict)
 
     def in_sweep(self) -> bool:
-        return self.system.stage == 3
+        return self.system.stage == 3 and not self.system.hybrid
 
 
 @dataclass
@@ -96,19 +103,24 @@ def traffic_of(system: System, num_blocks: int) -> Traffic:
         return Traffic()
     if system.stage == 0:
         return Traffic(all_reduce=num_blocks)
+    across = num_blocks if system.hybrid else 0
     if system.stage != 3:
-        return Traffic(all_gather=num_blocks, reduce_scatter=num_blocks)
+        return Traffic(all_gather=num_blocks, reduce_scatter=num_blocks, across=across)
     kept = 1 if system.peer == "zerocore" else 0
-    return Traffic(all_gather=2 * num_blocks - kept, reduce_scatter=num_blocks)
+    return Traffic(all_gather=2 * num_blocks - kept, reduce_scatter=num_blocks, across=across)
 
 
 def unavoidable_of(system: System) -> Traffic:
-    """What no schedule can hide: the first gather and the last reduction."""
+    """What no schedule can hide: the first gather and the last reduction.
+
+    With hybrid sharding that reduction ends with the sum over the replicas, which needs the
+    result of the reduce-scatter.
+    """
     if system.peer == "plain":
         return Traffic()
     if system.stage == 0:
         return Traffic(all_reduce=1)
-    return Traffic(all_gather=1, reduce_scatter=1)
+    return Traffic(all_gather=1, reduce_scatter=1, across=1 if system.hybrid else 0)
 
 
 class OverlapRun:
@@ -141,7 +153,9 @@ class OverlapRun:
     def _build(self, system: System) -> Subject:
         stack = self._make_model()
         # Default buckets would hold the whole of this small model, and nothing could overlap.
-        model = wrap_model(system, stack, stack.blocks, bucket_mb=self.block_nbytes / 2**20)
+        bucket_mb = self.block_nbytes / 2**20
+        mesh = self.link.mesh if system.hybrid else None
+        model = wrap_model(system, stack, stack.blocks, bucket_mb=bucket_mb, mesh=mesh)
         return Subject(system, model, torch.optim.SGD(model.parameters(), lr=1e-6))
 
     def step(self, subject: Subject) -> float:
@@ -241,7 +255,7 @@ class OverlapRun:
         """Events of one step of a zerocore system on the link as it is."""
         with import_zerocore().record_events(subject.model) as events:
             self.step(subject)
-        return [event for event in events if event.op in ("all_gather", "reduce_scatter")]
+        return [event for event in events if event.op in COLLECTIVES]
 
     def raw(self) -> dict[str, Any]:
         """Everything that was measured, for the result file."""

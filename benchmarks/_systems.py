@@ -20,7 +20,7 @@ class System:
     """A way to train: `peer` is the library, `stage` the ZeRO stage it amounts to, if any.
 
     `overlap` asks FSDP2 for explicit prefetching, see `prefetch_in_order`; `prefetch` is the number
-    of units that zerocore gathers ahead.
+    of units that zerocore gathers ahead. A `hybrid` one shards within replicas, over a 2-D mesh.
     """
 
     peer: str
@@ -28,6 +28,7 @@ class System:
     label: str
     overlap: bool = False
     prefetch: int = 1
+    hybrid: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,12 @@ def wrap_model(
     blocks: nn.ModuleList,
     bucket_mb: float | None = None,
     recipe: Recipe = FP32,
+    mesh: Any = None,
 ) -> nn.Module:
     """`model` under any system but DeepSpeed; `bucket_mb` is the size of DDP's buckets in MiB.
 
-    In bf16 gradients are reduced in fp32 everywhere.
+    `mesh` is what zerocore and FSDP2 shard over, by default all ranks. In bf16 gradients are
+    reduced in fp32 everywhere.
     """
     if system.peer == "ddp":
         # With gradients in the buckets DDP saves a copy: its faster setting.
@@ -105,15 +108,15 @@ def wrap_model(
             model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
         )
     if system.peer == "fsdp2":
-        apply_fsdp2(model, blocks, reshard=system.stage == 3, dtype=recipe.compute_dtype)
+        apply_fsdp2(model, blocks, reshard=system.stage == 3, mesh=mesh, dtype=recipe.compute_dtype)
         if system.overlap:
             prefetch_in_order(model, blocks)
     elif system.peer == "zerocore":
-        return _shard(system, model, recipe)
+        return _shard(system, model, recipe, mesh)
     return model
 
 
-def _shard(system: System, model: nn.Module, recipe: Recipe) -> nn.Module:
+def _shard(system: System, model: nn.Module, recipe: Recipe, mesh: Any) -> nn.Module:
     zerocore = import_zerocore()
     mixed = None
     if recipe.compute_dtype is not None:
@@ -121,6 +124,7 @@ def _shard(system: System, model: nn.Module, recipe: Recipe) -> nn.Module:
     sharded: nn.Module = zerocore.shard(
         model,
         stage=system.stage,
+        group=mesh,
         prefetch=system.prefetch,
         accumulate="sharded" if recipe.accumulate == 1 else "full",
         mixed_precision=mixed,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import typer
 from _links import Link, open_link
 from _overlap_report import comparison, draw_sweep, find, requirements, sweep
-from _overlap_run import COMPARED, GOAL_RATIO, OTHER_PREFETCH, WORKLOADS, OverlapRun
+from _overlap_run import COMPARED, GOAL_RATIO, HYBRID, OTHER_PREFETCH, WORKLOADS, OverlapRun
 from _results import RESULTS_FOLDER, write_results
 from _tables import Table, make_console
 from rich.progress import track
@@ -28,7 +28,8 @@ def measure(link: Link, quick: bool, num_rounds: int | None) -> OverlapRun:
     """Runs all rounds; an interrupt, as a time limit may send it, leaves the whole ones."""
     workload = WORKLOADS["quick" if quick else link.device.type]
     workload = replace(workload, num_rounds=num_rounds or workload.num_rounds)
-    run = OverlapRun(link, workload, (*COMPARED, *OTHER_PREFETCH))
+    hybrid = HYBRID if link.is_emulated else ()
+    run = OverlapRun(link, workload, (*COMPARED, *OTHER_PREFETCH, *hybrid))
     rounds = range(workload.num_rounds)
     for index in track(rounds, "rounds", transient=True, disable=not link.is_main):
         try:
@@ -67,7 +68,7 @@ def report(run: OverlapRun) -> list[Table]:
     """All tables of the run itself."""
     tables = [comparison(run)]
     if run.link.is_emulated:
-        tables += [requirements(run), sweep(run)]
+        tables += [comparison(run, hybrid=True), requirements(run), sweep(run)]
     return tables
 
 

@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+
+from zerocore import _C as C
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
@@ -28,22 +31,60 @@ def test_hidden_percent(importable: None) -> None:
     assert Figures(100.0, 100.0, 0.0, 0.0, 0.0, None).hidden(0.0) is None
 
 
+def test_the_second_measurement_of_a_peer_is_called_what_it_is(importable: None) -> None:
+    from _overlap_report import Figures, _of_link
+
+    assert _of_link(Figures(100.0, 130.0, 80.0, 20.0, 30.0, 35.0)) == "75.0 (waits in the link)"
+    assert _of_link(Figures(100.0, 130.0, 80.0, 20.0, 30.0, None)) == "-"
+
+
+def num_collectives(group: dist.ProcessGroup) -> int:
+    return group._get_backend(torch.device("cpu"))._get_sequence_number_for_group()
+
+
+def test_emulated_links_of_a_block(importable: None) -> None:
+    """A gather takes as long over all ranks as within a replica, and so does the sum across."""
+    from _links import EmulatedLink, Traffic
+
+    link = EmulatedLink(torch.device("cpu"))
+    try:
+        link.slow_down(1 << 20, gather_ms=3.0)
+        block = link.block_ms(1 << 20)
+        assert (block.all_gather, block.across) == pytest.approx((3.0, 3.0), abs=1e-5)
+        traffic = Traffic(all_gather=2, reduce_scatter=1, across=4)
+        assert link.step_ms(1 << 20, traffic) == pytest.approx(21.0, abs=1e-4)
+        for group, kind, nbytes in zip(
+            link.mesh.get_all_groups(),
+            (C.Traffic.ALL_REDUCE, C.Traffic.ALL_GATHER),
+            (1 << 18, 1 << 20),
+            strict=True,
+        ):
+            own = group._get_backend(link.device).link
+            assert own.duration_ns(kind, nbytes, group.size()) == pytest.approx(3e6, abs=10)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_traffic_is_what_the_systems_send(importable: None) -> None:
-    from _links import EmulatedLink, torch
-    from _overlap_run import COMPARED, OTHER_PREFETCH, OverlapRun, Workload, traffic_of
+    from _links import EmulatedLink
+    from _overlap_run import COMPARED, HYBRID, OTHER_PREFETCH, OverlapRun, Workload, traffic_of
 
     link = EmulatedLink(torch.device("cpu"))
     try:
         work = Workload(3, 16, 2, 1, 4, num_rounds=1, steps_per_round=1)
-        run = OverlapRun(link, work, (*COMPARED, *OTHER_PREFETCH))
-        backend = dist.distributed_c10d._get_default_group()._get_backend(link.device)
+        run = OverlapRun(link, work, (*COMPARED, *OTHER_PREFETCH, *HYBRID))
+        everyone = dist.distributed_c10d._get_default_group()
+        replicas, shards = link.mesh.get_all_groups()
         for subject in run.subjects:
-            before = backend._get_sequence_number_for_group()
+            system = subject.system
+            within = shards if system.hybrid else everyone
+            before = [num_collectives(group) for group in (within, replicas)]
             run.step(subject)
-            sent = backend._get_sequence_number_for_group() - before
-            traffic = traffic_of(subject.system, work.num_blocks)
+            sent = num_collectives(within) - before[0], num_collectives(replicas) - before[1]
+            traffic = traffic_of(system, work.num_blocks)
             expected = traffic.all_gather + traffic.reduce_scatter + traffic.all_reduce
-            assert sent == expected, subject.system.label
+            assert sent == (expected, traffic.across), system.label
+            assert (traffic.across > 0) == system.hybrid
     finally:
         dist.destroy_process_group()
 

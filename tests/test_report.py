@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,10 @@ from torch import nn
 import zerocore
 from tests.distributed.chain import WIDTH, Chain
 from tests.distributed.harness import run_ranks
+from zerocore._C import allocator_counts
 from zerocore.events import Event, transfers
 from zerocore.figures import Communication, times_by_unit
-from zerocore.meters import KEPT_STEPS, SAMPLE_EVERY
+from zerocore.meters import KEPT_STEPS, SAMPLE_EVERY, increase
 from zerocore.state import state_of
 from zerocore.tables import render_table
 
@@ -55,6 +58,54 @@ def test_counts_and_bytes_of_each_step_equal_the_plan(emulated: None, stage: int
         assert step.gathered_nbytes == gathered
         assert step.reduced_nbytes == sum(nbytes for *_, nbytes in planned) - gathered
         assert step.pool_nbytes == zerocore.predict_memory(model).pool
+
+
+def test_the_pool_is_metered_by_step(emulated: None) -> None:
+    """What is gathered at once after the third update shows in that step, and in the total."""
+    model, optimizer = make(3)
+    train(model, optimizer, 3)
+    with zerocore.unsharded(model):
+        whole = state_of(model).engine.pool_stats.in_use_nbytes
+    train(model, optimizer, 2)
+    found = zerocore.report(model)
+    usual = zerocore.predict_memory(model).pool
+    assert [step.pool_nbytes for step in found.steps] == [usual, usual, whole, usual, usual]
+    assert found.memory.pool_peak == whole > usual
+    slots = [step.num_new_slots for step in found.steps]
+    assert slots[0] > 0 and slots[2] > 0
+    assert [slots[1], *slots[3:]] == [0, 0, 0]
+    assert sum(slots) == state_of(model).engine.pool_stats.num_allocations
+    text = str(found)
+    assert "peaks so far: bucket pool" in text and "bucket pool, peak MiB" in text
+
+
+def test_counts_of_the_allocator_are_differences() -> None:
+    assert increase(3, 5) == 2
+    assert increase(5, 1) == 1  # reset by the user, then counted once
+    assert allocator_counts("cpu") is None
+    model, optimizer = make(3)
+    train(model, optimizer, 2)
+    found = zerocore.report(model)
+    assert {step.num_retries for step in found.steps} == {None}
+    assert found.mean("num_device_allocations") is found.memory.num_device_allocations is None
+    assert "allocator so far" not in str(found)
+
+
+def test_a_report_with_counts_of_the_allocator(emulated: None) -> None:
+    """As on a GPU: means of the steps, and totals that say so."""
+    model, optimizer = make(3)
+    train(model, optimizer, 3)
+    found = zerocore.report(model)
+    steps = tuple(
+        replace(step, num_retries=step.number, num_device_allocations=4) for step in found.steps
+    )
+    memory = replace(found.memory, num_retries=7, num_device_allocations=30)
+    found = replace(found, steps=steps, memory=memory)
+    assert found.mean("num_retries") == 1.5
+    text = str(found)
+    assert "allocator so far: 7 retries, 30 device allocations" in text
+    row = re.search(r"allocator retries\D+([\d.]+)\D+([\d.]+)", text)
+    assert row is not None and row.groups() == ("1.50", "2.00")
 
 
 def test_one_step_in_sixteen_is_traced(emulated: None) -> None:

@@ -180,9 +180,18 @@ class PoolStats:
 
     in_use_nbytes: int
     peak_nbytes: int
+    recent_peak_nbytes: int
     reserved_nbytes: int
     peak_reserved_nbytes: int
     num_allocations: int
+
+class AllocatorCounts:
+    """What torch's allocator of a device has counted in this process."""
+
+    num_retries: int
+    num_device_allocations: int
+
+def allocator_counts(device: str) -> AllocatorCounts | None: ...
 
 class Slot:
     """A block of pool memory."""
@@ -198,6 +207,7 @@ class CpuBucketPool:
     def acquire(self, unit: int, nbytes: int) -> Slot: ...
     def set_apart(self, apart: bool) -> None: ...
     def release(self, slot: Slot) -> None: ...
+    def forget_recent_peak(self) -> None: ...
     @property
     def stats(self) -> PoolStats: ...
 
@@ -293,6 +303,7 @@ class Engine:
     def order(self) -> list[CallEvent]: ...
     @property
     def pool_stats(self) -> PoolStats: ...
+    def forget_recent_peak(self) -> None: ...
     @property
     def parameter_nbytes(self) -> int: ...
     @property

@@ -88,6 +88,23 @@ class Emulation:
     def link(self, value: LinkModel) -> None:
         self._backend.link = value
 
+    def set_group_link(self, group: dist.ProcessGroup, link: LinkModel) -> None:
+        """Gives a group a link of its own, such as that of a mesh dimension: ``mesh.get_group(0)``.
+
+        It holds for collectives issued from then on; until then a group has the link that the
+        default group had when it was made. Collectives of one group do not queue behind those of
+        another.
+
+        Raises:
+            ValueError: the group is not on an emulated link.
+            TypeError: no process group, or not what :func:`link` returns.
+        """
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"group must be a process group, such as mesh.get_group(0), got {group!r}"
+            )
+        _backend_of(group).link = link
+
     @property
     def waited_ns(self) -> int:
         """Nanoseconds that this process has spent waiting for collectives of the CPU so far."""
@@ -148,15 +165,15 @@ def emulate(
     dist.init_process_group(
         "emulated", rank=rank, world_size=world_size, store=store, pg_options=chosen
     )
-    return Emulation(_default_backend())
+    return Emulation(_backend_of(distributed_c10d._get_default_group()))
 
 
-def _default_backend() -> EmulatedGroup:
-    backend = distributed_c10d._get_default_group()._get_backend(CPU)
+def _backend_of(group: dist.ProcessGroup) -> EmulatedGroup:
+    backend = group._get_backend(CPU)
     if not isinstance(backend, EmulatedGroup):
-        raise RuntimeError(
-            f"the default group's backend is a {type(backend).__name__}; unset "
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL, which wraps it"
+        raise ValueError(
+            f"the backend of group '{group.group_name}' is a {type(backend).__name__}, not "
+            "emulated; TORCH_DISTRIBUTED_DEBUG=DETAIL would wrap it: unset it"
         )
     return backend
 
@@ -175,7 +192,7 @@ def _default_group_link() -> LinkModel | None:
     """The link of the default group, if that is emulated."""
     if not dist.is_initialized() or dist.get_backend() != "emulated":
         return None
-    return _default_backend().link
+    return _backend_of(distributed_c10d._get_default_group()).link
 
 
 def register() -> None:

@@ -47,7 +47,13 @@ class StepFigures:
         gathered_nbytes: bytes of the full buckets of its all-gathers.
         reduced_nbytes: the same of its reduce-scatters and all-reduces.
         num_collectives: of both kinds.
-        pool_nbytes: most bytes of the bucket pool in use up to its end.
+        pool_nbytes: most bytes of the bucket pool in use in it.
+        num_new_slots: blocks that the bucket pool took from the device's allocator; none in a step
+            that repeats the one before.
+        num_retries: times that torch's allocator freed its cache because memory was short; None on
+            the CPU, whose allocator does not count.
+        num_device_allocations: its calls to the device's own allocation, such as cudaMalloc; None
+            on the CPU. Both are those of the process.
         communication: times; None if the step was not traced.
         units: the same by unit.
     """
@@ -61,6 +67,9 @@ class StepFigures:
     reduced_nbytes: int
     num_collectives: int
     pool_nbytes: int
+    num_new_slots: int
+    num_retries: int | None
+    num_device_allocations: int | None
     communication: Communication | None
     units: dict[str, Communication] | None
 
@@ -73,14 +82,15 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class MemoryFigures:
-    """Bytes on this rank, since the process began or the statistics were reset.
+    """Bytes and counts on this rank so far: since the process began or their reset by the user.
 
     Attributes:
-        pool_peak: high-water mark of the bucket pool.
+        pool_peak: high-water mark of the bucket pool since ``shard``; a step has its own.
         pool_reserved: what the pool took from the device's allocator.
         allocated_peak: of torch's allocator; None on the CPU, whose allocator does not count.
         reserved_peak: the same.
         num_retries: times that torch's allocator had to free its cache; None on the CPU.
+        num_device_allocations: its calls to the device's own allocation; None on the CPU.
         resident_peak: most memory of the process that was resident.
     """
 
@@ -89,6 +99,7 @@ class MemoryFigures:
     allocated_peak: int | None
     reserved_peak: int | None
     num_retries: int | None
+    num_device_allocations: int | None
     resident_peak: int
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch._compile import _disable_dynamo
 
-from zerocore._C import Engine
+from zerocore._C import AllocatorCounts, Engine, allocator_counts
 from zerocore.events import COLLECTIVES
 
 SAMPLE_EVERY = 16
@@ -39,7 +39,11 @@ class Step:
         step_ns: its length on the host's clock.
         outside_ns: the part of it after the optimizer's update, such as loading of data.
         counts: collectives, by operation.
-        pool_nbytes: most bytes of the bucket pool in use since ``shard``.
+        pool_nbytes: most bytes of the bucket pool in use in it.
+        num_new_slots: blocks that the bucket pool took from the device's allocator.
+        num_retries: times that torch's allocator freed its cache as memory was short; None where
+            it does not count.
+        num_device_allocations: its calls to the device's own allocation; None likewise.
         records: trace of the engine, if this step was sampled.
     """
 
@@ -48,19 +52,37 @@ class Step:
     outside_ns: int
     counts: Mapping[str, Count]
     pool_nbytes: int
+    num_new_slots: int
+    num_retries: int | None
+    num_device_allocations: int | None
     records: list[Record] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counted so far: by the engine since ``shard``, by torch's allocator in this process."""
+
+    collectives: list[tuple[str, int, int]]
+    num_slots: int
+    allocator: AllocatorCounts | None
+
+
+def increase(before: int, after: int) -> int:
+    """By how much a total has grown; one that the user has reset meanwhile began at 0 again."""
+    return after - before if after >= before else after
 
 
 class Meters:
     """Told when a pass begins and when an optimizer has updated; keeps the latest steps."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, device: torch.device) -> None:
         self._engine = engine
+        self._device = str(device)
         self._steps: deque[Step] = deque(maxlen=KEPT_STEPS)
         self._num_steps = 0
         self._begin_ns = 0  # of the open step, 0 without one
         self._updated_ns = 0  # last update in the open step
-        self._before: list[tuple[str, int, int]] = []
+        self._before = self._totals()
         self._sampling = False
         self._unread: Step | None = None  # sampled, and its trace still lies in the engine
         self._recording = False
@@ -109,14 +131,20 @@ class Meters:
         if self._sampling:
             self._read()
             self._engine.start_trace(align=False)
-        self._before = self._engine.counters
+        self._before = self._totals()
+        self._engine.forget_recent_peak()
         self._begin_ns = time.perf_counter_ns()
 
+    def _totals(self) -> Totals:
+        num_slots = self._engine.pool_stats.num_allocations
+        return Totals(self._engine.counters, num_slots, allocator_counts(self._device))
+
     def _close(self, end_ns: int) -> None:
+        before, after = self._before, self._totals()
         changes = {
             op: Count(num - num_before, nbytes - nbytes_before)
             for (op, num, nbytes), (_, num_before, nbytes_before) in zip(
-                self._engine.counters, self._before, strict=True
+                after.collectives, before.collectives, strict=True
             )
             if op in COLLECTIVES
         }
@@ -125,7 +153,9 @@ class Meters:
             end_ns - self._begin_ns,
             end_ns - self._updated_ns,
             changes,
-            self._engine.pool_stats.peak_nbytes,
+            self._engine.pool_stats.recent_peak_nbytes,
+            after.num_slots - before.num_slots,
+            *_allocations(before.allocator, after.allocator),
         )
         self._steps.append(step)
         self._num_steps += 1
@@ -139,3 +169,15 @@ class Meters:
         if self._unread is not None:
             self._unread.records = self._engine.stop_trace()
             self._unread = None
+
+
+def _allocations(
+    before: AllocatorCounts | None, after: AllocatorCounts | None
+) -> tuple[int, int] | tuple[None, None]:
+    """Retries and device allocations in between."""
+    if before is None or after is None:
+        return None, None
+    return (
+        increase(before.num_retries, after.num_retries),
+        increase(before.num_device_allocations, after.num_device_allocations),
+    )

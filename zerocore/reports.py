@@ -159,6 +159,9 @@ def _figures(
         reduced_nbytes=sum(count.nbytes for count in step.counts.values()) - gathered,
         num_collectives=sum(count.num for count in step.counts.values()),
         pool_nbytes=step.pool_nbytes,
+        num_new_slots=step.num_new_slots,
+        num_retries=step.num_retries,
+        num_device_allocations=step.num_device_allocations,
         communication=None if trace is None else total(list(trace.values())),
         units=trace,
     )
@@ -174,7 +177,8 @@ def _memory(state: ShardState) -> MemoryFigures:
     stats = state.engine.pool_stats
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if state.device.type != "cuda":
-        return MemoryFigures(stats.peak_nbytes, stats.reserved_nbytes, None, None, None, resident)
+        counted = (None, None, None, None)
+        return MemoryFigures(stats.peak_nbytes, stats.reserved_nbytes, *counted, resident)
     counts = torch.cuda.memory_stats(state.device)
     return MemoryFigures(
         stats.peak_nbytes,
@@ -182,6 +186,7 @@ def _memory(state: ShardState) -> MemoryFigures:
         counts.get("allocated_bytes.all.peak", 0),
         counts.get("reserved_bytes.all.peak", 0),
         counts.get("num_alloc_retries", 0),
+        counts.get("num_device_alloc", 0),
         resident,
     )
 
@@ -228,6 +233,10 @@ def _summary(found: Report) -> list[Row]:
         of_step("collectives", "num_collectives", _number(0)),
         of_step("gathered, MiB", "gathered_nbytes", _number(1, 2**-20)),
         of_step("reduced, MiB", "reduced_nbytes", _number(1, 2**-20)),
+        of_step("bucket pool, peak MiB", "pool_nbytes", _number(1, 2**-20)),
+        of_step("  new slots", "num_new_slots", _number(1)),
+        of_step("allocator retries", "num_retries", _number(2)),
+        of_step("  device allocations", "num_device_allocations", _number(1)),
         of_trace("all-gather, ms", "all_gather_ms", _number(1)),
         of_trace("reduce, ms", "reduce_ms", _number(1)),
         of_trace("exposed, ms", "exposed_ms", _number(1)),
@@ -246,9 +255,12 @@ def _notes(found: Report) -> list[str]:
     peaks = ", ".join(
         f"{name} {nbytes / 2**20:,.1f} MiB" for name, nbytes in parts.items() if nbytes is not None
     )
-    lines = [f"peaks: {peaks}"]
+    lines = [f"peaks so far: {peaks}"]
     if memory.num_retries is not None:
-        lines.append(f"allocator retries: {memory.num_retries}")
+        lines.append(
+            f"allocator so far: {memory.num_retries} retries, "
+            f"{memory.num_device_allocations} device allocations"
+        )
     traced = sum(step.communication is not None for step in found.counted)
     lines.append(f"times of communication: mean of {traced} traced steps")
     if not found.steps:

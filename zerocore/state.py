@@ -58,7 +58,7 @@ class ShardState:
     meters: Meters = field(init=False)
 
     def __post_init__(self) -> None:
-        self.meters = Meters(self.engine)
+        self.meters = Meters(self.engine, self.device)
 
     @property
     def world_size(self) -> int:

@@ -340,6 +340,7 @@ void register_figures(py::class_<PyEngine>& engine) {
           "order", [](const PyEngine& self) { return self.engine->schedule().order(); })
       .def_property_readonly(
           "pool_stats", [](const PyEngine& self) { return self.engine->pool_stats(); })
+      .def("forget_recent_peak", [](PyEngine& self) { self.engine->forget_recent_peak(); })
       .def_property_readonly(
           "parameter_nbytes",
           [](PyEngine& self) {

@@ -1,9 +1,12 @@
-// Python face of the runtime layer: the bucket pool, for tests.
+// Python face of the runtime layer: allocators' figures, and the bucket pool, for tests.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <memory>
+#include <string>
 
 #include "bindings/bindings.h"
+#include "runtime/allocator_counts.h"
 #include "runtime/bucket_pool.h"
 
 namespace py = pybind11;
@@ -23,9 +26,17 @@ struct CpuPool {
 } // namespace
 
 void register_runtime(py::module_& module) {
+  py::class_<AllocatorCounts>(module, "AllocatorCounts")
+      .def_readonly("num_retries", &AllocatorCounts::num_retries)
+      .def_readonly("num_device_allocations", &AllocatorCounts::num_device_allocations);
+  module.def(
+      "allocator_counts",
+      [](const std::string& device) { return allocator_counts(c10::Device(device)); },
+      py::arg("device"));
   py::class_<PoolStats>(module, "PoolStats")
       .def_readonly("in_use_nbytes", &PoolStats::in_use_nbytes)
       .def_readonly("peak_nbytes", &PoolStats::peak_nbytes)
+      .def_readonly("recent_peak_nbytes", &PoolStats::recent_peak_nbytes)
       .def_readonly("reserved_nbytes", &PoolStats::reserved_nbytes)
       .def_readonly("peak_reserved_nbytes", &PoolStats::peak_reserved_nbytes)
       .def_readonly("num_allocations", &PoolStats::num_allocations);
@@ -46,6 +57,7 @@ void register_runtime(py::module_& module) {
       .def(
           "release",
           [](CpuPool& self, Slot& slot) { self.pool.release(slot, StreamRole::Compute); })
+      .def("forget_recent_peak", [](CpuPool& self) { self.pool.forget_recent_peak(); })
       .def_property_readonly("stats", [](const CpuPool& self) { return self.pool.stats(); });
 }
 

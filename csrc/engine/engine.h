@@ -71,6 +71,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const PoolStats& pool_stats() const {
     return pool_.stats();
   }
+  void forget_recent_peak() {
+    pool_.forget_recent_peak();
+  }
   const HandOverLog& hand_overs() const {
     return hand_overs_;
   }

@@ -100,8 +100,9 @@ void Reducer::reduce(UnitId id, bool sync) {
   Unit& unit = *units_[id];
   const bool hold = !sync && (persistent() || options_.hold_full);
   touch(id);
-  if (uses_slots(id)) {
-    // At most one reduction in flight: its slots are the next one's.
+  if (uses_slots(id) || sums_on_host()) {
+    // At most one reduction in flight: its slots are the next one's, its sum over the replicas
+    // begins now.
     complete_all();
   }
   for (RegionGrads& grads : grads_[id].regions) {
@@ -130,6 +131,11 @@ bool Reducer::uses_slots(UnitId id) const {
       std::any_of(regions.begin(), regions.end(), [](const RegionGrads& grads) {
            return grads.wire.has_value();
          });
+}
+
+// See Note [Replicas].
+bool Reducer::sums_on_host() const {
+  return context_.replicas != nullptr && !context_.streams->has_streams();
 }
 
 bool Reducer::has_grads(UnitId id) const {
@@ -201,7 +207,7 @@ PendingCollective Reducer::start_across(UnitId id, const at::Tensor& sum) {
 // Waits for a reduction and adds its result to the gradient shard.
 void Reducer::complete(UnitId id, RegionGrads& grads) {
   grads.pending.wait(*context_.streams);
-  if (context_.replicas != nullptr && !context_.streams->has_streams()) {
+  if (sums_on_host()) {
     sum_across(id, grads);
   } else if (grads.scratch.attached() || grads.wire) {
     take_result(id, grads);

@@ -10,8 +10,8 @@
 // Note [Replicas]
 // With hybrid sharding the reduced shards are summed once more, over the ranks that hold the same
 // one. On a device that runs on the stream of the reduction, right behind it. On the CPU it starts
-// when the first sum is known; where that is in its final place it is only waited for at the end of
-// the backward.
+// when the first sum is known, which is asked for when the next unit is reduced; where that sum is
+// in its final place the second one is only waited for at the end of the backward.
 //
 // Note [Gradients on the wire]
 // Where gradients travel in another type than they are kept in, they are packed (local sums: cast)
@@ -88,6 +88,7 @@ class Reducer {
     return !context_.policy.shards_gradients();
   }
   bool uses_slots(UnitId unit) const;
+  bool sums_on_host() const;
   bool is_trainable(const Unit& unit, int region) const;
   void touch(UnitId unit);
   void attach(UnitId unit, RegionGrads& grads, bool hold);

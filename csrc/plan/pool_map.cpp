@@ -58,6 +58,7 @@ std::optional<int64_t> PoolMap::acquire(const BlockKey& key, int64_t nbytes, boo
   }
   stats_.in_use_nbytes += nbytes;
   stats_.peak_nbytes = std::max(stats_.peak_nbytes, stats_.in_use_nbytes);
+  stats_.recent_peak_nbytes = std::max(stats_.recent_peak_nbytes, stats_.in_use_nbytes);
   return placed ? std::optional(block.place.begin) : std::nullopt;
 }
 

@@ -42,6 +42,7 @@ struct BlockKey {
 struct PoolStats {
   int64_t in_use_nbytes = 0;
   int64_t peak_nbytes = 0; // highest in_use_nbytes so far
+  int64_t recent_peak_nbytes = 0; // the same since forget_recent_peak()
   int64_t reserved_nbytes = 0; // taken from the device's allocator: arena and blocks beside it
   int64_t peak_reserved_nbytes = 0; // highest reserved_nbytes so far
   int64_t num_allocations = 0; // calls to the device's allocator
@@ -66,6 +67,9 @@ class PoolMap {
   // How often places were given anew; the arena is another one each time.
   int64_t arrangement() const {
     return arrangement_;
+  }
+  void forget_recent_peak() {
+    stats_.recent_peak_nbytes = stats_.in_use_nbytes;
   }
   const PoolStats& stats() const {
     return stats_;

@@ -172,7 +172,7 @@ void StepSimulation::unshard(UnitId unit, const Layout& layout) {
 void StepSimulation::reduce(UnitId unit, const Layout& layout) {
   const bool held = !sync_ && (!policy_.shards_gradients() || options_.hold_full);
   const auto num_regions = static_cast<int>(layout.regions().size());
-  if (uses_slots(layout)) {
+  if (uses_slots(layout) || (options_.exchanges && options_.num_replicas > 1)) {
     complete();
   }
   reduced_[unit] = true;

@@ -53,6 +53,9 @@ class BucketPool {
     apart_ = apart;
   }
 
+  void forget_recent_peak() {
+    map_.forget_recent_peak();
+  }
   const PoolStats& stats() const {
     return map_.stats();
   }

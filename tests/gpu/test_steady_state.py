@@ -26,6 +26,7 @@ from tests.gpu.training import (
     run_step,
     shard,
 )
+from zerocore._C import allocator_counts
 from zerocore.state import state_of
 
 NUM_STEPS = 2
@@ -147,3 +148,10 @@ def test_nothing_waits_or_allocates(
         assert {k: after[k] for k in DEVICE_COUNTERS} == {k: before[k] for k in DEVICE_COUNTERS}
         assert engine.pool_stats.num_allocations == slots
         assert engine.pool_stats.in_use_nbytes == 0
+        # What the report counts is the same.
+        counts = allocator_counts(str(cuda))
+        assert counts is not None
+        assert counts.num_device_allocations == after["num_device_alloc"]
+        assert counts.num_retries == after["num_alloc_retries"]
+        last = zerocore.report(model).steps[-1]
+        assert (last.num_device_allocations, last.num_retries, last.num_new_slots) == (0, 0, 0)

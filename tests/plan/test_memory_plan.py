@@ -163,7 +163,7 @@ def llama(name: str, mixed: bool) -> list[list[ParamSpec]]:
 def test_the_arena_is_no_larger_than_what_is_held_at_a_time(
     name: str, stage: int, mixed: bool, prefetch: int
 ) -> None:
-    """Blocks of different sizes share bytes: an embedding's are the layers' while it is not used."""
+    """Blocks of different sizes share bytes: an embedding's are the layers' while it rests."""
     model = llama(name, mixed)
     order = order_of([(unit, ()) for unit in range(len(model))])
     plan = plan_memory(model, order, options(stage, 8, prefetch), rank=0, optimizer_states=2)

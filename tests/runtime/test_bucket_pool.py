@@ -75,7 +75,12 @@ def test_statistics() -> None:
     assert (stats.in_use_nbytes, stats.peak_nbytes) == (100, 160)
     assert (stats.reserved_nbytes, stats.peak_reserved_nbytes) == (1024, 1024)  # aligned places
     assert stats.num_allocations == 3
+    pool.forget_recent_peak()
+    assert (pool.stats.recent_peak_nbytes, pool.stats.peak_nbytes) == (100, 160)
     pool.release(third)
+    pool.forget_recent_peak()
+    pool.release(pool.acquire(1, 60))
+    assert (pool.stats.recent_peak_nbytes, pool.stats.peak_nbytes) == (60, 160)
 
 
 def test_an_empty_slot_costs_nothing() -> None:

@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from zerocore._C import Traffic
@@ -268,6 +269,25 @@ def test_first_in_first_out() -> None:
         works[-1].wait()
         assert all(work.is_completed() for work in works)
     assert order == list(range(8))
+
+
+def test_a_link_for_each_mesh_dimension() -> None:
+    """Each its duration, side by side: one that takes 60 s keeps no other group waiting."""
+    with zerocore.emulate(4, "inf", 0) as emulation:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        across, within = mesh.get_all_groups()
+        emulation.set_group_link(within, link("inf", 60.0))
+        emulation.set_group_link(across, link("inf", "20ms"))
+        slow = dist.all_reduce(torch.ones(1), group=within, async_op=True)
+        work = dist.all_reduce(torch.ones(1), group=across, async_op=True)
+        dist.barrier()
+        work.wait()
+        assert work._get_duration() >= 20
+        assert not slow.is_completed()
+        with pytest.raises(TypeError, match="must be a process group"):
+            emulation.set_group_link(mesh, link())  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="not emulated"):
+            emulation.set_group_link(dist.new_group([0], backend="fake"), link())
 
 
 def test_wait_lets_other_threads_run() -> None:

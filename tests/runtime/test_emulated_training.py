@@ -15,9 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zerocore
+from tests.distributed import chain
+from zerocore.events import COLLECTIVES
 
 PACKAGE_FOLDER = Path(zerocore.__file__).absolute().parents[1]
 WIDTH = 32  # a bias of 128 bytes, so that a unit of zerocore has no padding
@@ -73,6 +76,22 @@ def test_zerocore(stage: int, world_size: int) -> None:
     collectives = [event for event in events if event.op in ("all_gather", "reduce_scatter")]
     assert bool(collectives) == (stage > 0 and world_size > 1)
     assert all(event.done_ns >= event.issued_ns for event in collectives)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_sums_over_replicas_begin_within_the_backward(stage: int) -> None:
+    """Right before the next unit's reduction, also where that needs no memory of the last."""
+    with zerocore.emulate(8, "10GB/s", "10us"):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        model = zerocore.shard(chain.Chain(), stage=stage, group=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            events = chain.step(model, optimizer)
+        planned = zerocore.predict_events(model)
+    found = [(event.op, event.unit, event.nbytes) for event in events if event.op in COLLECTIVES]
+    assert found == planned
+    first = "reduce_scatter" if stage else "all_reduce"
+    assert [op for op, *_ in found if op != "all_gather"] == [first, "all_reduce"] * 4
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
