@@ -82,7 +82,7 @@ class MemoryRun:
     """What one run gave; bytes.
 
     `baseline` is what was in use, seen from outside, before there was a model; figures of phases
-    are above it. `pool_kept` is what the pool holds beyond its highest use. `planned` is the
+    are above it. `pool_unused` is what the pool has beyond its highest use. `planned` is the
     prediction for zerocore, `planned_activations` that of `zerocore.plan`.
     """
 
@@ -92,7 +92,7 @@ class MemoryRun:
     phases: dict[str, Phase] = field(default_factory=dict)
     measured: Parts = field(default_factory=Parts)
     planned: Parts | None = None
-    pool_kept: int = 0
+    pool_unused: int = 0
     saved_activations: int = 0
     planned_activations: int | None = None
     step: list[Sample] = field(default_factory=list)
@@ -220,7 +220,7 @@ def _measure_phases(cell: Cell, memory: Memory) -> MemoryRun:
     run.measured = trainer.parts(gradients)
     run.saved_activations = _saved_nbytes(trainer)
     if trainer.is_zerocore:
-        run.pool_kept = zerocore.report(trainer.model).memory.pool_reserved - run.measured.pool
+        run.pool_unused = zerocore.report(trainer.model).memory.pool_reserved - run.measured.pool
         planned = zerocore.predict_memory(trainer.model)
         run.planned = Parts(planned.parameters, planned.gradients, planned.optimizer, planned.pool)
     run.planned_activations = _planned_activations(cell)

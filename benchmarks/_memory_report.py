@@ -13,7 +13,7 @@ CATEGORIES = {
     "gradients": "tab:green",
     "optimizer state": "tab:purple",
     "bucket pool": "tab:orange",
-    "pool, kept slots": "navajowhite",
+    "pool, unused": "navajowhite",
     "saved activations": "tab:gray",
     "temporaries": "lightgray",
 }
@@ -28,7 +28,7 @@ def categories(run: MemoryRun) -> dict[str, int]:
         "gradients": parts.gradients,
         "optimizer state": parts.optimizer,
         "bucket pool": parts.pool,
-        "pool, kept slots": run.pool_kept,
+        "pool, unused": run.pool_unused,
         "saved activations": run.saved_activations,
     }
     known["temporaries"] = run.phases["steady steps"].allocated_peak - sum(known.values())
@@ -58,7 +58,7 @@ def reconciliation(cell: Cell, runs: list[MemoryRun]) -> Table:
         "  planned (predicted)", *(_mb(run.planned.total if run.planned else None) for run in runs)
     )
     table.add("  measured - planned, bytes", *(_difference(run) for run in runs))
-    for name in ("pool, kept slots", "saved activations", "temporaries"):
+    for name in ("pool, unused", "saved activations", "temporaries"):
         table.add(name, *(_mb(each[name]) for each in found))
     peaks = [run.phases["steady steps"] for run in runs]
     table.add(f"= {allocator}, peak", *(_mb(peak.allocated_peak) for peak in peaks))
@@ -86,7 +86,7 @@ def _notes(cell: Cell, runs: list[MemoryRun]) -> list[str]:
         "Saved activations: storages that autograd saved in a forward, each once. Temporaries: "
         f"{allocator}'s peak less everything above it: gradients of activations, workspaces of "
         "operators, and the unsharded parameters and gradients of FSDP2, which has no pool.",
-        "Kept slots: memory of the pool beyond its highest use; it keeps slots by exact size.",
+        "Pool, unused: bytes of its arena beyond the most that is in use at a time.",
     ]
     if cell.device == "cpu":
         notes.append(
