@@ -90,7 +90,9 @@ class StorageTracker(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         if packet in flop_registry:
-            self.flops[self.moment] += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+            self.flops[self.moment] += flop_registry[packet](
+                *_with_all_heads(packet, args), **(kwargs or {}), out_val=out
+            )
         elif packet is torch.ops.aten._grouped_mm:  # experts: (tokens, k) by (experts, k, n)
             self.flops[self.moment] += 2 * args[0].numel() * args[1].shape[-1]
         for leaf in out if isinstance(out, tuple | list) else (out,):
@@ -113,3 +115,17 @@ class StorageTracker(TorchDispatchMode):
 
     def _note(self) -> None:
         self.highest[self.moment] = max(self.highest[self.moment], self.live)
+
+
+def _with_all_heads(packet: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of grouped-query attention with as many key and value heads as query heads.
+
+    The kernels broadcast them; the formula of torch 2.11 asks for equal shapes.
+    """
+    if "scaled_dot_product" not in str(packet):
+        return args
+    heads = max(a.shape[1] for a in args if isinstance(a, Tensor) and a.dim() == 4)
+    return tuple(
+        a[:, :1].expand(-1, heads, -1, -1) if isinstance(a, Tensor) and a.dim() == 4 else a
+        for a in args
+    )
