@@ -131,6 +131,7 @@ class PlanOptions:
         micro_batches: int = 1,
         hold_full: bool = False,
         num_replicas: int = 1,
+        sums_on_host: bool = False,
         first_order: Sequence[CallEvent] = (),
         backward: Sequence[tuple[bool, int]] = (),
     ) -> None: ...

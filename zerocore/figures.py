@@ -48,8 +48,8 @@ class StepFigures:
         reduced_nbytes: the same of its reduce-scatters and all-reduces.
         num_collectives: of both kinds.
         pool_nbytes: most bytes of the bucket pool in use in it.
-        num_new_slots: blocks that the bucket pool took from the device's allocator; none in a step
-            that repeats the one before.
+        num_pool_allocations: how often the bucket pool took memory from the device's allocator;
+            never in a step that repeats the one before.
         num_retries: times that torch's allocator freed its cache because memory was short; None on
             the CPU, whose allocator does not count.
         num_device_allocations: its calls to the device's own allocation, such as cudaMalloc; None
@@ -67,7 +67,7 @@ class StepFigures:
     reduced_nbytes: int
     num_collectives: int
     pool_nbytes: int
-    num_new_slots: int
+    num_pool_allocations: int
     num_retries: int | None
     num_device_allocations: int | None
     communication: Communication | None

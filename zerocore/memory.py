@@ -112,6 +112,7 @@ def _options(state: ShardState, stage: int, micro_batches: int = 1) -> _C.PlanOp
         num_replicas=state.ranks.num_replicas,
         prefetch=state.config.prefetch,
         exchanges=state.ranks.exchanges,
+        sums_on_host=state.device.type == "cpu",
         micro_batches=micro_batches,
         hold_full=state.config.accumulate == "full",
     )

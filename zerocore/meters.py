@@ -40,7 +40,7 @@ class Step:
         outside_ns: the part of it after the optimizer's update, such as loading of data.
         counts: collectives, by operation.
         pool_nbytes: most bytes of the bucket pool in use in it.
-        num_new_slots: blocks that the bucket pool took from the device's allocator.
+        num_pool_allocations: how often the bucket pool took memory from the device's allocator.
         num_retries: times that torch's allocator freed its cache as memory was short; None where
             it does not count.
         num_device_allocations: its calls to the device's own allocation; None likewise.
@@ -52,7 +52,7 @@ class Step:
     outside_ns: int
     counts: Mapping[str, Count]
     pool_nbytes: int
-    num_new_slots: int
+    num_pool_allocations: int
     num_retries: int | None
     num_device_allocations: int | None
     records: list[Record] | None = field(default=None, repr=False)
@@ -63,7 +63,7 @@ class Totals:
     """Counted so far: by the engine since ``shard``, by torch's allocator in this process."""
 
     collectives: list[tuple[str, int, int]]
-    num_slots: int
+    num_pool_allocations: int
     allocator: AllocatorCounts | None
 
 
@@ -136,8 +136,11 @@ class Meters:
         self._begin_ns = time.perf_counter_ns()
 
     def _totals(self) -> Totals:
-        num_slots = self._engine.pool_stats.num_allocations
-        return Totals(self._engine.counters, num_slots, allocator_counts(self._device))
+        return Totals(
+            self._engine.counters,
+            self._engine.pool_stats.num_allocations,
+            allocator_counts(self._device),
+        )
 
     def _close(self, end_ns: int) -> None:
         before, after = self._before, self._totals()
@@ -154,7 +157,7 @@ class Meters:
             end_ns - self._updated_ns,
             changes,
             self._engine.pool_stats.recent_peak_nbytes,
-            after.num_slots - before.num_slots,
+            after.num_pool_allocations - before.num_pool_allocations,
             *_allocations(before.allocator, after.allocator),
         )
         self._steps.append(step)

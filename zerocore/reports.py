@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerocore._C import allocator_counts
 from zerocore.events import read_events
 from zerocore.figures import (
     Communication,
@@ -159,7 +160,7 @@ def _figures(
         reduced_nbytes=sum(count.nbytes for count in step.counts.values()) - gathered,
         num_collectives=sum(count.num for count in step.counts.values()),
         pool_nbytes=step.pool_nbytes,
-        num_new_slots=step.num_new_slots,
+        num_pool_allocations=step.num_pool_allocations,
         num_retries=step.num_retries,
         num_device_allocations=step.num_device_allocations,
         communication=None if trace is None else total(list(trace.values())),
@@ -176,7 +177,7 @@ def _read_trace(step: Step, state: ShardState) -> dict[str, Communication]:
 def _memory(state: ShardState) -> MemoryFigures:
     stats = state.engine.pool_stats
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if state.device.type != "cuda":
+    if allocator_counts(str(state.device)) is None:
         counted = (None, None, None, None)
         return MemoryFigures(stats.peak_nbytes, stats.reserved_nbytes, *counted, resident)
     counts = torch.cuda.memory_stats(state.device)
@@ -234,7 +235,7 @@ def _summary(found: Report) -> list[Row]:
         of_step("gathered, MiB", "gathered_nbytes", _number(1, 2**-20)),
         of_step("reduced, MiB", "reduced_nbytes", _number(1, 2**-20)),
         of_step("bucket pool, peak MiB", "pool_nbytes", _number(1, 2**-20)),
-        of_step("  new slots", "num_new_slots", _number(1)),
+        of_step("  allocations", "num_pool_allocations", _number(1)),
         of_step("allocator retries", "num_retries", _number(2)),
         of_step("  device allocations", "num_device_allocations", _number(1)),
         of_trace("all-gather, ms", "all_gather_ms", _number(1)),

@@ -207,6 +207,7 @@ void register_options(py::module_& module) {
                       int micro_batches,
                       bool hold_full,
                       int64_t num_replicas,
+                      bool sums_on_host,
                       std::vector<CallEvent> first_order,
                       const std::vector<std::pair<bool, int32_t>>& backward) {
             std::vector<BackwardEvent> events;
@@ -221,6 +222,7 @@ void register_options(py::module_& module) {
                 micro_batches,
                 hold_full,
                 num_replicas,
+                sums_on_host,
                 std::move(first_order),
                 std::move(events)};
           }),
@@ -232,6 +234,7 @@ void register_options(py::module_& module) {
           py::arg("micro_batches") = 1,
           py::arg("hold_full") = false,
           py::arg("num_replicas") = 1,
+          py::arg("sums_on_host") = false,
           py::arg("first_order") = std::vector<CallEvent>{},
           py::arg("backward") = std::vector<std::pair<bool, int32_t>>{})
       .def_readonly("stage", &PlanOptions::stage)

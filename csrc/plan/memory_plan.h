@@ -26,6 +26,7 @@ struct PlanOptions {
   int micro_batches = 1; // forwards and backwards of a step, all but the last under no_sync
   bool hold_full = false; // stages 2, 3: full gradients are kept until the last
   int64_t num_replicas = 1; // groups of world_size ranks that hold the same (hybrid sharding)
+  bool sums_on_host = false; // sums over replicas start when the host knows the first ones (CPU)
   // What the schedule expects before it has seen a forward; empty for the order itself.
   std::vector<CallEvent> first_order;
   // The backward as it was observed; empty for the mirrored forward.

@@ -172,7 +172,7 @@ void StepSimulation::unshard(UnitId unit, const Layout& layout) {
 void StepSimulation::reduce(UnitId unit, const Layout& layout) {
   const bool held = !sync_ && (!policy_.shards_gradients() || options_.hold_full);
   const auto num_regions = static_cast<int>(layout.regions().size());
-  if (uses_slots(layout) || (options_.exchanges && options_.num_replicas > 1)) {
+  if (uses_slots(layout) || (options_.sums_on_host && options_.num_replicas > 1)) {
     complete();
   }
   reduced_[unit] = true;
@@ -221,9 +221,9 @@ void StepSimulation::issue(UnitId unit, const Layout& layout, int index) {
   const bool only_replicas = options_.world_size == 1;
   add(sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce, unit, nbytes, only_replicas);
   if (!only_replicas && options_.num_replicas > 1) {
-    // On a device right behind the other, on gloo once that is complete.
+    // On a device right behind the other, on the CPU once that is complete.
     const int64_t across_nbytes = sharded ? shard_nbytes : nbytes;
-    if (options_.exchanges) {
+    if (options_.sums_on_host) {
       reduction.across_nbytes = across_nbytes;
     } else {
       add(TraceOp::AllReduce, unit, across_nbytes, /*across=*/true);

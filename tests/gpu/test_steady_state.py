@@ -154,4 +154,8 @@ def test_nothing_waits_or_allocates(
         assert counts.num_device_allocations == after["num_device_alloc"]
         assert counts.num_retries == after["num_alloc_retries"]
         last = zerocore.report(model).steps[-1]
-        assert (last.num_device_allocations, last.num_retries, last.num_new_slots) == (0, 0, 0)
+        assert (last.num_device_allocations, last.num_retries, last.num_pool_allocations) == (
+            0,
+            0,
+            0,
+        )
