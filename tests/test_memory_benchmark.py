@@ -30,7 +30,9 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 def test_sampler_sees_a_peak_and_its_end(importable: None) -> None:
     from _memory_sampler import CpuMemory, Sampler
 
-    nbytes = 64 << 20
+    before = CpuMemory().read()
+    # More than earlier tests have left free in the heap, some of which may be resident.
+    nbytes = before.reserved - before.allocated + (64 << 20)
     with Sampler(CpuMemory()) as sampler:
         block = torch.ones(nbytes, dtype=torch.uint8)
         held = sampler.read()
@@ -38,7 +40,7 @@ def test_sampler_sees_a_peak_and_its_end(importable: None) -> None:
     first, last = sampler.samples[0], sampler.samples[-1]
     # Garbage of earlier tests may go meanwhile.
     assert abs(held.allocated - first.allocated - nbytes) < 1 << 20
-    assert held.outside - first.outside >= nbytes // 2
+    assert held.outside - first.outside >= 32 << 20
     assert last.allocated - first.allocated < 1 << 20
     assert [s.time_ns for s in sampler.samples] == sorted(s.time_ns for s in sampler.samples)
     assert not sampler._thread.is_alive()
