@@ -54,9 +54,7 @@ void register_runtime(py::module_& module) {
           py::arg("unit"),
           py::arg("nbytes"))
       .def("set_apart", [](CpuPool& self, bool apart) { self.pool.set_apart(apart); })
-      .def(
-          "release",
-          [](CpuPool& self, Slot& slot) { self.pool.release(slot, StreamRole::Compute); })
+      .def("release", [](CpuPool& self, Slot& slot) { self.pool.release(slot); })
       .def("forget_recent_peak", [](CpuPool& self) { self.pool.forget_recent_peak(); })
       .def_property_readonly("stats", [](const CpuPool& self) { return self.pool.stats(); });
 }

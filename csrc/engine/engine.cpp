@@ -4,13 +4,13 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
 #include <utility>
 
 #include "engine/autograd.h"
-#include "plan/memory_plan.h"
 
 namespace zerocore {
 
@@ -99,25 +99,6 @@ Engine::Engine(
       thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
       agreed_(false) {
   expect_step();
-}
-
-// Places in the pool for what the first step is going to take from it.
-void Engine::expect_step() {
-  std::vector<UnitPlan> plans;
-  for (const auto& unit : units_) {
-    UnitPlan& plan = plans.emplace_back();
-    for (const UnitParam& param : unit->params()) {
-      plan.params.push_back(param.spec);
-    }
-  }
-  PlanOptions expected;
-  expected.stage = options_.stage;
-  expected.prefetch = options_.prefetch;
-  expected.hold_full = options_.hold_full;
-  expected.world_size = collectives_ == nullptr ? 1 : collectives_->size();
-  expected.num_replicas = replicas_ == nullptr ? 1 : replicas_->size();
-  expected.exchanges = collectives_ != nullptr && collectives_->exchanges();
-  pool_.expect(plan_pool(plans, schedule_.order(), expected));
 }
 
 Engine::~Engine() {
@@ -273,6 +254,8 @@ Engine::Call Engine::pop_call() {
 }
 
 void Engine::run(Actions& actions) {
+  // After an exception the rest is not done later: reset() sets right what is missing.
+  const auto forget = c10::make_scope_exit([&] { actions.clear(); });
   for (const Action& action : actions) {
     Unit& unit = *units_[action.unit];
     switch (action.kind) {
@@ -290,7 +273,6 @@ void Engine::run(Actions& actions) {
       update_registration(action.unit);
     }
   }
-  actions.clear();
 }
 
 // The compute stream works with the full parameters from here on.
@@ -364,12 +346,27 @@ void Engine::order_gathers() {
   }
 }
 
+// Makes the units what the schedule believes of them when nothing runs: actions may have failed.
+void Engine::settle() {
+  schedule_.abort(actions_);
+  actions_.clear();
+  for (UnitId id = 0; id < num_units(); ++id) {
+    Unit& unit = *units_[id];
+    if (context_.policy.shards_parameters()) {
+      if (!schedule_.is_resident(id) && unit.state() != UnitState::Sharded) {
+        unit.reshard();
+      }
+    } else if (!unit.is_gathered()) {
+      schedule_.invalidate(id, actions_); // no action: it is gathered again when it is used
+    }
+  }
+}
+
 void Engine::reset() {
   backward_ = false;
   calls_.clear();
   thread_check_.leave_forward();
-  schedule_.abort(actions_);
-  run(actions_);
+  settle();
   reducer_.reset();
   for (UnitId id = 0; id < num_units(); ++id) {
     if (streams_.has_streams()) {

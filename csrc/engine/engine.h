@@ -136,6 +136,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void expect_step();
   Call pop_call();
   void run(Actions& actions);
+  void settle();
   void use(UnitId unit);
   void update_registration(UnitId unit);
   void sync_requires_grad(UnitId unit);

@@ -1,10 +1,30 @@
-// Parameters between steps: read, set, changed by optimizers.
+// Before and between steps: places in the pool, parameters read, set, changed by optimizers.
 #include <c10/core/GradMode.h>
 #include <c10/util/ScopeExit.h>
 
 #include "engine/engine.h"
+#include "plan/memory_plan.h"
 
 namespace zerocore {
+
+// Places in the pool for what the first step is going to take from it.
+void Engine::expect_step() {
+  std::vector<UnitPlan> plans;
+  for (const auto& unit : units_) {
+    UnitPlan& plan = plans.emplace_back();
+    for (const UnitParam& param : unit->params()) {
+      plan.params.push_back(param.spec);
+    }
+  }
+  PlanOptions expected;
+  expected.stage = options_.stage;
+  expected.prefetch = options_.prefetch;
+  expected.hold_full = options_.hold_full;
+  expected.world_size = collectives_ == nullptr ? 1 : collectives_->size();
+  expected.num_replicas = replicas_ == nullptr ? 1 : replicas_->size();
+  expected.exchanges = collectives_ != nullptr && collectives_->exchanges();
+  pool_.expect(plan_pool(plans, schedule_.order(), expected));
+}
 
 // After recover() for what is no call of the model: any thread may call it next.
 void Engine::leave_if_outside() {
@@ -17,13 +37,23 @@ void Engine::pin(const std::vector<UnitId>& units) {
   recover();
   pool_.set_apart(true); // what is held for long must not shape the arena
   const auto back = c10::make_scope_exit([this] { pool_.set_apart(false); });
-  for (const UnitId id : units) {
-    if (refresh(id)) {
-      order_gathers();
+  size_t num_pinned = 0;
+  try {
+    for (const UnitId id : units) {
+      if (refresh(id)) {
+        order_gathers();
+      }
+      schedule_.pin(id, actions_);
+      ++num_pinned;
+      run(actions_);
+      use(id);
     }
-    schedule_.pin(id, actions_);
-    run(actions_);
-    use(id);
+  } catch (...) {
+    for (size_t i = 0; i < num_pinned; ++i) {
+      schedule_.unpin(units[i], actions_);
+    }
+    reset();
+    throw;
   }
   leave_if_outside();
 }

@@ -178,10 +178,10 @@ void Reducer::issue(UnitId id, RegionGrads& grads) {
     grads.scratch.attach(grads.scratch_slot.data);
   }
   grads.pending = start(id, grads);
+  in_flight_.emplace_back(id, static_cast<int>(&grads - grads_[id].regions.data()));
   if (context_.replicas != nullptr && context_.streams->has_streams()) {
     grads.pending = start_across(id, result_of(grads));
   }
-  in_flight_.emplace_back(id, static_cast<int>(&grads - grads_[id].regions.data()));
 }
 
 PendingCollective Reducer::start(UnitId id, RegionGrads& grads) {
@@ -271,15 +271,15 @@ void Reducer::sum(UnitId id, const at::Tensor& out, const at::Tensor& chunks, bo
 void Reducer::release_slots(RegionGrads& grads) {
   if (grads.scratch.attached()) {
     grads.scratch.detach();
-    context_.pool->release(grads.scratch_slot, StreamRole::Compute);
+    context_.pool->release(grads.scratch_slot);
   }
   if (grads.wire_slot.held()) {
     grads.wire->detach();
-    context_.pool->release(grads.wire_slot, StreamRole::Compute);
+    context_.pool->release(grads.wire_slot);
   }
   if (grads.full_slot.held()) {
     grads.full.detach();
-    context_.pool->release(grads.full_slot, StreamRole::Compute);
+    context_.pool->release(grads.full_slot);
   }
 }
 

@@ -110,8 +110,6 @@ void Unit::unshard() {
   // At stages 1 and 2 a unit with stale parameters is gathered again in place; a rank that
   // skipped it may not have waited for the last gather yet.
   wait_for_unshard();
-  set_state(UnitState::Unsharding);
-  gathered_version_ = version();
   if (shards_) {
     slot_ = context_.pool->acquire(
         {id_, BlockUse::Parameters}, bucket_.nbytes(), StreamRole::AllGather);
@@ -119,10 +117,12 @@ void Unit::unshard() {
     context_.trace->add(
         TraceOp::Unshard, id_, bucket_.nbytes(), context_.pool->stats().in_use_nbytes);
   }
+  set_state(UnitState::Unsharding);
+  gathered_version_ = version();
   for (const int region : bucket_.regions()) {
-    const int64_t version = region_version(region);
-    if (shards_ || std::exchange(gathered_[region], version) != version) {
+    if (shards_ || !is_gathered(region)) {
       gather(region);
+      gathered_[region] = region_version(region);
     }
   }
 }
@@ -159,7 +159,7 @@ void Unit::reshard() {
   note_use();
   set_state(UnitState::Sharded);
   bucket_.detach();
-  context_.pool->release(slot_, StreamRole::Compute);
+  context_.pool->release(slot_);
   context_.trace->add(
       TraceOp::Reshard, id_, bucket_.nbytes(), context_.pool->stats().in_use_nbytes);
 }
@@ -183,6 +183,12 @@ void Unit::mark_gathered() {
   for (const int region : bucket_.regions()) {
     gathered_[region] = region_version(region);
   }
+}
+
+bool Unit::is_gathered() const {
+  const std::vector<int>& regions = bucket_.regions();
+  return std::all_of(
+      regions.begin(), regions.end(), [&](int region) { return is_gathered(region); });
 }
 
 int64_t Unit::region_version(int region) const {

@@ -132,6 +132,8 @@ class Unit {
   void mark_fresh() {
     gathered_version_ = version();
   }
+  // Unsharded parameters that stay are those of the shards, or a gather under way makes them so.
+  bool is_gathered() const;
   int64_t gathered_version() const {
     return gathered_version_;
   }
@@ -157,6 +159,9 @@ class Unit {
   void take(const Bucket& staging);
   void wait_for_all(std::vector<PendingCollective>& collectives) const;
   int64_t region_version(int region) const;
+  bool is_gathered(int region) const {
+    return gathered_[region] == region_version(region);
+  }
   void gather(int region);
 
   UnitId id_;

@@ -4,119 +4,95 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include "common/math.h"
 
 namespace zerocore {
 
-namespace {
-
-// As the device's allocator aligns what it gives.
-constexpr int64_t kAlignment = 512;
-
-// An arrangement is refused if it takes more than 3/2 of what was held at a time.
-constexpr int64_t kMostParts = 3;
-constexpr int64_t kOfParts = 2;
-
-int64_t place_nbytes(int64_t nbytes) {
-  return round_up(nbytes, kAlignment);
-}
-
-int64_t lowest_gap(std::vector<Range> taken, int64_t nbytes) {
-  std::sort(
-      taken.begin(), taken.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
-  int64_t begin = 0;
-  for (const Range& range : taken) {
-    if (begin + nbytes <= range.begin) {
-      break;
-    }
-    begin = std::max(begin, range.end);
+std::optional<int64_t> PoolMap::find_place(const BlockKey& key, int64_t nbytes, bool learn) const {
+  const auto found = indices_.find(key);
+  if (!learn || found == indices_.end()) {
+    return std::nullopt;
   }
-  return begin;
+  const Range& place = blocks_[found->second].place;
+  const bool taken = std::any_of(held_.begin(), held_.end(), [&](int other) {
+    return blocks_[other].where == Where::Arena && !intersect(blocks_[other].place, place).empty();
+  });
+  return nbytes > place.size() || taken ? std::nullopt : std::optional(place.begin);
 }
 
-} // namespace
-
-std::optional<int64_t> PoolMap::acquire(const BlockKey& key, int64_t nbytes, bool learn) {
-  const int index = index_of(key);
-  Block& block = blocks_[index];
+void PoolMap::acquire(const BlockKey& key, int64_t nbytes, bool learn) {
+  const bool placed = find_place(key, nbytes, learn).has_value();
+  Block& block = block_of(key);
   TORCH_INTERNAL_ASSERT(block.where == Where::Nowhere, "a block is acquired twice");
-  const bool placed = learn && has_free_place(block, nbytes);
   if (learn) {
-    learn_from(index, nbytes);
+    learn_from(static_cast<int>(&block - blocks_.data()), nbytes);
     missed_ = missed_ || !placed;
   }
   block.where = placed ? Where::Arena : Where::Own;
   block.held_nbytes = nbytes;
   if (!placed) {
     add_reserved(nbytes);
-  } else if (!taken_) {
-    taken_ = true;
+  } else if (!std::exchange(taken_, true)) {
     add_reserved(arena_nbytes_);
   }
   stats_.in_use_nbytes += nbytes;
   stats_.peak_nbytes = std::max(stats_.peak_nbytes, stats_.in_use_nbytes);
   stats_.recent_peak_nbytes = std::max(stats_.recent_peak_nbytes, stats_.in_use_nbytes);
-  return placed ? std::optional(block.place.begin) : std::nullopt;
 }
 
 void PoolMap::release(const BlockKey& key) {
-  const int index = index_of(key);
-  Block& block = blocks_[index];
+  Block& block = block_of(key);
+  const auto index = static_cast<int>(&block - blocks_.data());
   TORCH_INTERNAL_ASSERT(block.where != Where::Nowhere, "a block is released that nobody holds");
   stats_.in_use_nbytes -= block.held_nbytes;
   stats_.reserved_nbytes -= block.where == Where::Own ? block.held_nbytes : 0;
   block.where = Where::Nowhere;
-  if (std::erase(held_, index) > 0) {
-    held_nbytes_ -= place_nbytes(block.held_nbytes);
+  if (!held_set_.contains(index)) {
+    return;
   }
-  if (held_.empty() && missed_) {
-    missed_ = false;
-    rearrange();
-  }
-}
-
-void PoolMap::drop_arena() {
-  if (std::exchange(taken_, false)) {
-    stats_.reserved_nbytes -= arena_nbytes_;
+  std::erase(held_, index);
+  held_set_.remove(index);
+  held_nbytes_ -= round_up(block.held_nbytes, kBlockAlignment);
+  if (held_.empty()) {
+    if (std::exchange(missed_, false)) {
+      rearrange();
+    }
+    ++period_;
+    recent_highest_nbytes_ = 0;
   }
 }
 
 PoolMap PoolMap::arranged() const {
+  TORCH_INTERNAL_ASSERT(stats_.in_use_nbytes == 0);
   PoolMap result;
   result.indices_ = indices_;
-  result.blocks_ = blocks_;
+  result.blocks_.resize(blocks_.size());
   result.highest_nbytes_ = highest_nbytes_;
-  result.adopt(best_arrangement());
+  Blocks blocks = all_blocks();
+  const Arrangement arrangement = arrange(blocks);
+  result.adopt(std::move(blocks), arrangement);
   return result;
 }
 
-int PoolMap::index_of(const BlockKey& key) {
+PoolMap::Block& PoolMap::block_of(const BlockKey& key) {
   const auto [found, added] = indices_.try_emplace(key, static_cast<int>(blocks_.size()));
-  if (added) {
-    blocks_.emplace_back();
-  }
-  return found->second;
-}
-
-bool PoolMap::has_free_place(const Block& block, int64_t nbytes) const {
-  return nbytes <= block.place.size() && std::none_of(held_.begin(), held_.end(), [&](int other) {
-           return blocks_[other].where == Where::Arena &&
-               !intersect(blocks_[other].place, block.place).empty();
-         });
+  return added ? blocks_.emplace_back() : blocks_[found->second];
 }
 
 void PoolMap::learn_from(int index, int64_t nbytes) {
   Block& block = blocks_[index];
-  block.nbytes = std::max(block.nbytes, nbytes);
-  for (const int other : held_) {
-    block.beside.insert(other);
-    blocks_[other].beside.insert(index);
+  if (std::exchange(block.period, period_) != period_) {
+    block.recent = {0, num_acquired_, {}};
   }
+  ++num_acquired_;
+  block.recent.nbytes = std::max(block.recent.nbytes, nbytes);
+  block.recent.beside.add_all(held_set_);
   held_.push_back(index);
-  held_nbytes_ += place_nbytes(nbytes);
+  held_set_.add(index);
+  held_nbytes_ += round_up(nbytes, kBlockAlignment);
+  recent_highest_nbytes_ = std::max(recent_highest_nbytes_, held_nbytes_);
   highest_nbytes_ = std::max(highest_nbytes_, held_nbytes_);
 }
 
@@ -126,57 +102,62 @@ void PoolMap::add_reserved(int64_t nbytes) {
   stats_.peak_reserved_nbytes = std::max(stats_.peak_reserved_nbytes, stats_.reserved_nbytes);
 }
 
-PoolMap::Arrangement PoolMap::arrange_by(const std::vector<int>& order) const {
-  Arrangement result{std::vector<Range>(blocks_.size()), 0};
-  for (const int index : order) {
-    const Block& block = blocks_[index];
-    std::vector<Range> taken;
-    for (const int other : block.beside) {
-      taken.push_back(result.places[other]); // empty as yet, or a place
-    }
-    const int64_t begin = lowest_gap(std::move(taken), place_nbytes(block.nbytes));
-    result.places[index] = {begin, begin + place_nbytes(block.nbytes)};
-    result.nbytes = std::max(result.nbytes, result.places[index].end);
+void PoolMap::add(Blocks& blocks, const Seen& seen) {
+  blocks.nbytes.push_back(seen.nbytes);
+  blocks.first_uses.push_back(seen.first_use);
+  blocks.beside.push_back(seen.beside);
+}
+
+Blocks PoolMap::recent_blocks() const {
+  Blocks result;
+  for (const Block& block : blocks_) {
+    add(result, is_recent(block) ? block.recent : Seen());
   }
   return result;
 }
 
-PoolMap::Arrangement PoolMap::best_arrangement() const {
-  std::vector<int> order(blocks_.size()); // as they were first acquired
-  std::iota(order.begin(), order.end(), 0);
-  Arrangement by_time = arrange_by(order);
-  std::vector<int64_t> breadths;
+Blocks PoolMap::all_blocks() const {
+  Blocks result;
   for (const Block& block : blocks_) {
-    int64_t& breadth = breadths.emplace_back(place_nbytes(block.nbytes));
-    for (const int other : block.beside) {
-      breadth += place_nbytes(blocks_[other].nbytes);
+    Seen seen = block.known;
+    if (block.recent.nbytes > 0) {
+      seen.nbytes = std::max(seen.nbytes, block.recent.nbytes);
+      seen.first_use = block.recent.first_use;
+      seen.beside.add_all(block.recent.beside);
     }
+    add(result, seen);
   }
-  std::stable_sort(
-      order.begin(), order.end(), [&](int a, int b) { return breadths[a] > breadths[b]; });
-  Arrangement by_breadth = arrange_by(order);
-  return by_time.nbytes < by_breadth.nbytes ? by_time : by_breadth;
+  return result;
 }
 
-void PoolMap::adopt(const Arrangement& arrangement) {
+// Everything known is worth up to a quarter more than what is held at a time. Beyond that it is
+// what this period did that counts, unless it was a small part of a step (an evaluation, say).
+void PoolMap::rearrange() {
+  Blocks blocks = all_blocks();
+  Arrangement next = arrange(blocks);
+  if (4 * next.nbytes > 5 * highest_nbytes_ && 4 * recent_highest_nbytes_ > 3 * highest_nbytes_) {
+    Blocks recent = recent_blocks();
+    Arrangement alone = arrange(recent);
+    if (alone.nbytes < next.nbytes) {
+      blocks = std::move(recent);
+      next = std::move(alone);
+      highest_nbytes_ = recent_highest_nbytes_;
+    }
+  }
+  if (std::exchange(taken_, false)) {
+    stats_.reserved_nbytes -= arena_nbytes_;
+  }
+  adopt(std::move(blocks), next);
+  ++arrangement_;
+}
+
+void PoolMap::adopt(Blocks blocks, const Arrangement& arrangement) {
   for (size_t i = 0; i < blocks_.size(); ++i) {
+    blocks_[i].known = {blocks.nbytes[i], blocks.first_uses[i], std::move(blocks.beside[i])};
+    blocks_[i].recent = {}; // is known now, or to be forgotten
     blocks_[i].place = arrangement.places[i];
   }
   arena_nbytes_ = arrangement.nbytes;
-}
-
-void PoolMap::rearrange() {
-  if (highest_nbytes_ <= refused_nbytes_) {
-    return; // more has been held beside more since, so it would be refused again
-  }
-  const Arrangement next = best_arrangement();
-  if (next.nbytes * kOfParts > highest_nbytes_ * kMostParts) {
-    refused_nbytes_ = highest_nbytes_;
-    return;
-  }
-  drop_arena();
-  adopt(next);
-  ++arrangement_;
 }
 
 } // namespace zerocore

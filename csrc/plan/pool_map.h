@@ -3,17 +3,14 @@
 // Note [Places in the arena]
 // A block is what a unit takes from the pool for one purpose: its gathered parameters, a bucket of
 // gradients. It lies at the same place in every step. Blocks may share bytes if they were never
-// held at a time, so the map remembers which were. Places are given greedily (Pisarchyk and Lee
-// 2020, arXiv:2001.03288): one block after the other, each at the lowest offset that is free of
-// those it was held beside; once in the order of first use and once with the most bytes in and
-// beside a block first, of which the better is taken. A step of the models that ship as presets
-// then needs no more than is held at a time.
+// held at a time, so the map remembers which were. For a step of the models that ship as presets
+// the arena then needs no more than is held at a time.
 //
-// The first places come from the expected step, before anything is allocated. A step that does
-// something else is served all the same: a block without a place, or whose place is taken, gets
-// memory of its own until it is released, and once nothing is held all places are given anew with
-// what was learned. Where the blocks then share too little (another order in every step), the
-// places stay as they are.
+// The first places come from the expected step, before anything is allocated. What does something
+// else is served all the same: a block without a place, or whose place is taken, gets memory of its
+// own until it is released. Once nothing is held (the end of a backward, mostly) all places are
+// given anew, to suit what was done since the last such moment as well as what was known. Where
+// both together pack badly, as with another order of calls, what was known is forgotten.
 //
 // The planner drives the same object as the runtime, so their bytes are equal.
 #pragma once
@@ -22,10 +19,11 @@
 #include <cstdint>
 #include <map>
 #include <optional>
-#include <set>
 #include <vector>
 
+#include "common/bit_set.h"
 #include "common/types.h"
+#include "plan/arrangement.h"
 
 namespace zerocore {
 
@@ -50,15 +48,14 @@ struct PoolStats {
 
 class PoolMap {
  public:
-  // Offset of the block's place in the arena; none where it gets memory of its own. `learn` says
-  // whether a step is expected to do the same again.
-  std::optional<int64_t> acquire(const BlockKey& key, int64_t nbytes, bool learn = true);
+  // Offset at which acquire() would place a block; none where it gets memory of its own. `learn`
+  // says whether a step is expected to do the same again; if not, it stays out of the arena.
+  std::optional<int64_t> find_place(const BlockKey& key, int64_t nbytes, bool learn = true) const;
+  void acquire(const BlockKey& key, int64_t nbytes, bool learn = true);
   void release(const BlockKey& key);
 
-  // The arena was not allocated, or was freed.
-  void drop_arena();
-
   // The map of a pool that nothing was taken from, with a place for every block learned so far.
+  // Nothing is held.
   PoolMap arranged() const;
 
   int64_t arena_nbytes() const {
@@ -77,34 +74,43 @@ class PoolMap {
 
  private:
   enum class Where : uint8_t { Nowhere, Arena, Own };
+  // What was seen of a block: the most that was asked for, when it was acquired first, and who was
+  // held whenever it was.
+  struct Seen {
+    int64_t nbytes = 0;
+    int64_t first_use = 0;
+    BitSet beside;
+  };
   struct Block {
-    int64_t nbytes = 0; // most that was asked for
-    std::set<int> beside; // blocks that were held at the same time
+    Seen known; // what its place suits
+    Seen recent; // in the last period that it was acquired in
+    int64_t period = -1; // that period
     Range place; // empty for none
     Where where = Where::Nowhere;
     int64_t held_nbytes = 0;
   };
-  struct Arrangement {
-    std::vector<Range> places; // of each block
-    int64_t nbytes = 0;
-  };
 
-  int index_of(const BlockKey& key);
-  bool has_free_place(const Block& block, int64_t nbytes) const;
+  Block& block_of(const BlockKey& key);
   void learn_from(int index, int64_t nbytes);
   void add_reserved(int64_t nbytes);
-  Arrangement arrange_by(const std::vector<int>& order) const;
-  Arrangement best_arrangement() const;
-  void adopt(const Arrangement& arrangement);
+  bool is_recent(const Block& block) const {
+    return block.period == period_;
+  }
+  static void add(Blocks& blocks, const Seen& seen);
+  Blocks recent_blocks() const;
+  Blocks all_blocks() const;
   void rearrange();
+  void adopt(Blocks blocks, const Arrangement& arrangement);
 
   std::map<BlockKey, int> indices_;
   std::vector<Block> blocks_;
   std::vector<int> held_; // indices of blocks held that places are learned from
+  BitSet held_set_; // the same
   int64_t held_nbytes_ = 0; // their sizes as they would be in the arena
-  int64_t highest_nbytes_ = 0; // highest held_nbytes_
-  int64_t refused_nbytes_ = 0; // highest_nbytes_ when an arrangement was refused
-  bool missed_ = false; // a block had no place since they were last given
+  int64_t highest_nbytes_ = 0, recent_highest_nbytes_ = 0; // highest held_nbytes_
+  int64_t num_acquired_ = 0;
+  int64_t period_ = 0; // counts the moments at which nothing was held
+  bool missed_ = false; // in this period a block had no place
   bool taken_ = false; // the arena was allocated
   int64_t arena_nbytes_ = 0;
   int64_t arrangement_ = 0;

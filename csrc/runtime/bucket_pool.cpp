@@ -30,89 +30,94 @@ Slot BucketPool::acquire(const BlockKey& key, int64_t nbytes, StreamRole role) {
   }
   slot.key = key;
   slot.nbytes = nbytes;
-  const std::optional<int64_t> offset = map_.acquire(key, nbytes, /*learn=*/!apart_);
-  try {
-    take_memory(slot, offset, role);
-  } catch (...) {
-    if (arena_.get() == nullptr) {
-      map_.drop_arena();
-    }
-    map_.release(key);
-    throw;
-  }
+  take_memory(slot, map_.find_place(key, nbytes, /*learn=*/!apart_), role);
+  map_.acquire(key, nbytes, /*learn=*/!apart_);
   return slot;
 }
 
 void BucketPool::take_memory(Slot& slot, std::optional<int64_t> offset, StreamRole role) {
   if (!offset) {
     slot.own = allocate(slot.nbytes);
-    slot.data = slot.own.get();
+    slot.data = slot.own.data.get();
     streams_.order(role, StreamRole::Compute);
     return;
   }
-  if (arena_.get() == nullptr) {
+  if (arena_.nbytes == 0) {
     arena_ = allocate(map_.arena_nbytes());
-    past_uses_ = {{{0, map_.arena_nbytes()}, streams_.record(StreamRole::Compute)}};
+    past_uses_ = {{{0, arena_.nbytes}, streams_.record(StreamRole::Compute)}};
   }
-  slot.data = static_cast<char*>(arena_.get()) + *offset;
+  TORCH_INTERNAL_ASSERT(arena_.nbytes == map_.arena_nbytes());
+  slot.data = static_cast<char*>(arena_.data.get()) + *offset;
   wait_for_past_uses({*offset, *offset + slot.nbytes}, role);
 }
 
-void BucketPool::release(Slot& slot, StreamRole role) {
+void BucketPool::release(Slot& slot) {
   if (!slot.held()) {
     return;
   }
-  if (slot.own.get() != nullptr) {
-    streams_.order(StreamRole::Compute, role);
+  if (slot.own.nbytes > 0) {
+    free(slot.own);
   } else if (streams_.has_streams()) {
-    const int64_t begin = static_cast<char*>(slot.data) - static_cast<char*>(arena_.get());
-    past_uses_.push_back({{begin, begin + slot.nbytes}, streams_.record(role)});
+    const int64_t begin = static_cast<char*>(slot.data) - static_cast<char*>(arena_.data.get());
+    past_uses_.push_back({{begin, begin + slot.nbytes}, streams_.record(StreamRole::Compute)});
   }
   map_.release(std::exchange(slot, Slot{}).key);
-  if (map_.arrangement() != arrangement_) {
-    arrangement_ = map_.arrangement();
+  if (std::exchange(arrangement_, map_.arrangement()) != map_.arrangement()) {
     free_arena();
   }
 }
 
 // Work that the compute stream was given may still use the memory's last owner.
-c10::DataPtr BucketPool::allocate(int64_t nbytes) const {
+DeviceMemory BucketPool::allocate(int64_t nbytes) const {
   const c10::DeviceGuard guard(streams_.device());
-  c10::DataPtr memory = c10::GetAllocator(streams_.device().type())->allocate(nbytes);
-  streams_.note_allocation(memory.get(), nbytes);
+  DeviceMemory memory{
+      c10::GetAllocator(streams_.device().type())->allocate(nbytes),
+      nbytes,
+      streams_.compute_stream()};
+  streams_.note_allocator(memory.data.get(), nbytes);
   return memory;
 }
 
-// The newest first: it is behind most others, and a wait that would order nothing new is left out.
+// What used the memory lies behind the compute stream.
+void BucketPool::free(DeviceMemory& memory) const {
+  streams_.order_other(memory.stream);
+  streams_.note_allocator(memory.data.get(), memory.nbytes);
+  memory = {};
+}
+
 void BucketPool::wait_for_past_uses(const Range& range, StreamRole role) {
-  if (!streams_.has_streams()) {
+  const auto overlaps = [&](const PastUse& use) { return !intersect(use.range, range).empty(); };
+  if (std::none_of(past_uses_.begin(), past_uses_.end(), overlaps)) {
     return;
   }
   std::vector<PastUse> rest;
-  for (auto use = past_uses_.rbegin(); use != past_uses_.rend(); ++use) {
-    if (!intersect(use->range, range).empty()) {
-      streams_.wait(role, use->end);
-    }
-  }
-  for (PastUse& use : past_uses_) {
-    for (const Range& left :
-         {Range{use.range.begin, std::min(use.range.end, range.begin)},
-          Range{std::max(use.range.begin, range.end), use.range.end}}) {
+  for (const PastUse& use : past_uses_) {
+    const Range before{use.range.begin, std::min(use.range.end, range.begin)};
+    const Range after{std::max(use.range.begin, range.end), use.range.end};
+    for (const Range& left : {before, after}) {
       if (!left.empty()) {
         rest.push_back({left, use.end});
       }
     }
   }
+  // The newest first: it is behind most others, and a wait that orders nothing new is left out.
+  for (auto use = past_uses_.rbegin(); use != past_uses_.rend(); ++use) {
+    if (overlaps(*use)) {
+      streams_.wait(role, use->end);
+    }
+  }
   past_uses_ = std::move(rest);
 }
 
-// The device's allocator hands the memory to later work of the compute stream.
 void BucketPool::free_arena() {
+  // Mostly no wait at all: uses end on the compute stream. The user may have changed that stream.
   for (auto use = past_uses_.rbegin(); use != past_uses_.rend(); ++use) {
     streams_.wait(StreamRole::Compute, use->end);
   }
   past_uses_.clear();
-  arena_.clear();
+  if (arena_.nbytes > 0) {
+    free(arena_);
+  }
 }
 
 } // namespace zerocore

@@ -2,8 +2,8 @@
 //
 // Where a block lies is decided by the map, see Note [Places in the arena]. A slot is handed over
 // by events: release() says when its last use ends, acquire() makes the next user's stream wait for
-// the uses of the bytes that it gets, and of no others. A step that repeats allocates nothing. Not
-// thread-safe: calls come from one thread at a time.
+// the uses of the bytes that it gets, and of no others. A step that repeats allocates nothing.
+// Not thread-safe: calls come from one thread at a time.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -18,12 +18,19 @@
 
 namespace zerocore {
 
+// Memory of the device's allocator, which hands it to later work of `stream` when it is freed.
+struct DeviceMemory {
+  c10::DataPtr data;
+  int64_t nbytes = 0;
+  std::optional<c10::Stream> stream;
+};
+
 // A block of device memory that belongs to whoever holds it, until released.
 struct Slot {
   BlockKey key;
   void* data = nullptr;
   int64_t nbytes = 0;
-  c10::DataPtr own; // the memory, where it is not the arena's
+  DeviceMemory own; // the memory, where it is not the arena's
 
   bool held() const {
     return nbytes > 0;
@@ -38,11 +45,11 @@ class BucketPool {
   BucketPool& operator=(const BucketPool&) = delete;
 
   // A slot of exactly `nbytes`; work of `role`'s stream may use it at once. Zero bytes give an
-  // empty slot. Throws what the device's allocator throws.
+  // empty slot. Throws what the device's allocator throws, and has changed nothing then.
   Slot acquire(const BlockKey& key, int64_t nbytes, StreamRole role);
-  // Gives a slot back; what the stream of `role` was given so far is its last use.
+  // Gives a slot back; what the compute stream was given so far is its last use.
   // Releasing an empty slot does nothing.
-  void release(Slot& slot, StreamRole role);
+  void release(Slot& slot);
 
   // Places of the blocks that are expected; nothing was acquired yet.
   void expect(PoolMap map) {
@@ -66,14 +73,15 @@ class BucketPool {
     StreamEvent end;
   };
 
-  c10::DataPtr allocate(int64_t nbytes) const;
+  DeviceMemory allocate(int64_t nbytes) const;
+  void free(DeviceMemory& memory) const;
   void take_memory(Slot& slot, std::optional<int64_t> offset, StreamRole role);
   void wait_for_past_uses(const Range& range, StreamRole role);
   void free_arena();
 
   const Streams& streams_;
   PoolMap map_;
-  c10::DataPtr arena_;
+  DeviceMemory arena_;
   int64_t arrangement_ = 0; // of the map, that the arena is for
   std::vector<PastUse> past_uses_; // apart from each other, oldest first
   bool apart_ = false;

@@ -25,11 +25,11 @@ void HandOverLog::add_access(
   entries_.push_back({kind, role, role, -1, begin, end, std::move(what), std::move(unit)});
 }
 
-void HandOverLog::add_allocation(const void* memory, int64_t nbytes) {
+void HandOverLog::add_allocator(const void* memory, int64_t nbytes) {
   const auto begin = reinterpret_cast<uintptr_t>(memory);
   const StreamRole role = StreamRole::Compute;
   entries_.push_back(
-      {HandOverKind::Write, role, role, -1, begin, begin + nbytes, "last use", "before"});
+      {HandOverKind::Write, role, role, -1, begin, begin + nbytes, "other use", "others"});
 }
 
 } // namespace zerocore

@@ -37,8 +37,9 @@ class HandOverLog {
       std::string what,
       std::string unit);
 
-  // The device's allocator gave a block that earlier work of the compute stream may still use.
-  void add_allocation(const void* memory, int64_t nbytes);
+  // The device's allocator gives or takes back a block, whose other users are on the compute
+  // stream.
+  void add_allocator(const void* memory, int64_t nbytes);
 
   const std::vector<HandOver>& entries() const {
     return entries_;

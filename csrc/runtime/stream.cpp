@@ -103,6 +103,19 @@ void Streams::wait(StreamRole role, const StreamEvent& event) const {
   }
 }
 
+std::optional<c10::Stream> Streams::compute_stream() const {
+  return all_gather_ ? std::optional(stream(StreamRole::Compute)) : std::nullopt;
+}
+
+void Streams::order_other(const std::optional<c10::Stream>& other) const {
+  const std::optional<c10::Stream> current = compute_stream();
+  if (current && other && *current != *other) {
+    c10::Event event(device_.type(), c10::EventFlag::PYTORCH_DEFAULT);
+    event.record(*current);
+    event.block(*other);
+  }
+}
+
 std::optional<c10::StreamGuard> Streams::use(StreamRole role) const {
   if (!all_gather_ || role == StreamRole::Compute) {
     return std::nullopt;

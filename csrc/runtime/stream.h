@@ -59,6 +59,10 @@ class Streams {
       wait(role, record(behind));
     }
   }
+  // The stream that is current now; none on the CPU.
+  std::optional<c10::Stream> compute_stream() const;
+  // Later work of `stream` runs after what the compute stream was given so far, if it is another.
+  void order_other(const std::optional<c10::Stream>& stream) const;
   // Makes the role's stream the current one while the guard lives.
   std::optional<c10::StreamGuard> use(StreamRole role) const;
   // The device's own handle of the role's stream; null without streams.
@@ -81,9 +85,10 @@ class Streams {
       log_->add_access(role, /*write=*/false, tensor, what, unit);
     }
   }
-  void note_allocation(const void* memory, int64_t nbytes) const {
+  // The device's allocator gives or takes back memory; its other users are on the compute stream.
+  void note_allocator(const void* memory, int64_t nbytes) const {
     if (log_ != nullptr) {
-      log_->add_allocation(memory, nbytes);
+      log_->add_allocator(memory, nbytes);
     }
   }
   void note_write(

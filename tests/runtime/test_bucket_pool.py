@@ -132,6 +132,53 @@ def test_what_is_held_apart_does_not_shape_the_arena() -> None:
     assert pool.stats.num_allocations == allocations
 
 
+def test_a_failed_allocation_changes_nothing() -> None:
+    pool = CpuBucketPool()
+    moves = taking_turns([4 * KIB] * 4)
+    for _ in range(2):
+        play(pool, moves)
+    before = figures(pool)
+    with pytest.raises(RuntimeError, match="memory"):
+        pool.acquire(9, 1 << 60)
+    with pytest.raises(RuntimeError, match="memory"):
+        pool.acquire(0, 1 << 60)  # a block that has a smaller place
+    held = pool.acquire(3, 4 * KIB)
+    with pytest.raises(RuntimeError, match="memory"):
+        pool.acquire(0, 1 << 60)
+    pool.release(held)
+    assert figures(pool) == before
+    play(pool, moves)
+    assert figures(pool) == before
+
+
+def figures(pool: CpuBucketPool) -> tuple[int, ...]:
+    stats = pool.stats
+    return (
+        stats.in_use_nbytes,
+        stats.peak_nbytes,
+        stats.reserved_nbytes,
+        stats.peak_reserved_nbytes,
+        stats.num_allocations,
+    )
+
+
+def test_another_order_is_packed_for_and_the_old_one_forgotten() -> None:
+    """Neighbours of both orders would need more than the two blocks that are held at a time."""
+    pool = CpuBucketPool()
+    sizes = [4 * KIB] * 12
+    shuffled = random.Random(1).sample(range(12), 12)
+    for order in (range(12), shuffled, shuffled[::-1]):
+        moves: list[tuple[int, int]] = []
+        for index, unit in enumerate(order):
+            moves += [(unit, sizes[unit]), *([(order[index - 1], 0)] if index else [])]
+        for _ in range(3):
+            play(pool, moves)
+        allocations = pool.stats.num_allocations
+        play(pool, moves)
+        assert pool.stats.num_allocations == allocations
+        assert pool.stats.reserved_nbytes == 8 * KIB
+
+
 def test_another_order_in_every_step_does_not_make_the_arena_grow() -> None:
     """Any two of 64 blocks are neighbours some time; nothing like the sum of all is kept."""
     pool, rng = CpuBucketPool(), random.Random(0)

@@ -1,0 +1,36 @@
+// Packs blocks into an arena; integers only.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/bit_set.h"
+#include "common/types.h"
+
+namespace zerocore {
+
+// What the device's allocator aligns blocks to, and the arena its places.
+constexpr int64_t kBlockAlignment = 512;
+
+// Blocks by index: their sizes, numbers that grow with the time of their first use, and which were
+// held at the same time as which. One of two blocks has to name the other; a block of zero bytes is
+// not there.
+struct Blocks {
+  std::vector<int64_t> nbytes;
+  std::vector<int64_t> first_uses;
+  std::vector<BitSet> beside;
+};
+
+struct Arrangement {
+  std::vector<Range> places; // of each block, aligned; empty for a block of zero bytes
+  int64_t nbytes = 0;
+};
+
+// Places in which no two blocks overlap that were held at the same time.
+//
+// Greedy (Pisarchyk and Lee 2020, arXiv:2001.03288): one block after the other, each at the lowest
+// offset that is free of those it was held beside; once in the order of first use and once with
+// the most bytes in and beside a block first. The better of the two.
+Arrangement arrange(Blocks blocks);
+
+} // namespace zerocore
