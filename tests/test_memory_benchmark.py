@@ -30,10 +30,10 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 def test_sampler_sees_a_peak_and_its_end(importable: None) -> None:
     from _memory_sampler import CpuMemory, Sampler
 
-    before = CpuMemory().read()
+    memory = CpuMemory()
     # More than earlier tests have left free in the heap, some of which may be resident.
-    nbytes = before.reserved - before.allocated + (64 << 20)
-    with Sampler(CpuMemory()) as sampler:
+    nbytes = memory.reserved_nbytes() - memory.allocated_nbytes() + (64 << 20)
+    with Sampler(memory) as sampler:
         block = torch.ones(nbytes, dtype=torch.uint8)
         held = sampler.read()
         del block
