@@ -148,6 +148,14 @@ def hybrid_notes() -> list[str]:
     ]
 
 
+def _hidden_twice(found: Figures) -> tuple[str, str]:
+    """Percent hidden of what is possible, by step difference and by timeline."""
+    return (
+        _percent(found.hidden_of_possible(found.exposed_ms)),
+        _percent(found.hidden_of_possible(found.wait_ms)),
+    )
+
+
 def _of_link(peer: Figures) -> str:
     """The second measurement of a peer, which has no timeline; see `OverlapRun._waited_ms`."""
     share = peer.hidden_of_possible(peer.wait_ms)
@@ -166,8 +174,7 @@ def requirements(run: OverlapRun) -> Table:
     unprefetched = figures(run, find(run, "zerocore stage 3, prefetch 0"), GOAL_RATIO)
     table.add(
         "hidden of what is possible, %",
-        _percent(own.hidden_of_possible(own.exposed_ms)),
-        _percent(own.hidden_of_possible(own.wait_ms)),
+        *_hidden_twice(own),
         f">= {HIDDEN_GOAL:.0f}",
     )
     table.add(
@@ -178,16 +185,14 @@ def requirements(run: OverlapRun) -> Table:
     )
     table.add(
         "stage 3 without prefetch, %",
-        _percent(unprefetched.hidden_of_possible(unprefetched.exposed_ms)),
-        _percent(unprefetched.hidden_of_possible(unprefetched.wait_ms)),
+        *_hidden_twice(unprefetched),
         "visibly less",
     )
     table.add("step, stage 3 / the better FSDP2", f"{own.step_ms / best.step_ms:.3f}", "-", "< 1")
     hybrid = figures(run, find(run, "zerocore stage 3, hybrid"), GOAL_RATIO)
     table.add(
         "hybrid sharding: hidden of what is possible, %",
-        _percent(hybrid.hidden_of_possible(hybrid.exposed_ms)),
-        _percent(hybrid.hidden_of_possible(hybrid.wait_ms)),
+        *_hidden_twice(hybrid),
         f">= {HIDDEN_GOAL:.0f}",
     )
     return table

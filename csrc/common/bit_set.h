@@ -28,9 +28,6 @@ class BitSet {
       words_[i] |= other.words_[i];
     }
   }
-  void clear() {
-    words_.clear();
-  }
 
  private:
   static size_t word_of(int index) {

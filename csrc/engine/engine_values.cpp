@@ -11,10 +11,7 @@ namespace zerocore {
 void Engine::expect_step() {
   std::vector<UnitPlan> plans;
   for (const auto& unit : units_) {
-    UnitPlan& plan = plans.emplace_back();
-    for (const UnitParam& param : unit->params()) {
-      plan.params.push_back(param.spec);
-    }
+    plans.push_back({specs_of(unit->params()), {}});
   }
   PlanOptions expected;
   expected.stage = options_.stage;

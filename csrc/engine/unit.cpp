@@ -6,9 +6,7 @@
 
 namespace zerocore {
 
-namespace {
-
-std::vector<ParamSpec> specs(const std::vector<UnitParam>& params) {
+std::vector<ParamSpec> specs_of(const std::vector<UnitParam>& params) {
   std::vector<ParamSpec> result;
   result.reserve(params.size());
   for (const UnitParam& param : params) {
@@ -17,14 +15,12 @@ std::vector<ParamSpec> specs(const std::vector<UnitParam>& params) {
   return result;
 }
 
-} // namespace
-
 Unit::Unit(UnitId id, std::string name, std::vector<UnitParam> params, const UnitContext& context)
     : id_(id),
       name_(std::move(name)),
       params_(std::move(params)),
       context_(context),
-      layout_(Layout::build(specs(params_), context.num_shards)),
+      layout_(Layout::build(specs_of(params_), context.num_shards)),
       bucket_(
           layout_,
           layout_.all_regions(),

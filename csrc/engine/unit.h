@@ -58,6 +58,8 @@ struct UnitParam {
   bool hooked = false; // the leaf reports its gradient
 };
 
+std::vector<ParamSpec> specs_of(const std::vector<UnitParam>& params);
+
 class Unit {
  public:
   Unit(UnitId id, std::string name, std::vector<UnitParam> params, const UnitContext& context);

@@ -22,8 +22,12 @@ std::optional<int64_t> PoolMap::find_place(const BlockKey& key, int64_t nbytes, 
   return nbytes > place.size() || taken ? std::nullopt : std::optional(place.begin);
 }
 
-void PoolMap::acquire(const BlockKey& key, int64_t nbytes, bool learn) {
-  const bool placed = find_place(key, nbytes, learn).has_value();
+void PoolMap::acquire(
+    const BlockKey& key,
+    int64_t nbytes,
+    const std::optional<int64_t>& place,
+    bool learn) {
+  const bool placed = place.has_value();
   Block& block = block_of(key);
   TORCH_INTERNAL_ASSERT(block.where == Where::Nowhere, "a block is acquired twice");
   if (learn) {

@@ -3,7 +3,7 @@
 // Note [Places in the arena]
 // A block is what a unit takes from the pool for one purpose: its gathered parameters, a bucket of
 // gradients. It lies at the same place in every step. Blocks may share bytes if they were never
-// held at a time, so the map remembers which were. For a step of the models that ship as presets
+// held at a time, so the map remembers which were. For a step of the Llamas that ship as presets
 // the arena then needs no more than is held at a time.
 //
 // The first places come from the expected step, before anything is allocated. What does something
@@ -48,10 +48,15 @@ struct PoolStats {
 
 class PoolMap {
  public:
-  // Offset at which acquire() would place a block; none where it gets memory of its own. `learn`
-  // says whether a step is expected to do the same again; if not, it stays out of the arena.
+  // Offset at which a block is to be placed; none where it gets memory of its own. `learn` says
+  // whether a step is expected to do the same again; if not, it stays out of the arena.
   std::optional<int64_t> find_place(const BlockKey& key, int64_t nbytes, bool learn = true) const;
-  void acquire(const BlockKey& key, int64_t nbytes, bool learn = true);
+  // `place`: what find_place() says.
+  void acquire(
+      const BlockKey& key,
+      int64_t nbytes,
+      const std::optional<int64_t>& place,
+      bool learn = true);
   void release(const BlockKey& key);
 
   // The map of a pool that nothing was taken from, with a place for every block learned so far.

@@ -258,7 +258,7 @@ bool StepSimulation::uses_slots(const Layout& layout) const {
 
 int64_t StepSimulation::take(const BlockKey& key, int64_t nbytes) {
   if (nbytes > 0) {
-    pool_.acquire(key, nbytes);
+    pool_.acquire(key, nbytes, pool_.find_place(key, nbytes));
   }
   return nbytes;
 }

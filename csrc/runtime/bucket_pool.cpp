@@ -30,12 +30,13 @@ Slot BucketPool::acquire(const BlockKey& key, int64_t nbytes, StreamRole role) {
   }
   slot.key = key;
   slot.nbytes = nbytes;
-  take_memory(slot, map_.find_place(key, nbytes, /*learn=*/!apart_), role);
-  map_.acquire(key, nbytes, /*learn=*/!apart_);
+  const std::optional<int64_t> offset = map_.find_place(key, nbytes, /*learn=*/!apart_);
+  take_memory(slot, offset, role);
+  map_.acquire(key, nbytes, offset, /*learn=*/!apart_);
   return slot;
 }
 
-void BucketPool::take_memory(Slot& slot, std::optional<int64_t> offset, StreamRole role) {
+void BucketPool::take_memory(Slot& slot, const std::optional<int64_t>& offset, StreamRole role) {
   if (!offset) {
     slot.own = allocate(slot.nbytes);
     slot.data = slot.own.data.get();

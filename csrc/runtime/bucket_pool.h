@@ -75,7 +75,7 @@ class BucketPool {
 
   DeviceMemory allocate(int64_t nbytes) const;
   void free(DeviceMemory& memory) const;
-  void take_memory(Slot& slot, std::optional<int64_t> offset, StreamRole role);
+  void take_memory(Slot& slot, const std::optional<int64_t>& offset, StreamRole role);
   void wait_for_past_uses(const Range& range, StreamRole role);
   void free_arena();
 

@@ -163,3 +163,49 @@ def test_the_step_after_an_exception_works(fake_group: None, stage: int, where: 
     assert all(p.grad is not None for p in model.parameters())
     zerocore.reset(model)
     assert state_of(model).engine.pool_stats.in_use_nbytes == 0
+
+
+class Words(nn.Module):
+    """Its gradient is sparse while asked for, which a reduction refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 8, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x)
+
+
+def make_with_words(stage: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(Words(), nn.Linear(8, 8), nn.Linear(8, 8))
+    return zerocore.shard(model, stage=stage, units=[Words, nn.Linear], prefetch=2)
+
+
+def recorded_step(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
+    with zerocore.record_events(model) as events:
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [(event.op, event.unit) for event in events]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_backward_that_failed_in_a_reduction_leaves_nothing_behind(
+    fake_group: None, stage: int
+) -> None:
+    model = make_with_words(stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"parameter '0.table.weight'.*Use sparse=False"):
+            recorded_step(model, optimizer)
+    model[0].table.sparse = False
+    found = [recorded_step(model, optimizer) for _ in range(3)]
+    untouched = make_with_words(stage)
+    untouched[0].table.sparse = False
+    optimizer = torch.optim.SGD(untouched.parameters(), lr=0.1)
+    expected = [recorded_step(untouched, optimizer) for _ in range(3)]
+    assert found[1:] == expected[1:]
+    assert state_of(model).engine.pool_stats.in_use_nbytes == 0
+    for a, b in zip(model.parameters(), untouched.parameters(), strict=True):
+        assert torch.equal(a, b)
