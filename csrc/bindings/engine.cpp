@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "engine/autograd.h"
 #include "engine/engine.h"
 
 namespace py = pybind11;
@@ -46,6 +47,12 @@ class DictRegistrar final : public Registrar {
     for (const RegisteredParam& param : units_[unit]) {
       for (const Place& place : param.places) {
         PyObject* value = full ? param.full.ptr() : param.shard.ptr();
+        PyObject* hidden = full ? param.shard.ptr() : param.full.ptr();
+        // Another one was put there for a while (torch.func.functional_call): it is the one to use.
+        PyObject* current = PyDict_GetItemWithError(place.parameters.ptr(), place.name.ptr());
+        if (current != hidden && current != nullptr) {
+          continue;
+        }
         if (PyDict_SetItem(place.parameters.ptr(), place.name.ptr(), value) != 0) {
           throw py::error_already_set();
         }
@@ -164,6 +171,7 @@ void bind_param(
   UnitParam& param = self.engine->unit(unit).params().at(index);
   param.full = THPVariable_Unpack(full.ptr());
   param.shard = THPVariable_Unpack(shard.ptr());
+  param.home = param.shard.storage().unsafeGetStorageImpl();
   if (!grad.is_none()) {
     self.engine->reducer().bind_grad(unit, index, THPVariable_Unpack(grad.ptr()));
   }
@@ -308,11 +316,18 @@ void register_steps(py::class_<PyEngine>& engine) {
           "enter", [](PyEngine& self, UnitId unit) { self.engine->enter(unit); }, no_gil)
       .def(
           "exit",
-          [](PyEngine& self, UnitId unit, const py::object& value) {
+          [](PyEngine& self, UnitId unit, const py::object& value, bool keep) {
             const auto outputs = collect_outputs(value);
             const py::gil_scoped_release release;
-            self.engine->exit(unit, outputs);
-          })
+            self.engine->exit(unit, outputs, keep);
+          },
+          py::arg("unit"),
+          py::arg("value"),
+          py::arg("keep") = false)
+      .def(
+          "adopt", [](PyEngine& self, UnitId unit) { self.engine->adopt(unit); }, no_gil)
+      .def_property_readonly(
+          "in_call", [](const PyEngine& self) { return self.engine->in_call(); })
       .def(
           "pin", [](PyEngine& self, const std::vector<UnitId>& u) { self.engine->pin(u); }, no_gil)
       .def(
@@ -321,7 +336,14 @@ void register_steps(py::class_<PyEngine>& engine) {
             self.engine->unpin(units, write_back);
           },
           no_gil)
-      .def("mark_updated", [](PyEngine& self, UnitId unit) { self.engine->mark_updated(unit); })
+      .def(
+          "mark_updated",
+          [](PyEngine& self, UnitId unit, const std::optional<std::vector<int>>& params) {
+            self.engine->mark_updated(unit, params);
+          },
+          py::arg("unit"),
+          py::arg("params") = py::none())
+      .def("check_homes", [](const PyEngine& self, UnitId u) { self.engine->check_homes(u); })
       .def("begin_update", [](PyEngine& self, UnitId unit) { self.engine->begin_update(unit); })
       .def("end_update", [](PyEngine& self, UnitId unit) { self.engine->end_update(unit); })
       .def(
@@ -388,6 +410,7 @@ void register_figures(py::class_<PyEngine>& engine) {
 
 void register_engine(py::module_& module) {
   py::class_<PyEngine> engine(module, "Engine");
+  module.def("note_backward_call", &note_backward_call);
   register_setup(engine);
   register_steps(engine);
   register_figures(engine);

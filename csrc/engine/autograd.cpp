@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <utility>
 
@@ -39,7 +40,41 @@ struct AccumulatedHook final : torch::autograd::PostAccumulateGradHook {
   std::function<void()> run_;
 };
 
+constexpr uint64_t kNoCall = UINT64_MAX;
+std::atomic<uint64_t> backward_call = kNoCall;
+
 } // namespace
+
+bool backward_is_selective() {
+  const auto* needed = torch::autograd::get_current_graph_task_exec_info();
+  return needed != nullptr && !needed->empty();
+}
+
+bool accumulates_into(const at::Tensor& leaf) {
+  if (!backward_is_selective()) {
+    return true;
+  }
+  const auto node = torch::autograd::impl::try_get_grad_accumulator(leaf);
+  const auto* needed = torch::autograd::get_current_graph_task_exec_info();
+  const auto found = node ? needed->find(node.get()) : needed->end();
+  return found != needed->end() && found->second.needed_;
+}
+
+void run_accumulated_hooks(const at::Tensor& leaf) {
+  const auto& hooks = torch::autograd::impl::post_acc_grad_hooks(leaf);
+  if (hooks) {
+    (*hooks)(leaf);
+  }
+}
+
+void note_backward_call() {
+  backward_call = next_node();
+}
+
+std::optional<uint64_t> take_backward_call() {
+  const uint64_t number = backward_call.exchange(kNoCall);
+  return number == kNoCall ? std::nullopt : std::optional(number);
+}
 
 uint64_t next_node() {
   return at::sequence_number::peek();

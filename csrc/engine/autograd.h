@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <optional>
 #include <vector>
 
 namespace zerocore {
@@ -12,6 +13,18 @@ namespace zerocore {
 inline const at::Tensor& gradient_of(const at::Tensor& leaf) {
   return leaf.unsafeGetTensorImpl()->grad();
 }
+
+// Whether the backward this thread is inside of leaves gradients of some leaves alone
+// (`backward(inputs=...)`, `torch.autograd.grad`).
+bool backward_is_selective();
+// Whether it adds to the gradient of `leaf`.
+bool accumulates_into(const at::Tensor& leaf);
+// Runs the hooks that were registered to run after a gradient was accumulated into the leaf.
+void run_accumulated_hooks(const at::Tensor& leaf);
+
+// The thread that calls a backward says which number its next node has; taken once.
+void note_backward_call();
+std::optional<uint64_t> take_backward_call();
 
 // The number that the next node of this thread's graph will have.
 uint64_t next_node();

@@ -97,7 +97,7 @@ Engine::Engine(
       reducer_(units_, context_, {options.hold_full, options.exchange_used}),
       registrar_(std::move(registrar)),
       thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
-      agreed_(false) {
+      side_doors_([this](const RecordedCall& recorded) { enter_by_side_door(recorded); }) {
   expect_step();
 }
 
@@ -133,6 +133,7 @@ void Engine::begin_pass() {
     return;
   }
   calls_.push_back({false});
+  side_doors_.forget(schedule_.oldest_pass());
   bool changed = false;
   for (UnitId id = 0; id < num_units(); ++id) {
     changed = refresh(id) || changed;
@@ -145,6 +146,7 @@ void Engine::begin_pass() {
 }
 
 void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
+  leave_adopted(outputs);
   if (pop_call().recomputing) {
     return; // nested
   }
@@ -163,6 +165,7 @@ void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
       }
     });
   }
+  side_doors_.expect_backward();
 }
 
 void Engine::fail_pass() {
@@ -192,25 +195,66 @@ void Engine::enter(UnitId id) {
   use(id);
 }
 
-void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs) {
-  const auto [recomputing, first_node] = pop_call();
-  const bool records = any_recorded(outputs);
-  CallHandle call{-1, -1, id};
-  if (!recomputing) {
-    // Without grad mode in a pass that records: reentrant checkpointing, whose backward comes.
-    const bool rerun = !c10::GradMode::is_enabled() && progress_[id].num_trainable > 0;
+void Engine::adopt(UnitId id) {
+  TORCH_INTERNAL_ASSERT(in_call(), "adopt outside of a call");
+  if (!schedule_.is_active(id)) {
+    enter(id);
+    calls_.back().adopted = id;
+  }
+}
+
+void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) {
+  leave_adopted(outputs);
+  leave(id, outputs, keep);
+  if (calls_.empty()) {
+    side_doors_.expect_backward();
+  }
+}
+
+void Engine::leave_adopted(const std::vector<at::Tensor>& outputs) {
+  while (calls_.back().adopted >= 0) {
+    leave(calls_.back().adopted, outputs, false);
+  }
+}
+
+void Engine::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) {
+  const Call entered = pop_call();
+  const bool has_output = any_recorded(outputs);
+  RecordedCall recorded{{-1, -1, id}, 0, entered.first_node, next_node()};
+  int64_t number = -1;
+  if (!entered.recomputing) {
+    // Outputs that are nowhere to be found, see Note [Side doors]; and without grad mode in a pass
+    // that records: reentrant checkpointing, whose backward comes.
+    const bool has_nodes = recorded.last > recorded.first;
+    const bool wanted = c10::GradMode::is_enabled() ? has_nodes : progress_[id].num_trainable > 0;
+    keep_writes(id);
     units_[id]->note_use();
-    call = schedule_.exit(id, records || rerun, actions_);
+    recorded.call = schedule_.exit(id, has_output || wanted, actions_, keep);
     run(actions_);
     update_registration(id);
+    recorded.version = units_[id]->version();
+    if (has_nodes && recorded.call.pass >= 0) {
+      number = side_doors_.add(recorded);
+    }
   }
-  if (records) {
-    const auto computed = computed_since(first_node, outputs);
-    on_backward_of(computed, [weak = weak_from_this(), call, version = units_[id]->version()] {
+  if (has_output) {
+    recorded.version = units_[id]->version();
+    const auto computed = computed_since(recorded.first, outputs);
+    on_backward_of(computed, [weak = weak_from_this(), recorded, number] {
       if (const auto engine = weak.lock()) {
-        engine->pre_backward(call, version);
+        engine->pre_backward(recorded, number);
       }
     });
+  }
+}
+
+// A forward that changed its parameters in place (`with torch.no_grad(): self.weight.clamp_()`)
+// changed what is gathered; this rank's part of it is kept where that is not the shard itself.
+void Engine::keep_writes(UnitId id) {
+  Unit& unit = *units_[id];
+  if (unit.take_writes() && (context_.policy.shards_parameters() || unit.main_nbytes() > 0)) {
+    const at::NoGradGuard no_grad;
+    unit.write_back();
   }
 }
 
@@ -327,6 +371,7 @@ void Engine::sync_requires_grad(UnitId id) {
 
 // Takes note of changed shards. True if there are: gathers must be ordered behind the change.
 bool Engine::refresh(UnitId id) {
+  check_homes(id);
   Unit& unit = *units_[id];
   if (unit.gathered_version() == unit.version() || schedule_.is_active(id)) {
     return false;
@@ -364,6 +409,8 @@ void Engine::settle() {
 
 void Engine::reset() {
   backward_ = false;
+  side_door_error_ = nullptr;
+  side_doors_.reset();
   calls_.clear();
   thread_check_.leave_forward();
   settle();
@@ -374,6 +421,7 @@ void Engine::reset() {
     }
     forget_fired(id);
     progress_[id].backward = -1;
+    progress_[id].outdated.clear();
     update_registration(id);
   }
 }

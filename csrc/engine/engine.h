@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "engine/reducer.h"
+#include "engine/side_doors.h"
 #include "engine/thread_check.h"
 #include "engine/unit.h"
 #include "plan/schedule.h"
@@ -92,7 +94,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void end_pass(const std::vector<at::Tensor>& outputs);
   void fail_pass();
   void enter(UnitId unit);
-  void exit(UnitId unit, const std::vector<at::Tensor>& outputs);
+  // `keep`: see Schedule::exit.
+  void exit(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep = false);
+  // Somebody reads a parameter of a unit that nobody has entered: the innermost call that runs owns
+  // the unit from here to its end.
+  void adopt(UnitId unit);
+  bool in_call() const {
+    return !calls_.empty();
+  }
 
   // -- between steps
   void set_sync(bool sync) {
@@ -104,8 +113,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Unshards the units and shows their full parameters until unpin.
   void pin(const std::vector<UnitId>& units);
   void unpin(const std::vector<UnitId>& units, bool write_back);
-  // An optimizer may have changed what requires grad.
-  void mark_updated(UnitId unit);
+  // An optimizer may have changed what requires grad, or these parameters.
+  void mark_updated(UnitId unit, const std::optional<std::vector<int>>& params = std::nullopt);
+  // Throws if a shard has left its place in memory.
+  void check_homes(UnitId unit) const;
   // Sets and reads a unit's parameters; collective. See Unit.
   void materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast);
   std::vector<at::Tensor> full_values(UnitId unit);
@@ -124,15 +135,24 @@ class Engine : public std::enable_shared_from_this<Engine> {
   struct Call {
     bool recomputing = false; // in a recompute, not a forward
     uint64_t first_node = 0; // of the graph that the call records
+    UnitId adopted = -1; // the unit, if it is left with the call that is around this one
   };
 
   void begin_backward();
   void end_backward();
-  void pre_backward(const CallHandle& call, int64_t version);
+  void pre_backward(const RecordedCall& recorded, int64_t number);
+  void enter_by_side_door(const RecordedCall& recorded) noexcept;
+  void check_versions(const RecordedCall& recorded);
+  void mute_units();
+  void reduce_rest();
+  void run_user_hooks(const std::vector<bool>& reduced);
   void grad_ready(UnitId unit, int param);
   void forget_fired(UnitId unit);
   void recover();
   void leave_if_outside();
+  void leave_adopted(const std::vector<at::Tensor>& outputs);
+  void leave(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep);
+  void keep_writes(UnitId unit);
   void expect_step();
   Call pop_call();
   void run(Actions& actions);
@@ -150,6 +170,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     int num_fired = 0;
     int64_t backward = -1; // the one that goes through the unit
     std::vector<uint8_t> fired;
+    std::vector<uint8_t> outdated; // changed since the forward; empty if none is
   };
 
   EngineOptions options_;
@@ -167,7 +188,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<Call> calls_; // entered and not left
   Actions actions_; // reused
   ThreadCheck thread_check_;
+  SideDoors side_doors_;
+  std::exception_ptr side_door_error_; // thrown at the next chance
   bool backward_ = false;
+  bool muted_ = false; // some unit is
   bool sync_ = true;
   bool agreed_ = false; // the ranks compared which units they call
 };

@@ -9,10 +9,15 @@ namespace zerocore {
 
 void Engine::begin_backward() {
   thread_check_.check_hook();
+  if (side_door_error_ != nullptr) {
+    std::rethrow_exception(std::exchange(side_door_error_, nullptr));
+  }
   if (std::exchange(backward_, true)) {
     return;
   }
   schedule_.begin_backward();
+  side_doors_.begin_backward(take_backward_call());
+  mute_units();
   on_backward_end([weak = weak_from_this(), running = thread_check_.begin_backward()] {
     if (const auto engine = weak.lock()) {
       engine->end_backward();
@@ -20,26 +25,89 @@ void Engine::begin_backward() {
   });
 }
 
-void Engine::pre_backward(const CallHandle& call, int64_t version) {
-  Unit& unit = *units_[call.unit];
+// A backward for other gradients than the unit's (of inputs, or of chosen parameters) must not be
+// taken for one in which its gradients are zero.
+void Engine::mute_units() {
+  const bool selective = backward_is_selective();
+  if (!selective && !muted_) {
+    return;
+  }
+  muted_ = selective;
+  for (UnitId id = 0; id < num_units(); ++id) {
+    const auto& params = units_[id]->params();
+    const bool wanted = std::any_of(params.begin(), params.end(), [](const UnitParam& param) {
+      return param.full.requires_grad() && accumulates_into(param.full);
+    });
+    schedule_.set_muted(id, !wanted);
+  }
+}
+
+void Engine::pre_backward(const RecordedCall& recorded, int64_t number) {
+  const UnitId id = recorded.call.unit;
+  side_doors_.announce(number);
+  check_versions(recorded);
   TORCH_CHECK(
-      unit.version() == version,
+      !c10::GradMode::is_enabled() || !context_.policy.shards_parameters() ||
+          schedule_.is_pinned(id),
+      "backward with create_graph=True through unit '",
+      units_[id]->name(),
+      "': a second backward would need parameters that stage 3 has given back by then. Use stage 2 "
+      "or lower, or run forward and both backwards inside `with zerocore.unsharded(model):`.");
+  begin_backward();
+  progress_[id].backward = current_backward();
+  if (schedule_.pre_backward(recorded.call, actions_)) {
+    forget_fired(id);
+  }
+  run(actions_);
+  use(id);
+}
+
+// Observers of nodes must not throw; the hook that comes next does, or the end of the backward.
+void Engine::enter_by_side_door(const RecordedCall& recorded) noexcept {
+  try {
+    pre_backward(recorded, -1);
+  } catch (...) {
+    side_door_error_ = std::current_exception();
+  }
+}
+
+// Parameters that changed after the forward must not take part in its backward. What was trained
+// and has a gradient to come is refused when that comes: a unit may hold parameters of several
+// modules, of which one was stepped and another is not yet.
+void Engine::check_versions(const RecordedCall& recorded) {
+  Unit& unit = *units_[recorded.call.unit];
+  if (unit.version() == recorded.version) {
+    return;
+  }
+  const auto changed = unit.changed_since(recorded.version);
+  const bool is_known = changed.has_value() &&
+      std::all_of(changed->begin(), changed->end(), [&](int param) {
+                          return unit.params()[param].full.requires_grad();
+                        });
+  TORCH_CHECK(
+      is_known,
       "backward through unit '",
       unit.name(),
       "': its parameters were changed after the forward (by an optimizer step or a load). Run "
       "backward before the step, or run the forward again.");
-  begin_backward();
-  progress_[call.unit].backward = current_backward();
-  if (schedule_.pre_backward(call, actions_)) {
-    forget_fired(call.unit);
+  std::vector<uint8_t>& outdated = progress_[recorded.call.unit].outdated;
+  outdated.assign(unit.params().size(), 0);
+  for (const int param : *changed) {
+    outdated[param] = 1;
   }
-  run(actions_);
-  use(call.unit);
 }
 
 void Engine::grad_ready(UnitId id, int param) {
   begin_backward();
   UnitProgress& progress = progress_[id];
+  TORCH_CHECK(
+      progress.outdated.empty() || !progress.outdated[param],
+      "backward through parameter '",
+      units_[id]->params()[param].spec.fqn,
+      "' of unit '",
+      units_[id]->name(),
+      "': it was changed after the forward (by an optimizer step or a load). Run backward before "
+      "the step, or run the forward again.");
   if (!std::exchange(progress.fired[param], 1)) {
     ++progress.num_fired;
   }
@@ -61,18 +129,53 @@ void Engine::forget_fired(UnitId id) {
 }
 
 void Engine::end_backward() {
+  if (side_door_error_ != nullptr) {
+    std::rethrow_exception(std::exchange(side_door_error_, nullptr));
+  }
   schedule_.end_backward(actions_);
   run(actions_);
+  reduce_rest();
   for (UnitId id = 0; id < num_units(); ++id) {
-    if (reducer_.has_grads(id)) {
-      reducer_.reduce(id, sync_);
-    }
     forget_fired(id);
     progress_[id].backward = -1;
+    progress_[id].outdated.clear();
     update_registration(id);
   }
+  const std::vector<bool> reduced = reducer_.reduced();
   reducer_.finish();
+  side_doors_.end_backward();
   backward_ = false;
+  run_user_hooks(reduced);
+}
+
+// Gradients that came when the calls said that there are no more. What ranks reduce must not depend
+// on them: another rank need not have any.
+void Engine::reduce_rest() {
+  for (UnitId id = 0; id < num_units(); ++id) {
+    if (!reducer_.has_grads(id)) {
+      continue;
+    }
+    TORCH_CHECK(
+        context_.world_size() == 1,
+        "unit '",
+        units_[id]->name(),
+        "': a gradient came after those of the unit had been reduced. Full parameters were used "
+        "outside of the calls of the model that zerocore sees; use them inside of `with "
+        "zerocore.unsharded(model):` up to the end of the backward.");
+    reducer_.reduce(id, sync_);
+  }
+}
+
+// Users register hooks on the shards, which is where optimizers look; gradients come to be there
+// without autograd.
+void Engine::run_user_hooks(const std::vector<bool>& reduced) {
+  for (UnitId id = 0; id < num_units(); ++id) {
+    for (const UnitParam& param : units_[id]->params()) {
+      if (reduced[id] && gradient_of(param.shard).defined()) {
+        run_accumulated_hooks(param.shard);
+      }
+    }
+  }
 }
 
 } // namespace zerocore

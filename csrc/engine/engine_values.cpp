@@ -61,14 +61,31 @@ void Engine::unpin(const std::vector<UnitId>& units, bool write_back) {
     if (write_back) {
       units_[id]->write_back();
     }
+    units_[id]->take_writes(); // kept or not, as asked
     schedule_.unpin(id, actions_);
     run(actions_);
     update_registration(id);
   }
 }
 
-void Engine::mark_updated(UnitId unit) {
-  units_.at(unit)->mark_updated();
+void Engine::mark_updated(UnitId unit, const std::optional<std::vector<int>>& params) {
+  if (params) {
+    units_.at(unit)->mark_updated(*params);
+  } else {
+    units_.at(unit)->mark_updated();
+  }
+}
+
+void Engine::check_homes(UnitId id) const {
+  const Unit& unit = *units_.at(id);
+  const UnitParam* moved = unit.find_moved();
+  TORCH_CHECK_VALUE(
+      moved == nullptr,
+      "parameter '",
+      moved == nullptr ? "" : moved->spec.fqn,
+      "': its shard was moved out of the memory that zerocore gathers from (by a move of the model, "
+      "or `param.data = other`), so training would have no effect. Change values in place "
+      "(`param.data.copy_(other)`), and move the model before zerocore.shard.");
 }
 
 void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast) {

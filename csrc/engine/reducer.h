@@ -49,6 +49,8 @@ class Reducer {
   void reduce(UnitId unit, bool sync);
   // Whether the unit has gradients that reduce() has not seen.
   bool has_grads(UnitId unit) const;
+  // Units whose gradients were reduced in this backward, one flag each.
+  std::vector<bool> reduced() const;
   // Ends a backward: waits for the reductions and shows the gradients on the shards.
   void finish();
   // Waits for what is in flight and drops it, and all gradients not reduced yet.

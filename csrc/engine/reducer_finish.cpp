@@ -9,6 +9,15 @@
 
 namespace zerocore {
 
+std::vector<bool> Reducer::reduced() const {
+  std::vector<bool> flags;
+  flags.reserve(grads_.size());
+  for (const UnitGrads& unit : grads_) {
+    flags.push_back(unit.reduced);
+  }
+  return flags;
+}
+
 void Reducer::finish() {
   const at::NoGradGuard no_grad;
   complete_all();

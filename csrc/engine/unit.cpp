@@ -26,8 +26,9 @@ Unit::Unit(UnitId id, std::string name, std::vector<UnitParam> params, const Uni
           layout_.all_regions(),
           context.shard,
           context.streams->device(),
-          "unit '" + name_ + "'"),
-      changes_(layout_.regions().size(), 0),
+          "unit '" + name_ + "'",
+          /*hides=*/context.policy.shards_parameters()),
+      changes_(params_.size(), 0),
       gathered_(layout_.regions().size(), -1) {
   if (context_.policy.shards_parameters()) {
     shards_.emplace(
@@ -135,6 +136,7 @@ void Unit::wait_for_unshard() {
     return;
   }
   wait_for_all(gathers_);
+  bucket_.show();
   set_state(UnitState::Unsharded);
 }
 
@@ -167,12 +169,56 @@ void Unit::mark_changed() {
 }
 
 void Unit::mark_updated() {
-  for (const int region : bucket_.regions()) {
-    const std::vector<int>& members = layout_.regions()[region].params;
-    changes_[region] += std::any_of(members.begin(), members.end(), [&](int param) {
-      return params_[param].shard.requires_grad();
-    });
+  for (size_t param = 0; param < params_.size(); ++param) {
+    changes_[param] += params_[param].shard.requires_grad() ? 1 : 0;
   }
+}
+
+void Unit::mark_updated(const std::vector<int>& params) {
+  for (const int param : params) {
+    ++changes_.at(param);
+  }
+}
+
+void Unit::mark_fresh() {
+  gathered_version_ = version();
+  Snapshot& oldest = snapshots_[next_snapshot_];
+  next_snapshot_ = (next_snapshot_ + 1) % snapshots_.size();
+  oldest.unit = gathered_version_;
+  oldest.params.resize(params_.size());
+  for (size_t param = 0; param < params_.size(); ++param) {
+    oldest.params[param] = param_version(static_cast<int>(param));
+  }
+}
+
+std::optional<std::vector<int>> Unit::changed_since(int64_t version) const {
+  for (const Snapshot& snapshot : snapshots_) {
+    if (snapshot.unit == version && snapshot.params.size() == params_.size()) {
+      std::vector<int> changed;
+      for (size_t param = 0; param < params_.size(); ++param) {
+        if (snapshot.params[param] != param_version(static_cast<int>(param))) {
+          changed.push_back(static_cast<int>(param));
+        }
+      }
+      return changed;
+    }
+  }
+  return std::nullopt;
+}
+
+bool Unit::take_writes() {
+  int64_t version = 0;
+  for (const UnitParam& param : params_) {
+    version += param.full.unsafeGetTensorImpl()->version_counter().current_version();
+  }
+  return std::exchange(full_version_, version) != version;
+}
+
+const UnitParam* Unit::find_moved() const {
+  const auto moved = std::find_if(params_.begin(), params_.end(), [](const UnitParam& param) {
+    return param.shard.storage().unsafeGetStorageImpl() != param.home;
+  });
+  return moved == params_.end() ? nullptr : &*moved;
 }
 
 void Unit::mark_gathered() {
@@ -188,12 +234,16 @@ bool Unit::is_gathered() const {
 }
 
 int64_t Unit::region_version(int region) const {
-  int64_t version = changes_[region];
+  int64_t version = 0;
   for (const int param : layout_.regions()[region].params) {
-    const auto* shard = params_[param].shard.unsafeGetTensorImpl();
-    version += shard->version_counter().current_version();
+    version += param_version(param);
   }
   return version;
+}
+
+int64_t Unit::param_version(int param) const {
+  const auto* shard = params_[param].shard.unsafeGetTensorImpl();
+  return changes_[param] + static_cast<int64_t>(shard->version_counter().current_version());
 }
 
 int64_t Unit::version() const {

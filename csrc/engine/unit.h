@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <optional>
 #include <string>
 #include <vector>
@@ -56,6 +57,7 @@ struct UnitParam {
   at::Tensor shard; // the leaf that the optimizer sees, 1-D
   bool lacks_main = false; // frozen and cast: there is no main weight to train
   bool hooked = false; // the leaf reports its gradient
+  const c10::StorageImpl* home = nullptr; // where the shard's memory must stay
 };
 
 std::vector<ParamSpec> specs_of(const std::vector<UnitParam>& params);
@@ -128,12 +130,17 @@ class Unit {
   // of those that require grad.
   void mark_changed();
   void mark_updated();
+  void mark_updated(const std::vector<int>& params);
   // The unsharded parameters are those of the shards, in all regions.
   void mark_gathered();
   // What is gathered now is what the shards hold.
-  void mark_fresh() {
-    gathered_version_ = version();
-  }
+  void mark_fresh();
+  // Parameters that have changed since the unit had that version; null if it is too long ago.
+  std::optional<std::vector<int>> changed_since(int64_t version) const;
+  // Whether somebody wrote to the unsharded parameters since the last call.
+  bool take_writes();
+  // A parameter whose shard has left the memory of the unit (`p.data = other`), or null.
+  const UnitParam* find_moved() const;
   // Unsharded parameters that stay are those of the shards, or a gather under way makes them so.
   bool is_gathered() const;
   int64_t gathered_version() const {
@@ -161,6 +168,7 @@ class Unit {
   void take(const Bucket& staging);
   void wait_for_all(std::vector<PendingCollective>& collectives) const;
   int64_t region_version(int region) const;
+  int64_t param_version(int param) const;
   bool is_gathered(int region) const {
     return gathered_[region] == region_version(region);
   }
@@ -177,10 +185,18 @@ class Unit {
   Slot slot_;
   std::vector<PendingCollective> gathers_;
   UnitState state_ = UnitState::Sharded;
-  std::vector<int64_t> changes_; // of each region
+  struct Snapshot {
+    int64_t unit = -1;
+    std::vector<int64_t> params;
+  };
+
+  std::vector<int64_t> changes_; // of each parameter, beside those its version counter shows
   std::vector<int64_t> gathered_; // version of each region that is in the buffer
   int64_t gathered_version_ = -1;
   int64_t cast_version_ = -1;
+  int64_t full_version_ = 0; // of all unsharded parameters
+  std::array<Snapshot, 4> snapshots_; // of the last versions that were gathered
+  size_t next_snapshot_ = 0;
 };
 
 } // namespace zerocore

@@ -2,10 +2,19 @@
 #include "plan/schedule.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <c10/util/Exception.h>
 
 namespace zerocore {
+
+namespace {
+
+// More forwards than any backward reaches back; without it, forwards that record graphs which
+// nobody wants would pile up.
+constexpr size_t kMaxPasses = 4096;
+
+} // namespace
 
 Schedule::Schedule(ScheduleOptions options, std::vector<CallEvent> order)
     : options_(options),
@@ -19,22 +28,38 @@ Schedule::Schedule(ScheduleOptions options, std::vector<CallEvent> order)
 
 // -- passes ---------------------------------------------------------------------------------
 
+// The last ones are asked for most.
 Schedule::Pass* Schedule::find_pass(int64_t id) {
-  for (Pass& pass : passes_) {
-    if (pass.id == id) {
-      return &pass;
-    }
-  }
-  return nullptr;
+  const auto found =
+      std::find_if(passes_.rbegin(), passes_.rend(), [&](const Pass& p) { return p.id == id; });
+  return found == passes_.rend() ? nullptr : &*found;
 }
 
 Schedule::Pass& Schedule::open_pass(bool grad) {
-  std::erase_if(passes_, [](const Pass& pass) { return pass.consumed; });
+  forget_old_passes();
   Pass& pass = passes_.emplace_back();
   pass.id = next_pass_++;
   pass.grad = grad;
   open_ = pass.id;
   return pass;
+}
+
+void Schedule::forget_old_passes() {
+  if (std::exchange(outdated_, false)) {
+    std::erase_if(passes_, [&](const Pass& pass) { return is_outdated(pass); });
+  }
+  if (passes_.size() >= kMaxPasses) {
+    passes_.pop_front();
+  }
+}
+
+// Whether no backward can come through the pass: everything it would train has changed.
+bool Schedule::is_outdated(const Pass& pass) const {
+  return std::all_of(pass.events.begin(), pass.events.end(), [&](const CallEvent& event) {
+    const UnitState& unit = units_[event.unit];
+    return event.kind == EventKind::Enter || !event.needs_backward || !unit.reducible ||
+        unit.changed_at > pass.id;
+  });
 }
 
 void Schedule::close_loose_pass() {
@@ -80,6 +105,7 @@ void Schedule::abort(Actions& out) {
     unit.active = 0;
     unit.in_backward = false;
     unit.ready = false;
+    unit.due = false;
   }
   passes_.clear();
   rooted_ = false;
@@ -116,7 +142,7 @@ void Schedule::enter(UnitId unit, bool grad, Actions& out) {
   do_enter(unit, out);
 }
 
-CallHandle Schedule::exit(UnitId unit, bool needs_backward, Actions& out) {
+CallHandle Schedule::exit(UnitId unit, bool needs_backward, Actions& out, bool keep) {
   TORCH_INTERNAL_ASSERT(!frames_.empty() && frames_.back().unit == unit, "unbalanced exit");
   const Frame frame = frames_.back();
   frames_.pop_back();
@@ -135,7 +161,7 @@ CallHandle Schedule::exit(UnitId unit, bool needs_backward, Actions& out) {
     call.exit = static_cast<int32_t>(pass->events.size());
     pass->events.push_back({EventKind::Exit, unit, needs_backward});
   }
-  do_exit(unit, needs_backward, out);
+  do_exit(unit, needs_backward, keep, out);
   return call;
 }
 
@@ -166,7 +192,7 @@ void Schedule::skip_to(size_t end, Actions& out) {
     if (event.kind == EventKind::Enter) {
       do_enter(event.unit, out);
     } else {
-      do_exit(event.unit, event.needs_backward, out);
+      do_exit(event.unit, event.needs_backward, false, out);
     }
   }
 }
@@ -199,9 +225,9 @@ void Schedule::do_enter(UnitId unit, Actions& out) {
   }
 }
 
-void Schedule::do_exit(UnitId unit, bool needs_backward, Actions& out) {
+void Schedule::do_exit(UnitId unit, bool needs_backward, bool keep, Actions& out) {
   --units_[unit].active;
-  if (!options_.releases) {
+  if (!options_.releases || (keep && !rooted_)) {
     return;
   }
   if (rooted_) {
@@ -267,9 +293,8 @@ void Schedule::invalidate(UnitId unit, Actions& out) {
     units_[unit].resident = false;
   }
   close_loose_pass();
-  if (!rooted_) {
-    passes_.clear();
-  }
+  units_[unit].changed_at = next_pass_;
+  outdated_ = true;
 }
 
 void Schedule::pin(UnitId unit, Actions& out) {

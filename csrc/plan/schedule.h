@@ -11,6 +11,13 @@
 // order does not have (all ranks must make it) is served on demand, and the order is relearned
 // when the pass ends. The first order is that of registration. Units called outside of the
 // sharded model's own call are served on demand, without prefetch.
+//
+// Note [Passes whose backward never comes]
+// A unit of several passes is reduced in the backward of the first of them: in one backward through
+// all of them that is once, at the end. The backward of a pass may never come (its output was
+// detached), so what is still due when the backward ends is reduced then. That follows from the
+// calls alone, never from which gradients this rank has: another rank may have others. After such
+// an end the next backwards reduce pass by pass.
 #pragma once
 
 #include <cstdint>
@@ -54,7 +61,8 @@ class Schedule {
   // Forward. A pass is rooted from begin_pass to end_pass; grad says whether it records a graph.
   void begin_pass(bool grad, Actions& out);
   void enter(UnitId unit, bool grad, Actions& out);
-  CallHandle exit(UnitId unit, bool needs_backward, Actions& out);
+  // `keep`: outside of a pass the unit stays unsharded until another one is entered.
+  CallHandle exit(UnitId unit, bool needs_backward, Actions& out, bool keep = false);
   void end_pass(Actions& out);
   // The pass ended with an exception: gives everything back, forgets the pass.
   void abort(Actions& out);
@@ -69,14 +77,20 @@ class Schedule {
   void ready(UnitId unit, Actions& out);
   void end_backward(Actions& out);
 
-  // The unit's parameters changed: what was gathered is stale.
+  // The unit's parameters changed: what was gathered is stale, and no backward comes through it for
+  // a forward before.
   void invalidate(UnitId unit, Actions& out);
   // Keeps a unit unsharded whatever happens, until unpinned.
   void pin(UnitId unit, Actions& out);
   void unpin(UnitId unit, Actions& out);
 
+  // Whether the unit has gradients to reduce at all.
   void set_reducible(UnitId unit, bool reducible) {
     units_.at(unit).reducible = reducible;
+  }
+  // Whether the backward that begins leaves the unit's gradients alone; until the next one begins.
+  void set_muted(UnitId unit, bool muted) {
+    units_.at(unit).muted = muted;
   }
   // Drops the units that no rank has called from the order; one flag per unit.
   void prune(const std::vector<bool>& called);
@@ -96,8 +110,15 @@ class Schedule {
     const UnitState& state = units_.at(unit);
     return state.active > 0 || state.in_backward || state.pinned > 0;
   }
+  bool is_pinned(UnitId unit) const {
+    return units_.at(unit).pinned > 0;
+  }
   bool in_rooted_pass() const {
     return rooted_;
+  }
+  // Passes before this one are forgotten.
+  int64_t oldest_pass() const {
+    return passes_.empty() ? next_pass_ : passes_.front().id;
   }
 
  private:
@@ -108,6 +129,9 @@ class Schedule {
     bool in_backward = false;
     bool ready = false;
     bool reducible = true;
+    bool muted = false; // in this backward
+    bool due = false; // to be reduced in this backward, at its end at the latest
+    int64_t changed_at = 0; // passes before this one have older parameters
   };
   struct Pass {
     int64_t id = 0;
@@ -125,15 +149,18 @@ class Schedule {
 
   Pass& open_pass(bool grad);
   void close_loose_pass();
+  void forget_old_passes();
+  bool is_outdated(const Pass& pass) const;
   Pass* find_pass(int64_t id);
 
   std::optional<size_t> find_event(EventKind kind, UnitId unit) const;
   void skip_to(size_t event, Actions& out);
   std::vector<UnitId> upcoming(int count) const;
   void do_enter(UnitId unit, Actions& out);
-  void do_exit(UnitId unit, bool needs_backward, Actions& out);
+  void do_exit(UnitId unit, bool needs_backward, bool keep, Actions& out);
   void relearn(const Pass& pass);
 
+  std::vector<bool> reduced_later(const Pass& pass) const;
   void start_steps(Pass& pass, Actions& out);
   void do_step(const Step& step, Actions& out);
   void run_steps(Pass& pass, size_t end, Actions& out);
@@ -150,12 +177,14 @@ class Schedule {
   std::vector<UnitState> units_;
   std::vector<bool> called_;
   std::vector<Frame> frames_; // units entered and not left
-  std::deque<Pass> passes_; // passes a backward may still come for
+  std::deque<Pass> passes_; // passes a backward may still come for, also once more
   int64_t next_pass_ = 0;
   int64_t open_ = -1; // id of the forward pass under way
   int64_t backward_ = -1; // id of the pass whose steps are being done
   bool rooted_ = false;
   bool changed_ = false; // the pass had a call that order_ does not have
+  bool outdated_ = false; // parameters have changed since passes were last forgotten
+  bool waits_ = true; // one backward through several passes reduces each unit once
   size_t cursor_ = 0; // next event of order_
   UnitId retained_ = -1; // left last; kept for the backward
 };

@@ -2,6 +2,7 @@
 #include "plan/schedule.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <c10/util/Exception.h>
 
@@ -12,6 +13,7 @@ void Schedule::begin_backward() {
   backward_ = -1;
   for (UnitState& unit : units_) {
     unit.ready = false;
+    unit.due = false;
   }
 }
 
@@ -82,28 +84,50 @@ void Schedule::end_backward(Actions& out) {
   finish_steps(out);
   backward_ = -1;
   retained_ = -1;
-  for (UnitState& unit : units_) {
+  for (UnitId id = 0; id < options_.num_units; ++id) {
+    UnitState& unit = units_[id];
     unit.in_backward = false;
     unit.ready = false;
+    if (std::exchange(unit.due, false)) {
+      out.push_back({ActionKind::Reduce, id});
+      waits_ = waits_ && unit.pinned > 0;
+    }
+  }
+  for (Pass& pass : passes_) {
+    pass.steps.clear();
   }
   if (options_.releases) {
     reshard_all_but({}, out);
   }
 }
 
-void Schedule::start_steps(Pass& pass, Actions& out) {
-  // A unit that an earlier pass still has to go backward through is reduced there.
-  std::vector<bool> pending(units_.size(), false);
+// Units that are not reduced in the backward of `pass`: an earlier pass still has to go backward
+// through them (see Note [Passes whose backward never comes]), or somebody holds them unsharded and
+// may use them outside of all calls.
+std::vector<bool> Schedule::reduced_later(const Pass& pass) const {
+  std::vector<bool> later(units_.size(), false);
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    later[unit] = units_[unit].pinned > 0;
+  }
   for (const Pass& other : passes_) {
-    if (other.id < pass.id && !other.consumed) {
+    if (waits_ && other.id < pass.id && !other.consumed && !is_outdated(other)) {
       for (const CallEvent& event : other.events) {
-        pending[event.unit] =
-            pending[event.unit] || (event.kind == EventKind::Exit && event.needs_backward);
+        later[event.unit] =
+            later[event.unit] || (event.kind == EventKind::Exit && event.needs_backward);
       }
     }
   }
+  return later;
+}
+
+void Schedule::start_steps(Pass& pass, Actions& out) {
+  const std::vector<bool> later = reduced_later(pass);
+  for (const CallEvent& event : pass.events) {
+    UnitState& unit = units_[event.unit];
+    unit.due = unit.reducible && !unit.muted;
+  }
   pass.steps = backward_steps(pass.events, options_.prefetch, [&](UnitId unit) {
-    return units_[unit].reducible && !pending[unit];
+    return units_[unit].due && !later[unit];
   });
   pass.next = 0;
   pass.consumed = true;
@@ -135,6 +159,7 @@ void Schedule::do_step(const Step& step, Actions& out) {
         reshard(step.unit, out);
       }
       if (step.kind == StepKind::Reduce) {
+        state.due = false;
         out.push_back({ActionKind::Reduce, step.unit});
       }
       break;

@@ -30,6 +30,15 @@ void set_access_error(Storage* storage, [[maybe_unused]] const std::string& mess
   }
 }
 
+c10::Storage make_storage(int64_t nbytes, c10::Device device) {
+  return c10::Storage(
+      c10::Storage::use_byte_size_t(),
+      static_cast<size_t>(nbytes),
+      c10::DataPtr(nullptr, device),
+      /*allocator=*/nullptr,
+      /*resizable=*/false);
+}
+
 } // namespace
 
 at::Tensor tensor_over(
@@ -52,7 +61,8 @@ Bucket::Bucket(
     std::vector<int> regions,
     int64_t shard,
     c10::Device device,
-    std::string owner)
+    std::string owner,
+    bool hides)
     : regions_(std::move(regions)),
       offsets_(layout.regions().size(), 0),
       detached_message_(
@@ -62,16 +72,13 @@ Bucket::Bucket(
           "uses them with zerocore.register_forward_method"),
       device_(device),
       nbytes_(layout.nbytes_of(regions_)),
+      hides_(hides),
+      storage_(make_storage(nbytes_, device)),
+      leaf_storage_(hides ? make_storage(nbytes_, device) : storage_),
       full_(layout.regions().size()),
       own_(layout.regions().size()),
       full_bytes_(layout.regions().size()),
       own_bytes_(layout.regions().size()) {
-  storage_ = c10::Storage(
-      c10::Storage::use_byte_size_t(),
-      static_cast<size_t>(nbytes_),
-      c10::DataPtr(nullptr, device),
-      /*allocator=*/nullptr,
-      /*resizable=*/false);
   for (const Region& region : layout.regions()) {
     dtypes_.push_back(static_cast<c10::ScalarType>(region.dtype));
   }
@@ -99,7 +106,7 @@ at::Tensor Bucket::view(int region, int64_t offset, at::IntArrayRef sizes, at::I
     const {
   const auto itemsize = static_cast<int64_t>(c10::elementSize(dtypes_.at(region)));
   return tensor_over(
-      storage_, dtypes_[region], offsets_.at(region) / itemsize + offset, sizes, strides);
+      leaf_storage_, dtypes_[region], offsets_.at(region) / itemsize + offset, sizes, strides);
 }
 
 void Bucket::attach(void* data) {
@@ -109,14 +116,27 @@ void Bucket::attach(void* data) {
 void Bucket::attach(c10::DataPtr data) {
   c10::StorageImpl* storage = storage_.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(std::move(data));
-  clear_access_error(storage);
+  if (!hides_) {
+    clear_access_error(storage);
+  }
   attached_ = true;
 }
 
+void Bucket::show() {
+  if (hides_) {
+    c10::StorageImpl* leaves = leaf_storage_.unsafeGetStorageImpl();
+    leaves->set_data_ptr_noswap(c10::DataPtr(storage_.mutable_data(), device_));
+    clear_access_error(leaves);
+  }
+}
+
 void Bucket::detach() {
-  c10::StorageImpl* storage = storage_.unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
-  set_access_error(storage, detached_message_);
+  if (hides_) {
+    storage_.unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
+  }
+  c10::StorageImpl* leaves = leaf_storage_.unsafeGetStorageImpl();
+  leaves->set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
+  set_access_error(leaves, detached_message_);
   attached_ = false;
 }
 

@@ -5,6 +5,9 @@
 // whatever the number of parameters, and moves no version counter; tensors that autograd saved
 // share the storage and so read the bytes of the slot attached last. While nothing is attached,
 // touching the data raises an error that names the owner instead of reading freed memory.
+//
+// Where bytes come and go while a program runs, leaves have a storage of their own: collectives write
+// to the one, layers read the other, which raises until whoever waited for the bytes shows them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,18 +22,21 @@ namespace zerocore {
 class Bucket {
  public:
   // Holds `regions` of `layout`, one after the other; `shard` is this rank's index. `owner` is
-  // named in errors. Allocates nothing.
+  // named in errors. With `hides` views cannot be read before show(). Allocates nothing.
   Bucket(
       const Layout& layout,
       std::vector<int> regions,
       int64_t shard,
       c10::Device device,
-      std::string owner);
+      std::string owner,
+      bool hides = false);
 
   // The buffer reads and writes `data` (at least nbytes()) from now on.
   void attach(void* data);
   // As attach, and the bucket owns the memory.
   void attach(c10::DataPtr data);
+  // The bytes that were attached are those that readers of views are to find.
+  void show();
   // Forgets the memory; any access to it is an error until the next attach.
   void detach();
 
@@ -75,7 +81,9 @@ class Bucket {
   c10::Device device_;
   int64_t nbytes_ = 0;
   bool attached_ = false;
+  bool hides_;
   c10::Storage storage_;
+  c10::Storage leaf_storage_; // the same one unless `hides_`
   // By region of the layout; undefined for regions that the bucket does not hold.
   std::vector<at::Tensor> full_, own_, full_bytes_, own_bytes_;
 };
