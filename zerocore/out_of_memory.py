@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -19,7 +18,6 @@ from zerocore.state import ShardState, Unit, state_of
 from zerocore.tensor import ShardedParameter
 
 NUM_BUCKETS = 3  # that are listed
-_WATCHED = "_zerocore_watched"
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _models: WeakKeyDictionary[ShardState, ref[nn.Module]] = WeakKeyDictionary()
 
@@ -107,31 +105,19 @@ def explain_step(error: BaseException, params: Sequence[Any]) -> OutOfMemory | N
     return None if state is None else _explain(error, state, "optimizer step", [])
 
 
-def watch_backward(state: ShardState, model: nn.Module) -> None:
-    """From now on an OutOfMemory in a backward through ``model`` is explained.
-
-    Backward runs in torch without a frame of ours, so ``torch.autograd.backward`` is wrapped, once.
-    """
+def remember_model(state: ShardState, model: nn.Module) -> None:
+    """From now on what runs out of memory in ``model`` is explained."""
     _models[state] = ref(model)
-    if not hasattr(torch.autograd.backward, _WATCHED):
-        torch.autograd.backward = _watched(torch.autograd.backward)
 
 
-def _watched(backward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(backward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return backward(*args, **kwargs)
-        except (RuntimeError, MemoryError) as error:
-            for state in list(_models):
-                units = _units_in_use(state)
-                explained = _explain(error, state, "backward", units) if units else None
-                if explained is not None:
-                    raise explained from error
-            raise
-
-    setattr(run, _WATCHED, True)
-    return run
+def explain_backward(error: BaseException) -> OutOfMemory | None:
+    """What to raise for an error in a backward, if anything."""
+    for state in list(_models):
+        units = _units_in_use(state)
+        explained = _explain(error, state, "backward", units) if units else None
+        if explained is not None:
+            return explained
+    return None
 
 
 def _explain(

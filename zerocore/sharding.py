@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from zerocore._C import CallEvent, Engine
 from zerocore.agreement import agree
+from zerocore.backward_calls import watch_backward_calls
 from zerocore.budget import check_budget
 from zerocore.calls import call_order, entry_units
 from zerocore.casting import cast_around_kept
@@ -20,7 +21,7 @@ from zerocore.groups import Ranks
 from zerocore.materialize import InitFn, full_values, materialize_buffers
 from zerocore.module import Entry, set_entry
 from zerocore.optimizer_hooks import mark_full, mark_replaced
-from zerocore.out_of_memory import explain_forward, watch_backward
+from zerocore.out_of_memory import explain_forward, remember_model
 from zerocore.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.quantities import parse_nbytes
 from zerocore.registration import watch_registrations
@@ -74,7 +75,8 @@ def shard_model(
     _set_entries(model, planned, state)
     engine.start(config.sync_params or state.world_size == 1)
     set_state(model, state)
-    watch_backward(state, model)
+    remember_model(state, model)
+    watch_backward_calls()
     watch_registrations(model, state)
     return state
 

@@ -91,6 +91,11 @@ def set_state(model: nn.Module, state: ShardState) -> None:
     _states.add(state)
 
 
+def live_states() -> list[ShardState]:
+    """Those of all sharded models of this process."""
+    return list(_states)
+
+
 def _mark_forked() -> None:
     # The child has none of the threads that carry out collectives.
     for state in list(_states):

@@ -326,8 +326,7 @@ void register_steps(py::class_<PyEngine>& engine) {
           py::arg("keep") = false)
       .def(
           "adopt", [](PyEngine& self, UnitId unit) { self.engine->adopt(unit); }, no_gil)
-      .def_property_readonly(
-          "in_call", [](const PyEngine& self) { return self.engine->in_call(); })
+      .def_property_readonly("in_call", [](const PyEngine& self) { return self.engine->in_call(); })
       .def(
           "pin", [](PyEngine& self, const std::vector<UnitId>& u) { self.engine->pin(u); }, no_gil)
       .def(
@@ -348,6 +347,8 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def("end_update", [](PyEngine& self, UnitId unit) { self.engine->end_update(unit); })
       .def(
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
+      .def(
+          "fail_backward", [](PyEngine& self) { self.engine->fail_backward(); }, no_gil)
       .def("mark_forked", [](PyEngine& self) { self.engine->mark_forked(); })
       .def("check_process", [](PyEngine& self) { self.engine->check_process(); })
       .def_property(
@@ -410,7 +411,10 @@ void register_figures(py::class_<PyEngine>& engine) {
 
 void register_engine(py::module_& module) {
   py::class_<PyEngine> engine(module, "Engine");
-  module.def("note_backward_call", &note_backward_call);
+  module.def("note_backward_call", [](const py::object& roots) {
+    note_backward_call(collect_outputs(roots));
+  });
+  module.def("forget_backward_call", &forget_backward_call);
   register_setup(engine);
   register_steps(engine);
   register_figures(engine);

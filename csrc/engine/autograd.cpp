@@ -8,8 +8,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
+#include <mutex>
 #include <utility>
 
 namespace zerocore {
@@ -40,8 +40,9 @@ struct AccumulatedHook final : torch::autograd::PostAccumulateGradHook {
   std::function<void()> run_;
 };
 
-constexpr uint64_t kNoCall = UINT64_MAX;
-std::atomic<uint64_t> backward_call = kNoCall;
+// Autograd runs a device's nodes on threads of its own.
+std::mutex call_mutex;
+std::optional<BackwardCall> call;
 
 } // namespace
 
@@ -67,13 +68,25 @@ void run_accumulated_hooks(const at::Tensor& leaf) {
   }
 }
 
-void note_backward_call() {
-  backward_call = next_node();
+void note_backward_call(const std::vector<at::Tensor>& roots) {
+  const uint64_t next = next_node();
+  uint64_t distances = roots.size();
+  for (const at::Tensor& root : roots) {
+    const auto& node = root.grad_fn();
+    distances = mix(distances, node == nullptr ? 0 : next - node->sequence_nr());
+  }
+  const std::lock_guard<std::mutex> lock(call_mutex);
+  call = {next, distances};
 }
 
-std::optional<uint64_t> take_backward_call() {
-  const uint64_t number = backward_call.exchange(kNoCall);
-  return number == kNoCall ? std::nullopt : std::optional(number);
+void forget_backward_call() {
+  const std::lock_guard<std::mutex> lock(call_mutex);
+  call.reset();
+}
+
+std::optional<BackwardCall> backward_call() {
+  const std::lock_guard<std::mutex> lock(call_mutex);
+  return call;
 }
 
 uint64_t next_node() {

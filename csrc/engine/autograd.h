@@ -22,9 +22,22 @@ bool accumulates_into(const at::Tensor& leaf);
 // Runs the hooks that were registered to run after a gradient was accumulated into the leaf.
 void run_accumulated_hooks(const at::Tensor& leaf);
 
-// The thread that calls a backward says which number its next node has; taken once.
-void note_backward_call();
-std::optional<uint64_t> take_backward_call();
+// What the thread that calls a backward knew before: the number of its next node, and how far
+// behind it the tensors lie that the backward begins with, as one number.
+struct BackwardCall {
+  uint64_t next_node = 0;
+  uint64_t roots = 0;
+};
+
+// Say that a backward is called and that it has ended, whatever model it goes through.
+void note_backward_call(const std::vector<at::Tensor>& roots);
+void forget_backward_call();
+std::optional<BackwardCall> backward_call();
+
+// A number for a pair of numbers, another one for others as far as can be.
+inline uint64_t mix(uint64_t seed, uint64_t value) {
+  return (seed ^ value) * 0x9E3779B97F4A7C15ULL + 1;
+}
 
 // The number that the next node of this thread's graph will have.
 uint64_t next_node();

@@ -123,6 +123,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Around an update of main weights that writes the model weights, too.
   void begin_update(UnitId unit);
   void end_update(UnitId unit);
+  // The call of a backward ended with an exception: as reset() if it came through this model.
+  void fail_backward();
   // Drops everything in flight: gathers, graphs waiting for a backward, unreduced gradients.
   void reset();
   // In the child of a fork: from now on every use of units is an error, where there are peers.

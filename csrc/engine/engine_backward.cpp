@@ -16,7 +16,7 @@ void Engine::begin_backward() {
     return;
   }
   schedule_.begin_backward();
-  side_doors_.begin_backward(take_backward_call());
+  side_doors_.begin_backward();
   mute_units();
   on_backward_end([weak = weak_from_this(), running = thread_check_.begin_backward()] {
     if (const auto engine = weak.lock()) {
@@ -80,10 +80,10 @@ void Engine::check_versions(const RecordedCall& recorded) {
     return;
   }
   const auto changed = unit.changed_since(recorded.version);
-  const bool is_known = changed.has_value() &&
-      std::all_of(changed->begin(), changed->end(), [&](int param) {
-                          return unit.params()[param].full.requires_grad();
-                        });
+  const bool is_known =
+      changed.has_value() && std::all_of(changed->begin(), changed->end(), [&](int param) {
+        return unit.params()[param].full.requires_grad();
+      });
   TORCH_CHECK(
       is_known,
       "backward through unit '",
@@ -146,6 +146,13 @@ void Engine::end_backward() {
   side_doors_.end_backward();
   backward_ = false;
   run_user_hooks(reduced);
+}
+
+void Engine::fail_backward() {
+  if (backward_ && !in_backward()) { // one within another one fails with it
+    thread_check_.check_no_backward();
+    reset();
+  }
 }
 
 // Gradients that came when the calls said that there are no more. What ranks reduce must not depend

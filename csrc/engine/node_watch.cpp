@@ -61,9 +61,10 @@ void NodeWatch::set_on(bool on) {
   }
   all.on.push_back(seen_);
   if (!all.callback) {
-    all.callback = at::addGlobalCallback(at::RecordFunctionCallback(&before_node)
-                                             .needsInputs(false)
-                                             .scopes({at::RecordScope::BACKWARD_FUNCTION}));
+    all.callback = at::addGlobalCallback(
+        at::RecordFunctionCallback(&before_node)
+            .needsInputs(false)
+            .scopes({at::RecordScope::BACKWARD_FUNCTION}));
   } else if (all.on.size() == 1) {
     at::reenableCallback(*all.callback);
   }

@@ -6,22 +6,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/autograd.h"
+
 namespace zerocore {
 
 namespace {
 
 constexpr size_t kMaxShapes = 4096; // a model whose shape never repeats stays watched
-
-uint64_t mix(uint64_t shape, uint64_t value) {
-  return (shape ^ value) * 0x9E3779B97F4A7C15ULL + 1;
-}
-
-void remember(std::unordered_set<uint64_t>& shapes, uint64_t shape) {
-  if (shapes.size() >= kMaxShapes) {
-    shapes.clear();
-  }
-  shapes.insert(shape);
-}
 
 } // namespace
 
@@ -40,15 +31,20 @@ int64_t SideDoors::add(const RecordedCall& call) {
 }
 
 void SideDoors::expect_backward() {
-  watch_.set_on(!visits_.empty() && !plain_calls_.contains(calls_));
+  watch_.set_on(!visits_.empty());
 }
 
-void SideDoors::begin_backward(std::optional<uint64_t> next_node) {
-  in_backward_ = true;
+void SideDoors::begin_backward() {
+  if (std::exchange(in_backward_, true)) {
+    return;
+  }
   found_ = false;
-  const uint64_t after = visits_.empty() || !next_node ? 0 : *next_node - visits_.back().recorded.last;
-  backward_ = mix(calls_, after);
-  watch_.set_on(!visits_.empty() && !(next_node && plain_backwards_.contains(backward_)));
+  const std::optional<BackwardCall> call = backward_call();
+  is_known_ = call.has_value() && !visits_.empty();
+  if (is_known_) {
+    shape_ = mix(mix(calls_, call->next_node - visits_.back().recorded.last), call->roots);
+  }
+  watch_.set_on(!visits_.empty() && !(is_known_ && plain_.contains(shape_)));
 }
 
 void SideDoors::announce(int64_t number) {
@@ -62,6 +58,15 @@ void SideDoors::see(uint64_t number, uint64_t thread) {
   if (thread != thread_) {
     return;
   }
+  if (!in_backward_) {
+    begin_backward();
+  }
+  if (watch_.is_on()) {
+    look_up(number);
+  }
+}
+
+void SideDoors::look_up(uint64_t number) {
   const auto after = std::upper_bound(
       visits_.begin(), visits_.end(), number, [](uint64_t node, const Visit& visit) {
         return node < visit.recorded.last;
@@ -75,20 +80,16 @@ void SideDoors::see(uint64_t number, uint64_t thread) {
       announce(first_visit_ + index);
       enter_(recorded);
       found_ = true;
-      watch_.set_on(true); // the shape was seen before, and yet there is one
     }
   }
 }
 
 void SideDoors::end_backward() {
-  if (found_) {
-    remember(shapes_with_doors_, calls_);
-    plain_calls_.erase(calls_);
-  } else if (in_backward_ && watch_.is_on()) {
-    remember(plain_backwards_, backward_);
-    if (!shapes_with_doors_.contains(calls_)) {
-      remember(plain_calls_, calls_);
+  if (in_backward_ && is_known_ && watch_.is_on() && !found_) {
+    if (plain_.size() >= kMaxShapes) {
+      plain_.clear();
     }
+    plain_.insert(shape_);
   }
   for (const int64_t number : announced_) {
     if (number >= first_visit_) {

@@ -4,20 +4,21 @@
 // Hooks on a call's outputs say that its backward is about to run. Tensors leave a call in other
 // ways, too: as an attribute, in a list, through a user's hook, inside of a plain object. Nodes of
 // autograd are numbered as they are made, so the nodes of a call are a range of numbers, and a
-// backward runs nodes from the last to the first: whatever way it takes, the first node of the range
-// that runs is the moment to announce the call. While the watch is on, every node is looked up.
+// backward runs nodes from the last to the first: whatever way it takes, the first node of the
+// range that runs is the moment to announce the call. While the watch is on, every node is looked
+// up.
 //
-// That costs about 0.2 us a node, so the watch is on only until a backward of the same shape has gone
-// by without a side door. The shape is how many nodes each call recorded and how many were recorded
-// after the calls, which differs if a loss takes other tensors. If a backward takes a side door all
-// the same, the unit's storage raises an error: it is never read before it was waited for.
+// That costs about 0.2 us a node, so the watch goes off with the first node if a backward of the
+// same shape has gone by without a side door. The shape is how many nodes each call recorded, how
+// many were recorded after the calls, and which ones the backward begins with. If a backward takes
+// a side door all the same, the unit's storage raises an error: it is never read before it was
+// waited for.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <optional>
 #include <unordered_set>
 #include <vector>
 
@@ -45,8 +46,8 @@ class SideDoors {
   int64_t add(const RecordedCall& call);
   // The outermost call has been left: a backward may come.
   void expect_backward();
-  // A backward has begun; `next_node` is the number of the next node of the thread that called it.
-  void begin_backward(std::optional<uint64_t> next_node);
+  // The first node of a backward runs, or the first one that concerns the model.
+  void begin_backward();
   // The call was announced.
   void announce(int64_t number);
   void end_backward();
@@ -61,6 +62,7 @@ class SideDoors {
   };
 
   void see(uint64_t number, uint64_t thread);
+  void look_up(uint64_t number);
 
   Enter enter_;
   std::deque<Visit> visits_; // in the order in which calls were left, so `last` only grows
@@ -68,11 +70,12 @@ class SideDoors {
   std::vector<int64_t> announced_; // numbers
   uint64_t thread_ = 0; // that records
   uint64_t calls_ = 0; // shape of the calls since the last backward
-  uint64_t backward_ = 0; // shape of the backward under way
+  uint64_t shape_ = 0; // of the backward under way
   bool settled_ = true; // no call since the last backward
   bool in_backward_ = false;
+  bool is_known_ = false; // `shape_` is
   bool found_ = false; // a side door, in this backward
-  std::unordered_set<uint64_t> plain_calls_, plain_backwards_, shapes_with_doors_;
+  std::unordered_set<uint64_t> plain_; // shapes of backwards without side doors
   NodeWatch watch_;
 };
 

@@ -6,8 +6,9 @@
 // share the storage and so read the bytes of the slot attached last. While nothing is attached,
 // touching the data raises an error that names the owner instead of reading freed memory.
 //
-// Where bytes come and go while a program runs, leaves have a storage of their own: collectives write
-// to the one, layers read the other, which raises until whoever waited for the bytes shows them.
+// Where bytes come and go while a program runs, leaves have a storage of their own: collectives
+// write to the one, layers read the other, which raises until whoever waited for the bytes shows
+// them.
 #pragma once
 
 #include <ATen/core/Tensor.h>

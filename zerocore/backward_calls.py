@@ -1,0 +1,43 @@
+"""Wraps torch's calls of a backward, once: autograd says neither when one begins nor that it failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from zerocore._C import forget_backward_call, note_backward_call
+from zerocore.out_of_memory import explain_backward
+from zerocore.state import live_states
+
+_WATCHED = "_zerocore_watched"
+
+
+def watch_backward_calls() -> None:
+    """From now on the engines know of each call of a backward, and when one fails."""
+    for name in ("backward", "grad"):
+        function = getattr(torch.autograd, name)
+        if not hasattr(function, _WATCHED):
+            setattr(torch.autograd, name, _watched(function))
+
+
+def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        note_backward_call(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            explained = explain_backward(error)
+            for state in live_states():
+                state.engine.fail_backward()
+            if explained is not None:
+                raise explained from error
+            raise
+        finally:
+            forget_backward_call()
+
+    setattr(run, _WATCHED, True)
+    return run
