@@ -19,6 +19,7 @@ from zerocore.config import ShardConfig
 from zerocore.groups import Ranks
 from zerocore.materialize import InitFn, full_values, materialize_buffers
 from zerocore.module import Entry, set_entry
+from zerocore.moves import keep_in_place
 from zerocore.optimizer_hooks import mark_full, mark_replaced
 from zerocore.out_of_memory import explain_forward, watch_backward
 from zerocore.precision import MixedPrecision, ParamTypes, param_types
@@ -210,6 +211,8 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
         parameters[name] = shard
     mark_replaced(old, choice.fqns[0])
     mark_full(full, choice.fqns[0])
+    for face in (shard, full):
+        keep_in_place(face, choice.fqns[0])
     spec = engine.spec(unit.index, position)
     return Param(choice.fqns, choice.owners, full, shard, spec, _types(choice, state.config))
 
