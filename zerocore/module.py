@@ -11,6 +11,7 @@ from torch import nn
 
 from zerocore._C import Engine
 from zerocore.casting import cast_floats
+from zerocore.wrappers import fsdp_mark
 
 _ENTRY = "_zerocore_entry"
 # (what was raised, the state, units of the module that was called)
@@ -116,6 +117,7 @@ def _entry_class(cls: Any) -> Any:
     namespace = {
         "__new__": __new__,
         "__call__": __call__,
+        "_is_fsdp_managed_module": fsdp_mark,
         "__deepcopy__": _refuse_copy,
         "__reduce_ex__": _refuse_copy,
         "__module__": cls.__module__,
