@@ -17,6 +17,7 @@ from zerocore.calls import call_order, entry_units
 from zerocore.casting import cast_around_kept
 from zerocore.config import ShardConfig
 from zerocore.groups import Ranks
+from zerocore.kinds import check_kinds
 from zerocore.materialize import InitFn, full_values, materialize_buffers
 from zerocore.module import Entry, set_entry
 from zerocore.moves import keep_in_place
@@ -51,6 +52,7 @@ def shard_model(
     try:
         config = ShardConfig(**options)
         _check_model(model, optimizer)
+        check_kinds(model, ranks.world_size)
         planned = choose_units(model, units)
         choices = [choice for unit in planned for choice in unit.params]
         if config.mixed_precision is not None:
@@ -113,12 +115,6 @@ def _check_model(model: nn.Module, optimizer: Optimizer | None) -> None:
             "optimizer: build it after zerocore.shard, from model.parameters(); one built before "
             "holds parameters that the model does not use any more"
         )
-    for name, param in model.named_parameters():
-        if param.requires_grad and not param.is_floating_point():
-            raise ValueError(
-                f"parameter '{name}' of dtype {param.dtype} requires grad; only floating-point "
-                "parameters can be trained. Call requires_grad_(False) on it"
-            )
 
 
 def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> torch.device:
