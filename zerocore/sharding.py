@@ -23,6 +23,7 @@ from zerocore.module import Entry, set_entry
 from zerocore.moves import keep_in_place
 from zerocore.optimizer_hooks import mark_full, mark_replaced
 from zerocore.out_of_memory import explain_forward, watch_backward
+from zerocore.pipelines import refuse_split_backward
 from zerocore.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.quantities import parse_nbytes
 from zerocore.registration import watch_registrations
@@ -79,6 +80,7 @@ def shard_model(
     set_state(model, state)
     watch_backward(state, model)
     watch_registrations(model, state)
+    refuse_split_backward()
     return state
 
 
