@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,6 +115,17 @@ def test_a_path_of_another_kind_is_refused_at_once(emulated: None, tmp_path: Pat
         with pytest.raises(ValueError, match=rf"no folder '{tmp_path}/no'; make it first"):
             zerocore.trace(model, tmp_path / "no" / name).__enter__()
     with zerocore.record_events(model):
+        pass
+
+
+def test_a_picture_without_matplotlib_is_refused_at_once(
+    emulated: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = trained(Chain())
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        zerocore.trace(model, tmp_path / "trace.png").__enter__()
+    with zerocore.trace(model, tmp_path / "trace.json"):
         pass
 
 

@@ -2,6 +2,7 @@
 
 import torch  # noqa: F401  # loads the libraries the extension links to
 
+import zerocore.extension  # noqa: F401  # an extension that does not fit is the first error
 from zerocore import emulated, optim
 from zerocore.api import no_sync, register_forward_method, reset, shard, unsharded
 from zerocore.checkpoint import full_state_dict, load_full_state_dict

@@ -106,8 +106,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
     """Full parameters of ``module`` (a sharded model or a part of it) in their usual places.
 
-    All ranks must enter. With ``write_back`` changes are kept; make the same change on every
-    rank, each keeps its own part of it.
+    All ranks must enter. With ``write_back`` changes are kept, also those before an exception; make
+    the same change on every rank, each keeps its own part of it. May be nested.
 
     Raises:
         ValueError: the model is not sharded.
@@ -124,10 +124,18 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
     try:
         yield
         changed = next(
-            (p.fqn for p, v in zip(params, versions, strict=True) if p.full._version != v), None
+            (
+                param.fqn
+                for param, version in zip(params, versions, strict=True)
+                if param.full._version not in (version, param.written_version)
+            ),
+            None,
         )
     finally:
         state.engine.unpin(indices, write_back)
+        if write_back:
+            for param in params:
+                param.written_version = param.full._version
     if changed is not None and not write_back:
         raise RuntimeError(
             f"parameter '{changed}' was changed inside of unsharded(write_back=False); pass "

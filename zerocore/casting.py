@@ -100,3 +100,8 @@ def cast_around_kept(model: nn.Module, mixed: MixedPrecision) -> None:
             visit(f"{name}.{key}" if name else key, child)
 
     visit("", model)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The values of a dense tensor of any dtype and strides as 1-D uint8; a copy if need be."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

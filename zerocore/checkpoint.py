@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerocore.agreement import agree
+from zerocore.casting import as_bytes
 from zerocore.state import Param, ShardState, Unit, state_of
 
 Keys = Mapping[Param, Sequence[str]]
@@ -75,20 +76,36 @@ def load_full_state_dict(
             else every rank gives its own.
 
     Raises:
-        ValueError: missing or unexpected keys, or a wrong shape, on every rank.
+        ValueError: missing or unexpected keys, a wrong shape, or complex values for real ones; on
+            every rank, before anything is changed.
     """
     state = state_of(model)
     source = not broadcast or state.rank == 0
     keys = _keys(model, state)
-    error = _check_keys(model, keys, state_dict or {}) if source else None
-    agree(state.ranks.groups, error, [], state.device)
+    buffers = _buffers(model, keys)
+    error = _check_values(model, keys, buffers, state_dict or {}) if source else None
+    facts = [f"buffer '{key}' of shape {list(b.shape)}, {b.dtype}" for key, b in buffers.items()]
+    agree(state.ranks.groups, error, list(facts) if broadcast else [], state.device)
     values = state_dict or {}
     for unit in state.units:
         _load_unit(state, unit, keys, values if source else None, broadcast)
-    _load_buffers(model, state, keys, values if source else None, broadcast)
+    for key, buffer in buffers.items():
+        if source:
+            buffer.copy_(values[key])
+        if broadcast:
+            _broadcast(state, buffer)
 
 
-def _check_keys(model: nn.Module, keys: Keys, values: Mapping[str, Any]) -> ValueError | None:
+def _buffers(model: nn.Module, keys: Keys) -> dict[str, Tensor]:
+    """Tensors of ``model.state_dict()`` that are no parameters."""
+    names = {key for names in keys.values() for key in names}
+    items = model.state_dict().items()
+    return {key: value for key, value in items if key not in names and isinstance(value, Tensor)}
+
+
+def _check_values(
+    model: nn.Module, keys: Keys, buffers: Mapping[str, Tensor], values: Mapping[str, Any]
+) -> Exception | None:
     expected = set(model.state_dict())
     missing, unexpected = sorted(expected - set(values)), sorted(set(values) - expected)
     if missing or unexpected:
@@ -96,13 +113,21 @@ def _check_keys(model: nn.Module, keys: Keys, values: Mapping[str, Any]) -> Valu
             f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected "
             f"{unexpected or 'nothing'}"
         )
-    for param, names in keys.items():
-        for key in names:
-            if tuple(values[key].shape) != tuple(param.full.shape):
-                return ValueError(
-                    f"parameter '{key}': the state dict has shape {tuple(values[key].shape)}, the "
-                    f"model {tuple(param.full.shape)}"
-                )
+    places = [("parameter", key, param.full) for param, names in keys.items() for key in names]
+    for kind, key, place in [*places, *(("buffer", k, buffer) for k, buffer in buffers.items())]:
+        value = values[key]
+        if not isinstance(value, Tensor):
+            return TypeError(f"{kind} '{key}': the state dict has a {type(value).__name__}")
+        if value.shape != place.shape:
+            return ValueError(
+                f"{kind} '{key}': the state dict has shape {tuple(value.shape)}, the model "
+                f"{tuple(place.shape)}"
+            )
+        if value.is_complex() and not place.is_complex():
+            return ValueError(
+                f"{kind} '{key}': the state dict has {value.dtype}, whose imaginary part would be "
+                f"lost in the model's {place.dtype}; convert it, as torch.view_as_real does"
+            )
     return None
 
 
@@ -119,24 +144,9 @@ def _load_unit(
     state.engine.materialize(unit.index, given, broadcast)
 
 
-def _load_buffers(
-    model: nn.Module,
-    state: ShardState,
-    keys: Keys,
-    values: Mapping[str, Any] | None,
-    broadcast: bool,
-) -> None:
-    names = {key for names in keys.values() for key in names}
-    for key, value in model.state_dict().items():
-        if key not in names and isinstance(value, Tensor):
-            if values is not None:
-                value.copy_(values[key])
-            if broadcast:
-                _broadcast(state, value)
-
-
 def _broadcast(state: ShardState, tensor: Tensor) -> None:
-    # Collectives move memory in order, so a permuted dense tensor travels as its flat storage.
-    flat = tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    # Backends know few dtypes and only dense memory in order, so the bytes travel.
+    data = as_bytes(tensor)
     for group in reversed(state.ranks.groups):  # to the other replicas first
-        dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
+        dist.broadcast(data, dist.get_global_rank(group, 0), group=group)
+    tensor.copy_(data.view(tensor.dtype).view(tensor.shape))

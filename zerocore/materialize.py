@@ -66,7 +66,9 @@ def _initialise(
         )
         raise ValueError(
             f"'{fqn}' is on the meta device and {type(module).__name__} has no reset_parameters(); "
-            "pass init_fn=, a function that initialises a module in place"
+            "pass init_fn=, a function that initialises a module in place. For a model that "
+            "initialises itself as a whole: init_fn=lambda module: None, and afterwards "
+            "model.init_weights() inside of `with zerocore.unsharded(model, write_back=True):`"
         )
     module.to_empty(device=device, recurse=False)
     with torch.no_grad():

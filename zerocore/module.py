@@ -11,6 +11,7 @@ from torch import nn
 
 from zerocore._C import Engine
 from zerocore.casting import cast_floats
+from zerocore.wrappers import fsdp_mark
 
 _ENTRY = "_zerocore_entry"
 # (what was raised, the state, units of the module that was called)
@@ -97,7 +98,6 @@ def set_entry(module: nn.Module, entry: Entry) -> None:
 @cache
 def _entry_class(cls: Any) -> Any:
     original_call = cls.__call__
-    original_apply = cls._apply
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_ENTRY].call(original_call, self, *args, **kwargs)
@@ -105,9 +105,8 @@ def _entry_class(cls: Any) -> Any:
     for function in (__call__, Entry.call):
         _leave_out_of_graphs(function)
 
-    def _apply(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        _check_apply(self, fn)
-        return original_apply(self, fn, recurse)
+    def __new__(cls_: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls(*args, **kwargs)  # type(model)(...) and a slice of a Sequential are not sharded
 
     def _refuse_copy(self: nn.Module, *args: Any) -> Any:
         raise TypeError(
@@ -116,8 +115,9 @@ def _entry_class(cls: Any) -> Any:
         )
 
     namespace = {
+        "__new__": __new__,
         "__call__": __call__,
-        "_apply": _apply,
+        "_is_fsdp_managed_module": fsdp_mark,
         "__deepcopy__": _refuse_copy,
         "__reduce_ex__": _refuse_copy,
         "__module__": cls.__module__,
@@ -139,18 +139,6 @@ def _leave_out_of_graphs(function: Any) -> None:
         "zerocore gathers a unit here. For fullgraph=True compile the units, block.compile(), "
         "not what holds them"
     )
-
-
-def _check_apply(module: nn.Module, fn: Callable[..., Any]) -> None:
-    """``.to()``, ``.half()``... may not move sharded parameters out of their flat buffers."""
-    for param in module.parameters():
-        probe = torch.empty(0, dtype=param.dtype, device=param.device)
-        result = fn(probe)
-        if result.dtype != probe.dtype or result.device != probe.device:
-            raise TypeError(
-                f"cannot change a sharded {type(module).__name__} from {probe.dtype} on "
-                f"{probe.device} to {result.dtype} on {result.device}; do it before zerocore.shard"
-            )
 
 
 def wrap_method(module: nn.Module, name: str) -> None:

@@ -55,6 +55,7 @@ def trace(model: nn.Module, *paths: str | Path) -> Iterator[Timeline]:
     Raises:
         ValueError: not sharded, being recorded already, a path of another kind, or in a folder
             that does not exist.
+        ImportError: a picture without matplotlib.
     """
     state = state_of(model)
     for path in map(Path, paths):

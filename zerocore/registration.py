@@ -12,7 +12,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from zerocore.state import ShardState
+from zerocore.state import ShardState, find_state
+from zerocore.tensor import ShardedParameter
+from zerocore.wrappers import elsewhere, refusal, refuse_fully_shard, wrapper_name
 
 # Modules of sharded models: the state they belong to, and their name.
 _Home = tuple[Callable[[], ShardState | None], str]
@@ -20,8 +22,10 @@ _homes: WeakKeyDictionary[nn.Module, _Home] = WeakKeyDictionary()
 
 
 def watch_registrations(model: nn.Module, state: ShardState) -> None:
-    """From now on new parameters and modules with new parameters are refused in ``model``."""
+    """From now on ``model`` refuses parameters that it did not have, and wrappers such as DDP."""
     _adopt(model, state, "")
+    for module in model.modules():
+        refuse_fully_shard(module)
 
 
 def _adopt(module: nn.Module, state: ShardState, prefix: str) -> None:
@@ -39,6 +43,8 @@ def _home_of(module: nn.Module) -> tuple[ShardState, str] | None:
 
 def _check_param(module: nn.Module, name: str, param: Any) -> None:
     home = _home_of(module)
+    if home is None and isinstance(param, ShardedParameter):
+        raise elsewhere(param, name, type(module).__name__)
     if home is None or param is None:
         return
     state, prefix = home
@@ -58,7 +64,11 @@ def _check_param(module: nn.Module, name: str, param: Any) -> None:
 
 def _check_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
     home = _home_of(module)
-    if home is None or child is None:
+    if child is None or not _homes:
+        return
+    if (wrapper := wrapper_name(module)) is not None and find_state(child) is not None:
+        raise refusal(wrapper, type(child).__name__)
+    if home is None:
         return
     state, prefix = home
     path = f"{prefix}.{name}" if prefix else name
@@ -73,7 +83,8 @@ def _refusal(fqn: str) -> ValueError:
     return ValueError(
         f"parameter '{fqn}' is added to a model that is sharded already: it would be neither "
         "sharded nor averaged over the ranks. Complete the model first (adapters too: "
-        "peft.get_peft_model), then call zerocore.shard on the outermost module"
+        "peft.get_peft_model; weight_norm, spectral_norm, prune), then call zerocore.shard on the "
+        "outermost module"
     )
 
 

@@ -18,10 +18,13 @@ from zerocore.calls import call_order, entry_units
 from zerocore.casting import cast_around_kept
 from zerocore.config import ShardConfig
 from zerocore.groups import Ranks
+from zerocore.kinds import check_kinds
 from zerocore.materialize import InitFn, full_values, materialize_buffers
 from zerocore.module import Entry, set_entry
+from zerocore.moves import keep_in_place
 from zerocore.optimizer_hooks import mark_full, mark_replaced
 from zerocore.out_of_memory import explain_forward, remember_model
+from zerocore.pipelines import refuse_split_backward
 from zerocore.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.quantities import parse_nbytes
 from zerocore.registration import watch_registrations
@@ -51,6 +54,7 @@ def shard_model(
     try:
         config = ShardConfig(**options)
         _check_model(model, optimizer)
+        check_kinds(model, ranks.world_size)
         planned = choose_units(model, units)
         choices = [choice for unit in planned for choice in unit.params]
         if config.mixed_precision is not None:
@@ -78,6 +82,7 @@ def shard_model(
     remember_model(state, model)
     watch_backward_calls()
     watch_registrations(model, state)
+    refuse_split_backward()
     return state
 
 
@@ -114,12 +119,6 @@ def _check_model(model: nn.Module, optimizer: Optimizer | None) -> None:
             "optimizer: build it after zerocore.shard, from model.parameters(); one built before "
             "holds parameters that the model does not use any more"
         )
-    for name, param in model.named_parameters():
-        if param.requires_grad and not param.is_floating_point():
-            raise ValueError(
-                f"parameter '{name}' of dtype {param.dtype} requires grad; only floating-point "
-                "parameters can be trained. Call requires_grad_(False) on it"
-            )
 
 
 def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> torch.device:
@@ -212,6 +211,8 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
         parameters[name] = shard
     mark_replaced(old, choice.fqns[0])
     mark_full(full, choice.fqns[0])
+    for face in (shard, full):
+        keep_in_place(face, choice.fqns[0])
     spec = engine.spec(unit.index, position)
     return Param(choice.fqns, choice.owners, full, shard, spec, _types(choice, state.config))
 

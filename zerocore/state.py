@@ -31,6 +31,7 @@ class Param:
     shard: ShardedParameter
     spec: ParamSpec
     types: ParamTypes
+    written_version: int = -1  # of ``full`` when it was written back to the shards last
 
     @property
     def fqn(self) -> str:

@@ -71,11 +71,21 @@ class Timeline:
 
 
 def check_path(path: Path) -> None:
-    """Raises ValueError if a timeline cannot be written to ``path``."""
+    """Raises ValueError if a timeline cannot be written to ``path``; ImportError: no matplotlib."""
     if path.suffix not in (".json", ".png"):
         raise ValueError(f"a timeline goes to a .json or .png file, got '{path}'")
     if not path.parent.is_dir():
         raise ValueError(f"'{path}': there is no folder '{path.parent}'; make it first")
+    if path.suffix == ".png":
+        _import_figure()
+
+
+def _import_figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("pictures of timelines need matplotlib: pip install matplotlib") from None
+    return Figure
 
 
 def communication_boxes(events: Iterable[Event], queued: bool) -> list[Box]:
@@ -127,12 +137,8 @@ def draw_timeline(timeline: Timeline, path: Path, title: str = "") -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("pictures of timelines need matplotlib: pip install matplotlib") from None
     has_pool = any(nbytes > 0 for _, nbytes in timeline.pool)
-    figure = Figure(figsize=(12, 4.2 if has_pool else 2.8), layout="constrained")
+    figure = _import_figure()(figsize=(12, 4.2 if has_pool else 2.8), layout="constrained")
     rows = figure.subplots(
         2 if has_pool else 1,
         1,

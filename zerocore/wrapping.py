@@ -64,7 +64,8 @@ def choose_units(model: nn.Module, units: Sequence[UnitChoice] | None) -> list[U
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
     blocks = _find_blocks(model) if units is None else _resolve(model, units)
     planned = _make_units(model, blocks)
-    _assign(planned, model, params, explicit=units is not None)
+    chosen = set() if units is None else {id(block) for _, block in blocks}
+    _assign(planned, model, params, chosen)
     return _merge_small([unit for unit in planned if unit.params], model)
 
 
@@ -168,7 +169,7 @@ def _ancestors(model: nn.Module, ids: set[int]) -> set[int]:
 
 
 def _assign(
-    planned: list[UnitPlanned], model: nn.Module, params: list[ParamChoice], explicit: bool
+    planned: list[UnitPlanned], model: nn.Module, params: list[ParamChoice], chosen: set[int]
 ) -> None:
     """Gives each parameter to the innermost unit around it; tied ones get units of their own."""
     units_of = _units_of_modules(planned, model)
@@ -183,10 +184,9 @@ def _assign(
             names = " + ".join(planned[i].name or "(root)" for i in owners)
             tied[key] = UnitPlanned(names, [planned[i].modules[0] for i in owners])
         tied[key].params.append(choice)
-    if explicit:
-        for unit in planned:
-            if not unit.params and not unit.is_leftover and unit.modules[0] is not model:
-                _check_not_covered(unit, planned)
+    for unit in planned:
+        if not unit.params and id(unit.modules[0]) in chosen and unit.modules[0] is not model:
+            _check_not_covered(unit, planned)
     first_owners = [planned[key[0]] for key in tied]
     for owner, unit in zip(first_owners, tied.values(), strict=True):
         planned.insert(planned.index(owner), unit)

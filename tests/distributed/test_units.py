@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zerocore
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import accumulate, case_named
+from tests.distributed.training import accumulate, assert_gradients, case_named
 from tests.zoo import CASES
 from tests.zoo_awkward import Net, TiedTokens
 from tests.zoo_blocks import Block, OuterBlock
@@ -158,3 +158,23 @@ def count_gathers() -> dict[str, int]:
 def test_a_tensor_that_is_handed_on_gathers_nothing_again() -> None:
     expected = {"bias": 2, **{f"blocks.{i}": 2 for i in range(3)}, "blocks.3": 1}
     assert run_ranks(count_gathers, 2) == [expected] * 2
+
+
+def choose_layers(stage: int) -> None:
+    case = case_named("hf_llama")
+    layers = [f"model.layers.{index}" for index in range(3)]
+    for units in (["LlamaDecoderLayer"], layers):
+        model = zerocore.shard(case.seeded_build(), stage=stage, units=units)
+        assert set(layers) < {unit.name for unit in zerocore.describe(model).units}
+        accumulate(model, case, 0)
+        assert_gradients(model, case, 0)
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    adapted = peft.get_peft_model(case.seeded_build(), config)
+    zerocore.shard(adapted, stage=stage, units=["LlamaDecoderLayer"])
+    names = {unit.name for unit in zerocore.describe(adapted).units}
+    assert {f"base_model.model.{layer}" for layer in layers} < names
+
+
+def test_chosen_layers_of_an_inner_module_without_parameters(stage: int) -> None:
+    run_ranks(choose_layers, 2, stage)

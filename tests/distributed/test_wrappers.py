@@ -1,0 +1,98 @@
+"""Wrappers of a sharded model, and new places for its parameters, are refused on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import zerocore
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import accumulate, assert_gradients, case_named
+
+
+def replicate(model: nn.Module) -> Any:
+    from torch.distributed._composable import replicate as apply
+
+    return apply(model)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    "DataParallel": nn.DataParallel,
+    "FullyShardedDataParallel": lambda model: FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), sync_module_states=True
+    ),
+    "fully_shard": fully_shard,
+    "fully_shard|DistributedDataParallel": replicate,
+}
+
+
+def wrap() -> None:
+    for stage in range(4):
+        case = case_named("plain")
+        model = zerocore.shard(case.seeded_build(), stage=stage)
+        for name, wrapper in WRAPPERS.items():
+            for whole in (model, model.get_submodule("blocks.0")):
+                with pytest.raises(TypeError, match=f"({name}) around a sharded .*[Ll]eave"):
+                    wrapper(whole)
+        with pytest.raises(TypeError, match="fully_shard around a sharded Linear"):
+            fully_shard(model.get_submodule("blocks.0.linear"))
+        accumulate(model, case, 0)
+        assert_gradients(model, case, 0)  # nothing was changed
+    for wrapper in (fully_shard, WRAPPERS["FullyShardedDataParallel"]):
+        with pytest.raises(TypeError, match="around a sharded"):
+            wrapper(nn.Sequential(zerocore.shard(nn.Linear(8, 8)), nn.Linear(8, 8)))
+
+
+def test_wrappers_of_a_sharded_model() -> None:
+    run_ranks(wrap, 2)
+
+
+def prepare() -> None:
+    from accelerate import Accelerator
+
+    model = zerocore.shard(nn.Linear(4, 4))
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    with pytest.raises(TypeError, match="DistributedDataParallel around a sharded Linear"):
+        accelerator.prepare(model)
+
+
+def test_accelerate_prepare() -> None:
+    pytest.importorskip("accelerate")
+    run_ranks(prepare, 2, launch="torchrun")
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "parametrize": lambda m: parametrize.register_parametrization(m, "weight", Double()),
+    "weight_norm": parametrizations.weight_norm,
+    "old weight_norm": nn.utils.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "prune": lambda m: prune.l1_unstructured(m, "weight", 0.5),
+    "tie": lambda m: nn.Linear(2, 2).register_parameter("tied", m.weight),
+    "list": lambda m: nn.ParameterList(m.parameters()),
+}
+
+
+def change_places() -> None:
+    for stage in (0, 3):
+        for change in CHANGES.values():
+            model = zerocore.shard(case_named("plain").seeded_build(), stage=stage)
+            with pytest.raises(ValueError, match=r"blocks\.0\.linear\.\w+'.*[Cc]omplete|Tie"):
+                change(model.get_submodule("blocks.0.linear"))
+
+
+def test_parametrizations_after_shard() -> None:
+    run_ranks(change_places, 2)

@@ -1,0 +1,56 @@
+"""An extension that was built for another torch is an ImportError that names both versions."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import zerocore
+from zerocore import _C
+from zerocore.extension import built_for, import_extension, mismatch
+
+
+def import_with(folder: Path, extension: bytes) -> str:
+    """The last line of the error of `import zerocore` with a file in place of the extension."""
+    package = folder / "zerocore"
+    source = Path(_C.__file__)
+    shutil.copytree(source.parent, package, ignore=shutil.ignore_patterns("_C.*.so"))
+    (package / source.name).write_bytes(extension)
+    command = [sys.executable, "-c", "import zerocore"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert ended.returncode != 0
+    return ended.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("built", ["1.2.3", "2.99.0a0+git1234"])
+def test_an_extension_for_another_torch(tmp_path: Path, built: str) -> None:
+    text = b"\0\x7fELF\xff\0GCC 1.2, torch %s, CUDA: no kernels, C++ flags: -O3\0" % built.encode()
+    error = import_with(tmp_path, text)
+    assert error.startswith("ImportError: ")
+    for part in (f"built for torch {built}", f"torch {torch.__version__}", "--no-build-isolation"):
+        assert part in error
+
+
+def test_an_extension_that_is_missing_or_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "built for" not in import_with(tmp_path, b"nothing")
+    monkeypatch.delattr(zerocore, "_C")
+    monkeypatch.setitem(sys.modules, "zerocore._C", None)
+    with pytest.raises(ImportError, match=r"is not there; build it(?s:.*)--no-build-isolation"):
+        import_extension(tmp_path)
+
+
+def test_the_version_in_this_extension() -> None:
+    version = built_for(_C.build.encode())
+    assert version is not None
+    assert built_for(Path(_C.__file__).read_bytes()) == version
+    assert mismatch(version) is None
+    assert mismatch(None) is None
+    other_patch = ".".join([*torch.__version__.split(".")[:2], "99"])
+    assert mismatch(other_patch) is None

@@ -1,0 +1,57 @@
+"""Imports the C++ extension first of all, and says if it was built for another torch."""
+
+from __future__ import annotations
+
+import re
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+# What csrc/bindings/module.cpp says in `_C.build`; it stands in the file, too, in plain text.
+_TORCH = re.compile(rb", torch (\d[^\s,]*), CUDA: ")
+_REBUILD = "build it again in zerocore's source folder: pip install --no-build-isolation ."
+
+
+def built_for(text: bytes) -> str | None:
+    """The version of torch that is named in ``_C.build`` or in the extension's file, if any."""
+    found = _TORCH.search(text)
+    return None if found is None else found[1].decode()
+
+
+def mismatch(built: str | None) -> str | None:
+    """What is wrong with an extension built for torch ``built``; None if nothing is known to be.
+
+    Releases that differ in the third number only share their C++ interface.
+    """
+    if built is None or built.split(".")[:2] == torch.__version__.split(".")[:2]:
+        return None
+    return (
+        f"zerocore's C++ extension was built for torch {built}, and this is torch "
+        f"{torch.__version__}; {_REBUILD}"
+    )
+
+
+def import_extension(folder: Path) -> None:
+    """Imports ``zerocore._C``, which lies in ``folder``.
+
+    Raises:
+        ImportError: it is not there, was built for another torch (both versions are named), or
+            what went wrong otherwise.
+    """
+    try:
+        from zerocore import _C
+    except ImportError as error:
+        files = [file for end in EXTENSION_SUFFIXES if (file := folder / f"_C{end}").exists()]
+        if not files:
+            raise ImportError(f"zerocore's C++ extension is not there; {_REBUILD}") from error
+        wrong = mismatch(built_for(files[0].read_bytes()))
+        if wrong is not None:
+            raise ImportError(wrong) from error
+        raise
+    wrong = mismatch(built_for(_C.build.encode()))
+    if wrong is not None:
+        raise ImportError(wrong)
+
+
+import_extension(Path(__file__).parent)
