@@ -107,7 +107,13 @@ def fit(
             return gathered, place
         if changed.shape != local_shape:
             raise NotLocal(f"; what is changed has shape {tuple(changed.shape)}")
-    return [_fit_one(tensor, place, local_shape) for tensor in tensors], place
+    return [
+        tensor
+        if tensor is changed and not isinstance(tensor, Placed)
+        # What is changed in place is not broadcast.
+        else _fit_one(tensor, place, local_shape)
+        for tensor in tensors
+    ], place
 
 
 def _fit_one(tensor: Tensor, place: Place, local_shape: torch.Size) -> Tensor:
@@ -121,7 +127,10 @@ def _fit_one(tensor: Tensor, place: Place, local_shape: torch.Size) -> Tensor:
     if tensor.shape == local_shape and (not is_row or place.group is None):
         return tensor
     # A row of the full matrix and local elements may look alike, on this rank only.
-    raise NotLocal(f"; a plain tensor of shape {tuple(tensor.shape)} stands beside it")
+    raise NotLocal(
+        f"; a plain tensor of shape {tuple(tensor.shape)} stands beside it (torch.zeros_like of "
+        "the parameter makes one that knows its place)"
+    )
 
 
 def _is_full(changed: Tensor, place: Place, local_shape: torch.Size) -> bool:

@@ -42,7 +42,8 @@ class FullCopy(Tensor):
 
 def in_call(param: PlacedParameter) -> bool:
     """Whether a forward of the parameter's model runs."""
-    return bool(getattr(_engine(param), "in_call", False))
+    state = param.state_ref()
+    return state is not None and bool(getattr(state.engine, "in_call", False))
 
 
 def is_recorded(values: Any) -> bool:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerocore.shard_functions import has_operator
+
 
 @dataclass(frozen=True)
 class Place:
@@ -113,14 +115,6 @@ class Placed:
         """
         return self.place.gather(local_of(self))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        start, end = self.shard_range
-        local = local_of(self)
-        return (
-            f"{type(self).__name__}('{self.fqn}', global_shape={tuple(self.global_shape)}, "
-            f"elements {start}:{end}, dtype={local.dtype}, device='{local.device}')"
-        )
-
 
 class PlacedParameter(Placed):
     """A shard that has a full parameter which layers compute with."""
@@ -150,9 +144,14 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
-    """Raises the TypeError for a function that has no meaning on a shard."""
+    """Raises the error for a function that has no meaning on a shard.
+
+    A TypeError; but a RuntimeError from what Python's operators call: of a TypeError they would
+    make "unsupported operand type(s)", and the advice would be lost.
+    """
     start, end = shard.shard_range
-    raise TypeError(
+    kind = RuntimeError if has_operator(name) else TypeError
+    raise kind(
         f"{name}() of {shard.what} '{shard.fqn}' would only see this rank's elements "
         f"({start}:{end} of shape {tuple(shard.global_shape)}){reason}. Call .full_tensor() on all "
         "ranks for the full value, .local() for the local elements as a plain tensor; to change "

@@ -153,7 +153,7 @@ def norm(func: Callable[..., Any], base: str, args: tuple[Any, ...], kwargs: dic
     """The norm of all elements; NotImplemented for one along a dimension or of a matrix."""
     names = ("input", "p", "dim", "keepdim", "out", "dtype")
     given = dict(zip(names, args, strict=False)) | kwargs
-    shard = given.get("input", given.get("A", given.get("x", given.get("self"))))
+    shard: Any = given.get("input", given.get("A", given.get("x", given.get("self"))))
     p = given.get("ord", given.get("p"))
     dims = (None, 0, -1, (0,), [0]) if len(shard.global_shape) == 1 else (None,)
     if given.get("out") is not None or given.get("keepdim") or given.get("dim") not in dims:
@@ -183,8 +183,8 @@ def unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Te
 
 def _groups_of(shards: Sequence[Tensor]) -> list[dist.ProcessGroup]:
     """The groups that these are split over, each once, in order."""
-    groups = (shard.place.group for shard in shards if isinstance(shard, Placed))
-    return list(dict.fromkeys(group for group in groups if group is not None))
+    places = [shard.place for shard in shards if isinstance(shard, Placed)]
+    return list(dict.fromkeys(place.group for place in places if place.group is not None))
 
 
 def global_norms(

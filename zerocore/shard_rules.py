@@ -21,6 +21,7 @@ from zerocore.shard_functions import (
     ELEMENTWISE,
     FACTORIES,
     GLOBAL,
+    MEMORY,
     ON_THE_SHARD,
     RANDOM,
     SHAPES,
@@ -30,10 +31,6 @@ from zerocore.shard_functions import (
     name_of,
 )
 
-# Addresses and storages are never those of the full value outside of a call.
-_MEMORY = frozenset(
-    ["data_ptr", "const_data_ptr", "untyped_storage", "storage", "_typed_storage", "storage_type", "share_memory_", "__dlpack__", "__cuda_array_interface__", "swap_tensors"]
-)
 _TEMPLATES = ("view_as", "reshape_as", "expand_as")
 _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
 
@@ -47,7 +44,8 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     name = name_of(func)
     with torch._C.DisableTorchFunctionSubclass():
         if name in ON_THE_SHARD:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            return keep_place(result, args[0]) if name in ("detach", "data") else result
         if getattr(func, "__module__", None) == "torch.nn.init":
             return initialise(func, args, kwargs)
         found = [value for value in leaves((args, kwargs)) if isinstance(value, Placed)]
@@ -58,12 +56,12 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return call_with_full(func, args, kwargs, params)
         if name in SHAPES or name in FACTORIES:
             return func(*args, **kwargs)
-        if name in _MEMORY:
+        if name in MEMORY:
             refuse(name, found[0])
         if name in _TEMPLATES and params:
             return _view_like(name, args)
         if writes:
-            _check_not_shown_full(name, changed)
+            check_not_shown_full(name, changed)
         elif params and is_recorded((args, kwargs)):
             return call_with_full(func, args, kwargs, params)
         return _on_shards(func, name, args, kwargs, found, params, writes)
@@ -123,18 +121,23 @@ def keep_place(result: Any, source: Any) -> Any:
     return placed
 
 
-def _set_items(shard: Any, index: Any, value: Any) -> Any:
-    """``shard[:] = value`` and ``shard[mask] = number``."""
-    if not isinstance(shard, Placed):
-        return NotImplemented
-    if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
-        copy = isinstance(value, Tensor)
-        function, args = (Tensor.copy_ if copy else Tensor.fill_), (shard, value)
+def _set_items(changed: Any, index: Any, value: Any) -> Any:
+    """``shard[:] = value``, ``shard[mask] = number``, and ``plain[start:end] = shard``."""
+    is_all = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
+    if not isinstance(changed, Placed):
+        local = local_of(value)
+        if changed[index].shape != local.shape:
+            raise NotLocal(f"; it is put into shape {tuple(changed[index].shape)}")
+        changed[index] = local
+    elif is_all and isinstance(value, Tensor):
+        apply(Tensor.copy_, "copy_", "copy", (changed, value), {}, keep_place)
+    elif is_all:
+        local_of(changed).fill_(value)
     elif isinstance(index, Tensor) and index.dtype == torch.bool and not isinstance(value, Tensor):
-        function, args = Tensor.masked_fill_, (shard, index, value)
+        masked: Any = Tensor.masked_fill_
+        apply(masked, "masked_fill_", "masked_fill", (changed, index, value), {}, keep_place)
     else:
         return NotImplemented
-    apply(function, name_of(function), "copy", args, {}, keep_place)
     return None
 
 
@@ -151,7 +154,8 @@ def _view_like(name: str, args: tuple[Any, ...]) -> Any:
     return tensor.view(param.global_shape)
 
 
-def _check_not_shown_full(name: str, changed: list[Any]) -> None:
+def check_not_shown_full(name: str, changed: list[Any]) -> None:
+    """Raises RuntimeError if one of the shards that ``name`` changes is shown in full now."""
     for shard in changed:
         state = shard.state_ref() if isinstance(shard, PlacedParameter) else None
         if state is not None and state.shown_full[shard.unit] > 0:
@@ -170,7 +174,7 @@ def initialise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     shard, rest = (args[0], args[1:]) if args else (kwargs["tensor"], ())
     kwargs = {key: value for key, value in kwargs.items() if key != "tensor"}
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        _check_not_shown_full(name_of(func), [shard])
+        check_not_shown_full(name_of(func), [shard])
         local = local_of(shard)
         full = shard.place.like_full(local)
         func(full, *rest, **kwargs)

@@ -18,8 +18,7 @@ from zerocore.full_reads import call_with_full, is_recorded
 from zerocore.initialisers import watch_initialisers
 from zerocore.place import Place, Placed, PlacedParameter, local_of
 
-_get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]
-_set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
+_grad: Any = torch._C.TensorBase.grad
 
 
 class _Shard(Placed):
@@ -37,6 +36,14 @@ class _Shard(Placed):
     ) -> Any:
         return shard_rules.call(func, args, kwargs or {})
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        start, end = self.shard_range
+        local = local_of(self)
+        return (
+            f"{type(self).__name__}('{self.fqn}', global_shape={tuple(self.global_shape)}, "
+            f"elements {start}:{end}, dtype={local.dtype}, device='{local.device}')"
+        )
+
     def __format__(self, spec: str) -> str:
         return format(self.full_tensor().item(), spec) if spec else repr(self)
 
@@ -52,7 +59,7 @@ class _Shard(Placed):
         return rebuild_shard, (local_of(self).clone(), *facts)
 
 
-class LocalShard(_Shard, Tensor):
+class LocalShard(_Shard, Tensor):  # type: ignore[misc]
     """What ``state_dict`` holds of a sharded parameter: 1-D, this rank's elements.
 
     Elementwise functions work on the local elements and give a shard; norms and full reductions
@@ -75,7 +82,7 @@ class LocalShard(_Shard, Tensor):
         )
 
 
-class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):
+class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[misc]
     """This rank's elements of a parameter, 1-D, possibly none; what the optimizer updates.
 
     Between calls of the model its shape is that of the shard. Functions of it that autograd
@@ -115,14 +122,15 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):
         return shard
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """This rank's elements of the averaged gradient; takes those elements or None.
 
         Raises:
             ValueError: set to a tensor of another shape.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            return _get_grad(self)  # type: ignore[no-any-return]
+            held: Tensor | None = _grad.__get__(self)
+            return held
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -130,14 +138,14 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):
             if value is not None and not isinstance(value, ShardedGrad):
                 self._check_fits(value, ".grad")
                 value = ShardedGrad.make(value.as_subclass(Tensor), self.place)
-            _set_grad(self, value)
+            _grad.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
 
     @property
-    def data(self) -> LocalShard:  # type: ignore[override]
+    def data(self) -> LocalShard:
         """As :meth:`detach`. What it is set to is copied: this rank's part, or the full value.
 
         Raises:
@@ -159,7 +167,7 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):
                 value = self.place.part_of(value)
             self._check_fits(value, ".data")
             if value is not self:
-                shard_rules._check_not_shown_full("data", [self])
+                shard_rules.check_not_shown_full("data", [self])
                 local.copy_(value)
 
     def set_(self, source: Any) -> ShardedParameter:  # type: ignore[override]
@@ -212,7 +220,7 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):
         )
 
 
-class ShardedGrad(_Shard, Tensor):
+class ShardedGrad(_Shard, Tensor):  # type: ignore[misc]
     """This rank's elements of an averaged gradient.
 
     Elementwise functions work on the local elements. Norms and full reductions are those of the
