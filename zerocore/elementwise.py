@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerocore.place import Place, Placed, local_of
+from zerocore.place import Place, Placed, PlacedParameter, local_of
 from zerocore.shard_functions import COPIES, FLATTENING, is_foreach, is_in_place
 
 
@@ -35,6 +35,8 @@ def apply(
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     source = next(value for value in tensors if isinstance(value, Placed))
     if base in FLATTENING:
+        if isinstance(source, PlacedParameter):
+            raise NotLocal("")  # the full one, as its elements have a place in what it is put into
         _check_flattening(source, base, args[1:], kwargs)
     fitted = tensors
     if base not in COPIES and base not in FLATTENING:

@@ -17,6 +17,7 @@ from zerocore.calls import call_order, entry_units
 from zerocore.casting import cast_around_kept
 from zerocore.config import ShardConfig
 from zerocore.groups import Ranks
+from zerocore.local_states import watch_loads
 from zerocore.materialize import InitFn, full_values, materialize_buffers
 from zerocore.module import Entry, set_entry
 from zerocore.optimizer_hooks import mark_full, mark_replaced
@@ -73,6 +74,8 @@ def shard_model(
         state.units.append(_shard_unit(state, index, unit, init_fn))
     materialize_buffers(model, target, init_fn)
     _set_entries(model, planned, state)
+    for module in {owner for param in state.params() for owner, _ in param.owners}:
+        watch_loads(module)
     engine.start(config.sync_params or state.world_size == 1)
     set_state(model, state)
     watch_backward(state, model)

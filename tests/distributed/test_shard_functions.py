@@ -253,12 +253,12 @@ def test_pointwise_functions_are_pointwise() -> None:
     full = torch.rand(12) * 0.8 + 0.1
     whole, part = full.clone(), full[3:7].clone()
     tried = 0
-    for name in sorted(ELEMENTWISE):
+    for name in sorted(ELEMENTWISE - {"cuda", "pin_memory"}):
         function = getattr(Tensor, name, getattr(torch, name, None))
         for args in ((), (2.0,), (0.5, 2.0)):
             try:
                 expected, found = function(whole, *args), function(part, *args)
-            except (TypeError, RuntimeError, ValueError, AttributeError):
+            except (TypeError, RuntimeError, ValueError, AttributeError, Warning):
                 continue
             tried += 1
             if isinstance(expected, Tensor) and name != "empty_like":
