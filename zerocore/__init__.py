@@ -15,11 +15,12 @@ from zerocore.events import Event
 from zerocore.links import Link
 from zerocore.memory import MemoryBytes, memory_usage, predict_events, predict_memory
 from zerocore.out_of_memory import OutOfMemory, explain_out_of_memory
+from zerocore.place import Place
 from zerocore.plans import Plan, StagePlan
 from zerocore.precision import MixedPrecision
 from zerocore.recording import record_events, trace
 from zerocore.reports import Report, report
-from zerocore.tensor import LocalShard, Place, ShardedGrad, ShardedParameter
+from zerocore.tensor import LocalShard, ShardedGrad, ShardedParameter
 from zerocore.timeline import Timeline
 
 emulated.register()

@@ -119,6 +119,7 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
     indices = [unit.index for unit in units]
     params = [param for unit in units for param in unit.params]
     state.engine.pin(indices)
+    state.shown_full.update(indices)
     versions = [param.full._version for param in params]
     changed = None
     try:
@@ -132,6 +133,7 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
             None,
         )
     finally:
+        state.shown_full.subtract(indices)
         state.engine.unpin(indices, write_back)
         if write_back:
             for param in params:

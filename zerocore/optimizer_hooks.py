@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from zerocore.optimizer_rules import check_groups, check_outside_of_unsharded
 from zerocore.state import ShardState
 from zerocore.tensor import ShardedParameter
 
@@ -90,12 +91,19 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if known is None or known[0] != count:
         check_not_stale(optimizer)
+        check_groups(optimizer)
         _updates[optimizer] = _find_updates(optimizer)
+    if any(_is_shown_full(state_ref()) for state_ref, _ in _updates[optimizer][1]):
+        check_outside_of_unsharded(optimizer)
     if getattr(optimizer, "casts_model_weights", False):
         for state_ref, units in _updates[optimizer][1]:
             if (state := state_ref()) is not None:
                 for unit in units:
                     state.engine.begin_update(unit)
+
+
+def _is_shown_full(state: ShardState | None) -> bool:
+    return state is not None and state.shown_full.total() > 0
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -19,17 +19,19 @@ from zerocore.casting import cast_around_kept
 from zerocore.config import ShardConfig
 from zerocore.groups import Ranks
 from zerocore.kinds import check_kinds
+from zerocore.local_states import watch_loads
 from zerocore.materialize import InitFn, full_values, materialize_buffers
 from zerocore.module import Entry, set_entry
 from zerocore.moves import keep_in_place
 from zerocore.optimizer_hooks import mark_full, mark_replaced
 from zerocore.out_of_memory import explain_forward, remember_model
 from zerocore.pipelines import refuse_split_backward
+from zerocore.place import Place
 from zerocore.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.quantities import parse_nbytes
 from zerocore.registration import watch_registrations
 from zerocore.state import Param, ShardState, Unit, find_state, set_state
-from zerocore.tensor import Place, ShardedGrad, ShardedParameter
+from zerocore.tensor import ShardedGrad, ShardedParameter
 from zerocore.wrapping import ParamChoice, UnitChoice, UnitPlanned, choose_units
 
 
@@ -77,6 +79,8 @@ def shard_model(
         state.units.append(_shard_unit(state, index, unit, init_fn))
     materialize_buffers(model, target, init_fn)
     _set_entries(model, planned, state)
+    for module in {owner for param in state.params() for owner, _ in param.owners}:
+        watch_loads(module)
     engine.start(config.sync_params or state.world_size == 1)
     set_state(model, state)
     remember_model(state, model)
@@ -192,15 +196,16 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     engine, old = state.engine, choice.param
     layout = engine.layout(unit.index)
     shared = layout.num_shards > 1
+    full = nn.Parameter(engine.make_full(unit.index, position), requires_grad=old.requires_grad)
     place = Place(
         choice.fqns[0],
         old.shape,
         layout.owned(position, state.ranks.shard_rank if shared else 0),
         state.ranks.shard if shared else None,
+        None if full.is_contiguous() else full.stride(),
     )
-    full = nn.Parameter(engine.make_full(unit.index, position), requires_grad=old.requires_grad)
     data = engine.make_shard(unit.index, position)
-    shard = ShardedParameter.make(data, place, old.requires_grad, unit.index, ref(state))
+    shard = ShardedParameter.make(data, place, old.requires_grad, unit.index, ref(state), full)
     shard.model_weight = engine.make_model_shard(unit.index, position)
     grad = None
     if old.is_floating_point():

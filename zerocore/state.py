@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import cast
 from weakref import WeakSet
@@ -57,6 +58,7 @@ class ShardState:
     device: torch.device
     units: list[Unit] = field(default_factory=list)
     meters: Meters = field(init=False)
+    shown_full: Counter[int] = field(default_factory=Counter)  # units inside of unsharded()
 
     def __post_init__(self) -> None:
         self.meters = Meters(self.engine, self.device)

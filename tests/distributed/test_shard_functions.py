@@ -1,0 +1,281 @@
+"""What torch functions give on shards: as on the full tensor, or an error that names it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerocore
+from tests.distributed.harness import run_ranks
+from zerocore.place import Place
+from zerocore.shard_functions import ELEMENTWISE, base_of, is_in_place, name_of
+
+Function = Callable[..., Any]
+
+
+class Awkward(nn.Module):
+    """Empty shards, odd shapes, a scalar, and a parameter that is not C-contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.one = nn.Parameter(torch.tensor([0.5]))
+        self.linear = nn.Linear(9, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x).mean((2, 3)) * self.scale * self.one
+        return self.linear(torch.cat([y, y[:, :4]], 1))
+
+
+def make(stage: int) -> tuple[nn.Module, nn.Module]:
+    """The sharded model and a plain one, both with the gradients of one backward."""
+    torch.manual_seed(0)
+    plain = Awkward()
+    model = zerocore.shard(copy.deepcopy(plain), stage=stage)
+    x = torch.randn(2, 3, 6, 6)  # the same on all ranks
+    for each in (plain, model):
+        with torch.enable_grad():
+            each(x).square().sum().backward()
+    return model, plain
+
+
+def pairs(model: nn.Module, plain: nn.Module) -> list[tuple[Any, Tensor]]:
+    """Shards of each kind beside what they are shards of."""
+    both = list(zip(model.parameters(), plain.parameters(), strict=True))
+    found: list[tuple[Any, Tensor]] = []
+    for param, full in both:
+        assert param.grad is not None and full.grad is not None
+        found += [(param.grad, full.grad), (param.detach(), full.detach())]
+    return found + [(param, full.detach()) for param, full in both]
+
+
+def full_of(shard: Any) -> Tensor:
+    return shard.full_tensor() if hasattr(shard, "full_tensor") else shard
+
+
+ELEMENTS: dict[str, Function] = {
+    "arithmetic": lambda t: (2 * t + 1 - t / 3) ** 2 // 0.5,
+    "reflected": lambda t: 1.0 / (1 - (t % 0.3)),
+    "negation": lambda t: -abs(t),
+    "comparison": lambda t: (t > 0) & ~(t >= 0.1) | (t == 0),
+    "where": lambda t: torch.where(t > 0, t, 0.5),
+    "clamp": lambda t: t.clamp(-0.1, 0.1),
+    "lerp": lambda t: torch.lerp(t, t.sign(), 0.25),
+    "addcmul": lambda t: torch.addcmul(t, t, t, value=0.5),
+    "relu": lambda t: nn.functional.relu(t),
+    "special": lambda t: torch.special.expit(t),
+    "cast": lambda t: t.to(torch.float64).half(),
+    "likes": lambda t: torch.zeros_like(t) + torch.ones_like(t) * torch.full_like(t, 2.0),
+    "in_place": lambda t: t.clone().mul_(2).add_(t, alpha=3).neg_(),
+    "zeroed": lambda t: t.clone().zero_().fill_(2.0),
+    "masked": lambda t: t.clone().masked_fill_(t > 0, 5.0),
+    "nan_to_num": lambda t: (t / 0.0).nan_to_num(),
+    "max_of_two": lambda t: torch.max(t, -t),
+    "foreach": lambda t: torch._foreach_mul([t, t], 2.0)[1],
+    "foreach_add": lambda t: torch._foreach_add([t], [t.sign()], alpha=2.0)[0],
+    "contiguous": lambda t: t.contiguous().detach(),
+}
+REDUCTIONS: dict[str, Function] = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "prod": lambda t: (t + 1).prod(),
+    "max": torch.max,
+    "min": lambda t: t.min(),
+    "amax": lambda t: t.amax(),
+    "any": lambda t: (t > 0.2).any(),
+    "all": lambda t: (t > -10).all(),
+    "isnan": lambda t: t.isnan().any(),
+    "nan": lambda t: torch.where(t == t.max(), math.nan, t).max(),
+    "nansum": lambda t: torch.where(t > 0, t, math.nan).nansum(),
+    "nanmean": lambda t: torch.where(t > -10, t, math.nan).nanmean(),
+    "count": lambda t: t.count_nonzero(),
+    "bits": lambda t: (t > 0).sum(),
+    "var": lambda t: (t * 3 + 7).var(correction=0),
+    "std": lambda t: t.std(unbiased=False),
+    "sum_double": lambda t: t.sum(dtype=torch.float64),
+    "norm": lambda t: t.norm(),
+    "norm1": lambda t: torch.norm(t, p=1),
+    "linalg": lambda t: torch.linalg.vector_norm(t, math.inf),
+    "frobenius": lambda t: torch.linalg.norm(t),
+    "foreach_norm": lambda t: torch._foreach_norm([t, t], 2)[1],
+    "equal": lambda t: torch.tensor(torch.equal(t, t.clone())),
+    "unequal": lambda t: torch.tensor(torch.equal(t, torch.where(t == t.max(), 9.0, t))),
+    "allclose": lambda t: torch.tensor(torch.allclose(t, t + 1e-12)),
+}
+
+
+def compute(stage: int) -> None:
+    model, plain = make(stage)
+    with torch.no_grad():
+        for shard, full in pairs(model, plain):
+            for name, function in (ELEMENTS | REDUCTIONS).items():
+                print(name, shard, flush=True)  # shown if the rank fails
+                result, expected = function(shard), function(full)
+                if name in ELEMENTS:
+                    assert hasattr(result, "place"), "it has lost its place"
+                    assert result.shape == shard.shape
+                else:
+                    assert type(result) is Tensor
+                assert result.dtype == expected.dtype
+                torch.testing.assert_close(full_of(result), expected, equal_nan=True)
+            flat = full.flatten()
+            torch.testing.assert_close(torch.dot(shard.view(-1), shard.view(-1)), flat.dot(flat))
+            assert float(shard.abs().sum()) >= 0.0 and repr(shard).count("global_shape") == 1
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (1, 3), (2, 2), (3, 1), (3, 4)])
+def test_elements_and_reductions(stage: int, world_size: int) -> None:
+    run_ranks(compute, world_size, stage)
+
+
+REFUSED: dict[str, Function] = {
+    "matmul": lambda t: t @ t,
+    "cat": lambda t: torch.cat([t, t]),
+    "stack": lambda t: torch.stack([t]),
+    "view": lambda t: t.view(1, -1),
+    "reshape": lambda t: t.reshape(-1, 1),
+    "unsqueeze": lambda t: t.unsqueeze(0),
+    "einsum": lambda t: torch.einsum("i,i->", t, t),
+    "sort": lambda t: t.sort(),
+    "kthvalue": lambda t: t.kthvalue(1),
+    "mode": lambda t: t.mode(),
+    "median": lambda t: t.median(),
+    "argmax": lambda t: t.argmax(),
+    "cumprod": lambda t: t.cumprod(0),
+    "cumsum": lambda t: t.cumsum(0),
+    "var_mean": torch.var_mean,
+    "std_mean": torch.std_mean,
+    "normalize": lambda t: nn.functional.normalize(t, dim=0),
+    "cosine": lambda t: nn.functional.cosine_similarity(t, t, dim=0),
+    "mse_loss": lambda t: nn.functional.mse_loss(t, t),
+    "softmax": lambda t: t.softmax(0),
+    "dist": lambda t: torch.dist(t, t),
+    "along": lambda t: t.sum(0),
+    "norm_along": lambda t: t.norm(dim=0),
+    "spectral": lambda t: torch.linalg.norm(t, 2),
+    "numpy": lambda t: t.numpy(),
+    "tolist": lambda t: t.tolist(),
+    "item": lambda t: t.item(),
+    "index": lambda t: t[0],
+    "set_index": lambda t: t.__setitem__(0, 1.0),
+    "mask": lambda t: t[t > 0],
+    "broadcast": lambda t: t * torch.ones(4, 1),
+    "row": lambda t: t * torch.ones(t.global_shape[-1]),
+    "storage": lambda t: t.untyped_storage(),
+    "data_ptr": lambda t: t.data_ptr(),
+    "resize": lambda t: t.resize_(3),
+    "multinomial": lambda t: torch.multinomial(t, 1),
+}
+
+
+def refuse(stage: int) -> None:
+    model, _ = make(stage)
+    with torch.no_grad():
+        for shard in (model.linear.weight.grad, model.linear.weight.detach()):
+            for name, function in REFUSED.items():
+                if name == "row" and stage == 0:
+                    continue
+                print(name, flush=True)
+                with pytest.raises(
+                    (TypeError, RuntimeError), match=r"linear\.weight.*full_tensor\(\)"
+                ):
+                    function(shard)
+        with pytest.raises((TypeError, RuntimeError), match=r"conv\.weight"):
+            model.linear.weight.grad.add(model.conv.weight.grad)
+
+
+def test_everything_else_is_refused_by_name(stage: int) -> None:
+    run_ranks(refuse, 2, stage)
+
+
+def mix(stage: int) -> None:
+    """Plain tensors of the full shape stand beside shards: for a part, or to be changed."""
+    model, plain = make(stage)
+    with torch.no_grad():
+        for param, full in zip(model.parameters(), plain.parameters(), strict=True):
+            value = full.detach().clone()
+            assert isinstance(param * value, zerocore.LocalShard)
+            torch.testing.assert_close(full_of(param * value), value * value)
+            changed = torch.zeros_like(value)
+            assert changed.copy_(param) is changed and torch.equal(changed, value)
+            changed.lerp_(param.detach() * 3, 0.5)
+            torch.testing.assert_close(changed, value * 2)
+            torch._foreach_lerp_([changed], [param], 1.0)
+            torch.testing.assert_close(changed, value)
+            state = torch.zeros(param.shape)  # as an optimizer may make it
+            state.add_(param.grad)
+            assert torch.equal(state, param.grad.local())
+            param.copy_(value + 1)
+            torch.testing.assert_close(full_of(param), value + 1)
+            param.detach()[:] = value
+            torch.testing.assert_close(full_of(param), value)
+            param.grad[param.grad > 0] = 0.0
+            assert param.grad.max() <= 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_full_tensors_beside_shards(stage: int, world_size: int) -> None:
+    run_ranks(mix, world_size, stage)
+
+
+def average(stage: int) -> None:
+    """A copy made before shard, and one more, are updated exactly."""
+    torch.manual_seed(0)
+    plain = Awkward()
+    decay = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    expected = [torch.optim.swa_utils.AveragedModel(plain, multi_avg_fn=f) for f in (None, decay)]
+    model = copy.deepcopy(plain)
+    averages = [torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=f) for f in (None, decay)]
+    zerocore.shard(model, stage=stage)
+    for step in range(3):
+        with torch.no_grad():
+            torch._foreach_add_(list(plain.parameters()), float(step))
+            torch._foreach_add_(list(model.parameters()), float(step))
+        for own, other in zip(averages, expected, strict=True):
+            own.update_parameters(model)
+            other.update_parameters(plain)
+            torch.testing.assert_close(own.state_dict(), other.state_dict())
+
+
+def test_averaged_model_made_before_shard(stage: int) -> None:
+    run_ranks(average, 2, stage)
+
+
+def test_pointwise_functions_are_pointwise() -> None:
+    """What the table lets through gives for a part what it gives for the whole, in that part."""
+    full = torch.rand(12) * 0.8 + 0.1
+    whole, part = full.clone(), full[3:7].clone()
+    tried = 0
+    for name in sorted(ELEMENTWISE - {"cuda", "pin_memory"}):
+        function = getattr(Tensor, name, getattr(torch, name, None))
+        for args in ((), (2.0,), (0.5, 2.0)):
+            try:
+                expected, found = function(whole, *args), function(part, *args)
+            except (TypeError, RuntimeError, ValueError, AttributeError, Warning):
+                continue
+            tried += 1
+            if isinstance(expected, Tensor) and name != "empty_like":
+                torch.testing.assert_close(found, expected[3:7], equal_nan=True, msg=name)
+    assert tried > 100
+
+
+def test_names() -> None:
+    assert name_of(Tensor.grad.__get__) == "grad" and name_of(Tensor.grad.__set__) == "grad="
+    assert name_of(torch.ops.aten.mul.Tensor) == "mul"
+    assert not name_of(torch.ops.zerocore.flatten).startswith("flatten")
+    assert base_of("_foreach_addcmul_") == "addcmul" and base_of("__rsub__") == "sub"
+    assert base_of("special_expit") == "expit" and base_of("__iadd__") == "add"
+    assert is_in_place("mul_") and is_in_place("__iadd__") and not is_in_place("__add__")
+
+
+def test_parts_of_other_memory_orders() -> None:
+    full = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    place = Place("w", full.shape, (10, 40), None, full.stride())
+    assert torch.equal(place.part_of(full.contiguous()), full.permute(0, 2, 3, 1).flatten()[10:40])

@@ -1,0 +1,47 @@
+"""What ``load_state_dict`` of a sharded model takes: its own shards, or full values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from zerocore.place import Placed
+from zerocore.tensor import ShardedParameter
+
+
+def watch_loads(module: nn.Module) -> None:
+    """From now on what is loaded into the sharded parameters that ``module`` owns is checked."""
+    module.register_load_state_dict_pre_hook(_check)
+
+
+def _check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Shards of another place are refused, even of the same size; of full values a part is taken.
+
+    Raises:
+        ValueError: names the parameter and both places.
+    """
+    for name, param in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if not isinstance(param, ShardedParameter) or not isinstance(value, Tensor):
+            continue
+        if isinstance(value, Placed):
+            _check_place(prefix + name, value, param)
+        elif value.shape == param.global_shape:
+            state_dict[prefix + name] = param.place.part_of(value.detach())
+
+
+def _check_place(key: str, value: Placed, param: ShardedParameter) -> None:
+    saved, own = value.place, param.place
+    if (saved.global_shape, saved.shard_range, saved.strides) != (
+        own.global_shape,
+        own.shard_range,
+        own.strides,
+    ):
+        raise ValueError(
+            f"parameter '{key}': the state dict holds elements {saved.shard_range[0]}:"
+            f"{saved.shard_range[1]} of shape {tuple(saved.global_shape)}, this rank "
+            f"{own.shard_range[0]}:{own.shard_range[1]} of {tuple(own.global_shape)}. Shards load "
+            "on the rank, stage and number of ranks that saved them; for others save "
+            "zerocore.full_state_dict(model) and load that with zerocore.load_full_state_dict"
+        )

@@ -1,0 +1,129 @@
+"""Which torch functions may see a shard, and how: by name, aliases of one function as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Stay on the shard whatever happens around them: they are about the tensor that was given.
+ON_THE_SHARD = _names(
+    """
+    grad grad= requires_grad requires_grad= requires_grad_ is_leaf grad_fn detach data data=
+    register_hook register_post_accumulate_grad_hook retains_grad retain_grad output_nr
+    _version _backward_hooks _backward_hooks= _post_accumulate_grad_hooks
+    _post_accumulate_grad_hooks= dtype device layout is_cuda is_cpu is_meta is_xpu is_mps
+    is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_mtia is_maia is_hpu is_ipu
+    is_vulkan is_xla is_ort is_complex get_device is_floating_point is_signed is_inference
+    is_neg is_conj is_pinned is_shared element_size itemsize names name _base _is_view
+    has_names _has_compatible_shallow_copy_type __hash__ _python_dispatch volatile
+    is_same_size is_distributed can_cast result_type promote_types record_stream
+    __setstate__ _grad _grad= _cdata _is_zerotensor
+    """
+)
+# About the shape: that of the shard between calls of the model, the full one inside of them.
+SHAPES = _names(
+    """
+    shape size dim ndimension ndim numel nelement stride storage_offset is_contiguous nbytes
+    __len__ is_non_overlapping_and_dense
+    """
+)
+# Addresses and storages are never those of the full value outside of a call.
+MEMORY = _names(
+    """
+    data_ptr const_data_ptr untyped_storage storage _typed_storage storage_type share_memory_
+    __dlpack__ __cuda_array_interface__ swap_tensors
+    """
+)
+# Make plain tensors of a shape that is given; nothing of the shard is read but dtype and device.
+FACTORIES = _names("new_zeros new_empty new_ones new_full new_tensor new_empty_strided")
+RANDOM = _names(
+    """
+    normal uniform bernoulli exponential geometric cauchy log_normal random rand_like
+    randn_like randint_like
+    """
+)
+GLOBAL = _names(
+    """
+    sum mean prod max min amax amin any all count_nonzero var std nansum nanmean dot vdot
+    inner matmul equal allclose norm linalg_norm linalg_vector_norm item tolist
+    _amp_foreach_non_finite_check_and_unscale
+    """
+)
+# The shape they give is that of the shard if they are asked for one dimension.
+FLATTENING = _names("flatten ravel view reshape")
+# Another tensor among their arguments gives a dtype and a device only.
+COPIES = _names("to type_as")
+ELEMENTWISE = FLATTENING | COPIES | _names(
+    """
+    abs absolute acos acosh add addcdiv addcmul arccos arccosh arcsin arcsinh arctan arctan2
+    arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
+    bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip
+    copysign cos cosh deg2rad digamma div divide elu eq erf erfc erfcx erfinv exp exp2 expit
+    expm1 fix float_power floor floor_divide fmax fmin fmod frac ge gelu greater
+    greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot isclose
+    isfinite isinf isnan isneginf isposinf isreal ldexp le leaky_relu lerp less less_equal
+    lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or
+    logical_xor logit logsigmoid lt masked_fill maximum minimum mish mul multiply nan_to_num
+    ne neg negative nextafter not_equal polygamma positive pow rad2deg reciprocal relu relu6
+    remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus
+    softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold true_divide
+    trunc where xlog1py xlogy alias bfloat16 bool byte char clone contiguous copy cpu cuda
+    double float half int long pin_memory short type zeros_like ones_like empty_like
+    full_like zero fill
+    """
+)  # fmt: skip
+_OPERATORS = {
+    "add": "add", "sub": "sub", "mul": "mul", "div": "div", "truediv": "div", "mod": "remainder",
+    "floordiv": "floor_divide", "pow": "pow", "and": "bitwise_and", "or": "bitwise_or",
+    "xor": "bitwise_xor", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
+}  # fmt: skip
+_DUNDERS = {
+    **{f"__{mark}{name}__": base for name, base in _OPERATORS.items() for mark in ("", "r", "i")},
+    **{f"__{name}__": name for name in ("eq", "ne", "lt", "le", "gt", "ge", "abs")},
+    "__neg__": "neg", "__pos__": "positive", "__invert__": "bitwise_not", "__matmul__": "matmul",
+    "__deepcopy__": "clone", "__setitem__": "__setitem__", "__bool__": "item", "__float__": "item",
+    "__int__": "item", "__index__": "item", "__complex__": "item",
+}  # fmt: skip
+_BEHIND_OPERATORS = frozenset(_DUNDERS.values()) - {"item", "clone", "__setitem__"}
+_IN_PLACE = frozenset({f"__i{name}__" for name in _OPERATORS} | {"__setitem__"})
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The function's name; ``name`` and ``name=`` for reads and writes of a property."""
+    name = str(getattr(func, "__name__", func))
+    if name in ("__get__", "__set__", "__delete__"):
+        owner: Any = getattr(func, "__self__", None)
+        prop = getattr(owner, "__name__", None) or getattr(owner.fget, "__name__", "")
+        return f"{prop}=" if name != "__get__" else str(prop)
+    namespace = getattr(func, "namespace", None) or getattr(func, "_qualified_op_name", "aten")
+    if str(namespace).partition("::")[0] not in ("aten", "prims"):
+        return f"{namespace}"  # an operator of somebody's, whose name says nothing
+    return name.partition(".")[0]  # without the overload
+
+
+def base_of(name: str) -> str:
+    """The function that ``name`` is a variant of: in place, of lists, an operator."""
+    if name.startswith("__"):
+        return _DUNDERS.get(name, name)
+    base = name if name.startswith("_amp_") else name.removeprefix("_foreach_")
+    return base.removeprefix("special_").removesuffix("_")
+
+
+def is_in_place(name: str) -> bool:
+    """Whether the function changes its first argument."""
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def has_operator(name: str) -> bool:
+    """Whether an operator of Python calls the function."""
+    return base_of(name) in _BEHIND_OPERATORS
+
+
+def is_foreach(name: str) -> bool:
+    """Whether the function takes lists of tensors."""
+    return name.startswith(("_foreach_", "_amp_foreach_"))

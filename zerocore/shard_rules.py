@@ -1,0 +1,182 @@
+"""What a torch function means that is given a shard. One rule, for all kinds of shards.
+
+Functions of elements work on the local elements. Norms and full reductions are global. A parameter
+is read in full: inside of a call of its model, where autograd records, and where the shape
+matters. Whatever is left is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocore.elementwise import NotLocal, apply, draw
+from zerocore.full_reads import call_with_full, in_call, is_recorded
+from zerocore.place import Placed, PlacedParameter, leaves, local_of, refuse
+from zerocore.reductions import foreach_norm, norm, reduce, unscale
+from zerocore.shard_functions import (
+    ELEMENTWISE,
+    FACTORIES,
+    GLOBAL,
+    MEMORY,
+    ON_THE_SHARD,
+    RANDOM,
+    SHAPES,
+    base_of,
+    is_foreach,
+    is_in_place,
+    name_of,
+)
+
+_TEMPLATES = ("view_as", "reshape_as", "expand_as")
+_NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
+
+
+def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``__torch_function__`` of every kind of shard returns.
+
+    Raises:
+        TypeError: the function has no meaning on a shard; names it, the parameter and what to do.
+    """
+    name = name_of(func)
+    with torch._C.DisableTorchFunctionSubclass():
+        if name in ON_THE_SHARD:
+            result = func(*args, **kwargs)
+            return keep_place(result, args[0]) if name in ("detach", "data") else result
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return initialise(func, args, kwargs)
+        found = [value for value in leaves((args, kwargs)) if isinstance(value, Placed)]
+        params = [value for value in found if isinstance(value, PlacedParameter)]
+        changed = list(leaves(args[:1])) if is_in_place(name) else []
+        writes = any(isinstance(value, Placed) for value in changed)
+        if params and not writes and any(in_call(param) for param in params):
+            return call_with_full(func, args, kwargs, params)
+        if name in SHAPES or name in FACTORIES:
+            return func(*args, **kwargs)
+        if name in MEMORY:
+            refuse(name, found[0])
+        if name in _TEMPLATES and params:
+            return _view_like(name, args)
+        if writes:
+            check_not_shown_full(name, changed)
+        elif params and is_recorded((args, kwargs)):
+            return call_with_full(func, args, kwargs, params)
+        return _on_shards(func, name, args, kwargs, found, params, writes)
+
+
+def _on_shards(
+    func: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    found: list[Any],
+    params: list[Any],
+    writes: bool,
+) -> Any:
+    try:
+        result = _local_or_global(func, name, args, kwargs)
+    except NotLocal as error:
+        result, reason = NotImplemented, str(error)
+    else:
+        reason = ""
+    if result is not NotImplemented:
+        return result
+    if params and not writes:
+        return call_with_full(func, args, kwargs, params)
+    refuse(name, found[0], reason)
+
+
+def _local_or_global(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """NotImplemented, or NotLocal is raised, where it is neither."""
+    base = base_of(name)
+    if name == "__setitem__":
+        return _set_items(*args)
+    if base == "_amp_foreach_non_finite_check_and_unscale":
+        return unscale(func, *args, **kwargs)
+    if base in RANDOM and (is_in_place(name) or name.endswith("_like")):
+        result = draw(func, name, args[0], args, kwargs)
+        return args[0] if is_in_place(name) else keep_place(result, args[0])
+    pair = base in ("max", "min") and len(args) == 2 and isinstance(args[1], Tensor)
+    if base in GLOBAL and not pair and not is_in_place(name):
+        if is_foreach(name):
+            whole = foreach_norm(args, kwargs) if base == "norm" else NotImplemented
+            return [reduce(torch.max, base, (t,), {}) for t in args[0]] if base == "max" else whole
+        return (norm if base in _NORMS else reduce)(func, base, args, kwargs)
+    if base in ELEMENTWISE or pair:
+        return apply(func, name, base, args, kwargs, keep_place)
+    return NotImplemented
+
+
+def keep_place(result: Any, source: Any) -> Any:
+    """A changed copy of a shard is as local as the shard: a shard, if ``result`` has its shape."""
+    if type(result) is not Tensor or result.shape != local_of(source).shape:
+        return result
+    placed: Any = result.as_subclass(type(source).result_type)
+    placed.place = source.place
+    return placed
+
+
+def _set_items(changed: Any, index: Any, value: Any) -> Any:
+    """``shard[:] = value``, ``shard[mask] = number``, and ``plain[start:end] = shard``."""
+    is_all = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
+    if not isinstance(changed, Placed):
+        local = local_of(value)
+        if changed[index].shape != local.shape:
+            raise NotLocal(f"; it is put into shape {tuple(changed[index].shape)}")
+        changed[index] = local
+    elif is_all and isinstance(value, Tensor):
+        apply(Tensor.copy_, "copy_", "copy", (changed, value), {}, keep_place)
+    elif is_all:
+        local_of(changed).fill_(value)
+    elif isinstance(index, Tensor) and index.dtype == torch.bool and not isinstance(value, Tensor):
+        masked: Any = Tensor.masked_fill_
+        apply(masked, "masked_fill_", "masked_fill", (changed, index, value), {}, keep_place)
+    else:
+        return NotImplemented
+    return None
+
+
+def _view_like(name: str, args: tuple[Any, ...]) -> Any:
+    """``plain.view_as(parameter)``, with which parts of a long vector become parameters."""
+    tensor, param = args
+    if isinstance(tensor, Placed) or param.place.group is not None:
+        refuse(
+            name,
+            param,
+            "; its numel() is that of the shard, so that vector_to_parameters would take it for "
+            "the full one: call that inside of `with zerocore.unsharded(model, write_back=True)`",
+        )
+    return tensor.view(param.global_shape)
+
+
+def check_not_shown_full(name: str, changed: list[Any]) -> None:
+    """Raises RuntimeError if one of the shards that ``name`` changes is shown in full now."""
+    for shard in changed:
+        state = shard.state_ref() if isinstance(shard, PlacedParameter) else None
+        if state is not None and state.shown_full[shard.unit] > 0:
+            raise RuntimeError(
+                f"{name}() changes the shard of '{shard.fqn}' inside of zerocore.unsharded, where "
+                "the full parameter takes its place and the change would be lost. Change the "
+                "parameter of the module, or call this outside"
+            )
+
+
+def initialise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of ``torch.nn.init`` on a shard: this rank's part of what the full one gets.
+
+    With equal seeds on all ranks the values are those of a model that is not sharded.
+    """
+    shard, rest = (args[0], args[1:]) if args else (kwargs["tensor"], ())
+    kwargs = {key: value for key, value in kwargs.items() if key != "tensor"}
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        check_not_shown_full(name_of(func), [shard])
+        local = local_of(shard)
+        full = shard.place.like_full(local)
+        func(full, *rest, **kwargs)
+        local.copy_(shard.place.part_of(full))
+    return shard
