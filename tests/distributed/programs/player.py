@@ -38,7 +38,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Error:
-    """An exception: the first line of its message, and whether somebody meant the user to see it."""
+    """An exception: the first line of its message, and whether it was meant to be read."""
 
     text: str
     deliberate: bool

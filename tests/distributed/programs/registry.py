@@ -11,7 +11,25 @@ from tests.distributed.programs.systems import Run
 
 Function = Callable[[Run], None]
 
-THEMES = ("loops", "losses", "reads")
+THEMES = (
+    "loops",
+    "graphs",
+    "losses",
+    "reads",
+    "places",
+    "hooks",
+    "norms",
+    "optimizers",
+    "custom",
+    "averages",
+    "parts",
+    "layers",
+    "modes",
+    "outputs",
+    "saving",
+    "moves",
+    "huggingface",
+)
 
 
 @dataclass(frozen=True)

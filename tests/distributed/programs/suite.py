@@ -5,8 +5,10 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.distributed.harness import Outcome, find_free_port, run_to_end
 from tests.distributed.programs.player import Job, Played, play, read_played
@@ -105,24 +107,40 @@ def compare(ranks: Ranks, truth: Ranks) -> Verdict:
     for rank, (mine, right) in enumerate(zip(ranks, truth, strict=True)):
         if mine is None or right is None or right.error:
             return Verdict("error", "plain did not end")
-        try:
-            close(mine.records, right.records, "record")
-            close(mine.states, right.states, "state")
-        except AssertionError as error:
-            return Verdict("WRONG", f"rank {rank}, {' '.join(str(error).split())}")
+        found = difference(mine.records, right.records, "record")
+        found = found or difference(mine.states, right.states, "state")
+        if found:
+            return Verdict("WRONG", f"rank {rank}, {found}")
     return Verdict("exact")
 
 
-def close(actual: object, expected: object, what: str) -> None:
-    """Raises AssertionError unless both are the same to 1e-5."""
-    torch.testing.assert_close(
-        actual,
-        expected,
-        rtol=1e-5,
-        atol=2e-6,
-        equal_nan=True,
-        msg=lambda text: f"{what}: {text}",
-    )
+def difference(actual: Any, expected: Any, where: str) -> str | None:
+    """The first place where two nests of numbers, tensors and words differ by more than 1e-5."""
+    if isinstance(expected, dict):
+        if not isinstance(actual, dict) or sorted(actual) != sorted(expected):
+            return f"{where}: other names"
+        pairs = [(f"{where} {key}", actual[key], expected[key]) for key in expected]
+    elif isinstance(expected, list | tuple):
+        if not isinstance(actual, list | tuple) or len(actual) != len(expected):
+            return f"{where}: {len(expected)} values expected, got {actual}"
+        numbered = enumerate(zip(actual, expected, strict=True))
+        pairs = [(f"{where}[{index}]", a, e) for index, (a, e) in numbered]
+    elif isinstance(expected, float | Tensor):
+        return number_difference(actual, expected, where)
+    else:
+        return None if actual == expected else f"{where}: expected {expected}, got {actual}"
+    return next(filter(None, (difference(a, e, name) for name, a, e in pairs)), None)
+
+
+def number_difference(actual: Any, expected: Any, where: str) -> str | None:
+    """As difference, for tensors and floats."""
+    if not isinstance(actual, float | Tensor):
+        return f"{where}: expected {expected}, got {actual}"
+    try:
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6, equal_nan=True)
+    except AssertionError as error:
+        return f"{where}: {' '.join(str(error).split())}"
+    return None
 
 
 def check_systems(systems: Sequence[str]) -> None:

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 import zerocore
 
+WIDEST = torch.complex128
 Units = Sequence[type[nn.Module]]
 State = dict[str, Tensor]
 
@@ -87,11 +89,7 @@ class Run:
 
     def record(self, *values: Any) -> None:
         """Numbers of this rank that must be those of plain."""
-        for value in values:
-            full = value.full_tensor() if hasattr(value, "full_tensor") else value
-            if isinstance(full, Tensor):
-                full = full.detach().clone()
-            self.records.append(full)
+        self.records += tree_map(plain_copy, values)
 
     def final_states(self) -> list[State]:
         """Full states of all models, on every rank."""
@@ -102,7 +100,7 @@ class DdpRun(Run):
     """DistributedDataParallel; buffers stay each rank's own, as in the others."""
 
     def wrap(self, model: nn.Module, units: Units | None) -> nn.Module:
-        return DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
+        return DistributedDataParallel(model, broadcast_buffers=False)
 
     def module(self, model: nn.Module) -> Any:
         return model.module if isinstance(model, DistributedDataParallel) else model
@@ -167,10 +165,7 @@ class Fsdp2Run(Run):
         return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
     def final_states(self) -> list[State]:
-        return [
-            copy_tensors({name: full_tensor(t) for name, t in model.state_dict().items()})
-            for model in self.models
-        ]
+        return [copy_tensors(dict(model.state_dict())) for model in self.models]
 
     def load(self, model: nn.Module, state: State) -> None:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -226,14 +221,15 @@ SYSTEMS: dict[str, Callable[[int], Run]] = {
 def average_gradients(parameters: list[nn.Parameter]) -> None:
     """Means over the ranks; no gradient counts as zero, and stays None if no rank has one."""
     used = torch.tensor([float(p.grad is not None) for p in parameters])
-    dist.all_reduce(used)
-    for parameter, count in zip(parameters, used.tolist(), strict=True):
-        if count == 0:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    # One collective for all; complex128 holds any dtype without loss.
+    flat = torch.cat([used.to(WIDEST), *(g.detach().flatten().to(WIDEST) for g in grads)])
+    dist.all_reduce(flat)
+    counts, *means = flat.split([len(used), *(g.numel() for g in grads)])
+    for parameter, grad, count, mean in zip(parameters, grads, counts, means, strict=True):
+        if count.real > 0:
+            mean = mean.view(grad.shape) / dist.get_world_size()
+            parameter.grad = grad.copy_(mean if grad.is_complex() else mean.real)
 
 
 def full_tensor(value: Any) -> Any:
@@ -241,6 +237,15 @@ def full_tensor(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
+def plain_copy(value: Any) -> Any:
+    """A full copy of a tensor that later steps do not change; other things as they are."""
+    full = full_tensor(value)
+    if not isinstance(full, Tensor):
+        return full
+    with torch._C.DisableTorchFunctionSubclass():
+        return full.detach().clone().as_subclass(Tensor)
+
+
 def copy_tensors(state: dict[str, Any]) -> State:
-    """Copies that later steps do not change; what is no tensor is left out."""
-    return {name: t.detach().clone() for name, t in state.items() if isinstance(t, Tensor)}
+    """Copies of a state; what is no tensor is left out."""
+    return {name: plain_copy(t) for name, t in state.items() if isinstance(t, Tensor)}

@@ -13,11 +13,11 @@ from tests.distributed.programs.suite import Table
 
 HEAD = """# What ordinary programs do under each system
 
-Written by `python -m tests.distributed.programs --markdown docs/programs.md`, and compared with what is
-measured by a test. Two ranks on gloo, torch {torch}. The truth is plain replicas whose gradients are
-averaged by hand; *exact* means that every number the program sees and the parameters at its end are
-those, to 1e-5. *refused* is an exception on all ranks that was written for the reader, and
-*error* one that was not.
+Written by `python -m tests.distributed.programs --markdown docs/programs.md`; a test compares it
+with what is measured. Two ranks on gloo, torch {torch}. The truth is plain replicas whose gradients
+are averaged by hand; *exact* means that every number the program sees and the parameters at its
+end are those, to 1e-5. *refused* is an exception on all ranks that was written for the reader,
+and *error* one that was not.
 """
 
 
