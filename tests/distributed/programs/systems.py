@@ -1,0 +1,251 @@
+"""What a program is given: one neutral way to shard, average, hold back and record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
+import zerocore
+
+WIDEST = torch.complex128
+Units = Sequence[type[nn.Module]]
+State = dict[str, Tensor]
+
+
+class Run:
+    """One rank of one program under `plain`: replicas whose gradients are averaged by hand."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.models: list[nn.Module] = []
+        self.records: list[Any] = []
+
+    def shard(self, model: nn.Module, units: Units | None = None) -> Any:
+        """The model as this system trains it; its full state at the end is compared."""
+        wrapped = self.wrap(model, units)
+        self.models.append(wrapped)
+        return wrapped
+
+    def wrap(self, model: nn.Module, units: Units | None) -> nn.Module:
+        """The model itself; other systems override this and what follows."""
+        return model
+
+    def module(self, model: nn.Module) -> Any:
+        """The user's own module, for its attributes and methods."""
+        return model
+
+    def average(self, *models: nn.Module) -> None:
+        """Averages gradients over the ranks, where the system does not do it in backward."""
+        for model in models:
+            average_gradients(list(model.parameters()))
+
+    def average_one(self, parameter: nn.Parameter) -> None:
+        """As average, for what runs while the backward does."""
+        average_gradients([parameter])
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Around micro-batches before the last one."""
+        return nullcontext()
+
+    def unsharded(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Full parameters, for reading."""
+        return nullcontext()
+
+    def full_state(self, model: nn.Module) -> State:
+        """The full state dict, on every rank."""
+        return dict(model.state_dict())
+
+    def load(self, model: nn.Module, state: State) -> None:
+        """Loads what full_state gave."""
+        model.load_state_dict(state)
+
+    def method(self, model: nn.Module, name: str) -> None:
+        """Says that `name` is called in place of forward."""
+
+    def tensor(self, *shape: int, key: int = 0, shared: bool = False) -> Tensor:
+        """Normal numbers that differ by program, key and (unless shared) rank."""
+        rank = 0 if shared else 1 + self.rank
+        generator = torch.Generator().manual_seed(self.seed * 1000 + key * 10 + rank)
+        return torch.randn(*shape, generator=generator)
+
+    def batches(self, count: int = 3, *shape: int) -> Iterator[Tensor]:
+        """Inputs that differ by rank and step, of shape (4, 8) unless said."""
+        return (self.tensor(*(shape or (4, 8)), key=key) for key in range(count))
+
+    def tokens(self, vocabulary: int, *shape: int, key: int = 0) -> Tensor:
+        """Whole numbers below `vocabulary` that differ by rank and key."""
+        generator = torch.Generator().manual_seed(self.seed * 1000 + key * 10 + self.rank)
+        return torch.randint(vocabulary, shape, generator=generator)
+
+    def record(self, *values: Any) -> None:
+        """Numbers of this rank that must be those of plain."""
+        self.records += tree_map(plain_copy, values)
+
+    def final_states(self) -> list[State]:
+        """Full states of all models, on every rank."""
+        return [copy_tensors(self.full_state(model)) for model in self.models]
+
+
+class DdpRun(Run):
+    """DistributedDataParallel; buffers stay each rank's own, as in the others."""
+
+    def wrap(self, model: nn.Module, units: Units | None) -> nn.Module:
+        return DistributedDataParallel(model, broadcast_buffers=False)
+
+    def module(self, model: nn.Module) -> Any:
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def average(self, *models: nn.Module) -> None:
+        pass
+
+    def average_one(self, parameter: nn.Parameter) -> None:
+        pass
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return model.no_sync()
+
+    def full_state(self, model: nn.Module) -> State:
+        return dict(self.module(model).state_dict())
+
+    def load(self, model: nn.Module, state: State) -> None:
+        self.module(model).load_state_dict(state)
+
+
+class Fsdp2Run(Run):
+    """fully_shard of every unit and of the root."""
+
+    def wrap(self, model: nn.Module, units: Units | None) -> nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (self.world_size,))
+        for module in list(model.modules()):
+            if units and module is not model and isinstance(module, tuple(units)):
+                fully_shard(module, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def average(self, *models: nn.Module) -> None:
+        pass
+
+    def average_one(self, parameter: nn.Parameter) -> None:
+        pass
+
+    @contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    @contextmanager
+    def unsharded(self, model: nn.Module) -> Iterator[None]:
+        from torch.distributed.fsdp import FSDPModule
+
+        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in modules:
+            module.unshard()
+        yield
+        for module in modules:
+            module.reshard()
+
+    def full_state(self, model: nn.Module) -> State:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+    def final_states(self) -> list[State]:
+        return [copy_tensors(dict(model.state_dict())) for model in self.models]
+
+    def load(self, model: nn.Module, state: State) -> None:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+
+    def method(self, model: nn.Module, name: str) -> None:
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        register_fsdp_forward_method(model, name)
+
+
+class ZerocoreRun(Run):
+    """zerocore.shard at one stage."""
+
+    def __init__(self, seed: int, stage: int) -> None:
+        super().__init__(seed)
+        self.stage = stage
+
+    def wrap(self, model: nn.Module, units: Units | None) -> nn.Module:
+        return zerocore.shard(model, stage=self.stage, units=units)
+
+    def average(self, *models: nn.Module) -> None:
+        pass
+
+    def average_one(self, parameter: nn.Parameter) -> None:
+        pass
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return zerocore.no_sync(model)
+
+    def unsharded(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return zerocore.unsharded(model)
+
+    def full_state(self, model: nn.Module) -> State:
+        return zerocore.full_state_dict(model, rank0_only=False)
+
+    def load(self, model: nn.Module, state: State) -> None:
+        zerocore.load_full_state_dict(model, state)
+
+    def method(self, model: nn.Module, name: str) -> None:
+        zerocore.register_forward_method(model, name)
+
+
+SYSTEMS: dict[str, Callable[[int], Run]] = {
+    "plain": Run,
+    "ddp": DdpRun,
+    "fsdp2": Fsdp2Run,
+    **{f"stage{stage}": partial(ZerocoreRun, stage=stage) for stage in range(4)},
+}
+
+
+def average_gradients(parameters: list[nn.Parameter]) -> None:
+    """Means over the ranks; no gradient counts as zero, and stays None if no rank has one."""
+    used = torch.tensor([float(p.grad is not None) for p in parameters])
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    # One collective for all; complex128 holds any dtype without loss.
+    flat = torch.cat([used.to(WIDEST), *(g.detach().flatten().to(WIDEST) for g in grads)])
+    dist.all_reduce(flat)
+    counts, *means = flat.split([len(used), *(g.numel() for g in grads)])
+    for parameter, grad, count, mean in zip(parameters, grads, counts, means, strict=True):
+        if count.real > 0:
+            mean = mean.view(grad.shape) / dist.get_world_size()
+            parameter.grad = grad.copy_(mean if grad.is_complex() else mean.real)
+
+
+def full_tensor(value: Any) -> Any:
+    """All of a DTensor; other things as they are."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def plain_copy(value: Any) -> Any:
+    """A full copy of a tensor that later steps do not change; other things as they are."""
+    full = full_tensor(value)
+    if not isinstance(full, Tensor):
+        return full
+    with torch._C.DisableTorchFunctionSubclass():
+        return full.detach().clone().as_subclass(Tensor)
+
+
+def copy_tensors(state: dict[str, Any]) -> State:
+    """Copies of a state; what is no tensor is left out."""
+    return {name: plain_copy(t) for name, t in state.items() if isinstance(t, Tensor)}

@@ -1,0 +1,81 @@
+"""The table as text, and as a page of the documentation that can be read back."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+from tests.distributed.programs.registry import Program
+from tests.distributed.programs.suite import Table
+
+HEAD = """# What ordinary programs do under each system
+
+Written by `python -m tests.distributed.programs --markdown docs/programs.md`; a test compares it
+with what is measured. Two ranks on gloo, torch {torch}. The truth is plain replicas whose gradients
+are averaged by hand; *exact* means that every number the program sees and the parameters at its
+end are those, to 1e-5. *refused* is an exception on all ranks that was written for the reader,
+and *error* one that was not.
+"""
+
+
+def as_text(table: Table, programs: dict[str, Program]) -> str:
+    """For a terminal: the table, what is not exact, and how many of each kind."""
+    systems = list(next(iter(table.values()), {}))
+    width = max((len(name) for name in table), default=0)
+    lines = [f"{'program':{width}}  " + "  ".join(f"{system:7}" for system in systems)]
+    for name, row in table.items():
+        cells = "  ".join(f"{row[system].kind:7}" for system in systems)
+        lines.append(f"{name:{width}}  {cells}")
+    lines.append("")
+    lines += [f"{name}, {where}: {text[:300]}" for name, where, text in reasons(table)] + [""]
+    for system in systems:
+        kinds = Counter(row[system].kind for row in table.values())
+        lines.append(f"{system}: " + ", ".join(f"{n} {kind}" for kind, n in kinds.items()))
+    return "\n".join(lines)
+
+
+def as_markdown(table: Table, programs: dict[str, Program]) -> str:
+    """For the documentation: the table, and what zerocore says when it refuses."""
+    systems = list(next(iter(table.values()), {}))
+    lines = [HEAD.format(torch=torch_version())]
+    lines.append(f"| program | what it does | {' | '.join(systems)} |")
+    lines.append("|---|---|" + "---|" * len(systems))
+    for name, row in table.items():
+        cells = " | ".join(row[system].kind for system in systems)
+        lines.append(f"| {name} | {programs[name].title} | {cells} |")
+    lines += ["", "## What zerocore says", ""]
+    stages = {
+        name: {s: v for s, v in row.items() if s.startswith("stage") and v.kind == "refused"}
+        for name, row in table.items()
+    }
+    for name, where, text in reasons(stages):
+        lines.append(f"- {name}, {where}: " + text.replace("|", "\\|"))
+    return "\n".join(lines) + "\n"
+
+
+def reasons(table: Table) -> Iterator[tuple[str, str, str]]:
+    """Of what is not exact: the program, the systems that say the same, and what they say."""
+    for name, row in table.items():
+        said: dict[str, list[str]] = {}
+        for system, verdict in row.items():
+            if verdict.kind != "exact":
+                said.setdefault(f"{verdict.kind}: {verdict.detail}", []).append(system)
+        yield from ((name, " ".join(where), text) for text, where in said.items())
+
+
+def torch_version() -> str:
+    """Major and minor."""
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+def read_markdown(text: str) -> tuple[str, dict[str, dict[str, str]]]:
+    """The version of torch a page was written with, and its table as [program][system]."""
+    version = re.search(r"torch (\d+\.\d+)", text)
+    rows = [line.strip("| \n").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    if version is None or not rows:
+        raise ValueError("this page holds no table of programs")
+    systems = rows[0][2:]
+    return version[1], {row[0]: dict(zip(systems, row[2:], strict=True)) for row in rows[1:]}

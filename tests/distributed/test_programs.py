@@ -1,0 +1,107 @@
+"""No ordinary program gets a wrong number from zerocore, and docs/programs.md says what it gets."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.programs.player import Error, Played
+from tests.distributed.programs.registry import Program, all_programs
+from tests.distributed.programs.suite import Table, judge, measure
+from tests.distributed.programs.systems import SYSTEMS
+from tests.distributed.programs.table import as_text, read_markdown, reasons, torch_version
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+STAGES = tuple(system for system in SYSTEMS if system.startswith("stage"))
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, Program]:
+    """All that can run here."""
+    return all_programs()
+
+
+@pytest.fixture(scope="module")
+def table(programs: dict[str, Program]) -> Table:
+    """Every program under every system."""
+    measured = measure(list(programs), list(SYSTEMS))
+    print(as_text(measured, programs))
+    return measured
+
+
+def allowed_refusals(text: str) -> dict[str, str]:
+    """Programs that docs/behaviour.md lists as refused where FSDP2 is exact, with the reasons."""
+    listed = re.search(r"\*\*Refused where FSDP2 is exact.*?\n\n?((?:- .*\n(?:  .*\n)*)+)", text)
+    return dict(re.findall(r"^- `(\w+)`: (.+)", listed[1], re.MULTILINE)) if listed else {}
+
+
+def test_there_are_many(programs: dict[str, Program]) -> None:
+    assert len(programs) >= 25
+
+
+@pytest.mark.slow
+def test_plain_runs_everything(table: Table) -> None:
+    assert {name: row["plain"] for name, row in table.items() if row["plain"].kind != "exact"} == {}
+
+
+@pytest.mark.slow
+def test_zerocore_is_right_or_refuses(table: Table) -> None:
+    stages = {name: {stage: row[stage] for stage in STAGES} for name, row in table.items()}
+    bad = [
+        f"{name}, {where}: {text}"
+        for name, where, text in reasons(stages)
+        if not text.startswith("refused: ")
+    ]
+    assert not bad, "\n".join(["", *bad])
+
+
+@pytest.mark.slow
+def test_refusals_where_fsdp2_is_exact_have_a_reason(table: Table) -> None:
+    refused = {
+        name
+        for name, row in table.items()
+        if row["fsdp2"].kind == "exact" and any(row[s].kind == "refused" for s in STAGES)
+    }
+    allowed = set(allowed_refusals((DOCS / "behaviour.md").read_text()))
+    assert refused - allowed == set()
+    assert allowed & set(table) - refused == set()  # the list names nothing that works
+
+
+@pytest.mark.slow
+def test_the_page_says_what_was_measured(table: Table) -> None:
+    version, written = read_markdown((DOCS / "programs.md").read_text())
+    # What DDP and FSDP2 do differs between versions of torch.
+    systems = list(SYSTEMS) if version == torch_version() else STAGES
+    measured = {name: {s: row[s].kind for s in systems} for name, row in table.items()}
+    found = {
+        name: {s: row[s] for s in systems} for name, row in written.items() if name in measured
+    }
+    assert found == measured
+    not_measured = set(written) - set(measured)
+    assert {name for name in not_measured if not name.startswith("hf_")} == set()
+
+
+def played(value: float, error: Error | None = None) -> Played:
+    return Played("p", [value], [], error)
+
+
+def refusal(**options: bool) -> Error:
+    return Error("ValueError: no", **{"deliberate": True, "no_partner": False, **options}, trace="")
+
+
+def test_the_judge() -> None:
+    truth = [played(1.0), played(2.0)]
+    assert judge(truth, truth, None).kind == "exact"
+    assert judge([played(1.0), played(2.001)], truth, None).kind == "WRONG"
+    assert judge([played(1.0), None], truth, None).kind == "hang"
+    no = refusal()
+    assert judge([played(0, no), played(0, no)], truth, None).kind == "refused"
+    assert judge([played(0, no), played(2.0)], truth, None).kind == "crash"
+    waits = refusal(no_partner=True)
+    hang = judge([played(0, no), played(0, waits)], truth, None)
+    assert (hang.kind, hang.detail) == ("hang", "ValueError: no")
+    obscure = refusal(deliberate=False)
+    assert judge([played(0, obscure), played(0, no)], truth, None).kind == "error"
+    assert judge([None, None], truth, "died, exit code -6").kind == "crash"
