@@ -1,4 +1,4 @@
-"""Wraps torch's calls of a backward, once: autograd says neither when one begins nor that it failed."""
+"""Wraps torch's calls of a backward, once: autograd tells of neither their begin nor failure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zerocore._C import forget_backward_call, note_backward_call
 from zerocore.out_of_memory import explain_backward
+from zerocore.place import PlacedParameter
 from zerocore.state import live_states
 
 _WATCHED = "_zerocore_watched"
 
 
 def watch_backward_calls() -> None:
-    """From now on the engines know of each call of a backward, and when one fails."""
+    """From now on the engines know of each call of a backward, and when one fails.
+
+    ``inputs`` that are sharded parameters stand for the full ones, which take part in the graph:
+    ``backward`` reduces their gradients alone, and ``torch.autograd.grad`` returns this rank's own
+    full gradients, as it does under DistributedDataParallel.
+    """
     for name in ("backward", "grad"):
         function = getattr(torch.autograd, name)
         if not hasattr(function, _WATCHED):
@@ -26,6 +33,10 @@ def watch_backward_calls() -> None:
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if function.__name__ == "grad" and len(args) > 1:
+            args = (args[0], _full(args[1]), *args[2:])
+        if kwargs.get("inputs") is not None:
+            kwargs["inputs"] = _full(kwargs["inputs"])
         note_backward_call(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
         try:
             return function(*args, **kwargs)
@@ -41,3 +52,11 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(run, _WATCHED, True)
     return run
+
+
+def _full(inputs: Any) -> Any:
+    if isinstance(inputs, PlacedParameter):
+        return inputs.full
+    if isinstance(inputs, Tensor) or not hasattr(inputs, "__iter__"):
+        return inputs
+    return [_full(value) for value in inputs]
