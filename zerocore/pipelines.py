@@ -18,8 +18,10 @@ def refuse_split_backward() -> None:
     from torch.distributed.pipelining import schedules, stage  # late: takes a while
 
     runner: Any = stage
-    backward_input = runner.stage_backward_input
+    backward_input = getattr(runner, "stage_backward_input", None)
     step: Any = schedules.PipelineScheduleMulti.step
+    if backward_input is None:  # a torch that splits backwards elsewhere
+        return
 
     @wraps(backward_input)
     def checked_backward(outputs: Any, grads: Any, inputs: Any, weights: Any) -> Any:

@@ -102,6 +102,24 @@ def test_moves_that_change_values() -> None:
     run_ranks(change_values, 2)
 
 
+def change_main_weights() -> None:
+    mixed = zerocore.MixedPrecision(param_dtype=torch.bfloat16)
+    for stage in range(4):
+        model = zerocore.shard(
+            nn.Sequential(nn.Linear(4, 4, bias=False)), stage=stage, mixed_precision=mixed
+        )
+        x = torch.ones(1, 4)
+        before = model(x).detach().clone()
+        model.to("cpu:0").float()._apply(lambda tensor: tensor * 2)
+        assert torch.equal(model(x), before * 2)
+        with pytest.raises(TypeError, match=r"parameter '0\.weight'"):
+            model.bfloat16()
+
+
+def test_moves_under_mixed_precision() -> None:
+    run_ranks(change_main_weights, 2)
+
+
 REFUSED: dict[str, Move] = {
     "half": lambda model: model.half(),
     "double inner": lambda model: model.blocks[0].linear.double(),
