@@ -126,6 +126,7 @@ class PlacedParameter(Placed):
     unit: int
     state_ref: Any
     full: torch.nn.Parameter
+    requires_grad: bool
 
 
 def local_of(shard: Any) -> Tensor:
