@@ -14,7 +14,7 @@ from zerocore.place import Placed
 from zerocore.tensor import ShardedParameter
 
 _WRAPPED = "_zerocore_wrapped"
-_PLACES = "zerocore_shards"
+PLACES = "zerocore_shards"  # key in state dicts
 # Each element's update depends on that element alone, so their steps need none of the rules.
 _ELEMENTWISE: frozenset[type] = frozenset(
     {
@@ -133,12 +133,12 @@ def _places(optimizer: Optimizer) -> list[list[Any] | None]:
 
 
 def _add_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    state_dict[_PLACES] = _places(optimizer)
+    state_dict[PLACES] = _places(optimizer)
 
 
 def _check_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Raises ValueError if the states are those of other elements."""
-    for saved, own in zip(state_dict.get(_PLACES, ()), _places(optimizer), strict=False):
+    for saved, own in zip(state_dict.get(PLACES, ()), _places(optimizer), strict=False):
         if saved is not None and own is not None and saved != own:
             raise ValueError(
                 f"the optimizer's state is that of '{saved[0]}', elements {saved[2]}:{saved[3]} of "
