@@ -33,7 +33,8 @@ def apply(
     if is_foreach(name):
         return _apply_foreach(func, name, args, kwargs, wrap)
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    source = next(value for value in tensors if isinstance(value, Placed))
+    sources = [value for value in tensors if isinstance(value, Placed)]
+    source = next((value for value in sources if value.place.group is not None), sources[0])
     if base in FLATTENING:
         if isinstance(source, PlacedParameter):
             raise NotLocal("")  # the full one, as its elements have a place in what it is put into
@@ -98,6 +99,7 @@ def fit(
         NotLocal: they do not fit.
     """
     sources = [tensor for tensor in tensors if isinstance(tensor, Placed)]
+    sources.sort(key=lambda source: source.place.group is None)  # who knows the ranks comes first
     place, local_shape = sources[0].place, local_of(sources[0]).shape
     for other in sources[1:]:
         if not place.holds_same(other.place):

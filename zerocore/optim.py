@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerocore.flat_states import adopt_states, allocate_states, check_loaded
+from zerocore.optimizer_rules import PLACES
 from zerocore.out_of_memory import explain_step
 from zerocore.tensor import ShardedParameter
 from zerocore.update_plan import UpdatePlan, global_norm, make_plan
@@ -179,7 +180,8 @@ class AdamW(Optimizer):
 
         Returns:
             ``{"state": {fqn: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups": [{..., "params":
-            [fqn, ...]}]}``. Moments are this rank's, of the shape of the parameter on this rank.
+            [fqn, ...]}]}``, and the range of each shard. Moments are this rank's, of the shape of
+            the parameter on this rank.
 
         Raises:
             ValueError: a plain parameter without a name (build the optimizer from
@@ -192,7 +194,8 @@ class AdamW(Optimizer):
             {**group, "params": [names[index] for index in group["params"]]}
             for group in packed["param_groups"]
         ]
-        return {"state": state, "param_groups": groups}
+        places = {PLACES: packed[PLACES]} if PLACES in packed else {}
+        return {"state": state, "param_groups": groups, **places}
 
     def load_fqn_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what :meth:`fqn_state_dict` returned; parameters may come in another order.
@@ -201,7 +204,8 @@ class AdamW(Optimizer):
         stays as it is.
 
         Raises:
-            ValueError: names that do not fit, another number of groups, or moments of another size.
+            ValueError: names that do not fit, another number of groups, moments of another size or
+                of other elements.
         """
         names = self._names()
         saved = [name for group in state_dict["param_groups"] for name in group["params"]]
@@ -222,7 +226,9 @@ class AdamW(Optimizer):
             for group, loaded in zip(own, state_dict["param_groups"], strict=True)
         ]
         state = {names.index(name): value for name, value in state_dict["state"].items()}
-        self.load_state_dict({"state": state, "param_groups": groups})
+        places = {place[0]: place for place in state_dict.get(PLACES, ()) if place is not None}
+        ordered = [places.get(name) for name in names]
+        self.load_state_dict({"state": state, "param_groups": groups, PLACES: ordered})
 
     def _names(self) -> list[str]:
         names: list[str] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -11,10 +10,11 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
+from zerocore.place import Placed
 from zerocore.tensor import ShardedParameter
 
 _WRAPPED = "_zerocore_wrapped"
-_PLACES = "zerocore_shards"
+PLACES = "zerocore_shards"  # key in state dicts
 # Each element's update depends on that element alone, so their steps need none of the rules.
 _ELEMENTWISE: frozenset[type] = frozenset(
     {
@@ -43,11 +43,11 @@ _REFUSED = {
 def watch_optimizers() -> None:
     """Wraps ``add_param_group`` and the steps of elementwise optimizers, once."""
     if not hasattr(Optimizer.add_param_group, _WRAPPED):
-        Optimizer.add_param_group = _checked(Optimizer.add_param_group)  # type: ignore[method-assign]
+        setattr(Optimizer, "add_param_group", _checked(Optimizer.add_param_group))  # noqa: B010
     for cls in _ELEMENTWISE | {optim.LBFGS}:
         own = vars(cls).get("step")
         if own is not None and not hasattr(own, _WRAPPED):
-            cls.step = _without_rules(own)  # type: ignore[attr-defined]
+            setattr(cls, "step", _without_rules(own))  # noqa: B010
 
 
 def _checked(add: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,6 +89,8 @@ def _without_rules(step: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if type(self) not in _ELEMENTWISE and type(self) is not optim.LBFGS:
             return step(self, closure)  # what a subclass adds may be no matter of single elements
+        if closure is not None and not hasattr(torch._C, "_EnableTorchFunction"):
+            return step(self, closure)
         enabled = None if closure is None else _with_rules(closure)
         with torch._C.DisableTorchFunctionSubclass():
             return step(self, enabled)
@@ -99,7 +101,7 @@ def _without_rules(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_rules(closure: Callable[[], Any]) -> Callable[[], Any]:
     """The closure runs the model, and may read parameters."""
-    enable: Any = getattr(torch._C, "_EnableTorchFunction", nullcontext)
+    enable: Any = torch._C._EnableTorchFunction
 
     @wraps(closure)
     def run() -> Any:
@@ -116,6 +118,7 @@ def _watch_state_dicts(optimizer: Optimizer) -> None:
     if _add_places not in optimizer._optimizer_state_dict_post_hooks.values():
         optimizer.register_state_dict_post_hook(_add_places)
         optimizer.register_load_state_dict_pre_hook(_check_places)
+        optimizer.register_load_state_dict_post_hook(_give_places)
 
 
 def _places(optimizer: Optimizer) -> list[list[Any] | None]:
@@ -130,12 +133,12 @@ def _places(optimizer: Optimizer) -> list[list[Any] | None]:
 
 
 def _add_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    state_dict[_PLACES] = _places(optimizer)
+    state_dict[PLACES] = _places(optimizer)
 
 
 def _check_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Raises ValueError if the states are those of other elements."""
-    for saved, own in zip(state_dict.get(_PLACES, ()), _places(optimizer), strict=False):
+    for saved, own in zip(state_dict.get(PLACES, ()), _places(optimizer), strict=False):
         if saved is not None and own is not None and saved != own:
             raise ValueError(
                 f"the optimizer's state is that of '{saved[0]}', elements {saved[2]}:{saved[3]} of "
@@ -143,6 +146,19 @@ def _check_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                 f"elements {own[2]}:{own[3]} of {tuple(own[1])}. Each rank loads what it saved, "
                 "with the same stage, number of ranks and order of parameters"
             )
+
+
+def _give_places(optimizer: Optimizer) -> None:
+    """Shards from a file do not know the ranks that hold the rest; their parameters do."""
+    for param, state in optimizer.state.items():
+        values = state.values() if isinstance(state, dict) else ()
+        for value in values:
+            if (
+                isinstance(param, ShardedParameter)
+                and isinstance(value, Placed)
+                and value.place.holds_same(param.place)
+            ):
+                value.place = param.place
 
 
 # -- before a step ------------------------------------------------------------------------------

@@ -34,12 +34,15 @@ class Place:
     strides: tuple[int, ...] | None = None
 
     def holds_same(self, other: Place) -> bool:
-        """Whether shards at both places hold the same elements of a tensor of one layout."""
-        return (self.global_shape, self.shard_range, self.strides, self.group) == (
+        """Whether shards at both places hold the same elements of a tensor of one layout.
+
+        One that was loaded from a file knows no group, and goes with any.
+        """
+        groups = {self.group, other.group} - {None}
+        return len(groups) < 2 and (self.global_shape, self.shard_range, self.strides) == (
             other.global_shape,
             other.shard_range,
             other.strides,
-            other.group,
         )
 
     def check_whole(self) -> None:
@@ -123,6 +126,7 @@ class PlacedParameter(Placed):
     unit: int
     state_ref: Any
     full: torch.nn.Parameter
+    requires_grad: bool
 
 
 def local_of(shard: Any) -> Tensor:

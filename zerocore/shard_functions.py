@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 
@@ -93,6 +94,7 @@ _BEHIND_OPERATORS = frozenset(_DUNDERS.values()) - {"item", "clone", "__setitem_
 _IN_PLACE = frozenset({f"__i{name}__" for name in _OPERATORS} | {"__setitem__"})
 
 
+@cache
 def name_of(func: Callable[..., Any]) -> str:
     """The function's name; ``name`` and ``name=`` for reads and writes of a property."""
     name = str(getattr(func, "__name__", func))
@@ -106,6 +108,7 @@ def name_of(func: Callable[..., Any]) -> str:
     return name.partition(".")[0]  # without the overload
 
 
+@cache
 def base_of(name: str) -> str:
     """The function that ``name`` is a variant of: in place, of lists, an operator."""
     if name.startswith("__"):
@@ -114,6 +117,7 @@ def base_of(name: str) -> str:
     return base.removeprefix("special_").removesuffix("_")
 
 
+@cache
 def is_in_place(name: str) -> bool:
     """Whether the function changes its first argument."""
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))

@@ -43,7 +43,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """
     name = name_of(func)
     with torch._C.DisableTorchFunctionSubclass():
-        if name in ON_THE_SHARD:
+        if name in ON_THE_SHARD or (name in ("__eq__", "__ne__") and args[1] is None):
             result = func(*args, **kwargs)
             return keep_place(result, args[0]) if name in ("detach", "data") else result
         if getattr(func, "__module__", None) == "torch.nn.init":
@@ -62,6 +62,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return _view_like(name, args)
         if writes:
             check_not_shown_full(name, changed)
+            _check_no_leaf(name, changed)
         elif params and is_recorded((args, kwargs)):
             return call_with_full(func, args, kwargs, params)
         return _on_shards(func, name, args, kwargs, found, params, writes)
@@ -152,6 +153,16 @@ def _view_like(name: str, args: tuple[Any, ...]) -> Any:
             "the full one: call that inside of `with zerocore.unsharded(model, write_back=True)`",
         )
     return tensor.view(param.global_shape)
+
+
+def _check_no_leaf(name: str, changed: list[Any]) -> None:
+    """What autograd says of a leaf that is changed where it records, on a shard."""
+    for shard in changed:
+        if isinstance(shard, PlacedParameter) and torch.is_grad_enabled() and shard.requires_grad:
+            raise RuntimeError(
+                f"{name}() changes parameter '{shard.fqn}', a leaf that requires grad, in place. "
+                "Do it under torch.no_grad()"
+            )
 
 
 def check_not_shown_full(name: str, changed: list[Any]) -> None:

@@ -199,6 +199,9 @@ def change(stage: int) -> None:
         param.data = values
         full.data = values.clone()
         assert torch.equal(param.full_tensor(), full)
+        with pytest.raises(RuntimeError, match=param.fqn):
+            param.mul_(2)  # autograd records
+        assert param.detach() != None  # noqa: E711
         with pytest.raises((TypeError, ValueError), match=param.fqn):
             param.data = torch.zeros(3, 77)
         with pytest.raises((TypeError, ValueError), match=param.fqn):

@@ -1,0 +1,221 @@
+"""Optimizers that are no loops over elements, and mistakes with optimizers of shards."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zerocore
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import compare_with_one_process
+
+
+class Lamb(Optimizer):
+    """With norms of parameters and updates, as published; states made by zeros_like."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["m"].lerp_(p.grad, 0.1)
+                state["v"].mul_(0.9).addcmul_(p.grad, p.grad, value=0.1)
+                update = state["m"] / (state["v"].sqrt() + 1e-3) + 0.1 * p
+                weight_norm, update_norm = p.norm(), update.norm()
+                ratio = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm, 1.0)
+                p.add_(update * ratio / update_norm.clamp(min=1e-6), alpha=-group["lr"])
+
+
+class Lion(Optimizer):
+    """Through ``.data``, with state in plain tensors of the shape that it finds."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.003})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    grad = p.grad.data
+                    m = self.state[p].setdefault("m", torch.zeros(p.shape, dtype=p.dtype))
+                    sign = (m * 0.9 + grad * 0.1).sign()
+                    p.data.mul_(1 - group["lr"] * 0.1).add_(sign, alpha=-group["lr"])
+                    m.mul_(0.99).add_(grad, alpha=0.01)
+
+
+class Centred(torch.optim.SGD):
+    """A subclass of an elementwise optimizer that is none."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.sub_(p.grad.mean())
+        return super().step(closure)
+
+
+def centred(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return Centred(parameters, lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("make", [Lamb, Lion, centred])
+def test_other_optimizers_are_exact(stage: int, make: Callable[..., Optimizer]) -> None:
+    run_ranks(compare_with_one_process, 3, "plain", stage, make)
+
+
+class Whitening(Optimizer):
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad @ p.grad.t())
+
+
+def model_with_gradients(stage: int, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = zerocore.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), stage=stage)
+    model(torch.ones(2, 8)).square().sum().backward()
+    return model
+
+
+def refuse(stage: int) -> None:
+    model = model_with_gradients(stage)
+    for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam"):
+        cls = getattr(torch.optim, name, None)
+        if cls is not None and (stage > 0 or name != "LBFGS"):
+            with pytest.raises(ValueError, match=rf"{name} cannot update '0.weight'.*AdamW"):
+                cls(model.parameters())
+    with pytest.raises((TypeError, RuntimeError), match=r"'0\.weight'.*full_tensor"):
+        Whitening(model.parameters()).step()
+    before = zerocore.full_state_dict(model, rank0_only=False)
+    for make in (torch.optim.SGD, zerocore.optim.AdamW):
+        optimizer = make(model.parameters(), lr=0.1)
+        with (
+            pytest.raises(RuntimeError, match=r"unsharded: '0\.weight'"),
+            zerocore.unsharded(model, write_back=True),
+        ):
+            optimizer.step()
+    torch.testing.assert_close(zerocore.full_state_dict(model, rank0_only=False), before)
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    with pytest.raises(ValueError, match=r"'0\.weight'.*len\(p\.global_shape\) >= 2"):
+        optimizer.step()
+
+
+def test_mistakes_are_refused_by_name(stage: int) -> None:
+    run_ranks(refuse, 2, stage)
+
+
+def fail_in_step(stage: int) -> None:
+    """A step that raises leaves the rules of shards as they were."""
+    model = model_with_gradients(stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.step()
+    optimizer.state[model[0].weight]["exp_avg"] = torch.zeros(3, 3, 3)
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    full = model[0].weight.full_tensor()
+    with torch.no_grad():
+        torch.testing.assert_close(model[0].weight.sum(), full.sum())
+
+
+def test_a_step_that_raised(stage: int) -> None:
+    run_ranks(fail_in_step, 2, stage)
+
+
+def close(optimizer_name: str, stage: int) -> None:
+    """A closure runs the model and reads parameters."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = zerocore.shard(copy.deepcopy(plain), stage=stage)
+    x = torch.randn(6, 8)
+    for each in (plain, model):
+        optimizer: Any = getattr(torch.optim, optimizer_name)(each.parameters(), lr=0.1)
+
+        def closure(each: nn.Module = each, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            penalty = sum(p.square().sum() for p in each.parameters())
+            loss = each(x).square().mean() + 0.1 * penalty
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+    state = zerocore.full_state_dict(model, rank0_only=False)
+    torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+def test_closures(stage: int) -> None:
+    run_ranks(close, 2, "SGD", stage)
+
+
+def test_lbfgs_where_every_rank_holds_all() -> None:
+    run_ranks(close, 2, "LBFGS", 0)
+
+
+def exchange_states(stage: int) -> None:
+    """Each rank loads its own state; another rank's is refused, though it has the same size."""
+    model = model_with_gradients(stage)
+    for make in (torch.optim.AdamW, zerocore.optim.AdamW, Lamb):
+        optimizer: Any = make(model.parameters())
+        optimizer.step()
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        files: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(files, file.getvalue())
+        own, other = dist.get_rank(), 1 - dist.get_rank()
+        fresh: Any = make(model.parameters())
+        fresh.load_state_dict(torch.load(io.BytesIO(files[own])))
+        fresh.step()
+        states = torch.load(io.BytesIO(files[other]))
+        if stage == 0:
+            fresh.load_state_dict(states)
+        else:
+            with pytest.raises(ValueError, match=r"'0\.weight', elements \d+:\d+"):
+                fresh.load_state_dict(states)
+        reordered = make(reversed(list(model.parameters())))
+        with pytest.raises(ValueError, match=r"'0\.weight'.*'1\.bias'"):
+            reordered.load_state_dict(torch.load(io.BytesIO(files[own])))
+
+
+def exchange_named_states(stage: int) -> None:
+    model = model_with_gradients(stage)
+    optimizer = zerocore.optim.AdamW(model.parameters())
+    optimizer.step()
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, optimizer.fqn_state_dict())
+    reordered = zerocore.optim.AdamW(reversed(list(model.parameters())))
+    reordered.load_fqn_state_dict(states[dist.get_rank()])
+    if stage > 0:
+        with pytest.raises(ValueError, match=r"'0\.weight', elements \d+:\d+|'1\.bias', elements"):
+            reordered.load_fqn_state_dict(states[1 - dist.get_rank()])
+
+
+def test_named_states_of_other_ranks(stage: int) -> None:
+    run_ranks(exchange_named_states, 2, stage)
+
+
+def test_states_of_other_ranks(stage: int) -> None:
+    run_ranks(exchange_states, 2, stage)
