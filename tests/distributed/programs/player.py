@@ -22,6 +22,7 @@ from tests.distributed.programs.systems import SYSTEMS, State
 PROGRAM_SECONDS = 20
 ZEROCORE = str(Path(__file__).resolve().parents[3] / "zerocore")
 DELIBERATE = (ValueError, TypeError, RuntimeError, NotImplementedError)
+OUR_WORDS = ("zerocore", "shard", "unit '", "parameter '", "gradient of '")  # of the C++ core
 NO_PARTNER = ("Timed out", "Connection closed", "Connection reset", "Broken pipe", "timeout")
 
 
@@ -84,7 +85,7 @@ def play_one(program: Program, system: str) -> Played:
     random.seed(seed)
     played = Played(program.name)
     try:
-        run = SYSTEMS[system](seed)
+        run = SYSTEMS[system](seed, program.unused)
         program.function(run)
         played.records, played.states = run.records, run.final_states()
     except Exception as error:
@@ -99,8 +100,9 @@ def describe(error: BaseException, system: str) -> Error:
     no_partner = any(words in str(error) for words in NO_PARTNER)
     meant = isinstance(error, DELIBERATE) and "INTERNAL ASSERT" not in str(error)
     if system.startswith("stage"):
-        ours = frames[-1].filename.startswith(ZEROCORE)
-        meant = meant and (ours or "zerocore" in str(error) or "shard" in str(error))
+        last = frames[-1]
+        raised = last.filename.startswith(ZEROCORE) and str(last.line).startswith("raise")
+        meant = meant and (raised or any(word in str(error) for word in OUR_WORDS))
     trace = "".join(traceback.format_exception(error))
     return Error(f"{type(error).__name__}: {text}", meant, no_partner, trace)
 

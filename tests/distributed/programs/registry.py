@@ -34,12 +34,17 @@ THEMES = (
 
 @dataclass(frozen=True)
 class Program:
-    """One program: the name of its function, what it does in words, and what it imports."""
+    """One program: the name of its function, and what it does in words.
+
+    `needs` is what it imports. `unused` says that some parameters get no gradient in some steps:
+    DistributedDataParallel must be told so.
+    """
 
     name: str
     title: str
     function: Function
-    needs: str | None = None
+    needs: str | None
+    unused: bool
 
     @property
     def can_run(self) -> bool:
@@ -50,14 +55,16 @@ class Program:
 _programs: dict[str, Program] = {}
 
 
-def program(title: str, needs: str | None = None) -> Callable[[Function], Function]:
+def program(
+    title: str, needs: str | None = None, unused: bool = False
+) -> Callable[[Function], Function]:
     """Adds the function under it to the suite."""
 
     def add(function: Function) -> Function:
         name = function.__name__
         if name in _programs:
             raise ValueError(f"two programs are called {name}")
-        _programs[name] = Program(name, title, function, needs)
+        _programs[name] = Program(name, title, function, needs, unused)
         return function
 
     return add

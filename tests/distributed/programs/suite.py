@@ -43,15 +43,18 @@ def measure(names: Sequence[str], systems: Sequence[str]) -> Table:
     truth: dict[str, Ranks] = {}
     for system in dict.fromkeys(("plain", *systems)):
         played = dict(play_together(system, names))
+        truth = truth or played
+        verdicts = {name: judge(played[name], truth[name], None) for name in names}
+        # A number may be wrong because of what a program that raised has left behind.
+        wrong = [name for name in names if verdicts[name].kind == "WRONG"]
+        for name, ranks in play_together(system, wrong):
+            verdicts[name] = judge(ranks, truth[name], None)
         for name in names:
-            ranks = played.get(name, [None] * WORLD_SIZE)
-            verdict = judge(ranks, truth.get(name, ranks), None)
-            if verdict.kind not in ("exact", "refused"):
+            if verdicts[name].kind in ("hang", "crash"):
                 ranks, died = play_alone(system, name)
-                verdict = judge(ranks, truth.get(name, ranks), died)
-            truth.setdefault(name, ranks)
+                verdicts[name] = judge(ranks, truth[name], died)
             if system in systems:
-                table[name][system] = verdict
+                table[name][system] = verdicts[name]
     return table
 
 
