@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.distributed.programs.registry import Program, all_programs
+from tests.distributed.programs.registry import Program, all_programs, broken_programs
 from tests.distributed.programs.systems import SYSTEMS, State
 
 PROGRAM_SECONDS = 20
@@ -61,7 +61,7 @@ def play(job: Job) -> None:
     """Plays the programs one after the other; stops behind one that the ranks do not agree on."""
     rank = dist.get_rank()
     store = dist.TCPStore("127.0.0.1", job.port, dist.get_world_size(), rank == 0)
-    programs = all_programs()
+    programs = all_programs() | broken_programs()
     with open(Path(job.directory, f"rank{rank}.pkl"), "wb") as file:
         for index, name in enumerate(job.names):
             print(name, flush=True)  # shown if the rank fails

@@ -47,6 +47,11 @@ class Program:
     unused: bool
 
     @property
+    def theme(self) -> str:
+        """The file it is in."""
+        return self.function.__module__.rpartition(".")[2]
+
+    @property
     def can_run(self) -> bool:
         """Whether what it needs is installed."""
         return self.needs is None or importlib.util.find_spec(self.needs) is not None
@@ -70,8 +75,18 @@ def program(
     return add
 
 
-def all_programs() -> dict[str, Program]:
-    """Every program that can run here, by its name, in the order of the themes."""
-    for theme in THEMES:
+def all_programs(installed: bool = True) -> dict[str, Program]:
+    """Every program by its name, in the order of the themes; of those that can run here."""
+    return _programs_of(THEMES, installed)
+
+
+def broken_programs() -> dict[str, Program]:
+    """Programs that go wrong under zerocore in every way; the suite must notice."""
+    return _programs_of(("broken",), True)
+
+
+def _programs_of(themes: tuple[str, ...], installed: bool) -> dict[str, Program]:
+    for theme in themes:
         importlib.import_module(f"tests.distributed.programs.{theme}")
-    return {name: found for name, found in _programs.items() if found.can_run}
+    chosen = (p for theme in themes for p in _programs.values() if p.theme == theme)
+    return {found.name: found for found in chosen if found.can_run or not installed}
