@@ -64,10 +64,10 @@ def play_together(system: str, names: Sequence[str], seconds: float) -> Iterator
     left = list(names)
     while left:
         played = run_job(system, left, seconds)[0]
-        done = max((len(rank) for rank in played), default=0)
+        done = max(1, *(len(rank) for rank in played))  # 1: all ranks died in the first one
         for index, name in enumerate(left[:done]):
             yield name, [rank[index] if index < len(rank) else None for rank in played]
-        left = left[max(done, 1) :]
+        left = left[done:]
 
 
 def play_alone(system: str, name: str, seconds: float) -> tuple[Ranks, str | None]:
