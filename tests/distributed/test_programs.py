@@ -40,8 +40,25 @@ def page() -> Page:
 
 def allowed_refusals(text: str) -> dict[str, str]:
     """Programs that docs/behaviour.md lists as refused where FSDP2 is exact, with the reasons."""
-    listed = re.search(r"\*\*Refused where FSDP2 is exact.*?\n\n?((?:- .*\n(?:  .*\n)*)+)", text)
+    listed = re.search(r"\*\*Refused where FSDP2 is exact[\s\S]*?\n((?:- .*\n(?:  .*\n)*)+)", text)
     return dict(re.findall(r"^- `(\w+)`: (.+)", listed[1], re.MULTILINE)) if listed else {}
+
+
+def test_the_list_of_refusals_is_read() -> None:
+    text = """
+**Refused where FSDP2 is exact**, each with
+its reason:
+
+- `one`: a reason
+  on two lines.
+- `two_b`: another.
+
+What follows.
+
+- `three`: is another list.
+"""
+    assert allowed_refusals(text) == {"one": "a reason", "two_b": "another."}
+    assert allowed_refusals("nothing") == {}
 
 
 def test_there_are_many(programs: dict[str, Program]) -> None:
