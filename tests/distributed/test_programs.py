@@ -130,6 +130,7 @@ def test_the_suite_notices() -> None:
         "broken_wait": "hang",
         "broken_half": "crash",
         "broken_death": "crash",
+        "broken_loop": "hang",
         "broken_not": "exact",
     }
     table = measure(list(broken_programs()), ["plain", "stage0"], seconds=2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import torch.distributed as dist
 
@@ -55,6 +56,12 @@ def broken_half(run: Run) -> None:
 def broken_death(run: Run) -> None:
     if not is_plain(run) and run.rank == 1:
         os._exit(3)
+
+
+@program("a rank that never ends")
+def broken_loop(run: Run) -> None:
+    while not is_plain(run) and run.rank == 1:
+        time.sleep(0.1)
 
 
 @program("nothing wrong, behind all of these")

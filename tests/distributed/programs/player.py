@@ -19,7 +19,6 @@ import torch.distributed as dist
 from tests.distributed.programs.registry import Program, all_programs, broken_programs
 from tests.distributed.programs.systems import SYSTEMS, State
 
-PROGRAM_SECONDS = 20
 ZEROCORE = str(Path(__file__).resolve().parents[3] / "zerocore")
 DELIBERATE = (ValueError, TypeError, RuntimeError, NotImplementedError)
 OUR_WORDS = ("zerocore", "shard", "unit '", "parameter '", "gradient of '")  # of the C++ core
@@ -65,7 +64,8 @@ def play(job: Job) -> None:
     with open(Path(job.directory, f"rank{rank}.pkl"), "wb") as file:
         for index, name in enumerate(job.names):
             print(name, flush=True)  # shown if the rank fails
-            faulthandler.dump_traceback_later(PROGRAM_SECONDS, exit=True)
+            # Ends a rank that computes forever; one that waits for others ends by itself before.
+            faulthandler.dump_traceback_later(2 + 3 * job.group_seconds, exit=True)
             played = play_one(programs[name], job.system)
             pickle.dump(played, file)
             file.flush()

@@ -74,6 +74,7 @@ def play_alone(system: str, name: str, seconds: float) -> tuple[Ranks, str | Non
     """What the ranks wrote, and how one died, if one did."""
     played, outcomes = run_job(system, [name], seconds)
     deaths = [o.error for o in outcomes if o.error and o.error.startswith("died")]
+    deaths = [death for death in deaths if "Timeout (" not in death]  # the watchdog ended a hang
     ranks = [next(iter(rank), None) for rank in played]
     return ranks, deaths[0] if deaths else None
 
