@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.programs.player import Error, Played
-from tests.distributed.programs.registry import Program, all_programs
+from tests.distributed.programs.registry import Program, all_programs, broken_programs
 from tests.distributed.programs.suite import Table, judge, measure
 from tests.distributed.programs.systems import SYSTEMS
-from tests.distributed.programs.table import as_text, read_markdown, reasons, torch_version
+from tests.distributed.programs.table import Page, as_text, read_markdown, reasons, torch_version
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+pytestmark = pytest.mark.timeout(1200)  # many reruns where many programs go wrong
 STAGES = tuple(system for system in SYSTEMS if system.startswith("stage"))
 
 
@@ -25,20 +26,43 @@ def programs() -> dict[str, Program]:
 
 @pytest.fixture(scope="module")
 def table(programs: dict[str, Program]) -> Table:
-    """Every program under every system."""
-    measured = measure(list(programs), list(SYSTEMS))
+    """Every program under every stage."""
+    measured = measure(list(programs), ["plain", *STAGES])
     print(as_text(measured, programs))
     return measured
 
 
+@pytest.fixture(scope="module")
+def page() -> Page:
+    """What docs/programs.md says: the version of torch, and the kinds by program and system."""
+    return read_markdown((DOCS / "programs.md").read_text())
+
+
 def allowed_refusals(text: str) -> dict[str, str]:
     """Programs that docs/behaviour.md lists as refused where FSDP2 is exact, with the reasons."""
-    listed = re.search(r"\*\*Refused where FSDP2 is exact.*?\n\n?((?:- .*\n(?:  .*\n)*)+)", text)
+    listed = re.search(r"\*\*Refused where FSDP2 is exact[\s\S]*?\n((?:- .*\n(?:  .*\n)*)+)", text)
     return dict(re.findall(r"^- `(\w+)`: (.+)", listed[1], re.MULTILINE)) if listed else {}
 
 
+def test_the_list_of_refusals_is_read() -> None:
+    text = """
+**Refused where FSDP2 is exact**, each with
+its reason:
+
+- `one`: a reason
+  on two lines.
+- `two_b`: another.
+
+What follows.
+
+- `three`: is another list.
+"""
+    assert allowed_refusals(text) == {"one": "a reason", "two_b": "another."}
+    assert allowed_refusals("nothing") == {}
+
+
 def test_there_are_many(programs: dict[str, Program]) -> None:
-    assert len(programs) >= 25
+    assert len(programs) >= 300
 
 
 @pytest.mark.slow
@@ -58,11 +82,11 @@ def test_zerocore_is_right_or_refuses(table: Table) -> None:
 
 
 @pytest.mark.slow
-def test_refusals_where_fsdp2_is_exact_have_a_reason(table: Table) -> None:
+def test_refusals_where_fsdp2_is_exact_have_a_reason(table: Table, page: Page) -> None:
     refused = {
         name
         for name, row in table.items()
-        if row["fsdp2"].kind == "exact" and any(row[s].kind == "refused" for s in STAGES)
+        if page[1][name]["fsdp2"] == "exact" and any(row[s].kind == "refused" for s in STAGES)
     }
     allowed = set(allowed_refusals((DOCS / "behaviour.md").read_text()))
     assert refused - allowed == set()
@@ -70,17 +94,49 @@ def test_refusals_where_fsdp2_is_exact_have_a_reason(table: Table) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_says_what_was_measured(table: Table) -> None:
-    version, written = read_markdown((DOCS / "programs.md").read_text())
-    # What DDP and FSDP2 do differs between versions of torch.
-    systems = list(SYSTEMS) if version == torch_version() else STAGES
-    measured = {name: {s: row[s].kind for s in systems} for name, row in table.items()}
-    found = {
-        name: {s: row[s] for s in systems} for name, row in written.items() if name in measured
+def test_the_page_says_what_was_measured(table: Table, page: Page) -> None:
+    assert kinds_on(page, table) == kinds(table)
+    rest = all_programs(installed=False)
+    assert set(page[1]) == set(rest)
+
+
+@pytest.mark.slow
+def test_the_page_says_what_others_do(programs: dict[str, Program], page: Page) -> None:
+    """DDP and FSDP2 change with torch, not with zerocore."""
+    if page[0] != torch_version():
+        pytest.skip(f"the page was written with torch {page[0]}")
+    others = measure(list(programs), ["ddp", "fsdp2"])
+    assert kinds_on(page, others) == kinds(others)
+
+
+def kinds(table: Table) -> dict[str, dict[str, str]]:
+    """Of each program and system, how it ended."""
+    return {name: {s: verdict.kind for s, verdict in row.items()} for name, row in table.items()}
+
+
+def kinds_on(page: Page, table: Table) -> dict[str, dict[str, str]]:
+    """What the page says of the programs and systems in `table`."""
+    return {name: {s: page[1][name][s] for s in row} for name, row in table.items()}
+
+
+@pytest.mark.slow
+def test_the_suite_notices() -> None:
+    """Programs that go wrong in every way; the last one runs behind them all."""
+    expected = {
+        "broken_number": "WRONG",
+        "broken_refused": "refused",
+        "broken_error": "error",
+        "broken_hang": "hang",
+        "broken_wait": "hang",
+        "broken_half": "crash",
+        "broken_death": "crash",
+        "broken_loop": "hang",
+        "broken_not": "exact",
     }
-    assert found == measured
-    not_measured = set(written) - set(measured)
-    assert {name for name in not_measured if not name.startswith("hf_")} == set()
+    table = measure(list(broken_programs()), ["plain", "stage0"], seconds=2.0)
+    assert {name: row["stage0"].kind for name, row in table.items()} == expected
+    assert {row["plain"].kind for row in table.values()} == {"exact"}
+    assert table["broken_hang"]["stage0"].detail.startswith("ValueError: zerocore does not")
 
 
 def played(value: float, error: Error | None = None) -> Played:

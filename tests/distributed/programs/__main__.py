@@ -6,6 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
+from tests.conftest import pytest_configure
 from tests.distributed.programs.registry import all_programs
 from tests.distributed.programs.suite import check_systems, measure
 from tests.distributed.programs.systems import SYSTEMS
@@ -21,6 +22,7 @@ def main() -> None:
     parser.add_argument("--traces", action="store_true", help="tracebacks of what is not exact")
     options = parser.parse_args()
     check_systems(options.systems)
+    pytest_configure()  # scheduled as tests are
     programs = all_programs()
     names = [
         name for name in programs if not options.only or any(part in name for part in options.only)

@@ -188,12 +188,6 @@ def grad_centralised(run: Run) -> None:
     with_gradients(run, change)
 
 
-@program("gradient noise from one seed on all ranks")
-def grad_noise(run: Run) -> None:
-    torch.manual_seed(5)
-    with_gradients(run, lambda p: p.grad.add_(0.01 * torch.randn_like(p)))
-
-
 @program("adaptive gradient clipping by rows (AGC)")
 def grad_agc(run: Run) -> None:
     def change(p: Any) -> None:

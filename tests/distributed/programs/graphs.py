@@ -43,7 +43,7 @@ class Steps(Net):
         return self.out(self.norm(x))
 
 
-@program("a detached target, and an expert that gets no gradient on one rank")
+@program("a detached target, and an expert that gets no gradient on one rank", unused=True)
 def detached_target_experts(run: Run) -> None:
     model = run.shard(Experts(), [nn.Sequential])
     optimizer = sgd(model)
@@ -53,7 +53,7 @@ def detached_target_experts(run: Run) -> None:
         update(run, model, optimizer, mean_square(model(run.tensor(4, 8, key=step), k) - target))
 
 
-@program("a detached target under no_grad, and an expert without gradient on one rank")
+@program("a detached target under no_grad, and an expert without gradient on one rank", unused=True)
 def no_grad_target_experts(run: Run) -> None:
     model = run.shard(Experts(), [nn.Sequential])
     optimizer = sgd(model)
@@ -64,7 +64,9 @@ def no_grad_target_experts(run: Run) -> None:
         update(run, model, optimizer, mean_square(model(run.tensor(4, 8, key=step), k) - target))
 
 
-@program("a metric's forward without no_grad, and an expert without gradient on one rank")
+@program(
+    "a metric's forward without no_grad, and an expert without gradient on one rank", unused=True
+)
 def metric_experts(run: Run) -> None:
     model = run.shard(Experts(), [nn.Sequential])
     optimizer = sgd(model)
@@ -74,7 +76,7 @@ def metric_experts(run: Run) -> None:
         run.record(model(run.tensor(4, 8, key=10 + step), k).mean().item())
 
 
-@program("experts that all run, of which each rank uses another one")
+@program("experts that all run, of which each rank uses another one", unused=True)
 def experts_by_rank(run: Run) -> None:
     model = run.shard(Experts(), [nn.Sequential])
     optimizer = sgd(model)
@@ -82,7 +84,7 @@ def experts_by_rank(run: Run) -> None:
         update(run, model, optimizer, mean_square(model(x, (run.rank + step) % 2)))
 
 
-@program("each rank calls only the expert that it uses")
+@program("each rank calls only the expert that it uses", unused=True)
 def one_expert_by_rank(run: Run) -> None:
     model = run.shard(OneExpert(), [nn.Sequential])
     optimizer = sgd(model)
@@ -90,7 +92,7 @@ def one_expert_by_rank(run: Run) -> None:
         update(run, model, optimizer, mean_square(model(x, (run.rank + step) % 2)))
 
 
-@program("all ranks call one expert, another one in each step")
+@program("all ranks call one expert, another one in each step", unused=True)
 def one_expert_by_step(run: Run) -> None:
     model = run.shard(OneExpert(), [nn.Sequential])
     optimizer = sgd(model)
@@ -169,7 +171,7 @@ def two_losses(run: Run) -> None:
         update(run, model, optimizer, output[:, 4:].abs().mean())
 
 
-@program("one block called three times in a row")
+@program("one block called three times in a row", unused=True)
 def recurrent_block(run: Run) -> None:
     class Recurrent(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -181,7 +183,7 @@ def recurrent_block(run: Run) -> None:
     train(run, run.shard(Recurrent(), [Block]))
 
 
-@program("two blocks called in turn, the outer loop twice")
+@program("two blocks called in turn, the outer loop twice", unused=True)
 def looped_blocks(run: Run) -> None:
     class Looped(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -193,7 +195,7 @@ def looped_blocks(run: Run) -> None:
     train(run, run.shard(Looped(), [Block]))
 
 
-@program("an early exit after a number of blocks that depends on the step")
+@program("an early exit after a number of blocks that depends on the step", unused=True)
 def early_exit(run: Run) -> None:
     model = run.shard(Steps(3), [Block])
     optimizer = sgd(model)
@@ -201,7 +203,7 @@ def early_exit(run: Run) -> None:
         update(run, model, optimizer, mean_square(model(x, 3 - step % 3)))
 
 
-@program("an early exit that depends on the rank, once all blocks were called")
+@program("an early exit that depends on the rank, once all blocks were called", unused=True)
 def early_exit_by_rank(run: Run) -> None:
     model = run.shard(Steps(3), [Block])
     optimizer = sgd(model)
@@ -210,7 +212,7 @@ def early_exit_by_rank(run: Run) -> None:
         update(run, model, optimizer, mean_square(model(x, depth)))
 
 
-@program("stochastic depth, the same blocks on all ranks")
+@program("stochastic depth, the same blocks on all ranks", unused=True)
 def stochastic_depth(run: Run) -> None:
     class Dropped(Net):
         step = 0
@@ -229,7 +231,7 @@ def stochastic_depth(run: Run) -> None:
         update(run, model, optimizer, mean_square(model(x)))
 
 
-@program("a layer that nobody uses, under weight decay")
+@program("a layer that nobody uses, under weight decay", unused=True)
 def unused_layer(run: Run) -> None:
     class Unused(Net):
         def __init__(self) -> None:
@@ -350,7 +352,7 @@ def direct_calls(run: Run) -> None:
         update(run, model, optimizer, mean_square(net.out(net.blocks[0](net.inp(x)))))
 
 
-@program("a forward that raises on all ranks, caught; training goes on")
+@program("a forward that raises on all ranks, caught; training goes on", unused=True)
 def forward_raises(run: Run) -> None:
     class Fragile(Net):
         def forward(self, x: Tensor) -> Tensor:

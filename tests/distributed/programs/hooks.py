@@ -85,7 +85,7 @@ def features_in_loss(run: Run) -> None:
         update(run, model, optimizer, loss)
 
 
-@program("a loss on an intermediate feature only; the model's output is not used")
+@program("a loss on an intermediate feature only; the model's output is not used", unused=True)
 def features_only(run: Run) -> None:
     model = run.shard(Net(3), [Block])
     optimizer = sgd(model)
@@ -187,7 +187,7 @@ def backward_hook_inner(run: Run) -> None:
     run.record(seen)
 
 
-@program("a hook on an activation that reverses its gradient")
+@program("a hook on an activation that reverses its gradient", unused=True)
 def gradient_reversal(run: Run) -> None:
     class Reversed(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def gradient_reversal(run: Run) -> None:
     train(run, run.shard(Reversed(), [Block]))
 
 
-@program("retain_grad on an activation")
+@program("retain_grad on an activation", unused=True)
 def retain_grad(run: Run) -> None:
     class Kept(Net):
         def forward(self, x: Tensor) -> Tensor:

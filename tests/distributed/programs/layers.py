@@ -183,7 +183,7 @@ def orthogonal(run: Run) -> None:
     layers(run, nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)), nn.Linear(8, 8))
 
 
-@program("a parametrization of the user's own, read twice in a forward")
+@program("a parametrization of the user's own, read twice in a forward", unused=True)
 def own_parametrization(run: Run) -> None:
     class Symmetric(nn.Module):
         def forward(self, w: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def prune_sharded(run: Run) -> None:
     train(run, model)
 
 
-@program("weight_norm registered after sharding")
+@program("weight_norm registered after sharding", unused=True)
 def weight_norm_sharded(run: Run) -> None:
     model = run.shard(Net(), [Block])
     nn.utils.parametrizations.weight_norm(run.module(model).out)

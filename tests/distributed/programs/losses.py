@@ -63,7 +63,7 @@ def auxiliary_attribute(run: Run) -> None:
         update(run, model, optimizer, loss)
 
 
-@program("only the losses kept as attributes, not the output")
+@program("only the losses kept as attributes, not the output", unused=True)
 def auxiliary_only(run: Run) -> None:
     model = run.shard(Net(3, AuxBlock), [AuxBlock])
     optimizer = sgd(model)

@@ -76,7 +76,7 @@ def eval_before_backward(run: Run) -> None:
         update(run, model, optimizer, loss)
 
 
-@program("a frozen part under no_grad inside of the forward")
+@program("a frozen part under no_grad inside of the forward", unused=True)
 def no_grad_inside(run: Run) -> None:
     class Part(Net):
         def forward(self, x: Tensor) -> Tensor:

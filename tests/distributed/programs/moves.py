@@ -130,15 +130,6 @@ def reset_layer(run: Run) -> None:
     train(run, model)
 
 
-@program("nn.init.normal_ of one weight between steps, the same seed on all ranks")
-def init_weight(run: Run) -> None:
-    model = run.shard(Net(), [Block])
-    train(run, model)
-    torch.manual_seed(4)
-    nn.init.normal_(run.module(model).out.weight, std=0.1)
-    train(run, model)
-
-
 @program("nn.init.constant_ of one bias between steps")
 def init_bias(run: Run) -> None:
     model = run.shard(Net(), [Block])

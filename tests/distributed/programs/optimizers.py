@@ -252,3 +252,13 @@ def two_optimizers(run: Run) -> None:
         second.step()
         second.zero_grad()
         first.zero_grad()
+
+
+@program("a whole step inside of the full parameters' context, twice")
+def train_unsharded(run: Run) -> None:
+    model = run.shard(Net(), [Block])
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with run.unsharded(model):
+        for x in run.batches(2):
+            update(run, model, optimizer, mean_square(model(x)))
+    train(run, model, optimizer, steps=1)

@@ -119,7 +119,7 @@ def output_appended(run: Run) -> None:
     train(run, run.shard(Model(2, Appends), [Appends]))
 
 
-@program("the output of a block is changed in place")
+@program("the output of a block is changed in place", unused=True)
 def output_in_place(run: Run) -> None:
     class Model(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def output_in_place(run: Run) -> None:
     train(run, run.shard(Model(), [Block]))
 
 
-@program("a block returns its input in some steps")
+@program("a block returns its input in some steps", unused=True)
 def output_is_input(run: Run) -> None:
     class Skips(Block):
         skip = False
@@ -148,7 +148,7 @@ def output_is_input(run: Run) -> None:
         update(run, model, optimizer, mean_square(model(x)))
 
 
-@program("a block returns its weight for use outside")
+@program("a block returns its weight for use outside", unused=True)
 def output_weight(run: Run) -> None:
     class Gives(Block):
         def forward(self, x: Tensor) -> Any:
@@ -199,7 +199,7 @@ def output_loss(run: Run) -> None:
     train(run, run.shard(Lossy(), [Block]), loss=lambda output: output["loss"])
 
 
-@program("one output of two has no use on one rank")
+@program("one output of two has no use on one rank", unused=True)
 def output_unused_by_rank(run: Run) -> None:
     class Forked(Net):
         def __init__(self) -> None:

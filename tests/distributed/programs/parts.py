@@ -69,7 +69,7 @@ def wgan_gp(run: Run) -> None:
         critic.zero_grad()
 
 
-@program("a GAN of one model with two optimizers")
+@program("a GAN of one model with two optimizers", unused=True)
 def gan_one_model(run: Run) -> None:
     model = run.shard(Gan(), [Block])
     net = run.module(model)
@@ -81,7 +81,7 @@ def gan_one_model(run: Run) -> None:
         net.discriminator.zero_grad()
 
 
-@program("a GAN whose discriminator is frozen while the generator trains")
+@program("a GAN whose discriminator is frozen while the generator trains", unused=True)
 def gan_freezing(run: Run) -> None:
     model = run.shard(Gan(), [Block])
     net = run.module(model)
@@ -138,7 +138,7 @@ def actor_critic_units(run: Run) -> None:
         run.record(c_loss, a_loss)
 
 
-@program("the critic's loss goes through the actor's output, two optimizers")
+@program("the critic's loss goes through the actor's output, two optimizers", unused=True)
 def actor_through_critic(run: Run) -> None:
     model = run.shard(Pair())
     net = run.module(model)
@@ -192,7 +192,7 @@ def two_towers(run: Run) -> None:
         run.record(loss)
 
 
-@program("two heads trained in turn, one per step")
+@program("two heads trained in turn, one per step", unused=True)
 def heads_in_turn(run: Run) -> None:
     class Heads(nn.Module):
         def __init__(self) -> None:
@@ -273,3 +273,35 @@ def simsiam(run: Run) -> None:
         a, b = model(x), model(x + 0.1)
         loss = F.mse_loss(a, b.detach() + 1) + F.mse_loss(b, a.detach() - 1)
         update(run, model, optimizer, loss)
+
+
+def pipelined(run: Run, schedule: str) -> None:
+    """Both stages of a pipeline on each rank; data-parallel over the ranks."""
+    from torch.distributed import pipelining
+
+    own = [dist.new_group([rank]) for rank in range(run.world_size)][run.rank]
+    models = [run.shard(Net(), [Block]) for _ in range(2)]
+    stages = [
+        pipelining.PipelineStage(model, index, 2, torch.device("cpu"), group=own)
+        for index, model in enumerate(models)
+    ]
+    plan = getattr(pipelining, schedule)(stages, 2, loss_fn=lambda y, target: mean_square(y))
+    optimizers = [sgd(model) for model in models]
+    for x in run.batches():
+        losses: list[Tensor] = []
+        plan.step(x, target=x, losses=losses)
+        run.average(*models)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        run.record(losses)
+
+
+@program("a pipeline schedule, interleaved 1F1B")
+def pipeline_interleaved(run: Run) -> None:
+    pipelined(run, "ScheduleInterleaved1F1B")
+
+
+@program("a zero-bubble pipeline schedule")
+def pipeline_zero_bubble(run: Run) -> None:
+    pipelined(run, "ScheduleInterleavedZeroBubble")

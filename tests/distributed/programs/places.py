@@ -41,7 +41,7 @@ def tied_blocks(run: Run) -> None:
     train(run, run.shard(net, [Block]))
 
 
-@program("tied and repeated blocks, one of them skipped in turn")
+@program("tied and repeated blocks, one of them skipped in turn", unused=True)
 def tied_repeated_skipped(run: Run) -> None:
     class Tied(Net):
         step = 0
@@ -61,7 +61,7 @@ def tied_repeated_skipped(run: Run) -> None:
         update(run, model, optimizer, mean_square(model(x)))
 
 
-@program("a ModuleList that is never called")
+@program("a ModuleList that is never called", unused=True)
 def uncalled_list(run: Run) -> None:
     class Spare(Net):
         def __init__(self) -> None:
@@ -133,7 +133,7 @@ def frozen_block(run: Run) -> None:
     train(run, model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
 
 
-@program("only the head is trained, the rest frozen after sharding")
+@program("only the head is trained, the rest frozen after sharding", unused=True)
 def linear_probe(run: Run) -> None:
     model = run.shard(Net(), [Block])
     for name, p in run.module(model).named_parameters():
@@ -156,7 +156,7 @@ def progressive_unfreezing(run: Run) -> None:
         update(run, model, optimizer, mean_square(model(x)))
 
 
-@program("requires_grad_ toggled in every step")
+@program("requires_grad_ toggled in every step", unused=True)
 def toggled(run: Run) -> None:
     model = run.shard(Net(), [Block])
     optimizer = sgd(model)
@@ -260,7 +260,7 @@ def functional_call_full(run: Run) -> None:
     run.record(torch.func.functional_call(run.module(model), full, run.tensor(4, 8)))
 
 
-@program("a parameter replaced after sharding: model.out = nn.Linear(8, 3)")
+@program("a parameter replaced after sharding: model.out = nn.Linear(8, 3)", unused=True)
 def replaced_head(run: Run) -> None:
     model = run.shard(Net(), [Block])
     torch.manual_seed(1)

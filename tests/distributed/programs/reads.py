@@ -121,7 +121,7 @@ def fused_qkv(run: Run) -> None:
     train(run, run.shard(Model()))
 
 
-@program("q, k and v fused inside of a block")
+@program("q, k and v fused inside of a block", unused=True)
 def fused_qkv_block(run: Run) -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -209,7 +209,7 @@ def read_dtype_shape(run: Run) -> None:
     train(run, run.shard(Casting(), [Block]))
 
 
-@program("a method of the model that reads a child, called from forward")
+@program("a method of the model that reads a child, called from forward", unused=True)
 def read_in_method(run: Run) -> None:
     class Model(Net):
         def logits(self, x: Tensor) -> Tensor:

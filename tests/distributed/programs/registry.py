@@ -34,12 +34,22 @@ THEMES = (
 
 @dataclass(frozen=True)
 class Program:
-    """One program: the name of its function, what it does in words, and what it imports."""
+    """One program: the name of its function, and what it does in words.
+
+    `needs` is what it imports. `unused` says that some parameters get no gradient in some steps:
+    DistributedDataParallel must be told so.
+    """
 
     name: str
     title: str
     function: Function
-    needs: str | None = None
+    needs: str | None
+    unused: bool
+
+    @property
+    def theme(self) -> str:
+        """The file it is in."""
+        return self.function.__module__.rpartition(".")[2]
 
     @property
     def can_run(self) -> bool:
@@ -50,21 +60,33 @@ class Program:
 _programs: dict[str, Program] = {}
 
 
-def program(title: str, needs: str | None = None) -> Callable[[Function], Function]:
+def program(
+    title: str, needs: str | None = None, unused: bool = False
+) -> Callable[[Function], Function]:
     """Adds the function under it to the suite."""
 
     def add(function: Function) -> Function:
         name = function.__name__
         if name in _programs:
             raise ValueError(f"two programs are called {name}")
-        _programs[name] = Program(name, title, function, needs)
+        _programs[name] = Program(name, title, function, needs, unused)
         return function
 
     return add
 
 
-def all_programs() -> dict[str, Program]:
-    """Every program that can run here, by its name, in the order of the themes."""
-    for theme in THEMES:
+def all_programs(installed: bool = True) -> dict[str, Program]:
+    """Every program by its name, in the order of the themes; of those that can run here."""
+    return _programs_of(THEMES, installed)
+
+
+def broken_programs() -> dict[str, Program]:
+    """Programs that go wrong under zerocore in every way; the suite must notice."""
+    return _programs_of(("broken",), True)
+
+
+def _programs_of(themes: tuple[str, ...], installed: bool) -> dict[str, Program]:
+    for theme in themes:
         importlib.import_module(f"tests.distributed.programs.{theme}")
-    return {name: found for name, found in _programs.items() if found.can_run}
+    chosen = (p for theme in themes for p in _programs.values() if p.theme == theme)
+    return {found.name: found for found in chosen if found.can_run or not installed}

@@ -23,8 +23,9 @@ State = dict[str, Tensor]
 class Run:
     """One rank of one program under `plain`: replicas whose gradients are averaged by hand."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, unused: bool) -> None:
         self.seed = seed
+        self.unused = unused
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.models: list[nn.Module] = []
@@ -100,7 +101,9 @@ class DdpRun(Run):
     """DistributedDataParallel; buffers stay each rank's own, as in the others."""
 
     def wrap(self, model: nn.Module, units: Units | None) -> nn.Module:
-        return DistributedDataParallel(model, broadcast_buffers=False)
+        return DistributedDataParallel(
+            model, broadcast_buffers=False, find_unused_parameters=self.unused
+        )
 
     def module(self, model: nn.Module) -> Any:
         return model.module if isinstance(model, DistributedDataParallel) else model
@@ -181,8 +184,8 @@ class Fsdp2Run(Run):
 class ZerocoreRun(Run):
     """zerocore.shard at one stage."""
 
-    def __init__(self, seed: int, stage: int) -> None:
-        super().__init__(seed)
+    def __init__(self, seed: int, unused: bool, stage: int) -> None:
+        super().__init__(seed, unused)
         self.stage = stage
 
     def wrap(self, model: nn.Module, units: Units | None) -> nn.Module:
@@ -210,7 +213,7 @@ class ZerocoreRun(Run):
         zerocore.register_forward_method(model, name)
 
 
-SYSTEMS: dict[str, Callable[[int], Run]] = {
+SYSTEMS: dict[str, Callable[[int, bool], Run]] = {
     "plain": Run,
     "ddp": DdpRun,
     "fsdp2": Fsdp2Run,

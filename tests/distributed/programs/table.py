@@ -11,6 +11,8 @@ import torch
 from tests.distributed.programs.registry import Program
 from tests.distributed.programs.suite import Table
 
+Page = tuple[str, dict[str, dict[str, str]]]  # the version of torch; [program][system]
+
 HEAD = """# What ordinary programs do under each system
 
 Written by `python -m tests.distributed.programs --markdown docs/programs.md`; a test compares it
@@ -71,7 +73,7 @@ def torch_version() -> str:
     return ".".join(torch.__version__.split(".")[:2])
 
 
-def read_markdown(text: str) -> tuple[str, dict[str, dict[str, str]]]:
+def read_markdown(text: str) -> Page:
     """The version of torch a page was written with, and its table as [program][system]."""
     version = re.search(r"torch (\d+\.\d+)", text)
     rows = [line.strip("| \n").split(" | ") for line in text.splitlines() if line.startswith("| ")]
