@@ -99,7 +99,7 @@ void SideDoors::end_backward() {
   announced_.clear();
   in_backward_ = false;
   settled_ = true;
-  watch_.set_on(false);
+  expect_backward(); // through a graph that was retained
 }
 
 void SideDoors::forget(int64_t oldest_pass) {

@@ -37,14 +37,21 @@ std::vector<Step> backward_steps(
     const std::function<bool(UnitId)>& reduces) {
   const std::vector<Step> pre = pre_steps(events);
   const auto first = first_enters(events);
+  std::unordered_map<UnitId, int> depth; // calls of the unit around the place in the list
   std::vector<Step> steps;
   size_t next_pre = 0;
   for (size_t i = events.size(); i-- > 0;) {
     const CallEvent& event = events[i];
     if (event.kind == EventKind::Enter) {
+      if (--depth[event.unit] > 0) {
+        continue; // a call of the unit is around this one, and its backward goes on
+      }
       const bool reduce = first.at(event.unit) == i && reduces(event.unit);
       steps.push_back({reduce ? StepKind::Reduce : StepKind::Release, event.unit});
-    } else if (event.needs_backward) {
+      continue;
+    }
+    ++depth[event.unit];
+    if (event.needs_backward) {
       steps.push_back(pre[next_pre]);
       const size_t end = std::min(pre.size(), next_pre + 1 + static_cast<size_t>(prefetch));
       for (size_t k = next_pre; k < end; ++k) {
