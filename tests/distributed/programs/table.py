@@ -47,14 +47,14 @@ def as_markdown(table: Table, programs: dict[str, Program]) -> str:
     lines.append("|---|---|" + "---|" * len(systems))
     for name, row in table.items():
         cells = " | ".join(row[system].kind for system in systems)
-        lines.append(f"| {name} | {programs[name].title} | {cells} |")
+        lines.append(f"| {name} | {plain_words(programs[name].title)} | {cells} |")
     lines += ["", "## What zerocore says", ""]
     stages = {
         name: {s: v for s, v in row.items() if s.startswith("stage") and v.kind == "refused"}
         for name, row in table.items()
     }
     for name, where, text in reasons(stages):
-        lines.append(f"- {name}, {where}: " + text.replace("|", "\\|"))
+        lines.append(f"- {name}, {where}: {plain_words(text)}")
     return "\n".join(lines) + "\n"
 
 
@@ -66,6 +66,11 @@ def reasons(table: Table) -> Iterator[tuple[str, str, str]]:
             if verdict.kind != "exact":
                 said.setdefault(f"{verdict.kind}: {verdict.detail}", []).append(system)
         yield from ((name, " ".join(where), text) for text, where in said.items())
+
+
+def plain_words(text: str) -> str:
+    """Words that are neither a link nor a cell's end in Markdown."""
+    return text.replace("](", "] (").replace("|", "/")
 
 
 def torch_version() -> str:
