@@ -34,7 +34,7 @@ def spoiled(stage: int, value: float, rank: int) -> tuple[nn.Module, str]:
     for name, param in model.named_parameters():
         if name in chosen and (stage == 0 or dist.get_rank() == rank):
             assert param.grad is not None
-            param.grad[-1] = value
+            param.grad.local()[-1] = value
     return model, chosen[0]
 
 
