@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocore.place import PlacedParameter, leaves
+from zerocore.place import Placed, PlacedParameter, leaves, local_of
 from zerocore.shard_functions import is_in_place, name_of
 
 
@@ -96,6 +96,8 @@ def _engine(param: PlacedParameter) -> Any:
 def _with_full(value: Any) -> Any:
     if isinstance(value, PlacedParameter):
         return value.full
+    if isinstance(value, Placed):
+        return value.place.gather(local_of(value))  # a shard beside a parameter, in full as well
     if isinstance(value, tuple | list):
         return type(value)(_with_full(item) for item in value)
     if isinstance(value, dict):

@@ -34,7 +34,7 @@ def spoiled(stage: int, value: float, rank: int) -> tuple[nn.Module, str]:
     for name, param in model.named_parameters():
         if name in chosen and (stage == 0 or dist.get_rank() == rank):
             assert param.grad is not None
-            param.grad[-1] = value
+            param.grad.local()[-1] = value
     return model, chosen[0]
 
 
@@ -98,7 +98,7 @@ def count_and_skip(stage: int) -> None:
     assert count_collectives(clip) == one_number
     gradient = next(p.grad for p in model.parameters() if p.grad is not None and p.numel() > 0)
     if stage == 0 or dist.get_rank() == 1:
-        gradient[-1] = math.inf
+        gradient.local()[-1] = math.inf
     before = zerocore.full_state_dict(model, rank0_only=False)
 
     def step() -> None:

@@ -54,7 +54,8 @@ class Spoil:
         if step == self.step_of_elements and (whole or dist.get_rank() == self.rank):
             for param in model.parameters():
                 if param.grad is not None and param.numel() > 0:
-                    param.grad.view(-1)[-1] = math.inf
+                    local = getattr(param.grad, "local", lambda grad=param.grad: grad)()
+                    local.view(-1)[-1] = math.inf
 
 
 @dataclass

@@ -52,8 +52,18 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
         m(x).mean() + nn.utils.parameters_to_vector(m.blocks.parameters()).norm()
     ),
     "full": lambda m, x: m(x).mean() + read_full(m.head.weight).square().sum(),
+    "proximal": lambda m, x: m(x).square().mean() + proximal(m),
     "alone": lambda m, x: sum(p.square().sum() for p in m.parameters()) + 0 * x.sum(),
 }
+
+
+def proximal(model: Any) -> Tensor:
+    """With copies that were made of shards."""
+    if not hasattr(model, "start"):
+        model.start = [p.detach().clone() for p in model.parameters()]
+    return torch.stack(
+        [(p - 0.5 * s).square().sum() for p, s in zip(model.parameters(), model.start, strict=True)]
+    ).sum()
 
 
 def read_full(param: Any) -> Tensor:
