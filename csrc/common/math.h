@@ -30,4 +30,9 @@ inline Range intersect(const Range& a, const Range& b) {
   return {begin, std::max(begin, std::min(a.end, b.end))};
 }
 
+// A number for a pair of numbers, another one for another pair as far as can be.
+constexpr uint64_t mix(uint64_t seed, uint64_t value) {
+  return (seed ^ value) * 0x9E3779B97F4A7C15ULL + 1;
+}
+
 } // namespace zerocore

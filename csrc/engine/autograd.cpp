@@ -12,6 +12,8 @@
 #include <mutex>
 #include <utility>
 
+#include "common/math.h"
+
 namespace zerocore {
 
 namespace {

@@ -34,11 +34,6 @@ void note_backward_call(const std::vector<at::Tensor>& roots);
 void forget_backward_call();
 std::optional<BackwardCall> backward_call();
 
-// A number for a pair of numbers, another one for others as far as can be.
-inline uint64_t mix(uint64_t seed, uint64_t value) {
-  return (seed ^ value) * 0x9E3779B97F4A7C15ULL + 1;
-}
-
 // The number that the next node of this thread's graph will have.
 uint64_t next_node();
 // Those of `outputs` that were computed since next_node() was `first`; all of them if none was. A

@@ -97,7 +97,9 @@ Engine::Engine(
       reducer_(units_, context_, {options.hold_full, options.exchange_used}),
       registrar_(std::move(registrar)),
       thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
-      side_doors_([this](const RecordedCall& recorded) { enter_by_side_door(recorded); }) {
+      side_doors_(
+          [this](const RecordedCall& recorded) { enter_by_side_door(recorded); },
+          [this](UnitId id) { return schedule_.is_resident(id); }) {
   expect_step();
 }
 
@@ -197,7 +199,7 @@ void Engine::enter(UnitId id) {
 
 void Engine::adopt(UnitId id) {
   TORCH_INTERNAL_ASSERT(in_call(), "adopt outside of a call");
-  if (!schedule_.is_active(id)) {
+  if (!schedule_.is_active(id) || in_backward()) { // there it may be released before this ends
     enter(id);
     calls_.back().adopted = id;
   }
@@ -236,9 +238,11 @@ void Engine::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep)
     if (has_nodes && recorded.call.pass >= 0) {
       number = side_doors_.add(recorded);
     }
+  } else {
+    recorded.version = units_[id]->version();
+    number = side_doors_.add_recomputed(recorded);
   }
   if (has_output) {
-    recorded.version = units_[id]->version();
     const auto computed = computed_since(recorded.first, outputs);
     on_backward_of(computed, [weak = weak_from_this(), recorded, number] {
       if (const auto engine = weak.lock()) {
@@ -275,7 +279,8 @@ void Engine::agree_on_called() {
 void Engine::recover() {
   TORCH_CHECK_TYPE(
       !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
-      "torch.func transforms (grad, vmap, jacrev, ...) do not go through a sharded model: what they "
+      "torch.func transforms (grad, vmap, jacrev, ...) do not go through a sharded model: what "
+      "they "
       "compute with is not what autograd sees. Use torch.autograd.grad, or transform a plain copy "
       "that has loaded zerocore.full_state_dict(model).");
   if (in_backward()) {
@@ -410,7 +415,7 @@ void Engine::settle() {
 void Engine::reset() {
   backward_ = false;
   side_door_error_ = nullptr;
-  asked_rest_ = false;
+  rest_by_shape_.clear();
   side_doors_.reset();
   calls_.clear();
   thread_check_.leave_forward();

@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "engine/reducer.h"
@@ -147,6 +148,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void check_versions(const RecordedCall& recorded);
   void mute_units();
   void reduce_rest();
+  void check_rest(const std::vector<bool>& rest, bool is_unexpected) const;
   void run_user_hooks(const std::vector<bool>& reduced);
   void grad_ready(UnitId unit, int param);
   void forget_fired(UnitId unit);
@@ -194,8 +196,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::exception_ptr side_door_error_; // thrown at the next chance
   bool backward_ = false;
   bool muted_ = false; // some unit is
-  bool asked_rest_ = false;
-  bool has_rest_ = false; // see reduce_rest()
+  std::unordered_map<uint64_t, bool> rest_by_shape_; // see reduce_rest()
   bool sync_ = true;
   bool agreed_ = false; // the ranks compared which units they call
 };

@@ -156,33 +156,43 @@ void Engine::fail_backward() {
 }
 
 // Gradients that came when the calls said that there are no more: one checkpoint around several
-// units recomputes the first of them first, which means that the others are done with. What ranks
-// reduce must not depend on the gradients of one, so they ask each other in the first backward, and
-// from then on if there were such gradients.
+// units recomputes the first of them first, from which follows that the others are done with. What
+// ranks reduce must not depend on the gradients of one, so they ask each other after the first
+// backward of each sequence of calls, which is the same on all ranks, and from then on if there
+// were such gradients.
 void Engine::reduce_rest() {
   std::vector<bool> rest;
   for (UnitId id = 0; id < num_units(); ++id) {
     rest.push_back(reducer_.has_grads(id));
   }
-  if (context_.collectives != nullptr && (has_rest_ || !std::exchange(asked_rest_, true))) {
-    rest = context_.any_rank(rest);
-    has_rest_ = has_rest_ || std::any_of(rest.begin(), rest.end(), [](bool unit) { return unit; });
+  bool has_rest = std::find(rest.begin(), rest.end(), true) != rest.end();
+  if (context_.collectives != nullptr) {
+    const auto [known, is_new] = rest_by_shape_.try_emplace(schedule_.backward_shape(), false);
+    if (is_new || known->second) {
+      rest = context_.any_rank(rest);
+      known->second = known->second || std::find(rest.begin(), rest.end(), true) != rest.end();
+      has_rest = known->second;
+    }
+    check_rest(rest, has_rest && !known->second);
   }
-  for (UnitId id = 0; id < num_units(); ++id) {
-    TORCH_CHECK(
-        !rest[id] || has_rest_ || context_.collectives == nullptr,
-        "unit '",
-        units_[id]->name(),
-        "': a gradient came after those of the unit had been reduced, which was not so in the "
-        "first "
-        "backward. If checkpoints around several units were switched on, run the step again on all "
-        "ranks; if full parameters were used outside of calls of the model, do that inside of "
-        "`with "
-        "zerocore.unsharded(model):` up to the end of the backward.");
+  for (UnitId id = 0; has_rest && id < num_units(); ++id) {
     if (rest[id]) {
       reducer_.reduce(id, sync_);
     }
   }
+}
+
+void Engine::check_rest(const std::vector<bool>& rest, bool is_unexpected) const {
+  const auto unit = std::find(rest.begin(), rest.end(), true) - rest.begin();
+  TORCH_CHECK(
+      !is_unexpected,
+      "unit '",
+      is_unexpected ? units_[unit]->name() : "",
+      "': a gradient came after those of the unit had been reduced, which was not so when the same "
+      "modules were called before. If checkpoints around several units were switched on, run the "
+      "step again on all ranks; if full parameters were used outside of calls of the model, do "
+      "that "
+      "inside of `with zerocore.unsharded(model):` up to the end of the backward.");
 }
 
 // Users register hooks on the shards, which is where optimizers look; gradients come to be there

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "common/math.h"
 #include "engine/autograd.h"
 
 namespace zerocore {
@@ -16,8 +17,9 @@ constexpr size_t kMaxShapes = 4096; // a model whose shape never repeats stays w
 
 } // namespace
 
-SideDoors::SideDoors(Enter enter)
+SideDoors::SideDoors(Enter enter, std::function<bool(UnitId)> is_usable)
     : enter_(std::move(enter)),
+      is_usable_(std::move(is_usable)),
       watch_([this](uint64_t number, uint64_t thread) { see(number, thread); }) {}
 
 int64_t SideDoors::add(const RecordedCall& call) {
@@ -26,6 +28,11 @@ int64_t SideDoors::add(const RecordedCall& call) {
   }
   calls_ = mix(mix(calls_, static_cast<uint64_t>(call.call.unit)), call.last - call.first);
   thread_ = at::RecordFunction::currentThreadId();
+  visits_.push_back({call});
+  return first_visit_ + static_cast<int64_t>(visits_.size()) - 1;
+}
+
+int64_t SideDoors::add_recomputed(const RecordedCall& call) {
   visits_.push_back({call});
   return first_visit_ + static_cast<int64_t>(visits_.size()) - 1;
 }
@@ -75,7 +82,8 @@ void SideDoors::look_up(uint64_t number) {
   for (auto index = static_cast<int64_t>(visits_.size()) - 1; index >= after - visits_.begin();
        --index) {
     const Visit& visit = visits_[index];
-    if (!visit.announced && visit.recorded.first <= number) {
+    const bool contains = visit.recorded.first <= number;
+    if (contains && (!visit.announced || !is_usable_(visit.recorded.call.unit))) {
       const RecordedCall recorded = visit.recorded;
       announce(first_visit_ + index);
       enter_(recorded);
@@ -97,6 +105,9 @@ void SideDoors::end_backward() {
     }
   }
   announced_.clear();
+  while (!visits_.empty() && visits_.back().recorded.call.pass < 0) {
+    visits_.pop_back();
+  }
   in_backward_ = false;
   settled_ = true;
   expect_backward(); // through a graph that was retained

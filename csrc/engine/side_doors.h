@@ -8,6 +8,10 @@
 // range that runs is the moment to announce the call. While the watch is on, every node is looked
 // up.
 //
+// A unit may also have been released too early: one checkpoint around several units recomputes the
+// first of them first, from which follows that the others are done with. Their nodes show that they
+// are not.
+//
 // That costs about 0.2 us a node, so the watch goes off with the first node if a backward of the
 // same shape has gone by without a side door. The shape is how many nodes each call recorded, how
 // many were recorded after the calls, and which ones the backward begins with. If a backward takes
@@ -40,10 +44,13 @@ class SideDoors {
   // `enter` announces a call's backward.
   using Enter = std::function<void(const RecordedCall&)>;
 
-  explicit SideDoors(Enter enter);
+  // `is_usable` tells whether a unit's parameters are there.
+  SideDoors(Enter enter, std::function<bool(UnitId)> is_usable);
 
   // A call has been left; returns its number.
   int64_t add(const RecordedCall& call);
+  // As add, of a call that a checkpoint makes again in a backward; known until that ends.
+  int64_t add_recomputed(const RecordedCall& call);
   // The outermost call has been left: a backward may come.
   void expect_backward();
   // The first node of a backward runs, or the first one that concerns the model.
@@ -65,6 +72,7 @@ class SideDoors {
   void look_up(uint64_t number);
 
   Enter enter_;
+  std::function<bool(UnitId)> is_usable_;
   std::deque<Visit> visits_; // in the order in which calls were left, so `last` only grows
   int64_t first_visit_ = 0; // number of the first one that is kept
   std::vector<int64_t> announced_; // numbers

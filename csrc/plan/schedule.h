@@ -116,6 +116,10 @@ class Schedule {
   bool in_rooted_pass() const {
     return rooted_;
   }
+  // A number for the calls whose backward has begun, the same on all ranks; of the last backward.
+  uint64_t backward_shape() const {
+    return shape_;
+  }
   // Passes before this one are forgotten.
   int64_t oldest_pass() const {
     return passes_.empty() ? next_pass_ : passes_.front().id;
@@ -181,6 +185,7 @@ class Schedule {
   int64_t next_pass_ = 0;
   int64_t open_ = -1; // id of the forward pass under way
   int64_t backward_ = -1; // id of the pass whose steps are being done
+  uint64_t shape_ = 0; // of the passes whose steps were begun in this backward
   bool rooted_ = false;
   bool changed_ = false; // the pass had a call that order_ does not have
   bool outdated_ = false; // parameters have changed since passes were last forgotten

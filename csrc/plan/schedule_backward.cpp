@@ -6,11 +6,14 @@
 
 #include <c10/util/Exception.h>
 
+#include "common/math.h"
+
 namespace zerocore {
 
 void Schedule::begin_backward() {
   close_loose_pass();
   backward_ = -1;
+  shape_ = 0;
   for (UnitState& unit : units_) {
     unit.ready = false;
     unit.due = false;
@@ -127,6 +130,7 @@ void Schedule::start_steps(Pass& pass, Actions& out) {
   for (const CallEvent& event : pass.events) {
     UnitState& unit = units_[event.unit];
     unit.due = unit.reducible && !unit.muted;
+    shape_ = mix(shape_, 2 * static_cast<uint64_t>(event.unit) + (event.kind == EventKind::Exit));
   }
   pass.steps = backward_steps(pass.events, options_.prefetch, [&](UnitId unit) {
     return units_[unit].due && !later[unit];

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.distributed.programs.registry import Program, all_programs, broken_programs
 from tests.distributed.programs.systems import SYSTEMS, State
@@ -88,20 +89,24 @@ def play_one(program: Program, system: str) -> Played:
         run = SYSTEMS[system](seed, program.unused)
         program.function(run)
         played.records, played.states = run.records, run.final_states()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         played.error = describe(error, system)
     return played
 
 
 def describe(error: BaseException, system: str) -> Error:
     """What the table says about an exception."""
+    if isinstance(error, CheckpointException):  # what some ranks raised, in an envelope
+        error = next(iter(error.failures.values()))[0]
     frames = traceback.extract_tb(error.__traceback__)
     text = (str(error).strip().splitlines() or [""])[0]
     no_partner = any(words in str(error) for words in NO_PARTNER)
     meant = isinstance(error, DELIBERATE) and "INTERNAL ASSERT" not in str(error)
     if system.startswith("stage"):
-        last = frames[-1]
-        raised = last.filename.startswith(ZEROCORE) and str(last.line).startswith("raise")
+        raised = any(
+            last.filename.startswith(ZEROCORE) and str(last.line).startswith("raise")
+            for last in frames[-1:]
+        )
         meant = meant and (raised or any(word in str(error) for word in OUR_WORDS))
     trace = "".join(traceback.format_exception(error))
     return Error(f"{type(error).__name__}: {text}", meant, no_partner, trace)

@@ -1,0 +1,129 @@
+"""Random models: nested, shared, repeated, tied and skipped modules, read and called in any way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 4
+
+
+@dataclass
+class Plan:
+    """What a node does with its children in each forward: steps as (what, child)."""
+
+    steps: list[tuple[str, int]] = field(default_factory=list)
+
+
+class Leaf(nn.Module):
+    """A linear layer, perhaps with a parameter of its own."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=rng.random() < 0.5)
+        self.gain = nn.Parameter(torch.ones(WIDTH)) if rng.random() < 0.3 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        return x + (y if self.gain is None else y * self.gain)
+
+
+class Node(nn.Module):
+    """Calls its children as its plan says; `clock[0]` is the number of the forward."""
+
+    def __init__(self, children: list[nn.Module], rng: random.Random, clock: list[int]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(children)
+        self.own = nn.Linear(WIDTH, WIDTH) if rng.random() < 0.4 else None
+        self.clock = clock
+        self.aux: Tensor | None = None
+        import os
+        whats = ["call"] * 5 + os.environ.get("W","twice sometimes checkpoint reentrant read aux detach").split()
+        order = list(range(len(children)))
+        rng.shuffle(order)
+        self.plan = Plan([(rng.choice(whats), child) for child in order])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.own is not None:
+            x = x + torch.tanh(self.own(x))
+        self.aux = None
+        for what, index in self.plan.steps:
+            x = self.step(what, self.parts[index], x)
+        return x
+
+    def step(self, what: str, part: nn.Module, x: Tensor) -> Tensor:
+        steps: dict[str, Callable[[], Any]] = {
+            "call": lambda: part(x),
+            "twice": lambda: part(part(x)),
+            "sometimes": lambda: part(x) if self.clock[0] % 2 else x,
+            "checkpoint": lambda: checkpoint(part, x, use_reentrant=False),
+            "reentrant": lambda: checkpoint(part, x, use_reentrant=True),
+            "read": lambda: x + read(part, x),
+            "aux": lambda: self.keep(part, x),
+            "detach": lambda: x + part(x.detach()).detach(),
+        }
+        return steps[what]()
+
+    def keep(self, part: nn.Module, x: Tensor) -> Tensor:
+        self.aux = part(x).square().mean()
+        return x
+
+
+def read(part: nn.Module, x: Tensor) -> Tensor:
+    """Uses a matrix of `part` without calling it."""
+    weight = next(p for p in part.parameters() if len(p.shape) == 2)
+    return torch.tanh(F.linear(x, weight))
+
+
+def build(seed: int) -> tuple[nn.Module, list[int], list[nn.Module]]:
+    """A model, its clock, and modules that may be units; no two calls with one seed differ."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    clock = [0]
+    leaves: list[nn.Module] = [Leaf(rng) for _ in range(rng.randint(2, 5))]
+    if rng.random() < 0.4:  # tied
+        first, last = leaves[0], leaves[-1]
+        assert isinstance(first, Leaf) and isinstance(last, Leaf)
+        last.linear.weight = first.linear.weight
+    nodes = list(leaves)
+    candidates: list[nn.Module] = list(leaves)
+    for _ in range(rng.randint(1, 3)):
+        children = [rng.choice(nodes) for _ in range(rng.randint(1, 3))]
+        node = Node(children, rng, clock)
+        nodes.append(node)
+        candidates.append(node)
+    root = Node([nodes[-1], *leaves], rng, clock).double()
+    inside = set(root.modules())
+    return root, clock, [module for module in candidates if module in inside]
+
+
+def choose_units(seed: int, candidates: list[nn.Module]) -> list[nn.Module] | None:
+    """Some modules, none inside of another one, or None to let `shard` choose."""
+    rng = random.Random(seed + 1)
+    if rng.random() < 0.3:
+        return None
+    chosen: list[nn.Module] = []
+    for module in rng.sample(candidates, len(candidates)):
+        apart = all(
+            module not in set(other.modules()) and other not in set(module.modules())
+            for other in chosen
+        )
+        if apart and rng.random() < 0.7:
+            chosen.append(module)
+    return chosen or None
+
+
+def total_loss(model: nn.Module, x: Tensor) -> Tensor:
+    """The mean square of the output, and of what nodes kept as attributes."""
+    nodes = [module for module in model.modules() if isinstance(module, Node)]
+    for node in nodes:
+        node.aux = None  # of the forward before, if the node is not called in this one
+    loss = model(x).square().mean()
+    return loss + sum(0.1 * node.aux for node in nodes if node.aux is not None)
