@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from zerocore.place import Placed
 from zerocore.tensor import ShardedParameter
@@ -16,19 +16,15 @@ def watch_loads(module: nn.Module) -> None:
 
 
 def _check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Shards of another place are refused, even of the same size; of full values a part is taken.
+    """Shards of another place are refused, even of the same size; full values are copied in part.
 
     Raises:
         ValueError: names the parameter and both places.
     """
     for name, param in module._parameters.items():
         value = state_dict.get(prefix + name)
-        if not isinstance(param, ShardedParameter) or not isinstance(value, Tensor):
-            continue
-        if isinstance(value, Placed):
+        if isinstance(param, ShardedParameter) and isinstance(value, Placed):
             _check_place(prefix + name, value, param)
-        elif value.shape == param.global_shape:
-            state_dict[prefix + name] = param.place.part_of(value.detach())
 
 
 def _check_place(key: str, value: Placed, param: ShardedParameter) -> None:
