@@ -129,6 +129,11 @@ READS: dict[str, Callable[[Any], Any]] = {
     "mean": lambda m: m.conv.weight.mean(),
     "norm": lambda m: m.conv.weight.norm(),
     "finite": lambda m: m.conv.weight.isfinite().all(),
+    "rows": lambda m: torch.stack(list(m.head.weight)),
+    "copy_beside": lambda m: (m.blocks[0].weight.t() * m.blocks[1].weight).sum(),
+    "shard_beside": lambda m: (m.blocks[0].weight.t() * m.blocks[1].weight.detach()).sum(),
+    "template": lambda m: m.head.weight.view(-1).view_as(m.head.weight),
+    "zeros": lambda m: torch.zeros(m.head.weight.shape).add_(m.head.weight),
 }
 
 
