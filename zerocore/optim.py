@@ -180,8 +180,8 @@ class AdamW(Optimizer):
 
         Returns:
             ``{"state": {fqn: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups": [{..., "params":
-            [fqn, ...]}]}``, and the range of each shard. Moments are this rank's, of the shape of
-            the parameter on this rank.
+            [fqn, ...]}]}``, and the range of each shard. Moments are 1-D, of this rank's
+            elements of a sharded parameter.
 
         Raises:
             ValueError: a plain parameter without a name (build the optimizer from
