@@ -17,6 +17,7 @@ from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
 from zerocore import shard_rules
+from zerocore.agreement import is_same
 from zerocore.full_reads import call_with_full, is_recorded
 from zerocore.initialisers import watch_initialisers
 from zerocore.place import Place, Placed, PlacedParameter, local_of
@@ -131,10 +132,11 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
         """This rank's elements of the averaged gradient.
 
         Takes those elements, a full gradient that is averaged already, of which this rank's part
-        is copied, or None.
+        is copied, or None. All ranks must set a full one.
 
         Raises:
-            ValueError: set to a tensor of another shape, or to a shard of something else.
+            ValueError: set to a tensor of another shape, to a shard of something else, or to full
+                gradients that differ between the ranks.
         """
         with torch._C.DisableTorchFunctionSubclass():
             held: Tensor | None = _grad.__get__(self)
@@ -144,6 +146,8 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
     def grad(self, value: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             if value is not None:
+                if not isinstance(value, Placed) and value.shape == self.global_shape:
+                    self._check_averaged(value)
                 value = self._part_of(value, ".grad")
             if value is not None and not isinstance(value, ShardedGrad):
                 value = ShardedGrad.make(value.as_subclass(Tensor), self.place)
@@ -181,6 +185,17 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
         """Copies ``source`` as setting ``data`` does; the memory stays where it is."""
         self.data = source
         return self
+
+    def _check_averaged(self, value: Tensor) -> None:
+        state = self.state_ref()
+        # Of a vector it may be local elements, on a rank that owns them all: the others set theirs.
+        may_be_local = len(self.global_shape) == 1 and self.place.group is not None
+        if state is not None and not may_be_local and not is_same(state.ranks.groups, value):
+            raise ValueError(
+                f".grad of parameter '{self.fqn}' was set to full gradients that differ between "
+                "the ranks. Average them first, with dist.all_reduce (torch.autograd.grad gives "
+                "each rank its own), or call loss.backward(), which averages"
+            )
 
     def _part_of(self, value: Tensor, where: str) -> Tensor:
         """This rank's elements of what ``where`` is set to; torch functions are off."""

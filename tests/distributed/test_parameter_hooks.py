@@ -115,6 +115,9 @@ def assign(stage: int) -> None:
             optimizer.zero_grad()
     state = zerocore.full_state_dict(model, rank0_only=False)
     torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+    (own,) = torch.autograd.grad(model(xs[rank]).square().mean(), [model.blocks[0].weight])
+    with pytest.raises(ValueError, match=r"'blocks\.0\.weight'.*differ.*dist\.all_reduce"):
+        model.blocks[0].weight.grad = own
 
 
 def test_assigned_gradients(stage: int) -> None:
