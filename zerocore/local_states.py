@@ -6,13 +6,37 @@ from typing import Any
 
 from torch import nn
 
+from zerocore.agreement import agree
 from zerocore.place import Placed
+from zerocore.state import ShardState
 from zerocore.tensor import ShardedParameter
 
 
-def watch_loads(module: nn.Module) -> None:
-    """From now on what is loaded into the sharded parameters that ``module`` owns is checked."""
-    module.register_load_state_dict_pre_hook(_check)
+def watch_loads(model: nn.Module, state: ShardState) -> None:
+    """From now on what is loaded into sharded parameters is checked.
+
+    All ranks must load, and refuse what does not fit on one of them together.
+    """
+
+    def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        error = _find_mistake(state, state_dict, prefix)
+        agree(state.ranks.groups, error, [], state.device)
+
+    model.register_load_state_dict_pre_hook(check)
+    for module in {owner for param in state.params() for owner, _ in param.owners}:
+        module.register_load_state_dict_pre_hook(_check)
+
+
+def _find_mistake(state: ShardState, state_dict: dict[str, Any], prefix: str) -> ValueError | None:
+    for param in state.params():
+        for fqn in param.fqns:
+            value = state_dict.get(prefix + fqn)
+            if isinstance(value, Placed):
+                try:
+                    _check_place(prefix + fqn, value, param.shard)
+                except ValueError as error:
+                    return error
+    return None
 
 
 def _check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

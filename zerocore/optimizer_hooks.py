@@ -20,8 +20,10 @@ from zerocore.tensor import ShardedParameter
 
 _log = logging.getLogger("zerocore")
 _MISTAKE = "_zerocore_mistake"  # what to say to an optimizer that holds the parameter
-# Units an optimizer updates, found once per number of parameters it holds.
-_Updates = tuple[int, list[tuple[Callable[[], ShardState | None], set[int]]]]
+# By unit, the positions in it of the parameters that an optimizer updates; None for all of them.
+_Units = dict[int, list[int] | None]
+# Found once per number of parameters that the optimizer holds.
+_Updates = tuple[int, list[tuple[Callable[[], ShardState | None], _Units]]]
 _updates: WeakKeyDictionary[Optimizer, _Updates] = WeakKeyDictionary()
 
 
@@ -64,12 +66,26 @@ def optimizers_of(state: ShardState) -> list[Optimizer]:
 
 def _find_updates(optimizer: Optimizer) -> _Updates:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    found: dict[Callable[[], ShardState | None], set[int]] = {}
+    found: dict[Callable[[], ShardState | None], _Units] = {}
     for param in params:
         if isinstance(param, ShardedParameter):
-            found.setdefault(param.state_ref, set()).add(param.unit)
+            units = found.setdefault(param.state_ref, {})
+            positions = units.setdefault(param.unit, [])
+            assert positions is not None
+            positions.append(param.position)
+    for state_ref, units in found.items():
+        _shorten(state_ref(), units)
     _warn_of_unsharded(params, list(found))
     return len(params), list(found.items())
+
+
+def _shorten(state: ShardState | None, units: _Units) -> None:
+    """Positions of parameters become None where they are all that the unit trains."""
+    for unit, positions in units.items():
+        if state is not None and positions is not None:
+            trained = [p for p in state.units[unit].params if p.shard.requires_grad]
+            if len(set(positions)) >= len(trained):
+                units[unit] = None
 
 
 def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState | None]]) -> None:
@@ -94,10 +110,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _updates[optimizer] = _find_updates(optimizer)
     if any(_is_shown_full(state_ref()) for state_ref, _ in _updates[optimizer][1]):
         check_outside_of_unsharded(optimizer)
-    if getattr(optimizer, "casts_model_weights", False):
-        for state_ref, units in _updates[optimizer][1]:
-            if (state := state_ref()) is not None:
-                for unit in units:
+    casts = getattr(optimizer, "casts_model_weights", False)
+    for state_ref, units in _updates[optimizer][1]:
+        if (state := state_ref()) is not None:
+            for unit in units:
+                state.engine.check_homes(unit)
+                if casts:
                     state.engine.begin_update(unit)
 
 
@@ -111,11 +129,11 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for state_ref, units in _updates[optimizer][1]:
         state = state_ref()
         if state is not None:
-            for unit in units:
+            for unit, positions in units.items():
                 if casts:
-                    state.engine.end_update(unit)
+                    state.engine.end_update(unit, positions)
                 else:
-                    state.engine.mark_updated(unit)
+                    state.engine.mark_updated(unit, positions)
             state.meters.note_update()
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
+from zerocore.agreement import agree
 from zerocore.place import Placed
 from zerocore.tensor import ShardedParameter
 
@@ -137,15 +138,28 @@ def _add_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _check_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raises ValueError if the states are those of other elements."""
+    """Raises ValueError if the states are those of other elements, on all ranks together."""
+    error = _find_other_place(optimizer, state_dict)
+    states = {
+        param.state_ref(): None
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if isinstance(param, ShardedParameter)
+    }
+    for state in filter(None, states):
+        agree(state.ranks.groups, error, [], state.device)
+
+
+def _find_other_place(optimizer: Optimizer, state_dict: dict[str, Any]) -> ValueError | None:
     for saved, own in zip(state_dict.get(PLACES, ()), _places(optimizer), strict=False):
         if saved is not None and own is not None and saved != own:
-            raise ValueError(
+            return ValueError(
                 f"the optimizer's state is that of '{saved[0]}', elements {saved[2]}:{saved[3]} of "
                 f"shape {tuple(saved[1])}, but this rank's parameter in its place is '{own[0]}', "
                 f"elements {own[2]}:{own[3]} of {tuple(own[1])}. Each rank loads what it saved, "
                 "with the same stage, number of ranks and order of parameters"
             )
+    return None
 
 
 def _give_places(optimizer: Optimizer) -> None:

@@ -42,6 +42,8 @@ MEMORY = _names(
 )
 # Make plain tensors of a shape that is given; nothing of the shard is read but dtype and device.
 FACTORIES = _names("new_zeros new_empty new_ones new_full new_tensor new_empty_strided")
+# Take nothing of a tensor but how it is made; autograd records none of them.
+LIKES = _names("zeros_like ones_like empty_like full_like rand_like randn_like randint_like")
 RANDOM = _names(
     """
     normal uniform bernoulli exponential geometric cauchy log_normal random rand_like

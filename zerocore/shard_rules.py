@@ -21,6 +21,7 @@ from zerocore.shard_functions import (
     ELEMENTWISE,
     FACTORIES,
     GLOBAL,
+    LIKES,
     MEMORY,
     ON_THE_SHARD,
     RANDOM,
@@ -66,7 +67,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if writes:
             check_not_shown_full(name, changed)
             _check_no_leaf(name, changed)
-        elif params and is_recorded((args, kwargs)):
+        elif is_recorded((args, kwargs)) and base_of(name) not in LIKES:
             return call_with_full(func, args, kwargs, params)
         return _on_shards(func, name, args, kwargs, found, params, writes)
 

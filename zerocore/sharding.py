@@ -30,6 +30,7 @@ from zerocore.place import Place
 from zerocore.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.quantities import parse_nbytes
 from zerocore.registration import watch_registrations
+from zerocore.replaced import replace
 from zerocore.state import Param, ShardState, Unit, find_state, set_state
 from zerocore.tensor import ShardedGrad, ShardedParameter
 from zerocore.wrapping import ParamChoice, UnitChoice, UnitPlanned, choose_units
@@ -79,8 +80,7 @@ def shard_model(
         state.units.append(_shard_unit(state, index, unit, init_fn))
     materialize_buffers(model, target, init_fn)
     _set_entries(model, planned, state)
-    for module in {owner for param in state.params() for owner, _ in param.owners}:
-        watch_loads(module)
+    watch_loads(model, state)
     engine.start(config.sync_params or state.world_size == 1)
     set_state(model, state)
     remember_model(state, model)
@@ -206,6 +206,7 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     )
     data = engine.make_shard(unit.index, position)
     shard = ShardedParameter.make(data, place, old.requires_grad, unit.index, ref(state), full)
+    shard.position = position
     shard.model_weight = engine.make_model_shard(unit.index, position)
     grad = None
     if old.is_floating_point():
@@ -216,6 +217,7 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
         parameters[name] = shard
     shard.adopt_hooks(old)
     mark_replaced(old, choice.fqns[0])
+    replace(old, choice.fqns[0])
     mark_full(full, choice.fqns[0])
     for face in (shard, full):
         keep_in_place(face, choice.fqns[0])

@@ -99,6 +99,7 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
     what = PlacedParameter.what
 
     unit: int  # index of the unit it belongs to
+    position: int  # in the unit
     state_ref: Callable[[], Any]  # weak: the state of the model it belongs to
     full: nn.Parameter  # what layers compute with
     # The same elements as layers compute with; None where they compute with this parameter.

@@ -344,7 +344,13 @@ void register_steps(py::class_<PyEngine>& engine) {
           py::arg("params") = py::none())
       .def("check_homes", [](const PyEngine& self, UnitId u) { self.engine->check_homes(u); })
       .def("begin_update", [](PyEngine& self, UnitId unit) { self.engine->begin_update(unit); })
-      .def("end_update", [](PyEngine& self, UnitId unit) { self.engine->end_update(unit); })
+      .def(
+          "end_update",
+          [](PyEngine& self, UnitId unit, const std::optional<std::vector<int>>& params) {
+            self.engine->end_update(unit, params);
+          },
+          py::arg("unit"),
+          py::arg("params") = py::none())
       .def(
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
       .def(

@@ -1,9 +1,9 @@
 // Wires units, schedule, reducer and autograd.
 #include "engine/engine.h"
 
-#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
@@ -264,12 +264,7 @@ void Engine::agree_on_called() {
   agreed_ = true;
   std::vector<bool> called = schedule_.called();
   if (context_.collectives != nullptr) {
-    at::Tensor flags = at::zeros({num_units()}, at::kByte);
-    std::copy(called.begin(), called.end(), flags.data_ptr<uint8_t>());
-    context_.all_reduce_max(flags);
-    const uint8_t* values = flags.const_data_ptr<uint8_t>();
-    std::transform(
-        values, values + called.size(), called.begin(), [](uint8_t value) { return value != 0; });
+    called = context_.any_rank(called);
   }
   schedule_.prune(called);
 }
@@ -278,6 +273,11 @@ void Engine::agree_on_called() {
 
 // Before a use of units. A backward that ended with an exception never reached end_backward().
 void Engine::recover() {
+  TORCH_CHECK_TYPE(
+      !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
+      "torch.func transforms (grad, vmap, jacrev, ...) do not go through a sharded model: what they "
+      "compute with is not what autograd sees. Use torch.autograd.grad, or transform a plain copy "
+      "that has loaded zerocore.full_state_dict(model).");
   if (in_backward()) {
     return;
   }
@@ -410,6 +410,7 @@ void Engine::settle() {
 void Engine::reset() {
   backward_ = false;
   side_door_error_ = nullptr;
+  asked_rest_ = false;
   side_doors_.reset();
   calls_.clear();
   thread_check_.leave_forward();

@@ -122,7 +122,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<at::Tensor> full_values(UnitId unit);
   // Around an update of main weights that writes the model weights, too.
   void begin_update(UnitId unit);
-  void end_update(UnitId unit);
+  void end_update(UnitId unit, const std::optional<std::vector<int>>& params = std::nullopt);
   // The call of a backward ended with an exception: as reset() if it came through this model.
   void fail_backward();
   // Drops everything in flight: gathers, graphs waiting for a backward, unreduced gradients.
@@ -194,6 +194,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::exception_ptr side_door_error_; // thrown at the next chance
   bool backward_ = false;
   bool muted_ = false; // some unit is
+  bool asked_rest_ = false;
+  bool has_rest_ = false; // see reduce_rest()
   bool sync_ = true;
   bool agreed_ = false; // the ranks compared which units they call
 };

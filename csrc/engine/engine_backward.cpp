@@ -155,21 +155,33 @@ void Engine::fail_backward() {
   }
 }
 
-// Gradients that came when the calls said that there are no more. What ranks reduce must not depend
-// on them: another rank need not have any.
+// Gradients that came when the calls said that there are no more: one checkpoint around several
+// units recomputes the first of them first, which means that the others are done with. What ranks
+// reduce must not depend on the gradients of one, so they ask each other in the first backward, and
+// from then on if there were such gradients.
 void Engine::reduce_rest() {
+  std::vector<bool> rest;
   for (UnitId id = 0; id < num_units(); ++id) {
-    if (!reducer_.has_grads(id)) {
-      continue;
-    }
+    rest.push_back(reducer_.has_grads(id));
+  }
+  if (context_.collectives != nullptr && (has_rest_ || !std::exchange(asked_rest_, true))) {
+    rest = context_.any_rank(rest);
+    has_rest_ = has_rest_ || std::any_of(rest.begin(), rest.end(), [](bool unit) { return unit; });
+  }
+  for (UnitId id = 0; id < num_units(); ++id) {
     TORCH_CHECK(
-        context_.world_size() == 1,
+        !rest[id] || has_rest_ || context_.collectives == nullptr,
         "unit '",
         units_[id]->name(),
-        "': a gradient came after those of the unit had been reduced. Full parameters were used "
-        "outside of the calls of the model that zerocore sees; use them inside of `with "
+        "': a gradient came after those of the unit had been reduced, which was not so in the "
+        "first "
+        "backward. If checkpoints around several units were switched on, run the step again on all "
+        "ranks; if full parameters were used outside of calls of the model, do that inside of "
+        "`with "
         "zerocore.unsharded(model):` up to the end of the backward.");
-    reducer_.reduce(id, sync_);
+    if (rest[id]) {
+      reducer_.reduce(id, sync_);
+    }
   }
 }
 

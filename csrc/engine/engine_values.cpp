@@ -107,8 +107,8 @@ void Engine::begin_update(UnitId unit) {
   units_.at(unit)->cast_main();
 }
 
-void Engine::end_update(UnitId unit) {
-  units_.at(unit)->mark_updated();
+void Engine::end_update(UnitId unit, const std::optional<std::vector<int>>& params) {
+  mark_updated(unit, params);
   units_.at(unit)->mark_cast();
 }
 

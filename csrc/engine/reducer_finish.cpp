@@ -1,5 +1,4 @@
 // The end of a backward: which gradients exist, showing them, and dropping what failed.
-#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -43,28 +42,26 @@ void Reducer::finish() {
 // backward, and after that only if some rank left a parameter unused then (or if asked for):
 // models that use everything never pay for it.
 void Reducer::exchange_used() {
-  std::vector<uint8_t> flags;
+  std::vector<bool> flags;
   bool any_unused = false;
   for (size_t id = 0; id < grads_.size(); ++id) {
     for (size_t i = 0; i < grads_[id].params.size(); ++i) {
       const bool used = grads_[id].params[i].used;
-      flags.push_back(used ? 1 : 0);
+      flags.push_back(used);
       any_unused = any_unused ||
           (grads_[id].reduced && !used && units_[id]->params()[i].full.requires_grad());
     }
   }
-  flags.push_back(any_unused ? 1 : 0);
-  at::Tensor values = at::zeros({static_cast<int64_t>(flags.size())}, at::kByte);
-  std::copy(flags.begin(), flags.end(), values.data_ptr<uint8_t>());
-  context_.all_reduce_max(values);
-  const uint8_t* used = values.const_data_ptr<uint8_t>();
+  flags.push_back(any_unused);
+  flags = context_.any_rank(flags);
+  auto used = flags.begin();
   for (UnitGrads& unit : grads_) {
     for (ParamGrads& param : unit.params) {
-      param.used = *used++ != 0;
+      param.used = *used++;
     }
   }
   asked_used_ = true;
-  options_.exchange_used = options_.exchange_used || *used != 0;
+  options_.exchange_used = options_.exchange_used || *used;
 }
 
 void Reducer::show(UnitId id) {

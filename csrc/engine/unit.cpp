@@ -1,6 +1,8 @@
 // One unit and its states.
 #include "engine/unit.h"
 
+#include <ATen/ops/zeros.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -11,6 +13,17 @@ std::vector<ParamSpec> specs_of(const std::vector<UnitParam>& params) {
   result.reserve(params.size());
   for (const UnitParam& param : params) {
     result.push_back(param.spec);
+  }
+  return result;
+}
+
+std::vector<bool> UnitContext::any_rank(const std::vector<bool>& flags) const {
+  at::Tensor values = at::zeros({static_cast<int64_t>(flags.size())}, at::kByte);
+  std::copy(flags.begin(), flags.end(), values.data_ptr<uint8_t>());
+  all_reduce_max(values);
+  std::vector<bool> result;
+  for (size_t i = 0; i < flags.size(); ++i) {
+    result.push_back(values.const_data_ptr<uint8_t>()[i] != 0);
   }
   return result;
 }

@@ -48,6 +48,8 @@ struct UnitContext {
       }
     }
   }
+  // For each flag whether it is set on any rank; blocks the host.
+  std::vector<bool> any_rank(const std::vector<bool>& flags) const;
 };
 
 struct UnitParam {

@@ -50,7 +50,9 @@ bool Schedule::recompute(UnitId unit, Actions& out) {
     return false;
   }
   if (backward_ < 0 && !passes_.empty()) {
-    start_steps(passes_.back(), out);
+    const auto wanted = std::find_if(
+        passes_.rbegin(), passes_.rend(), [](const Pass& pass) { return !pass.consumed; });
+    start_steps(wanted == passes_.rend() ? passes_.back() : *wanted, out);
   }
   CallHandle call{-1, -1, unit};
   if (const Pass* pass = find_pass(backward_)) {

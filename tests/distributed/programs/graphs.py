@@ -84,14 +84,6 @@ def experts_by_rank(run: Run) -> None:
         update(run, model, optimizer, mean_square(model(x, (run.rank + step) % 2)))
 
 
-@program("each rank calls only the expert that it uses", unused=True)
-def one_expert_by_rank(run: Run) -> None:
-    model = run.shard(OneExpert(), [nn.Sequential])
-    optimizer = sgd(model)
-    for step, x in enumerate(run.batches()):
-        update(run, model, optimizer, mean_square(model(x, (run.rank + step) % 2)))
-
-
 @program("all ranks call one expert, another one in each step", unused=True)
 def one_expert_by_step(run: Run) -> None:
     model = run.shard(OneExpert(), [nn.Sequential])

@@ -207,11 +207,11 @@ def print_shapes(run: Run) -> None:
     run.record([tuple(p.shape) for p in model.parameters()])
 
 
-@program("type(model) is Net, and isinstance")
+@program("isinstance(model, Net) and the name of its class")
 def type_of_model(run: Run) -> None:
     model = run.shard(Net(), [Block])
     net = run.module(model)
-    run.record(type(net) is Net, isinstance(net, Net), type(net.blocks[0]).__name__)
+    run.record(isinstance(net, Net), type(net).__name__.removeprefix("FSDP"))
 
 
 @program("a second model made with type(model)()")
