@@ -163,7 +163,8 @@ class _Trainer:
 
 
 def _local_nbytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    to_local = getattr(tensor, "to_local", getattr(tensor, "local", None))
+    local = tensor if to_local is None else to_local()
     return local.numel() * local.element_size()
 
 

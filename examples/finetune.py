@@ -147,9 +147,8 @@ def make_optimizer(
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """AdamW over this rank's shards of what is trained, made after shard(), and its schedule."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # Shards are 1-D, so it is the shape of the full parameter that tells a matrix from a norm.
-    matrices = [parameter for parameter in trained if len(parameter.global_shape) > 1]
-    others = [parameter for parameter in trained if len(parameter.global_shape) <= 1]
+    matrices = [parameter for parameter in trained if parameter.ndim > 1]
+    others = [parameter for parameter in trained if parameter.ndim <= 1]
     groups = [
         {"params": matrices, "weight_decay": options.weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -200,7 +199,7 @@ def say(rank: Rank, line: str) -> None:
 def work(rank: Rank, options: argparse.Namespace) -> None:
     """What every rank does."""
     model = build_model(options, rank)
-    counts = [(p.global_shape.numel(), p.requires_grad) for p in model.parameters()]
+    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
     say(
         rank,
         f"{sum(numel for numel, _ in counts):,} parameters, "

@@ -53,6 +53,22 @@ def agree(
             raise ValueError(_difference(rank, answers[0][1], other))
 
 
+def is_same(groups: Sequence[dist.ProcessGroup], value: torch.Tensor) -> bool:
+    """Whether all ranks have the bits of ``value``, of any shape and real dtype; collective.
+
+    They compare one integer, the sum of the bits of each element.
+    """
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = value.detach().contiguous().view(-1).view(kinds[value.element_size()])
+    total = bits.sum(dtype=torch.int64)
+    bounds = torch.stack([total, -total])
+    for group in groups:
+        if not is_simulated(group):
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    highest, lowest = bounds.tolist()
+    return bool(highest == -lowest)
+
+
 def _difference(rank: int, expected: list[Any], came: list[Any]) -> str:
     for first, second in zip(expected, came, strict=False):
         if first != second:

@@ -37,9 +37,9 @@ def shard(
 ) -> nn.Module:
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
-    Afterwards ``model.parameters()`` are this rank's shards (1-D :class:`ShardedParameter`); build
-    the optimizer from them. During forward and backward the modules see full parameters.
-    Gradients are averaged over the ranks.
+    Afterwards ``model.parameters()`` are this rank's shards (:class:`ShardedParameter`, of the full
+    shape); build the optimizer from them. During forward and backward the modules see full
+    parameters. Gradients are averaged over the ranks.
 
     Args:
         model: any module; on the meta device it is initialised unit by unit.

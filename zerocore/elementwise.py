@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerocore.place import Place, Placed, PlacedParameter, local_of
-from zerocore.shard_functions import COPIES, FLATTENING, is_foreach, is_in_place
+from zerocore.place import Place, Placed, PlacedParameter, local_of, outline_of
+from zerocore.shard_functions import COPIES, VIEWS, is_foreach, is_in_place
 
 
 class NotLocal(Exception):
@@ -35,12 +36,10 @@ def apply(
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     sources = [value for value in tensors if isinstance(value, Placed)]
     source = next((value for value in sources if value.place.group is not None), sources[0])
-    if base in FLATTENING:
-        if isinstance(source, PlacedParameter):
-            raise NotLocal("")  # the full one, as its elements have a place in what it is put into
-        _check_flattening(source, base, args[1:], kwargs)
+    if base in VIEWS:
+        return _view(func, source, args, kwargs, wrap)
     fitted = tensors
-    if base not in COPIES and base not in FLATTENING:
+    if base not in COPIES:
         fitted, _ = fit(base, tensors, is_in_place(name), kwargs.get("out"))
     replaced = {id(old): new for old, new in zip(tensors, fitted, strict=True)}
     result = func(
@@ -127,8 +126,10 @@ def _fit_one(tensor: Tensor, place: Place, local_shape: torch.Size) -> Tensor:
         return tensor
     if tensor.shape == place.global_shape:
         return place.part_of(tensor)
-    is_row = tensor.dim() == 1 and tuple(tensor.shape) == tuple(place.global_shape[-1:])
-    if tensor.shape == local_shape and (not is_row or place.group is None):
+    is_vector = tensor.dim() == 1 and len(place.global_shape) > 1
+    is_row = is_vector and tensor.numel() == place.global_shape[-1] and place.group is not None
+    is_column = is_vector and place.global_shape[-1] == 1  # with which a vector makes a matrix
+    if tensor.shape == local_shape and not is_row and not is_column:
         return tensor
     # A row of the full matrix and local elements may look alike, on this rank only.
     raise NotLocal(
@@ -158,17 +159,26 @@ def _is_full(changed: Tensor, place: Place, local_shape: torch.Size) -> bool:
     return bool(is_full and not local)
 
 
-def _check_flattening(
-    source: Placed, base: str, shape: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    if base in ("flatten", "ravel"):
-        if not shape and not kwargs:
-            return
-    else:
-        given = tuple(shape[0]) if shape and isinstance(shape[0], list | tuple) else tuple(shape)
-        if given in ((-1,), tuple(local_of(source).shape)) and not kwargs:
-            return
-    raise NotLocal("; it can only be flattened")
+def _view(
+    func: Callable[..., Any],
+    source: Placed,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wrap: Callable[[Any, Placed], Any],
+) -> Any:
+    """The same local elements, which are a part of another shape."""
+    if isinstance(source, PlacedParameter):
+        raise NotLocal("")  # the full one, as its elements have a place in what it is put into
+    before = outline_of(source)
+    outlines = {key: outline_of(value) for key, value in kwargs.items()}
+    after = func(*(outline_of(value) for value in args), **outlines)
+    is_same = after.stride() == before.stride() and after.shape == before.shape
+    in_order = before.is_contiguous() and after.is_contiguous()
+    if after.dtype != before.dtype or not (is_same or in_order):
+        raise NotLocal("; its elements would come in another order")
+    result = wrap(local_of(source), source)
+    result.place = replace(source.place, global_shape=after.shape)
+    return result
 
 
 def draw(func: Callable[..., Any], name: str, shard: Placed, args: Any, kwargs: Any) -> Tensor:

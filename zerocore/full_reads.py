@@ -31,6 +31,8 @@ class FullCopy(Tensor):
                     f"{name}() would change a copy of a sharded parameter, not the parameter. "
                     "Use `with zerocore.unsharded(model, write_back=True)` around the change"
                 )
+            if any(isinstance(value, Placed) for value in leaves((args, kwargs))):
+                return NotImplemented  # its own rules know what this is beside a shard
             result = func(*args, **(kwargs or {}))
             sources = [value for value in leaves(args) if isinstance(value, FullCopy)]
             return _map(result, lambda t: _mark(t) if _shares_memory(t, sources) else t)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from zerocore.agreement import agree
 from zerocore.place import Placed
@@ -24,7 +24,7 @@ def watch_loads(model: nn.Module, state: ShardState) -> None:
 
     model.register_load_state_dict_pre_hook(check)
     for module in {owner for param in state.params() for owner, _ in param.owners}:
-        module.register_load_state_dict_pre_hook(_take)
+        module.register_load_state_dict_pre_hook(_check)
 
 
 def _find_mistake(state: ShardState, state_dict: dict[str, Any], prefix: str) -> ValueError | None:
@@ -39,20 +39,16 @@ def _find_mistake(state: ShardState, state_dict: dict[str, Any], prefix: str) ->
     return None
 
 
-def _take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Shards of another place are refused, even of the same size; of full values a part is taken.
+def _check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Shards of another place are refused, even of the same size; full values are copied in part.
 
     Raises:
         ValueError: names the parameter and both places.
     """
     for name, param in module._parameters.items():
         value = state_dict.get(prefix + name)
-        if not isinstance(param, ShardedParameter) or not isinstance(value, Tensor):
-            continue
-        if isinstance(value, Placed):
+        if isinstance(param, ShardedParameter) and isinstance(value, Placed):
             _check_place(prefix + name, value, param)
-        elif value.shape == param.global_shape:
-            state_dict[prefix + name] = param.place.part_of(value.detach())
 
 
 def _check_place(key: str, value: Placed, param: ShardedParameter) -> None:

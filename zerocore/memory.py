@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -51,12 +52,13 @@ def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> Memory
     engine = state_of(model).engine
     states = 0
     if optimizer is not None:
-        for entry in optimizer.state.values():
-            states += sum(
-                t.numel() * t.element_size()
-                for t in entry.values()
-                if isinstance(t, Tensor) and t.dim() > 0
-            )
+        with torch._C.DisableTorchFunctionSubclass():  # of shards the elements of this rank count
+            for entry in optimizer.state.values():
+                states += sum(
+                    t.numel() * t.element_size()
+                    for t in entry.values()
+                    if isinstance(t, Tensor) and t.dim() > 0
+                )
     return MemoryBytes(
         engine.parameter_nbytes,
         engine.gradient_nbytes,

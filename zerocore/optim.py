@@ -180,8 +180,8 @@ class AdamW(Optimizer):
 
         Returns:
             ``{"state": {fqn: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups": [{..., "params":
-            [fqn, ...]}]}``, and the range of each shard. Moments are this rank's, of the shape of
-            the parameter on this rank.
+            [fqn, ...]}]}``, and the range of each shard. Moments are 1-D, of this rank's
+            elements of a sharded parameter.
 
         Raises:
             ValueError: a plain parameter without a name (build the optimizer from
@@ -267,9 +267,10 @@ class AdamW(Optimizer):
         params = [param for group in groups for param in group["params"]]
         for group in groups:
             _check_options({**self.__dict__.get("defaults", {}), **group})
-        check_loaded(loaded, params, self._label)
         held: Mapping[Any, Any] = self.__dict__.get("state", {})
-        with torch.no_grad():
+        # States have the shape of what lies in this rank's memory.
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            check_loaded(loaded, params, self._label)
             loaded.update(adopt_states(loaded, params, held))
         super().__setstate__(state)
         for group in self.param_groups:

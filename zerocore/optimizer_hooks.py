@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zerocore.optimizer_rules import check_groups, check_outside_of_unsharded
+from zerocore.optimizer_rules import check_outside_of_unsharded
 from zerocore.state import ShardState
 from zerocore.tensor import ShardedParameter
 
@@ -107,7 +107,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if known is None or known[0] != count:
         check_not_stale(optimizer)
-        check_groups(optimizer)
         _updates[optimizer] = _find_updates(optimizer)
     if any(_is_shown_full(state_ref()) for state_ref, _ in _updates[optimizer][1]):
         check_outside_of_unsharded(optimizer)

@@ -178,30 +178,6 @@ def _give_places(optimizer: Optimizer) -> None:
 # -- before a step ------------------------------------------------------------------------------
 
 
-def check_groups(optimizer: Optimizer) -> None:
-    """A filter by ``p.dim() >= 2`` finds no matrix among shards, which are 1-D.
-
-    Raises:
-        ValueError: a group with weight decay is empty and no sharded matrix has any.
-    """
-    groups = optimizer.param_groups
-    is_empty = any(group.get("weight_decay", 0) and not group["params"] for group in groups)
-    if not is_empty:
-        return
-    matrices = [
-        (param, group.get("weight_decay", 0))
-        for group in groups
-        for param in group["params"]
-        if isinstance(param, ShardedParameter) and len(param.global_shape) >= 2
-    ]
-    if matrices and not any(decay for _, decay in matrices):
-        raise ValueError(
-            "the group with weight_decay is empty and no matrix is decayed, not even "
-            f"'{matrices[0][0].fqn}'. Shards are 1-D: choose by len(p.global_shape) >= 2 instead "
-            "of p.dim() or p.ndim"
-        )
-
-
 def check_outside_of_unsharded(optimizer: Optimizer) -> None:
     """Raises RuntimeError if a parameter's full value stands in its place now."""
     for group in optimizer.param_groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -56,15 +57,15 @@ class Place:
 
     def like_full(self, local: Tensor) -> Tensor:
         """An empty plain tensor of the full shape, strides, and of the shard's dtype and device."""
-        shape = self.global_shape
-        if self.strides is None:
-            return torch.empty(shape, dtype=local.dtype, device=local.device)
-        return torch.empty_strided(shape, self.strides, dtype=local.dtype, device=local.device)
+        return _empty(self.global_shape, self.strides, local.dtype, local.device)
+
+    def outline(self, dtype: torch.dtype) -> Tensor:
+        """A tensor on the meta device of the full shape and strides; not to be changed."""
+        return _outline(self.global_shape, self.strides, dtype)
 
     def part_of(self, full: Tensor) -> Tensor:
         """This rank's elements, 1-D, of a plain tensor of the full shape; may share its memory."""
-        strides = self.strides or torch.empty(self.global_shape, device="meta").stride()
-        if full.stride() != strides:
+        if full.stride() != self.outline(full.dtype).stride():
             full = self.like_full(full).copy_(full)
         start, end = self.shard_range
         return full.as_strided((full.numel(),), (1,), full.storage_offset())[start:end]
@@ -85,10 +86,27 @@ class Place:
         return full
 
 
+def _empty(
+    shape: torch.Size,
+    strides: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:
+    if strides is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=4096)  # programs ask for shapes often
+def _outline(shape: torch.Size, strides: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
+    return _empty(shape, strides, dtype, "meta")
+
+
 class Placed:
     """Attributes and methods common to all tensors that are a shard of something."""
 
     place: Place
+    dtype: torch.dtype
     what = "the shard of"  # how errors call it
 
     @property
@@ -133,6 +151,11 @@ def local_of(shard: Any) -> Tensor:
     """The elements of a shard as a plain tensor on the same memory, without gradient."""
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.detach(shard).as_subclass(Tensor)
+
+
+def outline_of(value: Any) -> Any:
+    """What tells the full shape and strides of a shard; anything else stays."""
+    return value.place.outline(value.dtype) if isinstance(value, Placed) else value
 
 
 def leaves(value: Any) -> Iterator[Any]:

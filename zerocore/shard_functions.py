@@ -26,7 +26,7 @@ ON_THE_SHARD = _names(
     __setstate__ _grad _grad= _cdata _is_zerotensor
     """
 )
-# About the shape: that of the shard between calls of the model, the full one inside of them.
+# About the shape, which is that of the full tensor.
 SHAPES = _names(
     """
     shape size dim ndimension ndim numel nelement stride storage_offset is_contiguous nbytes
@@ -57,11 +57,11 @@ GLOBAL = _names(
     _amp_foreach_non_finite_check_and_unscale
     """
 )
-# The shape they give is that of the shard if they are asked for one dimension.
-FLATTENING = _names("flatten ravel view reshape")
+# Other shapes of the same elements in the same order.
+VIEWS = _names("flatten ravel view reshape")
 # Another tensor among their arguments gives a dtype and a device only.
 COPIES = _names("to type_as")
-ELEMENTWISE = FLATTENING | COPIES | _names(
+ELEMENTWISE = VIEWS | COPIES | _names(
     """
     abs absolute acos acosh add addcdiv addcmul arccos arccosh arcsin arcsinh arctan arctan2
     arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocore.elementwise import NotLocal, apply, draw
+from zerocore.elementwise import NotLocal, apply, draw, fit
 from zerocore.full_reads import call_with_full, in_call, is_recorded
-from zerocore.place import Placed, PlacedParameter, leaves, local_of, refuse
+from zerocore.place import Placed, PlacedParameter, leaves, local_of, outline_of, refuse
 from zerocore.reductions import foreach_norm, norm, reduce, unscale
 from zerocore.shard_functions import (
     ELEMENTWISE,
@@ -44,23 +44,26 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """
     name = name_of(func)
     with torch._C.DisableTorchFunctionSubclass():
+        if name in SHAPES:
+            outlines = {key: outline_of(value) for key, value in kwargs.items()}
+            return func(*(outline_of(value) for value in args), **outlines)
         if name in ON_THE_SHARD or (name in ("__eq__", "__ne__") and args[1] is None):
             result = func(*args, **kwargs)
             return keep_place(result, args[0]) if name in ("detach", "data") else result
         if getattr(func, "__module__", None) == "torch.nn.init":
             return initialise(func, args, kwargs)
+        if name in _TEMPLATES:
+            return _view_like(name, *args, **kwargs)
         found = [value for value in leaves((args, kwargs)) if isinstance(value, Placed)]
         params = [value for value in found if isinstance(value, PlacedParameter)]
         changed = list(leaves(args[:1])) if is_in_place(name) else []
         writes = any(isinstance(value, Placed) for value in changed)
         if params and not writes and any(in_call(param) for param in params):
             return call_with_full(func, args, kwargs, params)
-        if name in SHAPES or name in FACTORIES:
+        if name in FACTORIES:
             return func(*args, **kwargs)
         if name in MEMORY:
             refuse(name, found[0])
-        if name in _TEMPLATES and params:
-            return _view_like(name, args)
         if writes:
             check_not_shown_full(name, changed)
             _check_no_leaf(name, changed)
@@ -126,11 +129,11 @@ def keep_place(result: Any, source: Any) -> Any:
 def _set_items(changed: Any, index: Any, value: Any) -> Any:
     """``shard[:] = value``, ``shard[mask] = number``, and ``plain[start:end] = shard``."""
     is_all = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
-    if not isinstance(changed, Placed):
-        local = local_of(value)
-        if changed[index].shape != local.shape:
-            raise NotLocal(f"; it is put into shape {tuple(changed[index].shape)}")
-        changed[index] = local
+    if not isinstance(changed, Placed) and isinstance(value, Placed):
+        pair: list[Any] = [changed[index], value]
+        changed[index] = fit("copy", pair, True)[0][1]
+    elif not isinstance(changed, Placed):
+        return NotImplemented
     elif is_all and isinstance(value, Tensor):
         apply(Tensor.copy_, "copy_", "copy", (changed, value), {}, keep_place)
     elif is_all:
@@ -143,17 +146,11 @@ def _set_items(changed: Any, index: Any, value: Any) -> Any:
     return None
 
 
-def _view_like(name: str, args: tuple[Any, ...]) -> Any:
-    """``plain.view_as(parameter)``, with which parts of a long vector become parameters."""
-    tensor, param = args
-    if isinstance(tensor, Placed) or param.place.group is not None:
-        refuse(
-            name,
-            param,
-            "; its numel() is that of the shard, so that vector_to_parameters would take it for "
-            "the full one: call that inside of `with zerocore.unsharded(model, write_back=True)`",
-        )
-    return tensor.view(param.global_shape)
+def _view_like(name: str, tensor: Tensor, other: Tensor) -> Any:
+    """The shape of a shard is that of its full tensor, which the function itself would not see."""
+    view = getattr(Tensor, name.removesuffix("_as"))
+    args = (tensor, outline_of(other).shape)
+    return call(view, args, {}) if isinstance(tensor, Placed) else view(*args)
 
 
 def _check_no_leaf(name: str, changed: list[Any]) -> None:

@@ -215,6 +215,7 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     engine.bind(unit.index, position, full, shard, grad, owners)
     for parameters, name in owners:
         parameters[name] = shard
+    shard.adopt_hooks(old)
     mark_replaced(old, choice.fqns[0])
     replace(old, choice.fqns[0])
     mark_full(full, choice.fqns[0])

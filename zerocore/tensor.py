@@ -1,11 +1,14 @@
-"""The sharded parameter and its gradient: 1-D local shards that know their place.
+"""The sharded parameter and its gradient: local elements that know their place.
 
+Their shape is that of the full tensor; their memory is 1-D and holds this rank's elements. C++, and
+Python where torch functions are switched off, see the latter.
 What torch functions mean on them is written in ``zerocore/shard_rules.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
@@ -14,11 +17,13 @@ from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
 from zerocore import shard_rules
+from zerocore.agreement import is_same
 from zerocore.full_reads import call_with_full, is_recorded
 from zerocore.initialisers import watch_initialisers
 from zerocore.place import Place, Placed, PlacedParameter, local_of
 
 _grad: Any = torch._C.TensorBase.grad
+_AFTER_ACCUMULATION = "_post_accumulate_grad_hooks"
 
 
 class _Shard(Placed):
@@ -60,7 +65,7 @@ class _Shard(Placed):
 
 
 class LocalShard(_Shard, Tensor):  # type: ignore[misc]
-    """What ``state_dict`` holds of a sharded parameter: 1-D, this rank's elements.
+    """What ``state_dict`` holds of a sharded parameter: this rank's elements, the full shape.
 
     Elementwise functions work on the local elements and give a shard; norms and full reductions
     are those of the full tensor, equal on all ranks, which must all call. Others raise TypeError.
@@ -83,10 +88,11 @@ class LocalShard(_Shard, Tensor):  # type: ignore[misc]
 
 
 class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[misc]
-    """This rank's elements of a parameter, 1-D, possibly none; what the optimizer updates.
+    """This rank's elements of a parameter, possibly none; what the optimizer updates.
 
-    Between calls of the model its shape is that of the shard. Functions of it that autograd
-    records, or that need the full shape, use the full value: all ranks must call them.
+    Its shape, ``numel()`` and strides are those of the full parameter; :meth:`local` and
+    ``shard_range`` tell of the shard. Functions of it that autograd records, or that need all
+    elements, use the full value: all ranks must call them.
     """
 
     result_type = LocalShard
@@ -124,10 +130,14 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
 
     @property
     def grad(self) -> Tensor | None:
-        """This rank's elements of the averaged gradient; takes those elements or None.
+        """This rank's elements of the averaged gradient.
+
+        Takes those elements, a full gradient that is averaged already, of which this rank's part
+        is copied, or None. All ranks must set a full one.
 
         Raises:
-            ValueError: set to a tensor of another shape.
+            ValueError: set to a tensor of another shape, to a shard of something else, or to full
+                gradients that differ between the ranks.
         """
         with torch._C.DisableTorchFunctionSubclass():
             held: Tensor | None = _grad.__get__(self)
@@ -136,8 +146,11 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
+            if value is not None:
+                if not isinstance(value, Placed) and value.shape == self.global_shape:
+                    self._check_averaged(value)
+                value = self._part_of(value, ".grad")
             if value is not None and not isinstance(value, ShardedGrad):
-                self._check_fits(value, ".grad")
                 value = ShardedGrad.make(value.as_subclass(Tensor), self.place)
             _grad.__set__(self, value)
 
@@ -164,9 +177,7 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
                     f"{value.device} from {local.dtype} on {local.device}; do it before "
                     "zerocore.shard"
                 )
-            if not isinstance(value, Placed) and value.shape == self.global_shape:
-                value = self.place.part_of(value)
-            self._check_fits(value, ".data")
+            value = self._part_of(value, ".data")
             if value is not self:
                 shard_rules.check_not_shown_full("data", [self])
                 local.copy_(value)
@@ -176,26 +187,50 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
         self.data = source
         return self
 
-    def _check_fits(self, value: Tensor, where: str) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            same = not isinstance(value, Placed) or value.place.holds_same(self.place)
-            if value.shape == self.shape and same:
-                return
+    def _check_averaged(self, value: Tensor) -> None:
+        state = self.state_ref()
+        # Of a vector it may be local elements, on a rank that owns them all: the others set theirs.
+        may_be_local = len(self.global_shape) == 1 and self.place.group is not None
+        if state is not None and not may_be_local and not is_same(state.ranks.groups, value):
+            raise ValueError(
+                f".grad of parameter '{self.fqn}' was set to full gradients that differ between "
+                "the ranks. Average them first, with dist.all_reduce (torch.autograd.grad gives "
+                "each rank its own), or call loss.backward(), which averages"
+            )
+
+    def _part_of(self, value: Tensor, where: str) -> Tensor:
+        """This rank's elements of what ``where`` is set to; torch functions are off."""
+        if not isinstance(value, Placed) and value.shape == self.global_shape:
+            part = self.place.part_of(value.detach())
+            return part if self.place.group is None else part.clone()  # the rest is not kept alive
+        same = not isinstance(value, Placed) or value.place.holds_same(self.place)
+        if value.shape == self.shape and same:
+            return value
         given = repr(value) if isinstance(value, Placed) else f"shape {tuple(value.shape)}"
         start, end = self.shard_range
         raise ValueError(
-            f"{where} of parameter '{self.fqn}' holds this rank's elements {start}:{end} of "
-            f"shape {tuple(self.global_shape)}, 1-D, but was set to {given}. Take those elements "
-            "(parameter.shard_range), or use `with zerocore.unsharded(model, write_back=True)`"
+            f"{where} of parameter '{self.fqn}' takes a tensor of shape "
+            f"{tuple(self.global_shape)}, or this rank's elements {start}:{end} of it, 1-D, but "
+            f"was set to {given}. To change the shape build the model anew before zerocore.shard"
         )
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """As on a parameter under DistributedDataParallel: ``hook`` is given this rank's own full
         gradient, before it is averaged.
+
+        Raises:
+            TypeError: in the backward, if ``hook`` returns a shard.
         """
         if self.requires_grad and not self.full.requires_grad:
             self.full.requires_grad_(True)
-        return self.full.register_hook(hook)
+        return self.full.register_hook(_checked_hook(hook, self.fqn))
+
+    def adopt_hooks(self, old: nn.Parameter) -> None:
+        """Takes the hooks that were registered on ``old``; their handles still remove them."""
+        if old._backward_hooks:
+            self.full._backward_hooks = old._backward_hooks
+        if hooks := getattr(old, _AFTER_ACCUMULATION, None):
+            setattr(self, _AFTER_ACCUMULATION, hooks)
 
     def full_tensor(self) -> Tensor:
         """The full value, a new plain tensor of ``global_shape``; all ranks must call.
@@ -219,6 +254,23 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
             f"parameter '{self.fqn}' is sharded and cannot be deep-copied or pickled; copy the "
             "model before zerocore.shard, or use zerocore.full_state_dict(model)"
         )
+
+
+def _checked_hook(
+    hook: Callable[[Tensor], Tensor | None], fqn: str
+) -> Callable[[Tensor], Tensor | None]:
+    @wraps(hook)
+    def run(grad: Tensor) -> Tensor | None:
+        result = hook(grad)
+        if isinstance(result, Placed):
+            raise TypeError(
+                f"a hook of parameter '{fqn}' was given the full gradient but returned a shard, "
+                f"{result!r}. Make what it is combined with (a mask) from p.full_tensor(), "
+                "before the backward"
+            )
+        return result
+
+    return run
 
 
 class ShardedGrad(_Shard, Tensor):  # type: ignore[misc]

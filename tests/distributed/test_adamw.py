@@ -58,8 +58,7 @@ def without_decay(make: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """Biases and norms do not decay: docs/optimizer.md, for sharded and for plain parameters."""
     matrices, others = [], []
     for param in parameters:
-        shape = getattr(param, "global_shape", param.shape)
-        (matrices if len(shape) > 1 else others).append(param)
+        (matrices if param.ndim >= 2 else others).append(param)
     assert matrices and others
     optimizer: Optimizer = make(
         [{"params": matrices}, {"params": others, "weight_decay": 0.0}], **OPTIONS
@@ -107,7 +106,7 @@ def states_both_ways() -> None:
                 opt.zero_grad()
         for a, b in zip(own.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=1e-6)
-            assert optimizer.state[a]["exp_avg"].shape == a.shape
+            assert optimizer.state[a]["exp_avg"].shape == a.local().shape
         assert_flat(optimizer)
 
 

@@ -26,7 +26,7 @@ def spoiled(stage: int, value: float, rank: int) -> tuple[nn.Module, str]:
     case = case_named("empty_shards")
     model = zerocore.shard(case.seeded_build(), stage=stage)
     accumulate(model, case, 0)
-    names = [name for name, param in model.named_parameters() if param.numel() > 0]
+    names = [name for name, param in model.named_parameters() if param.local().numel() > 0]
     # Another rank may own none of what this one owns most of.
     owned: list[list[str]] = [[] for _ in range(RANKS)]
     dist.all_gather_object(owned, names)
@@ -96,7 +96,7 @@ def count_and_skip(stage: int) -> None:
     clip = partial(zerocore.clip_grad_norm_, model, 1.0, error_if_nonfinite=True)
     one_number = [1] if stage > 0 else []
     assert count_collectives(clip) == one_number
-    gradient = next(p.grad for p in model.parameters() if p.grad is not None and p.numel() > 0)
+    gradient = next(p.grad for p in model.parameters() if p.grad is not None and p.local().numel())
     if stage == 0 or dist.get_rank() == 1:
         gradient.local()[-1] = math.inf
     before = zerocore.full_state_dict(model, rank0_only=False)

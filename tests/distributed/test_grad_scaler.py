@@ -53,9 +53,9 @@ class Spoil:
         """Where the process holds gradients whole they are the same on all ranks, also if bad."""
         if step == self.step_of_elements and (whole or dist.get_rank() == self.rank):
             for param in model.parameters():
-                if param.grad is not None and param.numel() > 0:
+                if param.grad is not None:
                     local = getattr(param.grad, "local", lambda grad=param.grad: grad)()
-                    local.view(-1)[-1] = math.inf
+                    local.view(-1)[-1:] = math.inf
 
 
 @dataclass
@@ -173,7 +173,7 @@ def agree(stage: int) -> list[float]:
             for param in model.parameters():
                 assert param.grad is not None
                 param.grad.fill_(math.nan)
-        numel = sum(param.numel() for param in model.parameters())
+        numel = sum(param.local().numel() for param in model.parameters())
         holds = torch.tensor([numel])
         dist.broadcast(holds, bad)
         counted = count_collectives(partial(scaler.unscale_, optimizer))

@@ -42,17 +42,22 @@ def with_flag(name: str, model: nn.Module) -> None:
         switch(False)
 
 
+def address_of(param: Any) -> int:
+    address: int = param.local().data_ptr()
+    return address
+
+
 def train(stage: int, move: Move) -> dict[str, Tensor]:
     case = case_named("plain")
     model = case.seeded_build()
     model.register_buffer("seen", torch.arange(3.0))
     zerocore.shard(model, stage=stage)
     optimizer = adamw(model.parameters())
-    places = [(param, param.data_ptr()) for param in model.parameters()]
+    places = [(param, address_of(param)) for param in model.parameters()]
     for step in range(3):
         move(model)
         same = zip(places, model.parameters(), strict=True)
-        assert all(now is param and now.data_ptr() == at for (param, at), now in same)
+        assert all(now is param and address_of(now) == at for (param, at), now in same)
         accumulate(model, case, step)
         move(model)
         optimizer.step()

@@ -111,10 +111,10 @@ def look_at_shards(stage: int) -> tuple[list[tuple[int, int]], list[int]]:
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, nn.Parameter) and parameter.is_leaf
         assert type(parameter) in _foreach_supported_types
-        assert parameter.dim() == 1 and parameter.fqn == name
-        assert parameter.global_shape == plain[name].shape
+        assert parameter.local().dim() == 1 and parameter.fqn == name
+        assert parameter.shape == parameter.global_shape == plain[name].shape
         start, end = parameter.shard_range
-        assert parameter.numel() == end - start
+        assert parameter.local().numel() == end - start
         assert parameter.grad is not None and parameter.grad.shape == parameter.shape
         ranges.append((start, end))
     return ranges, [parameter.numel() for parameter in plain.values()]

@@ -129,6 +129,11 @@ READS: dict[str, Callable[[Any], Any]] = {
     "mean": lambda m: m.conv.weight.mean(),
     "norm": lambda m: m.conv.weight.norm(),
     "finite": lambda m: m.conv.weight.isfinite().all(),
+    "rows": lambda m: torch.stack(list(m.head.weight)),
+    "copy_beside": lambda m: (m.blocks[0].weight.t() * m.blocks[1].weight).sum(),
+    "shard_beside": lambda m: (m.blocks[0].weight.t() * m.blocks[1].weight.detach()).sum(),
+    "template": lambda m: m.head.weight.view(-1).view_as(m.head.weight),
+    "zeros": lambda m: torch.zeros(m.head.weight.shape).add_(m.head.weight),
 }
 
 
@@ -218,7 +223,9 @@ def change(stage: int) -> None:
             param.data = values.double()
         with pytest.raises((TypeError, ValueError), match=param.fqn):
             param.grad = torch.zeros(9, 5)
-        param.grad = torch.ones(param.shape)
+        param.grad = values
+        torch.testing.assert_close(param.grad.full_tensor(), values)
+        param.grad = torch.ones_like(param.local())
         assert param.grad.sum() == full.numel()
         del param.grad
         assert param.grad is None
@@ -236,21 +243,16 @@ def test_data_is_changed_in_place(stage: int) -> None:
 
 def vector(stage: int) -> None:
     model, plain = make(stage)
-    values = torch.randn(sum(p.numel() for p in plain.blocks.parameters()), generator=seeded(1))
-    nn.utils.vector_to_parameters(values, plain.blocks.parameters())
-    if stage > 0:
-        before = zerocore.full_state_dict(model, rank0_only=False)
-        with pytest.raises(TypeError, match=r"blocks\.0\.weight.*unsharded\(model, write_back"):
-            nn.utils.vector_to_parameters(values, model.blocks.parameters())
-        torch.testing.assert_close(zerocore.full_state_dict(model, rank0_only=False), before)
-        with zerocore.unsharded(model, write_back=True), torch.no_grad():
-            for param, full in zip(model.parameters(), plain.parameters(), strict=True):
-                param.copy_(full)
-    else:
-        nn.utils.vector_to_parameters(values, model.blocks.parameters())
-    state = zerocore.full_state_dict(model, rank0_only=False)
-    torch.testing.assert_close(state, dict(plain.state_dict()))
-    assert torch.equal(nn.utils.parameters_to_vector(model.blocks.parameters()), values)
+    numel = sum(p.numel() for p in model.blocks.parameters())
+    for grad_mode in (True, False):
+        with torch.set_grad_enabled(grad_mode):
+            values = torch.randn(numel, generator=seeded(int(grad_mode)))
+            for each in (model, plain):
+                nn.utils.vector_to_parameters(values, each.blocks.parameters())
+            assert torch.equal(nn.utils.parameters_to_vector(model.blocks.parameters()), values)
+        state = zerocore.full_state_dict(model, rank0_only=False)
+        torch.testing.assert_close(state, dict(plain.state_dict()))
+    torch.testing.assert_close(model(torch.ones(2, 6)), plain(torch.ones(2, 6)))
 
 
 def test_vectors_of_parameters(stage: int) -> None:
@@ -295,23 +297,3 @@ def initialise(stage: int) -> None:
 
 def test_random_values_are_those_of_a_plain_model(stage: int) -> None:
     run_ranks(initialise, 3, stage)
-
-
-def hook(stage: int) -> None:
-    """A hook sees this rank's own full gradient before it is averaged, as under DDP."""
-    model, plain = make(stage)
-    seen: list[Tensor] = []
-    model.blocks[0].weight.register_hook(lambda grad: seen.append(grad.clone()))
-    model.blocks[1].weight.register_hook(lambda grad: grad * 2)
-    x = torch.randn(4, 6, generator=seeded(dist.get_rank()))
-    model(x).square().sum().backward()
-    plain(x).square().sum().backward()
-    torch.testing.assert_close(seen, [plain.blocks[0].weight.grad])
-    mean = plain.blocks[1].weight.grad * 2
-    dist.all_reduce(mean)
-    found = full_gradients_of(model)["blocks.1.weight"]
-    torch.testing.assert_close(found, mean / dist.get_world_size())
-
-
-def test_hooks_of_parameters(stage: int) -> None:
-    run_ranks(hook, 2, stage)

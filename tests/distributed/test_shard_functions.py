@@ -81,6 +81,7 @@ ELEMENTS: dict[str, Function] = {
     "foreach": lambda t: torch._foreach_mul([t, t], 2.0)[1],
     "foreach_add": lambda t: torch._foreach_add([t], [t.sign()], alpha=2.0)[0],
     "contiguous": lambda t: t.contiguous().detach(),
+    "view_as": lambda t: (t * 2).view_as(t),
 }
 REDUCTIONS: dict[str, Function] = {
     "sum": torch.sum,
@@ -120,13 +121,15 @@ def compute(stage: int) -> None:
                 result, expected = function(shard), function(full)
                 if name in ELEMENTS:
                     assert hasattr(result, "place"), "it has lost its place"
-                    assert result.shape == shard.shape
+                    assert result.shape == shard.shape == full.shape
                 else:
                     assert type(result) is Tensor
                 assert result.dtype == expected.dtype
                 torch.testing.assert_close(full_of(result), expected, equal_nan=True)
             flat = full.flatten()
-            torch.testing.assert_close(torch.dot(shard.view(-1), shard.view(-1)), flat.dot(flat))
+            if full.is_contiguous():
+                found = torch.dot(shard.view(-1), shard.reshape(flat.shape))
+                torch.testing.assert_close(found, flat.dot(flat))
             assert float(shard.abs().sum()) >= 0.0 and repr(shard).count("global_shape") == 1
 
 
@@ -139,8 +142,8 @@ REFUSED: dict[str, Function] = {
     "matmul": lambda t: t @ t,
     "cat": lambda t: torch.cat([t, t]),
     "stack": lambda t: torch.stack([t]),
-    "view": lambda t: t.view(1, -1),
-    "reshape": lambda t: t.reshape(-1, 1),
+    "view": lambda t: t.view(torch.int32),
+    "wrong_view": lambda t: t.view(1, -1).sum(1),
     "unsqueeze": lambda t: t.unsqueeze(0),
     "einsum": lambda t: torch.einsum("i,i->", t, t),
     "sort": lambda t: t.sort(),
@@ -167,6 +170,7 @@ REFUSED: dict[str, Function] = {
     "set_index": lambda t: t.__setitem__(0, 1.0),
     "mask": lambda t: t[t > 0],
     "broadcast": lambda t: t * torch.ones(4, 1),
+    "column": lambda t: t.view(-1, 1) * torch.ones(t.local().numel()),
     "row": lambda t: t * torch.ones(t.global_shape[-1]),
     "storage": lambda t: t.untyped_storage(),
     "data_ptr": lambda t: t.data_ptr(),
@@ -189,6 +193,8 @@ def refuse(stage: int) -> None:
                     function(shard)
         with pytest.raises((TypeError, RuntimeError), match=r"conv\.weight"):
             model.linear.weight.grad.add(model.conv.weight.grad)
+        with pytest.raises(TypeError, match=r"conv\.weight.*in another order"):
+            model.conv.weight.grad.flatten()  # lies in memory as channels_last
 
 
 def test_everything_else_is_refused_by_name(stage: int) -> None:
@@ -210,8 +216,19 @@ def mix(stage: int) -> None:
             torch._foreach_lerp_([changed], [param], 1.0)
             torch.testing.assert_close(changed, value)
             state = torch.zeros(param.shape)  # as an optimizer may make it
-            state.add_(param.grad)
-            assert torch.equal(state, param.grad.local())
+            state.mul_(0.9).add_(param.grad)
+            torch.testing.assert_close(state, full.grad)
+            param.add_(state)
+            torch.testing.assert_close(full_of(param), value + full.grad)
+            local = param.local().clone()
+            if param.dim() < 2:
+                param.copy_(local)
+            vector = torch.zeros(full.numel() + 2)
+            vector[1:-1].view(full.shape).copy_(param)
+            torch.testing.assert_close(vector[1:-1].view(full.shape), value + full.grad)
+            if full.is_contiguous():
+                vector[2:] = param.grad.view(-1)
+                torch.testing.assert_close(vector[2:].view(full.shape), full.grad)
             param.copy_(value + 1)
             torch.testing.assert_close(full_of(param), value + 1)
             param.detach()[:] = value
@@ -223,6 +240,41 @@ def mix(stage: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_full_tensors_beside_shards(stage: int, world_size: int) -> None:
     run_ranks(mix, world_size, stage)
+
+
+SHAPES: dict[str, Function] = {
+    "shape": lambda t: tuple(t.shape),
+    "size": lambda t: [t.size(), *(t.size(index) for index in range(t.dim()))],
+    "dim": lambda t: (t.dim(), t.ndim, t.ndimension()),
+    "numel": lambda t: (t.numel(), t.nelement(), torch.numel(t), t.nbytes),
+    "stride": lambda t: (t.stride(), t.storage_offset()),
+    "length": lambda t: len(t) if t.dim() else None,
+    "contiguous": lambda t: t.is_contiguous(),
+    "channels_last": lambda t: t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last),
+    "zeros": lambda t: torch.zeros(t.shape).shape,
+    "new": lambda t: t.new_ones(t.shape).sum(),
+    "template": lambda t: torch.arange(t.numel()).view_as(t).shape,
+    "views": lambda t: t.detach().contiguous().reshape(1, -1).reshape(t.shape).shape,
+    "flat": lambda t: t.is_contiguous() and t.detach().view(-1).shape,
+    "rows": lambda t: len(list(t)) if isinstance(t, nn.Parameter) and t.dim() else None,
+}
+
+
+def ask(stage: int) -> None:
+    model, plain = make(stage)
+    for shard, full in pairs(model, plain):
+        full = nn.Parameter(full) if isinstance(shard, nn.Parameter) else full
+        for name, function in SHAPES.items():
+            print(name, shard, flush=True)
+            if name == "views" and not full.is_contiguous():
+                continue
+            assert function(shard) == function(full)
+        local = shard.local()
+        assert local.dim() == 1 and local.numel() == shard.shard_range[1] - shard.shard_range[0]
+
+
+def test_shapes_are_those_of_the_full_tensor(stage: int) -> None:
+    run_ranks(ask, 3, stage)
 
 
 def average(stage: int) -> None:

@@ -126,7 +126,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
         full = torch.zeros(parameter.global_shape.numel(), dtype=parameter.dtype)
         if parameter.grad is not None:
             start, end = parameter.shard_range
-            full[start:end] = parameter.grad
+            full[start:end] = parameter.grad.local()
         parts = [torch.empty_like(full) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, full)
         # Ranks own disjoint ranges, or (replicated gradients) all own the same.
