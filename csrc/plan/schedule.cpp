@@ -82,6 +82,11 @@ void Schedule::begin_pass(bool grad, Actions& out) {
 
 void Schedule::end_pass(Actions& out) {
   skip_to(order_.size(), out);
+  for (UnitId unit = 0; unit < options_.num_units; ++unit) {
+    while (units_[unit].skipped > 0) { // calls in another order than the exits were matched in
+      skip({EventKind::Exit, unit}, out);
+    }
+  }
   Pass& pass = *find_pass(open_);
   if (changed_) {
     relearn(pass);
@@ -103,6 +108,7 @@ void Schedule::abort(Actions& out) {
   frames_.clear();
   for (UnitState& unit : units_) {
     unit.active = 0;
+    unit.skipped = 0;
     unit.in_backward = false;
     unit.ready = false;
     unit.due = false;
@@ -153,6 +159,8 @@ CallHandle Schedule::exit(UnitId unit, bool needs_backward, Actions& out, bool k
         order_[*event].needs_backward = needs_backward;
       }
       cursor_ = *event + 1;
+    } else {
+      changed_ = true;
     }
   }
   CallHandle call{-1, -1, unit};
@@ -184,16 +192,24 @@ std::optional<size_t> Schedule::find_event(EventKind kind, UnitId unit) const {
 }
 
 void Schedule::skip_to(size_t end, Actions& out) {
-  Pass& pass = *find_pass(open_);
   while (cursor_ < end) {
-    CallEvent event = order_[cursor_++];
-    event.skipped = true;
-    pass.events.push_back(event);
-    if (event.kind == EventKind::Enter) {
-      do_enter(event.unit, out);
-    } else {
-      do_exit(event.unit, event.needs_backward, false, out);
+    const CallEvent& event = order_[cursor_++];
+    // The exit of a call that this rank makes comes when it leaves it.
+    if (event.kind == EventKind::Enter || units_[event.unit].skipped > 0) {
+      skip(event, out);
     }
+  }
+}
+
+void Schedule::skip(CallEvent event, Actions& out) {
+  event.skipped = true;
+  find_pass(open_)->events.push_back(event);
+  if (event.kind == EventKind::Enter) {
+    ++units_[event.unit].skipped;
+    do_enter(event.unit, out);
+  } else {
+    --units_[event.unit].skipped;
+    do_exit(event.unit, event.needs_backward, false, out);
   }
 }
 

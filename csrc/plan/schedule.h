@@ -20,6 +20,7 @@
 // an end the next backwards reduce pass by pass.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <optional>
@@ -110,6 +111,11 @@ class Schedule {
     const UnitState& state = units_.at(unit);
     return state.active > 0 || state.in_backward || state.pinned > 0;
   }
+  // A call of the unit that this rank makes has not been left.
+  bool is_entered(UnitId unit) const {
+    return std::any_of(
+        frames_.begin(), frames_.end(), [&](const Frame& frame) { return frame.unit == unit; });
+  }
   bool is_pinned(UnitId unit) const {
     return units_.at(unit).pinned > 0;
   }
@@ -128,6 +134,7 @@ class Schedule {
  private:
   struct UnitState {
     int active = 0; // calls entered and not left
+    int skipped = 0; // those of them that this rank does not make
     int pinned = 0;
     bool resident = false; // unsharded, or on its way
     bool in_backward = false;
@@ -159,6 +166,7 @@ class Schedule {
 
   std::optional<size_t> find_event(EventKind kind, UnitId unit) const;
   void skip_to(size_t event, Actions& out);
+  void skip(CallEvent event, Actions& out);
   std::vector<UnitId> upcoming(int count) const;
   void do_enter(UnitId unit, Actions& out);
   void do_exit(UnitId unit, bool needs_backward, bool keep, Actions& out);

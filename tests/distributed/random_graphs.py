@@ -44,8 +44,15 @@ class Node(nn.Module):
         self.own = nn.Linear(WIDTH, WIDTH) if rng.random() < 0.4 else None
         self.clock = clock
         self.aux: Tensor | None = None
-        import os
-        whats = ["call"] * 5 + os.environ.get("W","twice sometimes checkpoint reentrant read aux detach").split()
+        whats = ["call"] * 5 + [
+            "twice",
+            "sometimes",
+            "checkpoint",
+            "reentrant",
+            "read",
+            "aux",
+            "detach",
+        ]
         order = list(range(len(children)))
         rng.shuffle(order)
         self.plan = Plan([(rng.choice(whats), child) for child in order])
