@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from zerocore.initialisers import watch_initialisers
 from zerocore.place import Place, Placed, PlacedParameter, local_of
 
 _grad: Any = torch._C.TensorBase.grad
+_data: Any = torch._C.TensorBase.data
 _AFTER_ACCUMULATION = "_post_accumulate_grad_hooks"
 
 
@@ -104,6 +106,7 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
     full: nn.Parameter  # what layers compute with
     # The same elements as layers compute with; None where they compute with this parameter.
     model_weight: Tensor | None = None
+    aliases: list[ref[LocalShard]]  # what detach() and data have given
 
     @staticmethod
     def make(
@@ -120,13 +123,25 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
         param.unit = unit
         param.state_ref = state_ref
         param.full = full
+        param.aliases = []
         return param
 
     def detach(self) -> LocalShard:
-        """A :class:`LocalShard` on the same memory."""
+        """A :class:`LocalShard` on the same memory, until ``data`` is set."""
         shard = local_of(self).as_subclass(LocalShard)
         shard.place = self.place
+        self.aliases = [alias for alias in self.aliases if alias() is not None]
+        self.aliases.append(ref(shard))
         return shard
+
+    def _let_go(self, local: Tensor) -> None:
+        """What was taken from ``data`` keeps its values when that is set, as it does elsewhere."""
+        aliases = [alias for alias in (known() for known in self.aliases) if alias is not None]
+        if aliases:
+            values = local.clone()
+            for alias in aliases:
+                _data.__set__(alias, values)
+        self.aliases = []
 
     @property
     def grad(self) -> Tensor | None:
@@ -177,9 +192,12 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
                     f"{value.device} from {local.dtype} on {local.device}; do it before "
                     "zerocore.shard"
                 )
+            # By identity, which is the same on all ranks: on all of them versions change or none.
+            is_own = value is self or any(alias() is value for alias in self.aliases)
             value = self._part_of(value, ".data")
-            if value is not self:
+            if not is_own:
                 shard_rules.check_not_shown_full("data", [self])
+                self._let_go(local)
                 local.copy_(value)
 
     def set_(self, source: Any) -> ShardedParameter:  # type: ignore[override]

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "bindings/registrar.h"
 #include "engine/autograd.h"
 #include "engine/engine.h"
 
@@ -15,54 +16,6 @@ namespace py = pybind11;
 namespace zerocore {
 
 namespace {
-
-// Where a parameter is registered: module._parameters and the name in it.
-struct Place {
-  py::dict parameters;
-  py::str name;
-};
-
-struct RegisteredParam {
-  py::object full;
-  py::object shard;
-  std::vector<Place> places;
-};
-
-class DictRegistrar final : public Registrar {
- public:
-  explicit DictRegistrar(size_t num_units) : units_(num_units) {}
-  DictRegistrar(const DictRegistrar&) = delete;
-  DictRegistrar& operator=(const DictRegistrar&) = delete;
-  ~DictRegistrar() override {
-    const py::gil_scoped_acquire gil;
-    units_.clear();
-  }
-
-  void bind(UnitId unit, RegisteredParam param) {
-    units_.at(unit).push_back(std::move(param));
-  }
-
-  void show(UnitId unit, bool full) override {
-    const py::gil_scoped_acquire gil;
-    for (const RegisteredParam& param : units_[unit]) {
-      for (const Place& place : param.places) {
-        PyObject* value = full ? param.full.ptr() : param.shard.ptr();
-        PyObject* hidden = full ? param.shard.ptr() : param.full.ptr();
-        // Another one was put there for a while (torch.func.functional_call): it is the one to use.
-        PyObject* current = PyDict_GetItemWithError(place.parameters.ptr(), place.name.ptr());
-        if (current != hidden && current != nullptr) {
-          continue;
-        }
-        if (PyDict_SetItem(place.parameters.ptr(), place.name.ptr(), value) != 0) {
-          throw py::error_already_set();
-        }
-      }
-    }
-  }
-
- private:
-  std::vector<std::vector<RegisteredParam>> units_;
-};
 
 // Tensors that require grad in nested tuples, lists, dicts and dataclasses.
 void collect_outputs(PyObject* value, std::vector<at::Tensor>& out) {

@@ -1,0 +1,169 @@
+// The forward half of the engine: calls of the model and of its units.
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+#include "engine/autograd.h"
+#include "engine/engine.h"
+
+namespace zerocore {
+
+namespace {
+
+// Whether a backward will come through one of them. None comes through a leaf, such as the output
+// of a frozen module that a hook has made require a gradient.
+bool any_recorded(const std::vector<at::Tensor>& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
+    return tensor.requires_grad() && !tensor.is_leaf();
+  });
+}
+
+} // namespace
+
+void Engine::begin_pass() {
+  recover();
+  if (schedule_.in_rooted_pass() || in_backward()) {
+    calls_.push_back({true}); // nested: the outer pass goes on
+    return;
+  }
+  calls_.push_back({false});
+  side_doors_.forget(schedule_.oldest_pass());
+  bool changed = false;
+  for (UnitId id = 0; id < num_units(); ++id) {
+    changed = refresh(id) || changed;
+  }
+  if (changed) {
+    order_gathers();
+  }
+  schedule_.begin_pass(c10::GradMode::is_enabled(), actions_);
+  run(actions_);
+}
+
+void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
+  leave_adopted(outputs);
+  if (pop_call().recomputing) {
+    return; // nested
+  }
+  schedule_.end_pass(actions_);
+  run(actions_);
+  for (const auto& unit : units_) {
+    unit->wait_for_unshard(); // of a skipped unit: must not meet the optimizer's update
+  }
+  if (!agreed_) {
+    agree_on_called();
+  }
+  if (any_recorded(outputs)) {
+    on_backward_of(outputs, [weak = weak_from_this()] {
+      if (const auto engine = weak.lock()) {
+        engine->begin_backward();
+      }
+    });
+  }
+  side_doors_.expect_backward();
+}
+
+void Engine::fail_pass() {
+  if (!pop_call().recomputing) {
+    reset();
+  }
+}
+
+void Engine::enter(UnitId id) {
+  recover();
+  const bool recomputing = in_backward();
+  if (recomputing) {
+    begin_backward();
+  }
+  calls_.push_back({recomputing, next_node()});
+  if (recomputing) {
+    if (schedule_.recompute(id, actions_)) {
+      forget_fired(id);
+    }
+  } else {
+    if (!schedule_.in_rooted_pass() && refresh(id)) {
+      order_gathers();
+    }
+    schedule_.enter(id, c10::GradMode::is_enabled(), actions_);
+  }
+  run(actions_);
+  use(id);
+}
+
+void Engine::adopt(UnitId id) {
+  TORCH_INTERNAL_ASSERT(in_call(), "adopt outside of a call");
+  const bool held = schedule_.is_entered(id) || schedule_.is_pinned(id);
+  if (!held || in_backward()) { // there it may be released before this call ends
+    enter(id);
+    calls_.back().adopted = id;
+  }
+}
+
+void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) {
+  leave_adopted(outputs);
+  leave(id, outputs, keep);
+  if (calls_.empty()) {
+    side_doors_.expect_backward();
+  }
+}
+
+void Engine::leave_adopted(const std::vector<at::Tensor>& outputs) {
+  while (calls_.back().adopted >= 0) {
+    leave(calls_.back().adopted, outputs, false);
+  }
+}
+
+void Engine::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) {
+  const Call entered = pop_call();
+  const bool has_output = any_recorded(outputs);
+  RecordedCall recorded{{-1, -1, id}, 0, entered.first_node, next_node()};
+  int64_t number = -1;
+  if (!entered.recomputing) {
+    // Outputs that are nowhere to be found, see Note [Side doors]; and without grad mode in a pass
+    // that records: reentrant checkpointing, whose backward comes.
+    const bool has_nodes = recorded.last > recorded.first;
+    const bool wanted = c10::GradMode::is_enabled() ? has_nodes : progress_[id].num_trainable > 0;
+    keep_writes(id);
+    units_[id]->note_use();
+    recorded.call = schedule_.exit(id, has_output || wanted, actions_, keep);
+    run(actions_);
+    update_registration(id);
+    recorded.version = units_[id]->version();
+    if (has_nodes && recorded.call.pass >= 0) {
+      number = side_doors_.add(recorded);
+    }
+  } else {
+    recorded.version = units_[id]->version();
+    number = side_doors_.add_recomputed(recorded);
+  }
+  if (has_output) {
+    const auto computed = computed_since(recorded.first, outputs);
+    on_backward_of(computed, [weak = weak_from_this(), recorded, number] {
+      if (const auto engine = weak.lock()) {
+        engine->pre_backward(recorded, number);
+      }
+    });
+  }
+}
+
+// A forward that changed its parameters in place (`with torch.no_grad(): self.weight.clamp_()`)
+// changed what is gathered; this rank's part of it is kept where that is not the shard itself.
+void Engine::keep_writes(UnitId id) {
+  Unit& unit = *units_[id];
+  if (unit.take_writes() && (context_.policy.shards_parameters() || unit.main_nbytes() > 0)) {
+    const at::NoGradGuard no_grad;
+    unit.write_back();
+  }
+}
+
+// A rank that never calls a unit the others call would wait for it forever once the order is
+// learned; units that no rank calls would be gathered for nothing. Asked once.
+void Engine::agree_on_called() {
+  agreed_ = true;
+  std::vector<bool> called = schedule_.called();
+  if (context_.collectives != nullptr) {
+    called = context_.any_rank(called);
+  }
+  schedule_.prune(called);
+}
+
+} // namespace zerocore
