@@ -173,6 +173,7 @@ void register_schedule(py::module_& module) {
       .def("end_pass", [](S& s) { return s.run([&] { s.schedule.end_pass(s.actions); }); })
       .def("abort", [](S& s) { return s.run([&] { s.schedule.abort(s.actions); }); })
       .def("begin_backward", [](S& s) { s.schedule.begin_backward(); })
+      .def("set_muted", [](S& s, UnitId unit, bool muted) { s.schedule.set_muted(unit, muted); })
       .def(
           "pre_backward",
           [](S& s, const CallHandle& call) {

@@ -143,3 +143,60 @@ def test_stages_1_and_2_gather_once_after_an_update() -> None:
     tape = driver.forward(chain(3))
     assert driver.collectives == [("unshard", 0), ("unshard", 1), ("unshard", 2)]
     driver.backward([tape])
+
+
+def reduced(driver: Driver) -> list[int]:
+    units = [unit for op, unit in driver.collectives if op == "reduce"]
+    driver.collectives.clear()
+    return units
+
+
+def test_a_pass_whose_backward_never_comes_delays_reductions_once() -> None:
+    driver = make(chain(3), 3, 1)
+    for expected in ([0, 1, 2], [2, 1, 0]):  # at the end, in order of units; then in their turn
+        driver.forward(chain(3))  # its output is dropped
+        driver.backward([driver.forward(chain(3))])
+        assert reduced(driver) == expected
+        for unit in range(3):
+            driver.apply(driver.schedule.invalidate(unit))
+
+
+def test_two_passes_in_one_backward_are_reduced_once() -> None:
+    driver = make(chain(3), 3, 1)
+    for _ in range(2):
+        driver.backward([driver.forward(chain(3)), driver.forward(chain(3))])
+        assert reduced(driver) == [2, 1, 0]
+
+
+def test_a_muted_unit_is_not_reduced() -> None:
+    driver = make(chain(3), 3, 1)
+    driver.schedule.set_muted(1, True)
+    driver.backward([driver.forward(chain(3))])
+    assert reduced(driver) == [2, 0]
+
+
+def test_a_retained_pass_is_reduced_again() -> None:
+    driver = make(chain(3), 3, 1)
+    tape = driver.forward(chain(3))
+    driver.backward([tape])
+    driver.backward([driver.forward(chain(3))])
+    driver.collectives.clear()
+    driver.backward([tape])
+    assert reduced(driver) == [2, 1, 0]
+
+
+def test_a_unit_inside_of_itself_stays_until_the_outer_call_is_left() -> None:
+    calls: list[Call] = [(0, ((1, ()), (0, ()), (1, ()))), (2, ())]
+    driver = make(calls, 3, 1)
+    for _ in range(3):
+        driver.backward([driver.forward(calls)])
+        assert sorted(reduced(driver)) == [0, 1, 2]
+
+
+def test_calls_that_cross_the_learned_order_leave_nothing_behind() -> None:
+    first: list[Call] = [(0, ((1, ()),)), (1, ((0, ()),)), (2, ())]
+    second: list[Call] = [(1, ()), (0, ((2, ((1, ()),)),))]
+    driver = make(first, 3, 1)
+    for calls in (first, second, first, second, second):
+        driver.backward([driver.forward(calls)])
+        assert sorted(reduced(driver)) == [0, 1, 2]
