@@ -218,10 +218,13 @@ def local_norms(
     shards: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None
 ) -> list[Tensor]:
     """The norm of each tensor's local elements; that of none is 0, also for p = inf."""
-    parts = [local_of(shard) for shard in shards]
-    filled = [part for part in parts if part.numel() > 0]
-    norms = iter(torch._foreach_norm(filled, norm_type, dtype) if filled else ())
-    return [next(norms) if part.numel() > 0 else part.new_zeros((), dtype=dtype) for part in parts]
+    with torch._C.DisableTorchFunctionSubclass():  # functions see the local elements
+        filled = [shard for shard in shards if shard.numel() > 0]
+        norms = iter(torch._foreach_norm(filled, norm_type, dtype) if filled else ())
+        return [
+            next(norms) if shard.numel() > 0 else shard.new_zeros((), dtype=dtype)
+            for shard in shards
+        ]
 
 
 def reduce_norms(norms: Tensor, norm_type: float, group: dist.ProcessGroup | None) -> Tensor:

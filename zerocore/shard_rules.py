@@ -50,6 +50,8 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if name in ON_THE_SHARD or (name in ("__eq__", "__ne__") and args[1] is None):
             result = func(*args, **kwargs)
             return keep_place(result, args[0]) if name in ("detach", "data") else result
+        if is_foreach(name) and _changes_gradients(name, args):
+            return func(*args, **kwargs)
         if getattr(func, "__module__", None) == "torch.nn.init":
             return initialise(func, args, kwargs)
         if name in _TEMPLATES:
@@ -70,6 +72,23 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         elif is_recorded((args, kwargs)) and base_of(name) not in LIKES:
             return call_with_full(func, args, kwargs, params)
         return _on_shards(func, name, args, kwargs, found, params, writes)
+
+
+def _changes_gradients(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether one list of gradients is changed by numbers alone: what clipping does in each step.
+
+    That is local whatever their places, and is told fast.
+    """
+    return (
+        is_in_place(name)
+        and base_of(name) in ELEMENTWISE
+        and all(isinstance(t, Placed) and not isinstance(t, PlacedParameter) for t in args[0])
+        and all(
+            isinstance(value, int | float)
+            or (isinstance(value, Tensor) and not isinstance(value, Placed) and value.dim() == 0)
+            for value in args[1:]
+        )
+    )
 
 
 def _on_shards(
