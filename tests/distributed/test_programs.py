@@ -25,8 +25,13 @@ def programs() -> dict[str, Program]:
 
 
 @pytest.fixture(scope="module")
-def table(programs: dict[str, Program]) -> Table:
-    """Every program under every stage."""
+def table(programs: dict[str, Program], page: Page) -> Table:
+    """Every program under every stage.
+
+    With another torch some programs differ: before 2.13 what nobody may read is a null pointer.
+    """
+    if page[0] != torch_version():
+        pytest.skip(f"the page was written with torch {page[0]}")
     measured = measure(list(programs), ["plain", *STAGES])
     print(as_text(measured, programs))
     return measured
@@ -98,15 +103,6 @@ def test_the_page_says_what_was_measured(table: Table, page: Page) -> None:
     assert kinds_on(page, table) == kinds(table)
     rest = all_programs(installed=False)
     assert set(page[1]) == set(rest)
-
-
-@pytest.mark.slow
-def test_the_page_says_what_others_do(programs: dict[str, Program], page: Page) -> None:
-    """DDP and FSDP2 change with torch, not with zerocore."""
-    if page[0] != torch_version():
-        pytest.skip(f"the page was written with torch {page[0]}")
-    others = measure(list(programs), ["ddp", "fsdp2"])
-    assert kinds_on(page, others) == kinds(others)
 
 
 def kinds(table: Table) -> dict[str, dict[str, str]]:
