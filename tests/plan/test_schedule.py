@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.plan.driver import Driver, order_of, random_tree
+from tests.plan.driver import Call, Driver, order_of, random_tree
 from zerocore._C import CallEvent, Schedule
 
 SEEDS = range(60)
