@@ -16,8 +16,8 @@ Page = tuple[str, dict[str, dict[str, str]]]  # the version of torch; [program][
 HEAD = """# What ordinary programs do under each system
 
 Written by `python -m tests.distributed.programs --markdown docs/programs.md`; a test compares the
-columns of plain and the stages with what is measured. Two ranks on gloo, torch {torch}. The truth is
-plain replicas whose gradients are averaged by hand; *exact* means that every number the program
+columns of plain and the stages with what is measured. Two ranks on gloo, torch {torch}. The truth
+is plain replicas whose gradients are averaged by hand; *exact* means that every number the program
 sees and the parameters at its end are those, to 1e-5. *refused* is an exception on all ranks that
 was written for the reader, and *error* one that was not. Before torch 2.13 to read what nobody may
 read is a crash instead of an error.
