@@ -91,7 +91,12 @@ Engine::Engine(
       thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
       side_doors_(
           [this](const RecordedCall& recorded) { enter_by_side_door(recorded); },
-          [this](UnitId id) { return schedule_.is_resident(id); }) {
+          [this](UnitId id) {
+            const UnitProgress& progress = progress_[id];
+            const bool is_done = // what is left of its calls needs no parameters
+                progress.num_trainable > 0 && progress.num_fired == progress.num_trainable;
+            return is_done || schedule_.is_resident(id);
+          }) {
   expect_step();
 }
 

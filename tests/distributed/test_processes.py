@@ -112,10 +112,10 @@ def use_in_a_fork(stage: int) -> None:
         for use in USES:
             answer = answer_of_child(lambda use=use: use(model))  # type: ignore[misc]
             assert "RuntimeError: this process was forked" in answer, (use, answer)
-        local = [parameter.detach().clone() for parameter in model.parameters()]
+        local = [parameter.local().clone() for parameter in model.parameters()]
 
         def read() -> None:
-            torch.testing.assert_close([p.detach() for p in model.parameters()], local)  # noqa: B023
+            torch.testing.assert_close([p.local() for p in model.parameters()], local)  # noqa: B023
 
         assert answer_of_child(read) == "done"
         if pending is not None:
