@@ -91,12 +91,7 @@ Engine::Engine(
       thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
       side_doors_(
           [this](const RecordedCall& recorded) { enter_by_side_door(recorded); },
-          [this](UnitId id) {
-            const UnitProgress& progress = progress_[id];
-            const bool is_done = // what is left of its calls needs no parameters
-                progress.num_trainable > 0 && progress.num_fired == progress.num_trainable;
-            return is_done || schedule_.is_resident(id);
-          }) {
+          [this](UnitId id) { return is_done(id) || schedule_.is_resident(id); }) {
   expect_step();
 }
 
@@ -130,9 +125,8 @@ void Engine::recover() {
   TORCH_CHECK_TYPE(
       !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
       "torch.func transforms (grad, vmap, jacrev, ...) do not go through a sharded model: what "
-      "they "
-      "compute with is not what autograd sees. Use torch.autograd.grad, or transform a plain copy "
-      "that has loaded zerocore.full_state_dict(model).");
+      "they compute with is not what autograd sees. Use torch.autograd.grad, or transform a plain "
+      "model that has loaded zerocore.full_state_dict(model).");
   if (in_backward()) {
     return;
   }

@@ -152,6 +152,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void run_user_hooks(const std::vector<bool>& reduced);
   void grad_ready(UnitId unit, int param);
   void forget_fired(UnitId unit);
+  bool is_done(UnitId unit) const;
+  void throw_side_door_error();
   void recover();
   void leave_if_outside();
   void leave_adopted(const std::vector<at::Tensor>& outputs);

@@ -9,9 +9,7 @@ namespace zerocore {
 
 void Engine::begin_backward() {
   thread_check_.check_hook();
-  if (side_door_error_ != nullptr) {
-    std::rethrow_exception(std::exchange(side_door_error_, nullptr));
-  }
+  throw_side_door_error();
   if (std::exchange(backward_, true)) {
     return;
   }
@@ -71,6 +69,12 @@ void Engine::enter_by_side_door(const RecordedCall& recorded) noexcept {
   }
 }
 
+void Engine::throw_side_door_error() {
+  if (side_door_error_ != nullptr) {
+    std::rethrow_exception(std::exchange(side_door_error_, nullptr));
+  }
+}
+
 // Parameters that changed after the forward must not take part in its backward. What was trained
 // and has a gradient to come is refused when that comes: a unit may hold parameters of several
 // modules, of which one was stepped and another is not yet.
@@ -108,19 +112,28 @@ void Engine::grad_ready(UnitId id, int param) {
       units_[id]->name(),
       "': it was changed after the forward (by an optimizer step or a load). Run backward before "
       "the step, or run the forward again.");
+  // In a backward within the one that goes through the unit (reentrant checkpoints inside of it)
+  // gradients may come again: the unit is reduced when the outer backward leaves it.
+  if (progress.backward != -1 && progress.backward != current_backward()) {
+    return;
+  }
   if (!std::exchange(progress.fired[param], 1)) {
     ++progress.num_fired;
   }
-  // In a backward within the one that goes through the unit (reentrant checkpoints inside of it)
-  // gradients may come again: the unit is reduced when the outer backward leaves it.
-  const bool inner = progress.backward != -1 && progress.backward != current_backward();
   // The gradient of the unit's input may still need frozen parameters: released when left, too.
   const bool needed = context_.policy.shards_parameters() &&
       progress.num_trainable < static_cast<int>(progress.fired.size());
-  if (progress.num_fired == progress.num_trainable && !inner && !needed) {
+  if (progress.num_fired == progress.num_trainable && !needed) {
     schedule_.ready(id, actions_);
     run(actions_);
   }
+}
+
+// What is left of the unit's calls needs no parameters.
+bool Engine::is_done(UnitId id) const {
+  const UnitProgress& progress = progress_[id];
+  return progress.num_trainable > 0 && progress.num_fired == progress.num_trainable &&
+      progress.backward == current_backward();
 }
 
 void Engine::forget_fired(UnitId id) {
@@ -129,9 +142,7 @@ void Engine::forget_fired(UnitId id) {
 }
 
 void Engine::end_backward() {
-  if (side_door_error_ != nullptr) {
-    std::rethrow_exception(std::exchange(side_door_error_, nullptr));
-  }
+  throw_side_door_error();
   schedule_.end_backward(actions_);
   run(actions_);
   reduce_rest();

@@ -84,8 +84,7 @@ void Engine::check_homes(UnitId id) const {
       "parameter '",
       moved == nullptr ? "" : moved->spec.fqn,
       "': its shard was moved out of the memory that zerocore gathers from (by a move of the "
-      "model, "
-      "or `param.data = other`), so training would have no effect. Change values in place "
+      "model, or `param.data = other`), so training would have no effect. Change values in place "
       "(`param.data.copy_(other)`), and move the model before zerocore.shard.");
 }
 

@@ -28,8 +28,7 @@ int64_t SideDoors::add(const RecordedCall& call) {
   }
   calls_ = mix(mix(calls_, static_cast<uint64_t>(call.call.unit)), call.last - call.first);
   thread_ = at::RecordFunction::currentThreadId();
-  visits_.push_back({call});
-  return first_visit_ + static_cast<int64_t>(visits_.size()) - 1;
+  return add_recomputed(call);
 }
 
 int64_t SideDoors::add_recomputed(const RecordedCall& call) {
