@@ -1,0 +1,87 @@
+"""Runs steps of one build of zerocore whenever it is told to; `compare_builds.py` starts it.
+
+Reads one line with a number of steps from standard input for each line that it writes: the
+microseconds of the fastest of these steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from _models import GPT, GPT_SIZES, Chain, ChainBlock
+from _steps import build_step
+from _systems import System, import_zerocore
+from torch import Tensor
+
+CHAIN_WIDTH, CHAIN_BLOCKS, FAKE_WORLD_SIZE = 16, 32, 8
+
+
+def host_step(num_params: int, optimizer: bool) -> Callable[[], object]:
+    """A step at stage 3 whose collectives return at once; the time of the host is left."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_flush_denormal(True)  # fake collectives leave memory as it is
+    dist.init_process_group("fake", rank=0, world_size=FAKE_WORLD_SIZE, store=FakeStore())
+    zerocore = import_zerocore()
+    torch.manual_seed(0)
+    model = Chain(CHAIN_BLOCKS, num_params, CHAIN_WIDTH)
+    zerocore.shard(model, stage=3, units=[ChainBlock])
+    update = zerocore.optim.AdamW(model.parameters(), lr=0.0) if optimizer else None
+    inputs = torch.randn(8, CHAIN_WIDTH)
+
+    def step() -> None:
+        model(inputs).sum().backward()
+        if update is not None:
+            update.step()
+        model.zero_grad()
+
+    return step
+
+
+def rank_step(stage: int, rank: int, world_size: int, rendezvous: str) -> Callable[[], object]:
+    """A step of a small GPT on ranks that talk over gloo."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
+    )
+    torch.manual_seed(0)
+    size = GPT_SIZES["small"]
+    model = GPT(size)
+    train = build_step(System("zerocore", stage, ""), model, model.blocks, 3e-4)
+    shape = (size.batch, size.sequence + 1)
+    tokens: Tensor = torch.randint(size.vocab_size, shape)
+    batch = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())]
+    return lambda: train(batch)
+
+
+def main() -> None:
+    """Arguments: `host PARAMS`, `adamw PARAMS`, or `ranks STAGE RANK WORLD_SIZE FILE`."""
+    torch.set_num_threads(1)
+    kind, number, *job = sys.argv[1:]
+    if kind == "ranks":
+        rank, world_size, rendezvous = job
+        step = rank_step(int(number), int(rank), int(world_size), rendezvous)
+    else:
+        step = host_step(int(number), optimizer=kind == "adamw")
+    for _ in range(5):
+        step()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    print(import_zerocore().__file__, flush=True)
+    for line in sys.stdin:
+        times = []
+        for _ in range(int(line)):
+            start = time.perf_counter_ns()
+            step()
+            times.append((time.perf_counter_ns() - start) / 1e3)
+        print(min(times), flush=True)
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()
