@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zerocore.agreement import is_simulated
+
 _log = logging.getLogger("zerocore")
 
 
@@ -21,10 +23,12 @@ class Ranks:
     Attributes:
         shard: ranks that share the state between them; None for one.
         replicas: ranks that hold the same shards (hybrid sharding); None for one.
+        members: numbers of all of them in the default group.
     """
 
     shard: dist.ProcessGroup | None = None
     replicas: dist.ProcessGroup | None = None
+    members: tuple[int, ...] = ()
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -79,18 +83,40 @@ def find_ranks(group: Any, model: nn.Module) -> Ranks:
         group = _default_group(model)
     elif not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a ProcessGroup or DeviceMesh, got {type(group)}")
-    return Ranks(_unless_one(group))
+    members = () if group is None else tuple(dist.get_process_group_ranks(group))
+    return Ranks(_unless_one(group), None, members)
 
 
 def _of_mesh(mesh: Any) -> Ranks:
+    members = tuple(mesh.mesh.flatten().tolist())
     if mesh.ndim == 1:
-        return Ranks(_unless_one(mesh.get_group()))
+        return Ranks(_unless_one(mesh.get_group()), None, members)
     if mesh.ndim != 2:
         raise ValueError(
             "group: expected a 1-D DeviceMesh, or a 2-D one of replicas by shards, got "
             f"{mesh.ndim} dimensions"
         )
-    return Ranks(_unless_one(mesh.get_group(1)), _unless_one(mesh.get_group(0)))
+    return Ranks(_unless_one(mesh.get_group(1)), _unless_one(mesh.get_group(0)), members)
+
+
+_control_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def control_group(ranks: Ranks) -> dist.ProcessGroup | None:
+    """The group over which all ranks of a model exchange small messages, on the CPU; collective.
+
+    Models of the same ranks share one.
+
+    Returns:
+        A gloo group, or None for one rank and where the others are simulated.
+    """
+    if not ranks.groups or any(is_simulated(group) for group in ranks.groups):
+        return None
+    group = _control_groups.get(ranks.members)
+    if group is None or group not in dist.distributed_c10d._world.pg_map:  # destroyed since
+        group = dist.new_group(list(ranks.members), backend="gloo", use_local_synchronization=True)
+        _control_groups[ranks.members] = group
+    return group
 
 
 def _unless_one(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

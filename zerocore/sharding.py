@@ -17,7 +17,7 @@ from zerocore.budget import check_budget
 from zerocore.calls import call_order, entry_units
 from zerocore.casting import cast_around_kept
 from zerocore.config import ShardConfig
-from zerocore.groups import Ranks
+from zerocore.groups import Ranks, control_group
 from zerocore.kinds import check_kinds
 from zerocore.local_states import watch_loads
 from zerocore.materialize import InitFn, full_values, materialize_buffers
@@ -97,6 +97,7 @@ def _make_engine(
     planned: list[UnitPlanned],
     order: list[CallEvent],
 ) -> Engine:
+    control = control_group(ranks)
     return Engine(
         stage=config.stage,
         prefetch=config.prefetch,
@@ -104,6 +105,7 @@ def _make_engine(
         exchange_used=config.find_unused_parameters,
         group_name=None if ranks.shard is None else ranks.shard.group_name,
         replicas_name=None if ranks.replicas is None else ranks.replicas.group_name,
+        control_name=None if control is None else control.group_name,
         device=device,
         units=[(unit.name, [_param_arg(c, config) for c in unit.params]) for unit in planned],
         order=order,

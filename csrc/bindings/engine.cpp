@@ -92,6 +92,7 @@ PyEngine make_engine(
     bool log_hand_overs,
     const std::optional<std::string>& group_name,
     const std::optional<std::string>& replicas_name,
+    const std::optional<std::string>& control_name,
     const at::Device& device,
     const std::vector<std::pair<std::string, std::vector<ParamArg>>>& units,
     std::vector<CallEvent> order) {
@@ -104,8 +105,7 @@ PyEngine make_engine(
   self.registrar = registrar.get();
   self.engine = std::make_shared<Engine>(
       EngineOptions{stage, prefetch, hold_full, exchange_used, log_hand_overs},
-      group_name,
-      replicas_name,
+      GroupNames{group_name, replicas_name, control_name},
       device,
       std::move(inits),
       std::move(order),
@@ -207,6 +207,7 @@ void register_setup(py::class_<PyEngine>& engine) {
           py::arg("log_hand_overs") = false,
           py::arg("group_name"),
           py::arg("replicas_name") = py::none(),
+          py::arg("control_name") = py::none(),
           py::arg("device"),
           py::arg("units"),
           py::arg("order"))

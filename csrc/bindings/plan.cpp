@@ -143,6 +143,9 @@ void register_schedule(py::module_& module) {
       .def_readonly("unit", &CallEvent::unit)
       .def_readonly("needs_backward", &CallEvent::needs_backward);
   py::class_<CallHandle>(module, "CallHandle").def_readonly("unit", &CallHandle::unit);
+  py::class_<PassCall>(module, "PassCall")
+      .def_readonly("unit", &PassCall::unit)
+      .def_readonly("made", &PassCall::made);
   using S = PySchedule;
   py::class_<S>(module, "Schedule")
       .def(
@@ -171,6 +174,19 @@ void register_schedule(py::module_& module) {
           py::arg("unit"),
           py::arg("needs_backward") = true)
       .def("end_pass", [](S& s) { return s.run([&] { s.schedule.end_pass(s.actions); }); })
+      .def("is_expected", [](const S& s, UnitId unit) { return s.schedule.is_expected(unit); })
+      .def("finish_order", [](S& s) { return s.run([&] { s.schedule.finish_order(s.actions); }); })
+      .def(
+          "serve",
+          [](S& s, UnitId unit) { return s.run([&] { s.schedule.serve(unit, s.actions); }); })
+      .def("close_pass", [](S& s) { return s.run([&] { s.schedule.close_pass(s.actions); }); })
+      .def("changed", [](const S& s) { return s.schedule.changed(); })
+      .def("calls", [](const S& s) { return s.schedule.calls(); })
+      .def(
+          "settle_pass",
+          [](S& s, const std::vector<PassCalls>& ranks, int own) {
+            s.schedule.settle_pass(ranks, own);
+          })
       .def("abort", [](S& s) { return s.run([&] { s.schedule.abort(s.actions); }); })
       .def("begin_backward", [](S& s) { s.schedule.begin_backward(); })
       .def("set_muted", [](S& s, UnitId unit, bool muted) { s.schedule.set_muted(unit, muted); })

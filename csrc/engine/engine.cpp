@@ -29,6 +29,7 @@ UnitContext make_context(
     EngineOptions options,
     Collectives* collectives,
     Collectives* replicas,
+    Peers* peers,
     Streams& streams,
     BucketPool& pool,
     Trace& trace) {
@@ -41,6 +42,7 @@ UnitContext make_context(
   context.policy = StagePolicy::from_stage(options.stage, world_size);
   context.collectives = collectives;
   context.replicas = replicas;
+  context.peers = peers;
   context.streams = &streams;
   context.pool = &pool;
   context.trace = &trace;
@@ -65,8 +67,7 @@ std::vector<std::unique_ptr<Unit>> make_units(
 
 Engine::Engine(
     EngineOptions options,
-    const std::optional<std::string>& group,
-    const std::optional<std::string>& replicas,
+    const GroupNames& groups,
     c10::Device device,
     std::vector<UnitInit> units,
     std::vector<CallEvent> order,
@@ -75,9 +76,19 @@ Engine::Engine(
       streams_(device, options.log_hand_overs ? &hand_overs_ : nullptr),
       pool_(streams_),
       trace_(streams_),
-      collectives_(make_collectives(group, streams_)),
-      replicas_(make_collectives(replicas, streams_)),
-      context_(make_context(options, collectives_.get(), replicas_.get(), streams_, pool_, trace_)),
+      collectives_(make_collectives(groups.shard, streams_)),
+      replicas_(make_collectives(groups.replicas, streams_)),
+      peers_(
+          groups.control ? std::make_unique<Peers>(c10d::resolve_process_group(*groups.control))
+                         : nullptr),
+      context_(make_context(
+          options,
+          collectives_.get(),
+          replicas_.get(),
+          peers_.get(),
+          streams_,
+          pool_,
+          trace_)),
       units_(make_units(std::move(units), context_)),
       progress_(units_.size()),
       schedule_(
@@ -99,6 +110,7 @@ Engine::~Engine() {
   if (thread_check_.is_forked()) {
     return; // what is in flight never ends here
   }
+  leaving_ = false; // the others free their model, too
   try {
     reset();
   } catch (const std::exception& error) {
@@ -134,6 +146,7 @@ void Engine::recover() {
     thread_check_.check_no_backward();
     reset();
   }
+  settle_pass();
   thread_check_.enter_forward();
 }
 
@@ -257,6 +270,7 @@ void Engine::settle() {
 }
 
 void Engine::reset() {
+  settle_pass(); // the others count on it
   backward_ = false;
   side_door_error_ = nullptr;
   rest_by_shape_.clear();

@@ -30,6 +30,13 @@ struct EngineOptions {
   bool log_hand_overs = false; // on the CPU: as if there were streams
 };
 
+// Of c10d groups.
+struct GroupNames {
+  std::optional<std::string> shard; // the ranks to shard over; none for a world of one
+  std::optional<std::string> replicas; // those that hold the same shards; none where nobody does
+  std::optional<std::string> control; // all of them, on the CPU; none where they are simulated
+};
+
 struct UnitInit {
   std::string name;
   std::vector<UnitParam> params;
@@ -44,12 +51,10 @@ class Registrar {
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // Names of c10d groups: the ranks to shard over, none for a world of one, and those that hold
-  // the same shards, none where nobody does. `order` is the expected order of calls.
+  // `order` is the expected order of calls.
   Engine(
       EngineOptions options,
-      const std::optional<std::string>& group,
-      const std::optional<std::string>& replicas,
+      const GroupNames& groups,
       c10::Device device,
       std::vector<UnitInit> units,
       std::vector<CallEvent> order,
@@ -168,7 +173,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void sync_requires_grad(UnitId unit);
   bool refresh(UnitId unit);
   void order_gathers();
-  void agree_on_called();
+  void ask_for(UnitId unit);
+  void leave_pass();
+  void settle_pass();
 
   struct UnitProgress {
     bool full_shown = false;
@@ -185,6 +192,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   BucketPool pool_;
   Trace trace_;
   std::unique_ptr<Collectives> collectives_, replicas_;
+  std::unique_ptr<Peers> peers_;
   UnitContext context_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<UnitProgress> progress_;
@@ -200,7 +208,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool muted_ = false; // some unit is
   std::unordered_map<uint64_t, bool> rest_by_shape_; // see reduce_rest()
   bool sync_ = true;
-  bool agreed_ = false; // the ranks compared which units they call
+  bool leaving_ = false; // a pass that other ranks may still be in
+  bool ranks_differ_ = false; // they took different ways once
 };
 
 } // namespace zerocore

@@ -13,6 +13,7 @@ void Engine::begin_backward() {
   if (std::exchange(backward_, true)) {
     return;
   }
+  settle_pass();
   schedule_.begin_backward();
   side_doors_.begin_backward();
   mute_units();

@@ -2,6 +2,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "engine/autograd.h"
 #include "engine/engine.h"
@@ -44,13 +45,9 @@ void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
   if (pop_call().recomputing) {
     return; // nested
   }
-  schedule_.end_pass(actions_);
-  run(actions_);
+  leave_pass();
   for (const auto& unit : units_) {
     unit->wait_for_unshard(); // of a skipped unit: must not meet the optimizer's update
-  }
-  if (!agreed_) {
-    agree_on_called();
   }
   if (any_recorded(outputs)) {
     on_backward_of(outputs, [weak = weak_from_this()] {
@@ -82,6 +79,10 @@ void Engine::enter(UnitId id) {
   } else {
     if (!schedule_.in_rooted_pass() && refresh(id)) {
       order_gathers();
+    }
+    if (peers_ != nullptr && schedule_.in_rooted_pass() && schedule_.follows_order() &&
+        !schedule_.is_expected(id)) {
+      ask_for(id);
     }
     schedule_.enter(id, c10::GradMode::is_enabled(), actions_);
   }
@@ -155,15 +156,60 @@ void Engine::keep_writes(UnitId id) {
   }
 }
 
-// A rank that never calls a unit the others call would wait for it forever once the order is
-// learned; units that no rank calls would be gathered for nothing. Asked once.
-void Engine::agree_on_called() {
-  agreed_ = true;
-  std::vector<bool> called = schedule_.called();
-  if (context_.collectives != nullptr) {
-    called = context_.any_rank(called);
+// -- between ranks, see Note [One order on every rank] ---------------------------------------
+
+// Serves the others until all of them gather the unit.
+void Engine::ask_for(UnitId id) {
+  ranks_differ_ = true;
+  schedule_.finish_order(actions_);
+  run(actions_);
+  for (;;) {
+    peers_->say(id, true);
+    const std::optional<UnitId> next = peers_->wait().wanted;
+    TORCH_INTERNAL_ASSERT(next, "ranks that need a unit get none");
+    if (*next == id) {
+      return;
+    }
+    schedule_.serve(*next, actions_);
+    run(actions_);
   }
-  schedule_.prune(called);
+}
+
+// The others hear of it while this rank goes on to its loss, unless there is much to say.
+void Engine::leave_pass() {
+  const bool alone = peers_ == nullptr || !schedule_.follows_order();
+  if (alone) {
+    schedule_.end_pass(actions_);
+    run(actions_);
+    return;
+  }
+  schedule_.close_pass(actions_);
+  run(actions_);
+  peers_->say(std::nullopt, schedule_.changed());
+  leaving_ = true;
+  if (schedule_.changed() || ranks_differ_ || !c10::GradMode::is_enabled()) {
+    settle_pass();
+  }
+}
+
+// Before the next collective of this rank: the others may need units that it did not call.
+void Engine::settle_pass() {
+  if (!std::exchange(leaving_, false)) {
+    return;
+  }
+  Peers::Answer answer = peers_->wait();
+  while (answer.wanted) {
+    ranks_differ_ = true;
+    schedule_.serve(*answer.wanted, actions_);
+    run(actions_);
+    peers_->say(std::nullopt, true);
+    answer = peers_->wait();
+  }
+  std::vector<PassCalls> calls;
+  if (answer.changed) {
+    calls = peers_->gather(schedule_.calls());
+  }
+  schedule_.settle_pass(calls, peers_->rank());
 }
 
 } // namespace zerocore

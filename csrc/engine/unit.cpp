@@ -1,8 +1,6 @@
 // One unit and its states.
 #include "engine/unit.h"
 
-#include <ATen/ops/zeros.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -13,17 +11,6 @@ std::vector<ParamSpec> specs_of(const std::vector<UnitParam>& params) {
   result.reserve(params.size());
   for (const UnitParam& param : params) {
     result.push_back(param.spec);
-  }
-  return result;
-}
-
-std::vector<bool> UnitContext::any_rank(const std::vector<bool>& flags) const {
-  at::Tensor values = at::zeros({static_cast<int64_t>(flags.size())}, at::kByte);
-  std::copy(flags.begin(), flags.end(), values.data_ptr<uint8_t>());
-  all_reduce_max(values);
-  std::vector<bool> result;
-  for (size_t i = 0; i < flags.size(); ++i) {
-    result.push_back(values.const_data_ptr<uint8_t>()[i] != 0);
   }
   return result;
 }
@@ -120,7 +107,7 @@ void Unit::unshard() {
   // At stages 1 and 2 a unit with stale parameters is gathered again in place; a rank that
   // skipped it may not have waited for the last gather yet.
   wait_for_unshard();
-  if (shards_) {
+  if (shards_ && state_ == UnitState::Sharded) { // else this rank holds it longer than the others
     slot_ = context_.pool->acquire(
         {id_, BlockUse::Parameters}, bucket_.nbytes(), StreamRole::AllGather);
     bucket_.attach(slot_.data);

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/peers.h"
 #include "plan/layout.h"
 #include "plan/stage_policy.h"
 #include "runtime/bucket.h"
@@ -29,6 +30,7 @@ struct UnitContext {
   StagePolicy policy;
   Collectives* collectives = nullptr; // of the ranks that share a shard each; null on one rank
   Collectives* replicas = nullptr; // of the ranks that hold the same shard; null if there is one
+  Peers* peers = nullptr; // all ranks; null where there is one or the others are simulated
   Streams* streams = nullptr;
   BucketPool* pool = nullptr;
   Trace* trace = nullptr;
@@ -40,16 +42,10 @@ struct UnitContext {
     return (collectives == nullptr ? 1 : collectives->size()) *
         (replicas == nullptr ? 1 : replicas->size());
   }
-  // Elementwise maximum of a small CPU tensor over all ranks, in place; blocks the host.
-  void all_reduce_max(at::Tensor& values) const {
-    for (Collectives* each : {collectives, replicas}) {
-      if (each != nullptr) {
-        each->all_reduce_max(values);
-      }
-    }
-  }
   // For each flag whether it is set on any rank; blocks the host.
-  std::vector<bool> any_rank(const std::vector<bool>& flags) const;
+  std::vector<bool> any_rank(const std::vector<bool>& flags) const {
+    return peers == nullptr ? flags : peers->any_rank(flags);
+  }
 };
 
 struct UnitParam {

@@ -8,12 +8,12 @@ namespace zerocore {
 
 namespace {
 
-// The calls that take part in the backward, last first: (unit, index of the Exit event).
+// The calls that take part in the backward, last first.
 std::vector<Step> pre_steps(const std::vector<CallEvent>& events) {
   std::vector<Step> steps;
   for (int32_t i = static_cast<int32_t>(events.size()) - 1; i >= 0; --i) {
     if (events[i].kind == EventKind::Exit && events[i].needs_backward) {
-      steps.push_back({StepKind::Pre, events[i].unit, i});
+      steps.push_back({StepKind::Pre, events[i].unit, events[i].call});
     }
   }
   return steps;

@@ -1,8 +1,8 @@
 // Turns the calls of one forward pass into the ordered steps of its backward.
 //
-// The list is the same on every rank that ran (or skipped in turn) the same calls, and every
-// collective of the backward is a position in it. A rank that finds a later step due first does
-// all steps before it, so no rank waits for a collective that another one leaves out.
+// The list is the same on every rank, whichever of the calls it made, and every collective of the
+// backward is a position in it. A rank that finds a later step due first does all steps before it,
+// so no rank waits for a collective that another one leaves out.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct CallEvent {
   EventKind kind = EventKind::Enter;
   UnitId unit = -1;
   bool needs_backward = true; // of an Exit: its outputs require grad
-  bool skipped = false; // done in turn for the other ranks; this rank did not call the unit
+  int32_t call = -1; // number of the call in its pass
 
   bool is_enter(UnitId of) const {
     return kind == EventKind::Enter && unit == of;
@@ -37,7 +37,7 @@ enum class StepKind : uint8_t {
 struct Step {
   StepKind kind = StepKind::Pre;
   UnitId unit = -1;
-  int32_t exit = -1; // of a Pre: index of the call's Exit event
+  int32_t call = -1; // of a Pre
 };
 
 // `reduces(unit)` says whether the unit's gradients are reduced when its first call is left.

@@ -17,10 +17,7 @@ constexpr size_t kMaxPasses = 4096;
 } // namespace
 
 Schedule::Schedule(ScheduleOptions options, std::vector<CallEvent> order)
-    : options_(options),
-      order_(std::move(order)),
-      units_(options.num_units),
-      called_(options.num_units) {
+    : options_(options), order_(std::move(order)), units_(options.num_units) {
   for (UnitState& unit : units_) {
     unit.resident = !options_.gathers || !options_.releases;
   }
@@ -68,54 +65,71 @@ void Schedule::close_loose_pass() {
   }
 }
 
+// Ranks go through a pass together where it has a backward or where units have to be gathered.
 void Schedule::begin_pass(bool grad, Actions& out) {
   close_loose_pass();
   open_pass(grad);
   rooted_ = true;
-  changed_ = false;
-  cursor_ = 0;
   retained_ = -1;
-  if (options_.releases) {
-    reshard_all_but(upcoming(1 + options_.prefetch), out);
+  follows_ = grad || std::any_of(units_.begin(), units_.end(), [](const UnitState& unit) {
+               return !unit.resident;
+             });
+  if (follows_) {
+    order_.begin(grad);
+    if (options_.releases) {
+      reshard_all_but(order_.upcoming(1 + options_.prefetch), out);
+    }
   }
 }
 
 void Schedule::end_pass(Actions& out) {
-  skip_to(order_.size(), out);
-  for (UnitId unit = 0; unit < options_.num_units; ++unit) {
-    while (units_[unit].skipped > 0) { // calls in another order than the exits were matched in
-      skip({EventKind::Exit, unit}, out);
-    }
-  }
-  Pass& pass = *find_pass(open_);
-  if (changed_) {
-    relearn(pass);
+  close_pass(out);
+  settle_pass(changed() ? std::vector<PassCalls>{calls()} : std::vector<PassCalls>{}, 0);
+}
+
+void Schedule::close_pass(Actions& out) {
+  if (follows_) {
+    finish_order(out);
   }
   rooted_ = false;
-  open_ = -1;
+  closed_ = std::exchange(open_, -1);
   if (options_.releases) {
-    reshard_all_but(pass.grad ? std::vector<UnitId>{retained_} : std::vector<UnitId>{}, out);
+    const bool grad = find_pass(closed_)->grad;
+    reshard_all_but(grad ? std::vector<UnitId>{retained_} : std::vector<UnitId>{}, out);
+  }
+}
+
+void Schedule::settle_pass(const std::vector<PassCalls>& ranks, int own) {
+  Pass& pass = *find_pass(std::exchange(closed_, -1));
+  if (std::exchange(follows_, false)) {
+    pass.events = ranks.empty() ? order_.events() : order_.learn(ranks, own);
   }
   const bool wanted = std::any_of(pass.events.begin(), pass.events.end(), [](const auto& event) {
     return event.kind == EventKind::Exit && event.needs_backward;
   });
   if (!pass.grad || !wanted) {
-    passes_.pop_back();
+    std::erase_if(passes_, [&](const Pass& other) { return &other == &pass; });
   }
 }
 
 void Schedule::abort(Actions& out) {
   frames_.clear();
-  for (UnitState& unit : units_) {
+  for (UnitId id = 0; id < options_.num_units; ++id) {
+    UnitState& unit = units_[id];
+    if (std::exchange(unit.late, false)) {
+      out.push_back({ActionKind::Reshard, id});
+    }
     unit.active = 0;
-    unit.skipped = 0;
+    unit.held = 0;
     unit.in_backward = false;
     unit.ready = false;
     unit.due = false;
   }
   passes_.clear();
   rooted_ = false;
+  follows_ = false;
   open_ = -1;
+  closed_ = -1;
   backward_ = -1;
   retained_ = -1;
   if (options_.releases) {
@@ -127,103 +141,113 @@ void Schedule::abort(Actions& out) {
 
 void Schedule::enter(UnitId unit, bool grad, Actions& out) {
   Frame frame{unit};
-  called_[unit] = true;
-  if (rooted_) {
-    const auto event = find_event(EventKind::Enter, unit);
-    if (event) {
-      skip_to(*event, out);
-      cursor_ = *event + 1;
-      frame.in_order = true;
-    } else {
-      changed_ = true;
-    }
-  } else if (grad && open_ < 0) {
+  frame.follows = rooted_ && follows_;
+  if (!rooted_ && grad && open_ < 0) {
     open_pass(grad);
   }
-  if (rooted_ || grad) {
-    find_pass(open_)->events.push_back({EventKind::Enter, unit});
-    frame.recorded = true;
+  if (frame.follows) {
+    frame.pass = open_;
+    frame.call = enter_in_order(unit, out);
+  } else {
+    if (Pass* pass = grad ? find_pass(open_) : nullptr) {
+      frame.pass = pass->id;
+      frame.call = pass->num_calls++;
+      pass->events.push_back({EventKind::Enter, unit, true, frame.call});
+    }
+    do_enter(unit, out);
   }
+  ++units_[unit].held;
   frames_.push_back(frame);
-  do_enter(unit, out);
+}
+
+int32_t Schedule::enter_in_order(UnitId unit, Actions& out) {
+  std::optional<int32_t> call = order_.find(unit);
+  if (call) {
+    go_to(*call, out);
+  } else {
+    finish_order(out);
+    call = order_.add(unit);
+    ++units_[unit].held; // by the call that is made
+    serve_one(unit, out);
+    --units_[unit].held;
+  }
+  order_.enter(*call);
+  return *call;
 }
 
 CallHandle Schedule::exit(UnitId unit, bool needs_backward, Actions& out, bool keep) {
   TORCH_INTERNAL_ASSERT(!frames_.empty() && frames_.back().unit == unit, "unbalanced exit");
   const Frame frame = frames_.back();
   frames_.pop_back();
-  if (frame.in_order) {
-    if (const auto event = find_event(EventKind::Exit, unit)) {
-      skip_to(*event, out);
-      if (find_pass(open_)->grad) {
-        order_[*event].needs_backward = needs_backward;
-      }
-      cursor_ = *event + 1;
-    } else {
-      changed_ = true;
+  UnitState& state = units_[unit];
+  --state.held;
+  if (frame.follows) {
+    order_.leave(frame.call, needs_backward);
+    leave_calls(out);
+    if (state.late && state.held == 0) {
+      state.late = false;
+      out.push_back({ActionKind::Reshard, unit});
+    }
+  } else {
+    Pass* pass = frame.pass >= 0 ? find_pass(frame.pass) : nullptr;
+    if (pass != nullptr) {
+      pass->events.push_back({EventKind::Exit, unit, needs_backward, frame.call});
+    }
+    --state.active;
+    if (options_.releases && (!keep || rooted_)) {
+      reshard(unit, out);
     }
   }
-  CallHandle call{-1, -1, unit};
-  if (Pass* pass = find_pass(open_); pass != nullptr && frame.recorded) {
-    call.pass = pass->id;
-    call.exit = static_cast<int32_t>(pass->events.size());
-    pass->events.push_back({EventKind::Exit, unit, needs_backward});
-  }
-  do_exit(unit, needs_backward, keep, out);
-  return call;
+  return {frame.pass, frame.call, unit};
 }
 
-// The next matching event of the order. Does not look past the exit of a unit this rank is in:
-// passing over it would give the unit back under the running call.
-std::optional<size_t> Schedule::find_event(EventKind kind, UnitId unit) const {
-  for (size_t i = cursor_; i < order_.size(); ++i) {
-    const CallEvent& event = order_[i];
-    if (event.kind == kind && event.unit == unit) {
-      return i;
-    }
+void Schedule::serve(UnitId unit, Actions& out) {
+  order_.add(unit);
+  serve_one(unit, out);
+}
+
+void Schedule::serve_one(UnitId unit, Actions& out) {
+  unshard(unit, out);
+  if (options_.releases) {
+    reshard(unit, out);
+  }
+}
+
+void Schedule::finish_order(Actions& out) {
+  while (const CallEvent* event = order_.next()) {
+    go_through(*event, out);
+  }
+}
+
+void Schedule::go_to(int32_t call, Actions& out) {
+  bool there = false;
+  while (!there) {
+    const CallEvent& event = *order_.next();
+    there = event.kind == EventKind::Enter && event.call == call;
+    go_through(event, out);
+  }
+}
+
+// Goes through the exits that come next, but for those of calls that this rank is in.
+void Schedule::leave_calls(Actions& out) {
+  for (const CallEvent* event = order_.next(); event != nullptr; event = order_.next()) {
     const bool is_open = std::any_of(frames_.begin(), frames_.end(), [&](const Frame& frame) {
-      return frame.in_order && frame.unit == event.unit;
+      return frame.follows && frame.call == event->call;
     });
-    if (event.kind == EventKind::Exit && is_open) {
-      return std::nullopt;
+    if (event->kind == EventKind::Enter || is_open) {
+      return;
     }
-  }
-  return std::nullopt;
-}
-
-void Schedule::skip_to(size_t end, Actions& out) {
-  while (cursor_ < end) {
-    const CallEvent& event = order_[cursor_++];
-    // The exit of a call that this rank makes comes when it leaves it.
-    if (event.kind == EventKind::Enter || units_[event.unit].skipped > 0) {
-      skip(event, out);
-    }
+    go_through(*event, out);
   }
 }
 
-void Schedule::skip(CallEvent event, Actions& out) {
-  event.skipped = true;
-  find_pass(open_)->events.push_back(event);
+void Schedule::go_through(const CallEvent& event, Actions& out) {
+  order_.advance();
   if (event.kind == EventKind::Enter) {
-    ++units_[event.unit].skipped;
     do_enter(event.unit, out);
   } else {
-    --units_[event.unit].skipped;
-    do_exit(event.unit, event.needs_backward, false, out);
+    do_exit(event.unit, event.needs_backward, out);
   }
-}
-
-// The next `count` different units that the order enters.
-std::vector<UnitId> Schedule::upcoming(int count) const {
-  std::vector<UnitId> next;
-  for (size_t i = cursor_; i < order_.size() && static_cast<int>(next.size()) < count; ++i) {
-    const CallEvent& event = order_[i];
-    if (event.kind == EventKind::Enter &&
-        std::find(next.begin(), next.end(), event.unit) == next.end()) {
-      next.push_back(event.unit);
-    }
-  }
-  return next;
 }
 
 void Schedule::do_enter(UnitId unit, Actions& out) {
@@ -231,7 +255,8 @@ void Schedule::do_enter(UnitId unit, Actions& out) {
   if (!options_.gathers) {
     return;
   }
-  const std::vector<UnitId> next = rooted_ ? upcoming(options_.prefetch) : std::vector<UnitId>{};
+  const bool in_order = rooted_ && follows_;
+  const auto next = in_order ? order_.upcoming(options_.prefetch) : std::vector<UnitId>{};
   if (options_.releases) {
     reshard_all_but(next, out);
   }
@@ -241,56 +266,40 @@ void Schedule::do_enter(UnitId unit, Actions& out) {
   }
 }
 
-void Schedule::do_exit(UnitId unit, bool needs_backward, bool keep, Actions& out) {
+void Schedule::do_exit(UnitId unit, bool needs_backward, Actions& out) {
   --units_[unit].active;
-  if (!options_.releases || (keep && !rooted_)) {
+  if (!options_.releases) {
     return;
   }
-  if (rooted_) {
-    const std::vector<UnitId> next = upcoming(std::max(1, options_.prefetch));
-    const bool is_last = next.empty() && find_pass(open_)->grad && needs_backward;
-    if (is_last) {
-      retained_ = unit;
-    }
-    if (is_last || std::find(next.begin(), next.end(), unit) != next.end()) {
-      return;
-    }
+  const std::vector<UnitId> next = order_.upcoming(std::max(1, options_.prefetch));
+  const bool is_last = next.empty() && find_pass(open_)->grad && needs_backward;
+  if (is_last) {
+    retained_ = unit;
   }
-  reshard(unit, out);
-}
-
-void Schedule::relearn(const Pass& pass) {
-  std::vector<bool> called(units_.size(), false);
-  for (const CallEvent& event : pass.events) {
-    called[event.unit] = called[event.unit] || !event.skipped;
+  if (!is_last && std::find(next.begin(), next.end(), unit) == next.end()) {
+    reshard(unit, out);
   }
-  order_.clear();
-  for (CallEvent event : pass.events) {
-    if (!event.skipped || !called[event.unit]) {
-      event.skipped = false;
-      order_.push_back(event);
-    }
-  }
-}
-
-void Schedule::prune(const std::vector<bool>& called) {
-  std::erase_if(order_, [&](const CallEvent& event) { return !called.at(event.unit); });
 }
 
 // -- moves ----------------------------------------------------------------------------------
 
 void Schedule::unshard(UnitId unit, Actions& out) {
-  if (!units_[unit].resident) {
-    units_[unit].resident = true;
+  UnitState& state = units_[unit];
+  if (!state.resident) {
+    state.resident = true;
+    state.late = false;
     out.push_back({ActionKind::Unshard, unit});
   }
 }
 
 void Schedule::reshard(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
-  if (state.resident && !is_active(unit)) {
+  if (state.resident && state.active == 0 && !state.in_backward && state.pinned == 0) {
     state.resident = false;
-    out.push_back({ActionKind::Reshard, unit});
+    state.late = state.held > 0;
+    if (!state.late) {
+      out.push_back({ActionKind::Reshard, unit});
+    }
   }
 }
 

@@ -5,12 +5,20 @@
 // object with the expected events, which is why its prediction is what the runtime does.
 //
 // Note [One order on every rank]
-// Collectives must be issued in one order on all ranks, also when a rank does not take a branch.
-// A rooted pass (one call of the sharded model) therefore follows the order learned from earlier
-// passes: units passed over are unsharded and resharded in their turn. A call that the learned
-// order does not have (all ranks must make it) is served on demand, and the order is relearned
-// when the pass ends. The first order is that of registration. Units called outside of the
-// sharded model's own call are served on demand, without prefetch.
+// Collectives must be issued in one order on all ranks, also when they take different ways. A
+// rooted pass (one call of the sharded model) therefore follows an order of calls that is the same
+// on all ranks: a call is looked up in what is left of it, and what lies before is unsharded and
+// resharded in its turn. A call that is not found comes behind all others: this rank goes through
+// the rest of the order and then asks the others, who, when they have come to the end, serve it
+// (unshard and reshard the unit without using it). When all have ended, and if the pass was not
+// what was expected, ranks compare their calls; that gives the list from which the pass's backward
+// follows and the order of the next pass. The first order is that of registration.
+//
+// Which units are resident follows from the order alone. A call that a rank leaves later than the
+// order has it keeps the memory (`held`) of a unit that counts as resharded, until it is left.
+//
+// Units called outside of the sharded model's own call are served on demand, without prefetch; all
+// ranks must make these calls. So it is in a pass without gradients that finds all units there.
 //
 // Note [Passes whose backward never comes]
 // A unit of several passes is reduced in the backward of the first of them: in one backward through
@@ -20,7 +28,6 @@
 // an end the next backwards reduce pass by pass.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <optional>
@@ -28,6 +35,7 @@
 
 #include "common/types.h"
 #include "plan/backward_steps.h"
+#include "plan/call_order.h"
 
 namespace zerocore {
 
@@ -43,7 +51,7 @@ using Actions = std::vector<Action>;
 // One forward call of a unit, as the backward refers to it.
 struct CallHandle {
   int64_t pass = -1;
-  int32_t exit = -1;
+  int32_t call = -1; // its number in the pass
   UnitId unit = -1;
 };
 
@@ -64,7 +72,34 @@ class Schedule {
   void enter(UnitId unit, bool grad, Actions& out);
   // `keep`: outside of a pass the unit stays unsharded until another one is entered.
   CallHandle exit(UnitId unit, bool needs_backward, Actions& out, bool keep = false);
+  // close_pass, and learn where there are no other ranks to compare with.
   void end_pass(Actions& out);
+
+  // Between ranks, see Note [One order on every rank].
+  // Whether the pass under way (or closed last) has the same calls on all ranks.
+  bool follows_order() const {
+    return follows_;
+  }
+  // Whether the order still has a call of the unit.
+  bool is_expected(UnitId unit) const {
+    return order_.find(unit).has_value();
+  }
+  // Goes through what is left of the order.
+  void finish_order(Actions& out);
+  // A call that other ranks make and the order does not have.
+  void serve(UnitId unit, Actions& out);
+  // This rank has left the pass; ranks that have not may have to be served.
+  void close_pass(Actions& out);
+  // Whether ranks have to compare their calls after close_pass.
+  bool changed() const {
+    return order_.changed();
+  }
+  const PassCalls& calls() const {
+    return order_.calls();
+  }
+  // Settles the pass that was closed: with the calls of all ranks if any of them changed, else with
+  // none.
+  void settle_pass(const std::vector<PassCalls>& ranks, int own);
   // The pass ended with an exception: gives everything back, forgets the pass.
   void abort(Actions& out);
 
@@ -93,28 +128,21 @@ class Schedule {
   void set_muted(UnitId unit, bool muted) {
     units_.at(unit).muted = muted;
   }
-  // Drops the units that no rank has called from the order; one flag per unit.
-  void prune(const std::vector<bool>& called);
-  // Units that this rank really called, not skipped, since the schedule was made.
-  const std::vector<bool>& called() const {
-    return called_;
-  }
-
   const std::vector<CallEvent>& order() const {
-    return order_;
+    return order_.events();
   }
+  // The unit's full parameters are there, or on their way.
   bool is_resident(UnitId unit) const {
-    return units_.at(unit).resident;
+    return units_.at(unit).resident || units_.at(unit).late;
   }
   // In use by forward or backward: the modules show the unsharded parameters.
   bool is_active(UnitId unit) const {
     const UnitState& state = units_.at(unit);
-    return state.active > 0 || state.in_backward || state.pinned > 0;
+    return state.held > 0 || state.in_backward || state.pinned > 0;
   }
   // A call of the unit that this rank makes has not been left.
   bool is_entered(UnitId unit) const {
-    return std::any_of(
-        frames_.begin(), frames_.end(), [&](const Frame& frame) { return frame.unit == unit; });
+    return units_.at(unit).held > 0;
   }
   bool is_pinned(UnitId unit) const {
     return units_.at(unit).pinned > 0;
@@ -133,10 +161,11 @@ class Schedule {
 
  private:
   struct UnitState {
-    int active = 0; // calls entered and not left
-    int skipped = 0; // those of them that this rank does not make
+    int active = 0; // calls entered and not left, by the order
+    int held = 0; // calls that this rank has entered and not left
     int pinned = 0;
     bool resident = false; // unsharded, or on its way
+    bool late = false; // not resident any more, but held
     bool in_backward = false;
     bool ready = false;
     bool reducible = true;
@@ -149,13 +178,15 @@ class Schedule {
     bool grad = false;
     bool consumed = false; // a backward ran through it
     std::vector<CallEvent> events;
+    int32_t num_calls = 0; // of a pass that does not follow the order
     std::vector<Step> steps; // of the backward under way
     size_t next = 0; // first step not done
   };
   struct Frame {
     UnitId unit = -1;
-    bool in_order = false; // matched an event of order_
-    bool recorded = false; // is an event of the open pass
+    int64_t pass = -1; // -1 if it is not recorded
+    int32_t call = -1;
+    bool follows = false; // is a call of the order
   };
 
   Pass& open_pass(bool grad);
@@ -164,13 +195,13 @@ class Schedule {
   bool is_outdated(const Pass& pass) const;
   Pass* find_pass(int64_t id);
 
-  std::optional<size_t> find_event(EventKind kind, UnitId unit) const;
-  void skip_to(size_t event, Actions& out);
-  void skip(CallEvent event, Actions& out);
-  std::vector<UnitId> upcoming(int count) const;
+  void go_through(const CallEvent& event, Actions& out);
+  void go_to(int32_t call, Actions& out);
+  void leave_calls(Actions& out);
+  int32_t enter_in_order(UnitId unit, Actions& out);
+  void serve_one(UnitId unit, Actions& out);
   void do_enter(UnitId unit, Actions& out);
-  void do_exit(UnitId unit, bool needs_backward, bool keep, Actions& out);
-  void relearn(const Pass& pass);
+  void do_exit(UnitId unit, bool needs_backward, Actions& out);
 
   std::vector<bool> reduced_later(const Pass& pass) const;
   void start_steps(Pass& pass, Actions& out);
@@ -185,20 +216,19 @@ class Schedule {
   void reshard_all_but(const std::vector<UnitId>& keep, Actions& out);
 
   ScheduleOptions options_;
-  std::vector<CallEvent> order_;
+  CallOrder order_;
   std::vector<UnitState> units_;
-  std::vector<bool> called_;
   std::vector<Frame> frames_; // units entered and not left
   std::deque<Pass> passes_; // passes a backward may still come for, also once more
   int64_t next_pass_ = 0;
   int64_t open_ = -1; // id of the forward pass under way
+  int64_t closed_ = -1; // id of the pass that was closed and is to be settled
   int64_t backward_ = -1; // id of the pass whose steps are being done
   uint64_t shape_ = 0; // of the passes whose steps were begun in this backward
   bool rooted_ = false;
-  bool changed_ = false; // the pass had a call that order_ does not have
+  bool follows_ = false; // the pass under way follows the order
   bool outdated_ = false; // parameters have changed since passes were last forgotten
   bool waits_ = true; // one backward through several passes reduces each unit once
-  size_t cursor_ = 0; // next event of order_
   UnitId retained_ = -1; // left last; kept for the backward
 };
 

@@ -29,7 +29,7 @@ bool Schedule::pre_backward(const CallHandle& call, Actions& out) {
   if (pass != nullptr) {
     const auto begin = pass->steps.begin() + static_cast<std::ptrdiff_t>(pass->next);
     const auto found = std::find_if(begin, pass->steps.end(), [&](const Step& step) {
-      return step.kind == StepKind::Pre && step.exit == call.exit;
+      return step.kind == StepKind::Pre && step.call == call.call;
     });
     if (found != pass->steps.end()) {
       run_steps(*pass, static_cast<size_t>(found - pass->steps.begin()) + 1, out);
@@ -63,7 +63,7 @@ bool Schedule::recompute(UnitId unit, Actions& out) {
       const Step& step = pass->steps[i];
       if (step.kind == StepKind::Pre && step.unit == unit) {
         call.pass = pass->id;
-        call.exit = step.exit;
+        call.call = step.call;
         break;
       }
     }

@@ -90,7 +90,6 @@ void StepSimulation::micro_batch() {
   forward(actions);
   schedule_.end_pass(actions);
   run(actions);
-  schedule_.prune(schedule_.called());
   schedule_.begin_backward();
   backward(actions);
   schedule_.end_backward(actions);

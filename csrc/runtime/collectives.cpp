@@ -188,11 +188,15 @@ PendingCollective Collectives::exchange(
       });
 }
 
-PendingCollective Collectives::all_reduce(const at::Tensor& tensor, CollectiveTag tag) {
+PendingCollective Collectives::all_reduce(
+    const at::Tensor& tensor,
+    CollectiveTag tag,
+    c10d::ReduceOp::RedOpType op) {
   return start(
       "all_reduce", StreamRole::ReduceScatter, {{}, {tensor}}, std::move(tag), [&](bool async) {
         std::vector<at::Tensor> tensors = {tensor};
         c10d::AllreduceOptions options;
+        options.reduceOp = op;
         options.asyncOp = async;
         return Works{backend_->allreduce(tensors, options)};
       });
@@ -205,14 +209,6 @@ PendingCollective Collectives::broadcast(const at::Tensor& bytes, CollectiveTag 
     options.asyncOp = async;
     return Works{backend_->broadcast(tensors, options)};
   });
-}
-
-void Collectives::all_reduce_max(at::Tensor& values) {
-  std::vector<at::Tensor> tensors = {values.to(streams_.device())};
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
-  backend_->allreduce(tensors, options)->wait();
-  values.copy_(tensors[0]);
 }
 
 } // namespace zerocore

@@ -83,14 +83,14 @@ class Collectives {
   // Sends slice r of `full` to rank r; `received` holds what came from each rank, rank after rank.
   PendingCollective exchange(const at::Tensor& received, const at::Tensor& full, CollectiveTag tag);
 
-  // Sums `tensor` (1-D) over the ranks in place.
-  PendingCollective all_reduce(const at::Tensor& tensor, CollectiveTag tag);
+  // Sums `tensor` (1-D) over the ranks in place, or reduces it by another operation.
+  PendingCollective all_reduce(
+      const at::Tensor& tensor,
+      CollectiveTag tag,
+      c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM);
 
   // Rank 0's bytes to all ranks, in place.
   PendingCollective broadcast(const at::Tensor& bytes, CollectiveTag tag);
-
-  // Elementwise maximum of a small CPU tensor over the ranks, in place; blocks the host.
-  void all_reduce_max(at::Tensor& values);
 
  private:
   struct Operands {

@@ -1,0 +1,82 @@
+// Control messages between the ranks of a model.
+#include "engine/peers.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <utility>
+
+namespace zerocore {
+
+namespace {
+
+const std::string kCalls = "the calls of a pass";
+// A message is the largest of what the ranks say: a unit so that the first one wins, or 0.
+constexpr int64_t kFirstUnit = std::numeric_limits<int32_t>::max();
+enum Field : uint8_t { Wanted, Changed, kNumFields };
+
+// One number a call: 0 for one that the rank did not make.
+int32_t encode(const PassCall& call) {
+  return call.made ? 1 + 2 * call.last + (call.needs_backward ? 1 : 0) : 0;
+}
+
+void decode(int32_t code, PassCall& call) {
+  call.made = code > 0;
+  if (call.made) {
+    call.last = (code - 1) / 2;
+    call.needs_backward = (code - 1) % 2 != 0;
+  }
+}
+
+} // namespace
+
+Peers::Peers(c10::intrusive_ptr<c10d::ProcessGroup> control)
+    : streams_(c10::Device(c10::DeviceType::CPU)),
+      collectives_(std::move(control), streams_),
+      message_(at::zeros({kNumFields}, at::kLong)) {}
+
+void Peers::say(std::optional<UnitId> wanted, bool changed) {
+  auto* fields = message_.mutable_data_ptr<int64_t>();
+  fields[Wanted] = wanted ? kFirstUnit - *wanted : 0;
+  fields[Changed] = changed ? 1 : 0;
+  round_ = collectives_.all_reduce(message_, {&kCalls, nullptr}, c10d::ReduceOp::MAX);
+}
+
+Peers::Answer Peers::wait() {
+  round_.wait(streams_);
+  const auto* fields = message_.const_data_ptr<int64_t>();
+  Answer answer;
+  answer.changed = fields[Changed] != 0;
+  if (fields[Wanted] != 0) {
+    answer.wanted = static_cast<UnitId>(kFirstUnit - fields[Wanted]);
+  }
+  return answer;
+}
+
+std::vector<PassCalls> Peers::gather(const PassCalls& own) {
+  const auto numel = static_cast<int64_t>(own.size());
+  const at::Tensor all = at::zeros({std::max<int64_t>(1, collectives_.size() * numel)}, at::kInt);
+  auto* codes = all.mutable_data_ptr<int32_t>();
+  std::transform(own.begin(), own.end(), codes + collectives_.rank() * numel, encode);
+  collectives_.all_reduce(all, {&kCalls, nullptr}).wait(streams_);
+  std::vector<PassCalls> result(collectives_.size(), own);
+  for (PassCalls& calls : result) {
+    for (PassCall& call : calls) {
+      decode(*codes++, call);
+    }
+  }
+  return result;
+}
+
+std::vector<bool> Peers::any_rank(const std::vector<bool>& flags) {
+  const at::Tensor values = at::empty({static_cast<int64_t>(flags.size())}, at::kByte);
+  auto* bytes = values.mutable_data_ptr<uint8_t>();
+  std::copy(flags.begin(), flags.end(), bytes);
+  collectives_.all_reduce(values, {&kCalls, nullptr}, c10d::ReduceOp::MAX).wait(streams_);
+  return {bytes, bytes + flags.size()};
+}
+
+} // namespace zerocore

@@ -1,0 +1,45 @@
+// What the ranks of a model tell each other about the calls of a pass; small, and on the CPU only.
+//
+// See Note [One order on every rank] in plan/schedule.h. Ranks answer in rounds: each says which
+// unit it needs or that it has left the pass, and all hear which unit is served next.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "plan/pass_calls.h"
+#include "runtime/collectives.h"
+
+namespace zerocore {
+
+class Peers {
+ public:
+  struct Answer {
+    std::optional<UnitId> wanted; // the first unit in registration that any rank needs
+    bool changed = false; // on any rank
+  };
+
+  // `control`: a gloo group of all ranks of the model.
+  explicit Peers(c10::intrusive_ptr<c10d::ProcessGroup> control);
+
+  // A round begins for this rank; wait() ends it.
+  void say(std::optional<UnitId> wanted, bool changed);
+  Answer wait();
+
+  // Every rank's list; all are as long as `own`.
+  std::vector<PassCalls> gather(const PassCalls& own);
+  // For each flag whether it is set on any rank.
+  std::vector<bool> any_rank(const std::vector<bool>& flags);
+  int rank() const {
+    return static_cast<int>(collectives_.rank());
+  }
+
+ private:
+  Streams streams_;
+  Collectives collectives_;
+  at::Tensor message_;
+  PendingCollective round_;
+};
+
+} // namespace zerocore
