@@ -76,7 +76,7 @@ std::vector<bool> Peers::any_rank(const std::vector<bool>& flags) {
   auto* bytes = values.mutable_data_ptr<uint8_t>();
   std::copy(flags.begin(), flags.end(), bytes);
   collectives_.all_reduce(values, {&kCalls, nullptr}, c10d::ReduceOp::MAX).wait(streams_);
-  return {bytes, bytes + flags.size()};
+  return std::vector<bool>(bytes, bytes + flags.size());
 }
 
 } // namespace zerocore

@@ -93,10 +93,6 @@ void Schedule::close_pass(Actions& out) {
   }
   rooted_ = false;
   closed_ = std::exchange(open_, -1);
-  if (options_.releases) {
-    const bool grad = find_pass(closed_)->grad;
-    reshard_all_but(grad ? std::vector<UnitId>{retained_} : std::vector<UnitId>{}, out);
-  }
 }
 
 void Schedule::settle_pass(const std::vector<PassCalls>& ranks, int own) {
@@ -247,6 +243,9 @@ void Schedule::go_through(const CallEvent& event, Actions& out) {
     do_enter(event.unit, out);
   } else {
     do_exit(event.unit, event.needs_backward, out);
+  }
+  if (options_.releases && order_.next() == nullptr) {
+    reshard_all_but({retained_}, out);
   }
 }
 

@@ -36,7 +36,7 @@ class Leaf(nn.Module):
 
 
 class Node(nn.Module):
-    """Calls its children as its plan says; `clock[0]` is the number of the forward."""
+    """Calls its children as its plan says; `clock` is the number of the forward, and the rank."""
 
     def __init__(self, children: list[nn.Module], rng: random.Random, clock: list[int]) -> None:
         super().__init__()
@@ -52,6 +52,8 @@ class Node(nn.Module):
             "read",
             "aux",
             "detach",
+            "routed",
+            "routed",
         ]
         order = list(range(len(children)))
         rng.shuffle(order)
@@ -62,10 +64,11 @@ class Node(nn.Module):
             x = x + torch.tanh(self.own(x))
         self.aux = None
         for what, index in self.plan.steps:
-            x = self.step(what, self.parts[index], x)
+            x = self.step(what, index, x)
         return x
 
-    def step(self, what: str, part: nn.Module, x: Tensor) -> Tensor:
+    def step(self, what: str, index: int, x: Tensor) -> Tensor:
+        part = self.parts[index]
         steps: dict[str, Callable[[], Any]] = {
             "call": lambda: part(x),
             "twice": lambda: part(part(x)),
@@ -75,6 +78,7 @@ class Node(nn.Module):
             "read": lambda: x + read(part, x),
             "aux": lambda: self.keep(part, x),
             "detach": lambda: x + part(x.detach()).detach(),
+            "routed": lambda: part(x) if hash((*self.clock, index)) % 2 else x,
         }
         return steps[what]()
 
@@ -93,7 +97,7 @@ def build(seed: int) -> tuple[nn.Module, list[int], list[nn.Module]]:
     """A model, its clock, and modules that may be units; no two calls with one seed differ."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    clock = [0]
+    clock = [0, 0]
     leaves: list[nn.Module] = [Leaf(rng) for _ in range(rng.randint(2, 5))]
     if rng.random() < 0.4:  # tied
         first, last = leaves[0], leaves[-1]

@@ -1,6 +1,6 @@
 """Random models train as in one process that does every rank's part.
 
-`python -m tests.distributed.test_random_graphs FIRST COUNT` tries others than the gate does.
+`python -m tests.distributed.test_random_graphs FIRST COUNT [RANKS]` tries others than the gate does.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def reference(seed: int, world_size: int) -> tuple[list[float], dict[str, Tensor
     for step in range(NUM_STEPS):
         clock[0] = step
         for rank in range(world_size):
+            clock[1] = rank
             loss = total_loss(model, batch(seed, step, rank))
             (loss / world_size).backward()
             if rank == dist.get_rank():
@@ -47,6 +48,7 @@ def reference(seed: int, world_size: int) -> tuple[list[float], dict[str, Tensor
 
 def train(seed: int, stage: int, prefetch: int) -> tuple[list[float], dict[str, Tensor]]:
     model, clock, candidates = build(seed)
+    clock[1] = dist.get_rank()
     options: dict[str, Any] = {"stage": stage, "prefetch": prefetch, "find_unused_parameters": True}
     try:
         zerocore.shard(model, units=choose_units(seed, candidates), **options)
@@ -90,14 +92,16 @@ def test_the_graphs_have_everything() -> None:
         for what, _ in getattr(module, "plan", nn.Identity()).__dict__.get("steps", ())
     ]
     wanted = {"call", "twice", "sometimes", "checkpoint", "reentrant", "read", "aux", "detach"}
+    wanted.add("routed")
     assert set(plans) == wanted
 
 
 if __name__ == "__main__":
     begin, number = (int(word) for word in sys.argv[1:3])
+    ranks = int(sys.argv[3]) if len(sys.argv) > 3 else 2
     for seed in range(begin, begin + number, 10):
         try:
-            run_ranks(compare, 2, seed, 10, timeout=200)
+            run_ranks(compare, ranks, seed, 10, timeout=100)
             print(f"graphs {seed} to {seed + 9}: equal", flush=True)
         except RanksFailed as error:
             print(f"graphs from {seed}: {error}", flush=True)

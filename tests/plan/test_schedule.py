@@ -37,20 +37,6 @@ def test_random_graphs(seed: int, prefetch: int) -> None:
         assert sorted(reduced) == list(range(num_units))
 
 
-@pytest.mark.parametrize("prefetch", range(3))
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_rank_that_skips_units_issues_the_same_collectives(seed: int, prefetch: int) -> None:
-    rng = random.Random(seed)
-    num_units = rng.randint(2, 8)
-    # Of a unit that is called again, which call was skipped could not be told.
-    calls = random_tree(rng, num_units, repeats=False)
-    skipped = frozenset(u for u in range(num_units) if rng.random() < 0.3) - {calls[-1][0]}
-    full, partial = make(calls, num_units, prefetch), make(calls, num_units, prefetch)
-    full.backward([full.forward(calls)])
-    partial.backward([partial.forward(calls, skipped)])
-    assert full.collectives == partial.collectives
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_changed_order_is_relearned(seed: int) -> None:
     rng = random.Random(seed)
