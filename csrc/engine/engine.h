@@ -174,6 +174,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool refresh(UnitId unit);
   void order_gathers();
   void ask_for(UnitId unit);
+  void ask_in_backward(const CallHandle& call);
+  void serve_others();
   void leave_pass();
   void settle_pass();
 
@@ -209,7 +211,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::unordered_map<uint64_t, bool> rest_by_shape_; // see reduce_rest()
   bool sync_ = true;
   bool leaving_ = false; // a pass that other ranks may still be in
-  bool ranks_differ_ = false; // they took different ways once
+  bool ranks_differ_ = false; // they took different ways in passes since the last backward
 };
 
 } // namespace zerocore

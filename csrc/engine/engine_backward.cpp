@@ -54,6 +54,7 @@ void Engine::pre_backward(const RecordedCall& recorded, int64_t number) {
       "or lower, or run forward and both backwards inside `with zerocore.unsharded(model):`.");
   begin_backward();
   progress_[id].backward = current_backward();
+  ask_in_backward(recorded.call);
   if (schedule_.pre_backward(recorded.call, actions_)) {
     forget_fired(id);
   }
@@ -144,6 +145,9 @@ void Engine::forget_fired(UnitId id) {
 
 void Engine::end_backward() {
   throw_side_door_error();
+  schedule_.finish_steps(actions_);
+  run(actions_);
+  serve_others();
   schedule_.end_backward(actions_);
   run(actions_);
   reduce_rest();
@@ -157,6 +161,7 @@ void Engine::end_backward() {
   reducer_.finish();
   side_doors_.end_backward();
   backward_ = false;
+  ranks_differ_ = false;
   run_user_hooks(reduced);
 }
 
@@ -180,12 +185,12 @@ void Engine::reduce_rest() {
   bool has_rest = std::find(rest.begin(), rest.end(), true) != rest.end();
   if (context_.collectives != nullptr) {
     const auto [known, is_new] = rest_by_shape_.try_emplace(schedule_.backward_shape(), false);
-    if (is_new || known->second) {
+    if (is_new || known->second || ranks_differ_) {
       rest = context_.any_rank(rest);
       known->second = known->second || std::find(rest.begin(), rest.end(), true) != rest.end();
       has_rest = known->second;
     }
-    check_rest(rest, has_rest && !known->second);
+    check_rest(rest, has_rest && !known->second && !ranks_differ_);
   }
   for (UnitId id = 0; has_rest && id < num_units(); ++id) {
     if (rest[id]) {

@@ -82,6 +82,8 @@ void Engine::enter(UnitId id) {
     }
     if (peers_ != nullptr && schedule_.in_rooted_pass() && schedule_.follows_order() &&
         !schedule_.is_expected(id)) {
+      schedule_.finish_order(actions_);
+      run(actions_);
       ask_for(id);
     }
     schedule_.enter(id, c10::GradMode::is_enabled(), actions_);
@@ -160,17 +162,46 @@ void Engine::keep_writes(UnitId id) {
 
 // Serves the others until all of them gather the unit.
 void Engine::ask_for(UnitId id) {
-  ranks_differ_ = true;
-  schedule_.finish_order(actions_);
-  run(actions_);
   for (;;) {
-    peers_->say(id, true);
+    peers_->say({id, /*changed=*/true, /*skipped=*/true});
     const std::optional<UnitId> next = peers_->wait().wanted;
     TORCH_INTERNAL_ASSERT(next, "ranks that need a unit get none");
     if (*next == id) {
       return;
     }
-    schedule_.serve(*next, actions_);
+    if (schedule_.in_rooted_pass()) {
+      schedule_.serve(*next, actions_);
+    } else {
+      schedule_.serve_one(*next, actions_);
+    }
+    run(actions_);
+  }
+}
+
+// A unit that was released too early (see Note [Side doors]) is gathered once more, which ranks
+// that did not make the call do not know.
+void Engine::ask_in_backward(const CallHandle& call) {
+  if (ranks_differ_ && schedule_.is_out_of_turn(call)) {
+    schedule_.finish_steps(actions_);
+    run(actions_);
+    if (!schedule_.is_resident(call.unit)) {
+      ask_for(call.unit);
+    }
+  }
+}
+
+// At the end of a backward in which other ranks may have asked.
+void Engine::serve_others() {
+  if (!ranks_differ_) {
+    return;
+  }
+  for (;;) {
+    peers_->say({});
+    const std::optional<UnitId> next = peers_->wait().wanted;
+    if (!next) {
+      return;
+    }
+    schedule_.serve_one(*next, actions_);
     run(actions_);
   }
 }
@@ -185,9 +216,9 @@ void Engine::leave_pass() {
   }
   schedule_.close_pass(actions_);
   run(actions_);
-  peers_->say(std::nullopt, schedule_.changed());
+  peers_->say({std::nullopt, schedule_.changed(), schedule_.skipped()});
   leaving_ = true;
-  if (schedule_.changed() || ranks_differ_ || !c10::GradMode::is_enabled()) {
+  if (schedule_.changed() || schedule_.skipped() || !c10::GradMode::is_enabled()) {
     settle_pass();
   }
 }
@@ -199,16 +230,16 @@ void Engine::settle_pass() {
   }
   Peers::Answer answer = peers_->wait();
   while (answer.wanted) {
-    ranks_differ_ = true;
     schedule_.serve(*answer.wanted, actions_);
     run(actions_);
-    peers_->say(std::nullopt, true);
+    peers_->say({std::nullopt, true, true});
     answer = peers_->wait();
   }
   std::vector<PassCalls> calls;
   if (answer.changed) {
     calls = peers_->gather(schedule_.calls());
   }
+  ranks_differ_ = ranks_differ_ || answer.skipped;
   schedule_.settle_pass(calls, peers_->rank());
 }
 

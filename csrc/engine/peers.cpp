@@ -16,7 +16,7 @@ namespace {
 const std::string kCalls = "the calls of a pass";
 // A message is the largest of what the ranks say: a unit so that the first one wins, or 0.
 constexpr int64_t kFirstUnit = std::numeric_limits<int32_t>::max();
-enum Field : uint8_t { Wanted, Changed, kNumFields };
+enum Field : uint8_t { Wanted, Changed, Skipped, kNumFields };
 
 // One number a call: 0 for one that the rank did not make.
 int32_t encode(const PassCall& call) {
@@ -38,10 +38,11 @@ Peers::Peers(c10::intrusive_ptr<c10d::ProcessGroup> control)
       collectives_(std::move(control), streams_),
       message_(at::zeros({kNumFields}, at::kLong)) {}
 
-void Peers::say(std::optional<UnitId> wanted, bool changed) {
+void Peers::say(const Answer& own) {
   auto* fields = message_.mutable_data_ptr<int64_t>();
-  fields[Wanted] = wanted ? kFirstUnit - *wanted : 0;
-  fields[Changed] = changed ? 1 : 0;
+  fields[Wanted] = own.wanted ? kFirstUnit - *own.wanted : 0;
+  fields[Changed] = own.changed ? 1 : 0;
+  fields[Skipped] = own.skipped ? 1 : 0;
   round_ = collectives_.all_reduce(message_, {&kCalls, nullptr}, c10d::ReduceOp::MAX);
 }
 
@@ -50,6 +51,7 @@ Peers::Answer Peers::wait() {
   const auto* fields = message_.const_data_ptr<int64_t>();
   Answer answer;
   answer.changed = fields[Changed] != 0;
+  answer.skipped = fields[Skipped] != 0;
   if (fields[Wanted] != 0) {
     answer.wanted = static_cast<UnitId>(kFirstUnit - fields[Wanted]);
   }

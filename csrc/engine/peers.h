@@ -18,13 +18,14 @@ class Peers {
   struct Answer {
     std::optional<UnitId> wanted; // the first unit in registration that any rank needs
     bool changed = false; // on any rank
+    bool skipped = false; // any rank left out calls that others may have made
   };
 
   // `control`: a gloo group of all ranks of the model.
   explicit Peers(c10::intrusive_ptr<c10d::ProcessGroup> control);
 
-  // A round begins for this rank; wait() ends it.
-  void say(std::optional<UnitId> wanted, bool changed);
+  // A round begins for this rank, with what it has to say; wait() ends it.
+  void say(const Answer& own);
   Answer wait();
 
   // Every rank's list; all are as long as `own`.

@@ -69,6 +69,10 @@ void CallOrder::leave(int32_t number, bool needs_backward) {
   }
 }
 
+bool CallOrder::skipped() const {
+  return std::any_of(calls_.begin(), calls_.end(), [](const PassCall& call) { return !call.made; });
+}
+
 std::vector<CallEvent> CallOrder::learn(const std::vector<PassCalls>& ranks, int own) {
   std::vector<CallEvent> events = events_of(unite(ranks));
   const NextCalls next = merge(ranks, own, /*keeps_unmade=*/learned_);

@@ -43,6 +43,8 @@ class CallOrder {
   bool changed() const {
     return changed_;
   }
+  // Whether this rank left out calls.
+  bool skipped() const;
   // As this rank made them.
   const PassCalls& calls() const {
     return calls_;

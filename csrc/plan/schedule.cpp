@@ -32,6 +32,10 @@ Schedule::Pass* Schedule::find_pass(int64_t id) {
   return found == passes_.rend() ? nullptr : &*found;
 }
 
+const Schedule::Pass* Schedule::find_pass(int64_t id) const {
+  return const_cast<Schedule*>(this)->find_pass(id);
+}
+
 Schedule::Pass& Schedule::open_pass(bool grad) {
   forget_old_passes();
   Pass& pass = passes_.emplace_back();

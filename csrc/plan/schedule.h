@@ -94,6 +94,9 @@ class Schedule {
   bool changed() const {
     return order_.changed();
   }
+  bool skipped() const {
+    return order_.skipped();
+  }
   const PassCalls& calls() const {
     return order_.calls();
   }
@@ -112,6 +115,12 @@ class Schedule {
   // All gradients of the unit exist.
   void ready(UnitId unit, Actions& out);
   void end_backward(Actions& out);
+  // Whether pre_backward is going to unshard the unit out of turn.
+  bool is_out_of_turn(const CallHandle& call) const;
+  // Does the rest of the backward's steps; gradients still to come are reduced at its end.
+  void finish_steps(Actions& out);
+  // Unshards and reshards a unit that other ranks need.
+  void serve_one(UnitId unit, Actions& out);
 
   // The unit's parameters changed: what was gathered is stale, and no backward comes through it for
   // a forward before.
@@ -194,12 +203,12 @@ class Schedule {
   void forget_old_passes();
   bool is_outdated(const Pass& pass) const;
   Pass* find_pass(int64_t id);
+  const Pass* find_pass(int64_t id) const;
 
   void go_through(const CallEvent& event, Actions& out);
   void go_to(int32_t call, Actions& out);
   void leave_calls(Actions& out);
   int32_t enter_in_order(UnitId unit, Actions& out);
-  void serve_one(UnitId unit, Actions& out);
   void do_enter(UnitId unit, Actions& out);
   void do_exit(UnitId unit, bool needs_backward, Actions& out);
 
@@ -208,7 +217,6 @@ class Schedule {
   void do_step(const Step& step, Actions& out);
   void run_steps(Pass& pass, size_t end, Actions& out);
   void run_gathers(Actions& out);
-  void finish_steps(Actions& out);
   bool gathered_next(UnitId unit) const;
 
   void unshard(UnitId unit, Actions& out);

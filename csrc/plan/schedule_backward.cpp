@@ -47,6 +47,20 @@ bool Schedule::pre_backward(const CallHandle& call, Actions& out) {
   return false;
 }
 
+bool Schedule::is_out_of_turn(const CallHandle& call) const {
+  if (units_[call.unit].resident) {
+    return false;
+  }
+  const Pass* pass = find_pass(call.pass);
+  if (pass == nullptr || pass->id != backward_) {
+    return pass == nullptr;
+  }
+  return std::none_of(
+      pass->steps.begin() + static_cast<std::ptrdiff_t>(pass->next),
+      pass->steps.end(),
+      [&](const Step& step) { return step.kind == StepKind::Pre && step.call == call.call; });
+}
+
 bool Schedule::recompute(UnitId unit, Actions& out) {
   if (units_[unit].in_backward) {
     unshard(unit, out);

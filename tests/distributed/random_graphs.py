@@ -110,7 +110,10 @@ def build(seed: int) -> tuple[nn.Module, list[int], list[nn.Module]]:
         node = Node(children, rng, clock)
         nodes.append(node)
         candidates.append(node)
-    root = Node([nodes[-1], *leaves], rng, clock).double()
+    root = Node([nodes[-1], *leaves], rng, clock)
+    if root.own is None:  # else a rank's loss may not go through the model at all
+        root.own = nn.Linear(WIDTH, WIDTH)
+    root.double()
     inside = set(root.modules())
     return root, clock, [module for module in candidates if module in inside]
 
