@@ -82,6 +82,9 @@ class Unit {
   std::vector<UnitParam>& params() {
     return params_;
   }
+  const std::vector<UnitParam>& params() const {
+    return params_;
+  }
   const UnitContext& context() const {
     return context_;
   }
