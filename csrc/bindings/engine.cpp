@@ -88,7 +88,7 @@ PyEngine make_engine(
     int64_t stage,
     int prefetch,
     bool hold_full,
-    bool exchange_used,
+    bool agree_on_used,
     bool log_hand_overs,
     const std::optional<std::string>& group_name,
     const std::optional<std::string>& replicas_name,
@@ -103,7 +103,7 @@ PyEngine make_engine(
   PyEngine self;
   self.registrar = registrar.get();
   self.engine = std::make_shared<Engine>(
-      EngineOptions{stage, prefetch, hold_full, exchange_used, log_hand_overs},
+      EngineOptions{stage, prefetch, hold_full, agree_on_used, log_hand_overs},
       group_name,
       replicas_name,
       device,
@@ -203,7 +203,7 @@ void register_setup(py::class_<PyEngine>& engine) {
           py::arg("stage"),
           py::arg("prefetch"),
           py::arg("hold_full"),
-          py::arg("exchange_used"),
+          py::arg("agree_on_used"),
           py::arg("log_hand_overs") = false,
           py::arg("group_name"),
           py::arg("replicas_name") = py::none(),

@@ -102,7 +102,7 @@ std::unique_ptr<PyReduction> make_reduction(
     int64_t stage,
     int64_t world_size,
     int64_t num_replicas,
-    bool exchanges,
+    const std::string& backend,
     bool hold_full,
     bool on_host,
     bool counts_kept) {
@@ -110,7 +110,7 @@ std::unique_ptr<PyReduction> make_reduction(
   options.policy = StagePolicy::from_stage(stage, world_size);
   options.world_size = world_size;
   options.num_replicas = num_replicas;
-  options.exchanges = exchanges;
+  options.method = WireMethods::of_backend(backend).reduce;
   options.hold_full = hold_full;
   options.on_host = on_host;
   options.counts_kept = counts_kept;
@@ -146,7 +146,7 @@ void register_reduction(py::module_& module) {
           py::arg("stage"),
           py::arg("world_size"),
           py::arg("num_replicas") = 1,
-          py::arg("exchanges") = false,
+          py::arg("backend") = "nccl",
           py::arg("hold_full") = false,
           py::arg("on_host") = false,
           py::arg("counts_kept") = true)

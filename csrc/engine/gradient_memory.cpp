@@ -39,8 +39,8 @@ GradientMemory::GradientMemory(const Unit& unit, int index)
     home_begin_ = region.shard_range(context.shard).begin;
   }
   if (context.collectives != nullptr) {
-    const bool exchanges = context.collectives->exchanges();
-    make(GradPlace::Scratch, exchanges ? sent : sent.of_shard(context.shard), 0);
+    const int64_t parts = context.collectives->methods().reduce.parts(context.num_shards);
+    make(GradPlace::Scratch, parts > 1 ? sent : sent.of_shard(context.shard), 0);
     if (region.has_wire()) {
       make(GradPlace::Wire, sent, context.shard);
     }

@@ -20,6 +20,10 @@ class GradientMemory {
   // has memory.
   const at::Tensor& whole(GradPlace place) const;
   const at::Tensor& own(GradPlace place) const;
+  // What a reduction leaves there: `parts` for each element of this rank's part.
+  const at::Tensor& received(GradPlace place, int64_t parts) const {
+    return parts > 1 ? whole(place) : own(place);
+  }
   // A leaf of `numel` elements of the kept gradients, from the element `begin` of this rank's.
   at::Tensor view(int64_t begin, int64_t numel) const;
 

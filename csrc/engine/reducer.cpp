@@ -20,7 +20,9 @@ ReductionOptions reduction_options(const UnitContext& context, bool hold_full) {
   options.policy = context.policy;
   options.world_size = ranks == nullptr ? 1 : ranks->size();
   options.num_replicas = replicas == nullptr ? 1 : replicas->size();
-  options.exchanges = ranks != nullptr && ranks->exchanges();
+  if (ranks != nullptr) {
+    options.method = ranks->methods().reduce;
+  }
   options.hold_full = hold_full;
   options.on_host = !context.streams->has_streams();
   options.shard = context.shard;
@@ -46,7 +48,7 @@ Reducer::Reducer(
     : units_(units),
       context_(context),
       reduction_(reduction_options(context, options.hold_full), layouts_of(units)),
-      shown_(units, context, reduction_, options.exchange_used),
+      shown_(units, context, reduction_, options.agree_on_used),
       packer_(1.0 / static_cast<double>(context.world_size())),
       memory_(units.size()),
       touched_(units.size()),
@@ -209,8 +211,7 @@ PendingCollective Reducer::start(const GradStep& step) {
   if (step.op == TraceOp::AllReduce) {
     return collectives.all_reduce(sent, std::move(tag));
   }
-  return step.parts > 1 ? collectives.exchange(memory.whole(step.to), sent, std::move(tag))
-                        : collectives.reduce_scatter(memory.own(step.to), sent, std::move(tag));
+  return collectives.reduce_scatter(memory.received(step.to, step.parts), sent, std::move(tag));
 }
 
 PendingCollective Reducer::start_across(const GradStep& step) {
@@ -223,7 +224,7 @@ void Reducer::sum(const GradStep& step) {
   const GradientMemory& memory = memory_[step.unit][step.region];
   const std::string& name = units_[step.unit]->name();
   const at::Tensor& to = memory.own(step.to);
-  const at::Tensor& from = step.parts > 1 ? memory.whole(step.from) : memory.own(step.from);
+  const at::Tensor& from = memory.received(step.from, step.parts);
   context_.streams->note_read(StreamRole::Compute, from, "sums", name);
   context_.streams->note_write(StreamRole::Compute, to, "sums", name);
   kernels::accumulate(to, from, step.parts, step.adds);

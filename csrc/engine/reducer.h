@@ -18,7 +18,7 @@ namespace zerocore {
 
 struct ReducerOptions {
   bool hold_full = false; // stages 2, 3: keep full sums while not syncing
-  bool exchange_used = false; // ask the ranks in every backward which parameters took part
+  bool agree_on_used = false; // ask the ranks in every backward which parameters took part
 };
 
 class Reducer final : private GradSteps {

@@ -9,8 +9,8 @@ ShownGradients::ShownGradients(
     const std::vector<std::unique_ptr<Unit>>& units,
     const UnitContext& context,
     Reduction& reduction,
-    bool agrees_on_used)
-    : units_(units), context_(context), reduction_(reduction), agrees_on_used_(agrees_on_used) {
+    bool agree_on_used)
+    : units_(units), context_(context), reduction_(reduction), agree_on_used_(agree_on_used) {
   for (const auto& unit : units_) {
     params_.emplace_back(unit->params().size());
   }
@@ -37,7 +37,7 @@ void ShownGradients::note_used(UnitId unit) {
 }
 
 void ShownGradients::agree(const std::vector<bool>& reduced) {
-  if (context_.collectives == nullptr || (has_agreed_ && !agrees_on_used_)) {
+  if (context_.collectives == nullptr || (has_agreed_ && !agree_on_used_)) {
     return;
   }
   std::vector<bool> flags;
@@ -59,12 +59,12 @@ void ShownGradients::agree(const std::vector<bool>& reduced) {
     }
   }
   has_agreed_ = true;
-  agrees_on_used_ = agrees_on_used_ || *used;
+  agree_on_used_ = agree_on_used_ || *used;
 }
 
 void ShownGradients::show(UnitId unit, bool reduced) {
   // Ranks that did not ask each other take every parameter of a reduced unit as used by some.
-  const bool assume_used = !agrees_on_used_ && context_.collectives != nullptr;
+  const bool assume_used = !agree_on_used_ && context_.collectives != nullptr;
   const bool held_back = !reduced && context_.policy.shards_gradients();
   for (int i = 0; i < static_cast<int>(params_[unit].size()); ++i) {
     Param& param = params_[unit][i];

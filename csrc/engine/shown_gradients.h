@@ -20,12 +20,12 @@ namespace zerocore {
 
 class ShownGradients {
  public:
-  // `agrees_on_used`: the ranks ask each other in every backward which parameters took part.
+  // `agree_on_used`: the ranks ask each other in every backward which parameters took part.
   ShownGradients(
       const std::vector<std::unique_ptr<Unit>>& units,
       const UnitContext& context,
       Reduction& reduction,
-      bool agrees_on_used);
+      bool agree_on_used);
 
   // The tensor that becomes `shard.grad`, over the parameter's kept gradient.
   void bind(UnitId unit, int param, at::Tensor grad) {
@@ -57,7 +57,7 @@ class ShownGradients {
   const std::vector<std::unique_ptr<Unit>>& units_;
   UnitContext context_;
   Reduction& reduction_;
-  bool agrees_on_used_;
+  bool agree_on_used_;
   bool has_agreed_ = false;
   std::vector<std::vector<Param>> params_; // by unit and parameter
 };

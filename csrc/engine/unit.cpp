@@ -140,8 +140,8 @@ void Unit::unshard() {
 void Unit::gather(int region) {
   const at::Tensor& own = shards_ ? shards_->full_bytes(region) : bucket_.own_bytes(region);
   const at::Tensor& full = bucket_.full_bytes(region);
-  gathers_.push_back(
-      context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, full.numel())));
+  const int64_t nbytes = context_.collectives->methods().gather.wire_nbytes(full.numel());
+  gathers_.push_back(context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, nbytes)));
 }
 
 void Unit::wait_for_unshard() {

@@ -60,8 +60,7 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
 // takes, and where the sum over the replicas waits for the host.
 bool Reduction::completes_first(UnitId unit) const {
   const auto& regions = layouts_.at(unit)->regions();
-  return options_.policy.shards_gradients() || is_exchanged() ||
-      (options_.on_host && sums_across()) ||
+  return options_.policy.shards_gradients() || parts() > 1 || (options_.on_host && sums_across()) ||
       (communicates() && std::any_of(regions.begin(), regions.end(), [](const Region& region) {
            return region.has_wire();
          }));
@@ -168,8 +167,8 @@ void Reduction::issue(Key key, GradSteps& steps) {
   step.op = sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce;
   step.from = is_wired(key) ? GradPlace::Wire : GradPlace::Full;
   step.to = state_of(key).result;
-  step.parts = is_exchanged() ? options_.world_size : 1;
-  step.nbytes = nbytes_at(key, step.from);
+  step.parts = parts();
+  step.nbytes = sent_nbytes(key, step.from);
   steps.run(step);
   in_flight_.push_back(key);
   if (sums_across() && !options_.on_host) {
@@ -182,7 +181,7 @@ void Reduction::choose_result(Key key, GradSteps& steps) {
   RegionState& state = state_of(key);
   const bool wired = is_wired(key);
   state.result = wired ? GradPlace::Wire : GradPlace::Kept;
-  if (is_exchanged() || (options_.policy.shards_optimizer() && state.adds && !wired)) {
+  if (parts() > 1 || (options_.policy.shards_optimizer() && state.adds && !wired)) {
     take(key, GradPlace::Scratch, state.scratch, steps);
     state.result = GradPlace::Scratch;
   }
@@ -212,7 +211,7 @@ void Reduction::complete(Key key, GradSteps& steps) {
   if (options_.on_host && sums_across()) {
     complete_across(key, steps);
   } else if (state.result != GradPlace::Kept) {
-    add_to_kept(key, state.result, is_exchanged() ? options_.world_size : 1, steps);
+    add_to_kept(key, state.result, parts(), steps);
   }
   give_back(key, GradPlace::Scratch, state.scratch, steps);
   give_back(key, GradPlace::Wire, state.wire, steps);
@@ -227,11 +226,11 @@ void Reduction::complete_across(Key key, GradSteps& steps) {
   const RegionState& state = state_of(key);
   const bool in_place = !state.adds && !is_wired(key);
   const GradPlace sum = in_place ? GradPlace::Kept : state.result;
-  if (is_exchanged()) {
+  if (parts() > 1) {
     GradStep step = make_step(GradStepKind::Sum, key);
     step.from = GradPlace::Scratch;
     step.to = sum;
-    step.parts = options_.world_size;
+    step.parts = parts();
     steps.run(step);
   }
   start_across(key, sum, steps);
@@ -304,9 +303,15 @@ int64_t Reduction::nbytes_at(Key key, GradPlace place) const {
     case GradPlace::Wire:
       return region.reduce.itemsize * region.numel();
     case GradPlace::Scratch:
-      return region.reduce.itemsize * (is_exchanged() ? region.numel() : region.shard_numel);
+      return options_.method.received_nbytes(result_nbytes(key), options_.world_size);
   }
   return 0;
+}
+
+// Of a bucket, as the collective sends it.
+int64_t Reduction::sent_nbytes(Key key, GradPlace place) const {
+  const int64_t nbytes = nbytes_at(key, place);
+  return options_.policy.shards_optimizer() ? options_.method.wire_nbytes(nbytes) : nbytes;
 }
 
 // Of this rank's part of a sum.

@@ -30,6 +30,7 @@
 #include "plan/layout.h"
 #include "plan/pool_map.h"
 #include "plan/stage_policy.h"
+#include "plan/wire_methods.h"
 
 namespace zerocore {
 
@@ -91,7 +92,7 @@ struct ReductionOptions {
   StagePolicy policy;
   int64_t world_size = 1; // ranks that share the state
   int64_t num_replicas = 1;
-  bool exchanges = false; // a reduce-scatter leaves a part of every rank, to be summed here
+  ReduceMethod method; // of reduce-scatters
   bool hold_full = false; // stages 2, 3: full sums are kept while not syncing
   bool on_host = false; // collectives run on no stream: the host waits for them
   int64_t shard = 0; // this rank's
@@ -165,12 +166,14 @@ class Reduction {
   bool is_wired(Key key) const {
     return communicates() && region_of(key).has_wire();
   }
-  bool is_exchanged() const {
-    return options_.policy.shards_optimizer() && options_.exchanges;
+  // That the collective leaves for each element.
+  int64_t parts() const {
+    return options_.policy.shards_optimizer() ? options_.method.parts(options_.world_size) : 1;
   }
   bool completes_first(UnitId unit) const;
   bool any_valid(Key key) const;
   int64_t nbytes_at(Key key, GradPlace place) const;
+  int64_t sent_nbytes(Key key, GradPlace place) const;
   int64_t result_nbytes(Key key) const;
 
   void pack(Key key, bool holds, GradSteps& steps);

@@ -42,7 +42,7 @@ ReductionOptions reduction_options(const PlanOptions& options, const StagePolicy
   reduction.policy = policy;
   reduction.world_size = options.world_size;
   reduction.num_replicas = options.num_replicas;
-  reduction.exchanges = options.exchanges;
+  reduction.method = options.methods.reduce;
   reduction.hold_full = options.hold_full;
   reduction.on_host = options.sums_on_host;
   return reduction;
@@ -180,7 +180,7 @@ void StepSimulation::unshard(UnitId unit, const Layout& layout) {
   // Where full parameters stay, those that nothing updates are not gathered again.
   for (const Region& region : layout.regions()) {
     if (policy_.shards_parameters() || region.requires_grad) {
-      add(TraceOp::AllGather, unit, region.nbytes());
+      add(TraceOp::AllGather, unit, options_.methods.gather.wire_nbytes(region.nbytes()));
     }
   }
 }

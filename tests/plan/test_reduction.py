@@ -102,7 +102,7 @@ def test_a_gradient_that_was_dropped_is_not_added_to() -> None:
 
 
 def test_an_exchange_leaves_a_part_of_each_rank() -> None:
-    reduction = make(1, exchanges=True)
+    reduction = make(1, backend="gloo")
     assert texts(reduction.reduce(0)) == [
         "pack full",
         f"take scratch {FP32}",
@@ -201,7 +201,7 @@ def test_replicas_on_a_stream_sum_right_behind() -> None:
 
 def test_replicas_on_the_host_sum_what_is_known() -> None:
     """In place the sum is waited for at the end of the backward, elsewhere before it is added."""
-    reduction = make(1, num_replicas=2, exchanges=True, on_host=True)
+    reduction = make(1, num_replicas=2, backend="gloo", on_host=True)
     reduction.reduce(0)
     done = [
         "wait",
@@ -254,7 +254,7 @@ def test_reset_gives_everything_back_and_begins_anew() -> None:
 
 
 BLOCKS = ("scratch", "wire", "full")
-FLAGS = ("exchanges", "hold_full", "on_host", "wired")
+FLAGS = ("hold_full", "on_host", "wired")
 
 
 def watch_backwards(reduction: Reduction, holds: bool) -> None:
@@ -280,7 +280,8 @@ def watch_backwards(reduction: Reduction, holds: bool) -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_blocks_are_taken_once_and_given_back(stage: int) -> None:
-    for world, replicas, *flags in product((1, 2, 4), (1, 2), *len(FLAGS) * [(False, True)]):
-        options: dict[str, Any] = dict(zip(FLAGS, flags, strict=True))
+    grid = product((1, 2, 4), (1, 2), ("nccl", "gloo"), *len(FLAGS) * [(False, True)])
+    for world, replicas, backend, *flags in grid:
+        options: dict[str, Any] = dict(zip(FLAGS, flags, strict=True), backend=backend)
         holds = options["hold_full"] and stage >= 2 and world > 1
         watch_backwards(make(stage, world, units=2, num_replicas=replicas, **options), holds)
