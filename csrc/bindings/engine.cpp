@@ -121,10 +121,8 @@ void bind_param(
     const py::object& shard,
     const py::object& grad,
     const std::vector<std::pair<py::dict, std::string>>& places) {
-  UnitParam& param = self.engine->unit(unit).params().at(index);
-  param.full = THPVariable_Unpack(full.ptr());
-  param.shard = THPVariable_Unpack(shard.ptr());
-  param.home = param.shard.storage().unsafeGetStorageImpl();
+  self.engine->unit(unit).bind(
+      index, THPVariable_Unpack(full.ptr()), THPVariable_Unpack(shard.ptr()));
   if (!grad.is_none()) {
     self.engine->reducer().bind_grad(unit, index, THPVariable_Unpack(grad.ptr()));
   }

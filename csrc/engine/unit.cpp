@@ -80,6 +80,13 @@ at::Tensor Unit::make_model_shard(int param) const {
   return has_main(layout_.places().at(param).region) ? model_part(param) : at::Tensor();
 }
 
+void Unit::bind(int index, at::Tensor full, at::Tensor shard) {
+  UnitParam& param = params_.at(index);
+  param.full = std::move(full);
+  param.shard = std::move(shard);
+  param.home = param.shard.storage().unsafeGetStorageImpl();
+}
+
 at::Tensor Unit::model_part(int param) const {
   const int region = layout_.places().at(param).region;
   const int64_t offset = layout_.offset_in_shard(param, context_.shard);
