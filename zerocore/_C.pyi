@@ -132,6 +132,55 @@ class Schedule:
     @property
     def order(self) -> list[CallEvent]: ...
 
+class GradStep:
+    """What is done with the gradients of a region; which fields mean something depends on kind."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def unit(self) -> int: ...
+    @property
+    def region(self) -> int: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def target(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def parts(self) -> int: ...
+    @property
+    def adds(self) -> bool: ...
+    @property
+    def param(self) -> int: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def added(self) -> list[tuple[int, int]]: ...
+
+class Reduction:
+    """Where gradients are packed, added and reduced; methods return the steps."""
+
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        *,
+        stage: int,
+        world_size: int,
+        num_replicas: int = 1,
+        backend: str = "nccl",
+        hold_full: bool = False,
+        on_host: bool = False,
+        counts_kept: bool = True,
+    ) -> None: ...
+    def reduce(self, unit: int, sync: bool = True) -> list[GradStep]: ...
+    def finish(self) -> list[GradStep]: ...
+    def reset(self) -> list[GradStep]: ...
+    def set_trainable(self, unit: int, region: int, trainable: bool) -> None: ...
+    def drop(self, unit: int, param: int) -> None: ...
+    def is_valid(self, unit: int, param: int) -> bool: ...
+    def kept_nbytes(self, unit: int) -> int: ...
+
 class PlanOptions:
     """How the plan's model is sharded."""
 
@@ -141,7 +190,7 @@ class PlanOptions:
         stage: int,
         world_size: int,
         prefetch: int,
-        exchanges: bool,
+        backend: str,
         micro_batches: int = 1,
         hold_full: bool = False,
         num_replicas: int = 1,
@@ -278,7 +327,7 @@ class Engine:
         stage: int,
         prefetch: int,
         hold_full: bool,
-        exchange_used: bool,
+        agree_on_used: bool,
         log_hand_overs: bool = False,
         group_name: str | None,
         replicas_name: str | None = None,

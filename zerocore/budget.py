@@ -39,7 +39,7 @@ class _Candidate:
     config: ShardConfig
     world_size: int
     num_replicas: int
-    exchanges: bool
+    backend: str
 
     @property
     def mesh(self) -> str:
@@ -59,7 +59,7 @@ class _Candidate:
             self.world_size,
             self.num_replicas,
             prefetch=self.config.prefetch,
-            exchanges=self.exchanges,
+            backend=self.backend,
         )
         return memory.total
 
@@ -77,7 +77,7 @@ def check_budget(
     known before a forward and not counted. Rank 0 owns the most, so all ranks decide alike.
     """
     planner = make_planner(model, planned, Precision(mixed=config.mixed_precision))
-    candidate = _Candidate(planner, config, ranks.world_size, ranks.num_replicas, ranks.exchanges)
+    candidate = _Candidate(planner, config, ranks.world_size, ranks.num_replicas, ranks.backend)
     needed = candidate.nbytes
     if needed <= budget:
         return

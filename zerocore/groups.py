@@ -53,9 +53,9 @@ class Ranks:
         return self.num_shards * self.num_replicas
 
     @property
-    def exchanges(self) -> bool:
-        """Reduce-scatters run as an exchange and a local sum, as they do on gloo."""
-        return any(dist.get_backend(group) == "gloo" for group in self.groups)
+    def backend(self) -> str:
+        """Name of the backend whose collectives share the state; empty for one rank."""
+        return str(dist.get_backend(self.groups[0])) if self.groups else ""
 
     @property
     def rank(self) -> int:

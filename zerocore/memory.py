@@ -113,7 +113,7 @@ def _options(state: ShardState, stage: int, micro_batches: int = 1) -> _C.PlanOp
         world_size=state.ranks.num_shards,
         num_replicas=state.ranks.num_replicas,
         prefetch=state.config.prefetch,
-        exchanges=state.ranks.exchanges,
+        backend=state.ranks.backend,
         sums_on_host=state.device.type == "cpu",
         micro_batches=micro_batches,
         hold_full=state.config.accumulate == "full",

@@ -118,16 +118,16 @@ class Planner:
         *,
         prefetch: int = 1,
         rank: int = 0,
-        exchanges: bool = False,
+        backend: str = "nccl",
     ) -> _C.MemoryPlan:
-        """Bytes on ``rank``; ``exchanges`` as on gloo, whose reduce-scatter needs scratch.
+        """Bytes on ``rank``; those of a reduction in flight depend on the ``backend``.
 
         Ranks are numbered replica by replica.
         """
         return _C.plan_memory(
             self.specs,
             self.order,
-            self._options(stage, world_size, num_replicas, prefetch, exchanges),
+            self._options(stage, world_size, num_replicas, prefetch, backend),
             rank=rank % (world_size // num_replicas),
             optimizer_states=self.num_states,
             unused=self.unused,
@@ -154,14 +154,14 @@ class Planner:
         world_size: int,
         num_replicas: int = 1,
         prefetch: int = 0,
-        exchanges: bool = False,
+        backend: str = "nccl",
     ) -> _C.PlanOptions:
         return _C.PlanOptions(
             stage=stage,
             world_size=world_size // num_replicas,
             num_replicas=num_replicas,
             prefetch=prefetch,
-            exchanges=exchanges,
+            backend=backend,
             micro_batches=self.micro_batches,
             hold_full=self.hold_full,
             first_order=self.first_order,

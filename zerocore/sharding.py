@@ -102,7 +102,7 @@ def _make_engine(
         stage=config.stage,
         prefetch=config.prefetch,
         hold_full=config.accumulate == "full",
-        exchange_used=config.find_unused_parameters,
+        agree_on_used=config.find_unused_parameters,
         group_name=None if ranks.shard is None else ranks.shard.group_name,
         replicas_name=None if ranks.replicas is None else ranks.replicas.group_name,
         control_name=None if control is None else control.group_name,

@@ -88,7 +88,7 @@ PyEngine make_engine(
     int64_t stage,
     int prefetch,
     bool hold_full,
-    bool exchange_used,
+    bool agree_on_used,
     bool log_hand_overs,
     const std::optional<std::string>& group_name,
     const std::optional<std::string>& replicas_name,
@@ -104,7 +104,7 @@ PyEngine make_engine(
   PyEngine self;
   self.registrar = registrar.get();
   self.engine = std::make_shared<Engine>(
-      EngineOptions{stage, prefetch, hold_full, exchange_used, log_hand_overs},
+      EngineOptions{stage, prefetch, hold_full, agree_on_used, log_hand_overs},
       GroupNames{group_name, replicas_name, control_name},
       device,
       std::move(inits),
@@ -121,10 +121,8 @@ void bind_param(
     const py::object& shard,
     const py::object& grad,
     const std::vector<std::pair<py::dict, std::string>>& places) {
-  UnitParam& param = self.engine->unit(unit).params().at(index);
-  param.full = THPVariable_Unpack(full.ptr());
-  param.shard = THPVariable_Unpack(shard.ptr());
-  param.home = param.shard.storage().unsafeGetStorageImpl();
+  self.engine->unit(unit).bind(
+      index, THPVariable_Unpack(full.ptr()), THPVariable_Unpack(shard.ptr()));
   if (!grad.is_none()) {
     self.engine->reducer().bind_grad(unit, index, THPVariable_Unpack(grad.ptr()));
   }
@@ -203,7 +201,7 @@ void register_setup(py::class_<PyEngine>& engine) {
           py::arg("stage"),
           py::arg("prefetch"),
           py::arg("hold_full"),
-          py::arg("exchange_used"),
+          py::arg("agree_on_used"),
           py::arg("log_hand_overs") = false,
           py::arg("group_name"),
           py::arg("replicas_name") = py::none(),

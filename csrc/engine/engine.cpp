@@ -97,7 +97,7 @@ Engine::Engine(
            context_.policy.shards_optimizer(),
            context_.policy.shards_parameters()},
           std::move(order)),
-      reducer_(units_, context_, {options.hold_full, options.exchange_used}),
+      reducer_(units_, context_, {options.hold_full, options.agree_on_used}),
       registrar_(std::move(registrar)),
       thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
       side_doors_(

@@ -26,7 +26,7 @@ struct EngineOptions {
   int64_t stage = 3;
   int prefetch = 1;
   bool hold_full = false;
-  bool exchange_used = false;
+  bool agree_on_used = false;
   bool log_hand_overs = false; // on the CPU: as if there were streams
 };
 

@@ -19,7 +19,9 @@ void Engine::expect_step() {
   expected.hold_full = options_.hold_full;
   expected.world_size = collectives_ == nullptr ? 1 : collectives_->size();
   expected.num_replicas = replicas_ == nullptr ? 1 : replicas_->size();
-  expected.exchanges = collectives_ != nullptr && collectives_->exchanges();
+  if (collectives_ != nullptr) {
+    expected.methods = collectives_->methods();
+  }
   pool_.expect(plan_pool(plans, schedule_.order(), expected));
 }
 

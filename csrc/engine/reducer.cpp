@@ -1,4 +1,4 @@
-// Packs, reduces and accumulates gradients.
+// Carries out reductions of gradients with tensors and collectives.
 #include "engine/reducer.h"
 
 #include <c10/core/GradMode.h>
@@ -7,135 +7,84 @@
 #include <utility>
 
 #include "engine/autograd.h"
+#include "kernels/ops.h"
 
 namespace zerocore {
 
 namespace {
 
-Bucket make_bucket(const Unit& unit, const Layout& layout, int region, int64_t shard) {
-  return Bucket(
-      layout,
-      {region},
-      shard,
-      unit.context().streams->device(),
-      "the gradient of unit '" + unit.name() + "'");
+ReductionOptions reduction_options(const UnitContext& context, bool hold_full) {
+  const Collectives* ranks = context.collectives;
+  const Collectives* replicas = context.replicas;
+  ReductionOptions options;
+  options.policy = context.policy;
+  options.world_size = ranks == nullptr ? 1 : ranks->size();
+  options.num_replicas = replicas == nullptr ? 1 : replicas->size();
+  if (ranks != nullptr) {
+    options.method = ranks->methods().reduce;
+  }
+  options.hold_full = hold_full;
+  options.on_host = !context.streams->has_streams();
+  options.shard = context.shard;
+  options.counts_kept = (replicas == nullptr || replicas->rank() == 0) &&
+      (context.policy.shards_optimizer() || ranks == nullptr || ranks->rank() == 0);
+  return options;
 }
 
-Layout scratch_layout(const Unit& unit, bool exchanges) {
-  const Layout layout = unit.layout().retyped(&Region::reduce);
-  return exchanges ? layout : layout.of_shard(unit.context().shard);
+std::vector<const Layout*> layouts_of(const std::vector<std::unique_ptr<Unit>>& units) {
+  std::vector<const Layout*> layouts;
+  for (const auto& unit : units) {
+    layouts.push_back(&unit->layout());
+  }
+  return layouts;
 }
 
 } // namespace
 
-Reducer::RegionGrads::RegionGrads(const Unit& unit, int region_, bool exchanges)
-    : region(region_),
-      full(make_bucket(unit, unit.layout().retyped(&Region::grad), region_, unit.context().shard)),
-      scratch(make_bucket(unit, scratch_layout(unit, exchanges), region_, 0)) {
-  const UnitContext& context = unit.context();
-  if (context.policy.shards_gradients()) {
-    const Layout kept = unit.layout().of_shard(context.shard).retyped(&Region::grad);
-    shard.emplace(make_bucket(unit, kept, region_, 0));
-  }
-  if (context.collectives != nullptr && unit.layout().regions()[region_].has_wire()) {
-    const Layout wired = unit.layout().retyped(&Region::reduce);
-    wire.emplace(make_bucket(unit, wired, region_, context.shard));
-  }
-}
-
 Reducer::Reducer(
-    std::vector<std::unique_ptr<Unit>>& units,
-    UnitContext context,
+    const std::vector<std::unique_ptr<Unit>>& units,
+    const UnitContext& context,
     ReducerOptions options)
-    : units_(units), context_(context), options_(options), grads_(units.size()) {
-  const bool exchanges = context_.collectives != nullptr && context_.collectives->exchanges();
+    : units_(units),
+      context_(context),
+      reduction_(reduction_options(context, options.hold_full), layouts_of(units)),
+      shown_(units, context, reduction_, options.agree_on_used),
+      packer_(1.0 / static_cast<double>(context.world_size())),
+      memory_(units.size()),
+      touched_(units.size()),
+      reduced_(units.size()) {
   for (const auto& unit : units_) {
-    UnitGrads& grads = grads_[unit->id()];
-    grads.params.resize(unit->params().size());
-    for (int region = 0; region < static_cast<int>(unit->layout().regions().size()); ++region) {
-      const auto dtype = static_cast<c10::ScalarType>(unit->layout().regions()[region].dtype);
-      if (c10::isFloatingType(dtype)) {
-        grads.regions.emplace_back(*unit, region, exchanges);
-      }
+    const auto num_regions = static_cast<int>(unit->layout().regions().size());
+    in_flight_.emplace_back(num_regions);
+    for (int region = 0; region < num_regions; ++region) {
+      memory_[unit->id()].emplace_back(*unit, region);
     }
   }
 }
 
 at::Tensor Reducer::make_grad(UnitId id, int param) const {
-  const Unit& unit = *units_.at(id);
-  const int region = unit.layout().places().at(param).region;
-  const int64_t numel = unit.layout().owned(param, context_.shard).size();
-  const int64_t offset = unit.layout().offset_in_shard(param, context_.shard);
-  for (const RegionGrads& grads : grads_[id].regions) {
-    if (grads.region == region && grads.shard) {
-      return grads.shard->view(region, offset, {numel}, {1});
-    }
-    if (grads.region == region) {
-      const int64_t begin = unit.layout().regions()[region].shard_range(context_.shard).begin;
-      return grads.full.view(region, begin + offset, {numel}, {1});
-    }
+  const Layout& layout = units_.at(id)->layout();
+  const int region = layout.places().at(param).region;
+  if (!c10::isFloatingType(static_cast<c10::ScalarType>(layout.regions()[region].dtype))) {
+    return {};
   }
-  return {};
+  return memory_[id][region].view(
+      layout.offset_in_shard(param, context_.shard), layout.owned(param, context_.shard).size());
 }
 
-void Reducer::bind_grad(UnitId unit, int param, at::Tensor grad) {
-  grads_.at(unit).params.at(param).grad = std::move(grad);
-}
-
-const at::Tensor& Reducer::shard_of(const RegionGrads& grads) const {
-  return grads.shard ? grads.shard->full(grads.region) : grads.full.own(grads.region);
-}
-
-bool Reducer::is_trainable(const Unit& unit, int region) const {
-  const auto& params = const_cast<Unit&>(unit).params();
-  const auto& indices = unit.layout().regions()[region].params;
-  return std::any_of(
-      indices.begin(), indices.end(), [&](int i) { return params[i].full.requires_grad(); });
-}
-
-// -- one reduction --------------------------------------------------------------------------
+// -- a backward -----------------------------------------------------------------------------
 
 void Reducer::reduce(UnitId id, bool sync) {
   const at::NoGradGuard no_grad;
-  Unit& unit = *units_[id];
-  const bool hold = !sync && (persistent() || options_.hold_full);
-  touch(id);
-  if (uses_slots(id) || sums_on_host()) {
-    // At most one reduction in flight: its slots are the next one's, its sum over the replicas
-    // begins now.
-    complete_all();
+  if (!touched_[id]) {
+    shown_.take_changes(id, memory_[id]);
+    touched_[id] = true;
   }
-  for (RegionGrads& grads : grads_[id].regions) {
-    if (is_trainable(unit, grads.region)) {
-      attach(id, grads, hold);
-      pack(id, grads, hold);
-    }
-  }
-  if (!hold && context_.collectives != nullptr) {
-    context_.streams->order(StreamRole::ReduceScatter, StreamRole::Compute);
-    for (RegionGrads& grads : grads_[id].regions) {
-      if (is_trainable(unit, grads.region)) {
-        issue(id, grads);
-      }
-    }
-  }
+  note_trainable(id);
+  shown_.note_used(id);
+  const bool is_reduced = reduction_.reduce(id, sync, *this);
   clear_full_grads(id);
-  grads_[id].reduced = grads_[id].reduced || !hold;
-}
-
-// Whether a reduction of the unit takes memory from the pool.
-bool Reducer::uses_slots(UnitId id) const {
-  const auto& regions = grads_[id].regions;
-  return context_.policy.shards_gradients() ||
-      (context_.policy.shards_optimizer() && context_.collectives->exchanges()) ||
-      std::any_of(regions.begin(), regions.end(), [](const RegionGrads& grads) {
-           return grads.wire.has_value();
-         });
-}
-
-// See Note [Replicas].
-bool Reducer::sums_on_host() const {
-  return context_.replicas != nullptr && !context_.streams->has_streams();
+  reduced_[id] = reduced_[id] || is_reduced;
 }
 
 bool Reducer::has_grads(UnitId id) const {
@@ -145,166 +94,14 @@ bool Reducer::has_grads(UnitId id) const {
   });
 }
 
-// Takes over what the user did to the gradients since the last backward: dropped, kept, replaced.
-void Reducer::touch(UnitId id) {
-  UnitGrads& unit = grads_[id];
-  if (std::exchange(unit.touched, true)) {
-    return;
-  }
-  for (size_t i = 0; i < unit.params.size(); ++i) {
-    ParamGrads& param = unit.params[i];
-    const at::Tensor& current = gradient_of(units_[id]->params()[i].shard);
-    if (!current.defined()) {
-      param.valid = false;
-      param.local = false;
-    } else if (!current.is_same(param.grad) && param.grad.defined()) {
-      for (RegionGrads& grads : unit.regions) {
-        Bucket& home = grads.shard ? *grads.shard : grads.full;
-        if (!home.attached()) {
-          home.attach(zeroed_memory(home.nbytes()));
-        }
-      }
-      param.grad.copy_(current);
-      param.valid = true;
-    }
-  }
-}
-
-void Reducer::issue(UnitId id, RegionGrads& grads) {
-  const bool sharded = context_.policy.shards_optimizer();
-  if (sharded && (context_.collectives->exchanges() || (grads.adds && !grads.wire.has_value()))) {
-    grads.scratch_slot = context_.pool->acquire(
-        {id, BlockUse::Scratch, grads.region}, grads.scratch.nbytes(), StreamRole::ReduceScatter);
-    grads.scratch.attach(grads.scratch_slot.data);
-  }
-  grads.pending = start(id, grads);
-  in_flight_.emplace_back(id, static_cast<int>(&grads - grads_[id].regions.data()));
-  if (context_.replicas != nullptr && context_.streams->has_streams()) {
-    grads.pending = start_across(id, result_of(grads));
-  }
-}
-
-PendingCollective Reducer::start(UnitId id, RegionGrads& grads) {
-  Collectives& collectives = *context_.collectives;
-  const bool sharded = context_.policy.shards_optimizer();
-  const Bucket& sent = grads.wire ? *grads.wire : grads.full;
-  const TraceOp op = sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce;
-  CollectiveTag tag = units_[id]->tag(op, sent.nbytes());
-  const at::Tensor& full = sent.full(grads.region);
-  if (!sharded) {
-    return collectives.all_reduce(full, std::move(tag));
-  }
-  return collectives.exchanges()
-      ? collectives.exchange(grads.scratch.full(grads.region), full, std::move(tag))
-      : collectives.reduce_scatter(result_of(grads), full, std::move(tag));
-}
-
-PendingCollective Reducer::start_across(UnitId id, const at::Tensor& sum) {
-  const auto nbytes = static_cast<int64_t>(sum.nbytes());
-  return context_.replicas->all_reduce(sum, units_[id]->tag(TraceOp::AllReduce, nbytes));
-}
-
-// Waits for a reduction and adds its result to the gradient shard.
-void Reducer::complete(UnitId id, RegionGrads& grads) {
-  grads.pending.wait(*context_.streams);
-  if (sums_on_host()) {
-    sum_across(id, grads);
-  } else if (grads.scratch.attached() || grads.wire) {
-    take_result(id, grads);
-  }
-  release_slots(grads);
-  for (const int i : units_[id]->layout().regions()[grads.region].params) {
-    grads_[id].params[i].valid = true;
-    grads_[id].params[i].local = false;
-  }
-}
-
-// See Note [Replicas].
-void Reducer::sum_across(UnitId id, RegionGrads& grads) {
-  const bool in_place = !grads.adds && !grads.wire;
-  const at::Tensor& first = in_place ? shard_of(grads) : result_of(grads);
-  if (grads.scratch.attached() && context_.collectives->exchanges()) {
-    sum(id, first, grads.scratch.full(grads.region), false);
-  }
-  grads.across = start_across(id, first);
-  if (!in_place) {
-    grads.across.wait(*context_.streams);
-    zero_invalid(id, grads);
-    sum(id, shard_of(grads), first, grads.adds);
-  }
-}
-
-void Reducer::wait_across() {
-  if (context_.replicas == nullptr) {
-    return;
-  }
-  for (UnitGrads& unit : grads_) {
-    for (RegionGrads& grads : unit.regions) {
-      grads.across.wait(*context_.streams);
-    }
-  }
-}
-
-void Reducer::take_result(UnitId id, RegionGrads& grads) {
-  zero_invalid(id, grads);
-  const bool exchanged = grads.scratch.attached() && context_.collectives->exchanges();
-  sum(id,
-      shard_of(grads),
-      exchanged ? grads.scratch.full(grads.region) : result_of(grads),
-      grads.adds);
-}
-
-// What a collective leaves where it is not the gradient itself.
-const at::Tensor& Reducer::result_of(const RegionGrads& grads) const {
-  if (grads.scratch.attached()) {
-    return grads.scratch.own(grads.region);
-  }
-  return grads.wire ? grads.wire->own(grads.region) : shard_of(grads);
-}
-
-void Reducer::sum(UnitId id, const at::Tensor& out, const at::Tensor& chunks, bool add) {
-  context_.streams->note_read(StreamRole::Compute, chunks, "sums", units_[id]->name());
-  context_.streams->note_write(StreamRole::Compute, out, "sums", units_[id]->name());
-  kernels::accumulate(out, chunks, out.numel() == 0 ? 1 : chunks.numel() / out.numel(), add);
-}
-
-void Reducer::release_slots(RegionGrads& grads) {
-  if (grads.scratch.attached()) {
-    grads.scratch.detach();
-    context_.pool->release(grads.scratch_slot);
-  }
-  if (grads.wire_slot.held()) {
-    grads.wire->detach();
-    context_.pool->release(grads.wire_slot);
-  }
-  if (grads.full_slot.held()) {
-    grads.full.detach();
-    context_.pool->release(grads.full_slot);
-  }
-}
-
-void Reducer::complete_all() {
-  if (context_.streams->has_streams() && !in_flight_.empty()) {
-    // The last one first: on a stream it is behind the others, so one wait is enough.
-    const auto [id, region] = in_flight_.back();
-    grads_[id].regions[region].pending.wait(*context_.streams);
-  }
-  for (const auto& [id, region] : in_flight_) {
-    complete(id, grads_[id].regions[region]);
-  }
-  in_flight_.clear();
-}
-
-// Before an addition: what the memory holds for parameters without a value is left over.
-void Reducer::zero_invalid(UnitId id, const RegionGrads& grads) {
-  if (!grads.adds) {
-    return;
-  }
-  for (const int i : units_[id]->layout().regions()[grads.region].params) {
-    ParamGrads& param = grads_[id].params[i];
-    if (!param.valid) {
-      param.grad.zero_();
-    }
+// Users freeze and thaw parameters between steps.
+void Reducer::note_trainable(UnitId id) {
+  const Unit& unit = *units_[id];
+  for (int region = 0; region < static_cast<int>(memory_[id].size()); ++region) {
+    const auto& params = unit.layout().regions()[region].params;
+    reduction_.set_trainable(id, region, std::any_of(params.begin(), params.end(), [&](int param) {
+                               return unit.params()[param].full.requires_grad();
+                             }));
   }
 }
 
@@ -312,6 +109,133 @@ void Reducer::clear_full_grads(UnitId id) {
   for (UnitParam& param : units_[id]->params()) {
     if (gradient_of(param.full).defined()) {
       param.full.mutable_grad().reset();
+    }
+  }
+}
+
+void Reducer::finish() {
+  const at::NoGradGuard no_grad;
+  reduction_.finish(*this);
+  if (std::find(reduced_.begin(), reduced_.end(), true) != reduced_.end()) {
+    shown_.agree(reduced_);
+  }
+  for (UnitId id = 0; id < static_cast<UnitId>(units_.size()); ++id) {
+    if (touched_[id]) {
+      note_use(id);
+      shown_.show(id, reduced_[id]);
+    }
+  }
+  forget_backward();
+}
+
+void Reducer::reset() {
+  reduction_.reset(*this);
+  for (UnitId id = 0; id < static_cast<UnitId>(units_.size()); ++id) {
+    clear_full_grads(id);
+  }
+  shown_.forget_used();
+  forget_backward();
+}
+
+void Reducer::forget_backward() {
+  std::fill(touched_.begin(), touched_.end(), false);
+  std::fill(reduced_.begin(), reduced_.end(), false);
+}
+
+int64_t Reducer::persistent_nbytes() const {
+  int64_t nbytes = 0;
+  for (const std::vector<GradientMemory>& unit : memory_) {
+    for (const GradientMemory& memory : unit) {
+      nbytes += memory.kept_nbytes();
+    }
+  }
+  return nbytes;
+}
+
+// -- steps ----------------------------------------------------------------------------------
+
+void Reducer::run(const GradStep& step) {
+  GradientMemory& memory = memory_[step.unit][step.region];
+  InFlight& in_flight = in_flight_[step.unit][step.region];
+  switch (step.kind) {
+    case GradStepKind::Keep:
+      return memory.keep();
+    case GradStepKind::Take:
+      return memory.take(step, *context_.pool);
+    case GradStepKind::GiveBack:
+      return memory.give_back(step, *context_.pool);
+    case GradStepKind::Pack:
+      return pack(step);
+    case GradStepKind::Cast:
+      return cast(step);
+    case GradStepKind::Order:
+      return context_.streams->order(StreamRole::ReduceScatter, StreamRole::Compute);
+    case GradStepKind::Start:
+      in_flight.within = start(step);
+      return;
+    case GradStepKind::StartAcross:
+      in_flight.across = start_across(step);
+      return;
+    case GradStepKind::Wait:
+      return in_flight.within.wait(*context_.streams);
+    case GradStepKind::WaitAcross:
+      return in_flight.across.wait(*context_.streams);
+    case GradStepKind::Zero:
+      shown_.grad(step.unit, step.param).zero_();
+      return;
+    case GradStepKind::Sum:
+      return sum(step);
+  }
+}
+
+void Reducer::pack(const GradStep& step) {
+  const at::Tensor& bucket = memory_[step.unit][step.region].whole(step.to);
+  packer_.pack(*units_[step.unit], step, reduction_, bucket);
+}
+
+void Reducer::cast(const GradStep& step) {
+  const GradientMemory& memory = memory_[step.unit][step.region];
+  const std::string& name = units_[step.unit]->name();
+  const at::Tensor& from = memory.whole(step.from);
+  const at::Tensor& to = memory.whole(step.to);
+  context_.streams->note_read(StreamRole::Compute, from, "casts", name);
+  context_.streams->note_write(StreamRole::Compute, to, "casts", name);
+  kernels::cast(to, {from}, {0});
+}
+
+PendingCollective Reducer::start(const GradStep& step) {
+  const GradientMemory& memory = memory_[step.unit][step.region];
+  Collectives& collectives = *context_.collectives;
+  CollectiveTag tag = units_[step.unit]->tag(step.op, step.nbytes);
+  const at::Tensor& sent = memory.whole(step.from);
+  if (step.op == TraceOp::AllReduce) {
+    return collectives.all_reduce(sent, std::move(tag));
+  }
+  return collectives.reduce_scatter(memory.received(step.to, step.parts), sent, std::move(tag));
+}
+
+PendingCollective Reducer::start_across(const GradStep& step) {
+  const at::Tensor& sum = memory_[step.unit][step.region].own(step.to);
+  return context_.replicas->all_reduce(
+      sum, units_[step.unit]->tag(TraceOp::AllReduce, step.nbytes));
+}
+
+void Reducer::sum(const GradStep& step) {
+  const GradientMemory& memory = memory_[step.unit][step.region];
+  const std::string& name = units_[step.unit]->name();
+  const at::Tensor& to = memory.own(step.to);
+  const at::Tensor& from = memory.received(step.from, step.parts);
+  context_.streams->note_read(StreamRole::Compute, from, "sums", name);
+  context_.streams->note_write(StreamRole::Compute, to, "sums", name);
+  kernels::accumulate(to, from, step.parts, step.adds);
+}
+
+// The optimizer may read and write the gradients from here on.
+void Reducer::note_use(UnitId id) const {
+  for (const GradientMemory& memory : memory_[id]) {
+    if (memory.is_kept()) {
+      context_.streams->note_write(
+          StreamRole::Compute, memory.own(GradPlace::Kept), "gives gradients", units_[id]->name());
     }
   }
 }

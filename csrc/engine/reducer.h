@@ -1,48 +1,41 @@
-// Packs, reduces and accumulates gradients; decides nothing about order.
+// Carries out reductions of gradients with tensors and collectives; decides nothing.
 //
-// Note [Where gradients live]
-// stage 0, 1   one persistent bucket per region: packed into, reduced in place. The gradient the
-//              optimizer sees is this rank's slice of it (stage 0: all of it).
-// stage 2, 3   packed into a pool slot, reduced into a persistent shard, the slot given back.
-// While gradients accumulate without communication the bucket holds this rank's own sums
-// (`local`). Gradients are scaled by 1 / world size when they are packed.
-//
-// Note [Replicas]
-// With hybrid sharding the reduced shards are summed once more, over the ranks that hold the same
-// one. On a device that runs on the stream of the reduction, right behind it. On the CPU it starts
-// when the first sum is known, which is asked for when the next unit is reduced; where that sum is
-// in its final place the second one is only waited for at the end of the backward.
-//
-// Note [Gradients on the wire]
-// Where gradients travel in another type than they are kept in, they are packed (local sums: cast)
-// into a slot of the pool of that type, reduced there, and added to the gradient that is kept.
+// See the notes in plan/reduction.h, which decides.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <memory>
-#include <optional>
+#include <utility>
 #include <vector>
 
+#include "engine/gradient_memory.h"
+#include "engine/gradient_packer.h"
+#include "engine/shown_gradients.h"
 #include "engine/unit.h"
-#include "kernels/ops.h"
+#include "plan/reduction.h"
 
 namespace zerocore {
 
 struct ReducerOptions {
   bool hold_full = false; // stages 2, 3: keep full sums while not syncing
-  bool exchange_used = false; // ask the ranks in every backward which parameters took part
+  bool agree_on_used = false; // ask the ranks in every backward which parameters took part
 };
 
-class Reducer {
+class Reducer final : private GradSteps {
  public:
-  Reducer(std::vector<std::unique_ptr<Unit>>& units, UnitContext context, ReducerOptions options);
+  Reducer(
+      const std::vector<std::unique_ptr<Unit>>& units,
+      const UnitContext& context,
+      ReducerOptions options);
 
   // A tensor over the memory of a parameter's gradient shard, 1-D; memory comes with the first
-  // gradient.
+  // gradient. Undefined where there is no gradient.
   at::Tensor make_grad(UnitId unit, int param) const;
   // The tensor that becomes `shard.grad`; same memory as make_grad.
-  void bind_grad(UnitId unit, int param, at::Tensor grad);
+  void bind_grad(UnitId unit, int param, at::Tensor grad) {
+    shown_.bind(unit, param, std::move(grad));
+  }
 
   // Packs the unit's gradients and, with sync, starts their reduction; otherwise they are summed
   // locally (stages 0, 1, hold_full). Parameters without gradient count as zero.
@@ -50,7 +43,9 @@ class Reducer {
   // Whether the unit has gradients that reduce() has not seen.
   bool has_grads(UnitId unit) const;
   // Units whose gradients were reduced in this backward, one flag each.
-  std::vector<bool> reduced() const;
+  const std::vector<bool>& reduced() const {
+    return reduced_;
+  }
   // Ends a backward: waits for the reductions and shows the gradients on the shards.
   void finish();
   // Waits for what is in flight and drops it, and all gradients not reduced yet.
@@ -59,76 +54,30 @@ class Reducer {
   int64_t persistent_nbytes() const;
 
  private:
-  struct RegionGrads {
-    explicit RegionGrads(const Unit& unit, int region, bool exchanges);
-
-    int region = 0;
-    Bucket full; // packed gradients of this rank
-    std::optional<Bucket> shard; // reduced; only where gradients are sharded
-    std::optional<Bucket> wire; // gradients as they travel
-    Bucket scratch; // what the other ranks sent, or a sum to be added
-    Slot full_slot, wire_slot, scratch_slot;
-    bool local = false; // `full` holds sums that were not reduced
-    bool adds = false; // what is being reduced is added to the gradient
-    PendingCollective pending;
-    PendingCollective across; // of the sum over the replicas
-  };
-  struct ParamGrads {
-    at::Tensor grad;
-    bool valid = false; // the gradient memory holds a value
-    bool local = false; // the bucket's unreduced sums include this parameter
-    bool used = false; // took part in a backward since the last reduction
-  };
-  struct UnitGrads {
-    std::vector<RegionGrads> regions; // floating-point ones
-    std::vector<ParamGrads> params;
-    bool touched = false; // in this backward
-    bool reduced = false; // in this backward
+  struct InFlight {
+    PendingCollective within; // the ranks that share the state
+    PendingCollective across; // the replicas
   };
 
-  bool persistent() const {
-    return !context_.policy.shards_gradients();
-  }
-  bool uses_slots(UnitId unit) const;
-  bool sums_on_host() const;
-  bool is_trainable(const Unit& unit, int region) const;
-  void touch(UnitId unit);
-  void attach(UnitId unit, RegionGrads& grads, bool hold);
-  void attach_full(UnitId unit, RegionGrads& grads);
-  c10::DataPtr zeroed_memory(int64_t nbytes) const;
-  void pack(UnitId unit, RegionGrads& grads, bool hold);
-  void put_on_wire(UnitId unit, RegionGrads& grads);
-  void add_segments(UnitId unit, const RegionGrads& grads, int param, bool to_wire);
-  void add_segment(const at::Tensor* source, int64_t start, Range range, bool add);
-  void check_gradient(const UnitParam& param) const;
-  double scale() const;
-  Range add_range(const Unit& unit, const RegionGrads& grads, int param) const;
-  bool any_valid(UnitId unit, const RegionGrads& grads) const;
-  void issue(UnitId unit, RegionGrads& grads);
-  PendingCollective start(UnitId unit, RegionGrads& grads);
-  void complete(UnitId unit, RegionGrads& grads);
-  PendingCollective start_across(UnitId unit, const at::Tensor& sum);
-  void sum_across(UnitId unit, RegionGrads& grads);
-  void wait_across();
-  void sum(UnitId unit, const at::Tensor& out, const at::Tensor& chunks, bool add);
-  void take_result(UnitId unit, RegionGrads& grads);
-  const at::Tensor& result_of(const RegionGrads& grads) const;
-  void release_slots(RegionGrads& grads);
-  void complete_all();
-  void zero_invalid(UnitId unit, const RegionGrads& grads);
+  void run(const GradStep& step) override;
+  void pack(const GradStep& step);
+  void cast(const GradStep& step);
+  PendingCollective start(const GradStep& step);
+  PendingCollective start_across(const GradStep& step);
+  void sum(const GradStep& step);
+  void note_trainable(UnitId unit);
   void clear_full_grads(UnitId unit);
-  void exchange_used();
-  void show(UnitId unit);
+  void forget_backward();
   void note_use(UnitId unit) const;
-  const at::Tensor& shard_of(const RegionGrads& grads) const;
 
-  std::vector<std::unique_ptr<Unit>>& units_;
+  const std::vector<std::unique_ptr<Unit>>& units_;
   UnitContext context_;
-  ReducerOptions options_;
-  bool asked_used_ = false;
-  std::vector<UnitGrads> grads_;
-  std::vector<std::pair<UnitId, int>> in_flight_; // (unit, index into regions)
-  std::vector<kernels::PackSegment> segments_; // reused
+  Reduction reduction_;
+  ShownGradients shown_;
+  GradientPacker packer_;
+  std::vector<std::vector<GradientMemory>> memory_; // by unit and region
+  std::vector<std::vector<InFlight>> in_flight_; // by unit and region
+  std::vector<bool> touched_, reduced_; // units, in this backward
 };
 
 } // namespace zerocore

@@ -67,6 +67,13 @@ at::Tensor Unit::make_model_shard(int param) const {
   return has_main(layout_.places().at(param).region) ? model_part(param) : at::Tensor();
 }
 
+void Unit::bind(int index, at::Tensor full, at::Tensor shard) {
+  UnitParam& param = params_.at(index);
+  param.full = std::move(full);
+  param.shard = std::move(shard);
+  param.home = param.shard.storage().unsafeGetStorageImpl();
+}
+
 at::Tensor Unit::model_part(int param) const {
   const int region = layout_.places().at(param).region;
   const int64_t offset = layout_.offset_in_shard(param, context_.shard);
@@ -127,8 +134,8 @@ void Unit::unshard() {
 void Unit::gather(int region) {
   const at::Tensor& own = shards_ ? shards_->full_bytes(region) : bucket_.own_bytes(region);
   const at::Tensor& full = bucket_.full_bytes(region);
-  gathers_.push_back(
-      context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, full.numel())));
+  const int64_t nbytes = context_.collectives->methods().gather.wire_nbytes(full.numel());
+  gathers_.push_back(context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, nbytes)));
 }
 
 void Unit::wait_for_unshard() {

@@ -78,6 +78,9 @@ class Unit {
   std::vector<UnitParam>& params() {
     return params_;
   }
+  const std::vector<UnitParam>& params() const {
+    return params_;
+  }
   const UnitContext& context() const {
     return context_;
   }
@@ -94,6 +97,8 @@ class Unit {
   at::Tensor make_shard(int param) const;
   // This rank's elements of the model weight where make_shard() is a main weight, else undefined.
   at::Tensor make_model_shard(int param) const;
+  // The leaves of make_full() and make_shard() as the modules hold them from now on.
+  void bind(int param, at::Tensor full, at::Tensor shard);
 
   // Allocates the persistent memory if there is none and fills it from `full`, the parameters'
   // values in the order of params(). With broadcast, rank 0's values win; others' may be undefined.

@@ -31,18 +31,6 @@ void add_unit(
   }
 }
 
-int64_t kept_gradients(const Layout& layout, const PlanOptions& options) {
-  const StagePolicy policy = StagePolicy::from_stage(options.stage, options.world_size);
-  int64_t nbytes = 0;
-  for (const Region& region : layout.regions()) {
-    if (region.requires_grad) {
-      const int64_t numel = policy.shards_gradients() ? region.shard_numel : region.numel();
-      nbytes += region.grad.itemsize * numel;
-    }
-  }
-  return nbytes;
-}
-
 } // namespace
 
 std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanOptions& options) {
@@ -90,7 +78,7 @@ MemoryPlan plan_memory(
   MemoryPlan plan;
   for (size_t i = 0; i < units.size(); ++i) {
     add_unit(plan, units[i], simulation.layout(i), options, rank);
-    plan.gradients += simulation.reduced(i) ? kept_gradients(simulation.layout(i), options) : 0;
+    plan.gradients += simulation.kept_gradients(i);
   }
   plan.optimizer *= optimizer_states;
   plan.pool = simulation.pool().stats().peak_nbytes;

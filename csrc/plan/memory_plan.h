@@ -8,6 +8,7 @@
 #include "plan/layout.h"
 #include "plan/pool_map.h"
 #include "plan/schedule.h"
+#include "plan/wire_methods.h"
 
 namespace zerocore {
 
@@ -22,7 +23,7 @@ struct PlanOptions {
   int64_t stage = 3;
   int64_t world_size = 1;
   int prefetch = 1;
-  bool exchanges = false; // reduce-scatter as an exchange and a local sum (gloo)
+  WireMethods methods;
   int micro_batches = 1; // forwards and backwards of a step, all but the last under no_sync
   bool hold_full = false; // stages 2, 3: full gradients are kept until the last
   int64_t num_replicas = 1; // groups of world_size ranks that hold the same (hybrid sharding)

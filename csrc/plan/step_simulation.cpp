@@ -29,6 +29,25 @@ bool is_trainable(const Region& region) {
   return region.requires_grad;
 }
 
+std::vector<const Layout*> pointers_to(const std::vector<Layout>& layouts) {
+  std::vector<const Layout*> pointers;
+  for (const Layout& layout : layouts) {
+    pointers.push_back(&layout);
+  }
+  return pointers;
+}
+
+ReductionOptions reduction_options(const PlanOptions& options, const StagePolicy& policy) {
+  ReductionOptions reduction;
+  reduction.policy = policy;
+  reduction.world_size = options.world_size;
+  reduction.num_replicas = options.num_replicas;
+  reduction.method = options.methods.reduce;
+  reduction.hold_full = options.hold_full;
+  reduction.on_host = options.sums_on_host;
+  return reduction;
+}
+
 } // namespace
 
 StepSimulation::StepSimulation(
@@ -47,14 +66,12 @@ StepSimulation::StepSimulation(
            policy_.shards_parameters()},
           options.first_order.empty() ? order : options.first_order),
       layouts_(plan_layouts(units, options)),
-      reduced_(units.size(), false),
+      reduction_(reduction_options(options, policy_), pointers_to(layouts_)),
       pool_(std::move(pool)) {
-  for (const Layout& layout : layouts_) {
-    const auto& regions = layout.regions();
+  for (size_t unit = 0; unit < layouts_.size(); ++unit) {
+    const auto& regions = layouts_[unit].regions();
     schedule_.set_reducible(
-        static_cast<UnitId>(grads_.size()),
-        std::any_of(regions.begin(), regions.end(), is_trainable));
-    grads_.emplace_back(regions.size());
+        static_cast<UnitId>(unit), std::any_of(regions.begin(), regions.end(), is_trainable));
   }
 }
 
@@ -74,9 +91,10 @@ void StepSimulation::step() {
     sync_ = index == options_.micro_batches - 1;
     micro_batch();
   }
-  for (std::vector<RegionGrads>& unit : grads_) {
-    for (RegionGrads& grads : unit) {
-      grads.valid = false; // gradients are dropped after the optimizer's step
+  // Gradients are dropped after the optimizer's step.
+  for (size_t unit = 0; unit < layouts_.size(); ++unit) {
+    for (size_t param = 0; param < layouts_[unit].places().size(); ++param) {
+      reduction_.drop(static_cast<UnitId>(unit), static_cast<int>(param));
     }
   }
 }
@@ -95,7 +113,7 @@ void StepSimulation::micro_batch() {
   schedule_.end_backward(actions);
   moment_ = 2 * static_cast<int32_t>(calls_.size());
   run(actions);
-  complete();
+  reduction_.finish(*this);
 }
 
 void StepSimulation::forward(Actions& actions) {
@@ -142,13 +160,11 @@ void StepSimulation::run(Actions& actions) {
         unshard(action.unit, layout);
         break;
       case ActionKind::Reshard:
-        if (layout.nbytes() > 0) {
-          pool_.release({action.unit, BlockUse::Parameters});
-        }
+        give_back({action.unit, BlockUse::Parameters}, layout.nbytes());
         add(TraceOp::Reshard, action.unit, layout.nbytes());
         break;
       case ActionKind::Reduce:
-        reduce(action.unit, layout);
+        reduction_.reduce(action.unit, sync_, *this);
         break;
     }
   }
@@ -163,107 +179,39 @@ void StepSimulation::unshard(UnitId unit, const Layout& layout) {
   // Where full parameters stay, those that nothing updates are not gathered again.
   for (const Region& region : layout.regions()) {
     if (policy_.shards_parameters() || region.requires_grad) {
-      add(TraceOp::AllGather, unit, region.nbytes());
+      add(TraceOp::AllGather, unit, options_.methods.gather.wire_nbytes(region.nbytes()));
     }
   }
 }
 
-void StepSimulation::reduce(UnitId unit, const Layout& layout) {
-  const bool held = !sync_ && (!policy_.shards_gradients() || options_.hold_full);
-  const auto num_regions = static_cast<int>(layout.regions().size());
-  if (uses_slots(layout) || (options_.sums_on_host && options_.num_replicas > 1)) {
-    complete();
-  }
-  reduced_[unit] = true;
-  if (options_.world_size * options_.num_replicas == 1) {
-    return;
-  }
-  for (int region = 0; region < num_regions; ++region) {
-    if (is_trainable(layout.regions()[region])) {
-      attach(unit, layout, region, held);
-    }
-  }
-  for (int region = 0; region < num_regions && !held; ++region) {
-    if (is_trainable(layout.regions()[region])) {
-      issue(unit, layout, region);
-    }
+void StepSimulation::run(const GradStep& step) {
+  switch (step.kind) {
+    case GradStepKind::Take:
+      take(block_of(step), step.nbytes);
+      break;
+    case GradStepKind::GiveBack:
+      give_back(block_of(step), step.nbytes);
+      break;
+    case GradStepKind::Start:
+      // Where nothing is sharded all ranks are replicas.
+      add(step.op, step.unit, step.nbytes, /*across=*/options_.world_size == 1);
+      break;
+    case GradStepKind::StartAcross:
+      add(step.op, step.unit, step.nbytes, /*across=*/true);
+      break;
+    default:
+      break; // moves values, not bytes
   }
 }
 
-// Memory for what is packed, see Reducer::attach.
-void StepSimulation::attach(UnitId unit, const Layout& layout, int index, bool held) {
-  const Region& region = layout.regions()[index];
-  RegionGrads& grads = grads_[unit][index];
-  const bool to_wire = region.has_wire() && !held && !grads.local;
-  if (region.has_wire() && !held) {
-    grads.wire_slot = take({unit, BlockUse::Wire, index}, region.numel() * region.reduce.itemsize);
-  }
-  if (policy_.shards_gradients() && !to_wire && grads.full_slot == 0) {
-    grads.full_slot =
-        take({unit, BlockUse::Gradients, index}, region.numel() * region.grad.itemsize);
-  }
-  grads.adds = (policy_.shards_gradients() || to_wire) && grads.valid;
-  grads.local = held;
-}
-
-void StepSimulation::issue(UnitId unit, const Layout& layout, int index) {
-  const Region& region = layout.regions()[index];
-  const bool sharded = policy_.shards_optimizer();
-  const int64_t nbytes = region.numel() * region.reduce.itemsize;
-  const int64_t shard_nbytes = region.shard_numel * region.reduce.itemsize;
-  Reduction reduction{unit, index, 0, 0};
-  if (sharded && options_.exchanges) {
-    reduction.scratch_slot = take({unit, BlockUse::Scratch, index}, nbytes);
-  } else if (sharded && grads_[unit][index].adds && !region.has_wire()) {
-    reduction.scratch_slot = take({unit, BlockUse::Scratch, index}, shard_nbytes);
-  }
-  const bool only_replicas = options_.world_size == 1;
-  add(sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce, unit, nbytes, only_replicas);
-  if (!only_replicas && options_.num_replicas > 1) {
-    // On a device right behind the other, on the CPU once that is complete.
-    const int64_t across_nbytes = sharded ? shard_nbytes : nbytes;
-    if (options_.sums_on_host) {
-      reduction.across_nbytes = across_nbytes;
-    } else {
-      add(TraceOp::AllReduce, unit, across_nbytes, /*across=*/true);
-    }
-  }
-  in_flight_.push_back(reduction);
-}
-
-void StepSimulation::complete() {
-  for (Reduction& reduction : in_flight_) {
-    if (reduction.across_nbytes > 0) {
-      add(TraceOp::AllReduce, reduction.unit, reduction.across_nbytes, /*across=*/true);
-    }
-    const auto [unit, region] = std::pair(reduction.unit, reduction.region);
-    RegionGrads& grads = grads_[unit][region];
-    give_back({unit, BlockUse::Scratch, region}, reduction.scratch_slot);
-    give_back({unit, BlockUse::Wire, region}, grads.wire_slot);
-    give_back({unit, BlockUse::Gradients, region}, grads.full_slot);
-    grads.valid = true;
-  }
-  in_flight_.clear();
-}
-
-// Whether the reducer takes memory from the pool for the unit: one such reduction at a time.
-bool StepSimulation::uses_slots(const Layout& layout) const {
-  const auto& regions = layout.regions();
-  return policy_.shards_gradients() || (policy_.shards_optimizer() && options_.exchanges) ||
-      std::any_of(regions.begin(), regions.end(), [](const Region& region) {
-           return region.has_wire();
-         });
-}
-
-int64_t StepSimulation::take(const BlockKey& key, int64_t nbytes) {
+void StepSimulation::take(const BlockKey& key, int64_t nbytes) {
   if (nbytes > 0) {
     pool_.acquire(key, nbytes, pool_.find_place(key, nbytes));
   }
-  return nbytes;
 }
 
-void StepSimulation::give_back(const BlockKey& key, int64_t& slot) {
-  if (std::exchange(slot, 0) > 0) {
+void StepSimulation::give_back(const BlockKey& key, int64_t nbytes) {
+  if (nbytes > 0) {
     pool_.release(key);
   }
 }

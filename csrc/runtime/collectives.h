@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "plan/wire_methods.h"
 #include "runtime/stream.h"
 #include "runtime/trace.h"
 
@@ -63,25 +64,23 @@ class Collectives {
   int64_t size() const {
     return size_;
   }
+  // How gathers and reduce-scatters go over the wire.
+  const WireMethods& methods() const {
+    return methods_;
+  }
 
   // Gathers every rank's `own` into `full`, rank after rank. `own` may be this rank's slice of
   // `full` (in place) or other memory. Both are 1-D bytes.
   PendingCollective all_gather(const at::Tensor& full, const at::Tensor& own, CollectiveTag tag);
 
-  // Sums `full` over the ranks; this rank's slice of the sum goes to `shard` (may be the slice of
-  // `full`). 1-D, floating point. Not to be called where exchanges() is true.
+  // Leaves in `received` what methods().reduce says of this rank's slice of the sum of `full` over
+  // the ranks: as many parts of the slice's size. One part is the sum itself, and `received` may
+  // be the slice of `full`; of an exchange they are what came from each rank, rank after rank. 1-D,
+  // floating point.
   PendingCollective reduce_scatter(
-      const at::Tensor& shard,
+      const at::Tensor& received,
       const at::Tensor& full,
       CollectiveTag tag);
-
-  // Whether a reduce-scatter is cheaper as an exchange of the slices and a local sum. True on
-  // gloo, whose reduce-scatter took 11.0 ms for 12.6 MB on 2 ranks, the exchange with sum 4.4.
-  bool exchanges() const {
-    return is_gloo_;
-  }
-  // Sends slice r of `full` to rank r; `received` holds what came from each rank, rank after rank.
-  PendingCollective exchange(const at::Tensor& received, const at::Tensor& full, CollectiveTag tag);
 
   // Sums `tensor` (1-D) over the ranks in place, or reduces it by another operation.
   PendingCollective all_reduce(
@@ -112,7 +111,7 @@ class Collectives {
   const Streams& streams_;
   int64_t rank_ = 0;
   int64_t size_ = 1;
-  bool is_gloo_ = false;
+  WireMethods methods_;
 };
 
 } // namespace zerocore

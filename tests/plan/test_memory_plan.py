@@ -16,7 +16,7 @@ def units(num_params: int, num_units: int = 32) -> list[list[ParamSpec]]:
 
 
 def options(stage: int, world: int, prefetch: int = 1, **more: int) -> PlanOptions:
-    return PlanOptions(stage=stage, world_size=world, prefetch=prefetch, exchanges=False, **more)
+    return PlanOptions(stage=stage, world_size=world, prefetch=prefetch, backend="nccl", **more)
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, 112), (1, 63), (2, 38.5), (3, 14)])
@@ -56,6 +56,25 @@ def test_gradients_travel_in_one_type_and_stay_in_another() -> None:
     assert (replicated.gradients, replicated.pool) == (2048, 4096)
 
 
+@pytest.mark.parametrize(("stage", "received"), [(0, 0), (1, 4096), (2, 4096), (3, 4096)])
+def test_an_exchange_needs_memory_for_what_every_rank_sends(stage: int, received: int) -> None:
+    """Otherwise the plan is that of a backend whose reduce-scatter leaves the sum."""
+    model = units(2 * 1024, 2)
+    order = order_of([(0, ()), (1, ())])
+    gloo, nccl = (
+        PlanOptions(stage=stage, world_size=4, prefetch=0, backend=name)
+        for name in ("gloo", "nccl")
+    )
+    sent, expected = (
+        [event[:3] for event in plan_events(model, order, each)] for each in (gloo, nccl)
+    )
+    assert sent == expected
+    pool, needed = (
+        plan_memory(model, order, each, rank=0, optimizer_states=2).pool for each in (gloo, nccl)
+    )
+    assert pool == needed + received
+
+
 def test_a_parameter_without_gradient_has_no_optimizer_state() -> None:
     model = [[ParamSpec("used", [256], 6, 4), ParamSpec("unused", [256], 6, 4)]]
     order = order_of([(0, ())])
@@ -77,7 +96,7 @@ def test_slots_that_only_the_first_step_needs_are_counted() -> None:
     order = order_of([(0, ()), (1, ())])
     steady = plan_memory(model, order, options(3, 4), rank=0, optimizer_states=2)
     other = order_of([(0, ()), (2, ()), (1, ())])
-    relearned = PlanOptions(stage=3, world_size=4, prefetch=1, exchanges=False, first_order=other)
+    relearned = PlanOptions(stage=3, world_size=4, prefetch=1, backend="nccl", first_order=other)
     first = plan_memory(model, order, relearned, rank=0, optimizer_states=2)
     assert first.pool_reserved == steady.pool_reserved + 3 * 4096
     assert first.pool > steady.pool
@@ -108,9 +127,7 @@ def test_an_observed_backward_replaces_the_mirrored_one() -> None:
     late = [*mirrored[:3], (False, 3), mirrored[3]]
 
     def gathers(backward: list[tuple[bool, int]]) -> list[int]:
-        observed = PlanOptions(
-            stage=3, world_size=4, prefetch=0, exchanges=False, backward=backward
-        )
+        observed = PlanOptions(stage=3, world_size=4, prefetch=0, backend="nccl", backward=backward)
         return [unit for op, unit, *_ in plan_events(model, order, observed) if op == "all_gather"]
 
     assert gathers([]) == gathers(mirrored) == [0, 1, 0]

@@ -1,0 +1,185 @@
+// Python face of reductions, for tests: a list of what would be done, with no tensor.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "plan/reduction.h"
+
+namespace py = pybind11;
+
+namespace zerocore {
+
+namespace {
+
+// A step, and for a Pack the elements of each parameter of the region that are added to.
+struct RecordedStep {
+  GradStep step;
+  std::vector<std::pair<int64_t, int64_t>> added;
+};
+
+const char* kind_name(GradStepKind kind) {
+  switch (kind) {
+    case GradStepKind::Keep:
+      return "keep";
+    case GradStepKind::Take:
+      return "take";
+    case GradStepKind::GiveBack:
+      return "give_back";
+    case GradStepKind::Pack:
+      return "pack";
+    case GradStepKind::Cast:
+      return "cast";
+    case GradStepKind::Order:
+      return "order";
+    case GradStepKind::Start:
+      return "start";
+    case GradStepKind::StartAcross:
+      return "start_across";
+    case GradStepKind::Wait:
+      return "wait";
+    case GradStepKind::WaitAcross:
+      return "wait_across";
+    case GradStepKind::Zero:
+      return "zero";
+    case GradStepKind::Sum:
+      return "sum";
+  }
+  return "";
+}
+
+const char* place_name(GradPlace place) {
+  switch (place) {
+    case GradPlace::Kept:
+      return "kept";
+    case GradPlace::Full:
+      return "full";
+    case GradPlace::Wire:
+      return "wire";
+    case GradPlace::Scratch:
+      return "scratch";
+  }
+  return "";
+}
+
+// A reduction whose steps are only written down.
+struct PyReduction final : GradSteps {
+  PyReduction(const ReductionOptions& options, std::vector<Layout> layouts_)
+      : layouts(std::move(layouts_)), reduction(options, pointers()) {}
+
+  void run(const GradStep& step) override {
+    RecordedStep recorded{step, {}};
+    if (step.kind == GradStepKind::Pack) {
+      for (const int param : layouts[step.unit].regions()[step.region].params) {
+        const Range added = reduction.added(step, param);
+        recorded.added.emplace_back(added.begin, added.end);
+      }
+    }
+    steps.push_back(std::move(recorded));
+  }
+  std::vector<RecordedStep> take() {
+    return std::exchange(steps, {});
+  }
+  std::vector<const Layout*> pointers() const {
+    std::vector<const Layout*> result;
+    for (const Layout& layout : layouts) {
+      result.push_back(&layout);
+    }
+    return result;
+  }
+
+  std::vector<Layout> layouts;
+  Reduction reduction;
+  std::vector<RecordedStep> steps;
+};
+
+std::unique_ptr<PyReduction> make_reduction(
+    std::vector<Layout> layouts,
+    int64_t stage,
+    int64_t world_size,
+    int64_t num_replicas,
+    const std::string& backend,
+    bool hold_full,
+    bool on_host,
+    bool counts_kept) {
+  ReductionOptions options;
+  options.policy = StagePolicy::from_stage(stage, world_size);
+  options.world_size = world_size;
+  options.num_replicas = num_replicas;
+  options.method = WireMethods::of_backend(backend).reduce;
+  options.hold_full = hold_full;
+  options.on_host = on_host;
+  options.counts_kept = counts_kept;
+  return std::make_unique<PyReduction>(options, std::move(layouts));
+}
+
+void register_step(py::module_& module) {
+  using R = RecordedStep;
+  py::class_<R>(module, "GradStep")
+      .def_property_readonly("kind", [](const R& r) { return kind_name(r.step.kind); })
+      .def_property_readonly("unit", [](const R& r) { return r.step.unit; })
+      .def_property_readonly("region", [](const R& r) { return r.step.region; })
+      .def_property_readonly("source", [](const R& r) { return place_name(r.step.from); })
+      .def_property_readonly("target", [](const R& r) { return place_name(r.step.to); })
+      .def_property_readonly("nbytes", [](const R& r) { return r.step.nbytes; })
+      .def_property_readonly("parts", [](const R& r) { return r.step.parts; })
+      .def_property_readonly("adds", [](const R& r) { return r.step.adds; })
+      .def_property_readonly("param", [](const R& r) { return r.step.param; })
+      .def_property_readonly("op", [](const R& r) { return trace_op_name(r.step.op); })
+      .def_readonly("added", &R::added);
+}
+
+} // namespace
+
+void register_reduction(py::module_& module) {
+  register_step(module);
+  using R = PyReduction;
+  py::class_<R>(module, "Reduction")
+      .def(
+          py::init(&make_reduction),
+          py::arg("layouts"),
+          py::kw_only(),
+          py::arg("stage"),
+          py::arg("world_size"),
+          py::arg("num_replicas") = 1,
+          py::arg("backend") = "nccl",
+          py::arg("hold_full") = false,
+          py::arg("on_host") = false,
+          py::arg("counts_kept") = true)
+      .def(
+          "reduce",
+          [](R& r, UnitId unit, bool sync) {
+            r.reduction.reduce(unit, sync, r);
+            return r.take();
+          },
+          py::arg("unit"),
+          py::arg("sync") = true)
+      .def(
+          "finish",
+          [](R& r) {
+            r.reduction.finish(r);
+            return r.take();
+          })
+      .def(
+          "reset",
+          [](R& r) {
+            r.reduction.reset(r);
+            return r.take();
+          })
+      .def(
+          "set_trainable",
+          [](R& r, UnitId unit, int region, bool trainable) {
+            r.reduction.set_trainable(unit, region, trainable);
+          })
+      .def("drop", [](R& r, UnitId unit, int param) { r.reduction.drop(unit, param); })
+      .def(
+          "is_valid",
+          [](const R& r, UnitId unit, int param) { return r.reduction.is_valid(unit, param); })
+      .def("kept_nbytes", [](const R& r, UnitId unit) { return r.reduction.kept_nbytes(unit); });
+}
+
+} // namespace zerocore

@@ -1,0 +1,86 @@
+// Memory for the gradients of one region.
+#include "engine/gradient_memory.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <utility>
+
+namespace zerocore {
+
+namespace {
+
+c10::DataPtr zeroed_memory(int64_t nbytes, c10::Device device) {
+  return at::zeros({nbytes}, at::TensorOptions().dtype(at::kByte).device(device))
+      .storage()
+      .set_data_ptr(c10::DataPtr(nullptr, device));
+}
+
+} // namespace
+
+GradientMemory::GradientMemory(const Unit& unit, int index)
+    : region_(index),
+      home_(unit.context().policy.shards_gradients() ? GradPlace::Kept : GradPlace::Full) {
+  const UnitContext& context = unit.context();
+  const Region& region = unit.layout().regions()[index];
+  const Layout kept = unit.layout().retyped(&Region::grad);
+  const Layout sent = unit.layout().retyped(&Region::reduce);
+  const auto make = [&](GradPlace place, const Layout& layout, int64_t shard) {
+    buckets_[static_cast<size_t>(place)].emplace(
+        layout,
+        std::vector<int>{index},
+        shard,
+        context.streams->device(),
+        "the gradient of unit '" + unit.name() + "'");
+  };
+  make(GradPlace::Full, kept, context.shard);
+  if (home_ == GradPlace::Kept) {
+    make(GradPlace::Kept, kept.of_shard(context.shard), 0);
+  } else {
+    home_begin_ = region.shard_range(context.shard).begin;
+  }
+  if (context.collectives != nullptr) {
+    const int64_t parts = context.collectives->methods().reduce.parts(context.num_shards);
+    make(GradPlace::Scratch, parts > 1 ? sent : sent.of_shard(context.shard), 0);
+    if (region.has_wire()) {
+      make(GradPlace::Wire, sent, context.shard);
+    }
+  }
+}
+
+const at::Tensor& GradientMemory::whole(GradPlace place) const {
+  return bucket(place).full(region_);
+}
+
+const at::Tensor& GradientMemory::own(GradPlace place) const {
+  return (place == GradPlace::Kept ? home() : bucket(place)).own(region_);
+}
+
+at::Tensor GradientMemory::view(int64_t begin, int64_t numel) const {
+  return home().view(region_, home_begin_ + begin, {numel}, {1});
+}
+
+void GradientMemory::keep() {
+  if (!is_kept()) {
+    const c10::Device device = home().full(region_).device();
+    bucket(home_).attach(zeroed_memory(home().nbytes(), device));
+  }
+}
+
+void GradientMemory::take(const GradStep& step, BucketPool& pool) {
+  Slot& slot = slots_[static_cast<size_t>(step.to)];
+  TORCH_INTERNAL_ASSERT(step.nbytes == bucket(step.to).nbytes());
+  const bool is_received = step.to == GradPlace::Scratch;
+  const StreamRole user = is_received ? StreamRole::ReduceScatter : StreamRole::Compute;
+  slot = pool.acquire(block_of(step), step.nbytes, user);
+  bucket(step.to).attach(slot.data);
+}
+
+void GradientMemory::give_back(const GradStep& step, BucketPool& pool) {
+  Slot& slot = slots_[static_cast<size_t>(step.from)];
+  if (slot.held()) {
+    bucket(step.from).detach();
+    pool.release(slot);
+  }
+}
+
+} // namespace zerocore

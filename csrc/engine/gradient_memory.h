@@ -1,0 +1,61 @@
+// Memory for the gradients of one region, by place: some stays, some is taken from the pool.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+
+#include "engine/unit.h"
+#include "plan/reduction.h"
+
+namespace zerocore {
+
+class GradientMemory {
+ public:
+  // Allocates nothing.
+  GradientMemory(const Unit& unit, int region);
+
+  // 1-D: all that the place holds, and this rank's part of it. Not to be touched before the place
+  // has memory.
+  const at::Tensor& whole(GradPlace place) const;
+  const at::Tensor& own(GradPlace place) const;
+  // What a reduction leaves there: `parts` for each element of this rank's part.
+  const at::Tensor& received(GradPlace place, int64_t parts) const {
+    return parts > 1 ? whole(place) : own(place);
+  }
+  // A leaf of `numel` elements of the kept gradients, from the element `begin` of this rank's.
+  at::Tensor view(int64_t begin, int64_t numel) const;
+
+  // The kept gradients have memory from here on, zeroed at first.
+  void keep();
+  bool is_kept() const {
+    return home().attached();
+  }
+  // Bytes of memory that stays.
+  int64_t kept_nbytes() const {
+    return is_kept() ? home().nbytes() : 0;
+  }
+  // Carry out a Take and a GiveBack.
+  void take(const GradStep& step, BucketPool& pool);
+  void give_back(const GradStep& step, BucketPool& pool);
+
+ private:
+  Bucket& bucket(GradPlace place) {
+    return *buckets_[static_cast<size_t>(place)];
+  }
+  const Bucket& bucket(GradPlace place) const {
+    return *buckets_[static_cast<size_t>(place)];
+  }
+  const Bucket& home() const {
+    return bucket(home_);
+  }
+
+  int region_;
+  GradPlace home_; // whose bucket holds the kept gradients: Full unless they are sharded
+  int64_t home_begin_ = 0; // their first element in it
+  std::array<std::optional<Bucket>, kNumGradPlaces> buckets_; // by place
+  std::array<Slot, kNumGradPlaces> slots_; // by place
+};
+
+} // namespace zerocore

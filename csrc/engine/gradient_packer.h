@@ -1,0 +1,35 @@
+// Packs the gradients of a region into a bucket, scaled, each in its place.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "engine/unit.h"
+#include "kernels/ops.h"
+#include "plan/reduction.h"
+
+namespace zerocore {
+
+class GradientPacker {
+ public:
+  explicit GradientPacker(double scale) : scale_(scale) {}
+
+  // Carries out a Pack into `bucket` (1-D, the region's elements, on the compute stream). Gaps and
+  // parameters without gradient are zeroed where nothing is to be added to. Throws c10::ValueError
+  // for a sparse gradient, or one of another dtype than its parameter.
+  void pack(
+      const Unit& unit,
+      const GradStep& step,
+      const Reduction& reduction,
+      const at::Tensor& bucket);
+
+ private:
+  void add_param(const UnitParam& param, const Range& place, const Range& added);
+  void add_segment(const at::Tensor* source, int64_t start, const Range& range, bool add);
+
+  double scale_;
+  std::vector<kernels::PackSegment> segments_; // reused
+};
+
+} // namespace zerocore

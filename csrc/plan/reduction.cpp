@@ -1,0 +1,331 @@
+// Where gradients are packed, whether they add, when they are reduced.
+#include "plan/reduction.h"
+
+#include <algorithm>
+
+#include "common/math.h"
+
+namespace zerocore {
+
+namespace {
+
+GradStep make_step(GradStepKind kind, std::pair<UnitId, int> key) {
+  GradStep step;
+  step.kind = kind;
+  step.unit = key.first;
+  step.region = key.second;
+  return step;
+}
+
+} // namespace
+
+Reduction::Reduction(const ReductionOptions& options, std::vector<const Layout*> layouts)
+    : options_(options), layouts_(std::move(layouts)) {
+  for (const Layout* layout : layouts_) {
+    UnitState& unit = units_.emplace_back();
+    unit.params.resize(layout->places().size());
+    for (const Region& region : layout->regions()) {
+      unit.regions.emplace_back().trainable = region.requires_grad;
+    }
+  }
+}
+
+void Reduction::set_trainable(UnitId unit, int region, bool trainable) {
+  units_.at(unit).regions.at(region).trainable = trainable;
+}
+
+bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
+  const bool holds = !sync && (!options_.policy.shards_gradients() || options_.hold_full);
+  if (completes_first(unit)) {
+    complete_all(steps);
+  }
+  const auto num_regions = static_cast<int>(units_.at(unit).regions.size());
+  for (int region = 0; region < num_regions; ++region) {
+    if (state_of({unit, region}).trainable) {
+      pack({unit, region}, holds, steps);
+    }
+  }
+  if (!holds && communicates()) {
+    steps.run(make_step(GradStepKind::Order, {unit, 0}));
+    for (int region = 0; region < num_regions; ++region) {
+      if (state_of({unit, region}).trainable) {
+        issue({unit, region}, steps);
+      }
+    }
+  }
+  return !holds;
+}
+
+// At most one reduction is in flight where it holds blocks of the pool, which the next one then
+// takes, and where the sum over the replicas waits for the host.
+bool Reduction::completes_first(UnitId unit) const {
+  const auto& regions = layouts_.at(unit)->regions();
+  return options_.policy.shards_gradients() || parts() > 1 || (options_.on_host && sums_across()) ||
+      (communicates() && std::any_of(regions.begin(), regions.end(), [](const Region& region) {
+           return region.has_wire();
+         }));
+}
+
+void Reduction::finish(GradSteps& steps) {
+  complete_all(steps);
+  for (UnitId unit = 0; sums_across() && unit < static_cast<UnitId>(units_.size()); ++unit) {
+    for (int region = 0; region < static_cast<int>(units_[unit].regions.size()); ++region) {
+      wait_across({unit, region}, steps);
+    }
+  }
+}
+
+// What was decided may not have been carried out, so everything is given back.
+void Reduction::reset(GradSteps& steps) {
+  in_flight_.clear();
+  for (UnitId unit = 0; unit < static_cast<UnitId>(units_.size()); ++unit) {
+    for (int region = 0; region < static_cast<int>(units_[unit].regions.size()); ++region) {
+      const Key key{unit, region};
+      RegionState& state = state_of(key);
+      state.local = false;
+      state.across = false;
+      state.full = state.wire = state.scratch = true;
+      steps.run(make_step(GradStepKind::Wait, key));
+      steps.run(make_step(GradStepKind::WaitAcross, key));
+      give_back(key, GradPlace::Scratch, state.scratch, steps);
+      give_back(key, GradPlace::Wire, state.wire, steps);
+      give_back(key, GradPlace::Full, state.full, steps);
+    }
+    for (ParamState& param : units_[unit].params) {
+      param.local = false;
+    }
+  }
+}
+
+// -- packing --------------------------------------------------------------------------------
+
+void Reduction::pack(Key key, bool holds, GradSteps& steps) {
+  RegionState& state = state_of(key);
+  if (std::erase(in_flight_, key) > 0) {
+    complete(key, steps); // a second reduction in one backward
+  }
+  wait_across(key, steps);
+  state.kept = true;
+  steps.run(make_step(GradStepKind::Keep, key));
+  const bool wired = is_wired(key) && !holds;
+  const bool to_wire = wired && !state.local;
+  if (wired) {
+    take(key, GradPlace::Wire, state.wire, steps);
+  }
+  if (options_.policy.shards_gradients() && !to_wire) {
+    take(key, GradPlace::Full, state.full, steps);
+  }
+  GradStep step = make_step(GradStepKind::Pack, key);
+  step.to = to_wire ? GradPlace::Wire : GradPlace::Full;
+  steps.run(step);
+  if (wired && !to_wire) {
+    step.kind = GradStepKind::Cast;
+    step.from = GradPlace::Full;
+    step.to = GradPlace::Wire;
+    steps.run(step);
+  }
+  // Reduced values that lie in memory of their own, or in a part that the sums leave alone.
+  state.adds = (options_.policy.shards_gradients() || to_wire) && any_valid(key);
+  state.local = holds;
+  for (const int param : region_of(key).params) {
+    units_[key.first].params[param].local = true;
+  }
+}
+
+Range Reduction::added(const GradStep& pack, int param) const {
+  const Layout& layout = *layouts_[pack.unit];
+  const Range place = layout.places().at(param).range();
+  const Range none{place.begin, place.begin};
+  const ParamState& state = units_[pack.unit].params[param];
+  if (pack.to == GradPlace::Wire) {
+    return none;
+  }
+  if (units_[pack.unit].regions[pack.region].local) {
+    return state.local ? place : none;
+  }
+  // A reduced value counts once in the next sum: on one of the ranks that own it.
+  if (options_.policy.shards_gradients() || !state.valid || !options_.counts_kept) {
+    return none;
+  }
+  const Region& region = layout.regions()[pack.region];
+  const Range kept = intersect(place, region.shard_range(options_.shard));
+  return kept.empty() ? none : kept;
+}
+
+bool Reduction::any_valid(Key key) const {
+  const auto& params = region_of(key).params;
+  return std::any_of(
+      params.begin(), params.end(), [&](int param) { return is_valid(key.first, param); });
+}
+
+// -- reducing -------------------------------------------------------------------------------
+
+void Reduction::issue(Key key, GradSteps& steps) {
+  const bool sharded = options_.policy.shards_optimizer();
+  choose_result(key, steps);
+  GradStep step = make_step(GradStepKind::Start, key);
+  step.op = sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce;
+  step.from = is_wired(key) ? GradPlace::Wire : GradPlace::Full;
+  step.to = state_of(key).result;
+  step.parts = parts();
+  step.nbytes = sent_nbytes(key, step.from);
+  steps.run(step);
+  in_flight_.push_back(key);
+  if (sums_across() && !options_.on_host) {
+    start_across(key, step.to, steps);
+  }
+}
+
+// Where the collective leaves its result: in the gradient itself if it can.
+void Reduction::choose_result(Key key, GradSteps& steps) {
+  RegionState& state = state_of(key);
+  const bool wired = is_wired(key);
+  state.result = wired ? GradPlace::Wire : GradPlace::Kept;
+  if (parts() > 1 || (options_.policy.shards_optimizer() && state.adds && !wired)) {
+    take(key, GradPlace::Scratch, state.scratch, steps);
+    state.result = GradPlace::Scratch;
+  }
+}
+
+void Reduction::complete_all(GradSteps& steps) {
+  if (!options_.on_host && in_flight_.size() > 1) {
+    // The last one first: on a stream it is behind the others, so one wait is enough.
+    wait(in_flight_.back(), steps);
+  }
+  for (const Key& key : in_flight_) {
+    complete(key, steps);
+  }
+  in_flight_.clear();
+}
+
+// Where the sum over the replicas runs right behind the reduction, it is what is waited for.
+void Reduction::wait(Key key, GradSteps& steps) {
+  const bool is_behind = sums_across() && !options_.on_host;
+  steps.run(make_step(is_behind ? GradStepKind::WaitAcross : GradStepKind::Wait, key));
+}
+
+// Waits for a reduction and adds its result to the gradient that is kept.
+void Reduction::complete(Key key, GradSteps& steps) {
+  RegionState& state = state_of(key);
+  wait(key, steps);
+  if (options_.on_host && sums_across()) {
+    complete_across(key, steps);
+  } else if (state.result != GradPlace::Kept) {
+    add_to_kept(key, state.result, parts(), steps);
+  }
+  give_back(key, GradPlace::Scratch, state.scratch, steps);
+  give_back(key, GradPlace::Wire, state.wire, steps);
+  give_back(key, GradPlace::Full, state.full, steps);
+  for (const int param : region_of(key).params) {
+    units_[key.first].params[param] = {/*valid=*/true, /*local=*/false};
+  }
+}
+
+// See Note [Replicas].
+void Reduction::complete_across(Key key, GradSteps& steps) {
+  const RegionState& state = state_of(key);
+  const bool in_place = !state.adds && !is_wired(key);
+  const GradPlace sum = in_place ? GradPlace::Kept : state.result;
+  if (parts() > 1) {
+    GradStep step = make_step(GradStepKind::Sum, key);
+    step.from = GradPlace::Scratch;
+    step.to = sum;
+    step.parts = parts();
+    steps.run(step);
+  }
+  start_across(key, sum, steps);
+  if (!in_place) {
+    wait_across(key, steps);
+    add_to_kept(key, sum, 1, steps);
+  }
+}
+
+void Reduction::start_across(Key key, GradPlace place, GradSteps& steps) {
+  GradStep step = make_step(GradStepKind::StartAcross, key);
+  step.to = place;
+  step.nbytes = result_nbytes(key);
+  state_of(key).across = options_.on_host;
+  steps.run(step);
+}
+
+void Reduction::wait_across(Key key, GradSteps& steps) {
+  if (std::exchange(state_of(key).across, false)) {
+    steps.run(make_step(GradStepKind::WaitAcross, key));
+  }
+}
+
+void Reduction::add_to_kept(Key key, GradPlace from, int64_t parts, GradSteps& steps) {
+  const RegionState& state = state_of(key);
+  for (const int param : region_of(key).params) {
+    if (state.adds && !is_valid(key.first, param)) {
+      GradStep step = make_step(GradStepKind::Zero, key);
+      step.param = param;
+      steps.run(step);
+    }
+  }
+  GradStep step = make_step(GradStepKind::Sum, key);
+  step.from = from;
+  step.parts = parts;
+  step.adds = state.adds;
+  steps.run(step);
+}
+
+// -- memory ---------------------------------------------------------------------------------
+
+void Reduction::take(Key key, GradPlace place, bool& held, GradSteps& steps) {
+  if (held) {
+    return;
+  }
+  GradStep step = make_step(GradStepKind::Take, key);
+  step.to = place;
+  step.nbytes = nbytes_at(key, place);
+  steps.run(step);
+  held = true;
+}
+
+void Reduction::give_back(Key key, GradPlace place, bool& held, GradSteps& steps) {
+  if (std::exchange(held, false)) {
+    GradStep step = make_step(GradStepKind::GiveBack, key);
+    step.from = place;
+    step.nbytes = nbytes_at(key, place);
+    steps.run(step);
+  }
+}
+
+int64_t Reduction::nbytes_at(Key key, GradPlace place) const {
+  const Region& region = region_of(key);
+  switch (place) {
+    case GradPlace::Kept:
+      return region.grad.itemsize *
+          (options_.policy.shards_gradients() ? region.shard_numel : region.numel());
+    case GradPlace::Full:
+      return region.grad.itemsize * region.numel();
+    case GradPlace::Wire:
+      return region.reduce.itemsize * region.numel();
+    case GradPlace::Scratch:
+      return options_.method.received_nbytes(result_nbytes(key), options_.world_size);
+  }
+  return 0;
+}
+
+// Of a bucket, as the collective sends it.
+int64_t Reduction::sent_nbytes(Key key, GradPlace place) const {
+  const int64_t nbytes = nbytes_at(key, place);
+  return options_.policy.shards_optimizer() ? options_.method.wire_nbytes(nbytes) : nbytes;
+}
+
+// Of this rank's part of a sum.
+int64_t Reduction::result_nbytes(Key key) const {
+  return region_of(key).reduce.itemsize * region_of(key).shard_numel;
+}
+
+int64_t Reduction::kept_nbytes(UnitId unit) const {
+  int64_t nbytes = 0;
+  for (int region = 0; region < static_cast<int>(units_.at(unit).regions.size()); ++region) {
+    const Key key{unit, region};
+    nbytes += units_[unit].regions[region].kept ? nbytes_at(key, GradPlace::Kept) : 0;
+  }
+  return nbytes;
+}
+
+} // namespace zerocore

@@ -1,0 +1,198 @@
+// Decides where gradients are packed, whether they add, and when they are reduced; integers only.
+//
+// The reducer carries out the steps with tensors, the planner with sizes: what the one does is what
+// the other predicts. Each step is carried out before the next one is decided.
+//
+// Note [Where gradients live]
+// stage 0, 1   packed into memory that stays, reduced in place. The gradient that the optimizer
+//              sees is this rank's slice of it (stage 0: all of it).
+// stage 2, 3   packed into a block of the pool, reduced into a shard that stays, the block given
+//              back.
+// While gradients accumulate without communication the full bucket holds this rank's own sums
+// (`local`). Gradients are scaled by 1 / world size when they are packed.
+//
+// Note [Gradients on the wire]
+// Where gradients travel in another type than they are kept in, they are packed (local sums: cast)
+// into a block of the pool of that type, reduced there, and added to the gradient that is kept.
+//
+// Note [Replicas]
+// With hybrid sharding the reduced shards are summed once more, over the ranks that hold the same
+// one. On a device that runs on the stream of the reduction, right behind it. On the CPU it starts
+// when the first sum is known, which is asked for when the next unit is reduced; where that sum is
+// in its final place the second one is only waited for at the end of the backward.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "common/types.h"
+#include "plan/layout.h"
+#include "plan/pool_map.h"
+#include "plan/stage_policy.h"
+#include "plan/wire_methods.h"
+
+namespace zerocore {
+
+// Memory for the gradients of a region.
+enum class GradPlace : uint8_t {
+  Kept, // this rank's gradients between steps
+  Full, // packed gradients of all ranks' shards; unless gradients are sharded, Kept is a part of it
+  Wire, // the same in the type that they travel in
+  Scratch, // what a reduction leaves where that is not the gradient yet
+};
+inline constexpr int kNumGradPlaces = 4;
+
+enum class GradStepKind : uint8_t {
+  Keep, // `to` has memory that stays, from here on
+  Take, // `to` is a block of the pool
+  GiveBack, // `from` is none any more; it may be none already
+  Pack, // the gradients of the backward go to `to`; see Reduction::added()
+  Cast, // `from` goes to `to`
+  Order, // collectives that start now read what was packed until now
+  Start, // the collective of the ranks that share the state, from `from` to `to`
+  StartAcross, // the sum over the replicas, of this rank's part of `to`
+  Wait, // for Start
+  WaitAcross, // for StartAcross
+  Zero, // the kept gradient of `param`: what its memory holds is left over
+  Sum, // the sum of the `parts` of `from` goes to this rank's part of `to`
+};
+
+struct GradStep {
+  GradStepKind kind = GradStepKind::Keep;
+  UnitId unit = -1;
+  int region = 0;
+  GradPlace from = GradPlace::Kept, to = GradPlace::Kept;
+  int64_t nbytes = 0; // of the block or of what is reduced
+  int64_t parts = 1; // of a sum; of what the collective leaves for each element
+  bool adds = false; // to what `to` holds
+  int param = -1;
+  TraceOp op = TraceOp::AllReduce;
+};
+
+// The block of a Take or a GiveBack.
+inline BlockKey block_of(const GradStep& step) {
+  const GradPlace place = step.kind == GradStepKind::Take ? step.to : step.from;
+  const BlockUse use = place == GradPlace::Full ? BlockUse::Gradients
+      : place == GradPlace::Wire                ? BlockUse::Wire
+                                                : BlockUse::Scratch;
+  return {step.unit, use, step.region};
+}
+
+// Carries out steps.
+class GradSteps {
+ public:
+  virtual void run(const GradStep& step) = 0;
+
+ protected:
+  ~GradSteps() = default;
+};
+
+struct ReductionOptions {
+  StagePolicy policy;
+  int64_t world_size = 1; // ranks that share the state
+  int64_t num_replicas = 1;
+  ReduceMethod method; // of reduce-scatters
+  bool hold_full = false; // stages 2, 3: full sums are kept while not syncing
+  bool on_host = false; // collectives run on no stream: the host waits for them
+  int64_t shard = 0; // this rank's
+  bool counts_kept = true; // among the ranks that hold a gradient, this is the one that adds it
+};
+
+class Reduction {
+ public:
+  // The units' layouts outlive it.
+  Reduction(const ReductionOptions& options, std::vector<const Layout*> layouts);
+
+  // Packs the unit's gradients and starts their reduction. Without sync they may only be summed on
+  // this rank; false then.
+  bool reduce(UnitId unit, bool sync, GradSteps& steps);
+  // Ends a backward: completes everything.
+  void finish(GradSteps& steps);
+  // Forgets reductions and local sums. Gives back all blocks, whatever was carried out.
+  void reset(GradSteps& steps);
+
+  // Whether the region's parameters get gradients; at first as its layout says.
+  void set_trainable(UnitId unit, int region, bool trainable);
+  // Whether the parameter's kept gradient holds a value.
+  bool is_valid(UnitId unit, int param) const {
+    return units_.at(unit).params.at(param).valid;
+  }
+  void set_valid(UnitId unit, int param, bool valid) {
+    units_.at(unit).params.at(param).valid = valid;
+  }
+  // Forgets what is known of the parameter's gradient, sums of this rank included.
+  void drop(UnitId unit, int param) {
+    units_.at(unit).params.at(param) = {};
+  }
+  // During a Pack: the parameter's elements of the region that are added to; empty, at its
+  // beginning, for none. The others are overwritten.
+  Range added(const GradStep& pack, int param) const;
+  // Bytes of memory that stays.
+  int64_t kept_nbytes(UnitId unit) const;
+
+ private:
+  struct RegionState {
+    bool trainable = true;
+    bool kept = false; // has memory that stays
+    bool full = false, wire = false, scratch = false; // are blocks of the pool
+    bool local = false; // the full bucket holds sums that were not reduced
+    bool adds = false; // what is being reduced is added to the gradient
+    bool across = false; // the host has a sum over the replicas to wait for
+    GradPlace result = GradPlace::Kept; // of the reduction
+  };
+  struct ParamState {
+    bool valid = false;
+    bool local = false; // the local sums include this parameter
+  };
+  struct UnitState {
+    std::vector<RegionState> regions;
+    std::vector<ParamState> params;
+  };
+  using Key = std::pair<UnitId, int>; // unit and region
+
+  const Region& region_of(Key key) const {
+    return layouts_[key.first]->regions()[key.second];
+  }
+  RegionState& state_of(Key key) {
+    return units_[key.first].regions[key.second];
+  }
+  bool communicates() const {
+    return options_.world_size * options_.num_replicas > 1;
+  }
+  bool sums_across() const {
+    return options_.world_size > 1 && options_.num_replicas > 1;
+  }
+  bool is_wired(Key key) const {
+    return communicates() && region_of(key).has_wire();
+  }
+  // That the collective leaves for each element.
+  int64_t parts() const {
+    return options_.policy.shards_optimizer() ? options_.method.parts(options_.world_size) : 1;
+  }
+  bool completes_first(UnitId unit) const;
+  bool any_valid(Key key) const;
+  int64_t nbytes_at(Key key, GradPlace place) const;
+  int64_t sent_nbytes(Key key, GradPlace place) const;
+  int64_t result_nbytes(Key key) const;
+
+  void pack(Key key, bool holds, GradSteps& steps);
+  void issue(Key key, GradSteps& steps);
+  void choose_result(Key key, GradSteps& steps);
+  void complete_all(GradSteps& steps);
+  void wait(Key key, GradSteps& steps);
+  void complete(Key key, GradSteps& steps);
+  void complete_across(Key key, GradSteps& steps);
+  void start_across(Key key, GradPlace place, GradSteps& steps);
+  void wait_across(Key key, GradSteps& steps);
+  void add_to_kept(Key key, GradPlace from, int64_t parts, GradSteps& steps);
+  void take(Key key, GradPlace place, bool& held, GradSteps& steps);
+  void give_back(Key key, GradPlace place, bool& held, GradSteps& steps);
+
+  ReductionOptions options_;
+  std::vector<const Layout*> layouts_;
+  std::vector<UnitState> units_;
+  std::vector<Key> in_flight_; // oldest first
+};
+
+} // namespace zerocore
