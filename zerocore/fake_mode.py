@@ -66,16 +66,15 @@ class RepeatingFakeMode(UncompiledMode, FakeTensorMode):
         try:
             if kind is _VIEW:
                 return self._view(func, args, options)
-            key = None
-            if kind is _NEW:
-                key = func, torch.get_default_dtype(), self._key((args, *options.items()))
+            shapes = self._key((args, *options.items()))
+            key = (func, torch.get_default_dtype(), shapes) if kind is _NEW else None
         except _NotRepeatable:
             key = None
         if key in self._results:
             return self._make(self._results[key])
         self.num_worked_out += 1
         out = super().__torch_dispatch__(func, types, args, options)
-        if key is not None and kind is _NEW:
+        if key is not None:
             self._remember(key, args, out)
         return out
 
