@@ -19,6 +19,7 @@ export PATH := $(VENV)/bin:$(PATH):$(shell $(PYTHON) -c 'import sys; print(sys.p
 .PHONY: demo test build lint format sanitize clean distclean
 
 demo: $(VENV)/.built $(VENV)/.has-demo
+	@echo "training on all ranks of this machine: about two minutes on two cores"
 	$(PY) examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/.built $(VENV)/.has-test
@@ -58,16 +59,18 @@ distclean: clean
 	rm -rf $(VENV)
 
 $(VENV)/.created:
+	@echo "installing torch, unless $(PYTHON) has one: a minute or two, as the network goes"
 	$(PYTHON) scripts/setup_env.py create $(VENV)
 	touch $@
 
 # --no-build-isolation: compile against the torch that will be imported. ninja compiles again
 # only what changed.
 $(VENV)/.built: $(VENV)/.created setup.py pyproject.toml csrc/sources.txt $(CXX_FILES)
-	@echo "compiling the C++ core, which takes some minutes the first time"
+	@echo "compiling the C++ core: about two minutes on two cores, then only what changes"
 	$(PY) -m pip install --no-build-isolation --no-deps -e .
 	touch $@
 
 $(VENV)/.has-%: pyproject.toml | $(VENV)/.built
+	@echo "installing what '$*' needs and is missing: some seconds"
 	$(PY) scripts/setup_env.py install $*
 	touch $@

@@ -70,11 +70,26 @@ def wants_cuda() -> bool:
     return choice == "1"
 
 
-def read_sources() -> list[str]:
-    """Paths in csrc/sources.txt, the CUDA ones only where they are to be built."""
+def read_sources() -> list[list[str]]:
+    """Paths in csrc/sources.txt by line, the CUDA ones only where they are to be built."""
     lines = (ROOT / "csrc" / "sources.txt").read_text().splitlines()
-    sources = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    return [path for path in sources if not path.endswith(".cu") or wants_cuda()]
+    groups = [line.split() for line in lines if line.strip() and not line.startswith("#")]
+    return [group for group in groups if not group[0].endswith(".cu") or wants_cuda()]
+
+
+def join_sources(group: list[str]) -> str:
+    """One source for those of a line; written only where it changes, so that objects are kept."""
+    if len(group) == 1:
+        return group[0]
+    path = Path("build", "grouped", Path(group[0]).relative_to("csrc"))
+    text = "".join(
+        f'#include "{Path(source).relative_to("csrc").as_posix()}"\n' for source in group
+    )
+    joined = ROOT / path
+    if not joined.exists() or joined.read_text() != text:
+        joined.parent.mkdir(parents=True, exist_ok=True)
+        joined.write_text(text)
+    return str(path)
 
 
 def describe_cuda_build() -> str:
@@ -96,7 +111,8 @@ def define_macros(has_cuda: bool) -> list[tuple[str, str]]:
 
 def make_extension() -> Extension:
     """The one extension module: a CUDA extension only if there are CUDA sources to compile."""
-    sources = read_sources()
+    groups = read_sources()
+    sources = [path for group in groups for path in group]
     has_cuda = any(path.endswith(".cu") for path in sources)
     if has_cuda and not torch.cuda.is_available():
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHS)
@@ -109,10 +125,10 @@ def make_extension() -> Extension:
     make = cpp_extension.CUDAExtension if has_cuda else cpp_extension.CppExtension
     return make(
         "zerocore._C",
-        sources,
+        [join_sources(group) for group in groups],
         include_dirs=[str(ROOT / "csrc")],
         define_macros=define_macros(has_cuda),
-        depends=[*headers, "csrc/sources.txt", "setup.py"],
+        depends=[*headers, *sources, "csrc/sources.txt", "setup.py"],
         extra_compile_args={"cxx": CXX_FLAGS + system, "nvcc": NVCC_FLAGS + system},
     )
 

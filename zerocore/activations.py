@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from zerocore._C import CallEvent
 from zerocore.calls import entry_units
 from zerocore.fake import fake_copy, fake_like
+from zerocore.fake_mode import RepeatingFakeMode
 from zerocore.tracking import FusedAttention, StorageTracker
 from zerocore.wrapping import UnitPlanned
 
@@ -99,7 +99,7 @@ def measure(
         if not unit.is_leftover and len(unit.modules) == 1 and unit.modules[0] is not model
     ]
     fqns = [[choice.fqns[0] for choice in unit.params] for unit in planned]
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with RepeatingFakeMode() as mode:
         copy = fake_copy(model, mode, dtype)
         batch = tree_map(partial(fake_like, dtype=dtype), inputs)
         if checkpointing:

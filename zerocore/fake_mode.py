@@ -1,0 +1,143 @@
+"""A mode for fake tensors that works out an operator once for arguments of the same shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_PLAIN = (
+    *(int, float, bool, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_VIEW, _NEW, _OTHER = "view of the first argument", "new tensors", "other"
+
+
+class UncompiledMode(TorchDispatchMode):
+    """A mode that no compiler traces: torch need not guard every operator against that."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class _NewTensor:
+    """A tensor with a storage of its own, as large as it needs."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _NotRepeatable(Exception):
+    """An operator, argument or result that a FakeTensorMode must see every time."""
+
+
+class RepeatingFakeMode(UncompiledMode, FakeTensorMode):
+    """A FakeTensorMode for models whose blocks repeat each other.
+
+    A FakeTensorMode takes a fraction of a millisecond for an operator, also where its own cache
+    has it. Here the operator's own kernel makes views, and other results are new tensors like
+    those that the FakeTensorMode made of arguments of the same shapes. The FakeTensorMode is asked
+    every time about operators that write, and about tensors that are not fake or have a value.
+
+    Attributes:
+        num_worked_out: how often the FakeTensorMode was asked.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.num_worked_out = 0
+        self._kinds: dict[Any, str] = {}
+        self._results: dict[Any, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        options = kwargs or {}
+        kind = self._kinds.get(func) or self._kinds.setdefault(func, _kind_of(func))
+        try:
+            if kind is _VIEW:
+                return self._view(func, args, options)
+            shapes = self._key((args, *options.items()))
+            key = (func, torch.get_default_dtype(), shapes) if kind is _NEW else None
+        except _NotRepeatable:
+            key = None
+        if key in self._results:
+            return self._make(self._results[key])
+        self.num_worked_out += 1
+        out = super().__torch_dispatch__(func, types, args, options)
+        if key is not None:
+            self._remember(key, args, out)
+        return out
+
+    def _key(self, value: Any) -> Any:
+        """What the shapes of results depend on."""
+        if type(value) is FakeTensor:
+            if value.fake_mode is not self or value.constant is not None:
+                raise _NotRepeatable
+            return value.shape, value.stride(), value.dtype, value.fake_device
+        if isinstance(value, list | tuple):
+            return tuple(map(self._key, value))
+        if not isinstance(value, _PLAIN):
+            raise _NotRepeatable
+        return type(value), value  # 1, 1.0 and True are equal
+
+    def _view(self, func: Any, args: Any, options: dict[str, Any]) -> Any:
+        self._key(args[0])
+        device = args[0].fake_device
+        with in_kernel_invocation_manager(self):
+            out = func(*args, **options)
+        if isinstance(out, Tensor):
+            return FakeTensor(self, out, device)
+        return type(out)(FakeTensor(self, view, device) for view in out)
+
+    def _remember(self, key: Any, args: Any, out: Any) -> None:
+        taken = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, Tensor)}
+        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if all(_is_new(tensor, taken) for tensor in tensors):
+            self._results[key] = tree_map_only(FakeTensor, _describe, out)
+
+    def _make(self, result: Any) -> Any:
+        """New tensors as described."""
+        if not isinstance(result, _NewTensor):
+            return tree_map_only(_NewTensor, self._make, result)
+        with in_kernel_invocation_manager(self):
+            plain = torch.empty_strided(
+                result.shape, result.stride, dtype=result.dtype, device="meta"
+            )
+        return FakeTensor(self, plain, result.device)
+
+
+def _kind_of(func: Any) -> str:
+    if not isinstance(func, torch._ops.OpOverload) or func._can_decompose():
+        return _OTHER  # a decomposition asks for its own operators
+    if func.is_view or func is torch.ops.aten._unsafe_view.default:
+        return _VIEW
+    values = (*func._schema.arguments, *func._schema.returns)
+    return _NEW if all(value.alias_info is None for value in values) else _OTHER
+
+
+def _is_new(tensor: Tensor, taken: set[int]) -> bool:
+    """Whether nothing but its description matters; its storage is one of the taken then."""
+    if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
+        return False
+    if tensor.layout is not torch.strided or tensor.storage_offset() != 0:
+        return False
+    storage = tensor.untyped_storage()
+    is_taken = storage._cdata in taken
+    taken.add(storage._cdata)
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    nbytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
+    return not is_taken and storage.nbytes() == nbytes
+
+
+def _describe(tensor: FakeTensor) -> _NewTensor:
+    return _NewTensor(tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device)
