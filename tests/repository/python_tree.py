@@ -1,0 +1,63 @@
+"""Which module of a package imports which, read from the source; every import counts."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+
+def python_files(package: Path) -> dict[str, str]:
+    """Text of each module of the package, subpackages too, by its dotted name."""
+    texts = {}
+    for path in package.rglob("*.py"):
+        parts = (package.name, *path.relative_to(package).with_suffix("").parts)
+        texts[".".join(parts).removesuffix(".__init__")] = path.read_text()
+    return texts
+
+
+def imports(name: str, text: str, modules: set[str]) -> Iterator[str]:
+    """Each module that the module ``name`` imports, with a dotted path; those in functions too.
+
+    ``from package import x`` imports ``package.x`` where ``modules`` have it, else ``package``.
+    """
+    is_package = any(module.startswith(f"{name}.") for module in modules)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            # One dot is the package that the module lies in, each further one the package above.
+            up = max(node.level - is_package, 0)
+            near = name.rsplit(".", up)[0] if node.level else ""
+            base = ".".join(part for part in (near, node.module) if part)
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield inner if inner in modules else base
+        elif isinstance(node, ast.Call):
+            yield from _named_in_call(node)
+
+
+def _named_in_call(node: ast.Call) -> Iterator[str]:
+    """What ``import_module("a.b")`` or ``__import__("a.b")`` imports."""
+    function = node.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    given = node.args[0] if node.args else None
+    if name in ("import_module", "__import__") and isinstance(given, ast.Constant):
+        yield str(given.value)
+
+
+def import_graph(package: Path) -> dict[str, set[str]]:
+    """What each module of the package imports, of the package or not."""
+    texts = python_files(package)
+    modules = {*texts, f"{package.name}._C"}
+    return {name: set(imports(name, text, modules)) for name, text in texts.items()}
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    """The nodes of a cycle, or nothing."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
