@@ -100,7 +100,7 @@ class EmulatedLink(Link):
     def _link(self, op: str, nbytes: int, num_ranks: int, ms: float) -> object:
         """A link on which that collective takes so long."""
         seconds = max(ms / 1e3 - EMULATED_LATENCY_S, 1e-9)
-        sent = self.zerocore.links.traffic_nbytes(op, nbytes, num_ranks)
+        sent = self.zerocore.common.links.traffic_nbytes(op, nbytes, num_ranks)
         return self.zerocore.emulated.link(sent / seconds, EMULATED_LATENCY_S)
 
     def block_ms(self, block_nbytes: int) -> Traffic:

@@ -16,7 +16,7 @@ from _models import BlockStack
 from _systems import System, import_zerocore, wrap_model
 from torch import nn
 
-from zerocore.events import COLLECTIVES
+from zerocore.common.events import COLLECTIVES
 
 PLAIN = System("plain", None, "plain")
 COMPARED = (

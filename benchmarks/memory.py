@@ -21,7 +21,7 @@ from _results import RESULTS_FOLDER, write_results
 from _tables import make_console
 from rich.progress import track
 
-from zerocore.nvml import NvmlDevice, NvmlUnavailable
+from zerocore.common.nvml import NvmlDevice, NvmlUnavailable
 
 DTYPES = ("float32", "bfloat16")
 NUM_RAW_SAMPLES = 100

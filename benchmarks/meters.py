@@ -20,7 +20,7 @@ from _tables import Table, make_console
 from rich.progress import track
 
 import zerocore
-from zerocore.state import state_of
+from zerocore.model.state import state_of
 
 NUM_BLOCKS, NUM_PARAMS, WIDTH = 32, 9, 16
 WORLD_SIZE = 8

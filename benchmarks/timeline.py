@@ -15,8 +15,8 @@ from _models import GPT, GPT_SIZES
 from _ranks import run_on_ranks
 
 import zerocore
-from zerocore.events import COLLECTIVES
-from zerocore.timeline import WAIT, draw_timeline
+from zerocore.common.events import COLLECTIVES
+from zerocore.reporting.timeline import WAIT, draw_timeline
 
 NUM_WARMUP = 4
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.zoo import CASES
-from zerocore.activations import default_loss, measure
-from zerocore.wrapping import choose_units
+from zerocore.model.wrapping import choose_units
+from zerocore.planning.activations import default_loss, measure
 
 WIDTH, ROWS, NUM_BLOCKS = 32, 100, 6
 ROW_NBYTES = ROWS * WIDTH * 4

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerocore
 from tests.distributed.harness import run_ranks
-from zerocore.state import find_state, state_of
+from zerocore.model.state import find_state, state_of
 
 WIDTH = 64
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerocore
-from zerocore.casting import cast_floats
+from zerocore.model.casting import cast_floats
 
 BF16 = torch.bfloat16
 

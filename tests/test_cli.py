@@ -13,8 +13,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 import zerocore
-from zerocore import cli
-from zerocore.architectures import build_model, load_config, preset_names
+from zerocore.cli import cli
+from zerocore.planning.architectures import build_model, load_config, preset_names
 
 ROOT = Path(zerocore.__file__).resolve().parents[1]
 PRESET_PARAMS = {
@@ -237,7 +237,7 @@ def test_presets_have_the_published_sizes(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", PRESET_PARAMS)
 def test_activations_of_presets_are_measured(preset: str) -> None:
-    values = json.loads((ROOT / "zerocore" / "presets" / f"{preset}.json").read_text())
+    values = json.loads((ROOT / "zerocore" / "planning" / "presets" / f"{preset}.json").read_text())
     depth = "n_layer" if "n_layer" in values else "num_hidden_layers"
     plan = zerocore.plan({**values, depth: 2}, 64, dtype=torch.bfloat16, seq_len=256)
     assert plan.note == ""

@@ -15,13 +15,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zerocore
 from tests.zoo import CASES
 from tests.zoo_case import Case
-from zerocore import estimate
-from zerocore.activations import Activations, measure
-from zerocore.casting import cast_floats
-from zerocore.plans import StagePlan
-from zerocore.precision import MixedPrecision
-from zerocore.quantities import format_seconds
-from zerocore.state import state_of
+from zerocore.common.quantities import format_seconds
+from zerocore.model.casting import cast_floats
+from zerocore.model.precision import MixedPrecision
+from zerocore.model.state import state_of
+from zerocore.planning import estimate
+from zerocore.planning.activations import Activations, measure
+from zerocore.planning.plans import StagePlan
 
 GB = 10**9
 BF16 = torch.bfloat16
@@ -356,9 +356,9 @@ def test_mistakes_are_named(options: dict, message: str) -> None:
         ({"mixed_precision": "bf16"}, r"a zerocore.MixedPrecision, such as .* got 'bf16'"),
         ({"dtype": "bf16"}, "dtype must be a floating-point torch.dtype such as .* got 'bf16'"),
         ({"dtype": torch.int64}, "dtype must be a floating-point torch.dtype"),
-        ({"links": [3]}, "link must be a zerocore.links.Link, one of nvlink4.* got 3"),
-        ({"links": 3}, "link must be a zerocore.links.Link"),
-        ({"replica_link": 3, "num_replicas": 2}, "link must be a zerocore.links.Link"),
+        ({"links": [3]}, "link must be a zerocore.Link, one of nvlink4.* got 3"),
+        ({"links": 3}, "link must be a zerocore.Link"),
+        ({"replica_link": 3, "num_replicas": 2}, "link must be a zerocore.Link"),
         ({"units": 3}, r"units must be a list such as \['Block'\].* got 3"),
         ({"units": "Block"}, "units must be a list"),
         ({"units": [3]}, "units: expected classes, class or module names, or modules .* got 3"),

@@ -23,10 +23,10 @@ from tests.test_estimate import (
     planned,
 )
 from tests.zoo import CASES
-from zerocore.casting import cast_floats
-from zerocore.events import COLLECTIVES
-from zerocore.links import PRESETS, traffic_nbytes
-from zerocore.precision import MixedPrecision
+from zerocore.common.events import COLLECTIVES
+from zerocore.common.links import PRESETS, traffic_nbytes
+from zerocore.model.casting import cast_floats
+from zerocore.model.precision import MixedPrecision
 
 SHAPES = ((3, 1), (2, 2), (128, 8))  # replicas by shards
 MIXED = MixedPrecision(BF16, output_dtype=torch.float32)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from zerocore.nvml import NvmlDevice, NvmlUnavailable, unavailable
+from zerocore.common.nvml import NvmlDevice, NvmlUnavailable, unavailable
 
 pynvml = pytest.importorskip("pynvml")
 

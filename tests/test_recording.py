@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zerocore
 from tests.test_report import WIDTH, Chain, train
-from zerocore.events import Event
-from zerocore.timeline import WAIT, Box, communication_boxes
+from zerocore.common.events import Event
+from zerocore.reporting.timeline import WAIT, Box, communication_boxes
 
 
 @pytest.fixture

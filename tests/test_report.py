@@ -17,11 +17,11 @@ import zerocore
 from tests.distributed.chain import WIDTH, Chain
 from tests.distributed.harness import run_ranks
 from zerocore._C import allocator_counts
-from zerocore.events import Event, transfers
-from zerocore.figures import Communication, times_by_unit
-from zerocore.meters import KEPT_STEPS, SAMPLE_EVERY, increase
-from zerocore.state import state_of
-from zerocore.tables import render_table
+from zerocore.common.events import Event, transfers
+from zerocore.common.tables import render_table
+from zerocore.model.meters import KEPT_STEPS, SAMPLE_EVERY, increase
+from zerocore.model.state import state_of
+from zerocore.reporting.figures import Communication, times_by_unit
 
 RANKS = 4
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from zerocore._C import EmulatedGroup, LinkModel
-from zerocore.links import PRESETS
-from zerocore.quantities import check_int, parse_bandwidth, parse_seconds
+from zerocore.common.links import PRESETS
+from zerocore.common.quantities import check_int, parse_bandwidth, parse_seconds
 
 DEFAULT_BANDWIDTH = "450GB/s"
 DEFAULT_LATENCY = "12us"
@@ -44,7 +44,7 @@ def link(
     Args:
         bandwidth: bytes per second that a rank sends and receives, as a number or text such as
             ``"450GB/s"``, ``"400Gbit/s"``, ``"inf"``; or the name of a preset
-            (:data:`zerocore.links.PRESETS`).
+            (:data:`zerocore.common.links.PRESETS`).
         latency: seconds per call, or text such as ``"12us"``; by default the preset's, or 12 us.
         sms: multiprocessors that a collective keeps busy on a GPU.
 

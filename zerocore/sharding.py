@@ -11,29 +11,29 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerocore._C import CallEvent, Engine
-from zerocore.agreement import agree
-from zerocore.backward_calls import watch_backward_calls
-from zerocore.budget import check_budget
-from zerocore.calls import call_order, entry_units
-from zerocore.casting import cast_around_kept
-from zerocore.config import ShardConfig
-from zerocore.groups import Ranks
-from zerocore.kinds import check_kinds
-from zerocore.local_states import watch_loads
-from zerocore.materialize import InitFn, full_values, materialize_buffers
-from zerocore.module import Entry, set_entry
-from zerocore.moves import keep_in_place
-from zerocore.optimizer_hooks import mark_full, mark_replaced
-from zerocore.out_of_memory import explain_forward, remember_model
-from zerocore.pipelines import refuse_split_backward
-from zerocore.place import Place
-from zerocore.precision import MixedPrecision, ParamTypes, param_types
-from zerocore.quantities import parse_nbytes
-from zerocore.registration import watch_registrations
-from zerocore.replaced import replace
-from zerocore.state import Param, ShardState, Unit, find_state, set_state
-from zerocore.tensor import ShardedGrad, ShardedParameter
-from zerocore.wrapping import ParamChoice, UnitChoice, UnitPlanned, choose_units
+from zerocore.common.agreement import agree
+from zerocore.common.quantities import parse_nbytes
+from zerocore.hooks.backward_calls import watch_backward_calls
+from zerocore.hooks.local_states import watch_loads
+from zerocore.hooks.moves import keep_in_place
+from zerocore.hooks.optimizer_hooks import mark_full, mark_replaced
+from zerocore.hooks.pipelines import refuse_split_backward
+from zerocore.hooks.registration import watch_registrations
+from zerocore.model.calls import call_order, entry_units
+from zerocore.model.casting import cast_around_kept
+from zerocore.model.config import ShardConfig
+from zerocore.model.groups import Ranks
+from zerocore.model.kinds import check_kinds
+from zerocore.model.materialize import InitFn, full_values, materialize_buffers
+from zerocore.model.module import Entry, set_entry
+from zerocore.model.precision import MixedPrecision, ParamTypes, param_types
+from zerocore.model.state import Param, ShardState, Unit, find_state, set_state
+from zerocore.model.wrapping import ParamChoice, UnitChoice, UnitPlanned, choose_units
+from zerocore.planning.budget import check_budget
+from zerocore.reporting.out_of_memory import explain_backward, explain_forward, remember_model
+from zerocore.tensor.place import Place
+from zerocore.tensor.replaced import replace
+from zerocore.tensor.tensor import ShardedGrad, ShardedParameter
 
 
 def shard_model(
@@ -84,7 +84,7 @@ def shard_model(
     engine.start(config.sync_params or state.world_size == 1)
     set_state(model, state)
     remember_model(state, model)
-    watch_backward_calls()
+    watch_backward_calls(explain_backward)
     watch_registrations(model, state)
     refuse_split_backward()
     return state

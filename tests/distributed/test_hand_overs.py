@@ -12,7 +12,7 @@ from tests.distributed.harness import run_ranks
 from tests.engine.hand_overs import find_race
 from tests.engine.test_hand_overs import WIDTH, Block, Graph
 from zerocore import _C, sharding
-from zerocore.state import state_of
+from zerocore.model.state import state_of
 
 
 def train(stage: int, seed: int, log: bool) -> tuple[list[float], str | None]:

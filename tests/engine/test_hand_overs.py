@@ -18,7 +18,7 @@ import zerocore
 from tests.engine.hand_overs import find_race, waits
 from tests.plan.driver import Call, random_tree
 from zerocore import _C, sharding
-from zerocore.state import state_of
+from zerocore.model.state import state_of
 
 WIDTH = 4
 

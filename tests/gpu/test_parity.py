@@ -20,7 +20,7 @@ from tests.gpu.training import (
     shard,
     train,
 )
-from zerocore import groups
+from zerocore.model import groups
 
 
 def assert_same_state(actual: nn.Module, expected: nn.Module) -> None:

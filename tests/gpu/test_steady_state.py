@@ -27,7 +27,7 @@ from tests.gpu.training import (
     shard,
 )
 from zerocore._C import allocator_counts
-from zerocore.state import state_of
+from zerocore.model.state import state_of
 
 NUM_STEPS = 2
 # Calls that make the host wait for the device. None is needed in a step.

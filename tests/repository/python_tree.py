@@ -54,6 +54,54 @@ def import_graph(package: Path) -> dict[str, set[str]]:
     return {name: set(imports(name, text, modules)) for name, text in texts.items()}
 
 
+# Who may import whom: a floor sees those below it and its own package. What stands side by side on
+# one floor does not see each other. checkpoint, offload, fsdp and integrations are to come.
+FLOORS = (
+    ("_C",),
+    ("extension",),
+    ("common",),
+    ("tensor",),
+    ("model",),
+    ("hooks",),
+    ("planning",),
+    ("reporting",),
+    ("optim",),
+    ("sharding", "state_dict", "emulated"),
+    ("checkpoint", "offload"),
+    ("api",),
+    ("fsdp", "integrations"),
+    ("install",),
+    ("",),  # zerocore itself, which exports what is public
+    ("cli",),
+    ("__main__",),
+)
+HEIGHTS = {part: height for height, parts in enumerate(FLOORS) for part in parts}
+# (module, what it imports from above) and why it must.
+ALLOWED: dict[tuple[str, str], str] = {}
+
+
+def _part(module: str) -> str:
+    """The package or file right below zerocore that a module belongs to."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def ladder_errors(package: Path) -> list[str]:
+    """Modules that stand on no floor, and imports that do not point down."""
+    errors = []
+    for name, targets in import_graph(package).items():
+        part = _part(name)
+        if part not in HEIGHTS:
+            errors.append(f"{name} stands on no floor: put it into a package, or name its floor")
+            continue
+        for target in sorted(targets):
+            if target.split(".")[0] != package.name or (name, target) in ALLOWED:
+                continue
+            other = _part(target)
+            if other != part and HEIGHTS.get(other, len(FLOORS)) >= HEIGHTS[part]:
+                errors.append(f"{name} must not import {target}, which is not below it")
+    return errors
+
+
 def cycle_in(graph: dict[str, set[str]]) -> list[str]:
     """The nodes of a cycle, or nothing."""
     try:

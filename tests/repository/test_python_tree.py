@@ -1,4 +1,4 @@
-"""The Python package: no import cycles, and no imports of what is not installed with it."""
+"""The Python package: imports point down its ladder, in no cycle, and to what is installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository.python_tree import cycle_in, import_graph
+from tests.repository.python_tree import ALLOWED, cycle_in, import_graph, ladder_errors
 
 PACKAGE = Path(__file__).resolve().parents[2] / "zerocore"
 NOT_INSTALLED = {"tests", "benchmarks", "examples", "scripts"}
@@ -36,6 +36,46 @@ def plant(package: Path, path: str, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as opened:
         opened.write(f"\n{text}\n")
+
+
+def test_imports_point_down_the_ladder() -> None:
+    assert ladder_errors(PACKAGE) == []
+
+
+def test_what_is_allowed_is_used() -> None:
+    graph = import_graph(PACKAGE)
+    assert [pair for pair in ALLOWED if pair[1] not in graph.get(pair[0], set())] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("common/planted.py", "from zerocore.planning import planner"),
+        ("common/planted.py", "import zerocore.planning.planner"),
+        ("common/planted.py", "from ..planning import planner"),
+        ("model/state.py", "def late():\n    from zerocore.reporting.reports import report"),
+        ("optim/planted.py", "from zerocore import shard"),
+        ("tensor/planted.py", "import_module('zerocore.api')"),
+        ("state_dict.py", "from zerocore.sharding import shard_model"),
+        ("planted.py", "# A module beside the packages."),
+        ("planted/module.py", "# A package without a floor."),
+    ],
+)
+def test_what_breaks_the_ladder_is_found(copied: Path, path: str, text: str) -> None:
+    plant(copied, path, text)
+    assert len(ladder_errors(copied)) == 1
+
+
+def test_a_file_in_the_wrong_place_is_found(copied: Path) -> None:
+    moved = copied / "planning" / "advice.py"
+    moved.rename(copied / "common" / "advice.py")
+    assert any("zerocore.common.advice" in error for error in ladder_errors(copied))
+
+
+def test_every_folder_is_a_package() -> None:
+    """One without ``__init__.py`` would be missing from what is installed."""
+    folders = {file.parent for file in PACKAGE.rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
 def test_no_cycles(copied: Path) -> None:

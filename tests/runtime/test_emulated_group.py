@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from zerocore._C import Traffic
+from zerocore.common.links import PRESETS
 from zerocore.emulated import link
-from zerocore.links import PRESETS
 
 
 @pytest.fixture
