@@ -135,7 +135,7 @@ class Place:
         return [
             *notes,
             f"EMULATED link ({EMULATED_PRESET}): one process plays rank 0 of {self.num_ranks}, the "
-            "others are replicas of it. Stages that gather parameters repeat this rank's shard, so "
+            "others are mirrors of it. Stages that gather parameters repeat this rank's shard, so "
             "their losses are not those of training; times and memory are those of rank 0.",
         ]
 

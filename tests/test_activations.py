@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.zoo import CASES
-from zerocore.model.wrapping import choose_units
+from zerocore.model.units import choose_units
 from zerocore.planning.activations import default_loss, measure
 
 WIDTH, ROWS, NUM_BLOCKS = 32, 100, 6

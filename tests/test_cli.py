@@ -13,8 +13,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 import zerocore
-from zerocore.cli import cli
-from zerocore.planning.architectures import build_model, load_config, preset_names
+from zerocore.cli import app as cli
+from zerocore.planning.huggingface import build_model, load_config, preset_names
 
 ROOT = Path(zerocore.__file__).resolve().parents[1]
 PRESET_PARAMS = {

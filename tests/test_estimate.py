@@ -19,9 +19,9 @@ from zerocore.common.quantities import format_seconds
 from zerocore.model.casting import cast_floats
 from zerocore.model.precision import MixedPrecision
 from zerocore.model.state import state_of
-from zerocore.planning import estimate
+from zerocore.planning import plan as estimate
 from zerocore.planning.activations import Activations, measure
-from zerocore.planning.plans import StagePlan
+from zerocore.planning.result import StagePlan
 
 GB = 10**9
 BF16 = torch.bfloat16

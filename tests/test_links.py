@@ -8,7 +8,7 @@ from zerocore._C import CallEvent
 from zerocore.common import quantities
 from zerocore.common.links import PRESETS, Link, find_link, traffic_nbytes
 from zerocore.planning.planner import PlannedEvent
-from zerocore.planning.timing import Timing, predict_timing
+from zerocore.planning.step_time import Timing, predict_timing
 
 ORDER = tuple(CallEvent(enter, unit) for unit in range(3) for enter in (True, False))
 NUM_MOMENTS = 2 * len(ORDER) + 1

@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.test_cli import TINY
-from zerocore.cli import cli
-from zerocore.planning.architectures import preset_names
+from zerocore.cli import app as cli
+from zerocore.planning.huggingface import preset_names
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -21,7 +21,7 @@ from zerocore.common.events import Event, transfers
 from zerocore.common.tables import render_table
 from zerocore.model.meters import KEPT_STEPS, SAMPLE_EVERY, increase
 from zerocore.model.state import state_of
-from zerocore.reporting.figures import Communication, times_by_unit
+from zerocore.reporting.step_figures import Communication, times_by_unit
 
 RANKS = 4
 

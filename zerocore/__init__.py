@@ -7,21 +7,23 @@ from zerocore import emulated, optim
 from zerocore.api import no_sync, register_forward_method, reset, shard, unsharded
 from zerocore.common.events import Event
 from zerocore.common.links import Link
+from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.emulated import Emulation, emulate
 from zerocore.model.config import ShardConfig
 from zerocore.model.precision import MixedPrecision
 from zerocore.optim.clipping import NonFiniteGradError, clip_grad_norm_
-from zerocore.planning.estimate import plan
-from zerocore.planning.plans import Plan, StagePlan
+from zerocore.planning.plan import plan
+from zerocore.planning.prediction import predict_events, predict_memory
+from zerocore.planning.result import Plan, StagePlan
 from zerocore.reporting.description import Description, describe
-from zerocore.reporting.memory import MemoryBytes, memory_usage, predict_events, predict_memory
+from zerocore.reporting.memory_usage import memory_usage
 from zerocore.reporting.out_of_memory import OutOfMemory, explain_out_of_memory
 from zerocore.reporting.recording import record_events, trace
-from zerocore.reporting.reports import Report, report
+from zerocore.reporting.report import Report, report
 from zerocore.reporting.timeline import Timeline
 from zerocore.state_dict import full_state_dict, load_full_state_dict
+from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
 from zerocore.tensor.place import Place
-from zerocore.tensor.tensor import LocalShard, ShardedGrad, ShardedParameter
 
 emulated.register()
 

@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Runs the command line; without its libraries, says which extra has them."""
     try:
-        from zerocore.cli.cli import app
+        from zerocore.cli.app import app
     except ModuleNotFoundError as error:
         library = (error.name or "").split(".")[0]
         if library not in ("typer", "rich"):

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerocore.model.groups import find_ranks
 from zerocore.model.materialize import InitFn
-from zerocore.model.module import wrap_method
 from zerocore.model.precision import MixedPrecision
+from zerocore.model.ranks import find_ranks
 from zerocore.model.state import state_of
-from zerocore.model.wrapping import UnitChoice
+from zerocore.model.unit_call import wrap_method
+from zerocore.model.units import UnitChoice
 from zerocore.sharding import shard_model
 
 
@@ -49,7 +49,7 @@ def shard(
             if there is none. Without torch.distributed the world has one rank. A 2-D DeviceMesh is
             hybrid sharding: its first dimension are replicas, over the second the state is sharded;
             gradients are reduce-scattered in it and then all-reduced over the replicas.
-        units: what is gathered together, see :func:`zerocore.model.wrapping.choose_units`.
+        units: what is gathered together, see :func:`zerocore.model.units.choose_units`.
         prefetch: units gathered ahead of the one that computes.
         accumulate: ``"sharded"`` or ``"full"``, see :class:`ShardConfig`.
         device: where parameters on the meta device go.

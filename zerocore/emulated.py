@@ -1,7 +1,7 @@
 """The emulated link: one process plays one rank of N over a modelled network.
 
 A c10d backend named ``"emulated"``, for CPU and CUDA tensors, so zerocore, FSDP2 and DDP
-run on it unchanged. The peers are replicas of this rank, so a training step computes what a single
+run on it unchanged. The peers are mirrors of this rank, so a training step computes what a single
 process computes whose batch every rank sees; only the wire is a model. What is measured on it is
 *emulated*, and has to be called so.
 
@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from zerocore._C import EmulatedGroup, LinkModel
+from zerocore.common.checks import check_int
 from zerocore.common.links import PRESETS
-from zerocore.common.quantities import check_int, parse_bandwidth, parse_seconds
+from zerocore.common.quantities import parse_bandwidth, parse_seconds
 
 DEFAULT_BANDWIDTH = "450GB/s"
 DEFAULT_LATENCY = "12us"
@@ -138,7 +139,7 @@ def emulate(
     """Makes this process one rank of ``world_size`` on an emulated link, as the default group.
 
     Args:
-        world_size: number of ranks; all but this one exist only as replicas of it.
+        world_size: number of ranks; all but this one exist only as mirrors of it.
         bandwidth: bytes per second, text, or a preset's name; see :func:`link`.
         latency: seconds per call, or text; see :func:`link`.
         sms: multiprocessors that a collective keeps busy on a GPU.

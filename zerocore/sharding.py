@@ -14,26 +14,26 @@ from zerocore._C import CallEvent, Engine
 from zerocore.common.agreement import agree
 from zerocore.common.quantities import parse_nbytes
 from zerocore.hooks.backward_calls import watch_backward_calls
-from zerocore.hooks.local_states import watch_loads
+from zerocore.hooks.loads import watch_loads
 from zerocore.hooks.moves import keep_in_place
-from zerocore.hooks.optimizer_hooks import mark_full, mark_replaced
+from zerocore.hooks.optimizer_steps import mark_full, mark_replaced
 from zerocore.hooks.pipelines import refuse_split_backward
 from zerocore.hooks.registration import watch_registrations
-from zerocore.model.calls import call_order, entry_units
+from zerocore.model.call_order import call_order, units_by_module
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.config import ShardConfig
-from zerocore.model.groups import Ranks
 from zerocore.model.kinds import check_kinds
 from zerocore.model.materialize import InitFn, full_values, materialize_buffers
-from zerocore.model.module import Entry, set_entry
 from zerocore.model.precision import MixedPrecision, ParamTypes, param_types
+from zerocore.model.ranks import Ranks
 from zerocore.model.state import Param, ShardState, Unit, find_state, set_state
-from zerocore.model.wrapping import ParamChoice, UnitChoice, UnitPlanned, choose_units
+from zerocore.model.unit_call import UnitCall, set_unit_call
+from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
 from zerocore.planning.budget import check_budget
 from zerocore.reporting.out_of_memory import explain_backward, explain_forward, remember_model
+from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 from zerocore.tensor.place import Place
 from zerocore.tensor.replaced import replace
-from zerocore.tensor.tensor import ShardedGrad, ShardedParameter
 
 
 def shard_model(
@@ -79,7 +79,7 @@ def shard_model(
     for index, unit in enumerate(planned):
         state.units.append(_shard_unit(state, index, unit, init_fn))
     materialize_buffers(model, target, init_fn)
-    _set_entries(model, planned, state)
+    _set_unit_calls(model, planned, state)
     watch_loads(model, state)
     engine.start(config.sync_params or state.world_size == 1)
     set_state(model, state)
@@ -225,16 +225,16 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     return Param(choice.fqns, choice.owners, full, shard, spec, _types(choice, state.config))
 
 
-def _set_entries(model: nn.Module, planned: list[UnitPlanned], state: ShardState) -> None:
-    entries = entry_units(planned)
+def _set_unit_calls(model: nn.Module, planned: list[UnitPlanned], state: ShardState) -> None:
+    units_of = units_by_module(planned)
     mixed = state.config.mixed_precision or MixedPrecision()
     narrow = mixed.param_dtype if mixed.cast_inputs else None
     for module in list(model.modules()):
-        units = entries.get(id(module), ())
+        units = units_of.get(id(module), ())
         is_root = module is model
         if units or is_root:
             computes = {param.types.model for unit in units for param in state.units[unit].params}
-            entry = Entry(
+            unit_call = UnitCall(
                 state,
                 state.engine,
                 explain_forward,
@@ -243,4 +243,4 @@ def _set_entries(model: nn.Module, planned: list[UnitPlanned], state: ShardState
                 cast_inputs=narrow if is_root or narrow in computes else None,
                 cast_outputs=mixed.output_dtype if is_root else None,
             )
-            set_entry(module, entry)
+            set_unit_call(module, unit_call)

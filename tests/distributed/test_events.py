@@ -13,7 +13,7 @@ import zerocore
 from tests.distributed.chain import WIDTH, Chain, step
 from tests.distributed.harness import run_ranks
 from zerocore.model.state import state_of
-from zerocore.reporting.memory import planned_events
+from zerocore.planning.prediction import planned_events
 
 
 def make(stage: int, **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -24,7 +24,7 @@ from tests.distributed.training import (
     train_sharded,
 )
 from zerocore.model.state import state_of
-from zerocore.reporting.memory import planned_events
+from zerocore.planning.prediction import planned_events
 
 STAGES = (0, 1, 2, 3)
 CASES = ("plain", "tied", "mixed_dtypes", "unused", "looped", "hf_qwen3_tied")

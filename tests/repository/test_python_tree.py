@@ -53,7 +53,7 @@ def test_what_is_allowed_is_used() -> None:
         ("common/planted.py", "from zerocore.planning import planner"),
         ("common/planted.py", "import zerocore.planning.planner"),
         ("common/planted.py", "from ..planning import planner"),
-        ("model/state.py", "def late():\n    from zerocore.reporting.reports import report"),
+        ("model/state.py", "def late():\n    from zerocore.reporting.report import report"),
         ("optim/planted.py", "from zerocore import shard"),
         ("tensor/planted.py", "import_module('zerocore.api')"),
         ("state_dict.py", "from zerocore.sharding import shard_model"),

@@ -17,19 +17,6 @@ _RATES = {"flop/s": 1.0, "gflop/s": 1e9, "tflop/s": 1e12, "pflop/s": 1e15}
 _RATES |= {unit.replace("flop/s", "flops"): factor for unit, factor in _RATES.items()}
 
 
-def require_int(name: str, value: object) -> int:
-    """The value; raises TypeError if it is no int. A bool counts as none."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    return value
-
-
-def check_int(name: str, value: object, minimum: int) -> None:
-    """Raises TypeError if ``value`` is no int, ValueError if it is below ``minimum``."""
-    if require_int(name, value) < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")
-
-
 def parse_nbytes(value: str | int | float, name: str = "memory") -> int:
     """Bytes from a number or from text such as ``"24GiB"`` (2**30) or ``"24GB"`` (10**9)."""
     nbytes = _parse(value, name, _NBYTES, "24GiB")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zerocore.model.casting import as_bytes
-from zerocore.tensor.tensor import ShardedParameter
+from zerocore.tensor.parameter import ShardedParameter
 
 _NAME = "_zerocore_kept_in_place"  # the FQN, an attribute of tensors that lie in flat buffers
 _Move = Callable[[Tensor], Tensor]

@@ -11,8 +11,8 @@ from torch import optim
 from torch.optim import Optimizer
 
 from zerocore.common.agreement import agree
+from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import Placed
-from zerocore.tensor.tensor import ShardedParameter
 
 _WRAPPED = "_zerocore_wrapped"
 PLACES = "zerocore_shards"  # key in state dicts

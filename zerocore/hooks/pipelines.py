@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache, wraps
 from typing import Any
 
-from zerocore.tensor.tensor import ShardedParameter
+from zerocore.tensor.parameter import ShardedParameter
 
 
 @cache

@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 
 from zerocore.model.state import ShardState, find_state
 from zerocore.model.wrappers import elsewhere, refusal, refuse_fully_shard, wrapper_name
-from zerocore.tensor.tensor import ShardedParameter
+from zerocore.tensor.parameter import ShardedParameter
 
 # Modules of sharded models: the state they belong to, and their name.
 _Home = tuple[Callable[[], ShardState | None], str]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zerocore.model.precision import MixedPrecision, param_types
-from zerocore.model.wrapping import NOT_CALLED
+from zerocore.model.units import NOT_CALLED
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerocore.common.quantities import require_int
+from zerocore.common.checks import require_int
 from zerocore.model.precision import MixedPrecision
 
 STAGES = (0, 1, 2, 3)

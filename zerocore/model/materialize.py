@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zerocore.model.wrapping import ParamChoice
+from zerocore.model.units import ParamChoice
 
 InitFn = Callable[[nn.Module], None]
 

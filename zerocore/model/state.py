@@ -13,11 +13,11 @@ from torch import nn
 
 from zerocore._C import Engine, ParamSpec
 from zerocore.model.config import ShardConfig
-from zerocore.model.groups import Ranks
 from zerocore.model.meters import Meters
-from zerocore.model.module import entry_of
 from zerocore.model.precision import ParamTypes
-from zerocore.tensor.tensor import ShardedParameter
+from zerocore.model.ranks import Ranks
+from zerocore.model.unit_call import unit_call_of
+from zerocore.tensor.parameter import ShardedParameter
 
 _STATE = "_zerocore_state"
 
@@ -114,9 +114,9 @@ def find_state(module: nn.Module) -> ShardState | None:
     for inner in module.modules():
         if _STATE in inner.__dict__:
             return inner.__dict__[_STATE]
-        entry = entry_of(inner)
-        if entry is not None:
-            return cast(ShardState, entry.state)
+        unit_call = unit_call_of(inner)
+        if unit_call is not None:
+            return cast(ShardState, unit_call.state)
     for param in module.parameters():
         if isinstance(param, ShardedParameter):
             return param.state_ref()

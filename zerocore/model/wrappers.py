@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.nn.utils.parametrize import ParametrizationList
 
-from zerocore.tensor.tensor import ShardedParameter
+from zerocore.tensor.parameter import ShardedParameter
 
 # By name, so that none of them must be imported; those of other packages go by the same names.
 _WRAPPERS = {

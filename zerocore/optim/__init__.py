@@ -1,5 +1,5 @@
 """The fused optimizer of shards, and the clipping of their gradients."""
 
-from zerocore.optim.optim import AdamW
+from zerocore.optim.adamw import AdamW
 
 __all__ = ["AdamW"]

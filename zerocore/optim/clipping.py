@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 from zerocore.tensor.reductions import reduce_norms
-from zerocore.tensor.tensor import ShardedGrad, ShardedParameter
 
 _ops: Any = torch.ops.zerocore
 # Elements that are widened to float64 at a time, where no kernel sums them.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocore.tensor.tensor import ShardedParameter
+from zerocore.tensor.parameter import ShardedParameter
 
 State = dict[str, Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")

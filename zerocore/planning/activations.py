@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from zerocore._C import CallEvent
-from zerocore.model.calls import entry_units
-from zerocore.model.wrapping import UnitPlanned
+from zerocore.model.call_order import units_by_module
+from zerocore.model.units import UnitPlanned
 from zerocore.planning.fake import fake_copy, fake_like
-from zerocore.planning.tracking import FusedAttention, StorageTracker
+from zerocore.planning.operators import FusedAttention, StorageTracker
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -81,7 +81,7 @@ def measure(
 
     Args:
         model: any module; its parameters are read for shapes only.
-        planned: its units, as :func:`zerocore.model.wrapping.choose_units` returns them.
+        planned: its units, as :func:`zerocore.model.units.choose_units` returns them.
         inputs: tensors in any nesting of lists, tuples and dicts; read for shapes only.
         loss: returns a scalar.
         checkpointing: recompute each block in the backward.
@@ -91,7 +91,7 @@ def measure(
         Exception: what the model raises, also where its forward depends on values of tensors.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    units = entry_units(planned)
+    units = units_by_module(planned)
     entries = {names[key]: value for key, value in units.items()}
     blocks = [
         names[id(unit.modules[0])]

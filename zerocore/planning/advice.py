@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from zerocore.common.links import RANKS_PER_NODE
 from zerocore.common.quantities import format_nbytes, format_seconds
 from zerocore.planning.planner import MAX_RANKS, Planner, fewer_replicas
-from zerocore.planning.plans import Plan, StagePlan
+from zerocore.planning.result import Plan, StagePlan
 
 SLOW_LINK = 0.2  # exposed communication, of the step
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from zerocore.common.quantities import format_nbytes
 from zerocore.model.config import ShardConfig
-from zerocore.model.groups import Ranks
-from zerocore.model.wrapping import UnitPlanned
+from zerocore.model.ranks import Ranks
+from zerocore.model.units import UnitPlanned
 from zerocore.planning.planner import MAX_RANKS, Planner, Precision, fewer_replicas, make_planner
 
 NUM_CHANGES = 3

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from zerocore import _C
-from zerocore.model.calls import call_order
+from zerocore.model.call_order import call_order
 from zerocore.model.precision import MixedPrecision, ParamTypes, param_types
-from zerocore.model.wrapping import ParamChoice, UnitPlanned
+from zerocore.model.units import ParamChoice, UnitPlanned
 
 # Tensors of a parameter's size that an optimizer keeps for it, as torch.optim allocates them.
 OPTIMIZER_STATES = {
@@ -215,7 +215,7 @@ def make_planner(
 
     Args:
         model: a model that is not sharded.
-        planned: its units, as :func:`zerocore.model.wrapping.choose_units` returns them.
+        planned: its units, as :func:`zerocore.model.units.choose_units` returns them.
         precision: dtypes; those of the parameters by default.
         num_states: the optimizer's tensors of a parameter's size.
     """

@@ -12,10 +12,12 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from zerocore.hooks.optimizer_hooks import optimizers_of
+from zerocore.common.memory_bytes import MemoryBytes
+from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.state import ShardState, Unit, state_of
-from zerocore.reporting.memory import MemoryBytes, memory_usage, predict_memory
-from zerocore.tensor.tensor import ShardedParameter
+from zerocore.planning.prediction import predict_memory
+from zerocore.reporting.memory_usage import memory_usage
+from zerocore.tensor.parameter import ShardedParameter
 
 NUM_BUCKETS = 3  # that are listed
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -17,8 +17,8 @@ from torch.optim.optimizer import (
 from zerocore.common.agreement import is_simulated
 from zerocore.common.clocks import Clock, clock_of
 from zerocore.common.events import Event, read_events
-from zerocore.model.module import entry_of
 from zerocore.model.state import ShardState, state_of
+from zerocore.model.unit_call import unit_call_of
 from zerocore.reporting.timeline import Box, Timeline, check_path, communication_boxes
 
 
@@ -109,7 +109,7 @@ class _ModuleRecorder:
         self._attached = True
         with ExitStack() as stack:
             for module in model.modules():
-                entry = entry_of(module)
+                entry = unit_call_of(module)
                 if entry is None or not entry.units or entry.state is not state:
                     continue
                 label = state.units[entry.units[0]].name

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerocore.tensor.functions import COPIES, VIEWS, is_foreach, is_in_place
 from zerocore.tensor.place import Place, Placed, PlacedParameter, local_of, outline_of
-from zerocore.tensor.shard_functions import COPIES, VIEWS, is_foreach, is_in_place
 
 
 class NotLocal(Exception):

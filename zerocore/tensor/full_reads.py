@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerocore.tensor.functions import is_in_place, name_of
 from zerocore.tensor.place import Placed, PlacedParameter, leaves, local_of
-from zerocore.tensor.shard_functions import is_in_place, name_of
 
 
 class FullCopy(Tensor):

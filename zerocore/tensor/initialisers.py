@@ -13,7 +13,7 @@ from typing import Any
 from torch.nn import init
 
 from zerocore.tensor.place import Placed
-from zerocore.tensor.shard_rules import initialise
+from zerocore.tensor.rules import initialise
 
 _KNOWS_SHARDS = "_zerocore_knows_shards"
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerocore.tensor.shard_functions import has_operator
+from zerocore.tensor.functions import has_operator
 
 
 @dataclass(frozen=True)

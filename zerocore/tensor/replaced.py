@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerocore.tensor.functions import ON_THE_SHARD, SHAPES, name_of
 from zerocore.tensor.place import leaves
-from zerocore.tensor.shard_functions import ON_THE_SHARD, SHAPES, name_of
 
 _FQN = "_zerocore_replaced"
 # Copies of the values that the model began with are no mistake.

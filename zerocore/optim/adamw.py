@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerocore.hooks.optimizer_rules import PLACES
 from zerocore.optim.flat_states import adopt_states, allocate_states, check_loaded
-from zerocore.optim.update_plan import UpdatePlan, global_norm, make_plan
+from zerocore.optim.kernel_calls import UpdatePlan, global_norm, make_plan
 from zerocore.reporting.out_of_memory import explain_step
-from zerocore.tensor.tensor import ShardedParameter
+from zerocore.tensor.parameter import ShardedParameter
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # What torch.optim.AdamW keeps in its groups too, so that a state dict of one loads into the other.
@@ -72,7 +72,7 @@ class AdamW(Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    casts_model_weights = True  # which zerocore.hooks.optimizer_hooks looks for
+    casts_model_weights = True  # which zerocore.hooks.optimizer_steps looks for
     clip_grad_norm: float | None = None
     grad_norm: Tensor | None = None
     _plan: UpdatePlan | None = None

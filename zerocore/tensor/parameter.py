@@ -2,7 +2,7 @@
 
 Their shape is that of the full tensor; their memory is 1-D and holds this rank's elements. C++, and
 Python where torch functions are switched off, see the latter.
-What torch functions mean on them is written in ``zerocore/tensor/shard_rules.py``.
+What torch functions mean on them is written in ``zerocore/tensor/rules.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
 from zerocore.common.agreement import is_same
-from zerocore.tensor import shard_rules
+from zerocore.tensor import rules
 from zerocore.tensor.full_reads import call_with_full, is_recorded
 from zerocore.tensor.initialisers import watch_initialisers
 from zerocore.tensor.place import Place, Placed, PlacedParameter, local_of
@@ -41,7 +41,7 @@ class _Shard(Placed):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return shard_rules.call(func, args, kwargs or {})
+        return rules.call(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         start, end = self.shard_range
@@ -55,7 +55,7 @@ class _Shard(Placed):
         return format(self.full_tensor().item(), spec) if spec else repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = shard_rules.keep_place(local_of(self).clone(), self)
+        copied = rules.keep_place(local_of(self).clone(), self)
         memo[id(self)] = copied
         return copied
 
@@ -196,7 +196,7 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
             is_own = value is self or any(alias() is value for alias in self.aliases)
             value = self._part_of(value, ".data")
             if not is_own:
-                shard_rules.check_not_shown_full("data", [self])
+                rules.check_not_shown_full("data", [self])
                 self._let_go(local)
                 local.copy_(value)
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from zerocore.common.agreement import agree
 from zerocore.model.state import ShardState
+from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import Placed
-from zerocore.tensor.tensor import ShardedParameter
 
 
 def watch_loads(model: nn.Module, state: ShardState) -> None:

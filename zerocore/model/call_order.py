@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from zerocore._C import CallEvent
-from zerocore.model.wrapping import UnitPlanned
+from zerocore.model.units import UnitPlanned
 
 
 def call_order(model: nn.Module, planned: list[UnitPlanned]) -> list[CallEvent]:
     """Enters and exits of the units if modules are called in order of registration."""
-    entries = entry_units(planned)
+    units_of = units_by_module(planned)
     order: list[CallEvent] = []
     seen: set[int] = set()
 
@@ -18,7 +18,7 @@ def call_order(model: nn.Module, planned: list[UnitPlanned]) -> list[CallEvent]:
         if id(module) in seen:
             return
         seen.add(id(module))
-        units = entries.get(id(module), ())
+        units = units_of.get(id(module), ())
         order.extend(CallEvent(True, unit) for unit in units)
         for child in module.children():
             visit(child)
@@ -28,10 +28,10 @@ def call_order(model: nn.Module, planned: list[UnitPlanned]) -> list[CallEvent]:
     return order
 
 
-def entry_units(planned: list[UnitPlanned]) -> dict[int, tuple[int, ...]]:
+def units_by_module(planned: list[UnitPlanned]) -> dict[int, tuple[int, ...]]:
     """Units to enter by id of the module that is called."""
-    entries: dict[int, tuple[int, ...]] = {}
+    found: dict[int, tuple[int, ...]] = {}
     for index, unit in enumerate(planned):
         for module in unit.modules:
-            entries[id(module)] = (*entries.get(id(module), ()), index)
-    return entries
+            found[id(module)] = (*found.get(id(module), ()), index)
+    return found

@@ -13,12 +13,12 @@ from zerocore._C import Engine
 from zerocore.model.casting import cast_floats
 from zerocore.model.wrappers import fsdp_mark
 
-_ENTRY = "_zerocore_entry"
+_UNIT_CALL = "_zerocore_unit_call"
 # (what was raised, the state, units of the module that was called)
 Explain = Callable[[BaseException, Any, tuple[int, ...]], BaseException | None]
 
 
-class Entry:
+class UnitCall:
     """What a module does around its call: enter its units, and the pass if it is the root.
 
     ``state`` is the ShardState that the module belongs to. ``explain`` is given what a call raised,
@@ -83,26 +83,26 @@ class Entry:
         return output
 
 
-def entry_of(module: nn.Module) -> Entry | None:
-    """The module's entry, None if it is none."""
-    return module.__dict__.get(_ENTRY)
+def unit_call_of(module: nn.Module) -> UnitCall | None:
+    """What the module does around its call, None if it enters no units."""
+    return module.__dict__.get(_UNIT_CALL)
 
 
-def set_entry(module: nn.Module, entry: Entry) -> None:
+def set_unit_call(module: nn.Module, unit_call: UnitCall) -> None:
     """Makes ``module`` enter units when called; its class keeps its name."""
-    module.__dict__[_ENTRY] = entry
+    module.__dict__[_UNIT_CALL] = unit_call
     cls: Any = type(module)
-    module.__class__ = _entry_class(cls)
+    module.__class__ = _calling_class(cls)
 
 
 @cache
-def _entry_class(cls: Any) -> Any:
+def _calling_class(cls: Any) -> Any:
     original_call = cls.__call__
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_ENTRY].call(original_call, self, *args, **kwargs)
+        return self.__dict__[_UNIT_CALL].call(original_call, self, *args, **kwargs)
 
-    for function in (__call__, Entry.call):
+    for function in (__call__, UnitCall.call):
         _leave_out_of_graphs(function)
 
     def __new__(cls_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,11 +143,11 @@ def _leave_out_of_graphs(function: Any) -> None:
 
 def wrap_method(module: nn.Module, name: str) -> None:
     """Makes ``module.name(...)`` enter the module's units as its call does."""
-    entry = entry_of(module)
+    own = unit_call_of(module)
     method = getattr(module, name)
-    if entry is None:
+    if own is None:
         return
-    inner = Entry(entry.state, entry.engine, entry.explain, entry.units, False, entry.cast_inputs)
+    inner = UnitCall(own.state, own.engine, own.explain, own.units, False, own.cast_inputs)
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

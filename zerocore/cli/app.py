@@ -23,8 +23,8 @@ from zerocore.cli.environment import environment
 from zerocore.common.links import PRESETS
 from zerocore.model.config import ACCUMULATE_MODES
 from zerocore.model.precision import MixedPrecision
-from zerocore.model.wrapping import choose_units
-from zerocore.planning.architectures import build_model, config_dtype, load_config, preset_names
+from zerocore.model.units import choose_units
+from zerocore.planning.huggingface import build_model, config_dtype, load_config, preset_names
 from zerocore.planning.planner import OPTIMIZER_STATES, make_planner
 from zerocore.reporting.description import Description, describe_plan
 

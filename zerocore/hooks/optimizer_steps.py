@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 
 from zerocore.hooks.optimizer_rules import check_outside_of_unsharded
 from zerocore.model.state import ShardState
-from zerocore.tensor.tensor import ShardedParameter
+from zerocore.tensor.parameter import ShardedParameter
 
 _log = logging.getLogger("zerocore")
 _MISTAKE = "_zerocore_mistake"  # what to say to an optimizer that holds the parameter

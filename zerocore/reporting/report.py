@@ -18,7 +18,8 @@ from zerocore.common.events import read_events
 from zerocore.common.tables import render_table
 from zerocore.model.meters import Step
 from zerocore.model.state import ShardState, state_of
-from zerocore.reporting.figures import (
+from zerocore.reporting.recording import source_of
+from zerocore.reporting.step_figures import (
     Communication,
     MemoryFigures,
     StepFigures,
@@ -26,7 +27,6 @@ from zerocore.reporting.figures import (
     total,
     unit_means,
 )
-from zerocore.reporting.recording import source_of
 
 PEAK_FLOPS = {
     "A100": 312e12,

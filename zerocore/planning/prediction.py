@@ -1,71 +1,13 @@
-"""Bytes on this rank: measured on a sharded model, and predicted from its layouts."""
+"""Bytes and collectives of a sharded model's step, predicted from its layouts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from zerocore import _C
-from zerocore.common.quantities import check_int
+from zerocore.common.checks import check_int
+from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.model.state import ShardState, state_of
-
-
-@dataclass(frozen=True)
-class MemoryBytes:
-    """Bytes on one rank.
-
-    Attributes:
-        parameters: parameters that stay between steps, gaps and padding included.
-        gradients: gradient memory that stays between steps.
-        optimizer: states of the parameters' size (step counters not counted).
-        pool: peak of the bucket pool: gathered parameters and gradients on their way.
-        main_weights: the optimizer's copies of parameters that compute in another dtype.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    pool: int
-    main_weights: int = 0
-
-    @property
-    def total(self) -> int:
-        """Sum of all kinds, bytes."""
-        kept = self.parameters + self.main_weights + self.gradients + self.optimizer
-        return kept + self.pool
-
-
-def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> MemoryBytes:
-    """Measured: what is allocated on this rank now, and the pool's peak since ``shard``.
-
-    Args:
-        model: a sharded model.
-        optimizer: whose states are counted.
-
-    Raises:
-        ValueError: the model is not sharded.
-        RuntimeError: this process was forked from the one that sharded it.
-    """
-    engine = state_of(model).engine
-    states = 0
-    if optimizer is not None:
-        with torch._C.DisableTorchFunctionSubclass():  # of shards the elements of this rank count
-            for entry in optimizer.state.values():
-                states += sum(
-                    t.numel() * t.element_size()
-                    for t in entry.values()
-                    if isinstance(t, Tensor) and t.dim() > 0
-                )
-    return MemoryBytes(
-        engine.parameter_nbytes,
-        engine.gradient_nbytes,
-        states,
-        engine.pool_stats.peak_nbytes,
-        engine.main_nbytes,
-    )
 
 
 def predict_memory(
@@ -74,7 +16,7 @@ def predict_memory(
     optimizer_states: int = 2,
     micro_batches: int = 1,
 ) -> MemoryBytes:
-    """Predicted from the layouts: what :func:`memory_usage` shows after a steady step.
+    """Predicted from the layouts: what :func:`zerocore.memory_usage` shows after a steady step.
 
     Args:
         model: a sharded model.

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zerocore._C import CallEvent
+from zerocore.common.checks import check_int
 from zerocore.common.links import Link
-from zerocore.common.quantities import check_int, format_flops, format_nbytes, format_seconds
+from zerocore.common.quantities import format_flops, format_nbytes, format_seconds
 from zerocore.planning.activations import Activations
-from zerocore.planning.timing import Timing
+from zerocore.planning.step_time import Timing
 
 LITTLE_HEADROOM = 0.2
 """Less of the device's memory to spare than this is little headroom."""

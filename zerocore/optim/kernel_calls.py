@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocore.optim.flat_states import State
-from zerocore.tensor.tensor import ShardedParameter
+from zerocore.tensor.parameter import ShardedParameter
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 

@@ -16,16 +16,17 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 
+from zerocore.common.checks import check_int
 from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import Link, default_link, find_link, traffic_nbytes
-from zerocore.common.quantities import check_int, parse_flops, parse_nbytes
+from zerocore.common.quantities import parse_flops, parse_nbytes
 from zerocore.model.config import STAGES, ShardConfig
 from zerocore.model.precision import MixedPrecision
 from zerocore.model.state import find_state
-from zerocore.model.wrapping import UnitChoice, UnitPlanned, choose_units
+from zerocore.model.units import UnitChoice, UnitPlanned, choose_units
 from zerocore.planning.activations import Activations, Loss, default_loss, measure
 from zerocore.planning.advice import advise
-from zerocore.planning.architectures import build_model, config_dtype, load_config, sample_inputs
+from zerocore.planning.huggingface import build_model, config_dtype, load_config, sample_inputs
 from zerocore.planning.planner import (
     PlannedEvent,
     Planner,
@@ -33,8 +34,8 @@ from zerocore.planning.planner import (
     make_planner,
     optimizer_states,
 )
-from zerocore.planning.plans import Peak, Plan, Setting, StagePlan, moment_name
-from zerocore.planning.timing import predict_timing
+from zerocore.planning.result import Peak, Plan, Setting, StagePlan, moment_name
+from zerocore.planning.step_time import predict_timing
 
 DEFAULT_FLOPS = 400e12
 """Operations per second: about 40 % of an H100's 989e12 dense bf16 ones (NVIDIA's data sheet)."""

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from zerocore.tensor.elementwise import NotLocal, apply, draw, fit
 from zerocore.tensor.full_reads import call_with_full, in_call, is_recorded
-from zerocore.tensor.place import Placed, PlacedParameter, leaves, local_of, outline_of, refuse
-from zerocore.tensor.reductions import foreach_norm, norm, reduce, unscale
-from zerocore.tensor.shard_functions import (
+from zerocore.tensor.functions import (
     ELEMENTWISE,
     FACTORIES,
     GLOBAL,
@@ -31,6 +29,8 @@ from zerocore.tensor.shard_functions import (
     is_in_place,
     name_of,
 )
+from zerocore.tensor.place import Placed, PlacedParameter, leaves, local_of, outline_of, refuse
+from zerocore.tensor.reductions import foreach_norm, norm, reduce, unscale
 
 _TEMPLATES = ("view_as", "reshape_as", "expand_as")
 _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
