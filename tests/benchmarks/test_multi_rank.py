@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("rich")
 pytest.importorskip("typer")
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_parity_on_gloo(tmp_path: Path) -> None:

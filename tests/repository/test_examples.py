@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
 RANKS_THAT_STAY = """

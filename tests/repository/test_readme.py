@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.test_cli import TINY
+from tests.cli.test_app import TINY
 from zerocore.cli import app as cli
 from zerocore.planning.huggingface import preset_names
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = ("python benchmarks/", "python examples/")
 PROGRAM = "python -m zerocore "

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 64
 HUGE = 1 << 40  # elements; nobody has that much
 MIXED = zerocore.MixedPrecision(torch.bfloat16)

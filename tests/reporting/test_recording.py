@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerocore
-from tests.test_report import WIDTH, Chain, train
+from tests.reporting.test_report import WIDTH, Chain, train
 from zerocore.common.events import Event
 from zerocore.reporting.timeline import WAIT, Box, communication_boxes
 

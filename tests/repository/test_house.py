@@ -9,7 +9,7 @@ import pytest
 
 from tests.repository.python_tree import cycle_in, python_files
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 400
 MAX_FUNCTION_LINES = 40
 # A layer sees itself and those of a lower rank; kernels and runtime do not see each other.

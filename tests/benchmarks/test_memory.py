@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerocore
 from tests.distributed.chain import WIDTH, Chain, step
-from tests.test_estimate import (
+from tests.planning.test_plan import (
     BF16,
     GB,
     NUM_BATCHES,

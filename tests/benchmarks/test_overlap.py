@@ -16,7 +16,7 @@ from zerocore import _C as C
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 
