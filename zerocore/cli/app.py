@@ -24,6 +24,7 @@ from zerocore.common.links import PRESETS
 from zerocore.model.config import ACCUMULATE_MODES
 from zerocore.model.precision import MixedPrecision
 from zerocore.model.units import choose_units
+from zerocore.planning.division import Division
 from zerocore.planning.huggingface import build_model, config_dtype, load_config, preset_names
 from zerocore.planning.planner import OPTIMIZER_STATES, make_planner
 from zerocore.reporting.description import Description, describe_plan
@@ -151,7 +152,7 @@ def describe(
         config = load_config(source)
         model = build_model(config, _torch_dtype(dtype) or config_dtype(config), source)
         planner = make_planner(model, choose_units(model, None))
-        description = describe_plan(type(model).__name__, planner, stage, gpus)
+        description = describe_plan(type(model).__name__, planner, Division(stage, gpus))
     if as_json:
         _print_json(asdict(description))
     else:

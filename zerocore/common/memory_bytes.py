@@ -13,8 +13,10 @@ class MemoryBytes:
         parameters: parameters that stay between steps, gaps and padding included.
         gradients: gradient memory that stays between steps.
         optimizer: states of the parameters' size (step counters not counted).
-        pool: peak of the bucket pool: gathered parameters and gradients on their way.
+        pool: most bytes of the bucket pool in use: gathered parameters, gradients on their way.
         main_weights: the optimizer's copies of parameters that compute in another dtype.
+        pool_reserved: most bytes that the bucket pool took from the device's allocator; kept once
+            taken.
     """
 
     parameters: int
@@ -22,9 +24,19 @@ class MemoryBytes:
     optimizer: int
     pool: int
     main_weights: int = 0
+    pool_reserved: int = 0
+
+    @property
+    def model_state(self) -> int:
+        """Bytes that stay between steps, without the pool."""
+        return self.parameters + self.main_weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """Sum of all kinds, bytes."""
-        kept = self.parameters + self.main_weights + self.gradients + self.optimizer
-        return kept + self.pool
+        """Most bytes in use: the model state, and the pool in use."""
+        return self.model_state + self.pool
+
+    @property
+    def reserved(self) -> int:
+        """Most bytes taken from the device's allocator: the model state, and all of the pool."""
+        return self.model_state + self.pool_reserved

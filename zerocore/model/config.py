@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from zerocore.common.checks import require_int
 from zerocore.model.precision import MixedPrecision
+from zerocore.model.stages import STAGES
 
-STAGES = (0, 1, 2, 3)
 ACCUMULATE_MODES = ("sharded", "full")
 
 

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 from zerocore.common.links import RANKS_PER_NODE
 from zerocore.common.quantities import format_nbytes, format_seconds
-from zerocore.planning.planner import MAX_RANKS, Planner, fewer_replicas
+from zerocore.model.stages import HIGHEST_STAGE, placements_of
+from zerocore.planning.changes import Candidate, with_fewer_replicas, with_more_ranks
+from zerocore.planning.division import Division
+from zerocore.planning.planner import Planner
 from zerocore.planning.result import Plan, StagePlan
 
 SLOW_LINK = 0.2  # exposed communication, of the step
@@ -28,7 +31,7 @@ def advise(plan: Plan, planner: Planner) -> list[str]:
                 f"activations are {fit.activations / fit.peak.nbytes:.0%} of its peak"
                 + ("" if plan.setting.checkpointing else "; checkpointing would lower it")
             )
-    if fit is None or fit.stage == 3 or not roomy:  # stage 3 is what one would choose
+    if fit is None or fit.stage == HIGHEST_STAGE or not roomy:  # what one would choose
         lines += _slow_links(plan, planner)
     return lines
 
@@ -61,10 +64,11 @@ def _where_none_fits(plan: Plan, planner: Planner) -> Iterator[str]:
         )
     if spare >= 0:
         return
-    if best.pool > memory / 2:
+    if best.pool_reserved > memory / 2:
         yield (
-            f"one layer is too large: the pool alone takes {format_nbytes(best.pool)}; smaller "
-            "units, or tensor parallelism within the layer"
+            "one layer is too large: the pool alone takes "
+            f"{format_nbytes(best.pool_reserved)}; smaller units, or tensor parallelism within the "
+            "layer"
         )
     elif activations > memory:
         yield f"activations alone do not fit{with_it}: a smaller micro-batch or shorter samples"
@@ -73,52 +77,68 @@ def _where_none_fits(plan: Plan, planner: Planner) -> Iterator[str]:
 
 
 def _other_ranks(plan: Plan, planner: Planner, activations: int, with_it: str) -> Iterator[str]:
-    """The same ranks in fewer replicas, or else the first doubling of them, where stage 3 fits."""
-    setting, world_size = plan.setting, plan.setting.world_size
-    for fewer in fewer_replicas(world_size, setting.num_replicas):
-        if _stage3_fits(plan, planner, activations, world_size, fewer):
-            yield f"stage 3 fits{with_it} with num_replicas={fewer}"
-            return
-    while world_size <= MAX_RANKS // 2:
-        world_size *= 2
-        if _stage3_fits(plan, planner, activations, world_size):
-            in_one = " in one replica" if setting.num_replicas > 1 else ""
-            yield f"stage 3 fits{with_it} from {world_size} ranks on{in_one} (counted in doublings)"
-            return
+    """The same ranks in fewer replicas, or else the first doubling of them, where all is sharded.
+
+    The doubled ranks are those of one replica.
+    """
+    memory = plan.setting.memory_nbytes
+    now, highest = _fully_sharded(plan, planner), f"stage {HIGHEST_STAGE}"
+
+    def fits(nbytes: int) -> bool:
+        return nbytes + activations <= memory
+
+    fewer = with_fewer_replicas(now, fits)
+    if fewer is not None:
+        yield f"{highest} fits{with_it} with num_replicas={fewer.division.num_replicas}"
+        return
+    more = with_more_ranks(now.at(num_replicas=1), fits)
+    if more is not None:
+        in_one = " in one replica" if now.division.num_replicas > 1 else ""
+        yield (
+            f"{highest} fits{with_it} from {more.division.world_size} ranks on{in_one} (counted in "
+            "doublings)"
+        )
 
 
-def _stage3_fits(
-    plan: Plan, planner: Planner, activations: int, world_size: int, num_replicas: int = 1
-) -> bool:
-    memory = planner.memory(3, world_size, num_replicas, prefetch=plan.setting.prefetch)
-    return memory.total + activations <= plan.setting.memory_nbytes
+def _fully_sharded(plan: Plan, planner: Planner) -> Candidate:
+    setting = plan.setting
+    division = Division(HIGHEST_STAGE, setting.world_size, setting.num_replicas, setting.prefetch)
+    return Candidate(planner, division)
+
+
+def _around_gathers(plan: Plan) -> tuple[StagePlan, StagePlan]:
+    """The highest stage that keeps parameters whole, and the first that gathers them."""
+    gathers = [placements_of(stage.stage).parameters for stage in plan.stages]
+    first = gathers.index(True)
+    return plan.stages[first - 1], plan.stages[first]
 
 
 def _slow_links(plan: Plan, planner: Planner) -> Iterator[str]:
-    stage2, stage3 = plan.stages[2], plan.stages[3]
+    whole, gathered = _around_gathers(plan)
     if plan.setting.world_size == plan.setting.num_replicas:
         return
-    for slow, other in zip(stage3.timings, stage2.timings, strict=True):
+    for slow, other in zip(gathered.timings, whole.timings, strict=True):
         if slow.exposed_s < SLOW_LINK * slow.step_s:
             continue
         waits = (
-            f"{slow.link} is slow for this: stage 3 waits {format_seconds(slow.exposed_s)} of "
-            f"{format_seconds(slow.step_s)}"
+            f"{slow.link} is slow for this: stage {gathered.stage} waits "
+            f"{format_seconds(slow.exposed_s)} of {format_seconds(slow.step_s)}"
         )
-        if stage2.fits:
-            yield f"{waits}; stage 2 fits and takes {format_seconds(other.step_s)}"
+        if whole.fits:
+            yield f"{waits}; stage {whole.stage} fits and takes {format_seconds(other.step_s)}"
         else:
             yield f"{waits}; larger micro-batches hide more{_hybrid(plan, planner, slow.link)}"
 
 
 def _hybrid(plan: Plan, planner: Planner, link: str) -> str:
-    """The call that shards within nodes, where there are several and stage 3 fits so."""
+    """The call that shards within nodes, where there are several and the model fits so."""
     world_size = plan.setting.world_size
     shards = max(n for n in range(1, RANKS_PER_NODE + 1) if world_size % n == 0)
-    replicas, activations = world_size // shards, plan.stages[3].activations or 0
+    replicas, activations = world_size // shards, plan.stages[-1].activations or 0
     if plan.setting.num_replicas > 1 or 1 in (shards, replicas):
         return ""
-    if not _stage3_fits(plan, planner, activations, world_size, replicas):
+    within = _fully_sharded(plan, planner).at(num_replicas=replicas)
+    if within.nbytes + activations > plan.setting.memory_nbytes:
         return ""
     return (
         f", or hybrid sharding within nodes of {shards}: plan it with num_replicas={replicas}, "

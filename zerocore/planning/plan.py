@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from zerocore.common.checks import check_int
 from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import Link, default_link, find_link, traffic_nbytes
 from zerocore.common.quantities import parse_flops, parse_nbytes
-from zerocore.model.config import STAGES, ShardConfig
+from zerocore.model.config import ShardConfig
 from zerocore.model.precision import MixedPrecision
+from zerocore.model.stages import STAGES
 from zerocore.model.state import find_state
 from zerocore.model.units import UnitChoice, UnitPlanned, choose_units
 from zerocore.planning.activations import Activations, Loss, default_loss, measure
 from zerocore.planning.advice import advise
+from zerocore.planning.division import Division
 from zerocore.planning.huggingface import build_model, config_dtype, load_config, sample_inputs
 from zerocore.planning.planner import (
     PlannedEvent,
@@ -195,28 +197,24 @@ def plan_stage(
     planner: Planner, stage: int, setting: Setting, activations: Activations | None
 ) -> StagePlan:
     """One stage of a plan."""
-    ranks = (setting.world_size, setting.num_replicas)
-    memory = planner.memory(stage, *ranks, prefetch=setting.prefetch, rank=setting.rank)
-    events = planner.events(stage, *ranks, prefetch=setting.prefetch)
+    division = Division(
+        stage, setting.world_size, setting.num_replicas, setting.prefetch, setting.rank
+    )
+    memory, events = planner.memory(division), planner.events(division)
     collectives = [event for event in events if event.op in COLLECTIVES]
-    peak = Peak(memory.total, "any time after the first step")
+    peak = Peak(memory.reserved, "any time after the first step")
     timings = []
     if activations is not None:
         where = moment_name(activations.order, activations.peak_moment, planner.names)
-        peak = Peak(memory.total + activations.peak_nbytes, where)
+        peak = Peak(memory.reserved + activations.peak_nbytes, where)
         one = events
         if planner.micro_batches > 1:
-            single = replace(planner, micro_batches=1)
-            one = single.events(stage, *ranks, prefetch=setting.prefetch)
+            one = replace(planner, micro_batches=1).events(division)
         played = (one, activations.order, activations.flops, setting.flops_per_s)
         timings = [predict_timing(*played, link, setting.replica_link) for link in setting.links]
     return StagePlan(
         stage=stage,
-        parameters=memory.parameters,
-        main_weights=memory.main_weights,
-        gradients=memory.gradients,
-        optimizer=memory.optimizer,
-        pool=memory.pool_reserved,
+        **asdict(memory),
         activations=None if activations is None else activations.peak_nbytes,
         peak=peak,
         spare=setting.memory_nbytes - peak.nbytes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,9 +9,11 @@ import torch
 from torch import nn
 
 from zerocore import _C
+from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.model.call_order import call_order
 from zerocore.model.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.model.units import ParamChoice, UnitPlanned
+from zerocore.planning.division import Division
 
 # Tensors of a parameter's size that an optimizer keeps for it, as torch.optim allocates them.
 OPTIMIZER_STATES = {
@@ -26,7 +27,6 @@ OPTIMIZER_STATES = {
     "adamw": 2,
     "amsgrad": 3,
 }
-MAX_RANKS = 65536  # where a search for enough ranks gives up
 _DTYPE_NUMBERS: dict[torch.dtype, int] = {}  # the C++ plan only compares them
 
 
@@ -44,11 +44,6 @@ def optimizer_states(optimizer: str | int) -> int:
         f"optimizer must be one of {', '.join(OPTIMIZER_STATES)}, or how many tensors of a "
         f"parameter's size it keeps, got {optimizer!r}"
     )
-
-
-def fewer_replicas(world_size: int, num_replicas: int) -> Iterator[int]:
-    """Numbers of replicas below ``num_replicas`` that ``world_size`` ranks can make, falling."""
-    return (fewer for fewer in range(num_replicas - 1, 0, -1) if world_size % fewer == 0)
 
 
 class PlannedEvent(NamedTuple):
@@ -75,16 +70,15 @@ class PlannedEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Planner:
-    """Byte plans of one model on one rank, for any stage and number of ranks.
-
-    ``world_size`` counts all ranks; the state is sharded over ``world_size / num_replicas``.
+    """Byte plans of one model, for any stage and number of ranks.
 
     Attributes:
         names: the units' names.
         specs: the units' parameters as they are gathered.
         types: their dtypes.
         order: calls of the units in a forward.
-        first_order: calls that the runtime expects before it has seen a forward.
+        first_order: calls that the runtime expects before it has seen a forward; empty where
+            ``order`` is what it has seen.
         backward: observed backward: (False, index of an exit in ``order``) when a call's outputs
             get their gradient, (True, unit) when all gradients of a unit exist; mirrors the
             forward where empty.
@@ -98,7 +92,7 @@ class Planner:
     specs: tuple[tuple[_C.ParamSpec, ...], ...]
     types: tuple[tuple[ParamTypes, ...], ...]
     order: tuple[_C.CallEvent, ...]
-    first_order: tuple[_C.CallEvent, ...]
+    first_order: tuple[_C.CallEvent, ...] = ()
     backward: tuple[tuple[bool, int], ...] = ()
     num_states: int = 2
     unused: tuple[tuple[int, ...], ...] = ()
@@ -110,58 +104,45 @@ class Planner:
         """Parameters of the model, tied ones once."""
         return sum(spec.numel for unit in self.specs for spec in unit)
 
-    def memory(
-        self,
-        stage: int,
-        world_size: int,
-        num_replicas: int = 1,
-        *,
-        prefetch: int = 1,
-        rank: int = 0,
-        exchanges: bool = False,
-    ) -> _C.MemoryPlan:
-        """Bytes on ``rank``; ``exchanges`` as on gloo, whose reduce-scatter needs scratch.
-
-        Ranks are numbered replica by replica.
-        """
-        return _C.plan_memory(
+    def memory(self, division: Division) -> MemoryBytes:
+        """Bytes on the division's rank after a steady step."""
+        plan = _C.plan_memory(
             self.specs,
             self.order,
-            self._options(stage, world_size, num_replicas, prefetch, exchanges),
-            rank=rank % (world_size // num_replicas),
+            self._options(division),
+            rank=division.rank % division.num_shards,
             optimizer_states=self.num_states,
             unused=self.unused,
         )
+        return MemoryBytes(
+            parameters=plan.parameters,
+            gradients=plan.gradients,
+            optimizer=plan.optimizer,
+            pool=plan.pool,
+            main_weights=plan.main_weights,
+            pool_reserved=plan.pool_reserved,
+        )
 
-    def layouts(self, stage: int, world_size: int) -> list[_C.Layout]:
+    def layouts(self, division: Division) -> list[_C.Layout]:
         """Layouts of the units."""
-        return _C.plan_layouts(self.specs, self._options(stage, world_size))
+        return _C.plan_layouts(self.specs, self._options(division))
 
-    def events(
-        self, stage: int, world_size: int, num_replicas: int = 1, *, prefetch: int = 1
-    ) -> list[PlannedEvent]:
+    def events(self, division: Division) -> list[PlannedEvent]:
         """A steady step, in order."""
-        options = self._options(stage, world_size, num_replicas, prefetch)
-        num_shards = world_size // num_replicas
+        sizes = {True: division.num_replicas, False: division.num_shards}
         return [
-            PlannedEvent(*event, num_ranks=num_replicas if event[-1] else num_shards)
-            for event in _C.plan_events(self.specs, self.order, options)
+            PlannedEvent(*event, num_ranks=sizes[event[-1]])
+            for event in _C.plan_events(self.specs, self.order, self._options(division))
         ]
 
-    def _options(
-        self,
-        stage: int,
-        world_size: int,
-        num_replicas: int = 1,
-        prefetch: int = 0,
-        exchanges: bool = False,
-    ) -> _C.PlanOptions:
+    def _options(self, division: Division) -> _C.PlanOptions:
         return _C.PlanOptions(
-            stage=stage,
-            world_size=world_size // num_replicas,
-            num_replicas=num_replicas,
-            prefetch=prefetch,
-            exchanges=exchanges,
+            stage=division.stage,
+            world_size=division.num_shards,
+            num_replicas=division.num_replicas,
+            prefetch=division.prefetch,
+            exchanges=division.exchanges,
+            sums_on_host=division.sums_on_host,
             micro_batches=self.micro_batches,
             hold_full=self.hold_full,
             first_order=self.first_order,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
-from zerocore import _C
 from zerocore.common.checks import check_int
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.model.state import ShardState, state_of
+from zerocore.planning.division import Division
+from zerocore.planning.planner import Planner
 
 
 def predict_memory(
@@ -31,32 +34,39 @@ def predict_memory(
     """
     check_int("optimizer_states", optimizer_states, 0)
     state = state_of(model)
-    units, order = _inputs(state)
-    chosen = state.config.stage if stage is None else stage
-    options = _options(state, chosen, micro_batches)
-    plan = _C.plan_memory(
-        units, order, options, rank=state.ranks.shard_rank, optimizer_states=optimizer_states
-    )
-    return MemoryBytes(
-        plan.parameters, plan.gradients, plan.optimizer, plan.pool, plan.main_weights
-    )
+    division = division_of(state)
+    if stage is not None:
+        check_int("stage", stage, 0)
+        division = replace(division, stage=stage)
+    return planner_of(state, micro_batches, optimizer_states).memory(division)
 
 
-def _inputs(state: ShardState) -> tuple[list[list[_C.ParamSpec]], list[_C.CallEvent]]:
-    units = [[param.spec for param in unit.params] for unit in state.units]
-    return units, state.engine.order
-
-
-def _options(state: ShardState, stage: int, micro_batches: int = 1) -> _C.PlanOptions:
-    check_int("stage", stage, 0)
-    check_int("micro_batches", micro_batches, 1)
-    return _C.PlanOptions(
-        stage=stage,
-        world_size=state.ranks.num_shards,
+def division_of(state: ShardState) -> Division:
+    """How a sharded model is divided, seen from this rank."""
+    return Division(
+        stage=state.config.stage,
+        world_size=state.world_size,
         num_replicas=state.ranks.num_replicas,
         prefetch=state.config.prefetch,
+        rank=state.rank,
         exchanges=state.ranks.exchanges,
         sums_on_host=state.device.type == "cpu",
+    )
+
+
+def planner_of(state: ShardState, micro_batches: int = 1, num_states: int = 2) -> Planner:
+    """Plans a sharded model, with the calls that its runtime has seen.
+
+    Raises:
+        ValueError, TypeError: ``micro_batches`` is below 1, or no int.
+    """
+    check_int("micro_batches", micro_batches, 1)
+    return Planner(
+        names=tuple(unit.name for unit in state.units),
+        specs=tuple(tuple(param.spec for param in unit.params) for unit in state.units),
+        types=tuple(tuple(param.types for param in unit.params) for unit in state.units),
+        order=tuple(state.engine.order),
+        num_states=num_states,
         micro_batches=micro_batches,
         hold_full=state.config.accumulate == "full",
     )
@@ -69,9 +79,8 @@ def planned_events(model: nn.Module, micro_batches: int = 1) -> list[tuple[str, 
         ValueError, TypeError, RuntimeError: as :func:`predict_events`.
     """
     state = state_of(model)
-    options = _options(state, state.config.stage, micro_batches)
-    events = _C.plan_events(*_inputs(state), options)
-    return [(op, state.units[unit].name, nbytes, pool) for op, unit, nbytes, pool, *_ in events]
+    events = planner_of(state, micro_batches).events(division_of(state))
+    return [(e.op, state.units[e.unit].name, e.nbytes, e.pool_nbytes) for e in events]
 
 
 def predict_events(model: nn.Module, micro_batches: int = 1) -> list[tuple[str, str, int]]:

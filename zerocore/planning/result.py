@@ -9,6 +9,7 @@ from typing import Any
 from zerocore._C import CallEvent
 from zerocore.common.checks import check_int
 from zerocore.common.links import Link
+from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.common.quantities import format_flops, format_nbytes, format_seconds
 from zerocore.planning.activations import Activations
 from zerocore.planning.step_time import Timing
@@ -57,17 +58,12 @@ class Peak:
     when: str
 
 
-@dataclass(frozen=True)
-class StagePlan:
-    """One stage on one rank; bytes.
+@dataclass(frozen=True, kw_only=True)
+class StagePlan(MemoryBytes):
+    """One stage on one rank: the bytes of the model, and what the step needs besides.
 
     Attributes:
         stage: 0 to 3.
-        parameters: model weights that stay between steps, padding included.
-        main_weights: the optimizer's copies of parameters that compute in a narrower dtype.
-        gradients: gradients that stay between steps.
-        optimizer: optimizer states of the parameters' size.
-        pool: bucket pool: gathered units and gradients on their way; kept once taken.
         activations: highest bytes of what forward and backward hold; None where not measured.
         peak: highest sum.
         spare: memory of the device less the peak; negative where it does not fit.
@@ -78,11 +74,6 @@ class StagePlan:
     """
 
     stage: int
-    parameters: int
-    main_weights: int
-    gradients: int
-    optimizer: int
-    pool: int
     activations: int | None
     peak: Peak
     spare: int
@@ -90,11 +81,6 @@ class StagePlan:
     across_nbytes: int
     num_collectives: int
     timings: tuple[Timing, ...]
-
-    @property
-    def model_state(self) -> int:
-        """Bytes that stay between steps, without the pool."""
-        return self.parameters + self.main_weights + self.gradients + self.optimizer
 
     @property
     def fits(self) -> bool:
@@ -142,7 +128,7 @@ class Plan:
             "gradients": [stage.gradients for stage in stages],
             "optimizer state": [stage.optimizer for stage in stages],
             "= model state": [stage.model_state for stage in stages],
-            "bucket pool": [stage.pool for stage in stages],
+            "bucket pool": [stage.pool_reserved for stage in stages],
             "activations": [stage.activations for stage in stages],
             "= peak": [stage.peak.nbytes for stage in stages],
             "to spare": [stage.spare for stage in stages],

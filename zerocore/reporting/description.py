@@ -9,6 +9,7 @@ from torch import nn
 from zerocore._C import Layout
 from zerocore.model.precision import ParamTypes
 from zerocore.model.state import state_of
+from zerocore.planning.division import Division
 from zerocore.planning.planner import Planner
 
 
@@ -79,22 +80,18 @@ def describe(model: nn.Module) -> Description:
     )
 
 
-def describe_plan(
-    model: str, planner: Planner, stage: int, world_size: int, rank: int = 0
-) -> Description:
+def describe_plan(model: str, planner: Planner, division: Division) -> Description:
     """As :func:`describe`, for a model that is not sharded.
 
     Args:
         model: what to call it.
         planner: its units.
-        stage: 0 to 3.
-        world_size: number of ranks.
-        rank: whose shards.
+        division: over which ranks, and whose shards.
     """
-    layouts = planner.layouts(stage, world_size)
+    layouts = planner.layouts(division)
     rows = zip(planner.names, layouts, planner.types, strict=True)
     units = tuple(_describe_unit(name, layout, list(types)) for name, layout, types in rows)
-    return Description(model, stage, world_size, rank, units)
+    return Description(model, division.stage, division.world_size, division.rank, units)
 
 
 def _describe_unit(name: str, layout: Layout, types: list[ParamTypes]) -> UnitDescription:

@@ -32,9 +32,10 @@ def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> Memory
                     if isinstance(t, Tensor) and t.dim() > 0
                 )
     return MemoryBytes(
-        engine.parameter_nbytes,
-        engine.gradient_nbytes,
-        states,
-        engine.pool_stats.peak_nbytes,
-        engine.main_nbytes,
+        parameters=engine.parameter_nbytes,
+        gradients=engine.gradient_nbytes,
+        optimizer=states,
+        pool=engine.pool_stats.peak_nbytes,
+        main_weights=engine.main_nbytes,
+        pool_reserved=engine.pool_stats.peak_reserved_nbytes,
     )

@@ -15,7 +15,8 @@ from torch import nn
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.state import ShardState, Unit, state_of
-from zerocore.planning.prediction import predict_memory
+from zerocore.planning.changes import Candidate, changes
+from zerocore.planning.prediction import division_of, planner_of
 from zerocore.reporting.memory_usage import memory_usage
 from zerocore.tensor.parameter import ShardedParameter
 
@@ -134,7 +135,7 @@ def _explain(
     message = str(error).partition("\nException raised from")[0]
     requested = _requested_nbytes(message)
     diagnosis = Diagnosis(
-        name, phase, requested, _held(model), _buckets(state), tuple(_changes(model))
+        name, phase, requested, _held(model), _buckets(state), tuple(_savings(state))
     )
     return OutOfMemory(message, diagnosis)
 
@@ -188,7 +189,7 @@ def _shows_full(unit: Unit) -> Iterator[bool]:
 
 def _buckets(state: ShardState) -> tuple[tuple[str, int], ...]:
     """Units that are gathered into the pool."""
-    if state.config.stage != 3 or state.ranks.num_shards == 1:
+    if not division_of(state).gathers:
         return ()
     gathered = [
         (unit.name, state.engine.layout(unit.index).nbytes)
@@ -205,18 +206,10 @@ def _is_gathered(unit: Unit) -> bool:
         return False
 
 
-def _changes(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Higher stages, no prefetch, more shards; with the predicted bytes that each saves."""
-    state = state_of(model)
-    stage, ranks = state.config.stage, state.ranks
-    now = predict_memory(model)
-    for higher in range(stage + 1, 4):
-        yield f"stage={higher}", now.total - predict_memory(model, higher).total
-    if stage == 3 and state.config.prefetch > 0:
-        largest = max(state.engine.layout(unit.index).nbytes for unit in state.units)
-        yield "prefetch=0 (gathers are not hidden)", largest
-    sharded = (now.optimizer + now.main_weights, now.gradients, now.parameters)[:stage]
-    if sharded:
-        fewer = f"group= a ({ranks.num_replicas // 2}, {2 * ranks.num_shards}) mesh"
-        more = f"{2 * ranks.world_size} ranks"
-        yield fewer if ranks.num_replicas % 2 == 0 else more, sum(sharded) // 2
+def _savings(state: ShardState) -> Iterator[tuple[str, int]]:
+    """Changes of how the model is sharded, with the predicted bytes that each saves."""
+    now = Candidate(planner_of(state), division_of(state))
+    nbytes = now.nbytes
+    for change in changes(now, lambda other: other < nbytes):
+        if change.nbytes < nbytes:
+            yield change.text, nbytes - change.nbytes
