@@ -9,6 +9,7 @@ from zerocore.common.events import Event
 from zerocore.common.links import Link
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.emulated import Emulation, emulate
+from zerocore.install import hook_into_torch
 from zerocore.model.config import ShardConfig
 from zerocore.model.precision import MixedPrecision
 from zerocore.optim.clipping import NonFiniteGradError, clip_grad_norm_
@@ -25,7 +26,7 @@ from zerocore.state_dict import full_state_dict, load_full_state_dict
 from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
 from zerocore.tensor.place import Place
 
-emulated.register()
+hook_into_torch()
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ __all__ = [
     "clip_grad_norm_",
     "describe",
     "emulate",
+    "emulated",
     "explain_out_of_memory",
     "full_state_dict",
     "load_full_state_dict",

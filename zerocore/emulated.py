@@ -197,7 +197,7 @@ def _default_group_link() -> LinkModel | None:
 
 
 def register() -> None:
-    """Makes the backend known to torch.distributed; zerocore does it when imported."""
+    """Makes the backend known to torch.distributed."""
     dist.Backend.register_backend("emulated", _create, extended_api=True, devices=["cpu", "cuda"])
     # Threads of groups that nobody destroyed must end before the interpreter does.
     atexit.register(EmulatedGroup.shut_down_all)

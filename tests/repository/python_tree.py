@@ -109,3 +109,31 @@ def cycle_in(graph: dict[str, set[str]]) -> list[str]:
     except CycleError as error:
         return list(error.args[1])
     return []
+
+
+def import_effects(text: str) -> list[str]:
+    """Statements that a module runs when it is imported, and that act on what is not its own.
+
+    Calls whose value is dropped, and assignments to attributes of what it did not define itself.
+    """
+    tree = ast.parse(text)
+    own = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    return [ast.unparse(node) for node in _run_on_import(tree) if _acts_elsewhere(node, own)]
+
+
+def _run_on_import(node: ast.AST) -> Iterator[ast.stmt]:
+    """Statements outside of functions; those of classes and of conditions too."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(child, ast.stmt):
+            yield child
+        yield from _run_on_import(child)
+
+
+def _acts_elsewhere(node: ast.stmt, own: set[str]) -> bool:
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Call)
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    attributes = [target for target in targets if isinstance(target, ast.Attribute)]
+    return any(ast.unparse(attribute.value) not in own for attribute in attributes)

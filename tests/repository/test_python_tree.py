@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository.python_tree import ALLOWED, cycle_in, import_graph, ladder_errors
+from tests.repository.python_tree import (
+    ALLOWED,
+    cycle_in,
+    import_effects,
+    import_graph,
+    ladder_errors,
+    python_files,
+)
 
 PACKAGE = Path(__file__).resolve().parents[2] / "zerocore"
 NOT_INSTALLED = {"tests", "benchmarks", "examples", "scripts"}
@@ -99,3 +106,26 @@ def test_package_imports_only_the_package(copied: Path, text: str) -> None:
     assert outside_errors(PACKAGE) == []
     plant(copied, "planted/module.py", text)
     assert len(outside_errors(copied)) == 1
+
+
+def test_importing_acts_in_one_place() -> None:
+    """What changes torch or the process is a function that ``zerocore.install`` calls."""
+    effects = {name: import_effects(text) for name, text in python_files(PACKAGE).items()}
+    assert {name: found for name, found in effects.items() if found} == {
+        "zerocore": ["hook_into_torch()"],
+        "zerocore.extension": ["import_extension(Path(__file__).parent)"],
+        "zerocore.__main__": ["main()"],
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nn.Module._apply = _apply",
+        "if hasattr(os, 'fork'):\n    os.register_at_fork(after_in_child=f)",
+        "class A:\n    register(1)",
+    ],
+)
+def test_an_effect_of_an_import_is_found(text: str) -> None:
+    assert len(import_effects(text)) == 1
+    assert import_effects(f"def later():\n    {text.splitlines()[-1].strip()}") == []

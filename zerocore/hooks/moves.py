@@ -106,4 +106,6 @@ def _take_values(param: Tensor, move: _Move) -> None:
             place.copy_(result[: place.numel()] if place.dim() == 1 else result)
 
 
-nn.Module._apply = _apply  # type: ignore[method-assign]
+def watch_moves() -> None:
+    """From now on moves and casts of modules, which all go through ``_apply``, spare shards."""
+    nn.Module._apply = _apply  # type: ignore[method-assign]

@@ -188,6 +188,3 @@ def check_outside_of_unsharded(optimizer: Optimizer) -> None:
                     f"optimizer.step() inside of zerocore.unsharded: '{param.fqn}' is shown in "
                     "full there, and the update of its shard would be lost. Call step() outside"
                 )
-
-
-watch_optimizers()

@@ -137,5 +137,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             state.meters.note_update()
 
 
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
+def watch_steps() -> None:
+    """From now on the steps of all optimizers are looked at."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)

@@ -88,5 +88,7 @@ def _refusal(fqn: str) -> ValueError:
     )
 
 
-register_module_parameter_registration_hook(_check_param)
-register_module_module_registration_hook(_check_module)
+def watch_modules() -> None:
+    """From now on every registration of a parameter or module, anywhere, is looked at."""
+    register_module_parameter_registration_hook(_check_param)
+    register_module_module_registration_hook(_check_module)

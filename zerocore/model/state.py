@@ -105,8 +105,10 @@ def _mark_forked() -> None:
         state.engine.mark_forked()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_mark_forked)
+def watch_forks() -> None:
+    """From now on a forked process is told that it cannot use the models of its parent."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_mark_forked)
 
 
 def find_state(module: nn.Module) -> ShardState | None:

@@ -89,5 +89,6 @@ def _init(self: ParametrizationList, modules: Any, original: Any, *args: Any, **
     _init_list(self, modules, original, *args, **kw)
 
 
-# It computes with the parameter before it registers it.
-ParametrizationList.__init__ = _init  # type: ignore[method-assign]
+def refuse_parametrizations() -> None:
+    """From now on torch refuses to parametrize a shard, before it computes with it."""
+    ParametrizationList.__init__ = _init  # type: ignore[method-assign]

@@ -20,7 +20,6 @@ from torch.utils import _foreach_utils
 from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
 from zerocore.tensor.full_reads import call_with_full, is_recorded
-from zerocore.tensor.initialisers import watch_initialisers
 from zerocore.tensor.place import Place, Placed, PlacedParameter, local_of
 
 _grad: Any = torch._C.TensorBase.grad
@@ -326,9 +325,12 @@ def rebuild_shard(
     return shard
 
 
-torch.serialization.add_safe_globals([rebuild_shard])
-watch_initialisers()
-# Without this, optimizers fall back to their for-loop without a word.
-_SUBCLASSES: list[Any] = [ShardedParameter, ShardedGrad, LocalShard]
-_optimizer._foreach_supported_types.extend(_SUBCLASSES)
-_foreach_utils._foreach_supported_types.extend(_SUBCLASSES)
+def make_shards_known() -> None:
+    """Torch loads shards from files, and its optimizers update lists of them in one call.
+
+    Unknown ones they would update in a for-loop, without a word.
+    """
+    torch.serialization.add_safe_globals([rebuild_shard])
+    kinds: list[Any] = [ShardedParameter, ShardedGrad, LocalShard]
+    _optimizer._foreach_supported_types.extend(kinds)
+    _foreach_utils._foreach_supported_types.extend(kinds)
