@@ -63,7 +63,7 @@ def test_what_is_allowed_is_used() -> None:
         ("model/state.py", "def late():\n    from zerocore.reporting.report import report"),
         ("optim/planted.py", "from zerocore import shard"),
         ("tensor/planted.py", "import_module('zerocore.api')"),
-        ("state_dict.py", "from zerocore.sharding import shard_model"),
+        ("state_dict.py", "from zerocore.sharding.build import build"),
         ("planted.py", "# A module beside the packages."),
         ("planted/module.py", "# A package without a floor."),
     ],

@@ -1,18 +1,13 @@
-"""Turns a model into a sharded one: validate, agree, build the engine, swap parameters."""
+"""Builds the engine of a model and puts shards in the place of its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from zerocore._C import CallEvent, Engine
-from zerocore.common.agreement import agree
-from zerocore.common.quantities import parse_nbytes
 from zerocore.hooks.backward_calls import watch_backward_calls
 from zerocore.hooks.loads import watch_loads
 from zerocore.hooks.moves import keep_in_place
@@ -22,63 +17,28 @@ from zerocore.hooks.registration import watch_registrations
 from zerocore.model.call_order import call_order, units_by_module
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.config import ShardConfig
-from zerocore.model.kinds import check_kinds
 from zerocore.model.materialize import InitFn, full_values, materialize_buffers
-from zerocore.model.precision import MixedPrecision, ParamTypes, param_types
-from zerocore.model.ranks import Ranks
-from zerocore.model.state import Param, ShardState, Unit, find_state, set_state
+from zerocore.model.precision import MixedPrecision, param_types
+from zerocore.model.state import Param, ShardState, Unit, set_state
 from zerocore.model.unit_call import UnitCall, set_unit_call
-from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
-from zerocore.planning.budget import check_budget
+from zerocore.model.units import ParamChoice, UnitPlanned
 from zerocore.reporting.out_of_memory import explain_backward, explain_forward, remember_model
+from zerocore.sharding.request import ShardRequest, types_of
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 from zerocore.tensor.place import Place
 from zerocore.tensor.replaced import replace
 
 
-def shard_model(
-    model: nn.Module,
-    options: dict[str, Any],
-    ranks: Ranks,
-    units: Sequence[UnitChoice] | None,
-    device: torch.device | None,
-    init_fn: InitFn | None,
-    optimizer: Optimizer | None,
-    memory_budget: str | int | None = None,
-) -> ShardState:
-    """Shards ``model`` in place and returns its state; ``options`` are those of ShardConfig.
-
-    Errors come on every rank alike.
-    """
-    config = ShardConfig()
-    planned: list[UnitPlanned] = []
-    target: torch.device | None = None
-    error: Exception | None = None
-    try:
-        config = ShardConfig(**options)
-        _check_model(model, optimizer)
-        check_kinds(model, ranks.world_size)
-        planned = choose_units(model, units)
-        choices = [choice for unit in planned for choice in unit.params]
-        if config.mixed_precision is not None:
-            config.mixed_precision.check_names([choice.fqns[0] for choice in choices])
-        for choice in choices:
-            _types(choice, config)
-        target = _find_device(planned, device)
-        if memory_budget is not None:
-            nbytes = parse_nbytes(memory_budget, "memory_budget")
-            check_budget(model, planned, config, ranks, nbytes)
-    except Exception as caught:
-        error = caught
-    agree(ranks.groups, error, [] if error else _facts(planned, config), target)
-    assert target is not None
-    engine = _make_engine(config, ranks, target, planned, call_order(model, planned))
-    state = ShardState(engine, config, ranks, target)
+def build(request: ShardRequest) -> ShardState:
+    """Shards ``request.model`` in place and returns its state; on all ranks alike."""
+    model, config, planned = request.model, request.config, request.planned
+    engine = _make_engine(request, call_order(model, planned))
+    state = ShardState(engine, config, request.ranks, request.device)
     if config.mixed_precision is not None:
         cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
     for index, unit in enumerate(planned):
-        state.units.append(_shard_unit(state, index, unit, init_fn))
-    materialize_buffers(model, target, init_fn)
+        state.units.append(_shard_unit(state, index, unit, request.init_fn))
+    materialize_buffers(model, request.device, request.init_fn)
     _set_unit_calls(model, planned, state)
     watch_loads(model, state)
     engine.start(config.sync_params or state.world_size == 1)
@@ -90,13 +50,8 @@ def shard_model(
     return state
 
 
-def _make_engine(
-    config: ShardConfig,
-    ranks: Ranks,
-    device: torch.device,
-    planned: list[UnitPlanned],
-    order: list[CallEvent],
-) -> Engine:
+def _make_engine(request: ShardRequest, order: list[CallEvent]) -> Engine:
+    config, ranks = request.config, request.ranks
     return Engine(
         stage=config.stage,
         prefetch=config.prefetch,
@@ -104,72 +59,19 @@ def _make_engine(
         exchange_used=config.find_unused_parameters,
         group_name=None if ranks.shard is None else ranks.shard.group_name,
         replicas_name=None if ranks.replicas is None else ranks.replicas.group_name,
-        device=device,
-        units=[(unit.name, [_param_arg(c, config) for c in unit.params]) for unit in planned],
+        device=request.device,
+        units=[
+            (unit.name, [_param_arg(choice, config) for choice in unit.params])
+            for unit in request.planned
+        ],
         order=order,
     )
-
-
-def _check_model(model: nn.Module, optimizer: Optimizer | None) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"shard expects an nn.Module, got {type(model)}")
-    if find_state(model) is not None:
-        raise ValueError(
-            f"this {type(model).__name__} (or a part of it) is sharded already; shard once, the "
-            "outermost model"
-        )
-    if optimizer is not None:
-        raise ValueError(
-            "optimizer: build it after zerocore.shard, from model.parameters(); one built before "
-            "holds parameters that the model does not use any more"
-        )
-
-
-def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> torch.device:
-    found: dict[torch.device, str] = {}
-    for unit in planned:
-        for choice in unit.params:
-            if not choice.param.is_meta:
-                found.setdefault(choice.param.device, choice.fqns[0])
-    if len(found) > 1:
-        places = ", ".join(f"'{fqn}' on {where}" for where, fqn in found.items())
-        raise ValueError(f"parameters are on different devices: {places}; move the model to one")
-    if device is not None:
-        chosen = torch.device(device)
-        # Memory of "cuda" without an index would count as of another device than "cuda:0".
-        if chosen.type == "cuda" and chosen.index is None:
-            chosen = torch.device("cuda", torch.cuda.current_device())
-        return chosen
-    if found:
-        return next(iter(found))
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-
-
-def _facts(planned: list[UnitPlanned], config: ShardConfig) -> list[object]:
-    facts: list[object] = [config]
-    for unit in planned:
-        facts.append(f"unit '{unit.name}'")
-        facts += [
-            f"parameter '{' = '.join(c.fqns)}' of shape {list(c.param.shape)}, {c.param.dtype}, "
-            f"requires_grad={c.param.requires_grad}"
-            for c in unit.params
-        ]
-    return facts
-
-
-def _types(choice: ParamChoice, config: ShardConfig) -> ParamTypes:
-    param = choice.param
-    return param_types(config.mixed_precision, choice.fqns[0], param.dtype, param.requires_grad)
 
 
 def _param_arg(
     choice: ParamChoice, config: ShardConfig
 ) -> tuple[str, torch.Tensor, torch.dtype, torch.dtype, torch.dtype, bool]:
-    param, types = choice.param, _types(choice, config)
+    param, types = choice.param, types_of(choice, config)
     like = torch.empty_strided(param.shape, param.stride(), dtype=types.model, device="meta")
     like.requires_grad_(param.requires_grad)
     lacks_main = (
@@ -222,7 +124,7 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     for face in (shard, full):
         keep_in_place(face, choice.fqns[0])
     spec = engine.spec(unit.index, position)
-    return Param(choice.fqns, choice.owners, full, shard, spec, _types(choice, state.config))
+    return Param(choice.fqns, choice.owners, full, shard, spec, types_of(choice, state.config))
 
 
 def _set_unit_calls(model: nn.Module, planned: list[UnitPlanned], state: ShardState) -> None:
