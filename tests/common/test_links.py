@@ -50,6 +50,7 @@ def test_links_by_name_and_by_text() -> None:
     assert all(link.source for link in PRESETS.values())
     link = find_link("450GB/s,12us")
     assert (link.bandwidth_bytes_per_s, link.latency_s) == (450e9, pytest.approx(12e-6))
+    assert find_link("450GB/s").latency_s == find_link(450e9).latency_s == pytest.approx(12e-6)
     with pytest.raises(ValueError, match="link 'x': bandwidth must be positive"):
         Link("x", 0.0, 0.0)
     with pytest.raises(ValueError, match="link must be one of nvlink4, nvlink5"):

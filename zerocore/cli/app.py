@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
@@ -15,19 +16,18 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
 import zerocore
 from zerocore.cli.environment import environment
 from zerocore.common.links import PRESETS
+from zerocore.common.tables import WIDTH, render_table
 from zerocore.model.config import ACCUMULATE_MODES
 from zerocore.model.precision import MixedPrecision
 from zerocore.model.units import choose_units
 from zerocore.planning.division import Division
 from zerocore.planning.huggingface import build_model, config_dtype, load_config, preset_names
 from zerocore.planning.planner import OPTIMIZER_STATES, make_planner
-from zerocore.reporting.description import Description, describe_plan
+from zerocore.reporting.description import describe_plan
 
 app = typer.Typer(
     help="ZeRO for PyTorch: plan a run before it is started, inspect models and installations.",
@@ -36,7 +36,6 @@ app = typer.Typer(
 )
 BENCHMARKS = Path(zerocore.__file__).resolve().parents[1] / "benchmarks"
 STDERR = 2  # the file descriptor
-PLAIN_WIDTH = 120  # columns where the output is no terminal
 
 
 class DType(str, Enum):
@@ -134,7 +133,7 @@ def plan(
     if as_json:
         _print_json(result.to_dict())
     else:
-        _print_table(result.title(), result.rows(), [*result.notes()])
+        _print_table(result.title(), result.rows(), result.notes())
 
 
 @app.command()
@@ -156,7 +155,7 @@ def describe(
     if as_json:
         _print_json(asdict(description))
     else:
-        _print_description(description)
+        _print_table(description.title(), description.rows())
 
 
 @app.command()
@@ -256,31 +255,7 @@ def _print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
-
-
-def _print_table(title: str, rows: list[list[str]], notes: list[str]) -> None:
-    console = _console()
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(rows[0]):
-        table.add_column(column, justify="right" if index else "left")
-    for row in rows[1:]:
-        table.add_row(*row, style="bold" if row[0].startswith("=") else None)
-    console.print(table)
-    for note in notes:
-        console.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _print_description(description: Description) -> None:
-    rows = [["unit", "params", "bytes", "shard bytes", "padding", "regions"]]
-    for unit in description.units:
-        sizes = (unit.param_nbytes, unit.shard_nbytes, unit.padding_nbytes)
-        cells = [f"{size:,}" for size in sizes]
-        rows.append([unit.name, str(unit.num_params), *cells, ", ".join(unit.regions)])
-    title = (
-        f"{description.model}: stage {description.stage}, {description.world_size} ranks, "
-        f"{len(description.units)} units"
-    )
-    _print_table(title, rows, [])
+def _print_table(title: str, rows: list[list[str]], notes: Sequence[str] = ()) -> None:
+    """As wide as the terminal; :data:`WIDTH` columns where there is none."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+    typer.echo(render_table(title, rows, notes, width))

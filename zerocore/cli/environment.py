@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import zerocore
 from zerocore import _C
+from zerocore.common.nvml import NvmlUnavailable, driver_version
 
 
 def environment() -> dict[str, str]:
@@ -61,16 +62,10 @@ def _c10d() -> str:
 
 def _nvml() -> str:
     try:
-        pynvml = import_module("pynvml")
-    except ModuleNotFoundError:
-        return "nvidia-ml-py is not installed"
-    try:
-        pynvml.nvmlInit()
-        version = str(pynvml.nvmlSystemGetDriverVersion())
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        return f"nvidia-ml-py {_version('nvidia-ml-py')}, {error}"
-    return f"nvidia-ml-py {_version('nvidia-ml-py')}, driver {version}"
+        driver = f"driver {driver_version()}"
+    except NvmlUnavailable as error:
+        driver = str(error)
+    return f"nvidia-ml-py {_version('nvidia-ml-py')}, {driver}"
 
 
 def _version(distribution: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from zerocore.common.quantities import parse_bandwidth, parse_seconds
+from zerocore.common.quantities import format_nbytes, parse_bandwidth, parse_seconds
 
 _SHARES = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
 
@@ -80,32 +81,44 @@ RANKS_PER_NODE = 8
 """GPUs that are assumed to have a fast link between them where nothing is said."""
 
 
+DEFAULT_LATENCY = "12us"
+"""Of a link that is given as a bandwidth alone."""
+
+
 def default_link(num_ranks: int) -> str:
     """The preset that is assumed between so many ranks."""
     return "nvlink4" if num_ranks <= RANKS_PER_NODE else "ib400"
 
 
-def find_link(link: Link | str) -> Link:
-    """A link from a preset's name, or from text such as ``"450GB/s"`` or ``"450GB/s,12us"``.
+def find_link(link: Link | str | float) -> Link:
+    """A link from a preset's name, a bandwidth, or a bandwidth and a latency.
+
+    The latter two as text, such as ``"450GB/s"``, ``"450GB/s,12us"`` or ``"inf"``; a number is
+    bytes per second. Without a latency it is :data:`DEFAULT_LATENCY`.
 
     Raises:
-        ValueError: text that is neither; the presets are named.
-        TypeError: neither text nor a link.
+        ValueError: what is none of these; the presets are named.
+        TypeError: neither text, a number nor a link.
     """
     if isinstance(link, Link):
         return link
-    if not isinstance(link, str):
-        raise TypeError(
-            f"link must be a zerocore.Link, one of {', '.join(PRESETS)}, or a bandwidth and "
-            f"a latency such as '450GB/s,12us', got {link!r}"
-        )
-    if link in PRESETS:
+    expected = (
+        f"one of {', '.join(PRESETS)}, or a bandwidth and a latency such as '450GB/s,12us', got "
+        f"{link!r}"
+    )
+    if isinstance(link, bool) or not isinstance(link, str | int | float):
+        raise TypeError(f"link must be a zerocore.Link, {expected}")
+    if isinstance(link, str) and link in PRESETS:
         return PRESETS[link]
-    bandwidth, _, latency = link.partition(",")
     try:
-        return Link(link, parse_bandwidth(bandwidth), parse_seconds(latency) if latency else 0.0)
+        return _parse_link(link)
     except ValueError as error:
-        raise ValueError(
-            f"link must be one of {', '.join(PRESETS)}, or a bandwidth and a latency such as "
-            f"'450GB/s,12us', got {link!r}: {error}"
-        ) from None
+        raise ValueError(f"link must be {expected}: {error}") from None
+
+
+def _parse_link(link: str | float) -> Link:
+    if not isinstance(link, str):
+        return Link(f"{format_nbytes(link)}/s", float(link), parse_seconds(DEFAULT_LATENCY))
+    bandwidth, _, latency = link.partition(",")
+    rate = math.inf if bandwidth in ("inf", "infinite") else parse_bandwidth(bandwidth)
+    return Link(link, rate, parse_seconds(latency or DEFAULT_LATENCY))

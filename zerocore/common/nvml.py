@@ -86,6 +86,22 @@ class NvmlDevice:
             raise unavailable(error) from error
 
 
+def driver_version() -> str:
+    """Version of the driver, also where torch sees no device.
+
+    Raises:
+        NvmlUnavailable: no nvidia-ml-py, or no driver.
+    """
+    nvml = _load()
+    try:
+        nvml.nvmlInit()
+        version = str(nvml.nvmlSystemGetDriverVersion())
+        nvml.nvmlShutdown()
+    except nvml.NVMLError as error:
+        raise unavailable(error) from error
+    return version
+
+
 def unavailable(error: Exception) -> NvmlUnavailable:
     """What an error of the NVML library means here."""
     reason = _ADVICE.get(type(error).__name__, "the NVIDIA driver refused")

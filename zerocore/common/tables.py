@@ -8,13 +8,15 @@ from collections.abc import Sequence
 WIDTH = 120
 
 
-def render_table(title: str, rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> str:
+def render_table(
+    title: str, rows: Sequence[Sequence[str]], notes: Sequence[str] = (), width: int = WIDTH
+) -> str:
     """The table as text; the first row names the columns, the first column is left-aligned."""
     lines = [f"  {note}" for note in notes]
-    return "\n".join([title, _drawn(rows) or _plain(rows), *lines])
+    return "\n".join([title, _drawn(rows, width) or _plain(rows), *lines])
 
 
-def _drawn(rows: Sequence[Sequence[str]]) -> str:
+def _drawn(rows: Sequence[Sequence[str]], width: int) -> str:
     """As rich draws it; empty without rich."""
     try:
         from rich.console import Console
@@ -26,7 +28,7 @@ def _drawn(rows: Sequence[Sequence[str]]) -> str:
         table.add_column(column, justify="right" if index else "left")
     for row in rows[1:]:
         table.add_row(*row)
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+    console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())

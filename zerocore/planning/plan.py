@@ -66,8 +66,8 @@ def plan(
     loss: Loss = default_loss,
     checkpointing: bool = False,
     memory: str | int = "24GiB",
-    links: Sequence[Link | str] | Link | str | None = None,
-    replica_link: Link | str | None = None,
+    links: Sequence[Link | str | float] | Link | str | float | None = None,
+    replica_link: Link | str | float | None = None,
     flops: str | float = DEFAULT_FLOPS,
     rank: int = 0,
 ) -> Plan:
@@ -99,8 +99,9 @@ def plan(
             outputs.
         checkpointing: recompute each block in the backward.
         memory: bytes of a device, as a number or text such as ``"24GiB"``.
-        links: presets, descriptions such as ``"450GB/s,12us"``, or links, between the ranks that
-            share the state; by default ``nvlink4`` up to 8 of them and ``ib400`` beyond.
+        links: presets, bandwidths such as ``"450GB/s"`` or ``"450GB/s,12us"``, or links, between
+            the ranks that share the state; by default ``nvlink4`` up to 8 of them and ``ib400``
+            beyond.
         replica_link: the link between replicas. By default they share the one of ``links``; without
             ``links`` it is ``nvlink4`` up to 8 ranks in all and ``ib400`` beyond.
         flops: operations per second that layers reach.
@@ -178,8 +179,8 @@ def _check(loss: object, **counts: int) -> None:
 
 
 def _find_links(
-    links: Sequence[Link | str] | Link | str | None,
-    replica_link: Link | str | None,
+    links: Sequence[Link | str | float] | Link | str | float | None,
+    replica_link: Link | str | float | None,
     world_size: int,
     num_replicas: int,
 ) -> tuple[tuple[Link, ...], Link | None]:

@@ -11,6 +11,7 @@ from zerocore.common.checks import check_int
 from zerocore.common.links import Link
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.common.quantities import format_flops, format_nbytes, format_seconds
+from zerocore.common.tables import render_table
 from zerocore.planning.activations import Activations
 from zerocore.planning.step_time import Timing
 
@@ -192,13 +193,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        rows = self.rows()
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        table = [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in rows
-        ]
-        return "\n".join([self.title(), *table, *self.notes()])
+        return render_table(self.title(), self.rows(), self.notes())
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the figures by moment; numbers are bytes and seconds."""

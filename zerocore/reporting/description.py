@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from zerocore._C import Layout
+from zerocore.common.tables import render_table
 from zerocore.model.precision import ParamTypes
 from zerocore.model.state import state_of
 from zerocore.planning.division import Division
@@ -40,25 +42,33 @@ class Description:
     rank: int
     units: tuple[UnitDescription, ...]
 
-    def __str__(self) -> str:
-        width = max(4, *(len(unit.name) for unit in self.units))
-        lines = [
+    def title(self) -> str:
+        """One line: model, stage, ranks."""
+        return (
             f"{self.model}: stage {self.stage}, rank {self.rank} of {self.world_size}, "
-            f"{len(self.units)} units",
-            f"{'unit':<{width}}  params  {'bytes':>14}  {'shard bytes':>14}  {'padding':>9}  "
-            "regions",
-        ]
+            f"{len(self.units)} units"
+        )
+
+    def rows(self) -> list[list[str]]:
+        """The table as text, a row for each unit and their sum."""
+        rows = [["unit", "params", "bytes", "shard bytes", "padding", "regions"]]
         for unit in self.units:
-            lines.append(
-                f"{unit.name:<{width}}  {unit.num_params:>6}  {unit.param_nbytes:>14,}  "
-                f"{unit.shard_nbytes:>14,}  {unit.padding_nbytes:>9,}  {', '.join(unit.regions)}"
-            )
-        total = sum(unit.param_nbytes for unit in self.units)
-        shards = sum(unit.shard_nbytes for unit in self.units)
-        padding = sum(unit.padding_nbytes for unit in self.units)
-        params = sum(unit.num_params for unit in self.units)
-        lines.append(f"{'total':<{width}}  {params:>6}  {total:>14,}  {shards:>14,}  {padding:>9,}")
-        return "\n".join(lines)
+            rows.append([unit.name, *_cells([unit]), ", ".join(unit.regions)])
+        return [*rows, ["total", *_cells(self.units), ""]]
+
+    def __str__(self) -> str:
+        return render_table(self.title(), self.rows())
+
+
+def _cells(units: Sequence[UnitDescription]) -> list[str]:
+    """Sums over the units: parameters, their bytes, bytes of the shards, padding."""
+    sums = (
+        sum(unit.num_params for unit in units),
+        sum(unit.param_nbytes for unit in units),
+        sum(unit.shard_nbytes for unit in units),
+        sum(unit.padding_nbytes for unit in units),
+    )
+    return [f"{number:,}" for number in sums]
 
 
 def describe(model: nn.Module) -> Description:
