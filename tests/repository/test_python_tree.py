@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -129,3 +130,18 @@ def test_importing_acts_in_one_place() -> None:
 def test_an_effect_of_an_import_is_found(text: str) -> None:
     assert len(import_effects(text)) == 1
     assert import_effects(f"def later():\n    {text.splitlines()[-1].strip()}") == []
+
+
+def test_the_file_map_is_complete() -> None:
+    """Every module is named in its package's row of docs/design.md."""
+    text = (PACKAGE.parent / "docs" / "design.md").read_text()
+    rows = dict(re.findall(r"^\| (root|`\w+/`) \| (.+) \|$", text, re.MULTILINE))
+    named = {key.strip("`/"): set(re.findall(r"`(\w+)", row)) for key, row in rows.items()}
+    files = (file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.py"))
+    missing = [
+        str(file)
+        for file in files
+        if file.stem != "__init__"
+        and file.stem not in named.get("root" if len(file.parts) == 1 else file.parts[0], set())
+    ]
+    assert missing == []
