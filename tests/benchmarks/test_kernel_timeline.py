@@ -1,4 +1,4 @@
-"""benchmarks/_kernel_timeline.py: spans of time, and the reading of a profiler's trace."""
+"""benchmarks/bench/kernels/timeline.py: spans of time, and the reading of a profiler's trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks._kernel_timeline import (
+from bench.kernels.timeline import (
     DeviceWork,
     Span,
     hidden_share,

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 
-def test_hidden_percent(importable: None) -> None:
-    from _overlap_report import Figures
+def test_hidden_percent() -> None:
+    from bench.overlap.report import Figures
 
     figures = Figures(100.0, 130.0, 80.0, 20.0, 30.0, 20.0)
     assert figures.hidden(figures.exposed_ms) == 62.5
@@ -31,8 +31,8 @@ def test_hidden_percent(importable: None) -> None:
     assert Figures(100.0, 100.0, 0.0, 0.0, 0.0, None).hidden(0.0) is None
 
 
-def test_the_second_measurement_of_a_peer_is_called_what_it_is(importable: None) -> None:
-    from _overlap_report import Figures, _of_link
+def test_the_second_measurement_of_a_peer_is_called_what_it_is() -> None:
+    from bench.overlap.report import Figures, _of_link
 
     assert _of_link(Figures(100.0, 130.0, 80.0, 20.0, 30.0, 35.0)) == "75.0 (waits in the link)"
     assert _of_link(Figures(100.0, 130.0, 80.0, 20.0, 30.0, None)) == "-"
@@ -42,9 +42,9 @@ def num_collectives(group: dist.ProcessGroup) -> int:
     return group._get_backend(torch.device("cpu"))._get_sequence_number_for_group()
 
 
-def test_emulated_links_of_a_block(importable: None) -> None:
+def test_emulated_links_of_a_block() -> None:
     """A gather takes as long over all ranks as within a replica, and so does the sum across."""
-    from _links import EmulatedLink, Traffic
+    from bench.lib.links import EmulatedLink, Traffic
 
     link = EmulatedLink(torch.device("cpu"))
     try:
@@ -65,9 +65,9 @@ def test_emulated_links_of_a_block(importable: None) -> None:
         dist.destroy_process_group()
 
 
-def test_traffic_is_what_the_systems_send(importable: None) -> None:
-    from _links import EmulatedLink
-    from _overlap_run import COMPARED, HYBRID, OTHER_PREFETCH, OverlapRun, Workload, traffic_of
+def test_traffic_is_what_the_systems_send() -> None:
+    from bench.lib.links import EmulatedLink
+    from bench.overlap.run import COMPARED, HYBRID, OTHER_PREFETCH, OverlapRun, Workload, traffic_of
 
     link = EmulatedLink(torch.device("cpu"))
     try:

@@ -61,6 +61,11 @@ def test_plan_prints_a_table(config: str) -> None:
     assert "stage 0 is the smallest that fits" in result.stdout
 
 
+def test_plan_prints_what_print_does(config: str) -> None:
+    result = run("plan", "--hf-config", config, "--gpus", "2", "--seq-len", "16")
+    assert result.stdout == f"{zerocore.plan(config, 2, seq_len=16)}\n"
+
+
 def test_plan_prints_json_that_is_the_plan(config: str) -> None:
     options = ["--gpus", "8", "--micro-batch", "2", "--seq-len", "16", "--link", "eth100"]
     found = run_json("plan", "--hf-config", config, *options)

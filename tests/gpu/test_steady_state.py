@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zerocore
-from benchmarks._kernel_timeline import DeviceWork, Timeline, read_timeline
+from bench.kernels.timeline import DeviceWork, Timeline, read_timeline
 from tests.gpu.training import (
     PRECISIONS,
     VARIANTS,

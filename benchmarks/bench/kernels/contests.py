@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from _timing import Call
 from torch import Tensor
 
 import zerocore  # noqa: F401  # registers the operators
+from bench.lib.timing import Call
 
 ops: Any = torch.ops.zerocore
 OWN = "zerocore"

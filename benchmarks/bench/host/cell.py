@@ -12,10 +12,11 @@ from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
-from _models import Chain, ChainBlock
-from _systems import apply_fsdp2, import_zerocore
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+
+from bench.lib.models import Chain, ChainBlock
+from bench.lib.systems import apply_fsdp2, import_zerocore
 
 BASELINE = "plain"
 # A second plain model: what it seems to cost above the first is the error of the reading.

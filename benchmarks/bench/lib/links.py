@@ -10,8 +10,9 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from _systems import import_zerocore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from bench.lib.systems import import_zerocore
 
 EMULATED_WORLD_SIZE = 8
 EMULATED_REPLICAS = 2

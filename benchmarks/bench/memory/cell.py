@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 
 import torch
-from _memory_sampler import CpuMemory, CudaMemory, Memory, Sample, Sampler
-from _models import GPT, GPT_SIZES, GPTSize
-from _systems import System, apply_fsdp2
 from torch import Tensor, nn
 
 import zerocore
+from bench.lib.models import GPT, GPT_SIZES, GPTSize
+from bench.lib.systems import System, apply_fsdp2
+from bench.memory.sampler import CpuMemory, CudaMemory, Memory, Sample, Sampler
+from zerocore import MemoryBytes
 
 SIZES = {
     **GPT_SIZES,
@@ -30,6 +31,7 @@ SYSTEMS = (
 )
 PHASES = ("after shard", "first forward", "first backward", "first step", "steady steps")
 NUM_STEADY = 3
+NOTHING = MemoryBytes(parameters=0, gradients=0, optimizer=0, pool=0)
 # Blocks of 64 KiB and more go back to the system when freed, so resident memory is what is used.
 HONEST_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 
@@ -44,26 +46,6 @@ class Cell:
     batch: int
     dtype: str
     device: str
-
-
-@dataclass
-class Parts:
-    """Bytes that the system itself accounts for; `pool` is the most in use at a time."""
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    pool: int = 0
-
-    @property
-    def state(self) -> int:
-        """What stays between steps."""
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
-    def total(self) -> int:
-        """State and pool."""
-        return self.state + self.pool
 
 
 @dataclass
@@ -82,17 +64,16 @@ class MemoryRun:
     """What one run gave; bytes.
 
     `baseline` is what was in use, seen from outside, before there was a model; figures of phases
-    are above it. `pool_unused` is what the pool has beyond its highest use. `planned` is the
-    prediction for zerocore, `planned_activations` that of `zerocore.plan`.
+    are above it. `planned` is the prediction for zerocore, `planned_activations` that of
+    `zerocore.plan`.
     """
 
     label: str
     num_params: int = 0
     baseline: int = 0
     phases: dict[str, Phase] = field(default_factory=dict)
-    measured: Parts = field(default_factory=Parts)
-    planned: Parts | None = None
-    pool_unused: int = 0
+    measured: MemoryBytes = NOTHING
+    planned: MemoryBytes | None = None
     saved_activations: int = 0
     planned_activations: int | None = None
     step: list[Sample] = field(default_factory=list)
@@ -142,11 +123,10 @@ class _Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def parts(self, gradients: int) -> Parts:
+    def parts(self, gradients: int) -> MemoryBytes:
         """Bytes by kind; `gradients` where the system does not say."""
         if self.is_zerocore:
-            usage = zerocore.memory_usage(self.model, self.optimizer)
-            return Parts(usage.parameters, usage.gradients, usage.optimizer, usage.pool)
+            return zerocore.memory_usage(self.model, self.optimizer)
         params = sum(_local_nbytes(param) for param in self.model.parameters())
         states = sum(
             _local_nbytes(value)
@@ -154,7 +134,7 @@ class _Trainer:
             for value in entry.values()
             if isinstance(value, Tensor) and value.dim() > 0
         )
-        return Parts(params, gradients, states)
+        return MemoryBytes(params, gradients, states, pool=0)
 
     def gradient_nbytes(self) -> int:
         """Bytes of `.grad`, after a backward."""
@@ -221,9 +201,7 @@ def _measure_phases(cell: Cell, memory: Memory) -> MemoryRun:
     run.measured = trainer.parts(gradients)
     run.saved_activations = _saved_nbytes(trainer)
     if trainer.is_zerocore:
-        run.pool_unused = zerocore.report(trainer.model).memory.pool_reserved - run.measured.pool
-        planned = zerocore.predict_memory(trainer.model)
-        run.planned = Parts(planned.parameters, planned.gradients, planned.optimizer, planned.pool)
+        run.planned = zerocore.predict_memory(trainer.model)
     run.planned_activations = _planned_activations(cell)
     return run
 

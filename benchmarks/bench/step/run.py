@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from _models import GPT, GPT_SIZES, GPTSize
-from _process_memory import peak_resident_mib, reset_peak, resident_mib
-from _steps import MicroBatch, build_step
-from _systems import FP32, Recipe, System
+
+from bench.lib.models import GPT, GPT_SIZES, GPTSize
+from bench.lib.steps import MicroBatch, build_step
+from bench.lib.systems import FP32, Recipe, System
+from bench.step.process_memory import peak_resident_mib, reset_peak, resident_mib
 
 NUM_BATCHES = 4
 LEARNING_RATE = 3e-4

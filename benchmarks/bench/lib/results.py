@@ -14,7 +14,7 @@ from typing import Any
 
 # Where the result files of all benchmarks go.
 RESULTS_FOLDER = Path(
-    os.environ.get("ZEROCORE_RESULTS", Path(__file__).resolve().parent / "results")
+    os.environ.get("ZEROCORE_RESULTS", Path(__file__).resolve().parents[2] / "results")
 )
 VERSIONED = ("torch", "zerocore", "deepspeed", "numpy")
 

@@ -12,11 +12,12 @@ from multiprocessing import get_context
 
 import torch
 import torch.distributed as dist
-from _models import Chain, ChainBlock
-from _systems import apply_fsdp2, import_zerocore
-from _timing import Call
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+
+from bench.lib.models import Chain, ChainBlock
+from bench.lib.systems import apply_fsdp2, import_zerocore
+from bench.lib.timing import Call
 
 MAX_NORM = 1.0
 NUM_BLOCKS, PARAMS_PER_BLOCK = 32, 16

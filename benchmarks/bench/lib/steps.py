@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _systems import Recipe, System, import_zerocore, wrap_model
 from torch import Tensor, nn
+
+from bench.lib.systems import Recipe, System, import_zerocore, wrap_model
 
 MicroBatch = tuple[Tensor, Tensor]  # inputs, targets
 # this rank's micro-batches of a step -> their mean loss, in nats

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from _memory_cell import PHASES, Cell, MemoryRun
-from _tables import Table
 from matplotlib.figure import Figure
+
+from bench.lib.tables import Table
+from bench.memory.cell import PHASES, Cell, MemoryRun
 
 CATEGORIES = {
     "parameters": "tab:blue",
@@ -28,7 +29,7 @@ def categories(run: MemoryRun) -> dict[str, int]:
         "gradients": parts.gradients,
         "optimizer state": parts.optimizer,
         "bucket pool": parts.pool,
-        "pool, unused": run.pool_unused,
+        "pool, unused": parts.pool_reserved - parts.pool,
         "saved activations": run.saved_activations,
     }
     known["temporaries"] = run.phases["steady steps"].allocated_peak - sum(known.values())
@@ -126,7 +127,7 @@ def model_state(cell: Cell, runs: list[MemoryRun]) -> Table:
     table = Table(
         "Model state (parameters, gradients, optimizer), MB", ["", *(run.label for run in runs)]
     )
-    table.add("measured", *(_mb(run.measured.state) for run in runs))
+    table.add("measured", *(_mb(run.measured.model_state) for run in runs))
     table.add("formula", *(_mb(formula(cell, run, stage)) for stage, run in _stages(runs)))
     table.notes = [
         "Formula: P parameters of b bytes on N ranks need bP(1 + 1 + 2) at stage 0; what a stage "

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from _kernel_contests import BF16, F32, OWN, Contest, plain_copies
-from _systems import is_installed
-from _timing import Call
 from torch import Tensor, nn
 
 import zerocore
+from bench.kernels.contests import BF16, F32, OWN, Contest, plain_copies
+from bench.lib.systems import is_installed
+from bench.lib.timing import Call
 
 LR = 1e-3
 NUM_LARGE = 8

@@ -8,9 +8,10 @@ from statistics import median
 
 import matplotlib.pyplot as plt
 import torch.distributed as dist
-from _links import EMULATED_REPLICAS, EMULATED_WORLD_SIZE
-from _overlap_run import GOAL_RATIO, PLAIN, OverlapRun, Subject, traffic_of, unavoidable_of
-from _tables import Table
+
+from bench.lib.links import EMULATED_REPLICAS, EMULATED_WORLD_SIZE
+from bench.lib.tables import Table
+from bench.overlap.run import GOAL_RATIO, PLAIN, OverlapRun, Subject, traffic_of, unavoidable_of
 
 HIDDEN_GOAL = 95.0
 

@@ -73,7 +73,7 @@ PEERS = tuple(dict.fromkeys(s.peer for s in SYSTEMS if s.peer != "zerocore"))
 
 def import_zerocore() -> ModuleType:
     """zerocore as installed, or as built in place in this checkout. Raises ImportError."""
-    root = str(Path(__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[3])
     if root not in sys.path:
         sys.path.append(root)
     return importlib.import_module("zerocore")

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _links import EmulatedLink, Link, Traffic, synchronize
-from _models import BlockStack
-from _systems import System, import_zerocore, wrap_model
 from torch import nn
 
+from bench.lib.links import EmulatedLink, Link, Traffic, synchronize
+from bench.lib.models import BlockStack
+from bench.lib.systems import System, import_zerocore, wrap_model
 from zerocore.common.events import COLLECTIVES
 
 PLAIN = System("plain", None, "plain")

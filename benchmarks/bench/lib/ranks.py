@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _systems import import_zerocore
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
+
+from bench.lib.systems import import_zerocore
 
 # One thread a rank, and peers that look for an accelerator find the CPU.
 RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
