@@ -121,7 +121,7 @@ def test_the_time_of_each_link() -> None:
         6,
         num_replicas=3,
         inputs=torch.randn(3, WIDTH),
-        links=["1MB/s,1ms", "2MB/s"],
+        links=["1MB/s,1ms", "2MB/s,0s"],
         replica_link="1kB/s,2ms",
         flops="1TFLOP/s",
     )

@@ -287,7 +287,7 @@ def test_advice_on_a_slow_link() -> None:
     inputs = torch.randn(1000, 64)
 
     def slow(memory: int) -> list[str]:
-        plan = zerocore.plan(Wide(), 8, inputs=inputs, memory=memory, links=["1MB/s", "1PB/s"])
+        plan = zerocore.plan(Wide(), 8, inputs=inputs, memory=memory, links=["1MB/s", "1PB/s,0s"])
         return [line for line in plan.advice if "is slow for this" in line]
 
     stages = zerocore.plan(Wide(), 8, inputs=inputs).stages
