@@ -10,11 +10,12 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from _host_cell import ALL_PHASES, CONTROL, PHASES, Cell, CellTimes, measure_in_fresh_process
-from _results import write_results
-from _systems import is_installed
-from _tables import Table, make_console
 from rich.progress import track
+
+from bench.host.cell import ALL_PHASES, CONTROL, PHASES, Cell, CellTimes, measure_in_fresh_process
+from bench.lib.results import write_results
+from bench.lib.systems import is_installed
+from bench.lib.tables import Table, make_console
 
 NAMES = {"fsdp2": "FSDP2", "zerocore": "zerocore"}
 REFERENCE, SMALL, LARGE = "fsdp2", 9, 32

@@ -11,12 +11,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from _kernel_contests import OWN, Contest, against_copy, beside_torch, small_tensors
-from _results import write_results
-from _tables import Table, make_console
-from _timing import fastest, ratio, time_in_turns
 from rich.console import Console
 from rich.progress import track
+
+from bench.kernels.contests import OWN, Contest, against_copy, beside_torch, small_tensors
+from bench.lib.results import write_results
+from bench.lib.tables import Table, make_console
+from bench.lib.timing import fastest, ratio, time_in_turns
 
 COPY_NOTE = (
     "GB/s: bytes read plus bytes written. The copy moves as many bytes in all, with the fastest of "

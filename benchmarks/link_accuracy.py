@@ -13,9 +13,10 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from _links import EMULATED_WORLD_SIZE, EmulatedLink, open_link, synchronize
-from _results import write_results
-from _tables import Table, make_console
+
+from bench.lib.links import EMULATED_WORLD_SIZE, EmulatedLink, open_link, synchronize
+from bench.lib.results import write_results
+from bench.lib.tables import Table, make_console
 
 MIB = 2**20
 # MiB of the full tensor and GB/s. On a CPU as fast as the local memory traffic surely fits in.

@@ -15,13 +15,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from _memory_cell import SIZES, SYSTEMS, Cell, MemoryRun, run_in_fresh_process
-from _memory_report import draw_bars, draw_step, model_state, phases, reconciliation
-from _results import RESULTS_FOLDER, write_results
-from _tables import make_console
 from rich.progress import track
 
-from zerocore.nvml import NvmlDevice, NvmlUnavailable
+from bench.lib.results import RESULTS_FOLDER, write_results
+from bench.lib.tables import make_console
+from bench.memory.cell import SIZES, SYSTEMS, Cell, MemoryRun, run_in_fresh_process
+from bench.memory.report import draw_bars, draw_step, model_state, phases, reconciliation
+from zerocore.common.nvml import NvmlDevice, NvmlUnavailable
 
 DTYPES = ("float32", "bfloat16")
 NUM_RAW_SAMPLES = 100

@@ -14,13 +14,13 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
-from _models import Chain, ChainBlock
-from _results import write_results
-from _tables import Table, make_console
 from rich.progress import track
 
 import zerocore
-from zerocore.state import state_of
+from bench.lib.models import Chain, ChainBlock
+from bench.lib.results import write_results
+from bench.lib.tables import Table, make_console
+from zerocore.model.state import state_of
 
 NUM_BLOCKS, NUM_PARAMS, WIDTH = 32, 9, 16
 WORLD_SIZE = 8

@@ -19,13 +19,14 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from _kernel_timeline import DeviceWork, hidden_share, length, read_timeline
-from _models import GPT, BlockStack, GPTSize
-from _results import write_results
-from _systems import System, wrap_model
-from _tables import Table, make_console
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+
+from bench.kernels.timeline import DeviceWork, hidden_share, length, read_timeline
+from bench.lib.models import GPT, BlockStack, GPTSize
+from bench.lib.results import write_results
+from bench.lib.systems import System, wrap_model
+from bench.lib.tables import Table, make_console
 
 SYSTEMS = (
     System("fsdp2", 3, "FSDP2"),

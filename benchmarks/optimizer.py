@@ -12,20 +12,21 @@ from typing import Annotated
 
 import torch
 import typer
-from _kernel_contests import OWN, Contest
-from _optimizer_cell import (
+from rich.progress import track
+
+from bench.kernels.contests import OWN, Contest
+from bench.lib.results import write_results
+from bench.lib.systems import is_installed
+from bench.lib.tables import Table, make_console
+from bench.lib.timing import ratio, time_in_turns
+from bench.optimizer.cell import (
     FSDP2,
     LOCAL_NUMEL,
     PLAIN,
     SmallCell,
     measure_in_fresh_process,
 )
-from _optimizer_contests import large_tensors
-from _results import write_results
-from _systems import is_installed
-from _tables import Table, make_console
-from _timing import ratio, time_in_turns
-from rich.progress import track
+from bench.optimizer.contests import large_tensors
 
 # Smallest ratio that is wanted of large tensors, by device, weights and what is beside.
 GOALS = {

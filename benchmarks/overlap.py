@@ -14,13 +14,13 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
-from _links import Link, open_link
-from _overlap_report import comparison, draw_sweep, find, requirements, sweep
-from _overlap_run import COMPARED, GOAL_RATIO, HYBRID, OTHER_PREFETCH, WORKLOADS, OverlapRun
-from _results import RESULTS_FOLDER, write_results
-from _tables import Table, make_console
 from rich.progress import track
 
+from bench.lib.links import Link, open_link
+from bench.lib.results import RESULTS_FOLDER, write_results
+from bench.lib.tables import Table, make_console
+from bench.overlap.report import comparison, draw_sweep, find, requirements, sweep
+from bench.overlap.run import COMPARED, GOAL_RATIO, HYBRID, OTHER_PREFETCH, WORKLOADS, OverlapRun
 from zerocore import Timeline, trace
 
 

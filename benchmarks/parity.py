@@ -14,13 +14,14 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
-from _models import GPT, GPT_SIZES, GPTSize
-from _ranks import run_on_ranks
-from _results import write_results
-from _steps import MicroBatch, build_step
-from _systems import SYSTEMS, Recipe, System
-from _tables import Table, make_console
 from torch import Tensor
+
+from bench.lib.models import GPT, GPT_SIZES, GPTSize
+from bench.lib.ranks import run_on_ranks
+from bench.lib.results import write_results
+from bench.lib.steps import MicroBatch, build_step
+from bench.lib.systems import SYSTEMS, Recipe, System
+from bench.lib.tables import Table, make_console
 
 LEARNING_RATE = 1e-3
 RUN_TIMEOUT_S = 600.0

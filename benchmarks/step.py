@@ -14,13 +14,14 @@ from statistics import mean, median, quantiles
 from typing import Annotated
 
 import typer
-from _models import GPT, GPT_SIZES
-from _ranks import EMULATED, EMULATED_PRESET, run_on_ranks
-from _results import write_results
-from _systems import FP32, PEERS, SYSTEMS, Recipe, System, is_installed
-from _tables import Table, make_console
-from _training_run import RankReport, RunLength, run_on_this_rank
 from rich.progress import Progress
+
+from bench.lib.models import GPT, GPT_SIZES
+from bench.lib.ranks import EMULATED, EMULATED_PRESET, run_on_ranks
+from bench.lib.results import write_results
+from bench.lib.systems import FP32, PEERS, SYSTEMS, Recipe, System, is_installed
+from bench.lib.tables import Table, make_console
+from bench.step.run import RankReport, RunLength, run_on_this_rank
 
 # Small steps need more of them for a median as steady.
 RUN_LENGTHS = {
@@ -135,7 +136,7 @@ class Place:
         return [
             *notes,
             f"EMULATED link ({EMULATED_PRESET}): one process plays rank 0 of {self.num_ranks}, the "
-            "others are replicas of it. Stages that gather parameters repeat this rank's shard, so "
+            "others are mirrors of it. Stages that gather parameters repeat this rank's shard, so "
             "their losses are not those of training; times and memory are those of rank 0.",
         ]
 

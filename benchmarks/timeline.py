@@ -11,12 +11,12 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
-from _models import GPT, GPT_SIZES
-from _ranks import run_on_ranks
 
 import zerocore
-from zerocore.events import COLLECTIVES
-from zerocore.timeline import WAIT, draw_timeline
+from bench.lib.models import GPT, GPT_SIZES
+from bench.lib.ranks import run_on_ranks
+from zerocore.common.events import COLLECTIVES
+from zerocore.reporting.timeline import WAIT, draw_timeline
 
 NUM_WARMUP = 4
 

@@ -5,25 +5,28 @@ import torch  # noqa: F401  # loads the libraries the extension links to
 import zerocore.extension  # noqa: F401  # an extension that does not fit is the first error
 from zerocore import emulated, optim
 from zerocore.api import no_sync, register_forward_method, reset, shard, unsharded
-from zerocore.checkpoint import full_state_dict, load_full_state_dict
-from zerocore.clipping import NonFiniteGradError, clip_grad_norm_
-from zerocore.config import ShardConfig
-from zerocore.description import Description, describe
+from zerocore.common.events import Event
+from zerocore.common.links import Link
+from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.emulated import Emulation, emulate
-from zerocore.estimate import plan
-from zerocore.events import Event
-from zerocore.links import Link
-from zerocore.memory import MemoryBytes, memory_usage, predict_events, predict_memory
-from zerocore.out_of_memory import OutOfMemory, explain_out_of_memory
-from zerocore.place import Place
-from zerocore.plans import Plan, StagePlan
-from zerocore.precision import MixedPrecision
-from zerocore.recording import record_events, trace
-from zerocore.reports import Report, report
-from zerocore.tensor import LocalShard, ShardedGrad, ShardedParameter
-from zerocore.timeline import Timeline
+from zerocore.install import hook_into_torch
+from zerocore.model.config import ShardConfig
+from zerocore.model.precision import MixedPrecision
+from zerocore.optim.clipping import NonFiniteGradError, clip_grad_norm_
+from zerocore.planning.plan import plan
+from zerocore.planning.prediction import predict_events, predict_memory
+from zerocore.planning.result import Plan, StagePlan
+from zerocore.reporting.description import Description, describe
+from zerocore.reporting.memory_usage import memory_usage
+from zerocore.reporting.out_of_memory import OutOfMemory, explain_out_of_memory
+from zerocore.reporting.recording import record_events, trace
+from zerocore.reporting.report import Report, report
+from zerocore.reporting.timeline import Timeline
+from zerocore.state_dict import full_state_dict, load_full_state_dict
+from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
+from zerocore.tensor.place import Place
 
-emulated.register()
+hook_into_torch()
 
 __version__ = "0.1.0"
 
@@ -48,6 +51,7 @@ __all__ = [
     "clip_grad_norm_",
     "describe",
     "emulate",
+    "emulated",
     "explain_out_of_memory",
     "full_state_dict",
     "load_full_state_dict",

@@ -8,13 +8,14 @@ import sys
 def main() -> None:
     """Runs the command line; without its libraries, says which extra has them."""
     try:
-        from zerocore.cli import app
+        from zerocore.cli.app import app
+
+        app(prog_name="zerocore")
     except ModuleNotFoundError as error:
         library = (error.name or "").split(".")[0]
         if library not in ("typer", "rich"):
             raise
         sys.exit(f"the command line needs {library}: pip install 'zerocore[cli]'")
-    app(prog_name="zerocore")
 
 
 if __name__ == "__main__":

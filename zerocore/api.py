@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerocore.groups import find_ranks
-from zerocore.materialize import InitFn
-from zerocore.module import wrap_method
-from zerocore.precision import MixedPrecision
-from zerocore.sharding import shard_model
-from zerocore.state import state_of
-from zerocore.wrapping import UnitChoice
+from zerocore.model.config import ShardConfig
+from zerocore.model.materialize import InitFn
+from zerocore.model.precision import MixedPrecision
+from zerocore.model.ranks import find_ranks
+from zerocore.model.state import state_of
+from zerocore.model.unit_call import wrap_method
+from zerocore.model.units import UnitChoice
+from zerocore.sharding.build import build
+from zerocore.sharding.request import validate
 
 
 def shard(
@@ -49,7 +52,7 @@ def shard(
             if there is none. Without torch.distributed the world has one rank. A 2-D DeviceMesh is
             hybrid sharding: its first dimension are replicas, over the second the state is sharded;
             gradients are reduce-scattered in it and then all-reduced over the replicas.
-        units: what is gathered together, see :func:`zerocore.wrapping.choose_units`.
+        units: what is gathered together, see :func:`zerocore.model.units.choose_units`.
         prefetch: units gathered ahead of the one that computes.
         accumulate: ``"sharded"`` or ``"full"``, see :class:`ShardConfig`.
         device: where parameters on the meta device go.
@@ -69,16 +72,26 @@ def shard(
     Raises:
         ValueError, TypeError: a mistake, named; on every rank, before anything could hang.
     """
-    options = {
-        "stage": stage,
-        "prefetch": prefetch,
-        "accumulate": accumulate,
-        "sync_params": sync_params,
-        "find_unused_parameters": find_unused_parameters,
-        "mixed_precision": mixed_precision,
-    }
-    ranks = find_ranks(group, model)
-    shard_model(model, options, ranks, units, device, init_fn, optimizer, memory_budget)
+    config = partial(
+        ShardConfig,
+        stage=stage,
+        prefetch=prefetch,
+        accumulate=accumulate,
+        sync_params=sync_params,
+        find_unused_parameters=find_unused_parameters,
+        mixed_precision=mixed_precision,
+    )
+    request = validate(
+        model,
+        config,
+        find_ranks(group, model),
+        units=units,
+        device=device,
+        init_fn=init_fn,
+        optimizer=optimizer,
+        memory_budget=memory_budget,
+    )
+    build(request)
     return model
 
 

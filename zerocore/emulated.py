@@ -1,7 +1,7 @@
 """The emulated link: one process plays one rank of N over a modelled network.
 
 A c10d backend named ``"emulated"``, for CPU and CUDA tensors, so zerocore, FSDP2 and DDP
-run on it unchanged. The peers are replicas of this rank, so a training step computes what a single
+run on it unchanged. The peers are mirrors of this rank, so a training step computes what a single
 process computes whose batch every rank sees; only the wire is a model. What is measured on it is
 *emulated*, and has to be called so.
 
@@ -12,7 +12,6 @@ too, with ``pg_options=link("ib400")`` for another link than the default one.
 from __future__ import annotations
 
 import atexit
-import math
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -22,16 +21,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from zerocore._C import EmulatedGroup, LinkModel
-from zerocore.links import PRESETS
-from zerocore.quantities import check_int, parse_bandwidth, parse_seconds
+from zerocore.common.checks import check_int
+from zerocore.common.links import Link, default_link, find_link
+from zerocore.common.quantities import parse_seconds
 
-DEFAULT_BANDWIDTH = "450GB/s"
-DEFAULT_LATENCY = "12us"
 CPU = torch.device("cpu")
 
 
 def link(
-    bandwidth: str | float = DEFAULT_BANDWIDTH,
+    bandwidth: Link | str | float = "nvlink4",
     latency: str | float | None = None,
     sms: int = 0,
 ) -> LinkModel:
@@ -42,10 +40,11 @@ def link(
     all-reduce, 1 for broadcast and reduce: the bus bandwidth of nccl-tests (its PERFORMANCE.md).
 
     Args:
-        bandwidth: bytes per second that a rank sends and receives, as a number or text such as
-            ``"450GB/s"``, ``"400Gbit/s"``, ``"inf"``; or the name of a preset
-            (:data:`zerocore.links.PRESETS`).
-        latency: seconds per call, or text such as ``"12us"``; by default the preset's, or 12 us.
+        bandwidth: a link as :func:`zerocore.plan` takes it: a preset's name
+            (:data:`zerocore.common.links.PRESETS`), bytes per second that a rank sends and
+            receives, as a number or text such as ``"450GB/s"``, ``"400Gbit/s"``, ``"inf"``, a
+            bandwidth and a latency as ``"450GB/s,12us"``, or a :class:`zerocore.Link`.
+        latency: seconds per call, or text such as ``"12us"``, instead of the link's own.
         sms: multiprocessors that a collective keeps busy on a GPU.
 
     Raises:
@@ -53,24 +52,12 @@ def link(
         TypeError: of another type.
     """
     check_int("sms", sms, 0)
-    if isinstance(bandwidth, str) and bandwidth in PRESETS:
-        preset = PRESETS[bandwidth]
-        bandwidth = preset.bandwidth_bytes_per_s
-        latency = preset.latency_s if latency is None else latency
+    found = find_link(bandwidth)
     return LinkModel(
-        bandwidth=_find_bandwidth(bandwidth),
-        latency=parse_seconds(DEFAULT_LATENCY if latency is None else latency),
+        bandwidth=found.bandwidth_bytes_per_s,
+        latency=found.latency_s if latency is None else parse_seconds(latency),
         sms=sms,
     )
-
-
-def _find_bandwidth(value: str | float) -> float:
-    if value in ("inf", "infinite"):
-        return math.inf
-    try:
-        return parse_bandwidth(value)
-    except ValueError as error:
-        raise ValueError(f"{error}; or 'inf', or one of {', '.join(PRESETS)}") from None
 
 
 class Emulation:
@@ -129,7 +116,7 @@ class Emulation:
 
 def emulate(
     world_size: int = 64,
-    bandwidth: str | float = DEFAULT_BANDWIDTH,
+    bandwidth: Link | str | float | None = None,
     latency: str | float | None = None,
     sms: int = 0,
     *,
@@ -138,8 +125,9 @@ def emulate(
     """Makes this process one rank of ``world_size`` on an emulated link, as the default group.
 
     Args:
-        world_size: number of ranks; all but this one exist only as replicas of it.
-        bandwidth: bytes per second, text, or a preset's name; see :func:`link`.
+        world_size: number of ranks; all but this one exist only as mirrors of it.
+        bandwidth: a link as :func:`link` takes it; by default ``nvlink4`` up to 8 ranks and
+            ``ib400`` beyond, as in :func:`zerocore.plan`.
         latency: seconds per call, or text; see :func:`link`.
         sms: multiprocessors that a collective keeps busy on a GPU.
         rank: which rank this process plays.
@@ -160,7 +148,7 @@ def emulate(
             f"there is a default process group already ({dist.get_backend()}); call "
             "torch.distributed.destroy_process_group() before emulate()"
         )
-    chosen = link(bandwidth, latency, sms)
+    chosen = link(default_link(world_size) if bandwidth is None else bandwidth, latency, sms)
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(
         "emulated", rank=rank, world_size=world_size, store=store, pg_options=chosen
@@ -181,7 +169,7 @@ def _backend_of(group: dist.ProcessGroup) -> EmulatedGroup:
 def _create(options: Any, chosen: LinkModel | None) -> EmulatedGroup:
     """What torch.distributed calls for each group; subgroups take the default group's link."""
     if chosen is None:
-        chosen = _default_group_link() or link()
+        chosen = _default_group_link() or link(default_link(options.group_size))
     if not isinstance(chosen, LinkModel):
         raise TypeError(f"pg_options of 'emulated' must come from link(), got {chosen!r}")
     timeout: timedelta = options.timeout
@@ -196,7 +184,7 @@ def _default_group_link() -> LinkModel | None:
 
 
 def register() -> None:
-    """Makes the backend known to torch.distributed; zerocore does it when imported."""
+    """Makes the backend known to torch.distributed."""
     dist.Backend.register_backend("emulated", _create, extended_api=True, devices=["cpu", "cuda"])
     # Threads of groups that nobody destroyed must end before the interpreter does.
     atexit.register(EmulatedGroup.shut_down_all)

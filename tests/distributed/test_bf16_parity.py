@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import sys
 
 import pytest
 
-from tests.distributed.harness import REPOSITORY, run_ranks
+from tests.distributed.harness import run_ranks
 
 NUM_STEPS = 15
 Losses = dict[str, list[float]]
@@ -15,7 +14,6 @@ Losses = dict[str, list[float]]
 
 def train_all(accumulate: int, clip: float | None, optimizer: str) -> Losses:
     """The losses of each system in benchmarks/parity.py, with a smaller model."""
-    sys.path.append(str(REPOSITORY / "benchmarks"))
     parity = importlib.import_module("parity")
     size = parity.GPTSize(num_blocks=2, width=64, num_heads=2, vocab_size=256, sequence=32, batch=2)
     recipe = parity.Recipe("bf16", accumulate, clip, optimizer)

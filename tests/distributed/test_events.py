@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import zerocore
 from tests.distributed.chain import WIDTH, Chain, step
 from tests.distributed.harness import run_ranks
-from tests.test_estimate import fake_group
-from zerocore.memory import planned_events
-from zerocore.state import state_of
+from tests.planning.test_plan import fake_group
+from zerocore.model.state import state_of
+from zerocore.planning.prediction import planned_events
 
 
 def make(stage: int, **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -18,7 +18,7 @@ import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import adamw, assert_same_state
 from tests.zoo_huggingface import DECODER, VOCABULARY
-from zerocore.memory import planned_events
+from zerocore.planning.prediction import planned_events
 
 NUM_STEPS = 3
 # fp32 A and B of q_proj (16 to 16) and of v_proj (16 to 8) in each of three layers; r = 4.

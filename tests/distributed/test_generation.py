@@ -14,7 +14,7 @@ import zerocore
 from tests.distributed.harness import run_ranks, run_to_end
 from tests.distributed.training import adamw, case_named
 from tests.zoo_case import Case
-from zerocore.state import state_of
+from zerocore.model.state import state_of
 
 pytest.importorskip("transformers")
 

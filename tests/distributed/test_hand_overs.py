@@ -11,13 +11,14 @@ import zerocore
 from tests.distributed.harness import run_ranks
 from tests.engine.hand_overs import find_race
 from tests.engine.test_hand_overs import WIDTH, Block, Graph
-from zerocore import _C, sharding
-from zerocore.state import state_of
+from zerocore import _C
+from zerocore.model.state import state_of
+from zerocore.sharding import build
 
 
 def train(stage: int, seed: int, log: bool) -> tuple[list[float], str | None]:
     """Losses of some steps, and the first race."""
-    sharding.Engine = partial(_C.Engine, log_hand_overs=log)
+    build.Engine = partial(_C.Engine, log_hand_overs=log)
     torch.manual_seed(0)
     model = zerocore.shard(Graph(seed, 4), stage=stage, units=[Block], prefetch=seed % 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -28,7 +29,7 @@ def train(stage: int, seed: int, log: bool) -> tuple[list[float], str | None]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    sharding.Engine = _C.Engine
+    build.Engine = _C.Engine
     return losses, find_race(state_of(model).engine.hand_overs)
 
 

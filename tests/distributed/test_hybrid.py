@@ -23,8 +23,8 @@ from tests.distributed.training import (
     train_reference,
     train_sharded,
 )
-from zerocore.memory import planned_events
-from zerocore.state import state_of
+from zerocore.model.state import state_of
+from zerocore.planning.prediction import planned_events
 
 STAGES = (0, 1, 2, 3)
 CASES = ("plain", "tied", "mixed_dtypes", "unused", "looped", "hf_qwen3_tied")

@@ -15,8 +15,8 @@ import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import accumulate, case_named, micro_losses
 from tests.zoo_case import Case
-from zerocore.casting import cast_floats
-from zerocore.state import state_of
+from zerocore.model.casting import cast_floats
+from zerocore.model.state import state_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Models that compute in one dtype throughout.

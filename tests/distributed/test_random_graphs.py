@@ -1,6 +1,6 @@
 """Random models train as in one process that does every rank's part.
 
-`python -m tests.distributed.test_random_graphs FIRST COUNT [RANKS]` tries others than the gate does.
+`python -m tests.distributed.test_random_graphs FIRST COUNT [RANKS]` tries more than the gate does.
 """
 
 from __future__ import annotations

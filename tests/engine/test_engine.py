@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerocore
-from zerocore.state import state_of
+from zerocore.model.state import state_of
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 

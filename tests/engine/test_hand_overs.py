@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import zerocore
 from tests.engine.hand_overs import find_race, waits
 from tests.plan.driver import Call, random_tree
-from zerocore import _C, sharding
-from zerocore.state import state_of
+from zerocore import _C
+from zerocore.model.state import state_of
+from zerocore.sharding import build
 
 WIDTH = 4
 
@@ -88,7 +89,7 @@ def mesh() -> Iterator[Mesh]:
 @pytest.fixture(autouse=True)
 def log_hand_overs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines stand in for a device with streams and log what they would do."""
-    monkeypatch.setattr(sharding, "Engine", partial(_C.Engine, log_hand_overs=True))
+    monkeypatch.setattr(build, "Engine", partial(_C.Engine, log_hand_overs=True))
 
 
 def train(model: Graph, seed: int, steps: int = 4) -> list[tuple]:

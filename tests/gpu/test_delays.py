@@ -8,7 +8,7 @@ import torch
 import zerocore
 from tests.gpu.delays import CYCLES, RandomDelays, sleep
 from tests.gpu.training import PRECISIONS, VARIANTS, WORLD_SIZE, Stack, Variant, shard, train
-from zerocore.state import state_of
+from zerocore.model.state import state_of
 
 SEEDS = range(8)
 BY_NAME = {variant.name: variant for variant in (*VARIANTS, *PRECISIONS)}

@@ -20,7 +20,7 @@ from tests.gpu.training import (
     shard,
     train,
 )
-from zerocore import groups
+from zerocore.model import ranks
 
 
 def assert_same_state(actual: nn.Module, expected: nn.Module) -> None:
@@ -77,7 +77,7 @@ def test_a_real_group_of_one_rank(
     device: torch.device, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its reductions are made, NCCL's on a stream of the runtime, although they change nothing."""
-    monkeypatch.setattr(groups, "_unless_one", lambda group: group)
+    monkeypatch.setattr(ranks, "_unless_one", lambda group: group)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zerocore
-from benchmarks._kernel_timeline import DeviceWork, Timeline, read_timeline
+from bench.kernels.timeline import DeviceWork, Timeline, read_timeline
 from tests.gpu.training import (
     PRECISIONS,
     VARIANTS,
@@ -27,7 +27,7 @@ from tests.gpu.training import (
     shard,
 )
 from zerocore._C import allocator_counts
-from zerocore.state import state_of
+from zerocore.model.state import state_of
 
 NUM_STEPS = 2
 # Calls that make the host wait for the device. None is needed in a step.

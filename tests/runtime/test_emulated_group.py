@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers "fake"
 
 import zerocore
 from zerocore._C import Traffic
+from zerocore.common.links import PRESETS, find_link
 from zerocore.emulated import link
-from zerocore.links import PRESETS
 
 
 @pytest.fixture
@@ -57,6 +58,23 @@ def test_units_and_presets() -> None:
         assert link(name).bandwidth == preset.bandwidth_bytes_per_s
         assert link(name).latency == preset.latency_s
         assert link(name, "1us").latency == 1e-6
+
+
+@pytest.mark.parametrize(
+    "written", ["ib400", "450GB/s", "450GB/s,30us", 450e9, zerocore.Link("x", 1, 2)]
+)
+def test_a_link_is_written_as_for_a_plan(written: zerocore.Link | str | float) -> None:
+    planned, emulated = find_link(written), link(written)
+    assert emulated.bandwidth == planned.bandwidth_bytes_per_s
+    assert emulated.latency == pytest.approx(planned.latency_s)
+
+
+@pytest.mark.parametrize(("world_size", "name"), [(8, "nvlink4"), (9, "ib400")])
+def test_the_default_link_is_that_of_a_plan(world_size: int, name: str) -> None:
+    planned = zerocore.plan(torch.nn.Linear(2, 2), world_size).setting.links
+    with zerocore.emulate(world_size) as emulation:
+        assert emulation.link.bandwidth == PRESETS[name].bandwidth_bytes_per_s
+    assert planned == (PRESETS[name],)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import zerocore
 from tests.distributed import chain
-from zerocore.events import COLLECTIVES
+from zerocore.common.events import COLLECTIVES
 
 PACKAGE_FOLDER = Path(zerocore.__file__).absolute().parents[1]
 WIDTH = 32  # a bias of 128 bytes, so that a unit of zerocore has no padding

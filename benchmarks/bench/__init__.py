@@ -1,0 +1,1 @@
+"""What the scripts of this folder are made of; they find it beside them."""

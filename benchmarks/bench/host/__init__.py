@@ -1,0 +1,1 @@
+"""Parts of host_overhead.py."""

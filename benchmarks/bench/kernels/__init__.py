@@ -1,0 +1,1 @@
+"""Parts of kernels.py, and the timeline of a device's kernels."""

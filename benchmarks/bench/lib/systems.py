@@ -1,0 +1,167 @@
+"""zerocore's stages and their peers, and how each wraps a model."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to train: `peer` is the library, `stage` the ZeRO stage it amounts to, if any.
+
+    `overlap` asks FSDP2 for explicit prefetching, see `prefetch_in_order`; `prefetch` is the number
+    of units that zerocore gathers ahead. A `hybrid` one shards within replicas, over a 2-D mesh.
+    """
+
+    peer: str
+    stage: int | None
+    label: str
+    overlap: bool = False
+    prefetch: int = 1
+    hybrid: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a step is made of.
+
+    `dtype` is fp32, or bf16 over fp32 weights; a step takes `accumulate` micro-batches and clips
+    gradients to a norm of `clip`. `optimizer` is torch's fused AdamW or "zerocore", which only
+    zerocore uses.
+    """
+
+    dtype: str = "fp32"
+    accumulate: int = 1
+    clip: float | None = None
+    optimizer: str = "torch"
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """What layers compute in where that is not the dtype of the model."""
+        return torch.bfloat16 if self.dtype == "bf16" else None
+
+
+FP32 = Recipe()
+
+# In the order in which they run: those that are compared run right after each other.
+SYSTEMS = (
+    System("plain", None, "plain, no communication"),
+    System("ddp", 0, "DDP"),
+    System("zerocore", 0, "zerocore stage 0"),
+    System("zerocore", 1, "zerocore stage 1"),
+    System("deepspeed", 2, "DeepSpeed ZeRO-2"),
+    System("fsdp2", 2, "FSDP2, no reshard"),
+    System("fsdp2", 2, "FSDP2, no reshard, async", overlap=True),
+    System("zerocore", 2, "zerocore stage 2"),
+    System("deepspeed", 3, "DeepSpeed ZeRO-3"),
+    System("fsdp2", 3, "FSDP2"),
+    System("fsdp2", 3, "FSDP2, async", overlap=True),
+    System("zerocore", 3, "zerocore stage 3"),
+)
+PEERS = tuple(dict.fromkeys(s.peer for s in SYSTEMS if s.peer != "zerocore"))
+
+
+def import_zerocore() -> ModuleType:
+    """zerocore as installed, or as built in place in this checkout. Raises ImportError."""
+    root = str(Path(__file__).resolve().parents[3])
+    if root not in sys.path:
+        sys.path.append(root)
+    return importlib.import_module("zerocore")
+
+
+def is_installed(peer: str) -> bool:
+    """Whether the systems of `peer` can run here."""
+    if peer == "zerocore":
+        try:
+            return hasattr(import_zerocore(), "shard")
+        except ImportError:
+            return False
+    return peer != "deepspeed" or importlib.util.find_spec("deepspeed") is not None
+
+
+def wrap_model(
+    system: System,
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    bucket_mb: float | None = None,
+    recipe: Recipe = FP32,
+    mesh: Any = None,
+) -> nn.Module:
+    """`model` under any system but DeepSpeed; `bucket_mb` is the size of DDP's buckets in MiB.
+
+    `mesh` is what zerocore and FSDP2 shard over, by default all ranks. In bf16 gradients are
+    reduced in fp32 everywhere.
+    """
+    if system.peer == "ddp":
+        # With gradients in the buckets DDP saves a copy: its faster setting.
+        return nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
+        )
+    if system.peer == "fsdp2":
+        apply_fsdp2(model, blocks, reshard=system.stage == 3, mesh=mesh, dtype=recipe.compute_dtype)
+        if system.overlap:
+            prefetch_in_order(model, blocks)
+    elif system.peer == "zerocore":
+        return _shard(system, model, recipe, mesh)
+    return model
+
+
+def _shard(system: System, model: nn.Module, recipe: Recipe, mesh: Any) -> nn.Module:
+    zerocore = import_zerocore()
+    mixed = None
+    if recipe.compute_dtype is not None:
+        mixed = zerocore.MixedPrecision(recipe.compute_dtype, reduce_dtype=torch.float32)
+    sharded: nn.Module = zerocore.shard(
+        model,
+        stage=system.stage,
+        group=mesh,
+        prefetch=system.prefetch,
+        accumulate="sharded" if recipe.accumulate == 1 else "full",
+        mixed_precision=mixed,
+    )
+    return sharded
+
+
+def apply_fsdp2(
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    *,
+    reshard: bool,
+    mesh: Any = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Shards each block and then the root in place, as FSDP2's manual advises.
+
+    With `reshard` the root keeps its default: it stays gathered after the forward, as the backward
+    needs it at once. With `dtype` layers compute in it and gradients are reduced in fp32.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    reduce_dtype = None if dtype is None else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    last = None if reshard else False
+    fully_shard(model, mesh=mesh, reshard_after_forward=last, mp_policy=policy)
+
+
+def prefetch_in_order(model: Any, blocks: Any) -> None:
+    """Lets FSDP2 gather one block ahead, forward and backward, as its manual advises.
+
+    On CPU it otherwise waits for each all-gather before it goes on.
+    """
+    model._set_unshard_async_op(True)
+    for earlier, later in itertools.pairwise([model, *blocks]):
+        earlier.set_modules_to_forward_prefetch([later])
+    for earlier, later in itertools.pairwise(blocks):
+        later.set_modules_to_backward_prefetch([earlier])

@@ -1,0 +1,36 @@
+"""benchmarks/multi_rank_gpu.sh without a GPU: real ranks on gloo train as one rank does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("typer")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_parity_on_gloo(tmp_path: Path) -> None:
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    done = subprocess.run(
+        [str(ROOT / "benchmarks" / "multi_rank_gpu.sh"), "--ranks", "2", "--limit", "120"],
+        env={**os.environ, **hidden, "ZEROCORE_RESULTS": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "NO GPU" in done.stdout
+    (path,) = tmp_path.glob("*_multi_rank_gloo.json")
+    found = json.loads(path.read_text())
+    expected = found["losses"].pop("one rank")
+    assert expected[0] != expected[-1]
+    assert set(found["losses"]) == {"FSDP2", *(f"zerocore stage {stage}" for stage in range(4))}
+    for losses in found["losses"].values():
+        assert losses == pytest.approx(expected, abs=1e-5)
+    assert all(overlap["hidden"] is None for overlap in found["overlap"].values())

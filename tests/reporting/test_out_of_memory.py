@@ -1,0 +1,236 @@
+"""Allocations that really fail, in a process with little address space, and what is said then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zerocore
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTH = 64
+HUGE = 1 << 40  # elements; nobody has that much
+MIXED = zerocore.MixedPrecision(torch.bfloat16)
+
+SCRIPT = """
+import resource, sys, torch, zerocore
+from torch import nn
+
+class Greedy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, where):
+        ctx.where = where
+        return x + torch.ones(400 << 20, dtype=torch.uint8)[0] if where == "forward" else x * 1
+    @staticmethod
+    def backward(ctx, grad):
+        torch.ones(400 << 20, dtype=torch.uint8)
+        return grad, None
+
+class Block(nn.Module):
+    def __init__(self, where):
+        super().__init__()
+        self.linear, self.where = nn.Linear(64, 64), where
+    def forward(self, x):
+        return self.linear(x) if self.where is None else Greedy.apply(self.linear(x), self.where)
+
+where = sys.argv[1]
+zerocore.emulate(4, "inf", 0)
+blocks = [Block(where if index == 2 and where != "step" else None) for index in range(4)]
+if where == "step":
+    blocks.append(nn.Linear(64, 1 << 19, bias=False))  # 32 MiB for each moment on each rank
+model = zerocore.shard(nn.Sequential(*blocks), stage=3)
+optimizer = zerocore.optim.AdamW(model.parameters())
+
+def leave(room):
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit = pages * resource.getpagesize() + room
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+try:
+    if where in ("forward", "backward"):
+        leave(200 << 20)
+    model(torch.randn(2, 64)).sum().backward()
+    if where == "step":
+        leave(16 << 20)
+    elif where == "other":
+        leave(200 << 20)
+        with zerocore.explain_out_of_memory(model):
+            torch.ones(400 << 20, dtype=torch.uint8)
+    optimizer.step()
+except torch.OutOfMemoryError as error:
+    found = error.diagnosis
+    print("PHASE", found.phase)
+    print("UNIT", found.unit)
+    print("REQUESTED", found.requested)
+    print("BUCKETS", [name for name, _ in found.buckets])
+    print("POOL", found.held["bucket pool, in use"])
+    print("CAUSE", type(error.__cause__).__name__)
+    print(error)
+"""
+
+
+def run(where: str) -> dict[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, where],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    return {key: value for key, _, value in lines if key.isupper()} | {"TEXT": done.stdout}
+
+
+@pytest.mark.parametrize(
+    ("where", "phase", "unit", "nbytes"),
+    [
+        ("forward", "forward", "2", 400 << 20),
+        ("backward", "backward", "2", 400 << 20),
+        ("step", "optimizer step", "", 4 * 64 * ((1 << 19) + 4 * 65) // 4),  # all five layers
+        ("other", "optimizer step or other", "", 400 << 20),
+    ],
+)
+def test_a_failed_allocation_is_explained(where: str, phase: str, unit: str, nbytes: int) -> None:
+    found = run(where)
+    assert (found["PHASE"], found["REQUESTED"]) == (phase, str(nbytes))
+    assert unit in found["UNIT"].split(", ")
+    assert found["CAUSE"] == "RuntimeError"
+    assert "tried to allocate" in found["TEXT"]
+    assert "ranks: saves" in found["TEXT"]
+    if unit:
+        assert unit in found["BUCKETS"]
+        assert int(found["POOL"]) > 0
+    else:
+        assert found["BUCKETS"] == "[]"
+
+
+class Failing(nn.Module):
+    """A layer that may fail in any way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.error: Exception | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return self.linear(x)
+
+
+@pytest.fixture
+def emulated() -> Iterator[None]:
+    with zerocore.emulate(4, "inf", 0):
+        yield
+
+
+def make(stage: int, **options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = zerocore.shard(nn.Sequential(Failing(), Failing(), Failing()), stage=stage, **options)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize("mixed", [None, MIXED], ids=["plain", "mixed"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_by_category_and_what_would_fit(
+    emulated: None, stage: int, mixed: zerocore.MixedPrecision | None
+) -> None:
+    model, optimizer = make(stage, mixed_precision=mixed)
+    model(torch.randn(2, WIDTH)).sum().backward()
+    optimizer.step()
+    totals = [zerocore.predict_memory(model, each).reserved for each in range(4)]
+    model[1].error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 KiB.")
+    with pytest.raises(zerocore.OutOfMemory) as caught:
+        model(torch.randn(2, WIDTH))
+    found, usage = caught.value.diagnosis, zerocore.memory_usage(model, optimizer)
+    assert found.requested == 1536
+    assert found.held["parameters"] == usage.parameters
+    assert found.held["gradients"] == usage.gradients
+    assert found.held["optimizer state"] == usage.optimizer
+    assert found.held["main weights"] == usage.main_weights
+    assert (usage.main_weights > 0) == (mixed is not None)
+    saved = {text.partition(" (")[0]: nbytes for text, nbytes in found.changes}
+    for higher in range(stage + 1, 4):
+        assert saved[f"stage={higher}"] == totals[stage] - totals[higher]
+    assert ("8 ranks" in saved) == (stage > 0)
+    assert ("prefetch=0" in saved) == (stage == 3)
+    assert bool(found.buckets) == (stage == 3)
+    assert "enough for this request" in str(found)
+
+
+@pytest.mark.parametrize("mixed", [None, MIXED], ids=["plain", "mixed"])
+def test_fewer_replicas_where_there_are_several(
+    emulated: None, mixed: zerocore.MixedPrecision | None
+) -> None:
+    model, optimizer = make(3, group=init_device_mesh("cpu", (2, 2)), mixed_precision=mixed)
+    model(torch.randn(2, WIDTH)).sum().backward()
+    optimizer.step()
+    before = zerocore.memory_usage(model, optimizer)
+    model[1].error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 KiB.")
+    with pytest.raises(zerocore.OutOfMemory) as caught:
+        model(torch.randn(2, WIDTH))
+    saved = dict(caught.value.diagnosis.changes)["group= a (1, 4) mesh (gathers reach further)"]
+    model, optimizer = make(3, group=init_device_mesh("cpu", (1, 4)), mixed_precision=mixed)
+    model(torch.randn(2, WIDTH)).sum().backward()
+    optimizer.step()
+    assert saved == before.reserved - zerocore.memory_usage(model, optimizer).reserved
+
+
+def test_predictions_refuse_numbers_that_cannot_be(emulated: None) -> None:
+    model, _ = make(3)
+    for predict, options, error in (
+        (zerocore.predict_memory, {"stage": 4}, ValueError),
+        (zerocore.predict_memory, {"stage": "3"}, TypeError),
+        (zerocore.predict_memory, {"optimizer_states": -1}, ValueError),
+        (zerocore.predict_memory, {"micro_batches": 0}, ValueError),
+        (zerocore.predict_events, {"micro_batches": 1.5}, TypeError),
+    ):
+        with pytest.raises(error, match=next(iter(options))):
+            predict(model, **options)
+
+
+def test_other_errors_stay_as_they_are(emulated: None) -> None:
+    model, _ = make(3)
+    for error in (RuntimeError("no"), ValueError("no"), KeyboardInterrupt()):
+        model[1].error = error
+        with pytest.raises(type(error)) as caught:
+            model(torch.randn(2, WIDTH))
+        assert caught.value is error
+        with pytest.raises(type(error)) as caught, zerocore.explain_out_of_memory(model):
+            raise error
+        assert caught.value is error
+
+
+def test_training_goes_on_afterwards(emulated: None) -> None:
+    model, optimizer = make(3)
+    model[2].error = MemoryError()
+    with pytest.raises(zerocore.OutOfMemory, match="in the forward of unit '2'"):
+        model(torch.randn(2, WIDTH))
+    model[2].error = None
+    model(torch.randn(2, WIDTH)).sum().backward()
+    optimizer.step()
+
+
+def test_a_backward_without_sharded_models_is_left_alone() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x.clone()
+    y.register_hook(lambda grad: torch.empty(HUGE))
+    with pytest.raises(RuntimeError, match="allocate") as caught:
+        y.sum().backward()
+    assert not isinstance(caught.value, zerocore.OutOfMemory)
+
+
+def test_backward_is_wrapped_once(emulated: None) -> None:
+    make(3)
+    wrapped = torch.autograd.backward
+    make(3)
+    assert torch.autograd.backward is wrapped

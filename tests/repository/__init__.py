@@ -1,0 +1,1 @@
+"""Checks of the repository itself: imports, lengths, what is where."""

@@ -1,0 +1,147 @@
+"""The Python package: imports point down its ladder, in no cycle, and to what is installed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.repository.python_tree import (
+    ALLOWED,
+    cycle_in,
+    import_effects,
+    import_graph,
+    ladder_errors,
+    python_files,
+)
+
+PACKAGE = Path(__file__).resolve().parents[2] / "zerocore"
+NOT_INSTALLED = {"tests", "benchmarks", "examples", "scripts"}
+
+
+def outside_errors(package: Path) -> list[str]:
+    """Imports of folders that lie beside the package and are not installed with it."""
+    return [
+        f"{name} imports {target}"
+        for name, targets in import_graph(package).items()
+        for target in sorted(targets)
+        if target.split(".")[0] in NOT_INSTALLED
+    ]
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A copy of the package's Python files, to plant mistakes in."""
+    ignored = shutil.ignore_patterns("*.so", "__pycache__", "presets")
+    return Path(shutil.copytree(PACKAGE, tmp_path / "zerocore", ignore=ignored))
+
+
+def plant(package: Path, path: str, text: str) -> None:
+    """Adds ``text`` to the end of a file of the package, which may be new."""
+    file = package / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as opened:
+        opened.write(f"\n{text}\n")
+
+
+def test_imports_point_down_the_ladder() -> None:
+    assert ladder_errors(PACKAGE) == []
+
+
+def test_what_is_allowed_is_used() -> None:
+    graph = import_graph(PACKAGE)
+    assert [pair for pair in ALLOWED if pair[1] not in graph.get(pair[0], set())] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("common/planted.py", "from zerocore.planning import planner"),
+        ("common/planted.py", "import zerocore.planning.planner"),
+        ("common/planted.py", "from ..planning import planner"),
+        ("model/state.py", "def late():\n    from zerocore.reporting.report import report"),
+        ("optim/planted.py", "from zerocore import shard"),
+        ("tensor/planted.py", "import_module('zerocore.api')"),
+        ("state_dict.py", "from zerocore.sharding.build import build"),
+        ("planted.py", "# A module beside the packages."),
+        ("planted/module.py", "# A package without a floor."),
+    ],
+)
+def test_what_breaks_the_ladder_is_found(copied: Path, path: str, text: str) -> None:
+    plant(copied, path, text)
+    assert len(ladder_errors(copied)) == 1
+
+
+def test_a_file_in_the_wrong_place_is_found(copied: Path) -> None:
+    moved = copied / "planning" / "advice.py"
+    moved.rename(copied / "common" / "advice.py")
+    assert any("zerocore.common.advice" in error for error in ladder_errors(copied))
+
+
+def test_every_folder_is_a_package() -> None:
+    """One without ``__init__.py`` would be missing from what is installed."""
+    folders = {file.parent for file in PACKAGE.rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_no_cycles(copied: Path) -> None:
+    assert cycle_in(import_graph(PACKAGE)) == []
+    plant(copied, "planted/first.py", "from zerocore.planted import second")
+    assert cycle_in(import_graph(copied)) == []
+    plant(copied, "planted/second.py", "def late():\n    from . import first")
+    found = cycle_in(import_graph(copied))
+    assert set(found) == {"zerocore.planted.first", "zerocore.planted.second"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import benchmarks.overlap",
+        "def late():\n    from tests import zoo",
+        "importlib.import_module('examples.gpt')",
+    ],
+)
+def test_package_imports_only_the_package(copied: Path, text: str) -> None:
+    assert outside_errors(PACKAGE) == []
+    plant(copied, "planted/module.py", text)
+    assert len(outside_errors(copied)) == 1
+
+
+def test_importing_acts_in_one_place() -> None:
+    """What changes torch or the process is a function that ``zerocore.install`` calls."""
+    effects = {name: import_effects(text) for name, text in python_files(PACKAGE).items()}
+    assert {name: found for name, found in effects.items() if found} == {
+        "zerocore": ["hook_into_torch()"],
+        "zerocore.extension": ["import_extension(Path(__file__).parent)"],
+        "zerocore.__main__": ["main()"],
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nn.Module._apply = _apply",
+        "if hasattr(os, 'fork'):\n    os.register_at_fork(after_in_child=f)",
+        "class A:\n    register(1)",
+    ],
+)
+def test_an_effect_of_an_import_is_found(text: str) -> None:
+    assert len(import_effects(text)) == 1
+    assert import_effects(f"def later():\n    {text.splitlines()[-1].strip()}") == []
+
+
+def test_the_file_map_is_complete() -> None:
+    """Every module is named in its package's row of docs/design.md."""
+    text = (PACKAGE.parent / "docs" / "design.md").read_text()
+    rows = dict(re.findall(r"^\| (root|`\w+/`) \| (.+) \|$", text, re.MULTILINE))
+    named = {key.strip("`/"): set(re.findall(r"`(\w+)", row)) for key, row in rows.items()}
+    files = (file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.py"))
+    missing = [
+        str(file)
+        for file in files
+        if file.stem != "__init__"
+        and file.stem not in named.get("root" if len(file.parts) == 1 else file.parts[0], set())
+    ]
+    assert missing == []

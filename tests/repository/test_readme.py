@@ -1,0 +1,127 @@
+"""The code blocks of README and docs: Python and plans run, other commands exist with options."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.cli.test_app import TINY
+from zerocore.cli import app as cli
+from zerocore.planning.huggingface import preset_names
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = ("python benchmarks/", "python examples/")
+PROGRAM = "python -m zerocore "
+LANGUAGES = {"python", "bash"}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Blocks of a language, in order."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def lines(page: Path) -> list[str]:
+    """Commands in a page's blocks, continued lines joined, without comments."""
+    text = "".join(blocks(page, "bash")).replace("\\\n", " ")
+    return [line for line in (line.partition("#")[0].strip() for line in text.splitlines()) if line]
+
+
+def commands(beginning: str) -> list[tuple[str, str]]:
+    """(page, command) for each command that a page says to run, in blocks and in sentences."""
+    found = set()
+    for page in PAGES:
+        inline = re.findall(r"`((?:python|make) [^`\n]+)`", page.read_text(encoding="utf-8"))
+        found |= {(page.name, command) for command in [*lines(page), *inline]}
+    return sorted(each for each in found if each[1].startswith(beginning))
+
+
+def test_there_are_blocks() -> None:
+    assert blocks(ROOT / "README.md", "python")
+    for beginning in (*SCRIPTS, PROGRAM, "make "):
+        assert commands(beginning), beginning
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_is_of_a_kind_that_is_tested(page: Path) -> None:
+    for line in lines(page):
+        assert line.startswith((*SCRIPTS, PROGRAM, "make ", "pip install ")), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_has_a_language_that_is_tested(page: Path) -> None:
+    fences = re.findall(r"^```(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(fences[::2]) <= LANGUAGES
+    assert set(fences[1::2]) <= {""}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page, one after the other, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), names)
+
+
+@cache
+def help_of(script: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), "--help"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("page", "command"), [c for each in SCRIPTS for c in commands(each)])
+def test_scripts_have_the_options(page: str, command: str) -> None:
+    _, script, *args = command.split()
+    assert (ROOT / script).exists()
+    for option in args:
+        if option.startswith("--"):
+            assert re.search(rf"{option}\b", help_of(script)), option
+
+
+@pytest.mark.parametrize(("page", "command"), commands(PROGRAM))
+def test_the_command_line_runs(
+    page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a tiny model: in place of a preset, or as the file that the command names."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(TINY))
+    args = shlex.split(command.removeprefix(PROGRAM))
+    if "--preset" in args:
+        place = args.index("--preset")
+        assert args[place + 1] in preset_names()
+        args[place : place + 2] = ["--hf-config", "config.json"]
+    elif len(args) == 1:  # named in a sentence
+        args.append("--help")
+    result = CliRunner().invoke(cli.app, args)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(("page", "command"), commands("make "))
+def test_make_has_the_target(page: str, command: str) -> None:
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert command.split()[1] in targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target

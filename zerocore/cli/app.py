@@ -1,0 +1,261 @@
+"""The command line: plan, describe, env, bench."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import zerocore
+from zerocore.cli.environment import environment
+from zerocore.common.links import PRESETS
+from zerocore.common.tables import WIDTH, render_table
+from zerocore.model.config import ACCUMULATE_MODES
+from zerocore.model.precision import MixedPrecision
+from zerocore.model.units import choose_units
+from zerocore.planning.division import Division
+from zerocore.planning.huggingface import build_model, config_dtype, load_config, preset_names
+from zerocore.planning.planner import OPTIMIZER_STATES, make_planner
+from zerocore.reporting.description import describe_plan
+
+app = typer.Typer(
+    help="ZeRO for PyTorch: plan a run before it is started, inspect models and installations.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+BENCHMARKS = Path(zerocore.__file__).resolve().parents[1] / "benchmarks"
+STDERR = 2  # the file descriptor
+
+
+class DType(str, Enum):
+    """Names of floating-point dtypes."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The dtype."""
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.value]
+
+
+_Config = Annotated[
+    str | None,
+    typer.Option(help="Hugging Face configuration: a JSON file, or a folder with config.json."),
+]
+_Preset = Annotated[
+    str | None, typer.Option(help=f"Shipped configuration: {', '.join(preset_names())}.")
+]
+_Gpus = Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")]
+_Rank = Annotated[int, typer.Option(min=0, help="Whose bytes; rank 0 owns the most.")]
+_DType = Annotated[
+    DType | None, typer.Option(help="Dtype of the model; the configuration's by default.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")]
+
+
+@app.command()
+def plan(
+    hf_config: _Config = None,
+    preset: _Preset = None,
+    gpus: _Gpus = 8,
+    num_replicas: Annotated[
+        int, typer.Option(min=1, help="Groups of GPUs that hold the same: hybrid sharding.")
+    ] = 1,
+    memory: Annotated[str, typer.Option(help="Memory of a GPU, such as 24GiB.")] = "24GiB",
+    dtype: _DType = None,
+    mixed_precision: Annotated[
+        DType | None, typer.Option(help="Compute in this dtype, keep fp32 main weights.")
+    ] = None,
+    reduce_dtype: Annotated[
+        DType | None, typer.Option(help="Dtype of gradients, with --mixed-precision.")
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZER_STATES))] = "adamw",
+    prefetch: Annotated[int, typer.Option(min=0, help="Units gathered ahead.")] = 1,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Samples in a forward.")] = 1,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Forwards in a step.")] = 1,
+    accumulate: Annotated[str, typer.Option(help=", ".join(ACCUMULATE_MODES))] = "sharded",
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sample.")] = 2048,
+    checkpointing: Annotated[
+        bool, typer.Option(help="Recompute each block in the backward.")
+    ] = False,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(PRESETS)}, or such as 450GB/s,12us; may be repeated."),
+    ] = None,
+    replica_link: Annotated[
+        str | None, typer.Option(help="Link between replicas; by default that of --link.")
+    ] = None,
+    flops: Annotated[
+        str, typer.Option(help="Operations per second that layers reach.")
+    ] = "400TFLOP/s",
+    rank: _Rank = 0,
+    as_json: _Json = False,
+) -> None:
+    """What each stage needs and takes, and which one to choose; needs no GPU."""
+    with _errors():
+        mixed = None
+        if mixed_precision is not None:
+            mixed = MixedPrecision(mixed_precision.torch, _torch_dtype(reduce_dtype))
+        elif reduce_dtype is not None:
+            raise ValueError("--reduce-dtype goes with --mixed-precision")
+        result = zerocore.plan(
+            _source(hf_config, preset),
+            gpus,
+            num_replicas=num_replicas,
+            memory=memory,
+            dtype=_torch_dtype(dtype),
+            mixed_precision=mixed,
+            optimizer=optimizer,
+            prefetch=prefetch,
+            micro_batch=micro_batch,
+            micro_batches=micro_batches,
+            accumulate=accumulate,
+            seq_len=seq_len,
+            checkpointing=checkpointing,
+            links=link,
+            replica_link=replica_link,
+            flops=flops,
+            rank=rank,
+        )
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        _print_table(result.title(), result.rows(), result.notes())
+
+
+@app.command()
+def describe(
+    hf_config: _Config = None,
+    preset: _Preset = None,
+    gpus: _Gpus = 8,
+    stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 3,
+    dtype: _DType = None,
+    as_json: _Json = False,
+) -> None:
+    """The units a model is sharded by: bytes, shards, padding, regions."""
+    with _errors():
+        source = _source(hf_config, preset)
+        config = load_config(source)
+        model = build_model(config, _torch_dtype(dtype) or config_dtype(config), source)
+        planner = make_planner(model, choose_units(model, None))
+        description = describe_plan(type(model).__name__, planner, Division(stage, gpus))
+    if as_json:
+        _print_json(asdict(description))
+    else:
+        _print_table(description.title(), description.rows())
+
+
+@app.command()
+def env(as_json: _Json = False) -> None:
+    """Versions and devices, to paste in a bug report."""
+    facts = environment()
+    if as_json:
+        _print_json(facts)
+    else:
+        for name, fact in facts.items():
+            typer.echo(f"{name}: {fact}")
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,  # --help after NAME is the script's
+)
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="overlap, memory, step, kernels, ...")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the results file; the script's output is stderr.")
+    ] = False,
+) -> None:
+    """Runs benchmarks/NAME.py of a checkout; what follows NAME goes to it, --help too."""
+    if name == "--help":
+        typer.echo(context.get_help())
+        return
+    with _errors():
+        scripts = sorted(
+            path.stem for path in BENCHMARKS.glob("*.py") if not path.stem.startswith("_")
+        )
+        if not scripts:
+            raise ValueError(
+                "there is no benchmarks folder: the benchmarks are in zerocore's repository, not "
+                "in the installed package; run this from a checkout"
+            )
+        if name not in scripts:
+            raise ValueError(f"there is no benchmark '{name}' here; there are {', '.join(scripts)}")
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *context.args]
+    before = _results()
+    done = subprocess.run(command, check=False, stdout=STDERR if as_json else None)
+    if done.returncode != 0:
+        raise typer.Exit(done.returncode)
+    if as_json:
+        with _errors():
+            _print_results(name, before)
+
+
+def _results_folder() -> Path:
+    """Where benchmarks write, as they find it themselves."""
+    return Path(os.environ.get("ZEROCORE_RESULTS", BENCHMARKS / "results"))
+
+
+def _results() -> dict[Path, int]:
+    """Files of results, and when they were written, ns."""
+    return {path: path.stat().st_mtime_ns for path in _results_folder().glob("*.json")}
+
+
+def _print_results(name: str, before: dict[Path, int]) -> None:
+    """Prints what was written since ``before``; traces and the like are no results."""
+    written = [path for path, time_ns in _results().items() if before.get(path) != time_ns]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(written)]
+    results = [each for each in found if isinstance(each, dict) and "theme" in each]
+    if not results:
+        raise ValueError(
+            f"benchmark '{name}' wrote no results to {_results_folder()}; leave out "
+            "--out and the like, and choose the folder with the variable ZEROCORE_RESULTS"
+        )
+    for result in results:
+        _print_json(result)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """A mistake of the user is one message and exit code 2, not a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, ImportError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _source(hf_config: str | None, preset: str | None) -> str:
+    if (hf_config is None) == (preset is None):
+        raise ValueError("give one of --hf-config and --preset")
+    if preset is not None and preset.lower() not in preset_names():
+        raise ValueError(f"preset must be one of {', '.join(preset_names())}, got '{preset}'")
+    return preset or str(hf_config)
+
+
+def _torch_dtype(dtype: DType | None) -> torch.dtype | None:
+    return None if dtype is None else dtype.torch
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def _print_table(title: str, rows: list[list[str]], notes: Sequence[str] = ()) -> None:
+    """As wide as the terminal; :data:`WIDTH` columns where there is none."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+    typer.echo(render_table(title, rows, notes, width))

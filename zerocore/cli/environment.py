@@ -1,0 +1,75 @@
+"""What a bug report needs to say about the installation, one fact a line."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import zerocore
+from zerocore import _C
+from zerocore.common.nvml import NvmlUnavailable, driver_version
+
+
+def environment() -> dict[str, str]:
+    """Names and facts, in order; what is missing says so."""
+    return {
+        "zerocore": f"{zerocore.__version__}, {Path(_C.__file__).name}",
+        "zerocore build": _C.build,
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}, "
+        f"{len(os.sched_getaffinity(0))} cores",
+        "torch": f"{torch.__version__}, C++11 ABI {int(torch.compiled_with_cxx11_abi())}",
+        "torch build": _torch_build(),
+        "CUDA": _cuda(),
+        "NCCL": _nccl(),
+        "c10d": _c10d(),
+        "NVML": _nvml(),
+        "transformers": _version("transformers"),
+    }
+
+
+def _torch_build() -> str:
+    text = torch.__config__.show()
+    found = re.findall(r"(GCC [\d.]+|clang [\d.]+|CPU capability usage: \w+)", text)
+    return ", ".join(found) or "not known"
+
+
+def _cuda() -> str:
+    if torch.version.cuda is None:
+        return "torch was built without CUDA"
+    if not torch.cuda.is_available():
+        return f"{torch.version.cuda}, no device"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return f"{torch.version.cuda}, {len(names)} x {names[0]}"
+
+
+def _nccl() -> str:
+    if torch.version.cuda is None or not dist.is_nccl_available():
+        return "torch was built without NCCL"
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def _c10d() -> str:
+    found = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
+    return ", ".join(found) or "no backend"
+
+
+def _nvml() -> str:
+    try:
+        driver = f"driver {driver_version()}"
+    except NvmlUnavailable as error:
+        driver = str(error)
+    return f"nvidia-ml-py {_version('nvidia-ml-py')}, {driver}"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,42 @@
+"""Bytes on one rank, by what holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MemoryBytes:
+    """Bytes on one rank.
+
+    Attributes:
+        parameters: parameters that stay between steps, gaps and padding included.
+        gradients: gradient memory that stays between steps.
+        optimizer: states of the parameters' size (step counters not counted).
+        pool: most bytes of the bucket pool in use: gathered parameters, gradients on their way.
+        main_weights: the optimizer's copies of parameters that compute in another dtype.
+        pool_reserved: most bytes that the bucket pool took from the device's allocator; kept once
+            taken.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    pool: int
+    main_weights: int = 0
+    pool_reserved: int = 0
+
+    @property
+    def model_state(self) -> int:
+        """Bytes that stay between steps, without the pool."""
+        return self.parameters + self.main_weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """Most bytes in use: the model state, and the pool in use."""
+        return self.model_state + self.pool
+
+    @property
+    def reserved(self) -> int:
+        """Most bytes taken from the device's allocator: the model state, and all of the pool."""
+        return self.model_state + self.pool_reserved

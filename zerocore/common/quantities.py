@@ -1,0 +1,83 @@
+"""Reads and writes quantities with units: bytes, bytes per second, seconds, operations."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_NBYTES = {
+    "": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "pb": 1e15,
+    "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40,
+}  # fmt: skip
+_BANDWIDTHS = {f"{unit}/s": factor for unit, factor in _NBYTES.items() if unit} | {
+    "bit/s": 0.125, "kbit/s": 125.0, "mbit/s": 125e3, "gbit/s": 125e6, "tbit/s": 125e9,
+}  # fmt: skip
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_RATES = {"flop/s": 1.0, "gflop/s": 1e9, "tflop/s": 1e12, "pflop/s": 1e15}
+_RATES |= {unit.replace("flop/s", "flops"): factor for unit, factor in _RATES.items()}
+
+
+def parse_nbytes(value: str | int | float, name: str = "memory") -> int:
+    """Bytes from a number or from text such as ``"24GiB"`` (2**30) or ``"24GB"`` (10**9)."""
+    nbytes = _parse(value, name, _NBYTES, "24GiB")
+    if math.isinf(nbytes):
+        raise ValueError(f"{name} must be a number of bytes, got {value!r}")
+    return int(nbytes)
+
+
+def parse_bandwidth(value: str | float, name: str = "bandwidth") -> float:
+    """Bytes per second from a number or from text such as ``"450GB/s"`` or ``"400Gbit/s"``."""
+    return _parse(value, name, _BANDWIDTHS, "450GB/s")
+
+
+def parse_seconds(value: str | float, name: str = "latency") -> float:
+    """Seconds from a number or from text such as ``"12us"``."""
+    return _parse(value, name, _TIMES, "12us")
+
+
+def parse_flops(value: str | float, name: str = "flops") -> float:
+    """Floating-point operations per second from a number or from text such as ``"400TFLOP/s"``."""
+    rate = _parse(value, name, _RATES, "400TFLOP/s")
+    if rate == 0:
+        raise ValueError(f"{name} must be positive, got {value!r}")
+    return rate
+
+
+def _parse(value: str | float, name: str, units: dict[str, float], example: str) -> float:
+    expected = f"{name} must be a number or text such as '{example}', got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise TypeError(expected)
+    number = float(value) if not isinstance(value, str) else _parse_text(value, units, expected)
+    if not number >= 0:
+        raise ValueError(f"{name} must be 0 or more, got {value!r}")
+    return number
+
+
+def _parse_text(text: str, units: dict[str, float], expected: str) -> float:
+    match = re.fullmatch(r"\s*(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+|inf)\s*([a-z/]*)\s*", text.lower())
+    if match is None or match[2] not in units:
+        known = ", ".join(unit for unit in units if unit)
+        raise ValueError(f"{expected} (units: {known}; in any case)")
+    return float(match[1]) * units[match[2]]
+
+
+def format_nbytes(nbytes: float) -> str:
+    """``"38.50 GB"``: decimal units, as in the arithmetic of bytes times parameters."""
+    size = abs(nbytes)
+    for unit, factor in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{nbytes / factor:,.2f} {unit}"
+    return f"{nbytes:,.0f} B"
+
+
+def format_flops(flops: float) -> str:
+    """``"58.08 TFLOP"``: a number of operations."""
+    for unit, factor in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if flops >= factor:
+            return f"{flops / factor:,.2f} {unit}"
+    return f"{flops:,.0f} FLOP"
+
+
+def format_seconds(seconds: float) -> str:
+    """``"1.25 s"`` or ``"12.5 ms"``."""
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"

@@ -1,0 +1,44 @@
+"""Tables as text: drawn by rich where it is installed, otherwise with spaces."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+WIDTH = 120
+
+
+def render_table(
+    title: str, rows: Sequence[Sequence[str]], notes: Sequence[str] = (), width: int = WIDTH
+) -> str:
+    """The table as text; the first row names the columns, the first column is left-aligned."""
+    lines = [f"  {note}" for note in notes]
+    return "\n".join([title, _drawn(rows, width) or _plain(rows), *lines])
+
+
+def _drawn(rows: Sequence[Sequence[str]], width: int) -> str:
+    """As rich draws it; empty without rich."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        return ""
+    table = Table()
+    for index, column in enumerate(rows[0]):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows[1:]:
+        table.add_row(*row)
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+def _plain(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        first = row[0].ljust(widths[0])
+        rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        lines.append("  ".join([first, *rest]).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""What zerocore hooks into torch: moves, loads, registrations, backwards, optimizer steps."""

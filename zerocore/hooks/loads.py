@@ -1,0 +1,67 @@
+"""What ``load_state_dict`` of a sharded model takes: its own shards, or full values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from zerocore.common.agreement import agree
+from zerocore.model.state import ShardState
+from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.place import Placed
+
+
+def watch_loads(model: nn.Module, state: ShardState) -> None:
+    """From now on what is loaded into sharded parameters is checked.
+
+    All ranks must load, and refuse what does not fit on one of them together.
+    """
+
+    def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        error = _find_mistake(state, state_dict, prefix)
+        agree(state.ranks.groups, error, [], state.device)
+
+    model.register_load_state_dict_pre_hook(check)
+    for module in {owner for param in state.params() for owner, _ in param.owners}:
+        module.register_load_state_dict_pre_hook(_check)
+
+
+def _find_mistake(state: ShardState, state_dict: dict[str, Any], prefix: str) -> ValueError | None:
+    for param in state.params():
+        for fqn in param.fqns:
+            value = state_dict.get(prefix + fqn)
+            if isinstance(value, Placed):
+                try:
+                    _check_place(prefix + fqn, value, param.shard)
+                except ValueError as error:
+                    return error
+    return None
+
+
+def _check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Shards of another place are refused, even of the same size; full values are copied in part.
+
+    Raises:
+        ValueError: names the parameter and both places.
+    """
+    for name, param in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if isinstance(param, ShardedParameter) and isinstance(value, Placed):
+            _check_place(prefix + name, value, param)
+
+
+def _check_place(key: str, value: Placed, param: ShardedParameter) -> None:
+    saved, own = value.place, param.place
+    if (saved.global_shape, saved.shard_range, saved.strides) != (
+        own.global_shape,
+        own.shard_range,
+        own.strides,
+    ):
+        raise ValueError(
+            f"parameter '{key}': the state dict holds elements {saved.shard_range[0]}:"
+            f"{saved.shard_range[1]} of shape {tuple(saved.global_shape)}, this rank "
+            f"{own.shard_range[0]}:{own.shard_range[1]} of {tuple(own.global_shape)}. Shards load "
+            "on the rank, stage and number of ranks that saved them; for others save "
+            "zerocore.full_state_dict(model) and load that with zerocore.load_full_state_dict"
+        )

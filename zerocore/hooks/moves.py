@@ -1,0 +1,111 @@
+"""Moves of a sharded model (``.to()``, ``.float()``, ``to_empty()``) leave shards where they are.
+
+``nn.Module`` gives its parameters whatever memory a move returns. A shard lies in a flat buffer
+that the engine gathers from, so it may change its values, but never its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerocore.model.casting import as_bytes
+from zerocore.tensor.parameter import ShardedParameter
+
+_NAME = "_zerocore_kept_in_place"  # the FQN, an attribute of tensors that lie in flat buffers
+_Move = Callable[[Tensor], Tensor]
+_original: Callable[..., nn.Module] = nn.Module._apply
+_TO_EMPTY = [code for code in nn.Module.to_empty.__code__.co_consts if isinstance(code, CodeType)]
+
+
+def keep_in_place(tensor: Tensor, fqn: str) -> None:
+    """From now on moves of modules leave the memory of ``tensor``, parameter ``fqn``, alone."""
+    setattr(tensor, _NAME, fqn)
+
+
+class _Checked:
+    """A move that was tried on every kind of shard below the module that it was called on."""
+
+    def __init__(self, move: _Move) -> None:
+        self._move = move
+        # What to_empty() returns has any values: what is there already keeps its own.
+        self.is_empty = getattr(move, "__code__", None) in _TO_EMPTY
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        result = self._move(tensor)
+        return tensor.to(result.device) if self.is_empty and not tensor.is_meta else result
+
+
+@wraps(_original)
+def _apply(self: nn.Module, fn: _Move, recurse: bool = True) -> nn.Module:
+    if not isinstance(fn, _Checked):
+        kept = {p: name for p in self.parameters(recurse) if (name := getattr(p, _NAME, None))}
+        if not kept:
+            return _original(self, fn, recurse)
+        _check(self, kept, fn)
+        fn = _Checked(fn)
+    params = self._parameters
+    own = {key: p for key, p in params.items() if p is not None and hasattr(p, _NAME)}
+    try:
+        params.update(dict.fromkeys(own))  # what is None is not moved
+        _original(self, fn, recurse)
+    finally:
+        params.update(own)
+    if not fn.is_empty:
+        for param in own.values():
+            _take_values(param, fn)
+    return self
+
+
+def _check(module: nn.Module, kept: dict[Any, str], move: _Move) -> None:
+    """Refuses other dtypes and devices before anything is changed."""
+    tried: set[tuple[torch.dtype, torch.device]] = set()
+    for param, fqn in kept.items():
+        kind = (param.dtype, param.device)
+        if kind in tried:
+            continue
+        tried.add(kind)
+        result = move(torch.zeros(1, dtype=param.dtype, device=param.device))
+        if result.dtype != param.dtype or not _is_same(result.device, param.device):
+            raise TypeError(
+                f"cannot change a sharded {type(module).__name__}, parameter '{fqn}', from "
+                f"{param.dtype} on {param.device} to {result.dtype} on {result.device}; do it "
+                "before zerocore.shard"
+            )
+
+
+def _is_same(first: torch.device, second: torch.device) -> bool:
+    # There is one CPU, whatever its index; tensors on other devices always have theirs.
+    return first == second or first.type == second.type == "cpu"
+
+
+@torch.no_grad()
+def _take_values(param: Tensor, move: _Move) -> None:
+    """Copies what ``move`` makes of the values, where it makes others of them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        place = param.detach().as_subclass(Tensor)
+        value = place.clone() if place.numel() > 0 else place.new_zeros(1)
+        version = value._version
+        result = move(value)
+        if result.shape != value.shape:
+            raise TypeError(
+                f"a move of parameter '{getattr(param, _NAME)}', which is sharded, changes its "
+                f"shape from {tuple(value.shape)} to {tuple(result.shape)}; do it before "
+                "zerocore.shard"
+            )
+        # All ranks must come to one answer, so that of a shard is not taken from its values.
+        is_untouched = result is value and value._version == version
+        if is_untouched or not isinstance(param, ShardedParameter):
+            is_untouched = place.numel() == 0 or torch.equal(as_bytes(result), as_bytes(place))
+        if not is_untouched:
+            place.copy_(result[: place.numel()] if place.dim() == 1 else result)
+
+
+def watch_moves() -> None:
+    """From now on moves and casts of modules, which all go through ``_apply``, spare shards."""
+    nn.Module._apply = _apply  # type: ignore[method-assign]

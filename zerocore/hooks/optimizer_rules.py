@@ -1,0 +1,190 @@
+"""Which optimizers may update shards, and how: fast, by the rules of shards, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import optim
+from torch.optim import Optimizer
+
+from zerocore.common.agreement import agree
+from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.place import Placed
+
+_WRAPPED = "_zerocore_wrapped"
+PLACES = "zerocore_shards"  # key in state dicts
+# Each element's update depends on that element alone, so their steps need none of the rules.
+_ELEMENTWISE: frozenset[type] = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.NAdam,
+        optim.RAdam,
+        optim.Adamax,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.ASGD,
+    }
+)
+# Why each of these cannot update shards; by name, as a torch may lack one.
+_REFUSED = {
+    "LBFGS": "its dot products are taken over all parameters at once, of which a rank has a part",
+    "Adafactor": "it keeps means over rows and columns of matrices, and shards have none",
+    "Muon": "it orthogonalises whole matrices, of which a rank has a part",
+    "SparseAdam": "it takes sparse gradients, and those of a sharded model are dense",
+}
+
+
+def watch_optimizers() -> None:
+    """Wraps ``add_param_group`` and the steps of elementwise optimizers, once."""
+    if not hasattr(Optimizer.add_param_group, _WRAPPED):
+        setattr(Optimizer, "add_param_group", _checked(Optimizer.add_param_group))  # noqa: B010
+    for cls in _ELEMENTWISE | {optim.LBFGS}:
+        own = vars(cls).get("step")
+        if own is not None and not hasattr(own, _WRAPPED):
+            setattr(cls, "step", _without_rules(own))  # noqa: B010
+
+
+def _checked(add: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(add)
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        add(self, param_group)
+        params = self.param_groups[-1]["params"]
+        sharded = [param for param in params if isinstance(param, ShardedParameter)]
+        if sharded:
+            try:
+                _refuse(self, sharded)
+            except ValueError:
+                self.param_groups.pop()
+                raise
+            _watch_state_dicts(self)
+
+    setattr(add_param_group, _WRAPPED, True)
+    return add_param_group
+
+
+def _refuse(optimizer: Optimizer, sharded: list[ShardedParameter]) -> None:
+    for name, reason in _REFUSED.items():
+        cls = getattr(optim, name, None)
+        if cls is None or not isinstance(optimizer, cls):
+            continue
+        if name == "LBFGS" and all(param.place.group is None for param in sharded):
+            return  # every rank holds all elements, and all of it is the same on all ranks
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot update '{sharded[0].fqn}', which is sharded: "
+            f"{reason}. Use an optimizer of single elements, such as torch.optim.AdamW, SGD or "
+            "zerocore.optim.AdamW, or give it parameters that are not sharded"
+        )
+
+
+def _without_rules(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch functions of shards are looked up in Python, about a microsecond each: not in here."""
+
+    @wraps(step)
+    def run(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        if type(self) not in _ELEMENTWISE and type(self) is not optim.LBFGS:
+            return step(self, closure)  # what a subclass adds may be no matter of single elements
+        if closure is not None and not hasattr(torch._C, "_EnableTorchFunction"):
+            return step(self, closure)
+        enabled = None if closure is None else _with_rules(closure)
+        with torch._C.DisableTorchFunctionSubclass():
+            return step(self, enabled)
+
+    setattr(run, _WRAPPED, True)
+    return run
+
+
+def _with_rules(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """The closure runs the model, and may read parameters."""
+    enable: Any = torch._C._EnableTorchFunction
+
+    @wraps(closure)
+    def run() -> Any:
+        with enable():
+            return closure()
+
+    return run
+
+
+# -- state dicts --------------------------------------------------------------------------------
+
+
+def _watch_state_dicts(optimizer: Optimizer) -> None:
+    if _add_places not in optimizer._optimizer_state_dict_post_hooks.values():
+        optimizer.register_state_dict_post_hook(_add_places)
+        optimizer.register_load_state_dict_pre_hook(_check_places)
+        optimizer.register_load_state_dict_post_hook(_give_places)
+
+
+def _places(optimizer: Optimizer) -> list[list[Any] | None]:
+    """Name, full shape and range of each parameter in order; None for those not sharded."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [
+        [param.fqn, list(param.global_shape), *param.shard_range]
+        if isinstance(param, ShardedParameter)
+        else None
+        for param in params
+    ]
+
+
+def _add_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    state_dict[PLACES] = _places(optimizer)
+
+
+def _check_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raises ValueError if the states are those of other elements, on all ranks together."""
+    error = _find_other_place(optimizer, state_dict)
+    states = {
+        param.state_ref(): None
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if isinstance(param, ShardedParameter)
+    }
+    for state in filter(None, states):
+        agree(state.ranks.groups, error, [], state.device)
+
+
+def _find_other_place(optimizer: Optimizer, state_dict: dict[str, Any]) -> ValueError | None:
+    for saved, own in zip(state_dict.get(PLACES, ()), _places(optimizer), strict=False):
+        if saved is not None and own is not None and saved != own:
+            return ValueError(
+                f"the optimizer's state is that of '{saved[0]}', elements {saved[2]}:{saved[3]} of "
+                f"shape {tuple(saved[1])}, but this rank's parameter in its place is '{own[0]}', "
+                f"elements {own[2]}:{own[3]} of {tuple(own[1])}. Each rank loads what it saved, "
+                "with the same stage, number of ranks and order of parameters"
+            )
+    return None
+
+
+def _give_places(optimizer: Optimizer) -> None:
+    """Shards from a file do not know the ranks that hold the rest; their parameters do."""
+    for param, state in optimizer.state.items():
+        values = state.values() if isinstance(state, dict) else ()
+        for value in values:
+            if (
+                isinstance(param, ShardedParameter)
+                and isinstance(value, Placed)
+                and value.place.holds_same(param.place)
+            ):
+                value.place = param.place
+
+
+# -- before a step ------------------------------------------------------------------------------
+
+
+def check_outside_of_unsharded(optimizer: Optimizer) -> None:
+    """Raises RuntimeError if a parameter's full value stands in its place now."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = param.state_ref() if isinstance(param, ShardedParameter) else None
+            if state is not None and state.shown_full[param.unit] > 0:
+                raise RuntimeError(
+                    f"optimizer.step() inside of zerocore.unsharded: '{param.fqn}' is shown in "
+                    "full there, and the update of its shard would be lost. Call step() outside"
+                )

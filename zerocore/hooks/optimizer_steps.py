@@ -1,0 +1,143 @@
+"""Watches optimizer steps: finds optimizers built before ``shard``, marks updated units."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from zerocore.hooks.optimizer_rules import check_outside_of_unsharded
+from zerocore.model.state import ShardState
+from zerocore.tensor.parameter import ShardedParameter
+
+_log = logging.getLogger("zerocore")
+_MISTAKE = "_zerocore_mistake"  # what to say to an optimizer that holds the parameter
+# By unit, the positions in it of the parameters that an optimizer updates; None for all of them.
+_Units = dict[int, list[int] | None]
+# Found once per number of parameters that the optimizer holds.
+_Updates = tuple[int, list[tuple[Callable[[], ShardState | None], _Units]]]
+_updates: WeakKeyDictionary[Optimizer, _Updates] = WeakKeyDictionary()
+
+
+def mark_replaced(param: nn.Parameter, fqn: str) -> None:
+    """Remembers that ``param`` was replaced by shards."""
+    mistake = (
+        f"the optimizer was built before zerocore.shard: it holds the old parameter '{fqn}', which "
+        "the model does not use any more. Build the optimizer after shard, from model.parameters()"
+    )
+    setattr(param, _MISTAKE, mistake)
+
+
+def mark_full(param: nn.Parameter, fqn: str) -> None:
+    """Remembers that ``param`` is what layers compute with, not what an optimizer updates."""
+    mistake = (
+        f"the optimizer was built inside zerocore.unsharded: it holds the full parameter '{fqn}', "
+        "whose updates the shards do not see. Build the optimizer outside of it, from "
+        "model.parameters()"
+    )
+    setattr(param, _MISTAKE, mistake)
+
+
+def check_not_stale(optimizer: Optimizer) -> None:
+    """Raises ValueError if the optimizer holds other parameters of a sharded model than shards."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            mistake = getattr(param, _MISTAKE, None)
+            if mistake is not None:
+                raise ValueError(mistake)
+
+
+def optimizers_of(state: ShardState) -> list[Optimizer]:
+    """Optimizers that began an update of parameters of ``state``."""
+    return [
+        optimizer
+        for optimizer, (_, found) in _updates.items()
+        if any(state_ref() is state for state_ref, _ in found)
+    ]
+
+
+def _find_updates(optimizer: Optimizer) -> _Updates:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found: dict[Callable[[], ShardState | None], _Units] = {}
+    for param in params:
+        if isinstance(param, ShardedParameter):
+            units = found.setdefault(param.state_ref, {})
+            positions = units.setdefault(param.unit, [])
+            assert positions is not None
+            positions.append(param.position)
+    for state_ref, units in found.items():
+        _shorten(state_ref(), units)
+    _warn_of_unsharded(params, list(found))
+    return len(params), list(found.items())
+
+
+def _shorten(state: ShardState | None, units: _Units) -> None:
+    """Positions of parameters become None where they are all that the unit trains."""
+    for unit, positions in units.items():
+        if state is not None and positions is not None:
+            trained = [p for p in state.units[unit].params if p.shard.requires_grad]
+            if len(set(positions)) >= len(trained):
+                units[unit] = None
+
+
+def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState | None]]) -> None:
+    """A head or an adapter outside of the sharded model would train apart on every rank."""
+    shared = any(state is not None and state.world_size > 1 for state in (ref() for ref in states))
+    outside = [p for p in params if p.requires_grad and not isinstance(p, ShardedParameter)]
+    if shared and outside:
+        _log.warning(
+            "the optimizer holds %d parameters that are in no sharded model (the first one of "
+            "shape %s): their gradients are not averaged over the ranks. Shard the outermost "
+            "module that holds them",
+            len(outside),
+            list(outside[0].shape),
+        )
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    known = _updates.get(optimizer)
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if known is None or known[0] != count:
+        check_not_stale(optimizer)
+        _updates[optimizer] = _find_updates(optimizer)
+    if any(_is_shown_full(state_ref()) for state_ref, _ in _updates[optimizer][1]):
+        check_outside_of_unsharded(optimizer)
+    casts = getattr(optimizer, "casts_model_weights", False)
+    for state_ref, units in _updates[optimizer][1]:
+        if (state := state_ref()) is not None:
+            for unit in units:
+                state.engine.check_homes(unit)
+                if casts:
+                    state.engine.begin_update(unit)
+
+
+def _is_shown_full(state: ShardState | None) -> bool:
+    return state is not None and state.shown_full.total() > 0
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    casts = getattr(optimizer, "casts_model_weights", False)
+    # Version counters show in-place updates, not those an optimizer makes through `.data`.
+    for state_ref, units in _updates[optimizer][1]:
+        state = state_ref()
+        if state is not None:
+            for unit, positions in units.items():
+                if casts:
+                    state.engine.end_update(unit, positions)
+                else:
+                    state.engine.mark_updated(unit, positions)
+            state.meters.note_update()
+
+
+def watch_steps() -> None:
+    """From now on the steps of all optimizers are looked at."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)

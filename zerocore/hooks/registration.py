@@ -1,0 +1,94 @@
+"""Refuses parameters that are registered in a sharded model: nothing would average them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from zerocore.model.state import ShardState, find_state
+from zerocore.model.wrappers import elsewhere, refusal, refuse_fully_shard, wrapper_name
+from zerocore.tensor.parameter import ShardedParameter
+
+# Modules of sharded models: the state they belong to, and their name.
+_Home = tuple[Callable[[], ShardState | None], str]
+_homes: WeakKeyDictionary[nn.Module, _Home] = WeakKeyDictionary()
+
+
+def watch_registrations(model: nn.Module, state: ShardState) -> None:
+    """From now on ``model`` refuses parameters that it did not have, and wrappers such as DDP."""
+    _adopt(model, state, "")
+    for module in model.modules():
+        refuse_fully_shard(module)
+
+
+def _adopt(module: nn.Module, state: ShardState, prefix: str) -> None:
+    for name, inner in module.named_modules(prefix=prefix):
+        _homes[inner] = (ref(state), name)
+
+
+def _home_of(module: nn.Module) -> tuple[ShardState, str] | None:
+    if not _homes:  # in a process that shards nothing, nothing is asked of any module
+        return None
+    state_ref, name = _homes.get(module, (None, ""))
+    state = None if state_ref is None else state_ref()
+    return None if state is None else (state, name)
+
+
+def _check_param(module: nn.Module, name: str, param: Any) -> None:
+    home = _home_of(module)
+    if home is None and isinstance(param, ShardedParameter):
+        raise elsewhere(param, name, type(module).__name__)
+    if home is None or param is None:
+        return
+    state, prefix = home
+    fqn = f"{prefix}.{name}" if prefix else name
+    for known in state.params():
+        if any(owner is module and key == name for owner, key in known.owners):
+            if param is not known.shard and param is not known.full:
+                raise ValueError(
+                    f"parameter '{fqn}' is sharded and cannot be replaced by another "
+                    f"{type(param).__name__}. Change its values in place inside of `with "
+                    "zerocore.unsharded(model, write_back=True):`, or replace it before "
+                    "zerocore.shard"
+                )
+            return
+    raise _refusal(fqn)
+
+
+def _check_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    home = _home_of(module)
+    if child is None or not _homes:
+        return
+    if (wrapper := wrapper_name(module)) is not None and find_state(child) is not None:
+        raise refusal(wrapper, type(child).__name__)
+    if home is None:
+        return
+    state, prefix = home
+    path = f"{prefix}.{name}" if prefix else name
+    ours = {id(face) for param in state.params() for face in (param.shard, param.full)}
+    for fqn, param in child.named_parameters(prefix=path):
+        if id(param) not in ours:
+            raise _refusal(fqn)
+    _adopt(child, state, path)
+
+
+def _refusal(fqn: str) -> ValueError:
+    return ValueError(
+        f"parameter '{fqn}' is added to a model that is sharded already: it would be neither "
+        "sharded nor averaged over the ranks. Complete the model first (adapters too: "
+        "peft.get_peft_model; weight_norm, spectral_norm, prune), then call zerocore.shard on the "
+        "outermost module"
+    )
+
+
+def watch_modules() -> None:
+    """From now on every registration of a parameter or module, anywhere, is looked at."""
+    register_module_parameter_registration_hook(_check_param)
+    register_module_module_registration_hook(_check_module)

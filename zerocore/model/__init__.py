@@ -1,0 +1,1 @@
+"""A sharded model: its options, units, ranks, dtypes, calls and state."""

@@ -1,0 +1,57 @@
+"""How a model is sharded: frozen dataclasses, validated when built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerocore.common.checks import require_int
+from zerocore.model.precision import MixedPrecision
+from zerocore.model.stages import STAGES
+
+ACCUMULATE_MODES = ("sharded", "full")
+
+
+@dataclass(frozen=True)
+class ShardConfig:
+    """Options of :func:`zerocore.shard`.
+
+    Attributes:
+        stage: ZeRO stage, 0 to 3.
+        prefetch: units gathered ahead of the one that computes, 0 or more.
+        accumulate: ``"sharded"`` reduces gradients in every backward (stages 2 and 3, also under
+            ``no_sync``); ``"full"`` holds full gradients under ``no_sync`` and communicates once.
+        sync_params: rank 0's parameter values win on all ranks.
+        find_unused_parameters: ask the ranks in every backward which parameters took part, so
+            that one that no rank used keeps ``grad is None``. Off, this is asked in the first
+            backward, and in later ones only if some parameter was unused then.
+        mixed_precision: dtypes of parameters and gradients; None leaves all as they are.
+
+    Raises:
+        ValueError: an option is out of range.
+        TypeError: an option has the wrong type.
+    """
+
+    stage: int = 3
+    prefetch: int = 1
+    accumulate: str = "sharded"
+    sync_params: bool = True
+    find_unused_parameters: bool = False
+    mixed_precision: MixedPrecision | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stage", "prefetch"):
+            require_int(name, getattr(self, name))
+        mixed = self.mixed_precision
+        if mixed is not None and not isinstance(mixed, MixedPrecision):
+            raise TypeError(
+                "mixed_precision must be a zerocore.MixedPrecision, such as "
+                f"zerocore.MixedPrecision(torch.bfloat16), got {mixed!r}"
+            )
+        if self.stage not in STAGES:
+            raise ValueError(f"stage must be one of {STAGES}, got {self.stage}")
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch must be 0 or more, got {self.prefetch}")
+        if self.accumulate not in ACCUMULATE_MODES:
+            raise ValueError(
+                f"accumulate must be one of {ACCUMULATE_MODES}, got {self.accumulate!r}"
+            )

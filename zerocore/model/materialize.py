@@ -1,0 +1,75 @@
+"""Gives meta parameters and buffers their memory and their initial values, module by module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from zerocore.model.units import ParamChoice
+
+InitFn = Callable[[nn.Module], None]
+
+
+def full_values(
+    params: list[ParamChoice], device: torch.device, init: InitFn | None
+) -> list[Tensor]:
+    """The full values of a unit's parameters, those on the meta device initialised now.
+
+    Raises:
+        ValueError: a module with meta parameters that nothing can initialise.
+    """
+    modules: list[nn.Module] = []
+    for choice in params:
+        if choice.param.is_meta:
+            modules += [owner for owner, _ in choice.owners if owner not in modules]
+    for module in modules:
+        _initialise(module, device, init, params)
+    values = []
+    for choice in params:
+        owner, name = choice.owners[0]
+        current = owner._parameters[name] if choice.param.is_meta else choice.param
+        assert current is not None
+        values.append(current.detach())
+    return values
+
+
+def materialize_buffers(model: nn.Module, device: torch.device, init: InitFn | None) -> None:
+    """Initialises modules that have buffers but no parameters on the meta device.
+
+    Raises:
+        ValueError: a module with meta buffers that nothing can initialise.
+    """
+    for name, module in model.named_modules():
+        metas = [
+            key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta
+        ]
+        if metas:
+            _initialise(module, device, init, [], f"{name}.{metas[0]}" if name else metas[0])
+
+
+def _initialise(
+    module: nn.Module,
+    device: torch.device,
+    init: InitFn | None,
+    params: list[ParamChoice],
+    what: str = "",
+) -> None:
+    function = init or getattr(type(module), "reset_parameters", None)
+    if function is None:
+        fqn = what or next(
+            fqn
+            for c in params
+            for fqn, (owner, _) in zip(c.fqns, c.owners, strict=False)
+            if owner is module
+        )
+        raise ValueError(
+            f"'{fqn}' is on the meta device and {type(module).__name__} has no reset_parameters(); "
+            "pass init_fn=, a function that initialises a module in place. For a model that "
+            "initialises itself as a whole: init_fn=lambda module: None, and afterwards "
+            "model.init_weights() inside of `with zerocore.unsharded(model, write_back=True):`"
+        )
+    module.to_empty(device=device, recurse=False)
+    with torch.no_grad():
+        function(module)

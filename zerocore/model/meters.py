@@ -1,0 +1,186 @@
+"""Meters of a sharded model that are always on: counters each step, a trace of one step in 16."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch._compile import _disable_dynamo
+
+from zerocore._C import AllocatorCounts, Engine, allocator_counts
+from zerocore.common.events import COLLECTIVES
+
+SAMPLE_EVERY = 16
+"""One step in so many is traced; the others cost two additions per collective."""
+KEPT_STEPS = 1024
+"""Steps that are remembered, the latest ones."""
+
+Record = tuple[str, int, int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Count:
+    """Operations and the bytes of their full buckets."""
+
+    num: int
+    nbytes: int
+
+
+@dataclass
+class Step:
+    """One step, from its first forward to the next step's, or to the last update.
+
+    Attributes:
+        number: from 0 on.
+        step_ns: its length on the host's clock.
+        outside_ns: the part of it after the optimizer's update, such as loading of data.
+        counts: collectives, by operation.
+        pool_nbytes: most bytes of the bucket pool in use in it.
+        num_pool_allocations: how often the bucket pool took memory from the device's allocator.
+        num_retries: times that torch's allocator freed its cache as memory was short; None where
+            it does not count.
+        num_device_allocations: its calls to the device's own allocation; None likewise.
+        records: trace of the engine, if this step was sampled.
+    """
+
+    number: int
+    step_ns: int
+    outside_ns: int
+    counts: Mapping[str, Count]
+    pool_nbytes: int
+    num_pool_allocations: int
+    num_retries: int | None
+    num_device_allocations: int | None
+    records: list[Record] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counted so far: by the engine since ``shard``, by torch's allocator in this process."""
+
+    collectives: list[tuple[str, int, int]]
+    num_pool_allocations: int
+    allocator: AllocatorCounts | None
+
+
+def increase(before: int, after: int) -> int:
+    """By how much a total has grown; one that the user has reset meanwhile began at 0 again."""
+    return after - before if after >= before else after
+
+
+class Meters:
+    """Told when a pass begins and when an optimizer has updated; keeps the latest steps."""
+
+    def __init__(self, engine: Engine, device: torch.device) -> None:
+        self._engine = engine
+        self._device = str(device)
+        self._steps: deque[Step] = deque(maxlen=KEPT_STEPS)
+        self._num_steps = 0
+        self._begin_ns = 0  # of the open step, 0 without one
+        self._updated_ns = 0  # last update in the open step
+        self._before = self._totals()
+        self._sampling = False
+        self._unread: Step | None = None  # sampled, and its trace still lies in the engine
+        self._recording = False
+
+    @_disable_dynamo
+    def begin_pass(self) -> None:
+        """A forward of the whole model begins; the first after an update begins a step."""
+        if self._updated_ns:
+            self._close(time.perf_counter_ns())
+        if not self._begin_ns and torch.is_grad_enabled():
+            self._open()
+
+    def note_update(self) -> None:
+        """An optimizer has updated parameters of the model; several may, in one step."""
+        if self._begin_ns:
+            self._updated_ns = time.perf_counter_ns()
+
+    def steps(self) -> list[Step]:
+        """The latest steps; one that has been updated counts as complete."""
+        if self._updated_ns:
+            self._close(self._updated_ns)
+        self._read()
+        return list(self._steps)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Record]]:
+        """Records for the user; sampling pauses meanwhile. The list is filled at the end.
+
+        Raises:
+            ValueError: a recording is under way.
+        """
+        if self._recording:
+            raise ValueError("this model is being recorded already; recordings do not nest")
+        self._read()
+        self._recording, self._sampling = True, False
+        records: list[Record] = []
+        self._engine.start_trace()
+        try:
+            yield records
+        finally:
+            records += self._engine.stop_trace()
+            self._recording = False
+
+    def _open(self) -> None:
+        self._sampling = not self._recording and self._num_steps % SAMPLE_EVERY == 1
+        if self._sampling:
+            self._read()
+            self._engine.start_trace(align=False)
+        self._before = self._totals()
+        self._engine.forget_recent_peak()
+        self._begin_ns = time.perf_counter_ns()
+
+    def _totals(self) -> Totals:
+        return Totals(
+            self._engine.counters,
+            self._engine.pool_stats.num_allocations,
+            allocator_counts(self._device),
+        )
+
+    def _close(self, end_ns: int) -> None:
+        before, after = self._before, self._totals()
+        changes = {
+            op: Count(num - num_before, nbytes - nbytes_before)
+            for (op, num, nbytes), (_, num_before, nbytes_before) in zip(
+                after.collectives, before.collectives, strict=True
+            )
+            if op in COLLECTIVES
+        }
+        step = Step(
+            self._num_steps,
+            end_ns - self._begin_ns,
+            end_ns - self._updated_ns,
+            changes,
+            self._engine.pool_stats.recent_peak_nbytes,
+            after.num_pool_allocations - before.num_pool_allocations,
+            *_allocations(before.allocator, after.allocator),
+        )
+        self._steps.append(step)
+        self._num_steps += 1
+        self._begin_ns = self._updated_ns = 0
+        if self._sampling:
+            # Reading now would make the host wait for a device.
+            self._engine.pause_trace()
+            self._sampling, self._unread = False, step
+
+    def _read(self) -> None:
+        if self._unread is not None:
+            self._unread.records = self._engine.stop_trace()
+            self._unread = None
+
+
+def _allocations(
+    before: AllocatorCounts | None, after: AllocatorCounts | None
+) -> tuple[int, int] | tuple[None, None]:
+    """Retries and device allocations in between."""
+    if before is None or after is None:
+        return None, None
+    return (
+        increase(before.num_retries, after.num_retries),
+        increase(before.num_device_allocations, after.num_device_allocations),
+    )

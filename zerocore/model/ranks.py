@@ -1,0 +1,139 @@
+"""The ranks that a model is sharded over, and those that hold the same shards."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerocore.common.agreement import is_simulated
+
+_log = logging.getLogger("zerocore")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a sharded model, numbered replica by replica.
+
+    Attributes:
+        shard: ranks that share the state between them; None for one.
+        replicas: ranks that hold the same shards (hybrid sharding); None for one.
+        members: numbers of all of them in the default group.
+    """
+
+    shard: dist.ProcessGroup | None = None
+    replicas: dist.ProcessGroup | None = None
+    members: tuple[int, ...] = ()
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Groups of more than one rank; one after the other they reach all ranks."""
+        return tuple(group for group in (self.shard, self.replicas) if group is not None)
+
+    @property
+    def num_shards(self) -> int:
+        return 1 if self.shard is None else self.shard.size()
+
+    @property
+    def num_replicas(self) -> int:
+        return 1 if self.replicas is None else self.replicas.size()
+
+    @property
+    def shard_rank(self) -> int:
+        """Which shard this rank has."""
+        return 0 if self.shard is None else self.shard.rank()
+
+    @property
+    def world_size(self) -> int:
+        return self.num_shards * self.num_replicas
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend whose collectives share the state; empty for one rank."""
+        return str(dist.get_backend(self.groups[0])) if self.groups else ""
+
+    @property
+    def rank(self) -> int:
+        replica = 0 if self.replicas is None else self.replicas.rank()
+        return replica * self.num_shards + self.shard_rank
+
+
+def find_ranks(group: Any, model: nn.Module) -> Ranks:
+    """The ranks that ``group`` stands for; under torchrun a group is made if there is none.
+
+    Args:
+        group: a process group, a 1-D DeviceMesh, a 2-D one of replicas by shards, or None for the
+            default group.
+        model: what is to be sharded; its device decides the backend of a new group.
+
+    Returns:
+        One rank without torch.distributed.
+
+    Raises:
+        TypeError, ValueError: not a group, or a mesh of more than two dimensions.
+    """
+    if group is not None and hasattr(group, "get_group"):
+        return _of_mesh(group)
+    if group is None:
+        group = _default_group(model)
+    elif not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group: expected a ProcessGroup or DeviceMesh, got {type(group)}")
+    members = () if group is None else tuple(dist.get_process_group_ranks(group))
+    return Ranks(_unless_one(group), None, members)
+
+
+def _of_mesh(mesh: Any) -> Ranks:
+    members = tuple(mesh.mesh.flatten().tolist())
+    if mesh.ndim == 1:
+        return Ranks(_unless_one(mesh.get_group()), None, members)
+    if mesh.ndim != 2:
+        raise ValueError(
+            "group: expected a 1-D DeviceMesh, or a 2-D one of replicas by shards, got "
+            f"{mesh.ndim} dimensions"
+        )
+    return Ranks(_unless_one(mesh.get_group(1)), _unless_one(mesh.get_group(0)), members)
+
+
+_control_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def control_group(ranks: Ranks) -> dist.ProcessGroup | None:
+    """The group over which all ranks of a model exchange small messages, on the CPU; collective.
+
+    Models of the same ranks share one.
+
+    Returns:
+        A gloo group, or None for one rank and where the others are simulated.
+    """
+    if not ranks.groups or any(is_simulated(group) for group in ranks.groups):
+        return None
+    group = _control_groups.get(ranks.members)
+    if group is None or group not in dist.distributed_c10d._world.pg_map:  # destroyed since
+        group = dist.new_group(list(ranks.members), backend="gloo", use_local_synchronization=True)
+        _control_groups[ranks.members] = group
+    return group
+
+
+def _unless_one(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    return group if group is not None and group.size() > 1 else None
+
+
+def _default_group(model: nn.Module) -> dist.ProcessGroup | None:
+    if not dist.is_initialized():
+        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            return None
+        on_gpu = torch.cuda.is_available() and any(p.is_cuda for p in model.parameters())
+        backend = "nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend)
+        if dist.get_rank() == 0:
+            _log.warning(
+                "no process group: initialised one of %d ranks with %s",
+                dist.get_world_size(),
+                backend,
+            )
+    return dist.group.WORLD

@@ -1,0 +1,156 @@
+"""The per-class subclass whose ``__call__`` enters and leaves units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerocore._C import Engine
+from zerocore.model.casting import cast_floats
+from zerocore.model.wrappers import fsdp_mark
+
+_UNIT_CALL = "_zerocore_unit_call"
+# (what was raised, the state, units of the module that was called)
+Explain = Callable[[BaseException, Any, tuple[int, ...]], BaseException | None]
+
+
+class UnitCall:
+    """What a module does around its call: enter its units, and the pass if it is the root.
+
+    ``state`` is the ShardState that the module belongs to. ``explain`` is given what a call raised,
+    before its units are left, and returns what to raise instead, or None.
+    """
+
+    __slots__ = (
+        "cast_inputs", "cast_outputs", "engine", "explain", "is_root", "reverse", "state", "units",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        state: Any,
+        engine: Engine,
+        explain: Explain,
+        units: tuple[int, ...],
+        is_root: bool,
+        cast_inputs: torch.dtype | None = None,
+        cast_outputs: torch.dtype | None = None,
+    ) -> None:
+        self.state = state
+        self.engine = engine
+        self.explain = explain
+        self.units = units
+        self.reverse = units[::-1]
+        self.is_root = is_root
+        self.cast_inputs = cast_inputs
+        self.cast_outputs = cast_outputs
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs ``function`` with the units unsharded."""
+        engine = self.engine
+        entered = 0
+        begun = False
+        try:
+            if self.is_root:
+                self.state.meters.begin_pass()
+                engine.begin_pass()
+                begun = True
+            for unit in self.units:
+                engine.enter(unit)
+                entered += 1
+            if self.cast_inputs is not None:
+                args = cast_floats(args, self.cast_inputs)
+                kwargs = cast_floats(kwargs, self.cast_inputs)
+            output = function(*args, **kwargs)
+            if self.cast_outputs is not None:
+                output = cast_floats(output, self.cast_outputs)
+        except BaseException as error:
+            explained = self.explain(error, self.state, self.units)
+            for unit in self.units[:entered][::-1]:
+                engine.exit(unit, None)
+            if begun:
+                engine.fail_pass()
+            if explained is not None:
+                raise explained from error
+            raise
+        for unit in self.reverse:
+            engine.exit(unit, output)
+        if self.is_root:
+            engine.end_pass(output)
+        return output
+
+
+def unit_call_of(module: nn.Module) -> UnitCall | None:
+    """What the module does around its call, None if it enters no units."""
+    return module.__dict__.get(_UNIT_CALL)
+
+
+def set_unit_call(module: nn.Module, unit_call: UnitCall) -> None:
+    """Makes ``module`` enter units when called; its class keeps its name."""
+    module.__dict__[_UNIT_CALL] = unit_call
+    cls: Any = type(module)
+    module.__class__ = _calling_class(cls)
+
+
+@cache
+def _calling_class(cls: Any) -> Any:
+    original_call = cls.__call__
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_UNIT_CALL].call(original_call, self, *args, **kwargs)
+
+    for function in (__call__, UnitCall.call):
+        _leave_out_of_graphs(function)
+
+    def __new__(cls_: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls(*args, **kwargs)  # type(model)(...) and a slice of a Sequential are not sharded
+
+    def _refuse_copy(self: nn.Module, *args: Any) -> Any:
+        raise TypeError(
+            f"this {cls.__name__} is sharded and cannot be copied or pickled; copy it before "
+            "zerocore.shard, or save zerocore.full_state_dict(model) and load that"
+        )
+
+    namespace = {
+        "__new__": __new__,
+        "__call__": __call__,
+        "_is_fsdp_managed_module": fsdp_mark,
+        "__deepcopy__": _refuse_copy,
+        "__reduce_ex__": _refuse_copy,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    return type(cls)(cls.__name__, (cls,), namespace)
+
+
+def _leave_out_of_graphs(function: Any) -> None:
+    """Tells torch.compile to compile what ``function`` calls, but not itself.
+
+    It could not trace into the engine, and would try again for every module and kind of input.
+    """
+    from torch._dynamo.decorators import skip  # late: takes a second
+
+    skip(function)
+    function._torchdynamo_disable_msg = (
+        "zerocore gathers a unit here. For fullgraph=True compile the units, block.compile(), "
+        "not what holds them"
+    )
+
+
+def wrap_method(module: nn.Module, name: str) -> None:
+    """Makes ``module.name(...)`` enter the module's units as its call does."""
+    own = unit_call_of(module)
+    method = getattr(module, name)
+    if own is None:
+        return
+    inner = UnitCall(own.state, own.engine, own.explain, own.units, False, own.cast_inputs)
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return inner.call(method, *args, **kwargs)
+
+    module.__dict__[name] = call

@@ -1,0 +1,94 @@
+"""Refuses what would average or shard a sharded model once more, or compute its parameters.
+
+DDP, DataParallel, FSDP, FSDP2; parametrizations.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import wraps
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.nn.utils.parametrize import ParametrizationList
+
+from zerocore.tensor.parameter import ShardedParameter
+
+# By name, so that none of them must be imported; those of other packages go by the same names.
+_WRAPPERS = {
+    "DataParallel",
+    "DeepSpeedEngine",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+}
+
+
+def wrapper_name(module: nn.Module) -> str | None:
+    """The name of the wrapper that ``module`` is, None if it is none."""
+    names = (cls.__name__ for cls in type(module).__mro__)
+    return next((name for name in names if name in _WRAPPERS), None)
+
+
+def refusal(wrapper: str, model: str) -> TypeError:
+    """What to say where ``wrapper`` is put around a sharded ``model`` (the name of its class)."""
+    return TypeError(
+        f"{wrapper} around a sharded {model}: zerocore averages its gradients over the ranks "
+        f"already, and {wrapper} would mix up the ranks' shards. Leave {wrapper} out and call the "
+        "sharded model itself"
+    )
+
+
+def elsewhere(param: ShardedParameter, name: str, owner: str) -> ValueError:
+    """What to say where a shard becomes parameter ``name`` of a module that does not gather it."""
+    return ValueError(
+        f"parameter '{param.fqn}' is sharded and cannot be registered as '{name}' of a {owner}, "
+        "which would see this rank's shard only. Tie weights and register parametrizations before "
+        "zerocore.shard"
+    )
+
+
+class _Registry(OrderedDict[str, Any]):
+    """Where torch notes which of fully_shard and its kind were applied to a module."""
+
+    model = "model"
+
+    def __contains__(self, name: object) -> bool:
+        if name == "fully_shard":
+            raise refusal("fully_shard", self.model)
+        return super().__contains__(name)
+
+
+def refuse_fully_shard(module: nn.Module) -> None:
+    """From now on FSDP2 refuses ``module``, before it does anything to it."""
+    registry = _Registry(module.__dict__.get(REGISTRY_KEY, {}))
+    registry.model = type(module).__name__
+    module.__dict__[REGISTRY_KEY] = registry
+
+
+def _mark_of(module: nn.Module) -> bool:
+    return False
+
+
+def _refuse_mark(module: nn.Module, value: bool) -> None:
+    if value:
+        raise refusal("FullyShardedDataParallel", type(module).__name__)
+
+
+# The class attribute `_is_fsdp_managed_module` of sharded modules: FSDP sets it on every module
+# before its first collective.
+fsdp_mark = property(_mark_of, _refuse_mark)
+
+_init_list = ParametrizationList.__init__
+
+
+@wraps(_init_list)
+def _init(self: ParametrizationList, modules: Any, original: Any, *args: Any, **kw: Any) -> None:
+    if isinstance(original, ShardedParameter):
+        raise elsewhere(original, "original", "ParametrizationList")
+    _init_list(self, modules, original, *args, **kw)
+
+
+def refuse_parametrizations() -> None:
+    """From now on torch refuses to parametrize a shard, before it computes with it."""
+    ParametrizationList.__init__ = _init  # type: ignore[method-assign]

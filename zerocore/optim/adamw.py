@@ -1,0 +1,317 @@
+"""AdamW in one pass: moments, weights and the copies of these that layers compute with.
+
+``torch.optim.Optimizer`` in everything else: parameter groups, schedulers, hooks, state dicts,
+``torch.amp.GradScaler``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zerocore.hooks.optimizer_rules import PLACES
+from zerocore.optim.flat_states import adopt_states, allocate_states, check_loaded
+from zerocore.optim.kernel_calls import UpdatePlan, global_norm, make_plan
+from zerocore.reporting.out_of_memory import explain_step
+from zerocore.tensor.parameter import ShardedParameter
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# What torch.optim.AdamW keeps in its groups too, so that a state dict of one loads into the other.
+_TORCH_OPTIONS = {
+    "amsgrad": False,
+    "foreach": None,
+    "differentiable": False,
+    "fused": True,
+    "decoupled_weight_decay": True,
+}
+
+# As torch has it: without the rules for shards, which are off within a step.
+_grad: Any = torch._C.TensorBase.grad
+_grad_of = _grad.__get__
+
+
+class AdamW(Optimizer):
+    """AdamW as one kernel call for all tensors of a group, for sharded and plain parameters.
+
+    In float32 on a CPU a step gives the bits of ``torch.optim.AdamW(fused=True)``, except that
+    the last ``numel % 16`` elements of a tensor may differ in the last bit. A parameter's moments
+    (``state[p]["exp_avg"]`` and ``["exp_avg_sq"]``) are views of one flat tensor for each unit and
+    dtype, and its ``step`` a float32 scalar on its device: nothing waits for the device, and a
+    step can be captured in a CUDA graph. State dicts are those of ``torch.optim.AdamW`` over the
+    same parameters, both ways. Change states through ``load_state_dict``; a tensor put into
+    ``state[p]`` by hand is not seen.
+
+    Gradients may be of another dtype than their parameter (bfloat16 or float16 beside float32). A
+    parameter with an attribute ``model_weight`` (1-D, of its numel, of another dtype) has its
+    new value written there too: bfloat16 and float16 beside float32 in the same pass.
+
+    Under ``torch.amp.GradScaler`` gradients are unscaled in the same pass: ``p.grad`` keeps the
+    scaled values.
+
+    Args:
+        params: parameters, ``(name, parameter)`` pairs, or dicts of groups.
+        lr: learning rate, a float or a tensor of one element.
+        betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``.
+        amsgrad: not offered; only False.
+        foreach, fused, capturable: as in torch; every instance is fused and can be captured, so
+            they change nothing.
+        clip_grad_norm: if given, gradients are scaled so that their global 2-norm over all groups
+            and ranks is at most this, with the coefficient ``min(1, clip / (norm + 1e-6))`` of
+            ``torch.nn.utils.clip_grad_norm_``; in the same pass, ``p.grad`` stays as it is. May
+            be set later. The norm before is then in ``grad_norm``; where it is NaN or infinite
+            the step changes nothing, and no tensor's ``step`` counts it.
+
+    Raises:
+        ValueError: an option out of range, or a parameter that is not dense in memory.
+        TypeError: a parameter that is not float32, bfloat16, float16 or float64, or a DTensor.
+    """
+
+    _step_supports_amp_scaling = True
+    casts_model_weights = True  # which zerocore.hooks.optimizer_steps looks for
+    clip_grad_norm: float | None = None
+    grad_norm: Tensor | None = None
+    _plan: UpdatePlan | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        fused: bool | None = None,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm must be positive or None, got {clip_grad_norm}")
+        self.clip_grad_norm = clip_grad_norm
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        modes = {"amsgrad": amsgrad, "maximize": maximize, "capturable": capturable}
+        super().__init__(params, {**_TORCH_OPTIONS, **options, **modes})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.add_param_group``; the group's options are checked."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_options(group)
+            for param in group["params"]:
+                if param.requires_grad:
+                    _check_param(param, self._label(param))
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        group["betas"] = tuple(float(beta) for beta in group["betas"])
+        self._plan = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; returns what ``closure`` returns.
+
+        Raises:
+            OutOfMemory: no room, for the states in the first step; only for shards of a model.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Shards' gradients are a subclass: none of what follows is to be looked up in Python.
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._update()
+        except (RuntimeError, MemoryError) as error:
+            explained = explain_step(error, self._params())
+            if explained is None:
+                raise
+            raise explained from error
+        return loss
+
+    def _update(self) -> None:
+        params = self._params()
+        grads: list[Any] = [_grad_of(param) for param in params]
+        kinds = [None if grad is None else grad.dtype for grad in grads]
+        plan = self._plan
+        if plan is None or plan.kinds != kinds or plan.num_states != len(self.state):
+            plan = self._plan = self._make_plan(params, grads, kinds)
+        grad_scale, found_inf = self._factors(plan, grads)
+        for batch in plan.batches:
+            batch.run(grads, grad_scale, found_inf)
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _make_plan(
+        self, params: list[Tensor], grads: list[Any], kinds: list[torch.dtype | None]
+    ) -> UpdatePlan:
+        used = [param for param, kind in zip(params, kinds, strict=True) if kind is not None]
+        new = [param for param in used if not self.state.get(param)]
+        self.state.update(zip(new, allocate_states(new), strict=True))
+        return make_plan(self.param_groups, grads, kinds, self.state)
+
+    def _factors(self, plan: UpdatePlan, grads: list[Any]) -> tuple[Tensor | None, Tensor | None]:
+        """What gradients are multiplied by, and a tensor that is not 0 if the step is skipped.
+
+        The first is what undoes a GradScaler's scale, times clipping.
+        """
+        scaled_by: Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        factor = None if scaled_by is None else scaled_by.double().reciprocal()
+        if self.clip_grad_norm is None or not plan.squares:
+            return factor, found_inf
+        norm = global_norm(plan, grads)
+        if factor is not None:
+            norm = norm * factor.to(norm.device, non_blocking=True)
+        self.grad_norm = norm.float()
+        coefficient = (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = coefficient if factor is None else coefficient * factor.to(norm.device)
+        is_bad = norm.isfinite().logical_not().float()
+        return factor, is_bad if found_inf is None else is_bad + found_inf.to(norm.device)
+
+    # -- state dicts ------------------------------------------------------------------------------
+
+    def fqn_state_dict(self) -> dict[str, Any]:
+        """As ``state_dict()``, with fully qualified names instead of numbers.
+
+        Returns:
+            ``{"state": {fqn: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups": [{..., "params":
+            [fqn, ...]}]}``, and the range of each shard. Moments are 1-D, of this rank's
+            elements of a sharded parameter.
+
+        Raises:
+            ValueError: a plain parameter without a name (build the optimizer from
+                ``model.named_parameters()``), or two parameters with one name.
+        """
+        names = self._names()
+        packed = self.state_dict()
+        state = {names[index]: value for index, value in packed["state"].items()}
+        groups = [
+            {**group, "params": [names[index] for index in group["params"]]}
+            for group in packed["param_groups"]
+        ]
+        places = {PLACES: packed[PLACES]} if PLACES in packed else {}
+        return {"state": state, "param_groups": groups, **places}
+
+    def load_fqn_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what :meth:`fqn_state_dict` returned; parameters may come in another order.
+
+        Options of the groups are loaded by the groups' position; which parameters are in a group
+        stays as it is.
+
+        Raises:
+            ValueError: names that do not fit, another number of groups, moments of another size or
+                of other elements.
+        """
+        names = self._names()
+        saved = [name for group in state_dict["param_groups"] for name in group["params"]]
+        missing, unexpected = sorted(set(names) - set(saved)), sorted(set(saved) - set(names))
+        if missing or unexpected:
+            raise ValueError(
+                f"the state dict does not fit the optimizer: missing {missing or 'nothing'}, "
+                f"unexpected {unexpected or 'nothing'}"
+            )
+        own = self.state_dict()["param_groups"]
+        if len(own) != len(state_dict["param_groups"]):
+            raise ValueError(
+                f"the state dict has {len(state_dict['param_groups'])} parameter groups, the "
+                f"optimizer {len(own)}"
+            )
+        groups = [
+            {**loaded, "params": group["params"]}
+            for group, loaded in zip(own, state_dict["param_groups"], strict=True)
+        ]
+        state = {names.index(name): value for name, value in state_dict["state"].items()}
+        places = {place[0]: place for place in state_dict.get(PLACES, ()) if place is not None}
+        ordered = [places.get(name) for name in names]
+        self.load_state_dict({"state": state, "param_groups": groups, PLACES: ordered})
+
+    def _names(self) -> list[str]:
+        names: list[str] = []
+        for group in self.param_groups:
+            given = group.get("param_names", [None] * len(group["params"]))
+            for param, name in zip(group["params"], given, strict=True):
+                name = param.fqn if isinstance(param, ShardedParameter) else name
+                if name is None:
+                    raise ValueError(
+                        f"{self._label(param)} has no name; build the optimizer from "
+                        "model.named_parameters()"
+                    )
+                names.append(name)
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"several parameters of the optimizer are called {twice}")
+        return names
+
+    def _label(self, param: Tensor) -> str:
+        """How an error calls a parameter."""
+        if isinstance(param, ShardedParameter):
+            return f"parameter '{param.fqn}'"
+        for number, group in enumerate(self.param_groups):
+            for index, other in enumerate(group["params"]):
+                if other is param and "param_names" in group:
+                    return f"parameter '{group['param_names'][index]}'"
+                if other is param:
+                    return f"parameter {index} of group {number}"
+        return "a parameter"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "clip_grad_norm": self.clip_grad_norm}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        groups, loaded = state["param_groups"], state["state"]
+        params = [param for group in groups for param in group["params"]]
+        for group in groups:
+            _check_options({**self.__dict__.get("defaults", {}), **group})
+        held: Mapping[Any, Any] = self.__dict__.get("state", {})
+        # States have the shape of what lies in this rank's memory.
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            check_loaded(loaded, params, self._label)
+            loaded.update(adopt_states(loaded, params, held))
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.update(_TORCH_OPTIONS)
+        self._plan = None
+
+
+def _check_options(group: Mapping[str, Any]) -> None:
+    if group["amsgrad"]:
+        raise ValueError("zerocore.optim.AdamW has no amsgrad; use torch.optim.AdamW for it")
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"a tensor lr must have one element, got shape {tuple(lr.shape)}")
+    elif not lr >= 0:
+        raise ValueError(f"lr must be 0 or more, got {lr}")
+    for index, beta in enumerate(group["betas"]):
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas[{index}] must be in [0, 1), got {beta}")
+    for name in ("eps", "weight_decay"):
+        if not group[name] >= 0:
+            raise ValueError(f"{name} must be 0 or more, got {group[name]}")
+
+
+def _check_param(param: Tensor, label: str) -> None:
+    if is_traceable_wrapper_subclass(param):
+        raise TypeError(
+            f"{label} is a {type(param).__name__}, expected a plain tensor or a shard of "
+            "zerocore.shard; use torch.optim.AdamW for it"
+        )
+    if param.dtype not in _DTYPES:
+        raise TypeError(
+            f"{label} is {param.dtype}, expected float32, bfloat16, float16 or float64; use "
+            "torch.optim.AdamW for it"
+        )
+    if not torch.ops.aten.is_non_overlapping_and_dense(param):
+        raise ValueError(
+            f"{label} has gaps in its memory (shape {tuple(param.shape)}, strides "
+            f"{param.stride()}); make it contiguous"
+        )

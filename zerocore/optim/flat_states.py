@@ -1,0 +1,93 @@
+"""Flat optimizer states: one allocation for each unit, dtype and moment, and its views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocore.tensor.parameter import ShardedParameter
+
+State = dict[str, Tensor]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# Views begin where the widest accesses of the kernels may begin, as the shards themselves do.
+_ALIGNMENT_NBYTES = 16
+
+
+def allocate_states(params: Sequence[Tensor]) -> list[State]:
+    """States of Adam for each parameter, zero: ``step``, ``exp_avg`` and ``exp_avg_sq``.
+
+    The parameters of one unit that have one dtype share an allocation for each of the three, and so
+    do those that are not sharded; a parameter's moments are views with its shape, strides and
+    dtype, ``step`` is a float32 scalar on its device. Up to 12 bytes lie between two views.
+    """
+    shared: dict[Hashable, list[int]] = {}
+    for index, param in enumerate(params):
+        shared.setdefault((_unit_of(param), param.device, param.dtype), []).append(index)
+    states: list[State] = [{} for _ in params]
+    for indices in shared.values():
+        found = _allocate([params[index] for index in indices])
+        for index, state in zip(indices, found, strict=True):
+            states[index] = state
+    return states
+
+
+def _unit_of(param: Tensor) -> Hashable:
+    return (param.state_ref, param.unit) if isinstance(param, ShardedParameter) else None
+
+
+def _allocate(params: Sequence[Tensor]) -> list[State]:
+    step = _ALIGNMENT_NBYTES // params[0].element_size()
+    offsets, end = [], 0
+    for param in params:
+        offsets.append(end)
+        end += -(-param.numel() // step) * step
+    steps = torch.zeros(len(params), dtype=torch.float32, device=params[0].device)
+    states: list[State] = [{"step": steps[index]} for index in range(len(params))]
+    for name in MOMENTS:
+        flat = torch.zeros(end, dtype=params[0].dtype, device=params[0].device)
+        for param, offset, state in zip(params, offsets, states, strict=True):
+            state[name] = flat.as_strided(param.shape, param.stride(), offset)
+    return states
+
+
+def check_loaded(
+    states: Mapping[Any, Any], params: Sequence[Tensor], label: Callable[[Tensor], str]
+) -> None:
+    """Raises ValueError if a parameter's loaded state is none of Adam's, or of another size."""
+    for param in params:
+        state = states.get(param)
+        if not state:
+            continue
+        for name in ("step", *MOMENTS):
+            if name not in state:
+                raise ValueError(
+                    f"the loaded state of {label(param)} has {sorted(state)}, expected "
+                    f"{sorted(('step', *MOMENTS))}: it was saved by another kind of optimizer"
+                )
+        for name in MOMENTS:
+            if state[name].shape != param.shape:
+                raise ValueError(
+                    f"the loaded {name} of {label(param)} has shape {tuple(state[name].shape)}, "
+                    f"this rank's parameter {tuple(param.shape)}. Load a state that was saved with "
+                    "the same stage and number of ranks"
+                )
+
+
+def adopt_states(
+    loaded: Mapping[Any, Any], params: Sequence[Tensor], held: Mapping[Any, Any]
+) -> dict[Tensor, State]:
+    """Copies loaded states into the flat ones that are held, or new ones where there are none."""
+    stated = [param for param in params if loaded.get(param)]
+    new = [param for param in stated if not held.get(param)]
+    fresh = dict(zip(new, allocate_states(new), strict=True))
+    result = {}
+    for param in stated:
+        state = fresh.get(param) or held[param]
+        for name in MOMENTS:
+            state[name].copy_(loaded[param][name])
+        state["step"].copy_(torch.as_tensor(loaded[param]["step"]))
+        result[param] = state
+    return result

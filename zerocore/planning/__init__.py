@@ -1,0 +1,1 @@
+"""What a training step needs and takes, before it runs."""

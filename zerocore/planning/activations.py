@@ -1,0 +1,256 @@
+"""Measures what a forward and backward hold, without data: on fake tensors, as they run.
+
+What is counted are storages, each once: a tensor and its views are one. Parameters, buffers and
+inputs are not counted. What autograd saves is seen by saved-tensor hooks; what is alive at any
+time (saved, temporary, gradients of activations, and the full gradients of a unit until the unit
+is done) by following every storage from the operator that makes it until it is freed. Buffers
+that a kernel uses inside are not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from zerocore._C import CallEvent
+from zerocore.model.call_order import units_by_module
+from zerocore.model.units import UnitPlanned
+from zerocore.planning.fake import fake_copy, fake_like
+from zerocore.planning.fake_mode import RepeatingFakeMode
+from zerocore.planning.operators import FusedAttention, StorageTracker
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """One forward and backward of one micro-batch on one rank.
+
+    Attributes:
+        order: units entered and left in the forward, in order.
+        backward: (False, index of an exit in ``order``) when outputs of that call got a gradient,
+            (True, unit) when all gradients of a unit existed, in order.
+        saved_nbytes: bytes that autograd saved, at the end of the forward.
+        live_nbytes: highest bytes alive by moment: at event i of ``order`` in the forward,
+            mirrored at 2n - 1 - i in the backward, and 2n at its end.
+        flops: floating-point operations by moment: matrix products, convolutions, attention.
+        unused: by unit, the indices of trainable parameters that got no gradient.
+    """
+
+    order: tuple[CallEvent, ...]
+    backward: tuple[tuple[bool, int], ...]
+    saved_nbytes: int
+    live_nbytes: tuple[int, ...]
+    flops: tuple[int, ...]
+    unused: tuple[tuple[int, ...], ...]
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Highest bytes alive at any time."""
+        return max(self.live_nbytes)
+
+    @property
+    def peak_moment(self) -> int:
+        """The first moment at which the peak is reached."""
+        return self.live_nbytes.index(self.peak_nbytes)
+
+    @property
+    def total_flops(self) -> int:
+        """Operations of the forward, the backward and what checkpointing repeats."""
+        return sum(self.flops)
+
+
+def measure(
+    model: nn.Module,
+    planned: list[UnitPlanned],
+    inputs: Any,
+    loss: Loss,
+    *,
+    checkpointing: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Activations:
+    """Runs ``loss(model, inputs)`` and its backward on fake tensors; the model is left alone.
+
+    Args:
+        model: any module; its parameters are read for shapes only.
+        planned: its units, as :func:`zerocore.model.units.choose_units` returns them.
+        inputs: tensors in any nesting of lists, tuples and dicts; read for shapes only.
+        loss: returns a scalar.
+        checkpointing: recompute each block in the backward.
+        dtype: floating-point dtype of parameters and inputs; None leaves them as they are.
+
+    Raises:
+        Exception: what the model raises, also where its forward depends on values of tensors.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    units = units_by_module(planned)
+    entries = {names[key]: value for key, value in units.items()}
+    blocks = [
+        names[id(unit.modules[0])]
+        for unit in planned
+        if not unit.is_leftover and len(unit.modules) == 1 and unit.modules[0] is not model
+    ]
+    fqns = [[choice.fqns[0] for choice in unit.params] for unit in planned]
+    with RepeatingFakeMode() as mode:
+        copy = fake_copy(model, mode, dtype)
+        batch = tree_map(partial(fake_like, dtype=dtype), inputs)
+        if checkpointing:
+            _checkpoint_blocks(copy, blocks)
+        recorder = _Recorder(copy, entries, fqns)
+        with recorder.recording(tree_leaves(batch)):
+            value = loss(copy, batch)
+            recorder.end_forward()
+            value.backward()
+            del value
+    return recorder.result()
+
+
+def default_loss(model: nn.Module, inputs: Any) -> Tensor:
+    """``model(**inputs)`` or ``model(*inputs)``: its ``loss``, or the sum of its outputs."""
+    if isinstance(inputs, dict):
+        output = model(**inputs)
+    else:
+        output = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+    loss = getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return torch.stack([leaf.sum() for leaf in leaves if leaf.requires_grad]).sum()
+
+
+def _checkpoint_blocks(model: nn.Module, blocks: list[str]) -> None:
+    for name in blocks:
+        if any(name.startswith(f"{outer}.") for outer in blocks):
+            continue
+        block = model.get_submodule(name)
+        block.forward = partial(
+            checkpoint,
+            block.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            # The backward runs without the function modes that were entered around it.
+            context_fn=lambda: (nullcontext(), FusedAttention()),
+        )
+
+
+def _next_node() -> int:
+    """The number that the next node of this thread's graph will have."""
+    with torch.enable_grad():
+        node = torch.ones((), requires_grad=True).view(()).grad_fn
+    assert node is not None
+    return node._sequence_nr() + 1
+
+
+@dataclass
+class _Recorder:
+    """Hooks of one run: calls of units, gradients, saved tensors."""
+
+    model: nn.Module
+    entries: dict[str, tuple[int, ...]]
+    fqns: list[list[str]]  # of each unit's parameters
+    events: list[list[Any]] = field(default_factory=list)  # [is enter, unit, needs backward]
+    exits: dict[Any, list[int]] = field(default_factory=dict)  # by node of the graph
+    first_nodes: list[int] = field(default_factory=list)  # of the calls not left
+    backward: list[tuple[bool, int]] = field(default_factory=list)
+    saved: dict[int, int] = field(default_factory=dict)  # nbytes by id of the storage
+    saved_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        params = dict(self.model.named_parameters(remove_duplicate=False))
+        self.params = [[params[fqn] for fqn in unit] for unit in self.fqns]
+        self.waiting = [{p for p in unit if p.requires_grad} for unit in self.params]
+        self.used: set[Tensor] = set()
+
+    @contextmanager
+    def recording(self, inputs: list[Any]) -> Iterator[None]:
+        known = [*self.model.parameters(), *self.model.buffers()]
+        self.tracker = StorageTracker(
+            [*known, *(leaf for leaf in inputs if isinstance(leaf, Tensor))]
+        )
+        for name, units in self.entries.items():
+            module = self.model.get_submodule(name)
+            module.register_forward_pre_hook(partial(self._enter, units))
+            module.register_forward_hook(partial(self._exit, units[::-1]))
+        for index, unit in enumerate(self.params):
+            for param in unit:
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(partial(self._fired, index))
+        with ExitStack() as stack:
+            stack.enter_context(FusedAttention())
+            stack.enter_context(self.tracker)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t))
+            yield
+        self.tracker.at(2 * len(self.events))
+
+    def _add(self, enter: bool, unit: int, needs_backward: bool = True) -> None:
+        self.tracker.at(len(self.events))
+        self.events.append([enter, unit, needs_backward])
+
+    def _enter(self, units: tuple[int, ...], _module: nn.Module, _args: Any) -> None:
+        self.first_nodes += [_next_node()] * len(units)
+        for unit in units:
+            self._add(True, unit)
+
+    def _exit(self, units: tuple[int, ...], _module: nn.Module, _args: Any, output: Any) -> None:
+        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        for unit in units:
+            index = len(self.events)
+            self._add(False, unit, bool(outputs))
+            nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
+            first = self.first_nodes.pop()
+            # As in the runtime: a tensor that the unit only hands on is none of its outputs.
+            computed = {node for node in nodes if node._sequence_nr() >= first}
+            for node in computed or nodes:
+                if node not in self.exits:
+                    node.register_prehook(partial(self._backward, node))
+                # In front, as in the runtime: a unit may return what it was given.
+                self.exits.setdefault(node, []).insert(0, index)
+
+    def _backward(self, node: torch.autograd.graph.Node, _grads: Any) -> None:
+        for index in self.exits[node]:
+            self.backward.append((False, index))
+            self.tracker.at(2 * len(self.events) - 1 - index)
+
+    def _fired(self, unit: int, param: Tensor) -> None:
+        self.used.add(param)
+        self.waiting[unit].discard(param)
+        if not self.waiting[unit]:  # the runtime packs and frees them now
+            self.backward.append((True, unit))
+            for other in self.params[unit]:
+                other.grad = None
+            first = next(i for i, (enter, u, _) in enumerate(self.events) if enter and u == unit)
+            self.tracker.at(2 * len(self.events) - 1 - first)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if not self.tracker.is_ignored(tensor):
+            storage = tensor.untyped_storage()
+            self.saved[id(storage)] = storage.nbytes()
+        return tensor
+
+    def end_forward(self) -> None:
+        """The forward is over; what is saved now is what it leaves for the backward."""
+        self.saved_nbytes = sum(self.saved.values())
+
+    def result(self) -> Activations:
+        """The figures by moment."""
+        moments = range(2 * len(self.events) + 1)
+        unused = [
+            tuple(i for i, p in enumerate(unit) if p.requires_grad and p not in self.used)
+            for unit in self.params
+        ]
+        return Activations(
+            tuple(CallEvent(*event) for event in self.events),
+            tuple(self.backward),
+            self.saved_nbytes,
+            tuple(self.tracker.highest[moment] for moment in moments),
+            tuple(self.tracker.flops[moment] for moment in moments),
+            tuple(unused),
+        )

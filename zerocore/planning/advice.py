@@ -1,0 +1,147 @@
+"""Says what to do about a plan: which stage, and what to change where none fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zerocore.common.links import RANKS_PER_NODE
+from zerocore.common.quantities import format_nbytes, format_seconds
+from zerocore.model.stages import HIGHEST_STAGE, placements_of
+from zerocore.planning.changes import Candidate, with_fewer_replicas, with_more_ranks
+from zerocore.planning.division import Division
+from zerocore.planning.planner import Planner
+from zerocore.planning.result import Plan, StagePlan
+
+SLOW_LINK = 0.2  # exposed communication, of the step
+
+
+def advise(plan: Plan, planner: Planner) -> list[str]:
+    """Sentences, most important first."""
+    fit = plan.smallest_fit
+    roomy = fit is not None and plan.verdict(fit) == "yes"
+    lines = [] if fit is not None else list(_where_none_fits(plan, planner))
+    if fit is not None:
+        unknown = " without activations" if fit.activations is None else ""
+        lines.append(
+            f"stage {fit.stage} is the smallest that fits{unknown}: "
+            f"{format_nbytes(fit.spare)} to spare" + ("" if roomy else _headroom(plan, fit))
+        )
+        if fit.activations is not None and fit.activations > fit.peak.nbytes / 2:
+            lines.append(
+                f"activations are {fit.activations / fit.peak.nbytes:.0%} of its peak"
+                + ("" if plan.setting.checkpointing else "; checkpointing would lower it")
+            )
+    if fit is None or fit.stage == HIGHEST_STAGE or not roomy:  # what one would choose
+        lines += _slow_links(plan, planner)
+    return lines
+
+
+def _headroom(plan: Plan, fit: StagePlan) -> str:
+    following = [stage for stage in plan.stages[fit.stage + 1 :] if stage.spare > fit.spare]
+    more = (
+        f"; stage {following[-1].stage} leaves {format_nbytes(following[-1].spare)}"
+        if following
+        else ""
+    )
+    return f", which is little headroom{more}"
+
+
+def _where_none_fits(plan: Plan, planner: Planner) -> Iterator[str]:
+    setting, best = plan.setting, min(plan.stages, key=lambda stage: stage.peak.nbytes)
+    yield (
+        f"no stage fits: stage {best.stage} is the smallest with {format_nbytes(best.peak.nbytes)},"
+        f" {format_nbytes(-best.spare)} too much"
+    )
+    memory, activations, spare = setting.memory_nbytes, best.activations or 0, best.spare
+    checkpointed = plan.checkpointed.peak_nbytes if plan.checkpointed is not None else activations
+    saved = activations - checkpointed
+    with_it = ""
+    if saved > 0 and not setting.checkpointing and (saved >= -spare or activations > memory / 2):
+        activations, spare, with_it = checkpointed, spare + saved, " then"
+        yield (
+            "activations are the bottleneck: checkpoint the blocks, which saves "
+            f"{format_nbytes(saved)}" + ("; it fits then" if spare >= 0 else "")
+        )
+    if spare >= 0:
+        return
+    if best.pool_reserved > memory / 2:
+        yield (
+            "one layer is too large: the pool alone takes "
+            f"{format_nbytes(best.pool_reserved)}; smaller units, or tensor parallelism within the "
+            "layer"
+        )
+    elif activations > memory:
+        yield f"activations alone do not fit{with_it}: a smaller micro-batch or shorter samples"
+    else:
+        yield from _other_ranks(plan, planner, activations, with_it)
+
+
+def _other_ranks(plan: Plan, planner: Planner, activations: int, with_it: str) -> Iterator[str]:
+    """The same ranks in fewer replicas, or else the first doubling of them, where all is sharded.
+
+    The doubled ranks are those of one replica.
+    """
+    memory = plan.setting.memory_nbytes
+    now, highest = _fully_sharded(plan, planner), f"stage {HIGHEST_STAGE}"
+
+    def fits(nbytes: int) -> bool:
+        return nbytes + activations <= memory
+
+    fewer = with_fewer_replicas(now, fits)
+    if fewer is not None:
+        yield f"{highest} fits{with_it} with num_replicas={fewer.division.num_replicas}"
+        return
+    more = with_more_ranks(now.at(num_replicas=1), fits)
+    if more is not None:
+        in_one = " in one replica" if now.division.num_replicas > 1 else ""
+        yield (
+            f"{highest} fits{with_it} from {more.division.world_size} ranks on{in_one} (counted in "
+            "doublings)"
+        )
+
+
+def _fully_sharded(plan: Plan, planner: Planner) -> Candidate:
+    setting = plan.setting
+    division = Division(HIGHEST_STAGE, setting.world_size, setting.num_replicas, setting.prefetch)
+    return Candidate(planner, division)
+
+
+def _around_gathers(plan: Plan) -> tuple[StagePlan, StagePlan]:
+    """The highest stage that keeps parameters whole, and the first that gathers them."""
+    gathers = [placements_of(stage.stage).parameters for stage in plan.stages]
+    first = gathers.index(True)
+    return plan.stages[first - 1], plan.stages[first]
+
+
+def _slow_links(plan: Plan, planner: Planner) -> Iterator[str]:
+    whole, gathered = _around_gathers(plan)
+    if plan.setting.world_size == plan.setting.num_replicas:
+        return
+    for slow, other in zip(gathered.timings, whole.timings, strict=True):
+        if slow.exposed_s < SLOW_LINK * slow.step_s:
+            continue
+        waits = (
+            f"{slow.link} is slow for this: stage {gathered.stage} waits "
+            f"{format_seconds(slow.exposed_s)} of {format_seconds(slow.step_s)}"
+        )
+        if whole.fits:
+            yield f"{waits}; stage {whole.stage} fits and takes {format_seconds(other.step_s)}"
+        else:
+            yield f"{waits}; larger micro-batches hide more{_hybrid(plan, planner, slow.link)}"
+
+
+def _hybrid(plan: Plan, planner: Planner, link: str) -> str:
+    """The call that shards within nodes, where there are several and the model fits so."""
+    world_size = plan.setting.world_size
+    shards = max(n for n in range(1, RANKS_PER_NODE + 1) if world_size % n == 0)
+    replicas, activations = world_size // shards, plan.stages[-1].activations or 0
+    if plan.setting.num_replicas > 1 or 1 in (shards, replicas):
+        return ""
+    within = _fully_sharded(plan, planner).at(num_replicas=replicas)
+    if within.nbytes + activations > plan.setting.memory_nbytes:
+        return ""
+    return (
+        f", or hybrid sharding within nodes of {shards}: plan it with num_replicas={replicas}, "
+        f"links= what is within a node, replica_link='{link}'; run it with "
+        f"group=init_device_mesh('cuda', ({replicas}, {shards}))"
+    )

@@ -1,0 +1,104 @@
+"""Other ways to shard a model that take less memory; the only place that looks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zerocore.model.stages import HIGHEST_STAGE, placements_of, stages_above
+from zerocore.planning.division import Division
+from zerocore.planning.planner import Planner
+
+MAX_RANKS = 65536  # where a search for enough ranks gives up
+Fits = Callable[[int], bool]
+"""Whether so many bytes are few enough."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of how a model is sharded.
+
+    Attributes:
+        text: what to do.
+        nbytes: planned bytes with it.
+    """
+
+    text: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model divided in one way."""
+
+    planner: Planner
+    division: Division
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes from the device's allocator, without activations."""
+        return self.planner.memory(self.division).reserved
+
+    def at(self, **options: Any) -> Candidate:
+        """The same model with other attributes of :class:`Division`."""
+        return replace(self, division=replace(self.division, **options))
+
+
+def changes(now: Candidate, fits: Fits, narrow: Planner | None = None) -> Iterator[Change]:
+    """Changes, cheapest first: no extra traffic, then more, then precision, then ranks.
+
+    Args:
+        now: how the model is sharded.
+        fits: how few bytes a search for other ranks stops at.
+        narrow: plans the model with parameters in bfloat16; without it that is not proposed.
+    """
+    yield from _higher_stages(now)
+    fewer = with_fewer_replicas(now, fits)
+    if fewer is not None:
+        yield Change(f"group= a {fewer.division.mesh} (gathers reach further)", fewer.nbytes)
+    if narrow is not None:
+        yield from _in_bfloat16(replace(now, planner=narrow))
+    for stage in sorted({now.division.stage, HIGHEST_STAGE}):
+        more = with_more_ranks(now.at(stage=stage), fits)
+        if more is not None:
+            text = "" if stage == now.division.stage else f" at stage={stage}"
+            yield Change(f"{more.division.ranks}{text}", more.nbytes)
+
+
+def _higher_stages(now: Candidate) -> Iterator[Change]:
+    higher = stages_above(now.division.stage)
+    for stage in higher:
+        traffic = "half as much again" if placements_of(stage).parameters else "as much"
+        yield Change(f"stage={stage} (communicates {traffic})", now.at(stage=stage).nbytes)
+    if now.division.prefetch > 0 and higher:
+        alone = now.at(stage=HIGHEST_STAGE, prefetch=0)
+        yield Change(f"stage={HIGHEST_STAGE}, prefetch=0 (nor are gathers hidden)", alone.nbytes)
+    elif now.division.prefetch > 0:
+        yield Change("prefetch=0 (gathers are not hidden)", now.at(prefetch=0).nbytes)
+
+
+def _in_bfloat16(narrow: Candidate) -> Iterator[Change]:
+    yield Change("parameters in bfloat16, model.bfloat16() before shard", narrow.nbytes)
+    if stages_above(narrow.division.stage):
+        highest = narrow.at(stage=HIGHEST_STAGE)
+        yield Change(f"stage={HIGHEST_STAGE} with parameters in bfloat16", highest.nbytes)
+
+
+def with_fewer_replicas(now: Candidate, fits: Fits) -> Candidate | None:
+    """The most replicas of the same ranks, fewer than now, that fit; None if there are none."""
+    world_size, num_replicas = now.division.world_size, now.division.num_replicas
+    numbers = (fewer for fewer in range(num_replicas - 1, 0, -1) if world_size % fewer == 0)
+    shapes = (now.at(num_replicas=number) for number in numbers)
+    return next((shape for shape in shapes if fits(shape.nbytes)), None)
+
+
+def with_more_ranks(now: Candidate, fits: Fits) -> Candidate | None:
+    """The first doubling of the ranks that fits, None if none up to :data:`MAX_RANKS`."""
+    if not any(now.division.placements):
+        return None
+    while now.division.world_size <= MAX_RANKS // 2:
+        now = now.at(world_size=2 * now.division.world_size)
+        if fits(now.nbytes):
+            return now
+    return None

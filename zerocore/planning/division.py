@@ -1,0 +1,56 @@
+"""How a model's state is divided over ranks: what one plan differs in from another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerocore.model.stages import Placements, placements_of
+
+
+@dataclass(frozen=True)
+class Division:
+    """A stage on so many ranks.
+
+    Attributes:
+        stage: 0 to 3.
+        world_size: all ranks, numbered replica by replica.
+        num_replicas: groups of ranks that hold the same; the ranks of one share the state.
+        prefetch: units gathered ahead.
+        rank: whose bytes; rank 0 owns the most.
+        backend: of the groups; the memory of a reduction depends on it.
+        sums_on_host: sums over the replicas wait for the host, as on the CPU.
+    """
+
+    stage: int
+    world_size: int
+    num_replicas: int = 1
+    prefetch: int = 1
+    rank: int = 0
+    backend: str = "nccl"
+    sums_on_host: bool = False
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share the state."""
+        return self.world_size // self.num_replicas
+
+    @property
+    def placements(self) -> Placements:
+        """What these ranks share."""
+        return placements_of(self.stage)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether units are gathered before they compute."""
+        return self.placements.parameters and self.num_shards > 1
+
+    @property
+    def mesh(self) -> str:
+        """Replicas by shards."""
+        return f"({self.num_replicas}, {self.num_shards}) mesh"
+
+    @property
+    def ranks(self) -> str:
+        """How many ranks, and of several replicas the mesh."""
+        in_mesh = f" in a {self.mesh}" if self.num_replicas > 1 else ""
+        return f"{self.world_size} ranks{in_mesh}"

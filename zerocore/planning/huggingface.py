@@ -1,0 +1,157 @@
+"""Models from Hugging Face configurations, without weights, and the presets that ship."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def preset_names() -> list[str]:
+    """Names of the configurations that ship with the package."""
+    folder = resources.files("zerocore.planning") / "presets"
+    return sorted(
+        entry.name.removesuffix(".json")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".json")
+    )
+
+
+def load_config(source: str | Path | dict[str, Any]) -> Any:
+    """A Hugging Face configuration from a preset's name, a JSON file or its content.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: neither a preset nor a file, not a configuration, or one with values that
+            transformers refuses.
+    """
+    values = source if isinstance(source, dict) else _read(str(source))
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ValueError(f"{_name(source)}: a configuration needs a 'model_type', found none")
+    transformers = _import_transformers()
+    if values["model_type"] not in transformers.CONFIG_MAPPING:
+        raise ValueError(
+            f"{_name(source)}: transformers {transformers.__version__} has no model_type "
+            f"'{values['model_type']}'"
+        )
+    with _naming(source):
+        return transformers.AutoConfig.for_model(**values)
+
+
+def build_model(config: Any, dtype: torch.dtype | None = None, source: object = None) -> nn.Module:
+    """The model of a configuration on the meta device, in training mode.
+
+    The class is the first of ``config.architectures``, or the causal language model of its type.
+
+    Args:
+        config: a Hugging Face configuration.
+        dtype: floating-point dtype of the parameters; None takes torch's default.
+        source: what the configuration was loaded from, for errors.
+
+    Raises:
+        ValueError: transformers has no such class, or cannot build it from these values.
+    """
+    make = _model_maker(config, source)
+    options = {"dtype": dtype} if dtype is not None else {}
+    with _naming(source), torch.device("meta"):
+        model = make(config, **options)
+    return model.train()
+
+
+def sample_inputs(model: nn.Module, micro_batch: int, seq_len: int) -> dict[str, Any] | None:
+    """Keyword arguments of one training forward of a Hugging Face model, on the meta device.
+
+    Returns:
+        None for a model whose inputs are not known.
+    """
+    config, main_input = getattr(model, "config", None), getattr(model, "main_input_name", None)
+    if config is None:
+        return None
+    if main_input == "input_ids":
+        tokens = torch.zeros(micro_batch, seq_len, dtype=torch.long, device="meta")
+        inputs: dict[str, Any] = {"input_ids": tokens}
+        if hasattr(config, "use_cache"):
+            inputs["use_cache"] = False
+        if type(model).__name__.endswith(("LM", "LMHeadModel", "ConditionalGeneration")):
+            inputs["labels"] = tokens
+        return inputs
+    if main_input == "pixel_values" and hasattr(config, "image_size"):
+        size = config.image_size
+        height, width = size if isinstance(size, tuple | list) else (size, size)
+        shape = (micro_batch, config.num_channels, height, width)
+        return {"pixel_values": torch.zeros(shape, device="meta")}
+    return None
+
+
+def config_dtype(config: Any) -> torch.dtype | None:
+    """The dtype that a configuration asks for, None where it does not."""
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _model_maker(config: Any, source: object) -> Callable[..., nn.Module]:
+    transformers = _import_transformers()
+    names = getattr(config, "architectures", None)
+    if not names:
+        return transformers.AutoModelForCausalLM.from_config
+    name = names[0] if isinstance(names, list | tuple) else names
+    make = getattr(getattr(transformers, str(name), None), "_from_config", None)
+    if make is None:
+        version = transformers.__version__
+        raise ValueError(f"{_name(source)}: transformers {version} has no model class '{name}'")
+    return make
+
+
+@contextmanager
+def _naming(source: object) -> Iterator[None]:
+    """What transformers raises for the values of a configuration, as an error that names it."""
+    try:
+        yield
+    except ImportError:  # of a library that the model needs
+        raise
+    except Exception as error:  # its classes of errors are many and change
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{_name(source)}: transformers cannot use this configuration: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
+
+
+def _read(source: str) -> Any:
+    preset = resources.files("zerocore.planning") / "presets" / f"{source.lower()}.json"
+    path = Path(source)
+    if "/" not in source and preset.is_file():
+        return json.loads(preset.read_text(encoding="utf-8"))
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ValueError(f"'{source}' is a folder without a config.json")
+    if not path.is_file():
+        raise ValueError(
+            f"'{source}' is neither a file nor a preset; presets: {', '.join(preset_names())}"
+        )
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise ValueError(f"'{source}' is not JSON: {error}") from None
+
+
+def _name(source: object) -> str:
+    return f"'{source}'" if isinstance(source, str | Path) else "the configuration"
+
+
+def _import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError(
+            "models from Hugging Face configurations need transformers: pip install "
+            "'zerocore[huggingface]'"
+        ) from None
+    return transformers

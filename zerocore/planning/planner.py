@@ -1,0 +1,232 @@
+"""Feeds the C++ plan of a model that is not sharded: units, order of calls, dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from zerocore import _C
+from zerocore.common.memory_bytes import MemoryBytes
+from zerocore.model.call_order import call_order
+from zerocore.model.precision import MixedPrecision, ParamTypes, param_types
+from zerocore.model.units import ParamChoice, UnitPlanned
+from zerocore.planning.division import Division
+
+# Tensors of a parameter's size that an optimizer keeps for it, as torch.optim allocates them.
+OPTIMIZER_STATES = {
+    "sgd": 0,
+    "momentum": 1,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "lion": 1,
+    "muon": 1,
+    "adam": 2,
+    "adamw": 2,
+    "amsgrad": 3,
+}
+_DTYPE_NUMBERS: dict[torch.dtype, int] = {}  # the C++ plan only compares them
+
+
+def optimizer_states(optimizer: str | int) -> int:
+    """State tensors of an optimizer named as in :data:`OPTIMIZER_STATES`, or a number of them.
+
+    Raises:
+        ValueError: an unknown name or a negative number.
+    """
+    if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
+        return optimizer
+    if isinstance(optimizer, str) and optimizer.lower() in OPTIMIZER_STATES:
+        return OPTIMIZER_STATES[optimizer.lower()]
+    raise ValueError(
+        f"optimizer must be one of {', '.join(OPTIMIZER_STATES)}, or how many tensors of a "
+        f"parameter's size it keeps, got {optimizer!r}"
+    )
+
+
+class PlannedEvent(NamedTuple):
+    """One thing a rank does in a step.
+
+    Attributes:
+        op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``unshard`` or ``reshard``.
+        unit: index of the unit.
+        nbytes: bytes of the full bucket.
+        pool_nbytes: bytes of the bucket pool in use right after.
+        moment: when, counted by the calls of the forward.
+        across: among the ranks that hold the same shard, not those that share the state.
+        num_ranks: how many these are.
+    """
+
+    op: str
+    unit: int
+    nbytes: int
+    pool_nbytes: int
+    moment: int
+    across: bool
+    num_ranks: int
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Byte plans of one model, for any stage and number of ranks.
+
+    Attributes:
+        names: the units' names.
+        specs: the units' parameters as they are gathered.
+        types: their dtypes.
+        order: calls of the units in a forward.
+        first_order: calls that the runtime expects before it has seen a forward; empty where
+            ``order`` is what it has seen.
+        backward: observed backward: (False, index of an exit in ``order``) when a call's outputs
+            get their gradient, (True, unit) when all gradients of a unit exist; mirrors the
+            forward where empty.
+        num_states: the optimizer's tensors of a parameter's size.
+        unused: by unit, indices of parameters that get no gradient.
+        micro_batches: forwards and backwards of a step, all but the last under ``no_sync``.
+        hold_full: ``accumulate="full"``.
+    """
+
+    names: tuple[str, ...]
+    specs: tuple[tuple[_C.ParamSpec, ...], ...]
+    types: tuple[tuple[ParamTypes, ...], ...]
+    order: tuple[_C.CallEvent, ...]
+    first_order: tuple[_C.CallEvent, ...] = ()
+    backward: tuple[tuple[bool, int], ...] = ()
+    num_states: int = 2
+    unused: tuple[tuple[int, ...], ...] = ()
+    micro_batches: int = 1
+    hold_full: bool = False
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model, tied ones once."""
+        return sum(spec.numel for unit in self.specs for spec in unit)
+
+    def memory(self, division: Division) -> MemoryBytes:
+        """Bytes on the division's rank after a steady step."""
+        plan = _C.plan_memory(
+            self.specs,
+            self.order,
+            self._options(division),
+            rank=division.rank % division.num_shards,
+            optimizer_states=self.num_states,
+            unused=self.unused,
+        )
+        return MemoryBytes(
+            parameters=plan.parameters,
+            gradients=plan.gradients,
+            optimizer=plan.optimizer,
+            pool=plan.pool,
+            main_weights=plan.main_weights,
+            pool_reserved=plan.pool_reserved,
+        )
+
+    def layouts(self, division: Division) -> list[_C.Layout]:
+        """Layouts of the units."""
+        return _C.plan_layouts(self.specs, self._options(division))
+
+    def events(self, division: Division) -> list[PlannedEvent]:
+        """A steady step, in order."""
+        sizes = {True: division.num_replicas, False: division.num_shards}
+        return [
+            PlannedEvent(*event, num_ranks=sizes[event[-1]])
+            for event in _C.plan_events(self.specs, self.order, self._options(division))
+        ]
+
+    def _options(self, division: Division) -> _C.PlanOptions:
+        return _C.PlanOptions(
+            stage=division.stage,
+            world_size=division.num_shards,
+            num_replicas=division.num_replicas,
+            prefetch=division.prefetch,
+            backend=division.backend,
+            sums_on_host=division.sums_on_host,
+            micro_batches=self.micro_batches,
+            hold_full=self.hold_full,
+            first_order=self.first_order,
+            backward=self.backward,
+        )
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a plan.
+
+    Attributes:
+        dtype: floating-point dtype of the model; None for that of its parameters.
+        mixed: what is computed, gathered and reduced in another dtype.
+
+    Raises:
+        TypeError: ``dtype`` is no floating-point ``torch.dtype``.
+    """
+
+    dtype: torch.dtype | None = None
+    mixed: MixedPrecision | None = None
+
+    def __post_init__(self) -> None:
+        dtype = self.dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}"
+            )
+
+    def types(self, choice: ParamChoice) -> ParamTypes:
+        """The dtypes of a parameter."""
+        own = choice.param.dtype
+        if self.dtype is not None and own.is_floating_point:
+            own = self.dtype
+        return param_types(self.mixed, choice.fqns[0], own, choice.param.requires_grad)
+
+    @property
+    def run_dtype(self) -> torch.dtype | None:
+        """The dtype that activations are measured in; None for that of the model."""
+        mixed = self.mixed.param_dtype if self.mixed is not None else None
+        return mixed or self.dtype
+
+
+def make_planner(
+    model: nn.Module,
+    planned: list[UnitPlanned],
+    precision: Precision | None = None,
+    num_states: int = 2,
+) -> Planner:
+    """A planner that expects the units in order of registration and every parameter to be used.
+
+    Args:
+        model: a model that is not sharded.
+        planned: its units, as :func:`zerocore.model.units.choose_units` returns them.
+        precision: dtypes; those of the parameters by default.
+        num_states: the optimizer's tensors of a parameter's size.
+    """
+    precision = precision or Precision()
+    types = [[precision.types(choice) for choice in unit.params] for unit in planned]
+    order = tuple(call_order(model, planned))
+    return Planner(
+        names=tuple(unit.name for unit in planned),
+        specs=tuple(
+            tuple(_spec(choice, each) for choice, each in zip(unit.params, row, strict=True))
+            for unit, row in zip(planned, types, strict=True)
+        ),
+        types=tuple(tuple(row) for row in types),
+        order=order,
+        first_order=order,
+        num_states=num_states,
+    )
+
+
+def _spec(choice: ParamChoice, types: ParamTypes) -> _C.ParamSpec:
+    return _C.ParamSpec(
+        choice.fqns[0],
+        list(choice.param.shape),
+        *_element(types.model),
+        choice.param.requires_grad,
+        main=_element(types.main),
+        reduce=_element(types.reduce),
+        grad=_element(types.grad),
+    )
+
+
+def _element(dtype: torch.dtype) -> tuple[int, int]:
+    return _DTYPE_NUMBERS.setdefault(dtype, len(_DTYPE_NUMBERS)), dtype.itemsize

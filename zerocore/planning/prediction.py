@@ -1,0 +1,103 @@
+"""Bytes and collectives of a sharded model's step, predicted from its layouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from zerocore.common.checks import check_int
+from zerocore.common.memory_bytes import MemoryBytes
+from zerocore.model.state import ShardState, state_of
+from zerocore.planning.division import Division
+from zerocore.planning.planner import Planner
+
+
+def predict_memory(
+    model: nn.Module,
+    stage: int | None = None,
+    optimizer_states: int = 2,
+    micro_batches: int = 1,
+) -> MemoryBytes:
+    """Predicted from the layouts: what :func:`zerocore.memory_usage` shows after a steady step.
+
+    Args:
+        model: a sharded model.
+        stage: any stage, the model's own by default.
+        optimizer_states: tensors of the parameter's size that the optimizer keeps (Adam: 2).
+        micro_batches: forwards and backwards of a step, all but the last under ``no_sync``.
+
+    Raises:
+        ValueError: the model is not sharded, there is no such stage, or a number is too small.
+        TypeError: a number is no int.
+        RuntimeError: this process was forked from the one that sharded the model.
+    """
+    check_int("optimizer_states", optimizer_states, 0)
+    state = state_of(model)
+    division = division_of(state)
+    if stage is not None:
+        check_int("stage", stage, 0)
+        division = replace(division, stage=stage)
+    return planner_of(state, micro_batches, optimizer_states).memory(division)
+
+
+def division_of(state: ShardState) -> Division:
+    """How a sharded model is divided, seen from this rank."""
+    return Division(
+        stage=state.config.stage,
+        world_size=state.world_size,
+        num_replicas=state.ranks.num_replicas,
+        prefetch=state.config.prefetch,
+        rank=state.rank,
+        backend=state.ranks.backend,
+        sums_on_host=state.device.type == "cpu",
+    )
+
+
+def planner_of(state: ShardState, micro_batches: int = 1, num_states: int = 2) -> Planner:
+    """Plans a sharded model, with the calls that its runtime has seen.
+
+    Raises:
+        ValueError, TypeError: ``micro_batches`` is below 1, or no int.
+    """
+    check_int("micro_batches", micro_batches, 1)
+    return Planner(
+        names=tuple(unit.name for unit in state.units),
+        specs=tuple(tuple(param.spec for param in unit.params) for unit in state.units),
+        types=tuple(tuple(param.types for param in unit.params) for unit in state.units),
+        order=tuple(state.engine.order),
+        num_states=num_states,
+        micro_batches=micro_batches,
+        hold_full=state.config.accumulate == "full",
+    )
+
+
+def planned_events(model: nn.Module, micro_batches: int = 1) -> list[tuple[str, str, int, int]]:
+    """Predicted events of a steady step: ``(op, unit, nbytes, pool_nbytes)`` in order.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`predict_events`.
+    """
+    state = state_of(model)
+    events = planner_of(state, micro_batches).events(division_of(state))
+    return [(e.op, state.units[e.unit].name, e.nbytes, e.pool_nbytes) for e in events]
+
+
+def predict_events(model: nn.Module, micro_batches: int = 1) -> list[tuple[str, str, int]]:
+    """Predicted collectives of a steady step: ``(op, unit, nbytes)`` in order.
+
+    All micro-batches but the last are under ``no_sync``.
+
+    ``nbytes`` is the full bucket; a rank sends or receives ``nbytes * (W - 1) / W`` of it (twice
+    that for an all-reduce).
+
+    Raises:
+        ValueError: the model is not sharded, or ``micro_batches`` is below 1.
+        TypeError: ``micro_batches`` is no int.
+        RuntimeError: this process was forked from the one that sharded the model.
+    """
+    return [
+        (op, unit, nbytes)
+        for op, unit, nbytes, _ in planned_events(model, micro_batches)
+        if op not in ("unshard", "reshard")
+    ]

@@ -1,0 +1,258 @@
+"""The result of a plan: values, a table as text, a dictionary for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zerocore._C import CallEvent
+from zerocore.common.checks import check_int
+from zerocore.common.links import Link
+from zerocore.common.memory_bytes import MemoryBytes
+from zerocore.common.quantities import format_flops, format_nbytes, format_seconds
+from zerocore.common.tables import render_table
+from zerocore.planning.activations import Activations
+from zerocore.planning.step_time import Timing
+
+LITTLE_HEADROOM = 0.2
+"""Less of the device's memory to spare than this is little headroom."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan is made for; as the arguments of :func:`zerocore.plan`.
+
+    ``replica_link`` is None where nothing crosses, or on the same link as the rest.
+
+    Raises:
+        ValueError: there is no such rank, or replicas of unequal size.
+        TypeError: a rank that is no int.
+    """
+
+    world_size: int
+    rank: int
+    prefetch: int
+    checkpointing: bool
+    memory_nbytes: int
+    links: tuple[Link, ...]
+    flops_per_s: float
+    num_replicas: int = 1
+    replica_link: Link | None = None
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.num_replicas != 0:
+            raise ValueError(
+                f"num_replicas must divide world_size, which counts all ranks: {self.world_size} "
+                f"ranks are not {self.num_replicas} replicas of equal size"
+            )
+        check_int("rank", self.rank, 0)
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank must be 0 to {self.world_size - 1}, got {self.rank}")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest bytes of a step, and when they are reached."""
+
+    nbytes: int
+    when: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan(MemoryBytes):
+    """One stage on one rank: the bytes of the model, and what the step needs besides.
+
+    Attributes:
+        stage: 0 to 3.
+        activations: highest bytes of what forward and backward hold; None where not measured.
+        peak: highest sum.
+        spare: memory of the device less the peak; negative where it does not fit.
+        sent_nbytes: bytes that the rank sends in a step.
+        across_nbytes: the part of them that goes to other replicas.
+        num_collectives: collectives in a step.
+        timings: predicted steps by link; none where activations were not measured.
+    """
+
+    stage: int
+    activations: int | None
+    peak: Peak
+    spare: int
+    sent_nbytes: int
+    across_nbytes: int
+    num_collectives: int
+    timings: tuple[Timing, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the device's memory; without activations that are None."""
+        return self.spare >= 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`zerocore.plan` returns; ``str()`` is a table.
+
+    Attributes:
+        model: name of the model.
+        num_params: its parameters, tied ones once.
+        num_units: units it is sharded by.
+        setting: what the plan is made for.
+        stages: stages 0 to 3.
+        activations: measured without checkpointing; None where they could not be.
+        checkpointed: measured with each block recomputed in the backward.
+        note: why activations were not measured, if so.
+        advice: sentences, most important first.
+    """
+
+    model: str
+    num_params: int
+    num_units: int
+    setting: Setting
+    stages: tuple[StagePlan, ...]
+    activations: Activations | None
+    checkpointed: Activations | None
+    note: str = ""
+    advice: tuple[str, ...] = ()
+
+    @property
+    def smallest_fit(self) -> StagePlan | None:
+        """The lowest stage that fits."""
+        return next((stage for stage in self.stages if stage.fits), None)
+
+    def rows(self) -> list[list[str]]:
+        """The table as text, a row for each figure and a column for each stage."""
+        stages = self.stages
+        figures: dict[str, Sequence[int | None]] = {
+            "parameters": [stage.parameters for stage in stages],
+            "main weights": [stage.main_weights for stage in stages],
+            "gradients": [stage.gradients for stage in stages],
+            "optimizer state": [stage.optimizer for stage in stages],
+            "= model state": [stage.model_state for stage in stages],
+            "bucket pool": [stage.pool_reserved for stage in stages],
+            "activations": [stage.activations for stage in stages],
+            "= peak": [stage.peak.nbytes for stage in stages],
+            "to spare": [stage.spare for stage in stages],
+            "sent a step": [stage.sent_nbytes for stage in stages],
+            "of it, between replicas": [stage.across_nbytes for stage in stages],
+        }
+        for name in ("main weights", "of it, between replicas"):
+            if not any(figures[name]):
+                del figures[name]
+        rows = [["", *(f"stage {stage.stage}" for stage in stages)]]
+        for name, nbytes in figures.items():
+            rows.append([name, *("?" if n is None else format_nbytes(n) for n in nbytes)])
+        unknown = ", without activations" if stages[0].activations is None else ""
+        rows.append([f"fits{unknown}", *(self.verdict(stage) for stage in stages)])
+        for timings in zip(*(stage.timings for stage in stages), strict=True):
+            rows += _timing_rows(timings)
+        return rows
+
+    def verdict(self, stage: StagePlan) -> str:
+        """Whether a stage fits: ``no``, ``little headroom`` or ``yes``."""
+        if not stage.fits:
+            return "no"
+        tight = stage.spare < LITTLE_HEADROOM * self.setting.memory_nbytes
+        return "little headroom" if tight else "yes"
+
+    def notes(self) -> list[str]:
+        """What belongs under the table: how it was predicted, the peak, activations, advice."""
+        setting = self.setting
+        lines = []
+        for run, name in ((self.activations, "as it is"), (self.checkpointed, "checkpointed")):
+            if run is not None:
+                lines.append(
+                    f"activations {name}: {format_nbytes(run.peak_nbytes)} at their peak, "
+                    f"{format_nbytes(run.saved_nbytes)} saved by the forward, "
+                    f"{format_flops(run.total_flops)} a step"
+                )
+        if self.stages[0].activations is not None:
+            # The rest of the peak is held all the time, so the moment is the same at every stage.
+            lines.append(f"peak of every stage: {self.stages[0].peak.when}")
+        if self.stages[0].timings:
+            lines.append(
+                f"{format_seconds(self.stages[0].timings[0].compute_s)} of compute at "
+                f"{setting.flops_per_s / 1e12:,.4g} TFLOP/s"
+            )
+        if self.note:
+            lines.append(self.note)
+        lines.append(
+            "predicted; without the CUDA context, NCCL's buffers and the allocator's rounding"
+        )
+        return [*lines, *self.advice]
+
+    def title(self) -> str:
+        """One line: model, ranks, memory."""
+        setting = self.setting
+        return (
+            f"{self.model}: {self.num_params:,} parameters in {self.num_units} units, rank "
+            f"{setting.rank} of {setting.world_size}"
+            + (f" in {setting.num_replicas} replicas" if setting.num_replicas > 1 else "")
+            + f", {format_nbytes(setting.memory_nbytes)} of memory, prefetch {setting.prefetch}"
+            + (", checkpointed" if setting.checkpointing else "")
+        )
+
+    def __str__(self) -> str:
+        return render_table(self.title(), self.rows(), self.notes())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the figures by moment; numbers are bytes and seconds."""
+        stages = []
+        for stage in self.stages:
+            entry = asdict(stage)
+            entry["model_state"] = stage.model_state
+            entry["fits"] = stage.fits
+            entry["verdict"] = self.verdict(stage)
+            entry["timings"] = [
+                {**asdict(t), "bound_s": t.bound_s, "exposed_s": t.exposed_s, "hidden": t.hidden}
+                for t in stage.timings
+            ]
+            stages.append(entry)
+        return {
+            "model": self.model,
+            "num_params": self.num_params,
+            "num_units": self.num_units,
+            "setting": asdict(self.setting),
+            "stages": stages,
+            "smallest_fit": None if self.smallest_fit is None else self.smallest_fit.stage,
+            "activations": _summary(self.activations),
+            "checkpointed": _summary(self.checkpointed),
+            "note": self.note,
+            "advice": list(self.advice),
+        }
+
+
+def _timing_rows(timings: Sequence[Timing]) -> list[list[str]]:
+    """A link's rows: a predicted step of each stage, what it communicates, and its bound."""
+    seconds = {
+        f"step, {timings[0].link}": [t.step_s for t in timings],
+        "  communication": [t.communication_s for t in timings],
+        "  of it, between replicas": [t.across_s for t in timings],
+        "  no schedule beats": [t.bound_s for t in timings],
+    }
+    if not any(t.across_s for t in timings):
+        del seconds["  of it, between replicas"]
+    rows = [[name, *map(format_seconds, values)] for name, values in seconds.items()]
+    return [*rows, ["  communication hidden", *(f"{t.hidden:.0%}" for t in timings)]]
+
+
+def _summary(activations: Activations | None) -> dict[str, int] | None:
+    if activations is None:
+        return None
+    return {
+        "saved_nbytes": activations.saved_nbytes,
+        "peak_nbytes": activations.peak_nbytes,
+        "flops": activations.total_flops,
+    }
+
+
+def moment_name(order: tuple[CallEvent, ...], moment: int, names: tuple[str, ...]) -> str:
+    """When a moment is, in words."""
+    num_events = len(order)
+    if moment >= 2 * num_events:
+        return "end of the backward"
+    forward = moment < num_events
+    event = order[moment] if forward else order[2 * num_events - 1 - moment]
+    begins = event.enter == forward
+    phase = "forward" if forward else "backward"
+    return f"{phase} {'of' if begins else 'after'} {names[event.unit]}"

@@ -1,0 +1,1 @@
+"""What a training step took, and what held memory when there was none left."""

@@ -1,0 +1,131 @@
+"""What ``describe`` prints: units, regions, bytes, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from zerocore._C import Layout
+from zerocore.common.tables import render_table
+from zerocore.model.precision import ParamTypes
+from zerocore.model.state import state_of
+from zerocore.planning.division import Division
+from zerocore.planning.planner import Planner
+
+
+@dataclass(frozen=True)
+class UnitDescription:
+    """One unit; sizes in bytes."""
+
+    name: str
+    num_params: int
+    param_nbytes: int
+    buffer_nbytes: int
+    shard_nbytes: int
+    regions: tuple[str, ...]
+
+    @property
+    def padding_nbytes(self) -> int:
+        """Bytes of the buffer that hold no parameter."""
+        return self.buffer_nbytes - self.param_nbytes
+
+
+@dataclass(frozen=True)
+class Description:
+    """A sharded model; ``str()`` is a table."""
+
+    model: str
+    stage: int
+    world_size: int
+    rank: int
+    units: tuple[UnitDescription, ...]
+
+    def title(self) -> str:
+        """One line: model, stage, ranks."""
+        return (
+            f"{self.model}: stage {self.stage}, rank {self.rank} of {self.world_size}, "
+            f"{len(self.units)} units"
+        )
+
+    def rows(self) -> list[list[str]]:
+        """The table as text, a row for each unit and their sum."""
+        rows = [["unit", "params", "bytes", "shard bytes", "padding", "regions"]]
+        for unit in self.units:
+            rows.append([unit.name, *_cells([unit]), ", ".join(unit.regions)])
+        return [*rows, ["total", *_cells(self.units), ""]]
+
+    def __str__(self) -> str:
+        return render_table(self.title(), self.rows())
+
+
+def _cells(units: Sequence[UnitDescription]) -> list[str]:
+    """Sums over the units: parameters, their bytes, bytes of the shards, padding."""
+    sums = (
+        sum(unit.num_params for unit in units),
+        sum(unit.param_nbytes for unit in units),
+        sum(unit.shard_nbytes for unit in units),
+        sum(unit.padding_nbytes for unit in units),
+    )
+    return [f"{number:,}" for number in sums]
+
+
+def describe(model: nn.Module) -> Description:
+    """The units of a sharded model, their bytes, regions and padding.
+
+    Raises:
+        ValueError: the model is not sharded.
+        RuntimeError: this process was forked from the one that sharded it.
+    """
+    state = state_of(model)
+    units = tuple(
+        _describe_unit(
+            unit.name, state.engine.layout(unit.index), [param.types for param in unit.params]
+        )
+        for unit in state.units
+    )
+    return Description(
+        type(model).__name__, state.config.stage, state.world_size, state.rank, units
+    )
+
+
+def describe_plan(model: str, planner: Planner, division: Division) -> Description:
+    """As :func:`describe`, for a model that is not sharded.
+
+    Args:
+        model: what to call it.
+        planner: its units.
+        division: over which ranks, and whose shards.
+    """
+    layouts = planner.layouts(division)
+    rows = zip(planner.names, layouts, planner.types, strict=True)
+    units = tuple(_describe_unit(name, layout, list(types)) for name, layout, types in rows)
+    return Description(model, division.stage, division.world_size, division.rank, units)
+
+
+def _describe_unit(name: str, layout: Layout, types: list[ParamTypes]) -> UnitDescription:
+    regions = []
+    for region in layout.regions:
+        kind = "trainable" if region.requires_grad else "frozen"
+        regions.append(f"{_describe_types(types[region.params[0]])} {kind}")
+    return UnitDescription(
+        name,
+        len(types),
+        layout.param_nbytes,
+        layout.nbytes,
+        layout.shard_nbytes,
+        tuple(regions),
+    )
+
+
+def _describe_types(types: ParamTypes) -> str:
+    """One dtype, or all of them where they are not the same."""
+    names = [
+        str(dtype).removeprefix("torch.")
+        for dtype in (types.model, types.main, types.reduce, types.grad)
+    ]
+    if len(set(names)) == 1:
+        return names[0]
+    model, main, reduce, grad = names
+    return f"{model} (main weights {main}, gradients reduced in {reduce}, kept in {grad})"

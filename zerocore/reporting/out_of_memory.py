@@ -1,0 +1,215 @@
+"""Says on OutOfMemory where it happened, what holds the memory, and what would make it fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from zerocore.common.memory_bytes import MemoryBytes
+from zerocore.hooks.optimizer_steps import optimizers_of
+from zerocore.model.state import ShardState, Unit, state_of
+from zerocore.planning.changes import Candidate, changes
+from zerocore.planning.prediction import division_of, planner_of
+from zerocore.reporting.memory_usage import memory_usage
+from zerocore.tensor.parameter import ShardedParameter
+
+NUM_BUCKETS = 3  # that are listed
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_models: WeakKeyDictionary[ShardState, ref[nn.Module]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Where memory ran out and what held it; bytes on this rank.
+
+    Attributes:
+        unit: names of the units in use, empty between units.
+        phase: ``forward``, ``backward``, ``recomputed forward``, ``optimizer step``, or
+            ``optimizer step or other`` in :func:`explain_out_of_memory`.
+        requested: what could not be allocated; None where the error does not say.
+        held: bytes by category.
+        buckets: gathered units and their bytes, largest first.
+        changes: what would need less, with the bytes that it saves, predicted.
+    """
+
+    unit: str
+    phase: str
+    requested: int | None
+    held: dict[str, int]
+    buckets: tuple[tuple[str, int], ...]
+    changes: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        where = f" of unit '{self.unit}'" if self.unit else ""
+        what = "memory" if self.requested is None else f"{self.requested:,} bytes"
+        lines = [f"zerocore: no room for {what} in the {self.phase}{where}. On this rank, bytes:"]
+        lines += [f"  {nbytes:>18,}  {name}" for name, nbytes in self.held.items()]
+        if self.buckets:
+            listed = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.buckets)
+            lines.append(f"Largest gathered units: {listed}.")
+        lines.append("What needs less (predicted; activations are not counted):")
+        for text, nbytes in self.changes:
+            enough = "; enough for this request" if 0 < (self.requested or 0) <= nbytes else ""
+            lines.append(f"  {text}: saves {nbytes:,}{enough}")
+        lines.append("  a smaller micro-batch, or torch.utils.checkpoint: saves activations")
+        return "\n".join(lines)
+
+
+class OutOfMemory(torch.OutOfMemoryError):
+    """A torch.OutOfMemoryError that says what held the memory; see ``diagnosis``."""
+
+    def __init__(self, message: str, diagnosis: Diagnosis) -> None:
+        super().__init__(f"{message}\n{diagnosis}")
+        self.diagnosis = diagnosis
+
+
+@contextmanager
+def explain_out_of_memory(model: nn.Module) -> Iterator[None]:
+    """Explains OutOfMemory errors raised in the block.
+
+    Forward, backward and ``zerocore.optim.AdamW.step`` do so by themselves. This is for the rest:
+    the first step of another optimizer, which makes its states, and code between the steps. Costs
+    nothing otherwise.
+
+    Raises:
+        ValueError: not sharded.
+        OutOfMemory: instead of torch.OutOfMemoryError, of MemoryError, and of the RuntimeError of
+            the CPU allocator.
+    """
+    state = state_of(model)
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        explained = _explain(error, state, "optimizer step or other", _units_in_use(state))
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def explain_forward(
+    error: BaseException, state: ShardState, units: tuple[int, ...]
+) -> OutOfMemory | None:
+    """What to raise for an error in a call of the module that ``units`` belong to, if anything."""
+    recomputed = torch._C._current_graph_task_id() != -1
+    phase = "recomputed forward" if recomputed else "forward"
+    return _explain(error, state, phase, [state.units[unit] for unit in units])
+
+
+def explain_step(error: BaseException, params: Sequence[Any]) -> OutOfMemory | None:
+    """What to raise for an error in an optimizer's step of ``params``, if anything."""
+    state = next((p.state_ref() for p in params if isinstance(p, ShardedParameter)), None)
+    return None if state is None else _explain(error, state, "optimizer step", [])
+
+
+def remember_model(state: ShardState, model: nn.Module) -> None:
+    """From now on what runs out of memory in ``model`` is explained."""
+    _models[state] = ref(model)
+
+
+def explain_backward(error: BaseException) -> OutOfMemory | None:
+    """What to raise for an error in a backward, if anything."""
+    for state in list(_models):
+        units = _units_in_use(state)
+        explained = _explain(error, state, "backward", units) if units else None
+        if explained is not None:
+            return explained
+    return None
+
+
+def _explain(
+    error: BaseException, state: ShardState, phase: str, units: list[Unit]
+) -> OutOfMemory | None:
+    if isinstance(error, OutOfMemory) or not _is_out_of_memory(error):
+        return None
+    model = _models[state]()
+    if model is None:
+        return None
+    name = ", ".join(unit.name for unit in units)
+    message = str(error).partition("\nException raised from")[0]
+    requested = _requested_nbytes(message)
+    diagnosis = Diagnosis(
+        name, phase, requested, _held(model), _buckets(state), tuple(_savings(state))
+    )
+    return OutOfMemory(message, diagnosis)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _requested_nbytes(message: str) -> int | None:
+    match = re.search(r"tried to allocate ([0-9.]+) ?(bytes|[KMGT]iB)", message, re.IGNORECASE)
+    return int(float(match[1]) * _UNITS[match[2].replace("bytes", "")]) if match else None
+
+
+def _held(model: nn.Module) -> dict[str, int]:
+    state, usage = state_of(model), _usage(model)
+    stats = state.engine.pool_stats
+    held = {
+        "parameters": usage.parameters,
+        "gradients": usage.gradients,
+        "optimizer state": usage.optimizer,
+        "main weights": usage.main_weights,
+        "bucket pool, in use": stats.in_use_nbytes,
+        "bucket pool, free": stats.reserved_nbytes - stats.in_use_nbytes,
+    }
+    if state.device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(state.device)
+        held["activations and the rest"] = max(0, allocated - sum(held.values()))
+        reserved = torch.cuda.memory_reserved(state.device)
+        held["free in torch's allocator"] = reserved - allocated
+    return held
+
+
+def _usage(model: nn.Module) -> MemoryBytes:
+    optimizers = optimizers_of(state_of(model))
+    states = sum(memory_usage(model, optimizer).optimizer for optimizer in optimizers)
+    return replace(memory_usage(model), optimizer=states)
+
+
+def _units_in_use(state: ShardState) -> list[Unit]:
+    """Units whose modules hold full parameters."""
+    return [unit for unit in state.units if any(_shows_full(unit))]
+
+
+def _shows_full(unit: Unit) -> Iterator[bool]:
+    for param in unit.params:
+        for owner, name in param.owners:
+            yield owner._parameters.get(name) is param.full
+
+
+def _buckets(state: ShardState) -> tuple[tuple[str, int], ...]:
+    """Units that are gathered into the pool."""
+    if not division_of(state).gathers:
+        return ()
+    gathered = [
+        (unit.name, state.engine.layout(unit.index).nbytes)
+        for unit in state.units
+        if _is_gathered(unit)
+    ]
+    return tuple(sorted(gathered, key=lambda bucket: -bucket[1])[:NUM_BUCKETS])
+
+
+def _is_gathered(unit: Unit) -> bool:
+    try:
+        return any(param.full.untyped_storage().data_ptr() != 0 for param in unit.params)
+    except RuntimeError:  # how a sharded unit answers
+        return False
+
+
+def _savings(state: ShardState) -> Iterator[tuple[str, int]]:
+    """Changes of how the model is sharded, with the predicted bytes that each saves."""
+    now = Candidate(planner_of(state), division_of(state))
+    nbytes = now.nbytes
+    for change in changes(now, lambda other: other < nbytes):
+        if change.nbytes < nbytes:
+            yield change.text, nbytes - change.nbytes

@@ -1,0 +1,177 @@
+"""Records chosen steps: the runtime's events, and what the modules did meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from zerocore.common.agreement import is_simulated
+from zerocore.common.clocks import Clock, clock_of
+from zerocore.common.events import Event, read_events
+from zerocore.model.state import ShardState, state_of
+from zerocore.model.unit_call import unit_call_of
+from zerocore.reporting.timeline import Box, Timeline, check_path, communication_boxes
+
+
+@contextmanager
+def record_events(model: nn.Module) -> Iterator[list[Event]]:
+    """Records what the runtime does; the list is filled when the block ends.
+
+    Raises:
+        ValueError: the model is not sharded, or is being recorded already.
+    """
+    state = state_of(model)
+    names = [unit.name for unit in state.units]
+    events: list[Event] = []
+    with state.meters.recording() as records:
+        yield events
+    events += read_events(records, names)
+
+
+@contextmanager
+def trace(model: nn.Module, *paths: str | Path) -> Iterator[Timeline]:
+    """Records the steps run in the ``with`` block and writes them to ``paths`` at its end.
+
+    Times are measured, on an emulated link emulated; on a GPU they are the device's, of modules as
+    of collectives.
+
+    Args:
+        model: a sharded model. A compiled one may be compiled again for the block.
+        paths: ``*.json`` for a Chrome trace (Perfetto, chrome://tracing), ``*.png`` for a picture
+            (needs matplotlib).
+
+    Returns:
+        The timeline, filled when the block ends.
+
+    Raises:
+        ValueError: not sharded, being recorded already, a path of another kind, or in a folder
+            that does not exist.
+        ImportError: a picture without matplotlib.
+    """
+    state = state_of(model)
+    for path in map(Path, paths):
+        check_path(path)
+    timeline = Timeline(label=_label(model, state))
+    recorder = _ModuleRecorder(clock_of(state.device))
+    with record_events(model) as events, recorder.attached(model, state):
+        yield timeline
+    timeline.boxes = recorder.boxes() + communication_boxes(events, state.device.type == "cpu")
+    timeline.pool = [(event.issued_ns, event.pool_nbytes) for event in events]
+    for path in map(Path, paths):
+        timeline.write(path)
+
+
+def source_of(state: ShardState) -> str:
+    """``"emulated"`` where the group's peers do not exist, else ``"measured"``."""
+    simulated = any(is_simulated(group) for group in state.ranks.groups)
+    return "emulated" if simulated else "measured"
+
+
+def _label(model: nn.Module, state: ShardState) -> str:
+    return (
+        f"{source_of(state)}: {type(model).__name__}, stage {state.config.stage}, "
+        f"rank {state.rank} of {state.world_size}, {state.device.type}"
+    )
+
+
+class _ModuleRecorder:
+    """Cuts time into boxes: forward or backward of which unit, optimizer."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._spans: list[tuple[str, str, Any, Any]] = []  # label, kind, begin, end
+        self._current: tuple[str, str] | None = None  # kind, label
+        self._since: Any = None
+        self._outer: list[tuple[str, str] | None] = []
+        self._in_backward = False
+        self._attached = False
+
+    def boxes(self) -> list[Box]:
+        """What was recorded; waits for a device that is not done with it."""
+        read = self._clock.read_ns
+        return [
+            Box("compute", label, kind, read(begin), read(end))
+            for label, kind, begin, end in self._spans
+        ]
+
+    @contextmanager
+    def attached(self, model: nn.Module, state: ShardState) -> Iterator[None]:
+        """Watches the units' modules and all optimizers."""
+        self._attached = True
+        with ExitStack() as stack:
+            for module in model.modules():
+                entry = unit_call_of(module)
+                if entry is None or not entry.units or entry.state is not state:
+                    continue
+                label = state.units[entry.units[0]].name
+                for handle in self._watch(module, label):
+                    stack.callback(handle.remove)
+            for handle in (
+                register_optimizer_step_pre_hook(lambda *_: self._enter("optimizer", "")),
+                register_optimizer_step_post_hook(lambda *_: self._leave()),
+            ):
+                stack.callback(handle.remove)
+            try:
+                yield
+            finally:
+                self._switch(None)
+                self._attached = False
+
+    def _watch(self, module: nn.Module, label: str) -> list[Any]:
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._leave()
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _grad: self._begin_backward(label))
+
+        def before(_module: nn.Module, _args: Any) -> None:
+            self._enter("recompute" if self._in_backward else "forward", label)
+
+        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def _enter(self, kind: str, label: str) -> None:
+        self._outer.append(self._current)
+        self._switch((kind, label))
+
+    def _leave(self) -> None:
+        self._switch(self._outer.pop() if self._outer else None)
+
+    def _begin_backward(self, label: str) -> None:
+        if not self._attached:
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end_backward)
+        self._switch(("backward", label))
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._switch(None)
+
+    def _switch(self, following: tuple[str, str] | None) -> None:
+        now = self._clock.mark()
+        if self._current is not None and self._attached:
+            self._spans.append((*self._current[::-1], self._since, now))
+        self._current, self._since = following, now
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)

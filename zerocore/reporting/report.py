@@ -1,0 +1,278 @@
+"""What ``report`` returns: the always-on meters of a sharded model, each step and on average."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerocore._C import allocator_counts
+from zerocore.common.events import read_events
+from zerocore.common.tables import render_table
+from zerocore.model.meters import Step
+from zerocore.model.state import ShardState, state_of
+from zerocore.reporting.recording import source_of
+from zerocore.reporting.step_figures import (
+    Communication,
+    MemoryFigures,
+    StepFigures,
+    times_by_unit,
+    total,
+    unit_means,
+)
+
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "L40S": 362e12,
+    "B200": 2250e12,
+}
+"""Dense bf16 operations per second by part of the device's name, from NVIDIA's data sheets."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Meters of a sharded model on this rank; ``str()`` is two tables.
+
+    Attributes:
+        title: model, stage, rank, device.
+        source: ``measured``, or ``emulated`` where the other ranks do not exist.
+        steps: the latest ones, oldest first.
+        units: by name, the mean over traced steps.
+        memory: see there.
+    """
+
+    title: str
+    source: str
+    steps: tuple[StepFigures, ...]
+    units: dict[str, Communication]
+    memory: MemoryFigures
+
+    @property
+    def counted(self) -> tuple[StepFigures, ...]:
+        """The steps that averages are over: all but step 0, which allocates and learns."""
+        return tuple(step for step in self.steps if step.number > 0)
+
+    def mean(self, name: str) -> float | None:
+        """Mean of an attribute of :class:`StepFigures` over the counted steps that have it."""
+        return _mean(self.counted, lambda step: getattr(step, name))
+
+    def mean_communication(self, name: str) -> float | None:
+        """Mean of an attribute of :class:`Communication` over the traced steps."""
+        traced = [step.communication for step in self.counted if step.communication is not None]
+        return _mean(traced, lambda each: getattr(each, name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return asdict(self)
+
+    def write_jsonl(self, path: str | Path) -> None:
+        """Writes a line of JSON for each step."""
+        lines = [json.dumps({"source": self.source, **asdict(step)}) for step in self.steps]
+        Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+    def __str__(self) -> str:
+        last = self.steps[-1] if self.steps else None
+        rows = [["", "mean", "last step"]]
+        rows += [
+            [name, show(mean), show(None if last is None else last_of(last))]
+            for name, mean, last_of, show in _summary(self)
+        ]
+        title = f"{self.title}: {self.source}, mean of {len(self.counted)} steps"
+        tables = [render_table(title, rows, _notes(self))]
+        if self.units:
+            tables.append(render_table("exposed time by unit, ms a step", _unit_rows(self.units)))
+        return "\n".join(tables)
+
+
+def report(
+    model: nn.Module,
+    *,
+    tokens: int | None = None,
+    flops_per_token: float | None = None,
+    peak_flops: float | None = None,
+) -> Report:
+    """What the always-on meters of a sharded model say about its steps on this rank.
+
+    A step ends where the next one's first forward begins; an optimizer's update tells them
+    apart. Step 1 and every 16th after it are traced, the others only counted.
+
+    Args:
+        model: a sharded model that was trained some steps.
+        tokens: tokens that this rank processes in a step.
+        flops_per_token: operations for a token in forward and backward; 6 per parameter by
+            default (Kaplan et al. 2020, arXiv:2001.08361), which leaves out attention scores.
+        peak_flops: operations per second of the device; by default :data:`PEAK_FLOPS`.
+
+    Raises:
+        ValueError: the model is not sharded, or a number is not positive and finite.
+        TypeError: what is no number.
+    """
+    state = state_of(model)
+    for name, value in (
+        ("tokens", tokens),
+        ("flops_per_token", flops_per_token),
+        ("peak_flops", peak_flops),
+    ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+    if flops_per_token is None:
+        flops_per_token = 6.0 * sum(param.spec.numel for param in state.params())
+    if peak_flops is None:
+        peak_flops = _known_peak(state.device)
+    steps = state.meters.steps()
+    traces = {step.number: _read_trace(step, state) for step in steps if step.records is not None}
+    figures = []
+    for step in steps:
+        rate = None if tokens is None else tokens * 1e9 / step.step_ns
+        mfu = None if rate is None or peak_flops is None else rate * flops_per_token / peak_flops
+        figures.append(_figures(step, traces.get(step.number), rate, mfu))
+    title = (
+        f"{type(model).__name__}, stage {state.config.stage}, rank {state.rank} of "
+        f"{state.world_size}, {state.device.type}"
+    )
+    units = unit_means(list(traces.values()))
+    return Report(title, source_of(state), tuple(figures), units, _memory(state))
+
+
+def _figures(
+    step: Step, trace: dict[str, Communication] | None, rate: float | None, mfu: float | None
+) -> StepFigures:
+    gathered = step.counts["all_gather"].nbytes
+    return StepFigures(
+        number=step.number,
+        step_ms=step.step_ns / 1e6,
+        outside_ms=step.outside_ns / 1e6,
+        tokens_per_s=rate,
+        mfu=mfu,
+        gathered_nbytes=gathered,
+        reduced_nbytes=sum(count.nbytes for count in step.counts.values()) - gathered,
+        num_collectives=sum(count.num for count in step.counts.values()),
+        pool_nbytes=step.pool_nbytes,
+        num_pool_allocations=step.num_pool_allocations,
+        num_retries=step.num_retries,
+        num_device_allocations=step.num_device_allocations,
+        communication=None if trace is None else total(list(trace.values())),
+        units=trace,
+    )
+
+
+def _read_trace(step: Step, state: ShardState) -> dict[str, Communication]:
+    """Times of a traced step by unit."""
+    events = read_events(step.records or (), [unit.name for unit in state.units])
+    return times_by_unit(events, queued=state.device.type == "cpu")
+
+
+def _memory(state: ShardState) -> MemoryFigures:
+    stats = state.engine.pool_stats
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if allocator_counts(str(state.device)) is None:
+        counted = (None, None, None, None)
+        return MemoryFigures(stats.peak_nbytes, stats.reserved_nbytes, *counted, resident)
+    counts = torch.cuda.memory_stats(state.device)
+    return MemoryFigures(
+        stats.peak_nbytes,
+        stats.reserved_nbytes,
+        counts.get("allocated_bytes.all.peak", 0),
+        counts.get("reserved_bytes.all.peak", 0),
+        counts.get("num_alloc_retries", 0),
+        counts.get("num_device_alloc", 0),
+        resident,
+    )
+
+
+def _known_peak(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+def _mean(items: Sequence[Any], read: Callable[[Any], float | None]) -> float | None:
+    values = [value for item in items if (value := read(item)) is not None]
+    return fmean(values) if values else None
+
+
+def _number(digits: int, scale: float = 1.0) -> Callable[[float | None], str]:
+    return lambda value: "-" if value is None else f"{value * scale:,.{digits}f}"
+
+
+Row = tuple[str, float | None, Callable[[StepFigures], float | None], Callable[[float | None], str]]
+
+
+def _summary(found: Report) -> list[Row]:
+    """Name, mean, how to read it from a step, how to show it."""
+
+    def of_step(label: str, name: str, show: Callable[[float | None], str]) -> Row:
+        return label, found.mean(name), lambda step: getattr(step, name), show
+
+    def of_trace(label: str, name: str, show: Callable[[float | None], str]) -> Row:
+        return (
+            label,
+            found.mean_communication(name),
+            lambda step: None if step.communication is None else getattr(step.communication, name),
+            show,
+        )
+
+    return [
+        of_step("step, ms", "step_ms", _number(1)),
+        of_step("  after the update, ms", "outside_ms", _number(1)),
+        of_step("  idle, ms", "idle_ms", _number(1)),
+        of_step("tokens/s of this rank", "tokens_per_s", _number(0)),
+        of_step("MFU, %", "mfu", _number(1, 100)),
+        of_step("collectives", "num_collectives", _number(0)),
+        of_step("gathered, MiB", "gathered_nbytes", _number(1, 2**-20)),
+        of_step("reduced, MiB", "reduced_nbytes", _number(1, 2**-20)),
+        of_step("bucket pool, peak MiB", "pool_nbytes", _number(1, 2**-20)),
+        of_step("  allocations", "num_pool_allocations", _number(1)),
+        of_step("allocator retries", "num_retries", _number(2)),
+        of_step("  device allocations", "num_device_allocations", _number(1)),
+        of_trace("all-gather, ms", "all_gather_ms", _number(1)),
+        of_trace("reduce, ms", "reduce_ms", _number(1)),
+        of_trace("exposed, ms", "exposed_ms", _number(1)),
+        of_trace("overlap, %", "overlap", _number(1, 100)),
+    ]
+
+
+def _notes(found: Report) -> list[str]:
+    memory = found.memory
+    parts = {
+        "bucket pool": memory.pool_peak,
+        "allocated": memory.allocated_peak,
+        "reserved": memory.reserved_peak,
+        "resident": memory.resident_peak,
+    }
+    peaks = ", ".join(
+        f"{name} {nbytes / 2**20:,.1f} MiB" for name, nbytes in parts.items() if nbytes is not None
+    )
+    lines = [f"peaks so far: {peaks}"]
+    if memory.num_retries is not None:
+        lines.append(
+            f"allocator so far: {memory.num_retries} retries, "
+            f"{memory.num_device_allocations} device allocations"
+        )
+    traced = sum(step.communication is not None for step in found.counted)
+    lines.append(f"times of communication: mean of {traced} traced steps")
+    if not found.steps:
+        lines.append("no step was completed: an update of a torch.optim optimizer ends one")
+    return lines
+
+
+def _unit_rows(units: dict[str, Communication]) -> list[list[str]]:
+    show, percent = _number(2), _number(1, 100)
+    rows = [["unit", "all-gather", "reduce", "exposed", "overlap %"]]
+    for name, unit in units.items():
+        times = (unit.all_gather_ms, unit.reduce_ms, unit.exposed_ms)
+        rows.append([name, *map(show, times), percent(unit.overlap)])
+    return rows

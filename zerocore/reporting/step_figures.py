@@ -1,0 +1,137 @@
+"""Figures of a report: communication of a step or unit, one step, memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zerocore.common.events import Event, transfers
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Of one traced step, or of one unit in it; milliseconds.
+
+    Attributes:
+        all_gather_ms: time that all-gathers had the link.
+        reduce_ms: the same of reduce-scatters and all-reduces.
+        exposed_ms: time that compute stood still for them.
+    """
+
+    all_gather_ms: float = 0.0
+    reduce_ms: float = 0.0
+    exposed_ms: float = 0.0
+
+    @property
+    def total_ms(self) -> float:
+        """Time that collectives had the link."""
+        return self.all_gather_ms + self.reduce_ms
+
+    @property
+    def overlap(self) -> float | None:
+        """Share of the communication that compute did not wait for; None without any."""
+        return 1 - self.exposed_ms / self.total_ms if self.total_ms > 0 else None
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One step.
+
+    Attributes:
+        number: from 0 on, since ``shard``.
+        step_ms: from its first forward to the next step's.
+        outside_ms: the part after the optimizer's update.
+        tokens_per_s: of this rank; None where tokens were not given.
+        mfu: share of the device's peak; None where that, or tokens, is not known.
+        gathered_nbytes: bytes of the full buckets of its all-gathers.
+        reduced_nbytes: the same of its reduce-scatters and all-reduces.
+        num_collectives: of both kinds.
+        pool_nbytes: most bytes of the bucket pool in use in it.
+        num_pool_allocations: how often the bucket pool took memory from the device's allocator;
+            never in a step that repeats the one before.
+        num_retries: times that torch's allocator freed its cache because memory was short; None on
+            the CPU, whose allocator does not count.
+        num_device_allocations: its calls to the device's own allocation, such as cudaMalloc; None
+            on the CPU. Both are those of the process.
+        communication: times; None if the step was not traced.
+        units: the same by unit.
+    """
+
+    number: int
+    step_ms: float
+    outside_ms: float
+    tokens_per_s: float | None
+    mfu: float | None
+    gathered_nbytes: int
+    reduced_nbytes: int
+    num_collectives: int
+    pool_nbytes: int
+    num_pool_allocations: int
+    num_retries: int | None
+    num_device_allocations: int | None
+    communication: Communication | None
+    units: dict[str, Communication] | None
+
+    @property
+    def idle_ms(self) -> float | None:
+        """Outside of the step's work, or waiting for communication; None if not traced."""
+        traced = self.communication
+        return None if traced is None else self.outside_ms + traced.exposed_ms
+
+
+@dataclass(frozen=True)
+class MemoryFigures:
+    """Bytes and counts on this rank so far: since the process began or their reset by the user.
+
+    Attributes:
+        pool_peak: high-water mark of the bucket pool since ``shard``; a step has its own.
+        pool_reserved: what the pool took from the device's allocator.
+        allocated_peak: of torch's allocator; None on the CPU, whose allocator does not count.
+        reserved_peak: the same.
+        num_retries: times that torch's allocator had to free its cache; None on the CPU.
+        num_device_allocations: its calls to the device's own allocation; None on the CPU.
+        resident_peak: most memory of the process that was resident.
+    """
+
+    pool_peak: int
+    pool_reserved: int
+    allocated_peak: int | None
+    reserved_peak: int | None
+    num_retries: int | None
+    num_device_allocations: int | None
+    resident_peak: int
+
+
+def times_by_unit(events: Sequence[Event], *, queued: bool) -> dict[str, Communication]:
+    """Link time and exposed time of each unit's collectives; ``queued`` as for ``transfers``."""
+    found: dict[str, Communication] = defaultdict(Communication)
+    for event, begin_ns in transfers(events, queued=queued):
+        own, busy_ms = found[event.unit], (event.done_ns - begin_ns) / 1e6
+        is_gather = event.op == "all_gather"
+        found[event.unit] = Communication(
+            own.all_gather_ms + (busy_ms if is_gather else 0.0),
+            own.reduce_ms + (0.0 if is_gather else busy_ms),
+            own.exposed_ms + event.wait_ns / 1e6,
+        )
+    return dict(found)
+
+
+def total(parts: Sequence[Communication]) -> Communication:
+    """Their sum."""
+    return Communication(
+        sum(part.all_gather_ms for part in parts),
+        sum(part.reduce_ms for part in parts),
+        sum(part.exposed_ms for part in parts),
+    )
+
+
+def unit_means(traces: Sequence[dict[str, Communication]]) -> dict[str, Communication]:
+    """Mean over traced steps, by unit; a unit without communication in a step has zeros there."""
+    names = dict.fromkeys(name for trace in traces for name in trace)
+    means = {}
+    for name in names:
+        whole = total([trace.get(name, Communication()) for trace in traces])
+        parts = (whole.all_gather_ms, whole.reduce_ms, whole.exposed_ms)
+        means[name] = Communication(*(part / len(traces) for part in parts))
+    return means

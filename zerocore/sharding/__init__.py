@@ -1,0 +1,1 @@
+"""Turns a model into a sharded one: what is asked for is checked first, then built."""

@@ -1,0 +1,151 @@
+"""Builds the engine of a model and puts shards in the place of its parameters."""
+
+from __future__ import annotations
+
+from weakref import ref
+
+import torch
+from torch import nn
+
+from zerocore._C import CallEvent, Engine
+from zerocore.hooks.backward_calls import watch_backward_calls
+from zerocore.hooks.loads import watch_loads
+from zerocore.hooks.moves import keep_in_place
+from zerocore.hooks.optimizer_steps import mark_full, mark_replaced
+from zerocore.hooks.pipelines import refuse_split_backward
+from zerocore.hooks.registration import watch_registrations
+from zerocore.model.call_order import call_order, units_by_module
+from zerocore.model.casting import cast_around_kept
+from zerocore.model.config import ShardConfig
+from zerocore.model.materialize import InitFn, full_values, materialize_buffers
+from zerocore.model.precision import MixedPrecision, param_types
+from zerocore.model.ranks import control_group
+from zerocore.model.state import Param, ShardState, Unit, set_state
+from zerocore.model.unit_call import UnitCall, set_unit_call
+from zerocore.model.units import ParamChoice, UnitPlanned
+from zerocore.reporting.out_of_memory import explain_backward, explain_forward, remember_model
+from zerocore.sharding.request import ShardRequest, types_of
+from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
+from zerocore.tensor.place import Place
+from zerocore.tensor.replaced import replace
+
+
+def build(request: ShardRequest) -> ShardState:
+    """Shards ``request.model`` in place and returns its state; on all ranks alike."""
+    model, config, planned = request.model, request.config, request.planned
+    engine = _make_engine(request, call_order(model, planned))
+    state = ShardState(engine, config, request.ranks, request.device)
+    if config.mixed_precision is not None:
+        cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
+    for index, unit in enumerate(planned):
+        state.units.append(_shard_unit(state, index, unit, request.init_fn))
+    materialize_buffers(model, request.device, request.init_fn)
+    _set_unit_calls(model, planned, state)
+    watch_loads(model, state)
+    engine.start(config.sync_params or state.world_size == 1)
+    set_state(model, state)
+    remember_model(state, model)
+    watch_backward_calls(explain_backward)
+    watch_registrations(model, state)
+    refuse_split_backward()
+    return state
+
+
+def _make_engine(request: ShardRequest, order: list[CallEvent]) -> Engine:
+    config, ranks = request.config, request.ranks
+    control = control_group(ranks)
+    return Engine(
+        stage=config.stage,
+        prefetch=config.prefetch,
+        hold_full=config.accumulate == "full",
+        agree_on_used=config.find_unused_parameters,
+        group_name=None if ranks.shard is None else ranks.shard.group_name,
+        replicas_name=None if ranks.replicas is None else ranks.replicas.group_name,
+        control_name=None if control is None else control.group_name,
+        device=request.device,
+        units=[
+            (unit.name, [_param_arg(choice, config) for choice in unit.params])
+            for unit in request.planned
+        ],
+        order=order,
+    )
+
+
+def _param_arg(
+    choice: ParamChoice, config: ShardConfig
+) -> tuple[str, torch.Tensor, torch.dtype, torch.dtype, torch.dtype, bool]:
+    param, types = choice.param, types_of(choice, config)
+    like = torch.empty_strided(param.shape, param.stride(), dtype=types.model, device="meta")
+    like.requires_grad_(param.requires_grad)
+    lacks_main = (
+        not param.requires_grad
+        and param_types(config.mixed_precision, choice.fqns[0], param.dtype, True).has_main
+    )
+    return choice.fqns[0], like, types.main, types.reduce, types.grad, lacks_main
+
+
+def _shard_unit(
+    state: ShardState, index: int, planned: UnitPlanned, init_fn: InitFn | None
+) -> Unit:
+    values = full_values(planned.params, state.device, init_fn)
+    state.engine.materialize(index, values, state.config.sync_params)
+    del values
+    unit = Unit(index, planned.name)
+    for position, choice in enumerate(planned.params):
+        unit.params.append(_shard_param(state, unit, position, choice))
+    planned.params.clear()
+    return unit
+
+
+def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoice) -> Param:
+    engine, old = state.engine, choice.param
+    layout = engine.layout(unit.index)
+    shared = layout.num_shards > 1
+    full = nn.Parameter(engine.make_full(unit.index, position), requires_grad=old.requires_grad)
+    place = Place(
+        choice.fqns[0],
+        old.shape,
+        layout.owned(position, state.ranks.shard_rank if shared else 0),
+        state.ranks.shard if shared else None,
+        None if full.is_contiguous() else full.stride(),
+    )
+    data = engine.make_shard(unit.index, position)
+    shard = ShardedParameter.make(data, place, old.requires_grad, unit.index, ref(state), full)
+    shard.position = position
+    shard.model_weight = engine.make_model_shard(unit.index, position)
+    grad = None
+    if old.is_floating_point():
+        grad = ShardedGrad.make(engine.make_grad(unit.index, position), place)
+    owners = [(owner._parameters, name) for owner, name in choice.owners]
+    engine.bind(unit.index, position, full, shard, grad, owners)
+    for parameters, name in owners:
+        parameters[name] = shard
+    shard.adopt_hooks(old)
+    mark_replaced(old, choice.fqns[0])
+    replace(old, choice.fqns[0])
+    mark_full(full, choice.fqns[0])
+    for face in (shard, full):
+        keep_in_place(face, choice.fqns[0])
+    spec = engine.spec(unit.index, position)
+    return Param(choice.fqns, choice.owners, full, shard, spec, types_of(choice, state.config))
+
+
+def _set_unit_calls(model: nn.Module, planned: list[UnitPlanned], state: ShardState) -> None:
+    units_of = units_by_module(planned)
+    mixed = state.config.mixed_precision or MixedPrecision()
+    narrow = mixed.param_dtype if mixed.cast_inputs else None
+    for module in list(model.modules()):
+        units = units_of.get(id(module), ())
+        is_root = module is model
+        if units or is_root:
+            computes = {param.types.model for unit in units for param in state.units[unit].params}
+            unit_call = UnitCall(
+                state,
+                state.engine,
+                explain_forward,
+                units,
+                is_root,
+                cast_inputs=narrow if is_root or narrow in computes else None,
+                cast_outputs=mixed.output_dtype if is_root else None,
+            )
+            set_unit_call(module, unit_call)

@@ -1,0 +1,150 @@
+"""Checks what is asked of ``shard``, so that a mistake on one rank is an error on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zerocore.common.agreement import agree
+from zerocore.common.quantities import parse_nbytes
+from zerocore.model.config import ShardConfig
+from zerocore.model.kinds import check_kinds
+from zerocore.model.materialize import InitFn
+from zerocore.model.precision import ParamTypes, param_types
+from zerocore.model.ranks import Ranks
+from zerocore.model.state import find_state
+from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
+from zerocore.planning.budget import check_budget
+
+
+@dataclass(frozen=True)
+class ShardRequest:
+    """What is to be sharded and how; the ranks agree on it.
+
+    Attributes:
+        model: not sharded yet.
+        config: options.
+        ranks: over which ranks.
+        planned: its units.
+        device: where its parameters go.
+        init_fn: initialises one module that is on the meta device.
+    """
+
+    model: nn.Module
+    config: ShardConfig
+    ranks: Ranks
+    planned: list[UnitPlanned]
+    device: torch.device
+    init_fn: InitFn | None
+
+
+def validate(
+    model: nn.Module,
+    make_config: Callable[[], ShardConfig],
+    ranks: Ranks,
+    *,
+    units: Sequence[UnitChoice] | None = None,
+    device: torch.device | None = None,
+    init_fn: InitFn | None = None,
+    optimizer: Optimizer | None = None,
+    memory_budget: str | int | None = None,
+) -> ShardRequest:
+    """The request for sharding ``model``; arguments as of :func:`zerocore.shard`.
+
+    ``make_config`` is called here, as it may fail on one rank only.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: a mistake, on every rank.
+    """
+    request: ShardRequest | None = None
+    error: Exception | None = None
+    try:
+        config = make_config()
+        _check_model(model, optimizer)
+        check_kinds(model, ranks.world_size)
+        planned = choose_units(model, units)
+        _check_types(planned, config)
+        chosen = _find_device(planned, device)
+        request = ShardRequest(model, config, ranks, planned, chosen, init_fn)
+        if memory_budget is not None:
+            budget = parse_nbytes(memory_budget, "memory_budget")
+            check_budget(model, planned, config, ranks, budget)
+    except Exception as caught:
+        error = caught
+    facts = [] if request is None or error is not None else _facts(request)
+    agree(ranks.groups, error, facts, None if request is None else request.device)
+    assert request is not None  # agree() has raised the error
+    return request
+
+
+def _check_model(model: nn.Module, optimizer: Optimizer | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard expects an nn.Module, got {type(model)}")
+    if find_state(model) is not None:
+        raise ValueError(
+            f"this {type(model).__name__} (or a part of it) is sharded already; shard once, the "
+            "outermost model"
+        )
+    if optimizer is not None:
+        raise ValueError(
+            "optimizer: build it after zerocore.shard, from model.parameters(); one built before "
+            "holds parameters that the model does not use any more"
+        )
+
+
+def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> torch.device:
+    found: dict[torch.device, str] = {}
+    for unit in planned:
+        for choice in unit.params:
+            if not choice.param.is_meta:
+                found.setdefault(choice.param.device, choice.fqns[0])
+    if len(found) > 1:
+        places = ", ".join(f"'{fqn}' on {where}" for where, fqn in found.items())
+        raise ValueError(f"parameters are on different devices: {places}; move the model to one")
+    if device is not None:
+        chosen = torch.device(device)
+        # Memory of "cuda" without an index would count as of another device than "cuda:0".
+        if chosen.type == "cuda" and chosen.index is None:
+            chosen = torch.device("cuda", torch.cuda.current_device())
+        return chosen
+    if found:
+        return next(iter(found))
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def _check_types(planned: list[UnitPlanned], config: ShardConfig) -> None:
+    choices = [choice for unit in planned for choice in unit.params]
+    if config.mixed_precision is not None:
+        config.mixed_precision.check_names([choice.fqns[0] for choice in choices])
+    for choice in choices:
+        types_of(choice, config)
+
+
+def types_of(choice: ParamChoice, config: ShardConfig) -> ParamTypes:
+    """The dtypes of a parameter.
+
+    Raises:
+        ValueError: mixed precision cannot keep it in them.
+    """
+    param = choice.param
+    return param_types(config.mixed_precision, choice.fqns[0], param.dtype, param.requires_grad)
+
+
+def _facts(request: ShardRequest) -> list[object]:
+    facts: list[object] = [request.config]
+    for unit in request.planned:
+        facts.append(f"unit '{unit.name}'")
+        facts += [
+            f"parameter '{' = '.join(c.fqns)}' of shape {list(c.param.shape)}, {c.param.dtype}, "
+            f"requires_grad={c.param.requires_grad}"
+            for c in unit.params
+        ]
+    return facts

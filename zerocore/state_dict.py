@@ -1,0 +1,152 @@
+"""Full state dicts of sharded models, streamed one unit at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerocore.common.agreement import agree
+from zerocore.model.casting import as_bytes
+from zerocore.model.state import Param, ShardState, Unit, state_of
+
+Keys = Mapping[Param, Sequence[str]]
+
+
+def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
+    """Full parameters and buffers on the CPU, keys and order as before sharding.
+
+    Under mixed precision they are the main weights. All ranks must call. Never more than one unit
+    is held in full on the device. Tied parameters share one tensor.
+
+    Args:
+        rank0_only: ranks other than 0 get an empty dict.
+
+    Raises:
+        ValueError: the model is not sharded.
+        RuntimeError: this process was forked from the one that sharded it.
+    """
+    state = state_of(model)
+    keys = _keys(model, state)
+    keep = not rank0_only or state.rank == 0
+    full: dict[str, Tensor] = {}
+    for unit in state.units:
+        values = state.engine.full_values(unit.index)
+        if keep:
+            _copy_out(unit, keys, values, full)
+        del values
+    if not keep:
+        return {}
+    result: dict[str, Any] = {}
+    for key, value in model.state_dict().items():
+        if key in full:
+            result[key] = full[key]
+        else:
+            result[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return result
+
+
+def _keys(model: nn.Module, state: ShardState) -> Keys:
+    """What ``model.state_dict()`` calls each parameter; wrappers in the model rename theirs."""
+    faces = {id(face): param for param in state.params() for face in (param.shard, param.full)}
+    keys: dict[Param, list[str]] = {param: [] for param in state.params()}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if id(value) in faces:
+            keys[faces[id(value)]].append(key)
+    return keys
+
+
+def _copy_out(unit: Unit, keys: Keys, values: list[Tensor], full: dict[str, Tensor]) -> None:
+    for param, on_device in zip(unit.params, values, strict=True):
+        value = on_device.to("cpu", copy=True)
+        full.update(dict.fromkeys(keys[param], value))
+
+
+def load_full_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any] | None, broadcast: bool = True
+) -> None:
+    """Loads full parameters and buffers into a sharded model.
+
+    All ranks must call.
+
+    Args:
+        state_dict: as :func:`full_state_dict` returns; with ``broadcast`` only rank 0's is read,
+            else every rank gives its own.
+
+    Raises:
+        ValueError: missing or unexpected keys, a wrong shape, or complex values for real ones; on
+            every rank, before anything is changed.
+    """
+    state = state_of(model)
+    source = not broadcast or state.rank == 0
+    keys = _keys(model, state)
+    buffers = _buffers(model, keys)
+    error = _check_values(model, keys, buffers, state_dict or {}) if source else None
+    facts = [f"buffer '{key}' of shape {list(b.shape)}, {b.dtype}" for key, b in buffers.items()]
+    agree(state.ranks.groups, error, list(facts) if broadcast else [], state.device)
+    values = state_dict or {}
+    for unit in state.units:
+        _load_unit(state, unit, keys, values if source else None, broadcast)
+    for key, buffer in buffers.items():
+        if source:
+            buffer.copy_(values[key])
+        if broadcast:
+            _broadcast(state, buffer)
+
+
+def _buffers(model: nn.Module, keys: Keys) -> dict[str, Tensor]:
+    """Tensors of ``model.state_dict()`` that are no parameters."""
+    names = {key for names in keys.values() for key in names}
+    items = model.state_dict().items()
+    return {key: value for key, value in items if key not in names and isinstance(value, Tensor)}
+
+
+def _check_values(
+    model: nn.Module, keys: Keys, buffers: Mapping[str, Tensor], values: Mapping[str, Any]
+) -> Exception | None:
+    expected = set(model.state_dict())
+    missing, unexpected = sorted(expected - set(values)), sorted(set(values) - expected)
+    if missing or unexpected:
+        return ValueError(
+            f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected "
+            f"{unexpected or 'nothing'}"
+        )
+    places = [("parameter", key, param.full) for param, names in keys.items() for key in names]
+    for kind, key, place in [*places, *(("buffer", k, buffer) for k, buffer in buffers.items())]:
+        value = values[key]
+        if not isinstance(value, Tensor):
+            return TypeError(f"{kind} '{key}': the state dict has a {type(value).__name__}")
+        if value.shape != place.shape:
+            return ValueError(
+                f"{kind} '{key}': the state dict has shape {tuple(value.shape)}, the model "
+                f"{tuple(place.shape)}"
+            )
+        if value.is_complex() and not place.is_complex():
+            return ValueError(
+                f"{kind} '{key}': the state dict has {value.dtype}, whose imaginary part would be "
+                f"lost in the model's {place.dtype}; convert it, as torch.view_as_real does"
+            )
+    return None
+
+
+def _load_unit(
+    state: ShardState, unit: Unit, keys: Keys, values: Mapping[str, Any] | None, broadcast: bool
+) -> None:
+    given: list[Tensor | None] = [None] * len(unit.params)
+    if not all(keys[param] for param in unit.params):
+        given = list(state.engine.full_values(unit.index))  # what has no key stays as it is
+    if values is not None:
+        for index, param in enumerate(unit.params):
+            if keys[param]:
+                given[index] = values[keys[param][0]]
+    state.engine.materialize(unit.index, given, broadcast)
+
+
+def _broadcast(state: ShardState, tensor: Tensor) -> None:
+    # Backends know few dtypes and only dense memory in order, so the bytes travel.
+    data = as_bytes(tensor)
+    for group in reversed(state.ranks.groups):  # to the other replicas first
+        dist.broadcast(data, dist.get_global_rank(group, 0), group=group)
+    tensor.copy_(data.view(tensor.dtype).view(tensor.shape))

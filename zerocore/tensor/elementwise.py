@@ -1,0 +1,194 @@
+"""Functions that work on a shard's elements alone: what may stand beside it, what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerocore.tensor.functions import COPIES, VIEWS, is_foreach, is_in_place
+from zerocore.tensor.place import Place, Placed, PlacedParameter, local_of, outline_of
+
+
+class NotLocal(Exception):
+    """These arguments do not go together element by element; the text says why."""
+
+
+def apply(
+    func: Callable[..., Any],
+    name: str,
+    base: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wrap: Callable[[Any, Placed], Any],
+) -> Any:
+    """Calls ``func`` on local elements; ``wrap(result, source)`` gives results their place.
+
+    Raises:
+        NotLocal: nothing was done.
+    """
+    if is_foreach(name):
+        return _apply_foreach(func, name, args, kwargs, wrap)
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    sources = [value for value in tensors if isinstance(value, Placed)]
+    source = next((value for value in sources if value.place.group is not None), sources[0])
+    if base in VIEWS:
+        return _view(func, source, args, kwargs, wrap)
+    fitted = tensors
+    if base not in COPIES:
+        fitted, _ = fit(base, tensors, is_in_place(name), kwargs.get("out"))
+    replaced = {id(old): new for old, new in zip(tensors, fitted, strict=True)}
+    result = func(
+        *(replaced.get(id(value), value) for value in args),
+        **{key: replaced.get(id(value), value) for key, value in kwargs.items()},
+    )
+    for old, new in replaced.items():
+        if result is new:  # a function in place returns what it was given
+            return next(tensor for tensor in tensors if id(tensor) == old)
+    return wrap(result, source)
+
+
+def _apply_foreach(
+    func: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wrap: Callable[[Any, Placed], Any],
+) -> Any:
+    lists = [index for index, arg in enumerate(args) if isinstance(arg, list | tuple)]
+    rows = list(zip(*(args[index] for index in lists), strict=True))
+    fitted = [_fit_row(name, row) for row in rows]
+    columns = [list(column) for column in zip(*fitted, strict=True)]
+    new_args = list(args)
+    for index, column in zip(lists, columns, strict=True):
+        new_args[index] = column
+    results = func(*new_args, **kwargs)
+    if results is None:
+        return None
+    sources = [next((t for t in row if isinstance(t, Placed)), None) for row in rows]
+    return [
+        result if source is None else wrap(result, source)
+        for result, source in zip(results, sources, strict=True)
+    ]
+
+
+def _fit_row(name: str, row: Sequence[Any]) -> list[Any]:
+    tensors = [value for value in row if isinstance(value, Tensor)]
+    if not any(isinstance(tensor, Placed) for tensor in tensors):
+        return list(row)
+    fitted, _ = fit(name, tensors, is_in_place(name))
+    replaced = iter(fitted)
+    return [next(replaced) if isinstance(value, Tensor) else value for value in row]
+
+
+def fit(
+    name: str, tensors: list[Tensor], in_place: bool, out: Tensor | None = None
+) -> tuple[list[Tensor], Place]:
+    """Plain local tensors for each of ``tensors``, or full ones if they change a full one.
+
+    All shards must lie at one place. A plain tensor may have one element, the full shape (this
+    rank's part of it is taken) or the shape of the shard. If the first one is changed, is plain
+    and has the full shape, the shards are gathered: all ranks must call.
+
+    Raises:
+        NotLocal: they do not fit.
+    """
+    sources = [tensor for tensor in tensors if isinstance(tensor, Placed)]
+    sources.sort(key=lambda source: source.place.group is None)  # who knows the ranks comes first
+    place, local_shape = sources[0].place, local_of(sources[0]).shape
+    for other in sources[1:]:
+        if not place.holds_same(other.place):
+            raise NotLocal(f"; '{other.fqn}' beside it lies elsewhere ({other!r})")
+    changed = out if out is not None else tensors[0] if in_place else None
+    if changed is not None and not isinstance(changed, Placed):
+        if _is_full(changed, place, local_shape):
+            gathered = [place.gather(local_of(t)) if isinstance(t, Placed) else t for t in tensors]
+            return gathered, place
+        if changed.shape != local_shape:
+            raise NotLocal(f"; what is changed has shape {tuple(changed.shape)}")
+    return [
+        tensor
+        if tensor is changed and not isinstance(tensor, Placed)
+        # What is changed in place is not broadcast.
+        else _fit_one(tensor, place, local_shape)
+        for tensor in tensors
+    ], place
+
+
+def _fit_one(tensor: Tensor, place: Place, local_shape: torch.Size) -> Tensor:
+    if isinstance(tensor, Placed):
+        return local_of(tensor)
+    if tensor.numel() == 1 and tensor.dim() <= 1:
+        return tensor
+    if tensor.shape == place.global_shape:
+        return place.part_of(tensor)
+    is_vector = tensor.dim() == 1 and len(place.global_shape) > 1
+    is_row = is_vector and tensor.numel() == place.global_shape[-1] and place.group is not None
+    is_column = is_vector and place.global_shape[-1] == 1  # with which a vector makes a matrix
+    if tensor.shape == local_shape and not is_row and not is_column:
+        return tensor
+    # A row of the full matrix and local elements may look alike, on this rank only.
+    raise NotLocal(
+        f"; a plain tensor of shape {tuple(tensor.shape)} stands beside it (torch.zeros_like of "
+        "the parameter makes one that knows its place)"
+    )
+
+
+def _is_full(changed: Tensor, place: Place, local_shape: torch.Size) -> bool:
+    """Whether a plain tensor that is changed is a full one; the same on all ranks.
+
+    One rank may own all elements of a vector, so that its shape says nothing: the ranks tell each
+    other.
+    """
+    is_full, is_local = changed.shape == place.global_shape, changed.shape == local_shape
+    if place.group is None or len(place.global_shape) != 1:
+        return is_full
+    votes = torch.tensor(
+        [is_full and not is_local, is_local and not is_full],
+        dtype=torch.int64,
+        device=changed.device,
+    )
+    dist.all_reduce(votes, dist.ReduceOp.MAX, group=place.group)
+    full, local = votes.tolist()
+    if full and local:
+        raise NotLocal("; some ranks change a full tensor, others a local one")
+    return bool(is_full and not local)
+
+
+def _view(
+    func: Callable[..., Any],
+    source: Placed,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wrap: Callable[[Any, Placed], Any],
+) -> Any:
+    """The same local elements, which are a part of another shape."""
+    if isinstance(source, PlacedParameter):
+        raise NotLocal("")  # the full one, as its elements have a place in what it is put into
+    before = outline_of(source)
+    outlines = {key: outline_of(value) for key, value in kwargs.items()}
+    after = func(*(outline_of(value) for value in args), **outlines)
+    is_same = after.stride() == before.stride() and after.shape == before.shape
+    in_order = before.is_contiguous() and after.is_contiguous()
+    if after.dtype != before.dtype or not (is_same or in_order):
+        raise NotLocal("; its elements would come in another order")
+    result = wrap(local_of(source), source)
+    result.place = replace(source.place, global_shape=after.shape)
+    return result
+
+
+def draw(func: Callable[..., Any], name: str, shard: Placed, args: Any, kwargs: Any) -> Tensor:
+    """This rank's part of what a random function gives for the full shape, plain.
+
+    So that the same seed gives the same numbers as on a model that is not sharded.
+    """
+    local = local_of(shard)
+    if any(isinstance(value, Placed) for value in (*args[1:], *kwargs.values())):
+        raise NotLocal("; the parameters of the distribution are sharded, too")
+    full = func(shard.place.like_full(local), *args[1:], **kwargs)
+    part = shard.place.part_of(full)
+    return local.copy_(part) if is_in_place(name) else part.clone()

@@ -1,0 +1,132 @@
+"""Reads of parameters outside of a module's call: with the full values, as a call of the unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocore.tensor.functions import is_in_place, name_of
+from zerocore.tensor.place import Placed, PlacedParameter, leaves, local_of
+
+
+class FullCopy(Tensor):
+    """A copy of what would be a view of a parameter; a change of it would be lost, and raises."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            name = name_of(func)
+            changed = list(leaves(args[:1])) if is_in_place(name) else []
+            if any(isinstance(tensor, FullCopy) for tensor in changed):
+                raise TypeError(
+                    f"{name}() would change a copy of a sharded parameter, not the parameter. "
+                    "Use `with zerocore.unsharded(model, write_back=True)` around the change"
+                )
+            if any(isinstance(value, Placed) for value in leaves((args, kwargs))):
+                return NotImplemented  # its own rules know what this is beside a shard
+            result = func(*args, **(kwargs or {}))
+            sources = [value for value in leaves(args) if isinstance(value, FullCopy)]
+            return _map(result, lambda t: _mark(t) if _shares_memory(t, sources) else t)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).clone().__reduce_ex__(proto)
+
+
+def in_call(param: PlacedParameter) -> bool:
+    """Whether a forward of the parameter's model runs."""
+    state = param.state_ref()
+    return state is not None and state.engine.in_call
+
+
+def is_recorded(values: Any) -> bool:
+    """Whether autograd would record a function of these."""
+    return torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for value in leaves(values)
+    )
+
+
+def call_with_full(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    params: Sequence[PlacedParameter],
+) -> Any:
+    """Calls ``func`` with full parameters in the place of sharded ones, as a call of their units.
+
+    All ranks must call. Inside of a forward the units stay with the module that is running.
+    """
+    units = {(id(param.state_ref()), param.unit): param for param in params}
+    entered: list[tuple[Any, int]] = []
+    try:
+        for (_, unit), param in sorted(units.items(), key=lambda item: item[0][1]):
+            engine = _engine(param)
+            if in_call(param):
+                engine.adopt(unit)
+            else:
+                engine.enter(unit)
+                entered.append((engine, unit))
+        output = func(*_with_full(args), **_with_full(kwargs))
+        if entered:
+            fulls = [param.full for param in params]
+            output = _map(output, lambda t: _copy(t) if _shares_memory(t, fulls) else t)
+    except BaseException:
+        for engine, unit in reversed(entered):
+            engine.exit(unit, None)
+        raise
+    for engine, unit in reversed(entered):
+        engine.exit(unit, output, keep=True)  # parameters of one unit are often read in a row
+    return output
+
+
+def _engine(param: PlacedParameter) -> Any:
+    state = param.state_ref()
+    if state is None:
+        raise RuntimeError(f"parameter '{param.fqn}': its model does not exist any more")
+    return state.engine
+
+
+def _with_full(value: Any) -> Any:
+    if isinstance(value, PlacedParameter):
+        return value.full
+    if isinstance(value, Placed):
+        return value.place.gather(local_of(value))  # a shard beside a parameter, in full as well
+    if isinstance(value, tuple | list):
+        return type(value)(_with_full(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _with_full(item) for key, item in value.items()}
+    return value
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The value with tensors changed; the same object if none is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        items = [_map(item, change) for item in value]
+        same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if same else type(value)(items)
+    return value
+
+
+def _shares_memory(tensor: Tensor, sources: Iterable[Any]) -> bool:
+    storage = tensor.untyped_storage()._cdata
+    return any(storage == source.untyped_storage()._cdata for source in sources)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    # Autograd itself refuses changes of views of what requires a gradient.
+    return tensor.clone() if tensor.requires_grad else _mark(tensor.clone())
+
+
+def _mark(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(FullCopy)

@@ -1,0 +1,336 @@
+"""The sharded parameter and its gradient: local elements that know their place.
+
+Their shape is that of the full tensor; their memory is 1-D and holds this rank's elements. C++, and
+Python where torch functions are switched off, see the latter.
+What torch functions mean on them is written in ``zerocore/tensor/rules.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NoReturn
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as _optimizer
+from torch.utils import _foreach_utils
+
+from zerocore.common.agreement import is_same
+from zerocore.tensor import rules
+from zerocore.tensor.full_reads import call_with_full, is_recorded
+from zerocore.tensor.place import Place, Placed, PlacedParameter, local_of
+
+_grad: Any = torch._C.TensorBase.grad
+_data: Any = torch._C.TensorBase.data
+_AFTER_ACCUMULATION = "_post_accumulate_grad_hooks"
+
+
+class _Shard(Placed):
+    """What all kinds of shards do alike."""
+
+    result_type: type[Tensor]  # of what elementwise functions make of it
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return rules.call(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        start, end = self.shard_range
+        local = local_of(self)
+        return (
+            f"{type(self).__name__}('{self.fqn}', global_shape={tuple(self.global_shape)}, "
+            f"elements {start}:{end}, dtype={local.dtype}, device='{local.device}')"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(self.full_tensor().item(), spec) if spec else repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = rules.keep_place(local_of(self).clone(), self)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, proto: Any) -> tuple[Any, ...]:
+        # A copy: the memory around a shard belongs to others. Plain types, for weights_only.
+        place = self.place
+        facts = (place.fqn, tuple(place.global_shape), place.shard_range, place.strides)
+        return rebuild_shard, (local_of(self).clone(), *facts)
+
+
+class LocalShard(_Shard, Tensor):  # type: ignore[misc]
+    """What ``state_dict`` holds of a sharded parameter: this rank's elements, the full shape.
+
+    Elementwise functions work on the local elements and give a shard; norms and full reductions
+    are those of the full tensor, equal on all ranks, which must all call. Others raise TypeError.
+    """
+
+    def __create_write_items__(self, fqn: str, value: Any) -> NoReturn:
+        self._refuse_checkpoint(fqn)
+
+    def __create_chunk_list__(self) -> NoReturn:
+        self._refuse_checkpoint(self.fqn)
+
+    def __get_tensor_shard__(self, index: Any) -> NoReturn:
+        self._refuse_checkpoint(self.fqn)
+
+    def _refuse_checkpoint(self, fqn: str) -> NoReturn:
+        raise TypeError(
+            f"'{fqn}' is a shard: torch.distributed.checkpoint would keep that of one rank only. "
+            "Save zerocore.full_state_dict(model) and load it with zerocore.load_full_state_dict"
+        )
+
+
+class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[misc]
+    """This rank's elements of a parameter, possibly none; what the optimizer updates.
+
+    Its shape, ``numel()`` and strides are those of the full parameter; :meth:`local` and
+    ``shard_range`` tell of the shard. Functions of it that autograd records, or that need all
+    elements, use the full value: all ranks must call them.
+    """
+
+    result_type = LocalShard
+    what = PlacedParameter.what
+
+    unit: int  # index of the unit it belongs to
+    position: int  # in the unit
+    state_ref: Callable[[], Any]  # weak: the state of the model it belongs to
+    full: nn.Parameter  # what layers compute with
+    # The same elements as layers compute with; None where they compute with this parameter.
+    model_weight: Tensor | None = None
+    aliases: list[ref[LocalShard]]  # what detach() and data have given
+
+    @staticmethod
+    def make(
+        data: Tensor,
+        place: Place,
+        requires_grad: bool,
+        unit: int,
+        state_ref: Callable[[], Any],
+        full: nn.Parameter,
+    ) -> ShardedParameter:
+        """Wraps ``data`` (1-D) without copying."""
+        param = torch.Tensor._make_subclass(ShardedParameter, data, requires_grad)
+        param.place = place
+        param.unit = unit
+        param.state_ref = state_ref
+        param.full = full
+        param.aliases = []
+        return param
+
+    def detach(self) -> LocalShard:
+        """A :class:`LocalShard` on the same memory, until ``data`` is set."""
+        shard = local_of(self).as_subclass(LocalShard)
+        shard.place = self.place
+        self.aliases = [alias for alias in self.aliases if alias() is not None]
+        self.aliases.append(ref(shard))
+        return shard
+
+    def _let_go(self, local: Tensor) -> None:
+        """What was taken from ``data`` keeps its values when that is set, as it does elsewhere."""
+        aliases = [alias for alias in (known() for known in self.aliases) if alias is not None]
+        if aliases:
+            values = local.clone()
+            for alias in aliases:
+                _data.__set__(alias, values)
+        self.aliases = []
+
+    @property
+    def grad(self) -> Tensor | None:
+        """This rank's elements of the averaged gradient.
+
+        Takes those elements, a full gradient that is averaged already, of which this rank's part
+        is copied, or None. All ranks must set a full one.
+
+        Raises:
+            ValueError: set to a tensor of another shape, to a shard of something else, or to full
+                gradients that differ between the ranks.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            held: Tensor | None = _grad.__get__(self)
+            return held
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if value is not None:
+                if not isinstance(value, Placed) and value.shape == self.global_shape:
+                    self._check_averaged(value)
+                value = self._part_of(value, ".grad")
+            if value is not None and not isinstance(value, ShardedGrad):
+                value = ShardedGrad.make(value.as_subclass(Tensor), self.place)
+            _grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> LocalShard:
+        """As :meth:`detach`. What it is set to is copied: this rank's part, or the full value.
+
+        Raises:
+            TypeError, ValueError: set to another dtype, device or shape.
+        """
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            local = local_of(self)
+            if (value.dtype, value.device) != (local.dtype, local.device):
+                raise TypeError(
+                    f"parameter '{self.fqn}' is sharded: its data cannot become {value.dtype} on "
+                    f"{value.device} from {local.dtype} on {local.device}; do it before "
+                    "zerocore.shard"
+                )
+            # By identity, which is the same on all ranks: on all of them versions change or none.
+            is_own = value is self or any(alias() is value for alias in self.aliases)
+            value = self._part_of(value, ".data")
+            if not is_own:
+                rules.check_not_shown_full("data", [self])
+                self._let_go(local)
+                local.copy_(value)
+
+    def set_(self, source: Any) -> ShardedParameter:  # type: ignore[override]
+        """Copies ``source`` as setting ``data`` does; the memory stays where it is."""
+        self.data = source
+        return self
+
+    def _check_averaged(self, value: Tensor) -> None:
+        state = self.state_ref()
+        # Of a vector it may be local elements, on a rank that owns them all: the others set theirs.
+        may_be_local = len(self.global_shape) == 1 and self.place.group is not None
+        if state is not None and not may_be_local and not is_same(state.ranks.groups, value):
+            raise ValueError(
+                f".grad of parameter '{self.fqn}' was set to full gradients that differ between "
+                "the ranks. Average them first, with dist.all_reduce (torch.autograd.grad gives "
+                "each rank its own), or call loss.backward(), which averages"
+            )
+
+    def _part_of(self, value: Tensor, where: str) -> Tensor:
+        """This rank's elements of what ``where`` is set to; torch functions are off."""
+        if not isinstance(value, Placed) and value.shape == self.global_shape:
+            part = self.place.part_of(value.detach())
+            return part if self.place.group is None else part.clone()  # the rest is not kept alive
+        same = not isinstance(value, Placed) or value.place.holds_same(self.place)
+        if value.shape == self.shape and same:
+            return value
+        given = repr(value) if isinstance(value, Placed) else f"shape {tuple(value.shape)}"
+        start, end = self.shard_range
+        raise ValueError(
+            f"{where} of parameter '{self.fqn}' takes a tensor of shape "
+            f"{tuple(self.global_shape)}, or this rank's elements {start}:{end} of it, 1-D, but "
+            f"was set to {given}. To change the shape build the model anew before zerocore.shard"
+        )
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """As on a parameter under DistributedDataParallel: ``hook`` is given this rank's own full
+        gradient, before it is averaged.
+
+        Raises:
+            TypeError: in the backward, if ``hook`` returns a shard.
+        """
+        if self.requires_grad and not self.full.requires_grad:
+            self.full.requires_grad_(True)
+        return self.full.register_hook(_checked_hook(hook, self.fqn))
+
+    def adopt_hooks(self, old: nn.Parameter) -> None:
+        """Takes the hooks that were registered on ``old``; their handles still remove them."""
+        if old._backward_hooks:
+            self.full._backward_hooks = old._backward_hooks
+        if hooks := getattr(old, _AFTER_ACCUMULATION, None):
+            setattr(self, _AFTER_ACCUMULATION, hooks)
+
+    def full_tensor(self) -> Tensor:
+        """The full value, a new plain tensor of ``global_shape``; all ranks must call.
+
+        Under mixed precision that of the main weights; but where autograd records, what layers
+        compute with, and gradients go back to the parameter.
+        """
+        if is_recorded((self,)):
+            full: Tensor = call_with_full(torch.clone, (self,), {}, [self])
+            return full
+        return super().full_tensor()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        raise TypeError(self._copy_mistake())
+
+    def __reduce_ex__(self, proto: Any) -> NoReturn:
+        raise TypeError(self._copy_mistake())
+
+    def _copy_mistake(self) -> str:
+        return (
+            f"parameter '{self.fqn}' is sharded and cannot be deep-copied or pickled; copy the "
+            "model before zerocore.shard, or use zerocore.full_state_dict(model)"
+        )
+
+
+def _checked_hook(
+    hook: Callable[[Tensor], Tensor | None], fqn: str
+) -> Callable[[Tensor], Tensor | None]:
+    @wraps(hook)
+    def run(grad: Tensor) -> Tensor | None:
+        result = hook(grad)
+        if isinstance(result, Placed):
+            raise TypeError(
+                f"a hook of parameter '{fqn}' was given the full gradient but returned a shard, "
+                f"{result!r}. Make what it is combined with (a mask) from p.full_tensor(), "
+                "before the backward"
+            )
+        return result
+
+    return run
+
+
+class ShardedGrad(_Shard, Tensor):  # type: ignore[misc]
+    """This rank's elements of an averaged gradient.
+
+    Elementwise functions work on the local elements. Norms and full reductions are those of the
+    full gradient, equal on all ranks (so ``torch.nn.utils.clip_grad_norm_`` is right unchanged).
+    Others would silently be local and raise TypeError.
+    """
+
+    what = "the gradient of"
+
+    @staticmethod
+    def make(data: Tensor, place: Place) -> ShardedGrad:
+        """Wraps ``data`` (1-D) without copying."""
+        grad = torch.Tensor._make_subclass(ShardedGrad, data, False)
+        grad.place = place
+        return grad
+
+
+LocalShard.result_type = LocalShard
+ShardedGrad.result_type = ShardedGrad
+
+
+def rebuild_shard(
+    data: Tensor,
+    fqn: str,
+    global_shape: tuple[int, ...],
+    shard_range: tuple[int, int],
+    strides: tuple[int, ...] | None,
+) -> LocalShard:
+    """A shard from a file: it knows its place, but not the ranks that hold the rest."""
+    shard = data.as_subclass(LocalShard)
+    shard.place = Place(fqn, torch.Size(global_shape), shard_range, None, strides)
+    return shard
+
+
+def make_shards_known() -> None:
+    """Torch loads shards from files, and its optimizers update lists of them in one call.
+
+    Unknown ones they would update in a for-loop, without a word.
+    """
+    torch.serialization.add_safe_globals([rebuild_shard])
+    kinds: list[Any] = [ShardedParameter, ShardedGrad, LocalShard]
+    _optimizer._foreach_supported_types.extend(kinds)
+    _foreach_utils._foreach_supported_types.extend(kinds)

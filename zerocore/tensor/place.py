@@ -1,0 +1,187 @@
+"""Where a shard lies in its tensor: from the full value to the shard, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerocore.tensor.functions import has_operator
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a local shard lies in its parameter.
+
+    Attributes:
+        fqn: name of the parameter.
+        global_shape: shape of the full parameter.
+        shard_range: ``(start, end)`` of this rank's elements; for a parameter that is not
+            C-contiguous (channels_last) elements count in the order of its memory.
+        group: the ranks that share the parameter; None where every rank holds all of it, and in a
+            shard that was loaded from a file.
+        strides: those of the full parameter; None if it is C-contiguous.
+    """
+
+    fqn: str
+    global_shape: torch.Size
+    shard_range: tuple[int, int]
+    group: dist.ProcessGroup | None = None
+    strides: tuple[int, ...] | None = None
+
+    def holds_same(self, other: Place) -> bool:
+        """Whether shards at both places hold the same elements of a tensor of one layout.
+
+        One that was loaded from a file knows no group, and goes with any.
+        """
+        groups = {self.group, other.group} - {None}
+        return len(groups) < 2 and (self.global_shape, self.shard_range, self.strides) == (
+            other.global_shape,
+            other.shard_range,
+            other.strides,
+        )
+
+    def check_whole(self) -> None:
+        """Raises RuntimeError if the other elements lie on ranks that are not known."""
+        if self.group is None and self.shard_range != (0, self.global_shape.numel()):
+            raise RuntimeError(
+                f"'{self.fqn}': this shard (elements {self.shard_range[0]}:{self.shard_range[1]}) "
+                "was loaded from a file or copied by pickle, and does not know the ranks that "
+                "hold the others. Load it with model.load_state_dict first"
+            )
+
+    def like_full(self, local: Tensor) -> Tensor:
+        """An empty plain tensor of the full shape, strides, and of the shard's dtype and device."""
+        return _empty(self.global_shape, self.strides, local.dtype, local.device)
+
+    def outline(self, dtype: torch.dtype) -> Tensor:
+        """A tensor on the meta device of the full shape and strides; not to be changed."""
+        return _outline(self.global_shape, self.strides, dtype)
+
+    def part_of(self, full: Tensor) -> Tensor:
+        """This rank's elements, 1-D, of a plain tensor of the full shape; may share its memory."""
+        if full.stride() != self.outline(full.dtype).stride():
+            full = self.like_full(full).copy_(full)
+        start, end = self.shard_range
+        return full.as_strided((full.numel(),), (1,), full.storage_offset())[start:end]
+
+    def gather(self, local: Tensor) -> Tensor:
+        """The full value from every rank's plain 1-D part; collective, a new tensor."""
+        self.check_whole()
+        full = self.like_full(local)
+        flat = full.as_strided((full.numel(),), (1,))
+        start, end = self.shard_range
+        if self.group is None:
+            flat.copy_(local)
+        elif full.numel() > 0:
+            flat.zero_()
+            flat[start:end] = local
+            # As bytes: other ranks' are zero, so sums keep every bit, of any dtype.
+            dist.all_reduce(flat.view(torch.uint8), group=self.group)
+        return full
+
+
+def _empty(
+    shape: torch.Size,
+    strides: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:
+    if strides is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=4096)  # programs ask for shapes often
+def _outline(shape: torch.Size, strides: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
+    return _empty(shape, strides, dtype, "meta")
+
+
+class Placed:
+    """Attributes and methods common to all tensors that are a shard of something."""
+
+    place: Place
+    dtype: torch.dtype
+    what = "the shard of"  # how errors call it
+
+    @property
+    def fqn(self) -> str:
+        """Name of the parameter."""
+        return self.place.fqn
+
+    @property
+    def global_shape(self) -> torch.Size:
+        """Shape of the full parameter."""
+        return self.place.global_shape
+
+    @property
+    def shard_range(self) -> tuple[int, int]:
+        """This rank's elements of the flattened parameter, ``(start, end)``."""
+        return self.place.shard_range
+
+    def local(self) -> Tensor:
+        """The local elements as a plain 1-D tensor on the same memory."""
+        return local_of(self)
+
+    def full_tensor(self) -> Tensor:
+        """The full value, a new plain tensor of ``global_shape``; all ranks must call.
+
+        Raises:
+            RuntimeError: the shard was loaded from a file and is in no model.
+        """
+        return self.place.gather(local_of(self))
+
+
+class PlacedParameter(Placed):
+    """A shard that has a full parameter which layers compute with."""
+
+    what = "parameter"
+    unit: int
+    state_ref: Any
+    full: torch.nn.Parameter
+    requires_grad: bool
+
+
+def local_of(shard: Any) -> Tensor:
+    """The elements of a shard as a plain tensor on the same memory, without gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.detach(shard).as_subclass(Tensor)
+
+
+def outline_of(value: Any) -> Any:
+    """What tells the full shape and strides of a shard; anything else stays."""
+    return value.place.outline(value.dtype) if isinstance(value, Placed) else value
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What nested lists, tuples and dicts hold."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
+    """Raises the error for a function that has no meaning on a shard.
+
+    A TypeError; but a RuntimeError from what Python's operators call: of a TypeError they would
+    make "unsupported operand type(s)", and the advice would be lost.
+    """
+    start, end = shard.shard_range
+    kind = RuntimeError if has_operator(name) else TypeError
+    raise kind(
+        f"{name}() of {shard.what} '{shard.fqn}' would only see this rank's elements "
+        f"({start}:{end} of shape {tuple(shard.global_shape)}){reason}. Call .full_tensor() on all "
+        "ranks for the full value, .local() for the local elements as a plain tensor; to change "
+        "it, use `with zerocore.unsharded(model, write_back=True)`; to save, "
+        "zerocore.full_state_dict(model), in save_pretrained as state_dict="
+    )

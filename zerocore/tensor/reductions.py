@@ -1,0 +1,249 @@
+"""Norms and other full reductions of tensors of which every rank holds a part.
+
+Each rank reduces its elements to one or a few numbers, in float64 or int64. All ranks get those of
+all, and combine them in the order of ranks: the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerocore.tensor.elementwise import NotLocal, fit
+from zerocore.tensor.place import Place, Placed, local_of
+
+_SUMS = ("sum", "mean", "prod", "nansum", "nanmean")
+_COUNTS = ("any", "all", "count_nonzero")
+_EXTREMES = {"max": torch.amax, "amax": torch.amax, "min": torch.amin, "amin": torch.amin}
+_SPREADS = ("var", "std")
+_PRODUCTS = ("dot", "vdot", "inner", "matmul")
+
+
+def reduce(
+    func: Callable[..., Any], base: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The result of a reduction over all elements of all ranks; collective.
+
+    NotImplemented if these arguments ask for something else.
+    """
+    if base in _PRODUCTS or base in ("equal", "allclose"):
+        return _compare_or_multiply(func, base, args, kwargs)
+    shard = args[0] if args else kwargs.get("input")
+    if not isinstance(shard, Placed):
+        return NotImplemented
+    if base in ("item", "tolist"):
+        # One element in all: who holds it is no matter.
+        whole = shard.global_shape.numel() == 1
+        return func(shard.full_tensor()) if whole else NotImplemented
+    options = _options(base, args[1:], kwargs)
+    if options is None or shard.global_shape.numel() == 0:
+        return NotImplemented
+    local = local_of(shard)
+    if local.is_complex():
+        return NotImplemented
+    like = func(torch.ones(2, dtype=local.dtype, device=local.device), **options)
+    shard.place.check_whole()
+    return _combine(base, shard.place, local, like.dtype, options).to(like.dtype)
+
+
+def _options(base: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Arguments that change the number; None if they ask for anything but one number."""
+    neutral = {"dim": None, "axis": None, "keepdim": False, "out": None, "input": None}
+    given = {
+        name: value
+        for name, value in kwargs.items()
+        if name == "input" or name not in neutral or value is not neutral[name]
+    }
+    given.pop("input", None)
+    if base in _SPREADS and args and isinstance(args[0], bool):
+        given["unbiased"] = args[0]
+        args = args[1:]
+    allowed = {"dtype"} if base in _SUMS else {"correction", "unbiased"}
+    allowed = allowed if base in _SUMS + _SPREADS else set()
+    if any(value is not None for value in args) or not set(given) <= allowed:
+        return None
+    return given
+
+
+def _combine(
+    base: str, place: Place, local: Tensor, dtype: torch.dtype, options: dict[str, Any]
+) -> Tensor:
+    is_float = (local if base in _EXTREMES else dtype).is_floating_point
+    wide = torch.float64 if (is_float() if callable(is_float) else is_float) else torch.int64
+    if base in _COUNTS:
+        count = across(place, local.count_nonzero()).sum()
+        numel = place.global_shape.numel()
+        return {"any": count > 0, "all": count == numel}.get(base, count)
+    if base in _EXTREMES:
+        reducer = _EXTREMES[base]
+        values = local.to(wide)
+        part = reducer(values) if local.numel() > 0 else _neutral(wide, reducer, local.device)
+        return reducer(across(place, part))
+    if base in _SPREADS:
+        return _spread(base, place, local.double(), options)
+    if base == "prod":
+        return across(place, local.prod(dtype=wide)).prod()
+    kept = torch.nansum if base.startswith("nan") else torch.sum
+    total = across(place, kept(local, dtype=wide)).sum()
+    if base == "mean":
+        return total / place.global_shape.numel()
+    if base == "nanmean":
+        return total / across(place, local.isnan().logical_not().sum()).sum()
+    return total
+
+
+def _neutral(wide: torch.dtype, reducer: Any, device: torch.device) -> Tensor:
+    """What a rank without elements says."""
+    info = torch.iinfo(wide) if wide == torch.int64 else None
+    low, high = (info.min, info.max) if info else (float("-inf"), float("inf"))
+    return torch.tensor(low if reducer is torch.amax else high, dtype=wide, device=device)
+
+
+def _spread(base: str, place: Place, local: Tensor, options: dict[str, Any]) -> Tensor:
+    """Variance or standard deviation from each rank's count, mean and sum of squares about it."""
+    correction = options.get("correction", 1 if options.get("unbiased", True) else 0)
+    count = local.numel()
+    mean = local.mean() if count > 0 else local.new_zeros(())
+    part = torch.stack([local.new_tensor(count), mean, (local - mean).square().sum()])
+    counts, means, squares = across(place, part).unbind(1)
+    total_mean = (counts * means).sum() / counts.sum()
+    total = squares.sum() + (counts * (means - total_mean).square()).sum()
+    variance = total / max(0.0, place.global_shape.numel() - float(correction or 0))
+    return variance.sqrt() if base == "std" else variance
+
+
+def _compare_or_multiply(
+    func: Callable[..., Any], base: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if len(args) < 2 or not all(isinstance(arg, Tensor) for arg in args[:2]):
+        return NotImplemented
+    try:
+        (one, other), place = fit(base, list(args[:2]), False)
+    except NotLocal:
+        return NotImplemented
+    place.check_whole()
+    if base in ("equal", "allclose"):
+        same = one.new_tensor(int(func(one, other, *args[2:], **kwargs)), dtype=torch.int64)
+        return bool(across(place, same).all())
+    if base in ("inner", "matmul") and len(place.global_shape) != 1:
+        return NotImplemented  # of matrices
+    if one.shape != other.shape or kwargs or one.is_complex():
+        return NotImplemented
+    wide = torch.float64 if one.dtype.is_floating_point else torch.int64
+    return across(place, (one.to(wide) * other.to(wide)).sum()).sum().to(one.dtype)
+
+
+def across(place: Place, part: Tensor) -> Tensor:
+    """Every rank's numbers, in the order of ranks, along a new first dimension."""
+    if place.group is None:
+        return part.unsqueeze(0)
+    parts = [torch.empty_like(part) for _ in range(place.group.size())]
+    dist.all_gather(parts, part.contiguous(), group=place.group)
+    return torch.stack(parts)
+
+
+# -- norms --------------------------------------------------------------------------------------
+
+
+def norm(func: Callable[..., Any], base: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The norm of all elements; NotImplemented for one along a dimension or of a matrix."""
+    names = ("input", "p", "dim", "keepdim", "out", "dtype")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    shard: Any = given.get("input", given.get("A", given.get("x", given.get("self"))))
+    p = given.get("ord", given.get("p"))
+    dims = (None, 0, -1, (0,), [0]) if len(shard.global_shape) == 1 else (None,)
+    if given.get("out") is not None or given.get("keepdim") or given.get("dim") not in dims:
+        return NotImplemented
+    if base == "linalg_norm" and len(shard.global_shape) != 1 and p not in (None, "fro"):
+        return NotImplemented  # of a matrix
+    if isinstance(p, str) and p != "fro":
+        return NotImplemented
+    return global_norms([shard], _parse_p(p), given.get("dtype"))[0]
+
+
+def foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """As ``torch._foreach_norm``, each norm that of the full tensor; one all-reduce."""
+    given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
+    return global_norms(list(given["self"]), _parse_p(given.get("ord")), given.get("dtype"))
+
+
+def unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """What torch.amp.GradScaler calls: grads *= inv_scale, found_inf = 1 if one is not finite.
+
+    The ranks must agree, or only some would make the step; one that owns no elements takes part.
+    """
+    func(grads, found_inf, inv_scale)
+    for group in _groups_of(grads):
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+
+
+def _groups_of(shards: Sequence[Tensor]) -> list[dist.ProcessGroup]:
+    """The groups that these are split over, each once, in order."""
+    places = [shard.place for shard in shards if isinstance(shard, Placed)]
+    return list(dict.fromkeys(place.group for place in places if place.group is not None))
+
+
+def global_norms(
+    shards: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None
+) -> list[Tensor]:
+    """Norms of full tensors from local shards, each in its own dtype; one all-reduce.
+
+    ``|x|_p = (sum over ranks of |x_r|_p^p)^(1/p)``, and the maximum for p = inf. Tensors among
+    them that are not sharded must be on a list of their own.
+    """
+    groups = _groups_of(shards)
+    if len(groups) > 1:
+        raise ValueError(
+            "gradients of several process groups have no common norm; take that of each model"
+        )
+    for shard in shards:
+        if isinstance(shard, Placed):
+            shard.place.check_whole()
+    group = groups[0] if groups else None
+    local = torch.stack(local_norms(shards, norm_type, dtype))
+    split = [isinstance(shard, Placed) and shard.place.group is not None for shard in shards]
+    if all(split) or not any(split):
+        norms = reduce_norms(local, norm_type, group)
+    else:
+        mask = torch.tensor(split, device=local.device)
+        norms = torch.where(mask, reduce_norms(local, norm_type, group), local)
+    return [norm.to(dtype or s.dtype) for norm, s in zip(norms.unbind(), shards, strict=True)]
+
+
+def local_norms(
+    shards: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None
+) -> list[Tensor]:
+    """The norm of each tensor's local elements; that of none is 0, also for p = inf."""
+    with torch._C.DisableTorchFunctionSubclass():  # functions see the local elements
+        filled = [shard for shard in shards if shard.numel() > 0]
+        norms = iter(torch._foreach_norm(filled, norm_type, dtype) if filled else ())
+        return [
+            next(norms) if shard.numel() > 0 else shard.new_zeros((), dtype=dtype)
+            for shard in shards
+        ]
+
+
+def reduce_norms(norms: Tensor, norm_type: float, group: dist.ProcessGroup | None) -> Tensor:
+    """Combines the ranks' norms of disjoint parts, elementwise, into those of the whole."""
+    if group is None:
+        return norms
+    if norm_type <= 0:
+        raise ValueError(f"the norm of a sharded gradient needs p > 0 or inf, got {norm_type}")
+    wide = norms.double()
+    if norm_type == float("inf"):
+        # The bits of numbers from 0 to inf order as these do, and NaN comes behind them. A maximum
+        # of floats may lose a NaN: max(1, NaN) is 1 on gloo, and NaN the other way around.
+        bits = wide.abs().view(torch.int64)
+        dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
+        return bits.view(torch.float64).to(norms.dtype)
+    powers = wide.pow(norm_type)
+    dist.all_reduce(powers, group=group)
+    return powers.pow(1.0 / norm_type).to(norms.dtype)
+
+
+def _parse_p(p: Any) -> float:
+    return 2.0 if p is None or p == "fro" else float(p)

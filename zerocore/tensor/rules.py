@@ -1,0 +1,210 @@
+"""What a torch function means that is given a shard. One rule, for all kinds of shards.
+
+Functions of elements work on the local elements. Norms and full reductions are global. A parameter
+is read in full: inside of a call of its model, where autograd records, and where the shape
+matters. Whatever is left is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocore.tensor.elementwise import NotLocal, apply, draw, fit
+from zerocore.tensor.full_reads import call_with_full, in_call, is_recorded
+from zerocore.tensor.functions import (
+    ELEMENTWISE,
+    FACTORIES,
+    GLOBAL,
+    LIKES,
+    MEMORY,
+    ON_THE_SHARD,
+    RANDOM,
+    SHAPES,
+    base_of,
+    is_foreach,
+    is_in_place,
+    name_of,
+)
+from zerocore.tensor.place import Placed, PlacedParameter, leaves, local_of, outline_of, refuse
+from zerocore.tensor.reductions import foreach_norm, norm, reduce, unscale
+
+_TEMPLATES = ("view_as", "reshape_as", "expand_as")
+_NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
+
+
+def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``__torch_function__`` of every kind of shard returns.
+
+    Raises:
+        TypeError: the function has no meaning on a shard; names it, the parameter and what to do.
+    """
+    name = name_of(func)
+    with torch._C.DisableTorchFunctionSubclass():
+        if name in SHAPES:
+            outlines = {key: outline_of(value) for key, value in kwargs.items()}
+            return func(*(outline_of(value) for value in args), **outlines)
+        if name in ON_THE_SHARD or (name in ("__eq__", "__ne__") and args[1] is None):
+            result = func(*args, **kwargs)
+            return keep_place(result, args[0]) if name in ("detach", "data") else result
+        if is_foreach(name) and _changes_gradients(name, args):
+            return func(*args, **kwargs)
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return initialise(func, args, kwargs)
+        if name in _TEMPLATES:
+            return _view_like(name, *args, **kwargs)
+        found = [value for value in leaves((args, kwargs)) if isinstance(value, Placed)]
+        params = [value for value in found if isinstance(value, PlacedParameter)]
+        changed = list(leaves(args[:1])) if is_in_place(name) else []
+        writes = any(isinstance(value, Placed) for value in changed)
+        if params and not writes and any(in_call(param) for param in params):
+            return call_with_full(func, args, kwargs, params)
+        if name in FACTORIES:
+            return func(*args, **kwargs)
+        if name in MEMORY:
+            refuse(name, found[0])
+        if writes:
+            check_not_shown_full(name, changed)
+            _check_no_leaf(name, changed)
+        elif is_recorded((args, kwargs)) and base_of(name) not in LIKES:
+            return call_with_full(func, args, kwargs, params)
+        return _on_shards(func, name, args, kwargs, found, params, writes)
+
+
+def _changes_gradients(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether one list of gradients is changed by numbers alone: what clipping does in each step.
+
+    That is local whatever their places, and is told fast.
+    """
+    return (
+        is_in_place(name)
+        and base_of(name) in ELEMENTWISE
+        and all(isinstance(t, Placed) and not isinstance(t, PlacedParameter) for t in args[0])
+        and all(
+            isinstance(value, int | float)
+            or (isinstance(value, Tensor) and not isinstance(value, Placed) and value.dim() == 0)
+            for value in args[1:]
+        )
+    )
+
+
+def _on_shards(
+    func: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    found: list[Any],
+    params: list[Any],
+    writes: bool,
+) -> Any:
+    try:
+        result = _local_or_global(func, name, args, kwargs)
+    except NotLocal as error:
+        result, reason = NotImplemented, str(error)
+    else:
+        reason = ""
+    if result is not NotImplemented:
+        return result
+    if params and not writes:
+        return call_with_full(func, args, kwargs, params)
+    refuse(name, found[0], reason)
+
+
+def _local_or_global(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """NotImplemented, or NotLocal is raised, where it is neither."""
+    base = base_of(name)
+    if name == "__setitem__":
+        return _set_items(*args)
+    if base == "_amp_foreach_non_finite_check_and_unscale":
+        return unscale(func, *args, **kwargs)
+    if base in RANDOM and (is_in_place(name) or name.endswith("_like")):
+        result = draw(func, name, args[0], args, kwargs)
+        return args[0] if is_in_place(name) else keep_place(result, args[0])
+    pair = base in ("max", "min") and len(args) == 2 and isinstance(args[1], Tensor)
+    if base in GLOBAL and not pair and not is_in_place(name):
+        if is_foreach(name):
+            whole = foreach_norm(args, kwargs) if base == "norm" else NotImplemented
+            return [reduce(torch.max, base, (t,), {}) for t in args[0]] if base == "max" else whole
+        return (norm if base in _NORMS else reduce)(func, base, args, kwargs)
+    if base in ELEMENTWISE or pair:
+        return apply(func, name, base, args, kwargs, keep_place)
+    return NotImplemented
+
+
+def keep_place(result: Any, source: Any) -> Any:
+    """A changed copy of a shard is as local as the shard: a shard, if ``result`` has its shape."""
+    if type(result) is not Tensor or result.shape != local_of(source).shape:
+        return result
+    placed: Any = result.as_subclass(type(source).result_type)
+    placed.place = source.place
+    return placed
+
+
+def _set_items(changed: Any, index: Any, value: Any) -> Any:
+    """``shard[:] = value``, ``shard[mask] = number``, and ``plain[start:end] = shard``."""
+    is_all = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
+    if not isinstance(changed, Placed) and isinstance(value, Placed):
+        pair: list[Any] = [changed[index], value]
+        changed[index] = fit("copy", pair, True)[0][1]
+    elif not isinstance(changed, Placed):
+        return NotImplemented
+    elif is_all and isinstance(value, Tensor):
+        apply(Tensor.copy_, "copy_", "copy", (changed, value), {}, keep_place)
+    elif is_all:
+        local_of(changed).fill_(value)
+    elif isinstance(index, Tensor) and index.dtype == torch.bool and not isinstance(value, Tensor):
+        masked: Any = Tensor.masked_fill_
+        apply(masked, "masked_fill_", "masked_fill", (changed, index, value), {}, keep_place)
+    else:
+        return NotImplemented
+    return None
+
+
+def _view_like(name: str, tensor: Tensor, other: Tensor) -> Any:
+    """The shape of a shard is that of its full tensor, which the function itself would not see."""
+    view = getattr(Tensor, name.removesuffix("_as"))
+    args = (tensor, outline_of(other).shape)
+    return call(view, args, {}) if isinstance(tensor, Placed) else view(*args)
+
+
+def _check_no_leaf(name: str, changed: list[Any]) -> None:
+    """What autograd says of a leaf that is changed where it records, on a shard."""
+    for shard in changed:
+        if isinstance(shard, PlacedParameter) and torch.is_grad_enabled() and shard.requires_grad:
+            raise RuntimeError(
+                f"{name}() changes parameter '{shard.fqn}', a leaf that requires grad, in place. "
+                "Do it under torch.no_grad()"
+            )
+
+
+def check_not_shown_full(name: str, changed: list[Any]) -> None:
+    """Raises RuntimeError if one of the shards that ``name`` changes is shown in full now."""
+    for shard in changed:
+        state = shard.state_ref() if isinstance(shard, PlacedParameter) else None
+        if state is not None and state.shown_full[shard.unit] > 0:
+            raise RuntimeError(
+                f"{name}() changes the shard of '{shard.fqn}' inside of zerocore.unsharded, where "
+                "the full parameter takes its place and the change would be lost. Change the "
+                "parameter of the module, or call this outside"
+            )
+
+
+def initialise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of ``torch.nn.init`` on a shard: this rank's part of what the full one gets.
+
+    With equal seeds on all ranks the values are those of a model that is not sharded.
+    """
+    shard, rest = (args[0], args[1:]) if args else (kwargs["tensor"], ())
+    kwargs = {key: value for key, value in kwargs.items() if key != "tensor"}
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        check_not_shown_full(name_of(func), [shard])
+        local = local_of(shard)
+        full = shard.place.like_full(local)
+        func(full, *rest, **kwargs)
+        local.copy_(shard.place.part_of(full))
+    return shard
