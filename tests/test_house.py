@@ -53,7 +53,8 @@ def imports(text: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             base = f"zerocore.{node.module or ''}".rstrip(".") if node.level else node.module
             for alias in node.names:
-                is_module = base == "zerocore" and (ROOT / "zerocore" / f"{alias.name}.py").exists()
+                module = ROOT / str(base).replace(".", "/") / f"{alias.name}.py"
+                is_module = str(base).startswith("zerocore") and module.exists()
                 is_module = is_module or alias.name == "_C"
                 yield f"{base}.{alias.name}" if is_module else str(base)
 
@@ -76,8 +77,11 @@ def cpp_files() -> dict[str, str]:
 
 def python_files() -> dict[str, str]:
     """Text of each module of the package, by its dotted name."""
-    files = (ROOT / "zerocore").glob("*.py")
-    return {f"zerocore.{path.stem}".removesuffix(".__init__"): path.read_text() for path in files}
+    files = {path: path.relative_to(ROOT) for path in (ROOT / "zerocore").rglob("*.py")}
+    return {
+        ".".join(short.with_suffix("").parts).removesuffix(".__init__"): path.read_text()
+        for path, short in files.items()
+    }
 
 
 def test_includes_point_down_the_ladder():

@@ -5,7 +5,7 @@ import torch  # noqa: F401  # loads the libraries the extension links to
 import zerocore.extension  # noqa: F401  # an extension that does not fit is the first error
 from zerocore import emulated, optim
 from zerocore.api import no_sync, register_forward_method, reset, shard, unsharded
-from zerocore.checkpoint import full_state_dict, load_full_state_dict
+from zerocore.checkpoint.torch_seams import watch_imports
 from zerocore.clipping import NonFiniteGradError, clip_grad_norm_
 from zerocore.config import ShardConfig
 from zerocore.description import Description, describe
@@ -20,10 +20,12 @@ from zerocore.plans import Plan, StagePlan
 from zerocore.precision import MixedPrecision
 from zerocore.recording import record_events, trace
 from zerocore.reports import Report, report
+from zerocore.state_dict import full_state_dict, load_full_state_dict
 from zerocore.tensor import LocalShard, ShardedGrad, ShardedParameter
 from zerocore.timeline import Timeline
 
 emulated.register()
+watch_imports()
 
 __version__ = "0.1.0"
 
