@@ -5,6 +5,7 @@ import torch  # noqa: F401  # loads the libraries the extension links to
 import zerocore.extension  # noqa: F401  # an extension that does not fit is the first error
 from zerocore import emulated, optim
 from zerocore.api import no_sync, register_forward_method, reset, shard, unsharded
+from zerocore.checkpoint.safetensors_models import load_safetensors, save_safetensors
 from zerocore.checkpoint.torch_seams import watch_imports
 from zerocore.clipping import NonFiniteGradError, clip_grad_norm_
 from zerocore.config import ShardConfig
@@ -53,6 +54,7 @@ __all__ = [
     "explain_out_of_memory",
     "full_state_dict",
     "load_full_state_dict",
+    "load_safetensors",
     "memory_usage",
     "no_sync",
     "optim",
@@ -63,6 +65,7 @@ __all__ = [
     "register_forward_method",
     "report",
     "reset",
+    "save_safetensors",
     "shard",
     "trace",
     "unsharded",

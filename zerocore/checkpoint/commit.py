@@ -1,0 +1,51 @@
+"""What makes files durable and a failure common: fsync, renames, and the agreement of all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerocore.agreement import agree
+from zerocore.state import ShardState
+
+
+def on_all_ranks(state: ShardState, action: Callable[[], None]) -> None:
+    """Calls ``action``; what it raises on one rank is an error on all of them. Collective."""
+    error: Exception | None = None
+    try:
+        action()
+    except Exception as caught:
+        error = caught
+    agree(state.ranks.groups, error, [], state.device)
+
+
+def same_on_all(state: ShardState, facts: list[Any]) -> None:
+    """Raises ValueError on every rank if the ranks see other files. Collective."""
+    try:
+        agree(state.ranks.groups, None, facts, state.device)
+    except ValueError as error:
+        raise ValueError(f"the ranks see different files: {error}") from None
+
+
+def fsync_folder(folder: Path) -> None:
+    """Makes what was created, renamed or deleted in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def fsync_file(path: Path) -> None:
+    """Makes the bytes of a file durable."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def check_empty(folder: Path, patterns: Sequence[str]) -> None:
+    """Raises FileExistsError if the folder has files of these patterns."""
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            raise FileExistsError(f"{path} exists already; nothing is overwritten, delete it first")
