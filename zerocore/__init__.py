@@ -5,6 +5,7 @@ import torch  # noqa: F401  # loads the libraries the extension links to
 import zerocore.extension  # noqa: F401  # an extension that does not fit is the first error
 from zerocore import emulated, optim
 from zerocore.api import no_sync, register_forward_method, reset, shard, unsharded
+from zerocore.checkpoint.checkpoints import Checkpoints, PendingSave
 from zerocore.checkpoint.safetensors_models import load_safetensors, save_safetensors
 from zerocore.checkpoint.torch_seams import watch_imports
 from zerocore.clipping import NonFiniteGradError, clip_grad_norm_
@@ -31,6 +32,7 @@ watch_imports()
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoints",
     "Description",
     "Emulation",
     "Event",
@@ -40,6 +42,7 @@ __all__ = [
     "MixedPrecision",
     "NonFiniteGradError",
     "OutOfMemory",
+    "PendingSave",
     "Place",
     "Plan",
     "Report",

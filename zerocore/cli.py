@@ -1,4 +1,4 @@
-"""The command line: plan, describe, env, bench."""
+"""The command line: plan, describe, env, bench; checkpoint is in a file of its own."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rich.table import Table
 
 import zerocore
 from zerocore.architectures import build_model, config_dtype, load_config, preset_names
+from zerocore.checkpoint.commands import app as checkpoint_commands
 from zerocore.config import ACCUMULATE_MODES
 from zerocore.description import Description, describe_plan
 from zerocore.environment import environment
@@ -34,6 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 BENCHMARKS = Path(zerocore.__file__).resolve().parents[1] / "benchmarks"
+app.add_typer(checkpoint_commands, name="checkpoint")
 STDERR = 2  # the file descriptor
 PLAIN_WIDTH = 120  # columns where the output is no terminal
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from zerocore.agreement import agree
 from zerocore.state import ShardState
@@ -29,6 +32,14 @@ def same_on_all(state: ShardState, facts: list[Any]) -> None:
         raise ValueError(f"the ranks see different files: {error}") from None
 
 
+def same_id(groups: Sequence[dist.ProcessGroup]) -> str:
+    """A few random letters, those of the first rank. Collective."""
+    ids: list[str] = [uuid.uuid4().hex[:8]]
+    for group in reversed(groups):
+        dist.broadcast_object_list(ids, group=group, group_src=0)
+    return ids[0]
+
+
 def fsync_folder(folder: Path) -> None:
     """Makes what was created, renamed or deleted in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
@@ -42,6 +53,13 @@ def fsync_file(path: Path) -> None:
     """Makes the bytes of a file durable."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+
+
+def fsync_tree(folder: Path) -> None:
+    """Makes a folder of files durable."""
+    for path in folder.iterdir():
+        fsync_file(path)
+    fsync_folder(folder)
 
 
 def check_empty(folder: Path, patterns: Sequence[str]) -> None:

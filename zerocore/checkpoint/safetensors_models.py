@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from zerocore.agreement import agree
 from zerocore.checkpoint.byte_ranges import read_into, write_from
-from zerocore.checkpoint.commit import check_empty, fsync_folder, on_all_ranks, same_on_all
+from zerocore.checkpoint.commit import check_empty, fsync_folder, on_all_ranks, same_id, same_on_all
 from zerocore.checkpoint.safetensors_files import (
     INDEX_NAME,
     NAME_OF,
@@ -173,7 +172,7 @@ def save_safetensors(
     """
     state = state_of(model)
     path = Path(folder)
-    temporary = path / f".safetensors-{_same_id(state)}"
+    temporary = path / f".safetensors-{same_id(state.ranks.groups)}"
     targets: dict[str, Target] = {}
     files: list[FilePlan] = []
 
@@ -196,13 +195,6 @@ def save_safetensors(
             fsync_folder(path)
 
     on_all_ranks(state, commit)
-
-
-def _same_id(state: ShardState) -> str:
-    ids: list[str] = [uuid.uuid4().hex[:8]]
-    for group in reversed(state.ranks.groups):
-        torch.distributed.broadcast_object_list(ids, group=group, group_src=0)
-    return ids[0]
 
 
 def _first_names(all_targets: Mapping[str, Target], kept: dict[str, Target]) -> dict[str, str]:
