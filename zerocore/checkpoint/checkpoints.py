@@ -295,6 +295,8 @@ class Checkpoints:
 def _own_group(state: ShardState) -> dist.ProcessGroup | None:
     """A gloo group of the model's ranks: a thread's collectives must not meet the training's."""
     groups = [group for group in state.ranks.groups if not is_simulated(group)]
+    if state.world_size > 1 and not groups:
+        raise ValueError("an emulated model has one rank's shards only: there is nothing to save")
     ranks: list[int] = [dist.get_rank()] if groups else []
     for group in groups:
         gathered: list[list[int]] = [[] for _ in range(group.size())]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from enum import Enum
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -53,7 +53,7 @@ def inspect(
     with _named_errors():
         found = _checkpoints(folder)
         weights = open_weights(found[-1])
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"name": name, "shape": list(shape), "dtype": f"{dtype}".removeprefix("torch."),
          "nbytes": dtype.itemsize * prod(shape)}
         for name, (dtype, shape) in weights.facts.items()
