@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from tests.distributed.harness import run_ranks, run_to_end
@@ -111,6 +112,26 @@ def load_elsewhere(folder: Path) -> None:
 def test_another_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(resume, 3, tmp_path, timeout=120.0)
     run_ranks(load_elsewhere, 2, tmp_path)
+
+
+def hybrid(folder: Path, is_saving: bool) -> dict[str, Any]:
+    mixed = zerocore.MixedPrecision(torch.bfloat16, torch.float32, keep_fp32=("norm",))
+    shape = (2, 2) if is_saving else (1, 3)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model, optimizer = trained(3 if is_saving else 2, "zerocore", group=mesh, mixed_precision=mixed)
+    checkpoints = zerocore.Checkpoints(folder, model, optimizer)
+    if is_saving:
+        checkpoints.save(5).wait()
+    else:
+        train(model, optimizer, 1)
+        assert checkpoints.load() == 5
+    return full_states(model, optimizer)
+
+
+def test_hybrid_meshes_and_mixed_precision(tmp_path: Path) -> None:
+    saved = run_ranks(hybrid, 4, tmp_path, True)
+    for loaded in run_ranks(hybrid, 3, tmp_path, False):
+        assert_equal(loaded, saved[0])
 
 
 def keep_and_refuse(folder: Path) -> None:
