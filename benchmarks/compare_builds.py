@@ -17,9 +17,10 @@ from statistics import median, quantiles
 from typing import Annotated
 
 import typer
-from _results import write_results
-from _tables import Table, make_console
 from rich.progress import track
+
+from bench.lib.results import write_results
+from bench.lib.tables import Table, make_console
 
 ROOT = Path(__file__).resolve().parents[1]
 CASES = {
@@ -50,15 +51,16 @@ class Build:
         if case[0] == "ranks":
             file = str(Path(self._folder.name) / "rendezvous")
             jobs = [[*case, str(rank), str(NUM_RANKS), file] for rank in range(NUM_RANKS)]
-        script = str(Path(__file__).with_name("_build_worker.py"))
-        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        here = str(Path(__file__).parent)
+        environment = {**os.environ, "PYTHONPATH": f"{root}:{here}", "OMP_NUM_THREADS": "1"}
         self._processes = [
             subprocess.Popen(
-                [sys.executable, script, *job],
+                [sys.executable, "-m", "bench.step.build_worker", *job],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 env=environment,
+                cwd=here,
             )
             for job in jobs
         ]

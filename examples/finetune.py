@@ -161,19 +161,42 @@ def make_optimizer(
     return optimizer, schedule
 
 
+class Progress:
+    """What a resumed run needs beside the model, the optimizer and the schedule."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = torch.Generator().manual_seed(seed)
+        self.figures: dict[str, list[float]] = {"held_out": [], "losses": [], "norms": []}
+
+    def state_dict(self) -> dict[str, Any]:
+        """For `Checkpoints`, which saves it for each rank."""
+        return {"draw": self.draw.get_state(), "figures": self.figures}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self.draw.set_state(state["draw"])
+        self.figures = state["figures"]
+
+
 def fit(model: Any, corpus: Corpus, options: argparse.Namespace, rank: Rank) -> dict[str, Any]:
     """Trains, and leaves the model with the weights that did best on held-out text."""
     optimizer, schedule = make_optimizer(model, options)
-    draw = torch.Generator().manual_seed((options.seed << 16) + rank.rank)
-    held_out = [evaluate(model, corpus.held_out, options, rank)]
+    progress = Progress((options.seed << 16) + rank.rank)
+    checkpoints = None
+    if options.checkpoint:
+        state = {"schedule": schedule, "progress": progress}
+        checkpoints = zerocore.Checkpoints(options.checkpoint, model, optimizer, **state)
+    if checkpoints is None or not options.resume or checkpoints.load() is None:
+        progress.figures["held_out"].append(evaluate(model, corpus.held_out, options, rank))
     best = zerocore.full_state_dict(model)  # on the CPU of rank 0
-    losses, norms = [], []
+    held_out, losses, norms = (progress.figures[key] for key in ("held_out", "losses", "norms"))
     started = time.perf_counter()
-    for step in range(1, options.steps + 1):
+    for step in range(len(losses) + 1, options.steps + 1):
         batches = [
-            random_batch(corpus.train, options.batch_size, options.context, draw)[0].to(rank.device)
+            random_batch(corpus.train, options.batch_size, options.context, progress.draw)[0]
             for _ in range(options.accumulate)
         ]
+        batches = [tokens.to(rank.device) for tokens in batches]
         loss, norm = train_step(model, optimizer, batches, options.clip)
         schedule.step()
         losses.append(loss)
@@ -183,11 +206,15 @@ def fit(model: Any, corpus: Corpus, options: argparse.Namespace, rank: Rank) -> 
             if held_out[-1] == min(held_out):
                 best = zerocore.full_state_dict(model)
             say(rank, f"step {step}  loss {loss:.3f}  norm {norm:.2f}  held out {held_out[-1]:.3f}")
+            if checkpoints is not None:
+                checkpoints.save(step)  # a thread writes it while the training goes on
     seconds = time.perf_counter() - started
+    if checkpoints is not None:
+        checkpoints.wait()
     zerocore.load_full_state_dict(model, best)  # rank 0's, to all ranks
     if options.save and rank.is_first:
         torch.save(best, options.save)
-    return {"held_out": held_out, "losses": losses, "norms": norms, "seconds": seconds}
+    return {**progress.figures, "seconds": seconds}
 
 
 def say(rank: Rank, line: str) -> None:
@@ -223,6 +250,8 @@ def main() -> None:
     add("--config", type=Path, help="a Hugging Face config.json; default: a small Qwen3")
     add("--load", type=Path, help="full state dict to start from, without adapters")
     add("--save", type=Path, help="where the best full state dict goes")
+    add("--checkpoint", type=Path, help="folder of checkpoints, one at each look at held-out text")
+    add("--resume", action="store_true", help="go on from the newest checkpoint there")
     add("--lora", type=int, default=0, metavar="R", help="train adapters of rank R instead of all")
     add("--stage", type=int, default=3, choices=(0, 1, 2, 3), help="ZeRO stage")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="computed in")
@@ -239,6 +268,8 @@ def main() -> None:
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
     add("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
+    if options.resume and not options.checkpoint:
+        parser.error("--resume needs --checkpoint, the folder to resume from")
     if options.lora and importlib.util.find_spec("peft") is None:
         parser.error("--lora needs PEFT: pip install peft, or train all parameters without --lora")
     try:

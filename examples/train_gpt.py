@@ -39,6 +39,9 @@ class Job:
     gpt: GPTConfig
     max_seconds: float
     json_path: Path | None
+    checkpoint: Path | None = None
+    resume: bool = False
+    save_every: int = 100
 
 
 def work(rank: Rank, job: Job) -> None:
@@ -47,10 +50,12 @@ def work(rank: Rank, job: Job) -> None:
     corpus = load_corpus()
     _print_start(console, rank, job, corpus)
     trainer = Trainer(job.training, job.gpt, rank, corpus.train)
+    checkpoints = _checkpoints(trainer, job, console)
     before = trainer.evaluate(corpus.held_out)
-    figures, seconds = _train(trainer, job.max_seconds, console)
+    figures, seconds = _train(trainer, job, console, checkpoints)
     after = trainer.evaluate(corpus.held_out)
     losses = trainer.mean_losses()
+    num_tokens = (len(losses) - trainer.num_resumed) * trainer.num_tokens_per_step
     weights = zerocore.full_state_dict(trainer.model)
     all_figures = [
         figures if stage == job.training.stage else _probe(stage, job, rank, corpus)
@@ -66,7 +71,7 @@ def work(rank: Rank, job: Job) -> None:
         held_out_before=before,
         held_out_after=after,
         seconds=seconds,
-        tokens_per_second=len(losses) * trainer.num_tokens_per_step / seconds,
+        tokens_per_second=num_tokens / seconds,
         prompt=PROMPT,
         sample=generate(model, PROMPT, NUM_SAMPLE_TOKENS, seed=job.training.seed),
         figures=all_figures,
@@ -76,7 +81,21 @@ def work(rank: Rank, job: Job) -> None:
         job.json_path.write_text(json.dumps(summary.to_json(), indent=1) + "\n")
 
 
-def _train(trainer: Trainer, max_seconds: float, console: Console) -> tuple[StageFigures, float]:
+def _checkpoints(trainer: Trainer, job: Job, console: Console) -> zerocore.Checkpoints | None:
+    """Where checkpoints go; with --resume the newest one is loaded, on any number of ranks."""
+    if job.checkpoint is None:
+        return None
+    checkpoints = zerocore.Checkpoints(
+        job.checkpoint, trainer.model, trainer.optimizer, trainer=trainer
+    )
+    if job.resume:
+        console.print(f"resumed at step: {checkpoints.load()}")
+    return checkpoints
+
+
+def _train(
+    trainer: Trainer, job: Job, console: Console, checkpoints: zerocore.Checkpoints | None
+) -> tuple[StageFigures, float]:
     """Train to the end; returns the figures of the last steps, and seconds for all steps."""
     bar = TrainingProgress(console, trainer.num_steps, trainer.num_tokens_per_step)
 
@@ -84,12 +103,17 @@ def _train(trainer: Trainer, max_seconds: float, console: Console) -> tuple[Stag
 
     def advance() -> None:
         bar.advance(trainer.losses[-1], trainer.num_steps)
+        step = len(trainer.losses)
+        if checkpoints is not None and step % job.save_every == 0:
+            checkpoints.save(step)  # a thread writes it while the training goes on
 
     with bar:
-        trainer.run_within(max_seconds, num_recorded, advance)
+        trainer.run_within(job.max_seconds, num_recorded, advance)
         with zerocore.record_events(trainer.model) as events:
             trainer.run(num_recorded, advance)
         seconds = bar.seconds
+    if checkpoints is not None:
+        checkpoints.wait()
     return _figures(trainer, events, num_recorded), seconds
 
 
@@ -151,12 +175,21 @@ def main(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write all figures to this file.")
     ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder that checkpoints are written to.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint there.")
+    ] = False,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps from save to save.")] = 100,
 ) -> None:
     """Train a byte-level GPT on Python's own text over several ranks."""
     if device not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"device is {device!r}; expected cpu, cuda or auto")
+    if resume and checkpoint is None:
+        raise typer.BadParameter("--resume needs --checkpoint, the folder to resume from")
     training = TrainingConfig(stage=stage, num_steps=steps, seed=seed)
-    job = Job(training, GPTConfig(), 60 * minutes, json_path)
+    job = Job(training, GPTConfig(), 60 * minutes, json_path, checkpoint, resume, save_every)
     try:
         run_on_ranks(work, job, num_ranks=ranks, device_type=device)
     except LaunchError as error:

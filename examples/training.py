@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,17 @@ class Trainer:
             self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), fused=True
         )
         self._draw = torch.Generator().manual_seed((config.seed << 16) + rank.rank)
+        self.num_resumed = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `Checkpoints` saves for this rank beside the model and the optimizer."""
+        return {"losses": list(self.losses), "draw": self._draw.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where another trainer was."""
+        self.losses = list(state["losses"])
+        self.num_resumed = len(self.losses)
+        self._draw.set_state(state["draw"])
 
     @property
     def num_tokens_per_step(self) -> int:
@@ -96,7 +108,8 @@ class Trainer:
         slowest = torch.tensor(elapsed, device=self.rank.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         num_done = len(self.losses)
-        affordable = int(seconds / slowest.item() * num_done)
+        num_here = num_done - self.num_resumed
+        affordable = self.num_resumed + int(seconds / slowest.item() * num_here)
         self.num_steps = min(self.config.num_steps, max(affordable, num_done + num_left))
 
     def mean_losses(self) -> list[float]:

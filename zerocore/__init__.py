@@ -5,6 +5,8 @@ import torch  # noqa: F401  # loads the libraries the extension links to
 import zerocore.extension  # noqa: F401  # an extension that does not fit is the first error
 from zerocore import emulated, optim
 from zerocore.api import no_sync, register_forward_method, reset, shard, unsharded
+from zerocore.checkpoint.checkpoints import Checkpoints, PendingSave
+from zerocore.checkpoint.safetensors_models import load_safetensors, save_safetensors
 from zerocore.common.events import Event
 from zerocore.common.links import Link
 from zerocore.common.memory_bytes import MemoryBytes
@@ -31,6 +33,7 @@ hook_into_torch()
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoints",
     "Description",
     "Emulation",
     "Event",
@@ -40,6 +43,7 @@ __all__ = [
     "MixedPrecision",
     "NonFiniteGradError",
     "OutOfMemory",
+    "PendingSave",
     "Place",
     "Plan",
     "Report",
@@ -55,6 +59,7 @@ __all__ = [
     "explain_out_of_memory",
     "full_state_dict",
     "load_full_state_dict",
+    "load_safetensors",
     "memory_usage",
     "no_sync",
     "optim",
@@ -65,6 +70,7 @@ __all__ = [
     "register_forward_method",
     "report",
     "reset",
+    "save_safetensors",
     "shard",
     "trace",
     "unsharded",

@@ -29,7 +29,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
         RuntimeError: this process was forked from the one that sharded it.
     """
     state = state_of(model)
-    keys = _keys(model, state)
+    keys = param_keys(model, state)
     keep = not rank0_only or state.rank == 0
     full: dict[str, Tensor] = {}
     for unit in state.units:
@@ -48,7 +48,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     return result
 
 
-def _keys(model: nn.Module, state: ShardState) -> Keys:
+def param_keys(model: nn.Module, state: ShardState) -> Keys:
     """What ``model.state_dict()`` calls each parameter; wrappers in the model rename theirs."""
     faces = {id(face): param for param in state.params() for face in (param.shard, param.full)}
     keys: dict[Param, list[str]] = {param: [] for param in state.params()}
@@ -81,8 +81,8 @@ def load_full_state_dict(
     """
     state = state_of(model)
     source = not broadcast or state.rank == 0
-    keys = _keys(model, state)
-    buffers = _buffers(model, keys)
+    keys = param_keys(model, state)
+    buffers = buffers_of(model, keys)
     error = _check_values(model, keys, buffers, state_dict or {}) if source else None
     facts = [f"buffer '{key}' of shape {list(b.shape)}, {b.dtype}" for key, b in buffers.items()]
     agree(state.ranks.groups, error, list(facts) if broadcast else [], state.device)
@@ -96,7 +96,7 @@ def load_full_state_dict(
             _broadcast(state, buffer)
 
 
-def _buffers(model: nn.Module, keys: Keys) -> dict[str, Tensor]:
+def buffers_of(model: nn.Module, keys: Keys) -> dict[str, Tensor]:
     """Tensors of ``model.state_dict()`` that are no parameters."""
     names = {key for names in keys.values() for key in names}
     items = model.state_dict().items()

@@ -71,6 +71,7 @@ class Mesh:
     """Three replicas of two shards each, as a DeviceMesh of two dimensions says it."""
 
     ndim = 2
+    mesh = torch.tensor([[0, 1], [2, 3], [4, 5]])
 
     def __init__(self) -> None:
         self.groups = [dist.new_group([1, 3, 5]), dist.new_group([0, 1])]

@@ -12,8 +12,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import zerocore
 from tests.cli.test_app import TINY
 from zerocore.cli import app as cli
 from zerocore.planning.huggingface import preset_names
@@ -97,6 +99,13 @@ def test_scripts_have_the_options(page: str, command: str) -> None:
             assert re.search(rf"{option}\b", help_of(script)), option
 
 
+def write_checkpoints() -> None:
+    """What the pages' commands name, in the current folder."""
+    model = zerocore.shard(torch.nn.Linear(3, 2))
+    zerocore.Checkpoints("runs", model).save(400).wait()
+    zerocore.save_safetensors(model, "pretrained")
+
+
 @pytest.mark.parametrize(("page", "command"), commands(PROGRAM))
 def test_the_command_line_runs(
     page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -105,6 +114,8 @@ def test_the_command_line_runs(
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(TINY))
     args = shlex.split(command.removeprefix(PROGRAM))
+    if args[0] == "checkpoint":
+        write_checkpoints()
     if "--preset" in args:
         place = args.index("--preset")
         assert args[place + 1] in preset_names()

@@ -1,4 +1,4 @@
-"""The command line: plan, describe, env, bench."""
+"""The command line: plan, describe, env, bench; checkpoint is in a file of its own."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 import typer
 
 import zerocore
+from zerocore.checkpoint.commands import app as checkpoint_commands
 from zerocore.cli.environment import environment
 from zerocore.common.links import PRESETS
 from zerocore.common.tables import WIDTH, render_table
@@ -35,6 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 BENCHMARKS = Path(zerocore.__file__).resolve().parents[1] / "benchmarks"
+app.add_typer(checkpoint_commands, name="checkpoint")
 STDERR = 2  # the file descriptor
 
 

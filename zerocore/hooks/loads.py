@@ -62,6 +62,6 @@ def _check_place(key: str, value: Placed, param: ShardedParameter) -> None:
             f"parameter '{key}': the state dict holds elements {saved.shard_range[0]}:"
             f"{saved.shard_range[1]} of shape {tuple(saved.global_shape)}, this rank "
             f"{own.shard_range[0]}:{own.shard_range[1]} of {tuple(own.global_shape)}. Shards load "
-            "on the rank, stage and number of ranks that saved them; for others save "
-            "zerocore.full_state_dict(model) and load that with zerocore.load_full_state_dict"
+            "on the rank, stage and number of ranks that saved them; for others use "
+            "torch.distributed.checkpoint or zerocore.Checkpoints, or zerocore.full_state_dict"
         )

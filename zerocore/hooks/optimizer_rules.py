@@ -11,11 +11,10 @@ from torch import optim
 from torch.optim import Optimizer
 
 from zerocore.common.agreement import agree
+from zerocore.hooks.optimizer_states import fit_states, wrap_states
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import Placed
 
 _WRAPPED = "_zerocore_wrapped"
-PLACES = "zerocore_shards"  # key in state dicts
 # Each element's update depends on that element alone, so their steps need none of the rules.
 _ELEMENTWISE: frozenset[type] = frozenset(
     {
@@ -116,30 +115,18 @@ def _with_rules(closure: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _watch_state_dicts(optimizer: Optimizer) -> None:
-    if _add_places not in optimizer._optimizer_state_dict_post_hooks.values():
-        optimizer.register_state_dict_post_hook(_add_places)
-        optimizer.register_load_state_dict_pre_hook(_check_places)
-        optimizer.register_load_state_dict_post_hook(_give_places)
+    if wrap_states not in optimizer._optimizer_state_dict_post_hooks.values():
+        optimizer.register_state_dict_post_hook(wrap_states)
+        optimizer.register_load_state_dict_pre_hook(_fit_states)
 
 
-def _places(optimizer: Optimizer) -> list[list[Any] | None]:
-    """Name, full shape and range of each parameter in order; None for those not sharded."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [
-        [param.fqn, list(param.global_shape), *param.shard_range]
-        if isinstance(param, ShardedParameter)
-        else None
-        for param in params
-    ]
-
-
-def _add_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    state_dict[PLACES] = _places(optimizer)
-
-
-def _check_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raises ValueError if the states are those of other elements, on all ranks together."""
-    error = _find_other_place(optimizer, state_dict)
+def _fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """As ``fit_states``, on all ranks together."""
+    error, fitted = None, state_dict
+    try:
+        fitted = fit_states(optimizer, state_dict)
+    except ValueError as caught:
+        error = caught
     states = {
         param.state_ref(): None
         for group in optimizer.param_groups
@@ -148,31 +135,7 @@ def _check_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     }
     for state in filter(None, states):
         agree(state.ranks.groups, error, [], state.device)
-
-
-def _find_other_place(optimizer: Optimizer, state_dict: dict[str, Any]) -> ValueError | None:
-    for saved, own in zip(state_dict.get(PLACES, ()), _places(optimizer), strict=False):
-        if saved is not None and own is not None and saved != own:
-            return ValueError(
-                f"the optimizer's state is that of '{saved[0]}', elements {saved[2]}:{saved[3]} of "
-                f"shape {tuple(saved[1])}, but this rank's parameter in its place is '{own[0]}', "
-                f"elements {own[2]}:{own[3]} of {tuple(own[1])}. Each rank loads what it saved, "
-                "with the same stage, number of ranks and order of parameters"
-            )
-    return None
-
-
-def _give_places(optimizer: Optimizer) -> None:
-    """Shards from a file do not know the ranks that hold the rest; their parameters do."""
-    for param, state in optimizer.state.items():
-        values = state.values() if isinstance(state, dict) else ()
-        for value in values:
-            if (
-                isinstance(param, ShardedParameter)
-                and isinstance(value, Placed)
-                and value.place.holds_same(param.place)
-            ):
-                value.place = param.place
+    return fitted
 
 
 # -- before a step ------------------------------------------------------------------------------

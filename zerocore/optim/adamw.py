@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerocore.hooks.optimizer_rules import PLACES
 from zerocore.optim.flat_states import adopt_states, allocate_states, check_loaded
 from zerocore.optim.kernel_calls import UpdatePlan, global_norm, make_plan
 from zerocore.reporting.out_of_memory import explain_step
@@ -179,13 +178,20 @@ class AdamW(Optimizer):
 
     # -- state dicts ------------------------------------------------------------------------------
 
+    def make_states(self) -> None:
+        """Makes the states of all parameters that have none yet, as the first step would."""
+        trained = [param for param in self._params() if param.requires_grad]
+        new = [param for param in trained if not self.state.get(param)]
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self.state.update(zip(new, allocate_states(new), strict=True))
+        self._plan = None
+
     def fqn_state_dict(self) -> dict[str, Any]:
         """As ``state_dict()``, with fully qualified names instead of numbers.
 
         Returns:
             ``{"state": {fqn: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups": [{..., "params":
-            [fqn, ...]}]}``, and the range of each shard. Moments are 1-D, of this rank's
-            elements of a sharded parameter.
+            [fqn, ...]}]}``. Moments of a sharded parameter are shards, of the full shape.
 
         Raises:
             ValueError: a plain parameter without a name (build the optimizer from
@@ -198,8 +204,7 @@ class AdamW(Optimizer):
             {**group, "params": [names[index] for index in group["params"]]}
             for group in packed["param_groups"]
         ]
-        places = {PLACES: packed[PLACES]} if PLACES in packed else {}
-        return {"state": state, "param_groups": groups, **places}
+        return {"state": state, "param_groups": groups}
 
     def load_fqn_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what :meth:`fqn_state_dict` returned; parameters may come in another order.
@@ -230,9 +235,7 @@ class AdamW(Optimizer):
             for group, loaded in zip(own, state_dict["param_groups"], strict=True)
         ]
         state = {names.index(name): value for name, value in state_dict["state"].items()}
-        places = {place[0]: place for place in state_dict.get(PLACES, ()) if place is not None}
-        ordered = [places.get(name) for name in names]
-        self.load_state_dict({"state": state, "param_groups": groups, PLACES: ordered})
+        self.load_state_dict({"state": state, "param_groups": groups})
 
     def _names(self) -> list[str]:
         names: list[str] = []

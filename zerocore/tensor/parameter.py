@@ -19,6 +19,7 @@ from torch.utils import _foreach_utils
 
 from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
+from zerocore.tensor.chunks import chunk_list, find_chunk, write_items
 from zerocore.tensor.full_reads import call_with_full, is_recorded
 from zerocore.tensor.place import Place, Placed, PlacedParameter, local_of
 
@@ -64,28 +65,25 @@ class _Shard(Placed):
         facts = (place.fqn, tuple(place.global_shape), place.shard_range, place.strides)
         return rebuild_shard, (local_of(self).clone(), *facts)
 
+    # What torch.distributed.checkpoint asks tensors that are parts of others.
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
+        return write_items(fqn, self.place, local_of(self))
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunk_list(self.place)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return find_chunk(self.place, local_of(self), index)
+
 
 class LocalShard(_Shard, Tensor):  # type: ignore[misc]
     """What ``state_dict`` holds of a sharded parameter: this rank's elements, the full shape.
 
     Elementwise functions work on the local elements and give a shard; norms and full reductions
     are those of the full tensor, equal on all ranks, which must all call. Others raise TypeError.
+    ``torch.distributed.checkpoint`` saves and loads it as a part of the full tensor.
     """
-
-    def __create_write_items__(self, fqn: str, value: Any) -> NoReturn:
-        self._refuse_checkpoint(fqn)
-
-    def __create_chunk_list__(self) -> NoReturn:
-        self._refuse_checkpoint(self.fqn)
-
-    def __get_tensor_shard__(self, index: Any) -> NoReturn:
-        self._refuse_checkpoint(self.fqn)
-
-    def _refuse_checkpoint(self, fqn: str) -> NoReturn:
-        raise TypeError(
-            f"'{fqn}' is a shard: torch.distributed.checkpoint would keep that of one rank only. "
-            "Save zerocore.full_state_dict(model) and load it with zerocore.load_full_state_dict"
-        )
 
 
 class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[misc]

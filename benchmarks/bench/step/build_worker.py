@@ -13,10 +13,11 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from _models import GPT, GPT_SIZES, Chain, ChainBlock
-from _steps import build_step
-from _systems import System, import_zerocore
 from torch import Tensor
+
+from bench.lib.models import GPT, GPT_SIZES, Chain, ChainBlock
+from bench.lib.steps import build_step
+from bench.lib.systems import System, import_zerocore
 
 CHAIN_WIDTH, CHAIN_BLOCKS, FAKE_WORLD_SIZE = 16, 32, 8
 

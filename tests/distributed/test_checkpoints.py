@@ -1,0 +1,281 @@
+"""zerocore.Checkpoints: resumed training is the same training, and no crash loses a checkpoint."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import signal
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zerocore
+from tests.distributed.harness import run_ranks, run_to_end
+from tests.distributed.saved_nets import OPTIMIZERS, assert_equal, full_states, make, train, trained
+from zerocore.checkpoint.verify import read_metadata
+
+COMMON = (ValueError, RuntimeError)
+
+
+class Loader:
+    """A data loader's state: another one on each rank."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "order": torch.arange(3) + self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class Training:
+    """A model with dropout, an optimizer with a schedule, and batches drawn at random."""
+
+    def __init__(self, folder: Path, stage: int, name: str, seed: int = 0, **options: Any) -> None:
+        self.model = make(stage, seed)
+        self.optimizer = OPTIMIZERS[name](self.model.parameters())
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 0.9**n)
+        self.loader = Loader()
+        self.loader.position = 100 * dist.get_rank() if dist.is_initialized() else 0
+        torch.manual_seed(seed + 10 * self.loader.position)
+        states: dict[str, Any] = {"schedule": self.schedule, "loader": self.loader}
+        self.checkpoints = zerocore.Checkpoints(
+            folder, self.model, self.optimizer, **states, **options
+        )
+
+    def run(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            self.loader.position += 1
+            x = torch.randn(4, 4, 3, 3) * random.random()
+            loss = self.model(x).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+            losses.append(loss.item())
+        return losses
+
+
+def resume(folder: Path) -> None:
+    for stage, name in ((0, "adamw"), (1, "sgd"), (2, "zerocore"), (3, "zerocore"), (3, "adamw")):
+        place = folder / f"{dist.get_world_size()}-{stage}-{name}"
+        first = Training(place, stage, name, background=stage != 1)
+        assert first.checkpoints.load() is None and first.checkpoints.steps() == []
+        first.run(2)
+        pending = first.checkpoints.save(2)
+        assert pending.stall_seconds > 0.0
+        losses = first.run(3)  # while it is written
+        pending.wait()
+        assert pending.done and first.checkpoints.steps() == [2]
+        second = Training(place, stage, name, seed=1)
+        assert second.checkpoints.load() == 2
+        assert second.loader.position == first.loader.position - 3
+        assert second.run(3) == losses
+        assert_equal(
+            full_states(second.model, second.optimizer), full_states(first.model, first.optimizer)
+        )
+        states = {"model": make(3, 5).state_dict()}
+        dcp.load(states, checkpoint_id=place / "step-00000002")  # torch reads it, too
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_resumed_training_is_the_same_bit_for_bit(world_size: int, tmp_path: Path) -> None:
+    run_ranks(resume, world_size, tmp_path, timeout=120.0)
+
+
+def load_elsewhere(folder: Path) -> None:
+    for stage, name in ((0, "adamw"), (1, "sgd"), (2, "zerocore"), (3, "zerocore")):
+        expected = Training(folder / f"2-{stage}", stage, name).checkpoints
+        other = Training(folder / f"3-{stage}-{name}", 3 - stage, name, seed=1)
+        assert other.checkpoints.load(2) == 2
+        again = Training(folder / f"3-{stage}-{name}", stage, name, seed=2)
+        again.checkpoints.load()
+        assert_equal(
+            full_states(other.model, other.optimizer), full_states(again.model, again.optimizer)
+        )
+        assert other.loader.position in (2, 102) and expected.steps() == []
+
+
+def test_another_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(resume, 3, tmp_path, timeout=120.0)
+    run_ranks(load_elsewhere, 2, tmp_path)
+
+
+def hybrid(folder: Path, is_saving: bool) -> dict[str, Any]:
+    mixed = zerocore.MixedPrecision(torch.bfloat16, torch.float32, keep_fp32=("norm",))
+    shape = (2, 2) if is_saving else (1, 3)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model, optimizer = trained(3 if is_saving else 2, "zerocore", group=mesh, mixed_precision=mixed)
+    checkpoints = zerocore.Checkpoints(folder, model, optimizer)
+    if is_saving:
+        checkpoints.save(5).wait()
+    else:
+        train(model, optimizer, 1)
+        assert checkpoints.load() == 5
+    return full_states(model, optimizer)
+
+
+def test_hybrid_meshes_and_mixed_precision(tmp_path: Path) -> None:
+    saved = run_ranks(hybrid, 4, tmp_path, True)
+    for loaded in run_ranks(hybrid, 3, tmp_path, False):
+        assert_equal(loaded, saved[0])
+
+
+def keep_and_refuse(folder: Path) -> None:
+    training = Training(folder / "kept", 3, "adamw", keep=2)
+    for step in range(1, 5):
+        training.checkpoints.save(step)
+    training.checkpoints.wait()
+    assert training.checkpoints.steps() == [3, 4]
+    with pytest.raises((FileExistsError, RuntimeError), match="never overwritten"):
+        training.checkpoints.save(4)
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 1"):
+        training.checkpoints.load(1)
+    if dist.get_rank() == 0:
+        (folder / "kept" / "step-00000009.tmp-0123").mkdir()
+        (folder / "kept" / "step-00000008").mkdir()  # without .metadata
+    dist.barrier()
+    assert training.checkpoints.load() == 4
+    (folder / "kept").rename(folder / "moved") if dist.get_rank() == 0 else None
+    dist.barrier()
+    assert training.checkpoints.steps() == []
+
+
+def test_old_ones_are_deleted_and_halves_are_not_seen(tmp_path: Path) -> None:
+    run_ranks(keep_and_refuse, 2, tmp_path)
+
+
+def flip(path: Path) -> None:
+    """Changes a bit of a number in one of the chunks of a file."""
+    data = bytearray(path.read_bytes())
+    stored = read_metadata(path.parent).storage_data
+    places = [info for info in stored.values() if info.relative_path == path.name]
+    place = max(places, key=lambda info: info.length)
+    with zipfile.ZipFile(io.BytesIO(data[place.offset : place.offset + place.length])) as chunk:
+        name = next(name for name in chunk.namelist() if name.endswith("/data/0"))
+        begin = place.offset + chunk.getinfo(name).header_offset
+    name_length, extra_length = struct.unpack("<HH", data[begin + 26 : begin + 30])
+    data[begin + 30 + name_length + extra_length] ^= 4
+    path.write_bytes(bytes(data))
+
+
+def break_files(folder: Path) -> None:
+    training = Training(folder, 3, "adamw", keep=None)
+    training.checkpoints.save(1).wait()
+    before = full_states(training.model, training.optimizer)
+    training.run(1)
+    changed = full_states(training.model, training.optimizer)
+    saved, rank = folder / "step-00000001", dist.get_rank()
+    file = saved / "__1_0.distcp"
+    good = file.read_bytes(), (saved / ".metadata").read_bytes()
+    evil = pickle.dumps(os.system)
+    damages: list[tuple[str, Any]] = [
+        (r"__1_0\.distcp.*damaged.*'(model|optim)", lambda: flip(file)),
+        (r"__1_0\.distcp has \d+ bytes, but '", lambda: file.write_bytes(good[0][:-50])),
+        (r"__1_0\.distcp is missing", file.unlink),
+        (r"posix\.system", lambda: (saved / ".metadata").write_bytes(evil)),
+        (r"\.metadata", lambda: (saved / ".metadata").write_bytes(good[1][:100])),
+    ]
+    for message, damage in damages:
+        dist.barrier()
+        if rank == 0:
+            damage()
+        dist.barrier()
+        with pytest.raises(COMMON, match=message):
+            training.checkpoints.load()
+        assert_equal(full_states(training.model, training.optimizer), changed)
+        if rank == 0:
+            file.write_bytes(good[0])
+            (saved / ".metadata").write_bytes(good[1])
+    dist.barrier()
+    training.checkpoints.load()
+    assert_equal(full_states(training.model, training.optimizer), before)
+
+
+def test_damaged_files_are_found_before_anything_changes(tmp_path: Path) -> None:
+    run_ranks(break_files, 2, tmp_path)
+
+
+def load_wrong(folder: Path) -> None:
+    model, optimizer = trained(3)
+    zerocore.Checkpoints(folder, model, optimizer).save(1).wait()
+    other = zerocore.shard(nn.Sequential(nn.Linear(6, 4)))
+    with pytest.raises(COMMON, match=r"step-00000001.*missing \['model\.0\.bias'.*'model\.conv"):
+        zerocore.Checkpoints(folder, other).load()
+    net = make(None)
+    net.head.bias = nn.Parameter(torch.zeros(7))  # type: ignore[union-attr]
+    wrong_shape = zerocore.shard(net)
+    with pytest.raises(COMMON, match=r"step-00000001.*'model\.head\.bias' has shape \(6,\)"):
+        zerocore.Checkpoints(folder, wrong_shape).load()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(COMMON, match=r"another kind of optimizer.*momentum_buffer"):
+        zerocore.Checkpoints(folder, model, sgd).load()
+    halves = torch.optim.AdamW([{"params": list(model.parameters())[:2]}])
+    with pytest.raises(COMMON, match="parameter groups of"):
+        zerocore.Checkpoints(folder, model, halves).load()
+    with pytest.raises(COMMON, match=r"no state of \['loader'\]"):
+        zerocore.Checkpoints(folder, model, optimizer, loader=Loader()).load()
+    new = torch.optim.AdamW(model.parameters(), lr=5.0)
+    new.param_groups[0]["added_later"] = 7
+    zerocore.Checkpoints(folder, model, new).load()
+    assert new.param_groups[0]["lr"] == 1e-2 and new.param_groups[0]["added_later"] == 7
+    train(model, new, 1)
+
+
+def test_what_does_not_fit_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(load_wrong, 2, tmp_path)
+
+
+def die_while_saving(folder: Path, rank: int, call: str, count: int) -> None:
+    training = Training(folder, 3, "adamw", keep=1)
+    training.run(1)
+    training.checkpoints.save(1).wait()
+    original, calls = getattr(os, call), [0]
+
+    def count_and_die(*args: Any) -> Any:
+        calls[0] += 1
+        if dist.get_rank() == rank and calls[0] == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+
+    setattr(os, call, count_and_die)
+    training.run(1)
+    training.checkpoints.save(2).wait()
+
+
+def load_after_death(folder: Path) -> int | None:
+    training = Training(folder, 2, "adamw", seed=3)
+    found = training.checkpoints.load()
+    reference = Training(folder / "unused", 3, "adamw")
+    reference.run(found or 0)
+    assert training.loader.position == found
+    train(training.model, training.optimizer, 1)
+    training.checkpoints.save(7).wait()
+    assert not [path for path in folder.glob("step-*") if "tmp" in path.name]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rank", "call", "count", "found"),
+    [(1, "fsync", 1, 1), (0, "fsync", 3, 1), (0, "rename", 2, 1), (0, "rename", 3, 2)],
+    ids=["own file", "metadata", "before the rename", "before the deletion"],
+)
+def test_a_kill_in_a_save_leaves_a_good_one(
+    rank: int, call: str, count: int, found: int, tmp_path: Path
+) -> None:
+    outcomes = run_to_end(die_while_saving, 2, tmp_path, rank, call, count, group_timeout=5.0)
+    assert outcomes[rank].error is not None
+    assert run_ranks(load_after_death, 1, tmp_path) == [found]

@@ -1,0 +1,1 @@
+"""Checkpoints: torch's own format, safetensors, and folders that survive a crash."""

@@ -1,0 +1,123 @@
+"""The command line of checkpoints: inspect, verify, convert."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+app = typer.Typer(help="Look into checkpoints, check their bytes, convert them.")
+_Folder = Annotated[Path, typer.Argument(help="A checkpoint, or a folder of several.")]
+
+
+class Kind(str, Enum):
+    """Kinds of files that weights are converted to."""
+
+    DCP = "dcp"
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        Console(stderr=True).print(f"{error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The folder itself, or the complete checkpoints in it."""
+    inside = sorted(path.parent for path in folder.glob("step-*/.metadata"))
+    return [path for path in inside if path.name[5:].isdigit()] or [folder]
+
+
+@app.command()
+def inspect(
+    folder: _Folder,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")] = False,
+) -> None:
+    """Names, shapes, dtypes and bytes of the weights in a checkpoint or in safetensors files."""
+    from zerocore.checkpoint.convert import open_weights
+
+    with _named_errors():
+        found = _checkpoints(folder)
+        weights = open_weights(found[-1])
+    rows: list[dict[str, Any]] = [
+        {"name": name, "shape": list(shape), "dtype": f"{dtype}".removeprefix("torch."),
+         "nbytes": dtype.itemsize * prod(shape)}
+        for name, (dtype, shape) in weights.facts.items()
+    ]  # fmt: skip
+    if as_json:
+        names = [path.name for path in found]
+        typer.echo(json.dumps({"kind": weights.kind, "checkpoints": names, "weights": rows}))
+        return
+    table = Table(title=f"{found[-1]}: {weights.nbytes:,} bytes of weights ({weights.kind})")
+    for column in ("name", "shape", "dtype", "bytes"):
+        table.add_column(column, justify="right" if column == "bytes" else "left")
+    for row in rows:
+        table.add_row(row["name"], f"{row['shape']}", row["dtype"], f"{row['nbytes']:,}")
+    console = Console()
+    console.print(table)
+    if found != [folder]:
+        console.print(f"{len(found)} checkpoints: {', '.join(path.name for path in found)}")
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    return Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True))
+
+
+@app.command()
+def verify(folder: _Folder) -> None:
+    """Compare the size of every file and the checksum of every byte; exit 1 if one is damaged."""
+    from zerocore.checkpoint.safetensors_files import read_folder
+    from zerocore.checkpoint.verify import check_files, check_sums, read_metadata
+
+    with _named_errors(), _progress() as progress:
+        for path in _checkpoints(folder):
+            if not (path / ".metadata").exists():
+                count = len(read_folder(path))  # which have sizes, but no checksums
+                typer.echo(f"{path}: {count} tensors, sizes are right")
+                continue
+            files = check_files(path, read_metadata(path))
+            sizes = {name: (path / name).stat().st_size for name in files}
+            task = progress.add_task(path.name, total=sum(sizes.values()))
+            for name, items in files.items():
+                check_sums(path, name, items)
+                progress.advance(task, sizes[name])
+            typer.echo(f"{path}: {len(files)} files are good")
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A checkpoint, safetensors, or a torch file.")],
+    target: Annotated[Path, typer.Argument(help="What must not exist yet.")],
+    to: Annotated[
+        Kind | None, typer.Option(help="Default: by the target's ending, or the other of the two.")
+    ] = None,
+) -> None:
+    """Weights of a model from one kind of file to another, one tensor at a time."""
+    from zerocore.checkpoint.convert import TORCH_SUFFIXES, open_weights
+    from zerocore.checkpoint.convert import convert as convert_weights
+
+    with _named_errors(), _progress() as progress:
+        weights = open_weights(_checkpoints(source)[-1])
+        kind = "safetensors" if weights.kind == "dcp" else "dcp"
+        if to is not None:
+            kind = to.value
+        elif target.suffix in TORCH_SUFFIXES:
+            kind = "torch"
+        task = progress.add_task(target.name, total=weights.nbytes)
+        convert_weights(weights, target, kind, lambda nbytes: progress.advance(task, nbytes))
+        typer.echo(f"{target}: {len(weights.facts)} tensors as {kind}")

@@ -1,0 +1,69 @@
+"""What makes files durable and a failure common: fsync, renames, and the agreement of all ranks."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zerocore.common.agreement import agree
+from zerocore.model.state import ShardState
+
+
+def on_all_ranks(state: ShardState, action: Callable[[], None]) -> None:
+    """Calls ``action``; what it raises on one rank is an error on all of them. Collective."""
+    error: Exception | None = None
+    try:
+        action()
+    except Exception as caught:
+        error = caught
+    agree(state.ranks.groups, error, [], state.device)
+
+
+def same_on_all(state: ShardState, facts: list[Any]) -> None:
+    """Raises ValueError on every rank if the ranks see other files. Collective."""
+    try:
+        agree(state.ranks.groups, None, facts, state.device)
+    except ValueError as error:
+        raise ValueError(f"the ranks see different files: {error}") from None
+
+
+def same_id(groups: Sequence[dist.ProcessGroup]) -> str:
+    """A few random letters, those of the first rank. Collective."""
+    ids: list[str] = [uuid.uuid4().hex[:8]]
+    for group in reversed(groups):
+        dist.broadcast_object_list(ids, group=group, group_src=0)
+    return ids[0]
+
+
+def fsync_folder(folder: Path) -> None:
+    """Makes what was created, renamed or deleted in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def fsync_file(path: Path) -> None:
+    """Makes the bytes of a file durable."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def fsync_tree(folder: Path) -> None:
+    """Makes a folder of files durable."""
+    for path in folder.iterdir():
+        fsync_file(path)
+    fsync_folder(folder)
+
+
+def check_empty(folder: Path, patterns: Sequence[str]) -> None:
+    """Raises FileExistsError if the folder has files of these patterns."""
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            raise FileExistsError(f"{path} exists already; nothing is overwritten, delete it first")

@@ -1,0 +1,184 @@
+"""Weights from one kind of file to another, one tensor at a time."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from zerocore.checkpoint.byte_ranges import read_into, write_from
+from zerocore.checkpoint.commit import fsync_file, fsync_folder, fsync_tree
+from zerocore.checkpoint.safetensors_files import (
+    INDEX_NAME,
+    NAME_OF,
+    index_text,
+    plan_files,
+    read_folder,
+)
+from zerocore.checkpoint.torch_files import load_tensors, quiet
+from zerocore.checkpoint.verify import check_files, read_metadata
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+Advance = Callable[[int], None]  # told of bytes that are done
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors that can be read one by one.
+
+    Attributes:
+        kind: ``"dcp"``, ``"safetensors"`` or ``"torch"``.
+        facts: dtype and shape of each.
+        read: a tensor on the CPU, by name.
+    """
+
+    kind: str
+    facts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    read: Callable[[str], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(dtype.itemsize * prod(shape) for dtype, shape in self.facts.values())
+
+
+def open_weights(path: Path) -> Weights:
+    """What a checkpoint's folder (its model), a safetensors folder or file, or a torch file holds.
+
+    Raises:
+        FileNotFoundError: there is nothing of the three.
+        ValueError: the files are broken.
+    """
+    if (path / ".metadata").exists():
+        return _of_checkpoint(path)
+    if path.suffix in TORCH_SUFFIXES and path.is_file():
+        return _of_torch_file(path)
+    entries = read_folder(path)
+
+    def read(name: str) -> Tensor:
+        entry = entries[name]
+        values = torch.empty(entry.shape, dtype=entry.dtype)
+        with open(entry.file, "rb", buffering=0) as file:
+            read_into(file.fileno(), entry.begin, entry.dtype, values.view(-1))
+        return values
+
+    return Weights("safetensors", {n: (e.dtype, e.shape) for n, e in entries.items()}, read)
+
+
+def _of_checkpoint(path: Path) -> Weights:
+    metadata = read_metadata(path)
+    check_files(path, metadata)
+    tensors = {
+        key: facts
+        for key, facts in metadata.state_dict_metadata.items()
+        if isinstance(facts, TensorStorageMetadata)
+    }
+    prefix = "model." if any(key.startswith("model.") for key in tensors) else ""
+    facts = {
+        key.removeprefix(prefix): (tensor.properties.dtype, tuple(tensor.size))
+        for key, tensor in tensors.items()
+        if key.startswith(prefix)
+    }
+
+    def read(name: str) -> Tensor:
+        dtype, shape = facts[name]
+        state = {prefix + name: torch.empty(shape, dtype=dtype)}
+        load_tensors(state, path, None)
+        return state[prefix + name]
+
+    return Weights("dcp", facts, read)
+
+
+def _of_torch_file(path: Path) -> Weights:
+    state: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise ValueError(f"{path} is no dict of tensors by name")
+    facts = {name: (value.dtype, tuple(value.shape)) for name, value in state.items()}
+    return Weights("torch", facts, lambda name: state[name])
+
+
+def convert(
+    source: Weights, target: Path, kind: str, advance: Advance = lambda nbytes: None
+) -> None:
+    """Writes weights as another kind of file; the target has its name when all is on disk.
+
+    Args:
+        kind: ``"dcp"``, ``"safetensors"`` or ``"torch"``, which holds all tensors at once.
+
+    Raises:
+        FileExistsError: the target exists.
+        ValueError: another kind, or a dtype that it does not know.
+    """
+    writers = {"dcp": _write_checkpoint, "safetensors": _write_safetensors, "torch": _write_torch}
+    if kind not in writers:
+        raise ValueError(f"kind must be one of {sorted(writers)}, got {kind!r}")
+    if target.exists():
+        raise FileExistsError(f"{target} exists; nothing is overwritten")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:8]}")
+
+    def read(name: str) -> Tensor:
+        value = source.read(name)
+        advance(value.nbytes)
+        return value
+
+    writers[kind](source, temporary, read)
+    os.rename(temporary, target)
+    fsync_folder(target.parent)
+
+
+class _Streaming(DefaultSavePlanner):
+    """Reads a tensor when it is written."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def lookup_object(self, index: Any) -> Any:
+        """The tensor of that name, ``model.`` before it."""
+        return self._read(index.fqn.removeprefix("model."))
+
+
+def _write_checkpoint(source: Weights, target: Path, read: Callable[[str], Tensor]) -> None:
+    meta = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, (dtype, shape) in source.facts.items()
+    }
+    writer = FileSystemWriter(target, single_file_per_rank=True, sync_files=True)
+    with quiet():
+        save({"model": meta}, storage_writer=writer, planner=_Streaming(read), no_dist=True)
+    check_files(target, read_metadata(target))
+    fsync_tree(target)
+
+
+def _write_safetensors(source: Weights, target: Path, read: Callable[[str], Tensor]) -> None:
+    for name, (dtype, _) in source.facts.items():
+        if dtype not in NAME_OF:
+            raise ValueError(f"'{name}' is {dtype}, which safetensors does not know")
+    plans = plan_files(target, source.facts, 5_000_000_000, {"format": "pt"})
+    target.mkdir()
+    for plan in plans:
+        with open(target / plan.name, "wb", buffering=0) as file:
+            file.write(plan.header)
+            file.truncate(plan.nbytes)
+            for name, entry in plan.entries.items():
+                values = read(name).contiguous().view(-1)
+                write_from(file.fileno(), entry.begin, entry.dtype, values)
+    if len(plans) > 1:
+        (target / INDEX_NAME).write_text(index_text(plans))
+    fsync_tree(target)
+
+
+def _write_torch(source: Weights, target: Path, read: Callable[[str], Tensor]) -> None:
+    torch.save({name: read(name) for name in source.facts}, target)
+    fsync_file(target)

@@ -1,0 +1,118 @@
+"""Loads a checkpoint into a sharded model: everything is compared first, then read in place."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim import Optimizer
+
+from zerocore.checkpoint.commit import on_all_ranks
+from zerocore.checkpoint.torch_files import load_tensors
+from zerocore.checkpoint.training_state import (
+    check_model,
+    fit_optimizer,
+    load_optimizer,
+    set_random_state,
+    training_state,
+)
+from zerocore.checkpoint.verify import check_files, read_metadata, verify
+from zerocore.model.state import ShardState
+
+_log = logging.getLogger("zerocore")
+
+
+def load_training_state(
+    folder: Path,
+    state: ShardState,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    group: dist.ProcessGroup | None,
+    checksums: bool,
+) -> None:
+    """Loads model and optimizer. Collective.
+
+    Raises:
+        ValueError: what does not fit or is damaged, by file and key, before anything is changed.
+    """
+    own: dict[str, Any] = {}
+
+    def check() -> None:
+        metadata = read_metadata(folder)
+        check_files(folder, metadata)
+        own.update(training_state(model, None))
+        check_model(own, metadata, folder)
+        if optimizer is not None:
+            groups = read_groups(folder, metadata)
+            own["optim"] = fit_optimizer(model, optimizer, groups, metadata, folder)
+
+    on_all_ranks(state, check)
+    if checksums:
+        on_all_ranks(state, lambda: verify(folder, state.rank, state.world_size))
+    tensors = {"model": own["model"]}
+    if optimizer is not None:
+        tensors["optim"] = {"state": own["optim"]["state"]}
+    load_tensors(tensors, folder, group)
+    model.load_state_dict(tensors["model"])
+    if optimizer is not None:
+        load_optimizer(model, optimizer, own["optim"])
+
+
+def read_groups(folder: Path, metadata: Metadata) -> list[dict[str, Any]]:
+    """The saved options of the optimizer's groups, and the names of their parameters."""
+    groups: list[dict[str, Any]] = []
+    stored = {index.fqn: info for index, info in metadata.storage_data.items()}
+    for key, path in metadata.planner_data.items():
+        if path[:2] == ("optim", "param_groups"):
+            groups.extend({} for _ in range(path[2] + 1 - len(groups)))
+            info = stored[key]
+            with open(folder / info.relative_path, "rb") as file:
+                file.seek(info.offset)
+                value = torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
+            groups[path[2]][path[3]] = value
+    if not groups:
+        raise ValueError(f"{folder} holds no optimizer's state")
+    return groups
+
+
+def read_own(folder: Path, rank: int) -> dict[str, Any]:
+    """What one rank saved for itself; of the first one if there was no such rank."""
+    path = folder / f"rank-{rank}.pt"
+    try:
+        path = path if path.exists() else folder / "rank-0.pt"
+        own: dict[str, Any] = torch.load(path, weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return own
+
+
+@torch.no_grad()
+def restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+    """Sets buffers to what this rank had; running means of other batches differ between ranks."""
+    own = model.state_dict()
+    for key, value in buffers.items():
+        own[key].copy_(value)
+
+
+def restore_own(own: dict[str, Any], rank: int, world_size: int) -> None:
+    """Continues this rank's random streams, or begins new ones on another number of ranks."""
+    if own["rng"] is None:
+        return
+    if own["world_size"] == world_size:
+        set_random_state(own["rng"])
+        return
+    step: int = own["step"]
+    seed = int(own["rng"]["torch"][:8].view(torch.int64).item())
+    torch.manual_seed((seed + 1_000_003 * step + rank) % (1 << 63))
+    if rank == 0:
+        _log.warning(
+            "the checkpoint was saved on %d ranks: on %d ranks the random streams are new ones",
+            own["world_size"],
+            world_size,
+        )

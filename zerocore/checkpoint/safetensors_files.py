@@ -1,0 +1,161 @@
+"""The safetensors format: headers of files, folders of files with an index, plans of new ones."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+INDEX_NAME = "model.safetensors.index.json"
+_MAX_HEADER_NBYTES = 100_000_000  # what safetensors itself reads
+_DTYPE_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16",
+    "uint32": "U32", "uint64": "U64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+}  # fmt: skip
+NAME_OF = {getattr(torch, key): name for key, name in _DTYPE_NAMES.items() if hasattr(torch, key)}
+DTYPE_OF: dict[str, torch.dtype] = {name: dtype for dtype, name in NAME_OF.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: C-contiguous, its bytes at ``begin:end`` of the file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_folder(folder: str | os.PathLike[str]) -> dict[str, Entry]:
+    """The tensors of a folder by name: those of its index, or of all of its files.
+
+    Args:
+        folder: a folder, or one file.
+
+    Raises:
+        FileNotFoundError: there is no such file, or none in the folder.
+        ValueError: a file is no safetensors file, is truncated, or lacks what the index says.
+    """
+    path = Path(folder)
+    if path.is_file():
+        return read_header(path)
+    index = path / INDEX_NAME
+    if not index.exists():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"no safetensors files in {path}")
+        return {name: entry for file in files for name, entry in read_header(file).items()}
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
+    headers = {file: read_header(path / file) for file in sorted(set(weight_map.values()))}
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            raise ValueError(f"'{name}' is not in {path / file}, where {index.name} says it is")
+    return {name: headers[file][name] for name, file in weight_map.items()}
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of one file; none of their bytes are read.
+
+    Raises:
+        ValueError: the file is no safetensors file or is truncated.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER_NBYTES):
+            raise ValueError(f"{path} is no safetensors file: its header would have {length} bytes")
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            entries = {name: _entry(path, 8 + length, facts) for name, facts in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} has no safetensors header: {error!r}") from error
+    for name, entry in entries.items():
+        if entry.end - entry.begin != prod(entry.shape) * entry.dtype.itemsize:
+            raise ValueError(f"{path}: '{name}' has {entry.end - entry.begin} bytes, for {entry}")
+        if not 8 + length <= entry.begin <= entry.end <= size:
+            raise ValueError(
+                f"{path} is truncated: '{name}' ends at byte {entry.end}, the file at {size}"
+            )
+    return entries
+
+
+def _entry(path: Path, base: int, facts: Mapping[str, Any]) -> Entry:
+    begin, end = facts["data_offsets"]
+    return Entry(path, DTYPE_OF[facts["dtype"]], tuple(facts["shape"]), base + begin, base + end)
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file that is to be written: its header, what lies where, its size."""
+
+    name: str
+    header: bytes
+    entries: dict[str, Entry]
+    nbytes: int
+
+
+def plan_files(
+    folder: Path,
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    max_file_nbytes: int,
+    metadata: Mapping[str, str],
+) -> list[FilePlan]:
+    """Which tensors go into which file, in their order; a file has one tensor at least."""
+    groups: list[list[str]] = []
+    filled = 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = prod(shape) * dtype.itemsize
+        if not groups or filled + nbytes > max_file_nbytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += nbytes
+    count = len(groups)
+    files = (
+        ["model.safetensors"]
+        if count <= 1
+        else [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    )
+    return [
+        _plan_file(folder / file, {name: tensors[name] for name in group}, metadata)
+        for file, group in zip(files, groups or [[]], strict=True)
+    ]
+
+
+def _plan_file(
+    path: Path,
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    metadata: Mapping[str, str],
+) -> FilePlan:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    # The widest first, so that each begins on a multiple of its own size.
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        facts = {"dtype": NAME_OF[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = facts
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    base = 8 + len(text)
+    entries = {name: _entry(path, base, header[name]) for name in tensors}
+    return FilePlan(path.name, len(text).to_bytes(8, "little") + text, entries, base + end)
+
+
+def index_text(files: Sequence[FilePlan]) -> str:
+    """What Hugging Face's index of several files says."""
+    weight_map = {name: file.name for file in files for name in file.entries}
+    total = sum(entry.end - entry.begin for file in files for entry in file.entries.values())
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)

@@ -1,0 +1,166 @@
+"""States of optimizers as parts of full tensors: in their state dicts, and made without a step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerocore.tensor.parameter import LocalShard, ShardedParameter
+from zerocore.tensor.place import Place, Placed, local_of
+
+# Numbers, not elements: in the state of a parameter without dimensions they look alike.
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+
+_NAMES = ("params", "param_names")  # of a group; not options
+
+
+def is_of_shards(optimizer: Optimizer) -> bool:
+    """Whether the optimizer updates a sharded parameter."""
+    return any(isinstance(param, ShardedParameter) for param in params_of(optimizer))
+
+
+def params_of(optimizer: Optimizer) -> list[Any]:
+    """The parameters in the order in which state dicts count them."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def as_shard(local: Tensor, place: Place) -> LocalShard:
+    """A shard on the memory of ``local``, plain and 1-D."""
+    shard = local.as_subclass(LocalShard)
+    shard.place = place
+    return shard
+
+
+def wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Gives elements of shards in a state dict their place, on the same memory."""
+    params = params_of(optimizer)
+    state_dict["state"] = {
+        index: _wrapped(params[index], state) if isinstance(index, int) else state
+        for index, state in state_dict["state"].items()
+    }
+
+
+def _wrapped(param: Any, state: Any) -> Any:
+    if not isinstance(param, ShardedParameter) or not isinstance(state, dict):
+        return state
+    shape = local_of(param).shape
+    return {
+        key: as_shard(value, param.place)
+        if isinstance(value, Tensor) and not isinstance(value, Placed) and value.shape == shape
+        else value
+        for key, value in state.items()
+    }
+
+
+def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What a state dict holds for this rank: its shards, or its parts of full tensors.
+
+    An option that the saved groups lack keeps the value that it has.
+
+    Raises:
+        ValueError: a state of other elements or of another shape; names the parameter.
+    """
+    if len(state_dict["param_groups"]) != len(optimizer.param_groups):
+        return state_dict  # torch says so
+    groups = [
+        {**{key: value for key, value in own.items() if key not in _NAMES}, **new}
+        for own, new in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    ]
+    saved = list(chain.from_iterable(group["params"] for group in groups))
+    owners = dict(zip(saved, params_of(optimizer), strict=False))
+    state = {
+        index: {key: _fitted(owners[index], key, value) for key, value in values.items()}
+        if isinstance(owners.get(index), ShardedParameter) and isinstance(values, dict)
+        else values
+        for index, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _fitted(param: ShardedParameter, key: str, value: Any) -> Any:
+    place = param.place
+    if isinstance(value, Placed):
+        _check_place(param, key, value.place)
+        return as_shard(local_of(value), place)
+    if not isinstance(value, Tensor) or (value.dim() == 0 and key in _NUMBERS):
+        return value
+    if value.shape == place.global_shape:
+        part = place.part_of(value)
+        return as_shard(part if place.group is None else part.clone(), place)
+    if value.dim() > 0 and value.shape != local_of(param).shape:
+        raise ValueError(
+            f"the loaded {key} of parameter '{param.fqn}' has shape {tuple(value.shape)}, expected "
+            f"the full {tuple(place.global_shape)}, or this rank's elements of it. Save with "
+            "torch.distributed.checkpoint or zerocore.Checkpoints to load with another stage or "
+            "number of ranks"
+        )
+    return value
+
+
+def _check_place(param: ShardedParameter, key: str, saved: Place) -> None:
+    own = param.place
+    if (saved.fqn, saved.global_shape, saved.shard_range, saved.strides) != (
+        own.fqn,
+        own.global_shape,
+        own.shard_range,
+        own.strides,
+    ):
+        raise ValueError(
+            f"the optimizer's state {key} is that of '{saved.fqn}', elements "
+            f"{saved.shard_range[0]}:{saved.shard_range[1]} of shape {tuple(saved.global_shape)}, "
+            f"but this rank's parameter in its place is '{own.fqn}', elements "
+            f"{own.shard_range[0]}:{own.shard_range[1]} of {tuple(own.global_shape)}. Shards load "
+            "on the rank, stage and number of ranks that saved them, in the same order of "
+            "parameters; for others save with torch.distributed.checkpoint or zerocore.Checkpoints"
+        )
+
+
+def make_states(optimizer: Optimizer) -> None:
+    """Makes the states that are not there yet, as a first step would find them; takes no step."""
+    make = getattr(optimizer, "make_states", None)
+    if make is not None:
+        make()
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.requires_grad and not optimizer.state.get(param):
+                state = dict(_first_states(optimizer, group, param))
+                if state:
+                    optimizer.state[param] = state
+
+
+def _first_states(
+    optimizer: Optimizer, group: dict[str, Any], param: Any
+) -> Iterator[tuple[str, Any]]:
+    """What a parameter of one element gets in a step without gradient tells names and dtypes."""
+    local = local_of(param)
+    probe = nn.Parameter(torch.zeros(1, dtype=local.dtype, device=local.device))
+    probe.grad = torch.zeros_like(probe)
+    for key, value in _stepped(optimizer, group, probe).items():
+        if not isinstance(value, Tensor):
+            yield key, 0 if key == "step" else value
+        elif value.shape != probe.shape:
+            yield key, torch.zeros_like(value) if key == "step" else value
+        else:
+            full = torch.full_like(local, value.item(), dtype=value.dtype)
+            yield key, as_shard(full, param.place) if isinstance(param, Placed) else full
+
+
+def _stepped(optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter) -> dict[str, Any]:
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a scheduler's, which counts the optimizer's steps
+    options = {key: value for key, value in group.items() if key != "param_names"}
+    twin.param_groups = [{**options, "params": [probe]}]
+    twin.state = defaultdict(dict)
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    twin.step()
+    state: dict[str, Any] = twin.state[probe]
+    return state
