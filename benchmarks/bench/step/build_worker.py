@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bench.lib.models import GPT, GPT_SIZES, Chain, ChainBlock
 from bench.lib.steps import build_step
-from bench.lib.systems import System, import_zerocore
+from bench.lib.systems import FP32, System, import_zerocore
 
 CHAIN_WIDTH, CHAIN_BLOCKS, FAKE_WORLD_SIZE = 16, 32, 8
 
@@ -63,7 +63,7 @@ def rank_case(stage: int, rank: int, world_size: int, rendezvous: str) -> Case:
     torch.manual_seed(0)
     size = GPT_SIZES["small"]
     model = GPT(size)
-    train = build_step(System("zerocore", stage, ""), model, model.blocks, 3e-4)
+    train = build_step(System("zerocore", stage, ""), model, model.blocks, 3e-4, FP32)
     shape = (size.batch, size.sequence + 1)
     tokens: Tensor = torch.randint(size.vocab_size, shape)
     batch = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())]
