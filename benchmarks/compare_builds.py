@@ -24,6 +24,8 @@ from bench.lib.tables import Table, make_console
 
 ROOT = Path(__file__).resolve().parents[1]
 CASES = {
+    "host, whole step, 9 parameters a block": ["host_step", "9"],
+    "host, whole step, 32 parameters a block": ["host_step", "32"],
     "host, 9 parameters a block": ["host", "9"],
     "host, 32 parameters a block": ["host", "32"],
     "zero_grad, 9 parameters a block": ["zero_grad", "9"],
@@ -39,7 +41,7 @@ NOTES = (
     "median over the turns of this build's time by that of the other build's turn beside it, in "
     "brackets its quartiles. The last column compares the fastest turns of all.",
     "host: forward and backward of 32 blocks at stage 3 on collectives that return at once, then "
-    "zero_grad and zerocore.optim.AdamW by themselves; step: forward, backward, AdamW of torch on "
+    "zero_grad and zerocore.optim.AdamW by themselves, whole step: all of these; step: forward, backward, AdamW of torch on "
     "a small GPT, over gloo.",
 )
 

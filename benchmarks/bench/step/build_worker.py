@@ -47,7 +47,13 @@ def host_case(kind: str, num_params: int) -> Case:
     def train() -> None:
         model(inputs).sum().backward()
 
+    def step() -> None:
+        train()
+        update.step()
+        model.zero_grad()
+
     cases = {
+        "host_step": Case(step),
         "host": Case(train, before=model.zero_grad),
         "zero_grad": Case(model.zero_grad, before=train),
         "adamw": Case(update.step, before=train),
@@ -71,7 +77,7 @@ def rank_case(stage: int, rank: int, world_size: int, rendezvous: str) -> Case:
 
 
 def main() -> None:
-    """Arguments: `host|zero_grad|adamw PARAMS`, or `ranks STAGE RANK WORLD_SIZE FILE`."""
+    """Arguments: `host_step|host|zero_grad|adamw PARAMS`, or `ranks STAGE RANK WORLD_SIZE FILE`."""
     torch.set_num_threads(1)
     kind, number, *job = sys.argv[1:]
     if kind == "ranks":
