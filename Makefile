@@ -12,6 +12,7 @@ VENV := $(CURDIR)/.venv
 PY := $(VENV)/bin/python
 CXX ?= g++
 CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+TEST_CXX_FILES = $(shell find tests -name '*.h' -o -name '*.cpp')
 
 # ninja, cmake and clang-format may be installed in .venv or come with $(PYTHON).
 export PATH := $(VENV)/bin:$(PATH):$(shell $(PYTHON) -c 'import sys; print(sys.prefix)')/bin
@@ -31,12 +32,12 @@ lint: $(VENV)/.has-lint
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	clang-format --dry-run -Werror $(CXX_FILES)
+	clang-format --dry-run -Werror $(CXX_FILES) $(TEST_CXX_FILES)
 
 format: $(VENV)/.has-lint
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	clang-format -i $(CXX_FILES)
+	clang-format -i $(CXX_FILES) $(TEST_CXX_FILES)
 
 # The tests that exercise the C++ most, under AddressSanitizer and UndefinedBehaviorSanitizer.
 # Run from the folder of the sanitized package, so that `import zerocore` finds that one. Python

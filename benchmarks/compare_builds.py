@@ -41,8 +41,8 @@ NOTES = (
     "median over the turns of this build's time by that of the other build's turn beside it, in "
     "brackets its quartiles. The last column compares the fastest turns of all.",
     "host: forward and backward of 32 blocks at stage 3 on collectives that return at once, then "
-    "zero_grad and zerocore.optim.AdamW by themselves, whole step: all of these; step: forward, backward, AdamW of torch on "
-    "a small GPT, over gloo.",
+    "zero_grad and zerocore.optim.AdamW by themselves, whole step: all of these; step: forward, "
+    "backward, AdamW of torch on a small GPT, over gloo.",
 )
 
 

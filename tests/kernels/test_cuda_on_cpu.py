@@ -1,0 +1,102 @@
+"""The CUDA kernels, run on the CPU: values, memory, addresses and barriers; not speed or races.
+
+AddressSanitizer sees every access outside of a tensor, UndefinedBehaviorSanitizer every one at an
+address that a GPU refuses. The threads of a block run in three orders.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.cuda_on_cpu.build import (
+    COMPILER,
+    PLAIN,
+    SANITIZED,
+    Fault,
+    compile_checks,
+    compile_with_fault,
+)
+from tests.kernels.cuda_on_cpu.launches import rewrite
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"there is no {COMPILER}"),
+    pytest.mark.timeout(600),  # of which compiling takes most
+]
+WHAT = ("copies", "sums", "norms", "adamw")
+COUNT = "first + u * kThreads < count"
+FAULTS = {
+    "a loop is one too long": (
+        "copy",
+        "copies",
+        Fault("vector.cuh", COUNT, "first + u * kThreads <= count"),
+    ),
+    "the tail is lost": (
+        "copy",
+        "copies",
+        Fault(
+            "vector.cuh",
+            "map_groups<1, reads_dst>(dst + past",
+            "if (false) map_groups<1, reads_dst>(dst + past",
+        ),
+    ),
+    "a block does not wait for its sums": (
+        "grad_norm",
+        "norms",
+        Fault("grad_norm.cu", "__syncthreads();", ""),
+    ),
+    "a block does not wait for its factors": (
+        "adamw",
+        "adamw",
+        Fault("adamw.cu", "__syncthreads();", ""),
+    ),
+    "only some threads wait": (
+        "adamw",
+        "adamw",
+        Fault("adamw.cu", "__syncthreads();", "if (threadIdx.x != 7) __syncthreads();"),
+    ),
+    "the second table begins at the first chunk": (
+        "grad_norm",
+        "norms",
+        Fault("grad_norm.cu", "call.partials + first_chunk", "call.partials"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_checks(tmp_path_factory.mktemp("sanitized"), SANITIZED)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_checks(tmp_path_factory.mktemp("plain"), PLAIN)
+
+
+def run(program: Path, what: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, what], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_kernels_do_what_plain_loops_do(sanitized: Path, what: str) -> None:
+    done = run(sanitized, what)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert int(done.stdout.split(" checks")[0]) > 100
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_mistakes_are_found(plain: Path, tmp_path: Path, name: str) -> None:
+    kernel, what, fault = FAULTS[name]
+    done = run(compile_with_fault(tmp_path, plain, kernel, fault), what)
+    assert done.returncode != 0
+
+
+def test_launches() -> None:
+    source = "void f() {\n  g<int, 3><<<a + 1, b, 0, stream>>>(x, h(y));\n}"
+    launch = "cuda_on_cpu::launch(a + 1,  b, [&] { g<int, 3>(x, h(y)); });"
+    assert rewrite(source) == f"void f() {{ {launch}\n}}"
+    with pytest.raises(ValueError, match="another form"):
+        rewrite("{ g<<<1, 2>>>(); }")
