@@ -257,9 +257,6 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
         )
 
 
-define_grad(ShardedParameter)
-
-
 def _checked_hook(
     hook: Callable[[Tensor], Tensor | None], fqn: str
 ) -> Callable[[Tensor], Tensor | None]:
@@ -317,6 +314,7 @@ def make_shards_known() -> None:
 
     Unknown ones they would update in a for-loop, without a word.
     """
+    define_grad(ShardedParameter)
     torch.serialization.add_safe_globals([rebuild_shard])
     kinds: list[Any] = [ShardedParameter, ShardedGrad, LocalShard]
     _optimizer._foreach_supported_types.extend(kinds)
