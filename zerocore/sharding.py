@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerocore._C import CallEvent, Engine
-from zerocore.agreement import agree
+from zerocore._C import Engine
+from zerocore.agreement import agree, is_simulated
+from zerocore.alarm import stall_seconds, watch_end
 from zerocore.backward_calls import watch_backward_calls
 from zerocore.budget import check_budget
 from zerocore.calls import call_order, entry_units
@@ -54,7 +55,9 @@ def shard_model(
     planned: list[UnitPlanned] = []
     target: torch.device | None = None
     error: Exception | None = None
+    seconds = 0.0
     try:
+        seconds = stall_seconds()
         config = ShardConfig(**options)
         _check_model(model, optimizer)
         check_kinds(model, ranks.world_size)
@@ -70,9 +73,9 @@ def shard_model(
             check_budget(model, planned, config, ranks, nbytes)
     except Exception as caught:
         error = caught
-    agree(ranks.groups, error, [] if error else _facts(planned, config), target)
+    name = agree(ranks.groups, error, [] if error else _facts(planned, config), target)
     assert target is not None
-    engine = _make_engine(config, ranks, target, planned, call_order(model, planned))
+    engine = _make_engine(model, config, ranks, target, planned, (name, seconds))
     state = ShardState(engine, config, ranks, target)
     if config.mixed_precision is not None:
         cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
@@ -91,13 +94,18 @@ def shard_model(
 
 
 def _make_engine(
+    model: nn.Module,
     config: ShardConfig,
     ranks: Ranks,
     device: torch.device,
     planned: list[UnitPlanned],
-    order: list[CallEvent],
+    alarm: tuple[str, float],
 ) -> Engine:
+    watched = not any(is_simulated(group) for group in ranks.groups)
+    watch_end()
     return Engine(
+        alarm_name=alarm[0] if watched else "",
+        stall_seconds=alarm[1],
         stage=config.stage,
         prefetch=config.prefetch,
         hold_full=config.accumulate == "full",
@@ -106,7 +114,7 @@ def _make_engine(
         replicas_name=None if ranks.replicas is None else ranks.replicas.group_name,
         device=device,
         units=[(unit.name, [_param_arg(c, config) for c in unit.params]) for unit in planned],
-        order=order,
+        order=call_order(model, planned),
     )
 
 

@@ -90,6 +90,8 @@ PyEngine make_engine(
     bool hold_full,
     bool exchange_used,
     bool log_hand_overs,
+    const std::string& alarm_name,
+    double stall_seconds,
     const std::optional<std::string>& group_name,
     const std::optional<std::string>& replicas_name,
     const at::Device& device,
@@ -103,7 +105,8 @@ PyEngine make_engine(
   PyEngine self;
   self.registrar = registrar.get();
   self.engine = std::make_shared<Engine>(
-      EngineOptions{stage, prefetch, hold_full, exchange_used, log_hand_overs},
+      EngineOptions{
+          stage, prefetch, hold_full, exchange_used, log_hand_overs, alarm_name, stall_seconds},
       group_name,
       replicas_name,
       device,
@@ -205,6 +208,8 @@ void register_setup(py::class_<PyEngine>& engine) {
           py::arg("hold_full"),
           py::arg("exchange_used"),
           py::arg("log_hand_overs") = false,
+          py::arg("alarm_name") = "",
+          py::arg("stall_seconds") = 0.0,
           py::arg("group_name"),
           py::arg("replicas_name") = py::none(),
           py::arg("device"),
@@ -308,6 +313,8 @@ void register_steps(py::class_<PyEngine>& engine) {
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
       .def(
           "fail_backward", [](PyEngine& self) { self.engine->fail_backward(); }, no_gil)
+      .def_property_readonly(
+          "trainable_hash", [](const PyEngine& self) { return self.engine->trainable_hash(); })
       .def("mark_forked", [](PyEngine& self) { self.engine->mark_forked(); })
       .def("check_process", [](PyEngine& self) { self.engine->check_process(); })
       .def_property(

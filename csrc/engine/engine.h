@@ -14,6 +14,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "engine/alarm_setup.h"
 #include "engine/reducer.h"
 #include "engine/side_doors.h"
 #include "engine/thread_check.h"
@@ -28,11 +29,8 @@ struct EngineOptions {
   bool hold_full = false;
   bool exchange_used = false;
   bool log_hand_overs = false; // on the CPU: as if there were streams
-};
-
-struct UnitInit {
-  std::string name;
-  std::vector<UnitParam> params;
+  std::string alarm_name; // see AlarmOptions; empty for no alarm
+  double stall_seconds = 0;
 };
 
 // Writes a unit's parameters into the modules that own them. Called from any thread.
@@ -116,6 +114,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void unpin(const std::vector<UnitId>& units, bool write_back);
   // An optimizer may have changed what requires grad, or these parameters.
   void mark_updated(UnitId unit, const std::optional<std::vector<int>>& params = std::nullopt);
+  // A number for the set of parameters that require grad, as of the units' last uses. The ranks may
+  // compare it; those that find a difference call fail_trainable(), which names the parameters.
+  uint64_t trainable_hash() const {
+    return trainable_;
+  }
+  [[noreturn]] void fail_trainable();
   // Throws if a shard has left its place in memory.
   void check_homes(UnitId unit) const;
   // Sets and reads a unit's parameters; collective. See Unit.
@@ -166,6 +170,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void use(UnitId unit);
   void update_registration(UnitId unit);
   void sync_requires_grad(UnitId unit);
+  void note_trainable(UnitId unit);
   bool refresh(UnitId unit);
   void order_gathers();
   void agree_on_called();
@@ -173,6 +178,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   struct UnitProgress {
     bool full_shown = false;
     int num_trainable = 0;
+    uint64_t trainable = 0; // a hash of which parameters require grad
     int num_fired = 0;
     int64_t backward = -1; // the one that goes through the unit
     std::vector<uint8_t> fired;
@@ -184,6 +190,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Streams streams_;
   BucketPool pool_;
   Trace trace_;
+  ModelAlarm alarm_;
   std::unique_ptr<Collectives> collectives_, replicas_;
   UnitContext context_;
   std::vector<std::unique_ptr<Unit>> units_;
@@ -200,6 +207,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool muted_ = false; // some unit is
   std::unordered_map<uint64_t, bool> rest_by_shape_; // see reduce_rest()
   bool sync_ = true;
+  uint64_t trainable_ = 0;
   bool agreed_ = false; // the ranks compared which units they call
 };
 
