@@ -152,7 +152,7 @@ std::string name_silent(const Reports& reports) {
       add(statements, "did not answer: killed, stopped or out of reach", rank);
     }
   }
-  return statements.empty() ? "" : join(statements) + ". ";
+  return statements.empty() ? "" : "Of the others " + join(statements) + ". ";
 }
 
 std::string name_agreed(const Reports& reports, int64_t number) {

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 import zerocore
 from tests.distributed.harness import Outcome, run_to_end
-from zerocore.alarm import STALL_SECONDS
+from tests.distributed.test_exit import run_script
+from zerocore.alarm import STALL_SECONDS, stall_seconds
 
 LIMIT = 2.0
 PATIENCE = 5.0  # for the comparison, on top of the limit
@@ -182,3 +184,48 @@ def test_each_living_rank_is_told(stage: int, world_size: int) -> None:
     with ThreadPoolExecutor(3) as pool:
         found = pool.map(lambda case: check(case, stage, world_size), cases)
         assert [problem for case in found for problem in case] == []
+
+
+PROGRAM = """
+import os, sys
+import torch.distributed as dist
+from tests.distributed.test_alarm import LIMIT, STALL_SECONDS, sharded, step
+
+ending, rank = sys.argv[1], int(os.environ["RANK"])
+os.environ[STALL_SECONDS] = str(LIMIT)
+dist.init_process_group("gloo")
+model = sharded(3)
+step(model)
+if ending == "raised" and rank == 1:
+    raise KeyError("bad batch")
+if ending == "left" and rank == 0:  # which holds the store
+    sys.exit(3)
+step(model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "told", "codes"),
+    [
+        ("raised", "rank 1 ended the program after KeyError: 'bad batch'", (1, 1)),
+        ("left", "rank 0 (ended the program|did not answer)", (3, 1)),
+    ],
+)
+def test_end_of_the_program(
+    tmp_path: Path, free_port: int, ending: str, told: str, codes: tuple[int, int]
+) -> None:
+    outcomes = run_script(tmp_path, ending, free_port, PROGRAM)
+    assert tuple(code for code, _ in outcomes) == codes, outcomes
+    survivor = outcomes[0 if ending == "raised" else 1][1]
+    assert re.search(told, survivor), survivor
+    assert "terminate called" not in "".join(output for _, output in outcomes)
+
+
+def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, seconds in (("", 60.0), ("0", 0.0), ("1.5", 1.5)):
+        monkeypatch.setenv(STALL_SECONDS, text)
+        assert stall_seconds() == seconds
+    for text in ("soon", "-1", "inf", "nan"):
+        monkeypatch.setenv(STALL_SECONDS, text)
+        with pytest.raises(ValueError, match=f"{STALL_SECONDS}.*{text}"):
+            stall_seconds()
