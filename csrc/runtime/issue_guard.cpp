@@ -21,12 +21,12 @@ constexpr uint64_t kNumTags = 1 << 23;
 
 std::shared_ptr<IssueGuard> IssueGuard::of(const c10::intrusive_ptr<c10d::Backend>& backend) {
   static std::mutex mutex;
-  static std::map<const c10d::Backend*, std::weak_ptr<IssueGuard>> guards;
+  static auto& guards = *new std::map<const c10d::Backend*, std::shared_ptr<IssueGuard>>();
   const std::lock_guard lock(mutex);
-  std::shared_ptr<IssueGuard> guard = guards[backend.get()].lock();
-  if (guard == nullptr || guard->backend_.expired()) {
+  std::erase_if(guards, [](const auto& entry) { return entry.second->backend_.expired(); });
+  std::shared_ptr<IssueGuard>& guard = guards[backend.get()];
+  if (guard == nullptr) {
     guard.reset(new IssueGuard(c10::weak_intrusive_ptr<c10d::Backend>(backend)));
-    guards[backend.get()] = guard;
   }
   return guard;
 }

@@ -10,8 +10,9 @@
 
 namespace zerocore {
 
-// One for a group, however many models use it: their collectives come in one order, too. Used by
-// the thread that issues.
+// One for a group, however many models use it: their collectives come in one order, too. It lives
+// as long as the group: when a model is freed differs between ranks. Used by the thread that
+// issues.
 class IssueGuard {
  public:
   // That of the group.

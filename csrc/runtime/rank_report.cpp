@@ -38,10 +38,22 @@ std::string name_ranks(const Ranks& ranks) {
   return text;
 }
 
+// The statement with its verb for several ranks.
+std::string plural(const std::string& what) {
+  for (const auto& [one, many] :
+       {std::pair("waits ", "wait "), {"is ", "are "}, {"has ", "have "}}) {
+    if (what.rfind(one, 0) == 0) {
+      return many + what.substr(std::string(one).size());
+    }
+  }
+  return what;
+}
+
 std::string join(const Statements& statements) {
   std::string text;
   for (const auto& [what, ranks] : statements) {
-    text += (text.empty() ? "" : "; ") + name_ranks(ranks) + " " + what;
+    text += (text.empty() ? "" : "; ") + name_ranks(ranks) + " ";
+    text += ranks.size() == 1 ? what : plural(what);
   }
   return text;
 }
@@ -116,7 +128,7 @@ std::string position(const RankReport& report, int64_t number) {
   if (!report.elsewhere.empty()) {
     return "waits in " + report.elsewhere + " of another model";
   }
-  return "has not come to it and is in no collective of this model";
+  return "has not come to it (in no collective of this model)";
 }
 
 std::string name_trainable(const Reports& reports, const std::vector<std::string>& params) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocore
-from tests.distributed.harness import Outcome, run_to_end
+from tests.distributed.harness import Outcome, run_ranks, run_to_end
 from tests.distributed.test_exit import run_script
 from zerocore.alarm import STALL_SECONDS, stall_seconds
 
@@ -116,7 +117,7 @@ class Case:
 CASES = [
     Case(end, "rank 1 did not answer: killed, stopped or out of reach", also_odd=False),
     Case(stop, "rank 1 did not answer: killed, stopped or out of reach", also_odd=False),
-    Case(sleep, r"rank 1 has not come to it and is in no collective of this model"),
+    Case(sleep, r"rank 1 has not come to it \(in no collective of this model\)"),
     Case(fail, r"rank 1 (has not come to it|waits in|is through)", also_odd=False),
     Case(call_another_unit, r"rank 1 waits in all_(gather|reduce) of 'side' \(288 bytes\)"),
     # At stage 0 a forward without a backward is no collective.
@@ -184,6 +185,20 @@ def test_each_living_rank_is_told(stage: int, world_size: int) -> None:
     with ThreadPoolExecutor(3) as pool:
         found = pool.map(lambda case: check(case, stage, world_size), cases)
         assert [problem for case in found for problem in case] == []
+
+
+def free_on_one_rank() -> None:
+    model = sharded(3)
+    step(model)
+    kept = [model] if dist.get_rank() == 0 else []
+    del model
+    gc.collect()
+    step(sharded(3))
+    assert len(kept) == 1 - dist.get_rank()
+
+
+def test_models_may_live_longer_on_one_rank() -> None:
+    run_ranks(free_on_one_rank, 2)
 
 
 PROGRAM = """
