@@ -14,6 +14,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "engine/alarm_setup.h"
 #include "engine/reducer.h"
 #include "engine/side_doors.h"
 #include "engine/thread_check.h"
@@ -28,6 +29,8 @@ struct EngineOptions {
   bool hold_full = false;
   bool agree_on_used = false;
   bool log_hand_overs = false; // on the CPU: as if there were streams
+  std::string alarm_name; // see AlarmOptions; empty for no alarm
+  double stall_seconds = 0;
 };
 
 // Of c10d groups.
@@ -35,11 +38,6 @@ struct GroupNames {
   std::optional<std::string> shard; // the ranks to shard over; none for a world of one
   std::optional<std::string> replicas; // those that hold the same shards; none where nobody does
   std::optional<std::string> control; // all of them, on the CPU; none where they are simulated
-};
-
-struct UnitInit {
-  std::string name;
-  std::vector<UnitParam> params;
 };
 
 // Writes a unit's parameters into the modules that own them. Called from any thread.
@@ -121,6 +119,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void unpin(const std::vector<UnitId>& units, bool write_back);
   // An optimizer may have changed what requires grad, or these parameters.
   void mark_updated(UnitId unit, const std::optional<std::vector<int>>& params = std::nullopt);
+  // A number for the set of parameters that require grad, as of the units' last uses. The ranks may
+  // compare it; those that find a difference call fail_trainable(), which names the parameters.
+  uint64_t trainable_hash() const {
+    return trainable_;
+  }
+  [[noreturn]] void fail_trainable();
   // Throws if a shard has left its place in memory.
   void check_homes(UnitId unit) const;
   // Sets and reads a unit's parameters; collective. See Unit.
@@ -171,6 +175,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void use(UnitId unit);
   void update_registration(UnitId unit);
   void sync_requires_grad(UnitId unit);
+  void note_trainable(UnitId unit);
   bool refresh(UnitId unit);
   void order_gathers();
   void ask_for(UnitId unit);
@@ -182,6 +187,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   struct UnitProgress {
     bool full_shown = false;
     int num_trainable = 0;
+    uint64_t trainable = 0; // a hash of which parameters require grad
     int num_fired = 0;
     int64_t backward = -1; // the one that goes through the unit
     std::vector<uint8_t> fired;
@@ -193,6 +199,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Streams streams_;
   BucketPool pool_;
   Trace trace_;
+  ModelAlarm alarm_;
   std::unique_ptr<Collectives> collectives_, replicas_;
   std::unique_ptr<Peers> peers_;
   UnitContext context_;
@@ -212,6 +219,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool sync_ = true;
   bool leaving_ = false; // a pass that other ranks may still be in
   bool ranks_differ_ = false; // they took different ways in passes since the last backward
+  uint64_t trainable_ = 0;
 };
 
 } // namespace zerocore

@@ -32,6 +32,7 @@ void Engine::begin_pass() {
   bool changed = false;
   for (UnitId id = 0; id < num_units(); ++id) {
     changed = refresh(id) || changed;
+    note_trainable(id);
   }
   if (changed) {
     order_gathers();

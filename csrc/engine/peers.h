@@ -22,7 +22,7 @@ class Peers {
   };
 
   // `control`: a gloo group of all ranks of the model.
-  explicit Peers(c10::intrusive_ptr<c10d::ProcessGroup> control);
+  Peers(c10::intrusive_ptr<c10d::ProcessGroup> control, Alarm* alarm);
 
   // A round begins for this rank, with what it has to say; wait() ends it.
   void say(const Answer& own);
