@@ -43,7 +43,7 @@ void Peers::say(const Answer& own) {
   fields[Wanted] = own.wanted ? kFirstUnit - *own.wanted : 0;
   fields[Changed] = own.changed ? 1 : 0;
   fields[Skipped] = own.skipped ? 1 : 0;
-  round_ = collectives_.all_reduce(message_, {&kCalls}, c10d::ReduceOp::MAX);
+  round_ = collectives_.all_reduce(message_, {&kCalls, nullptr}, c10d::ReduceOp::MAX);
 }
 
 Peers::Answer Peers::wait() {
@@ -63,7 +63,7 @@ std::vector<PassCalls> Peers::gather(const PassCalls& own) {
   const at::Tensor all = at::zeros({std::max<int64_t>(1, collectives_.size() * numel)}, at::kInt);
   auto* codes = all.mutable_data_ptr<int32_t>();
   std::transform(own.begin(), own.end(), codes + collectives_.rank() * numel, encode);
-  collectives_.all_reduce(all, {&kCalls}).wait(streams_);
+  collectives_.all_reduce(all, {&kCalls, nullptr}).wait(streams_);
   std::vector<PassCalls> result(collectives_.size(), own);
   for (PassCalls& calls : result) {
     for (PassCall& call : calls) {
@@ -77,7 +77,7 @@ std::vector<bool> Peers::any_rank(const std::vector<bool>& flags) {
   const at::Tensor values = at::empty({static_cast<int64_t>(flags.size())}, at::kByte);
   auto* bytes = values.mutable_data_ptr<uint8_t>();
   std::copy(flags.begin(), flags.end(), bytes);
-  collectives_.all_reduce(values, {&kCalls}, c10d::ReduceOp::MAX).wait(streams_);
+  collectives_.all_reduce(values, {&kCalls, nullptr}, c10d::ReduceOp::MAX).wait(streams_);
   return std::vector<bool>(bytes, bytes + flags.size());
 }
 
