@@ -74,6 +74,11 @@ void Engine::enter(UnitId id) {
   }
   calls_.push_back({recomputing, next_node()});
   if (recomputing) {
+    if (ranks_differ_) {
+      const CallHandle call = schedule_.recomputed_call(id, actions_);
+      run(actions_);
+      ask_in_backward(call);
+    }
     if (schedule_.recompute(id, actions_)) {
       forget_fired(id);
     }

@@ -114,7 +114,11 @@ void Unit::unshard() {
   // At stages 1 and 2 a unit with stale parameters is gathered again in place; a rank that
   // skipped it may not have waited for the last gather yet.
   wait_for_unshard();
-  if (shards_ && state_ == UnitState::Sharded) { // else this rank holds it longer than the others
+  // This rank may be in a call that the others have left: they gather the unit anew, it goes on.
+  const bool in_use = shards_ && state_ != UnitState::Sharded;
+  if (in_use) {
+    context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
+  } else if (shards_) {
     slot_ = context_.pool->acquire(
         {id_, BlockUse::Parameters}, bucket_.nbytes(), StreamRole::AllGather);
     bucket_.attach(slot_.data);
@@ -128,6 +132,9 @@ void Unit::unshard() {
       gather(region);
       gathered_[region] = region_version(region);
     }
+  }
+  if (in_use) {
+    wait_for_unshard();
   }
 }
 

@@ -112,6 +112,8 @@ class Schedule {
   bool pre_backward(const CallHandle& call, Actions& out);
   // A unit is entered while a backward runs (activation checkpointing). True as above.
   bool recompute(UnitId unit, Actions& out);
+  // The call that recompute takes for this one; of pass -1 if there is none left.
+  CallHandle recomputed_call(UnitId unit, Actions& out);
   // All gradients of the unit exist.
   void ready(UnitId unit, Actions& out);
   void end_backward(Actions& out);

@@ -61,28 +61,29 @@ bool Schedule::is_out_of_turn(const CallHandle& call) const {
       [&](const Step& step) { return step.kind == StepKind::Pre && step.call == call.call; });
 }
 
-bool Schedule::recompute(UnitId unit, Actions& out) {
-  if (units_[unit].in_backward) {
-    unshard(unit, out);
-    return false;
-  }
+CallHandle Schedule::recomputed_call(UnitId unit, Actions& out) {
   if (backward_ < 0 && !passes_.empty()) {
     const auto wanted = std::find_if(
         passes_.rbegin(), passes_.rend(), [](const Pass& pass) { return !pass.consumed; });
     start_steps(wanted == passes_.rend() ? passes_.back() : *wanted, out);
   }
-  CallHandle call{-1, -1, unit};
   if (const Pass* pass = find_pass(backward_)) {
     for (size_t i = pass->next; i < pass->steps.size(); ++i) {
       const Step& step = pass->steps[i];
       if (step.kind == StepKind::Pre && step.unit == unit) {
-        call.pass = pass->id;
-        call.call = step.call;
-        break;
+        return {pass->id, step.call, unit};
       }
     }
   }
-  const bool first = pre_backward(call, out);
+  return {-1, -1, unit};
+}
+
+bool Schedule::recompute(UnitId unit, Actions& out) {
+  if (units_[unit].in_backward) {
+    unshard(unit, out);
+    return false;
+  }
+  const bool first = pre_backward(recomputed_call(unit, out), out);
   units_[unit].in_backward = true;
   return first;
 }
