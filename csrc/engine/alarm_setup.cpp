@@ -37,6 +37,7 @@ ModelAlarm::ModelAlarm(
     double stall_seconds,
     const std::optional<std::string>& group,
     const std::optional<std::string>& replicas,
+    const std::optional<std::string>& control,
     c10::Device device,
     const std::vector<UnitInit>& units) {
   if (name.empty() || stall_seconds <= 0) {
@@ -50,6 +51,9 @@ ModelAlarm::ModelAlarm(
       options.rank += options.size * groups.back()->getRank();
       options.size *= groups.back()->getSize();
     }
+  }
+  if (control && device.is_cpu()) {
+    groups.push_back(c10d::resolve_process_group(*control));
   }
   if (!groups.empty()) {
     alarm_ = std::make_shared<Alarm>(options, groups, device.type(), names_of(units));

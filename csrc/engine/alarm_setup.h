@@ -26,6 +26,7 @@ class ModelAlarm {
       double stall_seconds,
       const std::optional<std::string>& group,
       const std::optional<std::string>& replicas,
+      const std::optional<std::string>& control,
       c10::Device device,
       const std::vector<UnitInit>& units);
   ModelAlarm(const ModelAlarm&) = delete;

@@ -82,6 +82,7 @@ Engine::Engine(
           options.stall_seconds,
           groups.shard,
           groups.replicas,
+          groups.control,
           device,
           units),
       collectives_(make_collectives(groups.shard, streams_, alarm_.get())),
