@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CASES = {
     "host, 9 parameters a block": ["host", "9"],
     "host, 32 parameters a block": ["host", "32"],
-    "host with AdamW, 9 parameters": ["adamw", "9"],
+    "zero_grad, 9 parameters a block": ["zero_grad", "9"],
+    "AdamW, 9 parameters a block": ["adamw", "9"],
     "step on 2 ranks, stage 0": ["ranks", "0"],
     "step on 2 ranks, stage 2": ["ranks", "2"],
     "step on 2 ranks, stage 3": ["ranks", "3"],
@@ -37,8 +38,9 @@ NOTES = (
     "A turn is the fastest of three steps, on ranks that of the slower rank; the ratio is the "
     "median over the turns of this build's time by that of the other build's turn beside it, in "
     "brackets its quartiles. The last column compares the fastest turns of all.",
-    "host: forward and backward of 32 blocks at stage 3 on collectives that return at once; "
-    "step: forward, backward, AdamW of torch on a small GPT, over gloo.",
+    "host: forward and backward of 32 blocks at stage 3 on collectives that return at once, then "
+    "zero_grad and zerocore.optim.AdamW by themselves; step: forward, backward, AdamW of torch on "
+    "a small GPT, over gloo.",
 )
 
 

@@ -293,21 +293,19 @@ void register_steps(py::class_<PyEngine>& engine) {
           },
           no_gil)
       .def(
-          "mark_updated",
-          [](PyEngine& self, UnitId unit, const std::optional<std::vector<int>>& params) {
-            self.engine->mark_updated(unit, params);
+          "begin_update",
+          [](PyEngine& self, const std::vector<UnitId>& units, bool casts) {
+            self.engine->begin_update(units, casts);
           },
-          py::arg("unit"),
-          py::arg("params") = py::none())
-      .def("check_homes", [](const PyEngine& self, UnitId u) { self.engine->check_homes(u); })
-      .def("begin_update", [](PyEngine& self, UnitId unit) { self.engine->begin_update(unit); })
+          py::arg("units"),
+          py::arg("casts"))
       .def(
           "end_update",
-          [](PyEngine& self, UnitId unit, const std::optional<std::vector<int>>& params) {
-            self.engine->end_update(unit, params);
+          [](PyEngine& self, const std::vector<UpdatedUnit>& units, bool casts) {
+            self.engine->end_update(units, casts);
           },
-          py::arg("unit"),
-          py::arg("params") = py::none())
+          py::arg("units"),
+          py::arg("casts"))
       .def(
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
       .def(

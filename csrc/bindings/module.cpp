@@ -28,4 +28,5 @@ PYBIND11_MODULE(_C, module) {
   zerocore::register_runtime(module);
   zerocore::register_emulated(module);
   zerocore::register_engine(module);
+  zerocore::register_shards(module);
 }

@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "engine/alarm_setup.h"
@@ -39,6 +40,9 @@ struct GroupNames {
   std::optional<std::string> replicas; // those that hold the same shards; none where nobody does
   std::optional<std::string> control; // all of them, on the CPU; none where they are simulated
 };
+
+// A unit and the parameters in it that an optimizer updates; none for all that are trained.
+using UpdatedUnit = std::pair<UnitId, std::optional<std::vector<int>>>;
 
 // Writes a unit's parameters into the modules that own them. Called from any thread.
 class Registrar {
@@ -117,8 +121,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Unshards the units and shows their full parameters until unpin.
   void pin(const std::vector<UnitId>& units);
   void unpin(const std::vector<UnitId>& units, bool write_back);
-  // An optimizer may have changed what requires grad, or these parameters.
-  void mark_updated(UnitId unit, const std::optional<std::vector<int>>& params = std::nullopt);
   // A number for the set of parameters that require grad, as of the units' last uses. The ranks may
   // compare it; those that find a difference call fail_trainable(), which names the parameters.
   uint64_t trainable_hash() const {
@@ -130,9 +132,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Sets and reads a unit's parameters; collective. See Unit.
   void materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast);
   std::vector<at::Tensor> full_values(UnitId unit);
-  // Around an update of main weights that writes the model weights, too.
-  void begin_update(UnitId unit);
-  void end_update(UnitId unit, const std::optional<std::vector<int>>& params = std::nullopt);
+  // Around an optimizer's update of main weights, which `casts` if it writes the model weights too.
+  // The first throws if a shard has left its place in memory.
+  void begin_update(const std::vector<UnitId>& units, bool casts);
+  void end_update(const std::vector<UpdatedUnit>& units, bool casts);
   // The call of a backward ended with an exception: as reset() if it came through this model.
   void fail_backward();
   // Drops everything in flight: gathers, graphs waiting for a backward, unreduced gradients.

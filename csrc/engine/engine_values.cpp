@@ -70,14 +70,6 @@ void Engine::unpin(const std::vector<UnitId>& units, bool write_back) {
   }
 }
 
-void Engine::mark_updated(UnitId unit, const std::optional<std::vector<int>>& params) {
-  if (params) {
-    units_.at(unit)->mark_updated(*params);
-  } else {
-    units_.at(unit)->mark_updated();
-  }
-}
-
 void Engine::check_homes(UnitId id) const {
   const Unit& unit = *units_.at(id);
   const UnitParam* moved = unit.find_moved();
@@ -102,15 +94,27 @@ std::vector<at::Tensor> Engine::full_values(UnitId unit) {
   return units_.at(unit)->full_values();
 }
 
-// Before an update that casts what it writes: what it leaves alone must be right already.
-void Engine::begin_update(UnitId unit) {
+void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
   const at::NoGradGuard no_grad;
-  units_.at(unit)->cast_main();
+  for (const UnitId id : units) {
+    check_homes(id);
+    if (casts) { // what the update leaves alone must be right already
+      units_[id]->cast_main();
+    }
+  }
 }
 
-void Engine::end_update(UnitId unit, const std::optional<std::vector<int>>& params) {
-  mark_updated(unit, params);
-  units_.at(unit)->mark_cast();
+void Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
+  for (const auto& [id, params] : units) {
+    if (params) {
+      units_.at(id)->mark_updated(*params);
+    } else {
+      units_.at(id)->mark_updated();
+    }
+    if (casts) {
+      units_[id]->mark_cast();
+    }
+  }
 }
 
 void Engine::mark_forked() {

@@ -1,11 +1,11 @@
-// One callback of RecordFunction for all watches; it is disabled while none is on.
+// One callback of RecordFunction for all watches. It is removed while none is on: one that is only
+// disabled costs every node of a backward, as torch looks at all that there are for each of them.
 #include "engine/node_watch.h"
 
 #include <ATen/record_function.h>
 
 #include <algorithm>
 #include <mutex>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -17,7 +17,7 @@ namespace {
 struct Watches {
   std::mutex mutex;
   std::vector<std::shared_ptr<NodeWatch::Seen>> on;
-  std::optional<at::CallbackHandle> callback;
+  at::CallbackHandle callback = 0;
 };
 
 Watches& watches() {
@@ -55,18 +55,16 @@ void NodeWatch::set_on(bool on) {
   if (!on) {
     all.on.erase(std::remove(all.on.begin(), all.on.end(), seen_), all.on.end());
     if (all.on.empty()) {
-      at::disableCallback(*all.callback);
+      at::removeCallback(all.callback);
     }
     return;
   }
   all.on.push_back(seen_);
-  if (!all.callback) {
+  if (all.on.size() == 1) {
     all.callback = at::addGlobalCallback(
         at::RecordFunctionCallback(&before_node)
             .needsInputs(false)
             .scopes({at::RecordScope::BACKWARD_FUNCTION}));
-  } else if (all.on.size() == 1) {
-    at::reenableCallback(*all.callback);
   }
 }
 

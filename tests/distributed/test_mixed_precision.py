@@ -209,7 +209,7 @@ def count_bytes(stage: int) -> list[tuple[str, str, int]]:
                 for parameter in model.parameters():
                     assert parameter.grad is not None and parameter.grad.dtype == grad_dtype
                     parameter.data.sub_(parameter.grad, alpha=0.1)
-                    state_of(model).engine.mark_updated(parameter.unit)
+                    state_of(model).engine.end_update([(parameter.unit, None)], casts=False)
             optimizer.zero_grad()
         moved = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
         assert moved == zerocore.predict_events(model)

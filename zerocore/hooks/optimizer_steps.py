@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,11 +21,20 @@ from zerocore.tensor.parameter import ShardedParameter
 
 _log = logging.getLogger("zerocore")
 _MISTAKE = "_zerocore_mistake"  # what to say to an optimizer that holds the parameter
-# By unit, the positions in it of the parameters that an optimizer updates; None for all of them.
-_Units = dict[int, list[int] | None]
+
+
+@dataclass(frozen=True)
+class _Updated:
+    """What an optimizer updates of one model."""
+
+    state_ref: Callable[[], ShardState | None]
+    units: list[int]
+    # Each unit beside the positions in it of the parameters; None for all that it trains.
+    parts: list[tuple[int, list[int] | None]]
+
+
 # Found once per number of parameters that the optimizer holds.
-_Updates = tuple[int, list[tuple[Callable[[], ShardState | None], _Units]]]
-_updates: WeakKeyDictionary[Optimizer, _Updates] = WeakKeyDictionary()
+_updates: WeakKeyDictionary[Optimizer, tuple[int, list[_Updated]]] = WeakKeyDictionary()
 
 
 def mark_replaced(param: nn.Parameter, fqn: str) -> None:
@@ -60,32 +70,33 @@ def optimizers_of(state: ShardState) -> list[Optimizer]:
     return [
         optimizer
         for optimizer, (_, found) in _updates.items()
-        if any(state_ref() is state for state_ref, _ in found)
+        if any(updated.state_ref() is state for updated in found)
     ]
 
 
-def _find_updates(optimizer: Optimizer) -> _Updates:
+def _find_updates(optimizer: Optimizer) -> tuple[int, list[_Updated]]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    found: dict[Callable[[], ShardState | None], _Units] = {}
+    found: dict[Callable[[], ShardState | None], dict[int, list[int]]] = {}
     for param in params:
         if isinstance(param, ShardedParameter):
             units = found.setdefault(param.state_ref, {})
-            positions = units.setdefault(param.unit, [])
-            assert positions is not None
-            positions.append(param.position)
-    for state_ref, units in found.items():
-        _shorten(state_ref(), units)
+            units.setdefault(param.unit, []).append(param.position)
     _warn_of_unsharded(params, list(found))
-    return len(params), list(found.items())
+    return len(params), [
+        _Updated(state_ref, list(units), _parts(state_ref(), units))
+        for state_ref, units in found.items()
+    ]
 
 
-def _shorten(state: ShardState | None, units: _Units) -> None:
-    """Positions of parameters become None where they are all that the unit trains."""
+def _parts(
+    state: ShardState | None, units: dict[int, list[int]]
+) -> list[tuple[int, list[int] | None]]:
+    parts: list[tuple[int, list[int] | None]] = []
     for unit, positions in units.items():
-        if state is not None and positions is not None:
-            trained = [p for p in state.units[unit].params if p.shard.requires_grad]
-            if len(set(positions)) >= len(trained):
-                units[unit] = None
+        params = [] if state is None else state.units[unit].params
+        trained = [param for param in params if param.shard.requires_grad]
+        parts.append((unit, positions if len(set(positions)) < len(trained) else None))
+    return parts
 
 
 def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState | None]]) -> None:
@@ -108,15 +119,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if known is None or known[0] != count:
         check_not_stale(optimizer)
         _updates[optimizer] = _find_updates(optimizer)
-    if any(_is_shown_full(state_ref()) for state_ref, _ in _updates[optimizer][1]):
+    if any(_is_shown_full(updated.state_ref()) for updated in _updates[optimizer][1]):
         check_outside_of_unsharded(optimizer)
     casts = getattr(optimizer, "casts_model_weights", False)
-    for state_ref, units in _updates[optimizer][1]:
-        if (state := state_ref()) is not None:
-            for unit in units:
-                state.engine.check_homes(unit)
-                if casts:
-                    state.engine.begin_update(unit)
+    for updated in _updates[optimizer][1]:
+        if (state := updated.state_ref()) is not None:
+            state.engine.begin_update(updated.units, casts)
 
 
 def _is_shown_full(state: ShardState | None) -> bool:
@@ -126,14 +134,9 @@ def _is_shown_full(state: ShardState | None) -> bool:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     casts = getattr(optimizer, "casts_model_weights", False)
     # Version counters show in-place updates, not those an optimizer makes through `.data`.
-    for state_ref, units in _updates[optimizer][1]:
-        state = state_ref()
-        if state is not None:
-            for unit, positions in units.items():
-                if casts:
-                    state.engine.end_update(unit, positions)
-                else:
-                    state.engine.mark_updated(unit, positions)
+    for updated in _updates[optimizer][1]:
+        if (state := updated.state_ref()) is not None:
+            state.engine.end_update(updated.parts, casts)
             state.meters.note_update()
 
 

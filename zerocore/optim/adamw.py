@@ -29,10 +29,6 @@ _TORCH_OPTIONS = {
     "decoupled_weight_decay": True,
 }
 
-# As torch has it: without the rules for shards, which are off within a step.
-_grad: Any = torch._C.TensorBase.grad
-_grad_of = _grad.__get__
-
 
 class AdamW(Optimizer):
     """AdamW as one kernel call for all tensors of a group, for sharded and plain parameters.
@@ -137,7 +133,7 @@ class AdamW(Optimizer):
 
     def _update(self) -> None:
         params = self._params()
-        grads: list[Any] = [_grad_of(param) for param in params]
+        grads: list[Any] = [param.grad for param in params]
         kinds = [None if grad is None else grad.dtype for grad in grads]
         plan = self._plan
         if plan is None or plan.kinds != kinds or plan.num_states != len(self.state):

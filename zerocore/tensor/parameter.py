@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
+from zerocore._C import define_grad
 from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
 from zerocore.tensor.chunks import chunk_list, find_chunk, write_items
@@ -92,6 +93,11 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
     Its shape, ``numel()`` and strides are those of the full parameter; :meth:`local` and
     ``shard_range`` tell of the shard. Functions of it that autograd records, or that need all
     elements, use the full value: all ranks must call them.
+
+    ``grad`` is this rank's elements of the averaged gradient. It takes those elements, a full
+    gradient that is averaged already, of which this rank's part is copied, or None; all ranks must
+    set a full one. ValueError: set to a tensor of another shape, to a shard of something else, or
+    to full gradients that differ between the ranks.
     """
 
     result_type = LocalShard
@@ -140,35 +146,15 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
                 _data.__set__(alias, values)
         self.aliases = []
 
-    @property
-    def grad(self) -> Tensor | None:
-        """This rank's elements of the averaged gradient.
-
-        Takes those elements, a full gradient that is averaged already, of which this rank's part
-        is copied, or None. All ranks must set a full one.
-
-        Raises:
-            ValueError: set to a tensor of another shape, to a shard of something else, or to full
-                gradients that differ between the ranks.
-        """
+    def _assign_grad(self, value: Tensor) -> None:
+        """What setting ``grad`` to a tensor does; C++ calls it."""
         with torch._C.DisableTorchFunctionSubclass():
-            held: Tensor | None = _grad.__get__(self)
-            return held
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            if value is not None:
-                if not isinstance(value, Placed) and value.shape == self.global_shape:
-                    self._check_averaged(value)
-                value = self._part_of(value, ".grad")
-            if value is not None and not isinstance(value, ShardedGrad):
+            if not isinstance(value, Placed) and value.shape == self.global_shape:
+                self._check_averaged(value)
+            value = self._part_of(value, ".grad")
+            if not isinstance(value, ShardedGrad):
                 value = ShardedGrad.make(value.as_subclass(Tensor), self.place)
             _grad.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
 
     @property
     def data(self) -> LocalShard:
@@ -269,6 +255,9 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
             f"parameter '{self.fqn}' is sharded and cannot be deep-copied or pickled; copy the "
             "model before zerocore.shard, or use zerocore.full_state_dict(model)"
         )
+
+
+define_grad(ShardedParameter)
 
 
 def _checked_hook(

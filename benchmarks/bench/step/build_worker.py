@@ -10,6 +10,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,21 @@ from torch import Tensor
 
 from bench.lib.models import GPT, GPT_SIZES, Chain, ChainBlock
 from bench.lib.steps import build_step
-from bench.lib.systems import System, import_zerocore
+from bench.lib.systems import FP32, System, import_zerocore
 
 CHAIN_WIDTH, CHAIN_BLOCKS, FAKE_WORLD_SIZE = 16, 32, 8
 
 
-def host_step(num_params: int, optimizer: bool) -> Callable[[], object]:
-    """A step at stage 3 whose collectives return at once; the time of the host is left."""
+@dataclass
+class Case:
+    """What is timed, and what comes before it each time."""
+
+    timed: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+
+
+def host_case(kind: str, num_params: int) -> Case:
+    """At stage 3 on collectives that return at once: the time of the host is left."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_flush_denormal(True)  # fake collectives leave memory as it is
@@ -32,19 +41,21 @@ def host_step(num_params: int, optimizer: bool) -> Callable[[], object]:
     torch.manual_seed(0)
     model = Chain(CHAIN_BLOCKS, num_params, CHAIN_WIDTH)
     zerocore.shard(model, stage=3, units=[ChainBlock])
-    update = zerocore.optim.AdamW(model.parameters(), lr=0.0) if optimizer else None
+    update = zerocore.optim.AdamW(model.parameters(), lr=0.0)
     inputs = torch.randn(8, CHAIN_WIDTH)
 
-    def step() -> None:
+    def train() -> None:
         model(inputs).sum().backward()
-        if update is not None:
-            update.step()
-        model.zero_grad()
 
-    return step
+    cases = {
+        "host": Case(train, before=model.zero_grad),
+        "zero_grad": Case(model.zero_grad, before=train),
+        "adamw": Case(update.step, before=train),
+    }
+    return cases[kind]
 
 
-def rank_step(stage: int, rank: int, world_size: int, rendezvous: str) -> Callable[[], object]:
+def rank_case(stage: int, rank: int, world_size: int, rendezvous: str) -> Case:
     """A step of a small GPT on ranks that talk over gloo."""
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
@@ -52,24 +63,25 @@ def rank_step(stage: int, rank: int, world_size: int, rendezvous: str) -> Callab
     torch.manual_seed(0)
     size = GPT_SIZES["small"]
     model = GPT(size)
-    train = build_step(System("zerocore", stage, ""), model, model.blocks, 3e-4)
+    train = build_step(System("zerocore", stage, ""), model, model.blocks, 3e-4, FP32)
     shape = (size.batch, size.sequence + 1)
     tokens: Tensor = torch.randint(size.vocab_size, shape)
     batch = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())]
-    return lambda: train(batch)
+    return Case(lambda: train(batch))
 
 
 def main() -> None:
-    """Arguments: `host PARAMS`, `adamw PARAMS`, or `ranks STAGE RANK WORLD_SIZE FILE`."""
+    """Arguments: `host|zero_grad|adamw PARAMS`, or `ranks STAGE RANK WORLD_SIZE FILE`."""
     torch.set_num_threads(1)
     kind, number, *job = sys.argv[1:]
     if kind == "ranks":
         rank, world_size, rendezvous = job
-        step = rank_step(int(number), int(rank), int(world_size), rendezvous)
+        case = rank_case(int(number), int(rank), int(world_size), rendezvous)
     else:
-        step = host_step(int(number), optimizer=kind == "adamw")
+        case = host_case(kind, int(number))
     for _ in range(5):
-        step()
+        case.before()
+        case.timed()
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -77,8 +89,9 @@ def main() -> None:
     for line in sys.stdin:
         times = []
         for _ in range(int(line)):
+            case.before()
             start = time.perf_counter_ns()
-            step()
+            case.timed()
             times.append((time.perf_counter_ns() - start) / 1e3)
         print(min(times), flush=True)
         gc.collect()

@@ -1,0 +1,42 @@
+// Attributes of sharded parameters that loops over all parameters read and set.
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "bindings/bindings.h"
+
+namespace zerocore {
+namespace {
+
+PyObject* get_grad(PyObject* param, void* /*closure*/) {
+  return THPVariable_Wrap(THPVariable_Unpack(param).grad());
+}
+
+// Also `del param.grad`, for which the value is null.
+int set_grad(PyObject* param, PyObject* value, void* /*closure*/) {
+  if (value == nullptr || value == Py_None) {
+    THPVariable_Unpack(param).mutable_grad().reset();
+    return 0;
+  }
+  PyObject* result = PyObject_CallMethod(param, "_assign_grad", "O", value);
+  Py_XDECREF(result);
+  return result == nullptr ? -1 : 0;
+}
+
+// As torch's own attribute, which would ask the class's __torch_function__ each time.
+void define_grad(const pybind11::type& type) {
+  static PyGetSetDef definition{"grad", get_grad, set_grad, nullptr, nullptr};
+  auto attribute = pybind11::reinterpret_steal<pybind11::object>(
+      PyDescr_NewGetSet(reinterpret_cast<PyTypeObject*>(type.ptr()), &definition));
+  if (!attribute) {
+    throw pybind11::error_already_set();
+  }
+  pybind11::setattr(type, "grad", attribute);
+}
+
+} // namespace
+
+void register_shards(pybind11::module_& module) {
+  module.def("define_grad", define_grad, pybind11::arg("type"));
+}
+
+} // namespace zerocore
