@@ -166,6 +166,16 @@ std::vector<std::tuple<std::string, int64_t, int64_t>> counters(PyEngine& self) 
   return result;
 }
 
+py::dict agreed(const PyEngine& self) {
+  const Agreed counts = self.engine->agreed();
+  py::dict result;
+  result["num_calls"] = counts.num_calls;
+  result["num_shapes"] = counts.num_shapes;
+  result["num_points"] = counts.num_points;
+  result["num_compared"] = counts.num_compared;
+  return result;
+}
+
 const char* role_name(StreamRole role) {
   switch (role) {
     case StreamRole::Compute:
@@ -367,6 +377,7 @@ void register_figures(py::class_<PyEngine>& engine) {
           py::arg("align") = true)
       .def("pause_trace", [](PyEngine& self) { self.engine->trace().pause(); })
       .def("stop_trace", &stop_trace)
+      .def_property_readonly("agreed", &agreed)
       .def_property_readonly("counters", &counters);
 }
 

@@ -103,6 +103,11 @@ class Collectives {
   // Rank 0's bytes to all ranks, in place.
   PendingCollective broadcast(const at::Tensor& bytes, CollectiveTag tag);
 
+  // That of the group, shared with its other users; null if they need none.
+  const IssueGuard* guard() const {
+    return guard_.get();
+  }
+
   // What must be the same on all ranks beside the collectives themselves, from here on.
   void set_facts(uint64_t facts) {
     facts_ = facts;
