@@ -90,6 +90,8 @@ PyEngine make_engine(
     bool hold_full,
     bool agree_on_used,
     bool log_hand_overs,
+    const std::string& alarm_name,
+    double stall_seconds,
     const std::optional<std::string>& group_name,
     const std::optional<std::string>& replicas_name,
     const std::optional<std::string>& control_name,
@@ -104,7 +106,8 @@ PyEngine make_engine(
   PyEngine self;
   self.registrar = registrar.get();
   self.engine = std::make_shared<Engine>(
-      EngineOptions{stage, prefetch, hold_full, agree_on_used, log_hand_overs},
+      EngineOptions{
+          stage, prefetch, hold_full, agree_on_used, log_hand_overs, alarm_name, stall_seconds},
       GroupNames{group_name, replicas_name, control_name},
       device,
       std::move(inits),
@@ -163,6 +166,16 @@ std::vector<std::tuple<std::string, int64_t, int64_t>> counters(PyEngine& self) 
   return result;
 }
 
+py::dict agreed(const PyEngine& self) {
+  const Agreed counts = self.engine->agreed();
+  py::dict result;
+  result["num_calls"] = counts.num_calls;
+  result["num_shapes"] = counts.num_shapes;
+  result["num_points"] = counts.num_points;
+  result["num_compared"] = counts.num_compared;
+  return result;
+}
+
 const char* role_name(StreamRole role) {
   switch (role) {
     case StreamRole::Compute:
@@ -203,6 +216,8 @@ void register_setup(py::class_<PyEngine>& engine) {
           py::arg("hold_full"),
           py::arg("agree_on_used"),
           py::arg("log_hand_overs") = false,
+          py::arg("alarm_name") = "",
+          py::arg("stall_seconds") = 0.0,
           py::arg("group_name"),
           py::arg("replicas_name") = py::none(),
           py::arg("control_name") = py::none(),
@@ -305,6 +320,8 @@ void register_steps(py::class_<PyEngine>& engine) {
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
       .def(
           "fail_backward", [](PyEngine& self) { self.engine->fail_backward(); }, no_gil)
+      .def_property_readonly(
+          "trainable_hash", [](const PyEngine& self) { return self.engine->trainable_hash(); })
       .def("mark_forked", [](PyEngine& self) { self.engine->mark_forked(); })
       .def("check_process", [](PyEngine& self) { self.engine->check_process(); })
       .def_property(
@@ -360,6 +377,7 @@ void register_figures(py::class_<PyEngine>& engine) {
           py::arg("align") = true)
       .def("pause_trace", [](PyEngine& self) { self.engine->trace().pause(); })
       .def("stop_trace", &stop_trace)
+      .def_property_readonly("agreed", &agreed)
       .def_property_readonly("counters", &counters);
 }
 

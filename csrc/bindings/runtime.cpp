@@ -1,4 +1,5 @@
-// Python face of the runtime layer: allocators' figures, and the bucket pool, for tests.
+// Python face of the runtime layer: allocators' figures, the watchdog's last word, and the bucket
+// pool, for tests.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -8,6 +9,7 @@
 #include "bindings/bindings.h"
 #include "runtime/allocator_counts.h"
 #include "runtime/bucket_pool.h"
+#include "runtime/watchdog.h"
 
 namespace py = pybind11;
 
@@ -26,6 +28,11 @@ struct CpuPool {
 } // namespace
 
 void register_runtime(py::module_& module) {
+  module.def(
+      "note_end",
+      [](const std::string& how) { Watchdog::of_process().note_end(how); },
+      py::arg("how"),
+      py::call_guard<py::gil_scoped_release>());
   py::class_<AllocatorCounts>(module, "AllocatorCounts")
       .def_readonly("num_retries", &AllocatorCounts::num_retries)
       .def_readonly("num_device_allocations", &AllocatorCounts::num_device_allocations);

@@ -18,11 +18,12 @@ namespace {
 
 std::unique_ptr<Collectives> make_collectives(
     const std::optional<std::string>& name,
-    const Streams& streams) {
+    const Streams& streams,
+    Alarm* alarm) {
   if (!name) {
     return nullptr;
   }
-  return std::make_unique<Collectives>(c10d::resolve_process_group(*name), streams);
+  return std::make_unique<Collectives>(c10d::resolve_process_group(*name), streams, alarm);
 }
 
 UnitContext make_context(
@@ -76,11 +77,20 @@ Engine::Engine(
       streams_(device, options.log_hand_overs ? &hand_overs_ : nullptr),
       pool_(streams_),
       trace_(streams_),
-      collectives_(make_collectives(groups.shard, streams_)),
-      replicas_(make_collectives(groups.replicas, streams_)),
+      alarm_(
+          options.alarm_name,
+          options.stall_seconds,
+          groups.shard,
+          groups.replicas,
+          groups.control,
+          device,
+          units),
+      collectives_(make_collectives(groups.shard, streams_, alarm_.get())),
+      replicas_(make_collectives(groups.replicas, streams_, alarm_.get())),
       peers_(
-          groups.control ? std::make_unique<Peers>(c10d::resolve_process_group(*groups.control))
-                         : nullptr),
+          groups.control
+              ? std::make_unique<Peers>(c10d::resolve_process_group(*groups.control), alarm_.get())
+              : nullptr),
       context_(make_context(
           options,
           collectives_.get(),
@@ -107,20 +117,22 @@ Engine::Engine(
 }
 
 Engine::~Engine() {
-  if (thread_check_.is_forked()) {
-    return; // what is in flight never ends here
+  // Otherwise what is in flight never ends here, or has ended with the alarm.
+  if (!thread_check_.is_forked() && !alarm_.is_raised()) {
+    leaving_ = false; // the others free their model, too
+    try {
+      reset();
+    } catch (const std::exception& error) {
+      TORCH_WARN("zerocore: a collective failed while the model was freed: ", error.what());
+    }
   }
-  leaving_ = false; // the others free their model, too
-  try {
-    reset();
-  } catch (const std::exception& error) {
-    TORCH_WARN("zerocore: a collective failed while the model was freed: ", error.what());
-  }
+  alarm_.retire();
 }
 
 void Engine::start(bool consistent) {
   for (UnitId id = 0; id < num_units(); ++id) {
     progress_[id].fired.assign(units_[id]->params().size(), 0);
+    note_trainable(id);
     units_[id]->mark_fresh();
     units_[id]->mark_cast();
     units_[id]->mark_gathered();
@@ -139,6 +151,7 @@ void Engine::recover() {
       "torch.func transforms (grad, vmap, jacrev, ...) do not go through a sharded model: what "
       "they compute with is not what autograd sees. Use torch.autograd.grad, or transform a plain "
       "model that has loaded zerocore.full_state_dict(model).");
+  alarm_.check();
   if (in_backward()) {
     return;
   }
@@ -147,6 +160,9 @@ void Engine::recover() {
     reset();
   }
   settle_pass();
+  if (failed_) {
+    reset(); // as the rank that raised has done
+  }
   thread_check_.enter_forward();
 }
 
@@ -229,6 +245,9 @@ void Engine::sync_requires_grad(UnitId id) {
     }
   }
   schedule_.set_reducible(id, progress.num_trainable > 0);
+  if (!schedule_.in_rooted_pass()) { // there it is noted at the beginning, as ranks skip units
+    note_trainable(id);
+  }
 }
 
 // Takes note of changed shards. True if there are: gathers must be ordered behind the change.
@@ -271,6 +290,7 @@ void Engine::settle() {
 
 void Engine::reset() {
   settle_pass(); // the others count on it
+  failed_.reset();
   backward_ = false;
   side_door_error_ = nullptr;
   rest_by_shape_.clear();

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/alarm_setup.h"
 #include "engine/reducer.h"
 #include "engine/side_doors.h"
 #include "engine/thread_check.h"
@@ -29,6 +30,8 @@ struct EngineOptions {
   bool hold_full = false;
   bool agree_on_used = false;
   bool log_hand_overs = false; // on the CPU: as if there were streams
+  std::string alarm_name; // see AlarmOptions; empty for no alarm
+  double stall_seconds = 0;
 };
 
 // Of c10d groups.
@@ -38,9 +41,12 @@ struct GroupNames {
   std::optional<std::string> control; // all of them, on the CPU; none where they are simulated
 };
 
-struct UnitInit {
-  std::string name;
-  std::vector<UnitParam> params;
+// What is kept of what ranks have agreed on, for tests: none of it grows for ever.
+struct Agreed {
+  size_t num_calls = 0; // in the order of a pass
+  size_t num_shapes = 0; // of backwards
+  size_t num_points = 0; // see Note [Known sequences]; of all groups
+  uint64_t num_compared = 0; // collectives that ranks compared before they issued them
 };
 
 // A unit and the parameters in it that an optimizer updates; none for all that are trained.
@@ -123,6 +129,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Unshards the units and shows their full parameters until unpin.
   void pin(const std::vector<UnitId>& units);
   void unpin(const std::vector<UnitId>& units, bool write_back);
+  // A number for the set of parameters that require grad, as of the units' last uses. The ranks may
+  // compare it; those that find a difference call fail_trainable(), which names the parameters.
+  uint64_t trainable_hash() const {
+    return trainable_;
+  }
+  [[noreturn]] void fail_trainable();
+  Agreed agreed() const;
   // Throws if a shard has left its place in memory.
   void check_homes(UnitId unit) const;
   // Sets and reads a unit's parameters; collective. See Unit.
@@ -174,8 +187,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void use(UnitId unit);
   void update_registration(UnitId unit);
   void sync_requires_grad(UnitId unit);
+  void note_trainable(UnitId unit);
   bool refresh(UnitId unit);
   void order_gathers();
+  bool is_alone() const;
   void ask_for(UnitId unit);
   void ask_in_backward(const CallHandle& call);
   void serve_others();
@@ -185,6 +200,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   struct UnitProgress {
     bool full_shown = false;
     int num_trainable = 0;
+    uint64_t trainable = 0; // a hash of which parameters require grad
     int num_fired = 0;
     int64_t backward = -1; // the one that goes through the unit
     std::vector<uint8_t> fired;
@@ -196,6 +212,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Streams streams_;
   BucketPool pool_;
   Trace trace_;
+  ModelAlarm alarm_;
   std::unique_ptr<Collectives> collectives_, replicas_;
   std::unique_ptr<Peers> peers_;
   UnitContext context_;
@@ -214,7 +231,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::unordered_map<uint64_t, bool> rest_by_shape_; // see reduce_rest()
   bool sync_ = true;
   bool leaving_ = false; // a pass that other ranks may still be in
+  std::optional<int> failed_; // a rank whose forward has raised in this pass
   bool ranks_differ_ = false; // they took different ways in passes since the last backward
+  uint64_t trainable_ = 0;
 };
 
 } // namespace zerocore

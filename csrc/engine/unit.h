@@ -86,7 +86,8 @@ class Unit {
   }
   // What a collective for the unit is called in errors and in the trace.
   CollectiveTag tag(TraceOp op, int64_t nbytes) const {
-    return {&name_, context_.trace->add(op, id_, nbytes, context_.pool->stats().in_use_nbytes)};
+    return {
+        &name_, context_.trace->add(op, id_, nbytes, context_.pool->stats().in_use_nbytes), id_};
   }
   UnitState state() const {
     return state_;

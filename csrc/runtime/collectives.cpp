@@ -5,8 +5,14 @@
 
 #include <c10/util/Exception.h>
 
+#include <functional>
 #include <iterator>
+#include <string_view>
 #include <utility>
+
+#include "common/math.h"
+#include "runtime/alarm.h"
+#include "runtime/issue_guard.h"
 
 namespace zerocore {
 
@@ -83,21 +89,12 @@ void PendingCollective::wait(const Streams& streams) {
   const int64_t begin = record_ ? now_ns() : 0;
   try {
     if (done_ == nullptr) {
-      for (const auto& work : works_) {
-        work->wait();
-      }
+      wait_on_host();
     } else {
       wait_on_device(streams);
     }
   } catch (const std::exception& error) {
-    TORCH_CHECK_WITH(
-        DistBackendError,
-        false,
-        op,
-        " of ",
-        *unit_,
-        " failed; did a rank stop, or call other units than this one? ",
-        error.what());
+    fail(op, error);
   }
   if (record_) {
     record_->wait_ns += now_ns() - begin; // a device's events replace it
@@ -105,6 +102,31 @@ void PendingCollective::wait(const Streams& streams) {
   works_.clear();
   keep_alive_.clear();
   record_.reset();
+}
+
+void PendingCollective::wait_on_host() const {
+  if (alarm_ == nullptr) {
+    for (const auto& work : works_) {
+      work->wait();
+    }
+    return;
+  }
+  alarm_->ledger().begin_wait(number_);
+  for (const auto& work : works_) {
+    alarm_->wait(*work);
+  }
+  alarm_->ledger().finish(number_);
+}
+
+void PendingCollective::fail(const char* op, const std::exception& error) const {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  const char* reason = torch_error ? torch_error->what_without_backtrace() : error.what();
+  const std::string what = c10::str(op, " of ", *unit_, " failed: ", reason);
+  if (alarm_ != nullptr) {
+    alarm_->fail(what);
+  }
+  TORCH_CHECK_WITH(
+      DistBackendError, false, what, ". Did a rank stop, or call other units than this one?");
 }
 
 void PendingCollective::wait_on_device(const Streams& streams) const {
@@ -117,13 +139,54 @@ void PendingCollective::wait_on_device(const Streams& streams) const {
   }
 }
 
-Collectives::Collectives(c10::intrusive_ptr<c10d::ProcessGroup> group, const Streams& streams)
+Collectives::Collectives(
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    const Streams& streams,
+    Alarm* alarm)
     : group_(std::move(group)),
       backend_(group_->getBackend(streams.device().type())),
       streams_(streams),
       rank_(group_->getRank()),
       size_(group_->getSize()),
-      methods_(WireMethods::of_backend(backend_->getBackendName())) {}
+      methods_(WireMethods::of_backend(backend_->getBackendName())),
+      alarm_(alarm) {
+  if (backend_->getBackendName() == "gloo") {
+    guard_ = IssueGuard::of(backend_);
+    user_ = guard_->add_user();
+  }
+}
+
+// Before a collective is issued: notes it, and makes sure that the others issue it too.
+void Collectives::announce(PendingCollective& pending, UnitId id, int64_t nbytes) {
+  pending.alarm_ = alarm_;
+  if (alarm_ != nullptr) {
+    alarm_->check();
+    pending.number_ = alarm_->ledger().begin(pending.op_, *pending.unit_, nbytes);
+  }
+  if (guard_ == nullptr) {
+    return;
+  }
+  const uint64_t op = std::hash<std::string_view>()(pending.op_);
+  uint64_t collective = mix(mix(user_, op), static_cast<uint64_t>(id));
+  collective = mix(mix(collective, static_cast<uint64_t>(nbytes)), facts_);
+  if (guard_->must_compare(collective)) {
+    compare(pending, collective);
+  }
+}
+
+void Collectives::compare(const PendingCollective& pending, uint64_t collective) const {
+  if (alarm_ != nullptr) {
+    alarm_->ledger().begin_wait(pending.number_);
+  }
+  try {
+    guard_->compare(collective);
+  } catch (const std::exception& error) {
+    pending.fail(pending.op_, error);
+  }
+  if (alarm_ != nullptr) {
+    alarm_->ledger().end_wait();
+  }
+}
 
 template <typename Issue>
 PendingCollective Collectives::start(
@@ -136,6 +199,11 @@ PendingCollective Collectives::start(
   pending.op_ = op;
   pending.unit_ = tag.unit;
   pending.record_ = std::move(tag.record);
+  int64_t nbytes = 0;
+  for (const at::Tensor& tensor : operands.writes) {
+    nbytes += static_cast<int64_t>(tensor.nbytes());
+  }
+  announce(pending, tag.id, nbytes);
   if (pending.record_) {
     pending.record_->begin = streams_.record_timed(role);
   }

@@ -20,6 +20,9 @@
 
 namespace zerocore {
 
+class Alarm;
+class IssueGuard;
+
 class PendingCollective {
  public:
   PendingCollective() = default;
@@ -38,7 +41,9 @@ class PendingCollective {
  private:
   friend class Collectives;
 
+  void wait_on_host() const;
   void wait_on_device(const Streams& streams) const;
+  [[noreturn]] void fail(const char* op, const std::exception& error) const;
 
   const char* op_ = nullptr;
   const std::string* unit_ = nullptr;
@@ -46,17 +51,24 @@ class PendingCollective {
   std::vector<at::Tensor> keep_alive_;
   StreamEvent done_;
   std::shared_ptr<TraceRecord> record_;
+  Alarm* alarm_ = nullptr; // of the model, if it has one
+  int64_t number_ = -1; // in the alarm's ledger
 };
 
 // What a collective is issued for; `unit` must outlive the collective.
 struct CollectiveTag {
   const std::string* unit = nullptr;
   std::shared_ptr<TraceRecord> record; // null when not traced
+  UnitId id = -1; // of the unit, -1 for several
 };
 
 class Collectives {
  public:
-  Collectives(c10::intrusive_ptr<c10d::ProcessGroup> group, const Streams& streams);
+  // `alarm` may be null, and outlives the collectives otherwise.
+  Collectives(
+      c10::intrusive_ptr<c10d::ProcessGroup> group,
+      const Streams& streams,
+      Alarm* alarm = nullptr);
 
   int64_t rank() const {
     return rank_;
@@ -91,6 +103,16 @@ class Collectives {
   // Rank 0's bytes to all ranks, in place.
   PendingCollective broadcast(const at::Tensor& bytes, CollectiveTag tag);
 
+  // That of the group, shared with its other users; null if they need none.
+  const IssueGuard* guard() const {
+    return guard_.get();
+  }
+
+  // What must be the same on all ranks beside the collectives themselves, from here on.
+  void set_facts(uint64_t facts) {
+    facts_ = facts;
+  }
+
  private:
   struct Operands {
     std::vector<at::Tensor> reads, writes;
@@ -104,6 +126,8 @@ class Collectives {
       Operands operands,
       CollectiveTag tag,
       const Issue& issue);
+  void announce(PendingCollective& pending, UnitId id, int64_t nbytes);
+  void compare(const PendingCollective& pending, uint64_t collective) const;
   void trace_completion(const PendingCollective& pending) const;
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
@@ -112,6 +136,10 @@ class Collectives {
   int64_t rank_ = 0;
   int64_t size_ = 1;
   WireMethods methods_;
+  Alarm* alarm_ = nullptr;
+  std::shared_ptr<IssueGuard> guard_; // null where there is no need or no way
+  uint64_t user_ = 0;
+  uint64_t facts_ = 0;
 };
 
 } // namespace zerocore

@@ -52,10 +52,12 @@ def environment(directory: Path, **more: str) -> dict[str, str]:
     }
 
 
-def run_script(directory: Path, ending: str, port: int) -> list[tuple[int, str]]:
+def run_script(
+    directory: Path, ending: str, port: int, text: str = SCRIPT
+) -> list[tuple[int, str]]:
     """Exit code and output of both ranks."""
     script = directory / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), ending],

@@ -18,7 +18,10 @@ ANY_TORCH = r"(torch|ATen|c10|caffe2)/(?!util/Exception\.h$)"
 # (headers, files that may include them; paths from csrc/)
 RESERVED = [
     (r"pybind11/|torch/extension\.h$|torch/csrc/utils/pybind\.h$", r"bindings/"),
-    (r"torch/csrc/distributed/c10d/", r"runtime/(collectives|emulated_(group|work))\.|engine/"),
+    (
+        r"torch/csrc/distributed/c10d/",
+        r"runtime/(alarm|collectives|emulated_(group|work)|issue_guard)\.|engine/",
+    ),
     (r"(c10/|ATen/)?cuda", r"kernels/cuda/|runtime/emulated_timer\.cu"),
     (ANY_TORCH, r"(kernels|runtime|engine|bindings)/"),
 ]

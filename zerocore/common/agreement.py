@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ def agree(
     error: Exception | None,
     facts: list[Any],
     device: torch.device | None = None,
-) -> None:
+) -> str:
     """Raises on every rank if any rank failed or if the ranks' facts differ.
 
     Args:
@@ -30,12 +31,16 @@ def agree(
         device: of the model, if known. NCCL sends objects from the current device, which is the
             first one on every rank of a script that never set it.
 
+    Returns:
+        A name that rank 0 has made up: the same on all ranks, and no other call's.
+
     Raises:
         Exception: ``error`` itself on the rank it came from.
         RuntimeError: another rank failed; its message is included.
         ValueError: facts differ; the first difference is named.
     """
-    answers = [(None if error is None else f"{type(error).__name__}: {error}", facts)]
+    message = None if error is None else f"{type(error).__name__}: {error}"
+    answers = [(message, facts, secrets.token_hex(8))]
     index = device.index if device is not None and device.type == "cuda" else -1  # none
     with torch.cuda.device(index):
         for group in groups:
@@ -45,12 +50,13 @@ def agree(
                 answers = [answer for part in gathered for answer in part]
     if error is not None:
         raise error
-    for rank, (message, _) in enumerate(answers):
+    for rank, (message, _, _) in enumerate(answers):
         if message is not None:
             raise RuntimeError(f"rank {rank} failed: {message}")
-    for rank, (_, other) in enumerate(answers):
+    for rank, (_, other, _) in enumerate(answers):
         if other != answers[0][1]:
             raise ValueError(_difference(rank, answers[0][1], other))
+    return answers[0][2]
 
 
 def is_same(groups: Sequence[dist.ProcessGroup], value: torch.Tensor) -> bool:

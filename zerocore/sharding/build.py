@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zerocore._C import CallEvent, Engine
+from zerocore.common.alarm import watch_end
 from zerocore.hooks.backward_calls import watch_backward_calls
 from zerocore.hooks.loads import watch_loads
 from zerocore.hooks.moves import keep_in_place
@@ -54,7 +55,10 @@ def build(request: ShardRequest) -> ShardState:
 def _make_engine(request: ShardRequest, order: list[CallEvent]) -> Engine:
     config, ranks = request.config, request.ranks
     control = control_group(ranks)
+    watch_end()
     return Engine(
+        alarm_name="" if control is None else request.name,
+        stall_seconds=request.stall_seconds,
         stage=config.stage,
         prefetch=config.prefetch,
         hold_full=config.accumulate == "full",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from zerocore.common.agreement import agree
+from zerocore.common.alarm import stall_seconds
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.config import ShardConfig
 from zerocore.model.kinds import check_kinds
@@ -32,6 +33,8 @@ class ShardRequest:
         planned: its units.
         device: where its parameters go.
         init_fn: initialises one module that is on the meta device.
+        stall_seconds: how long ranks wait for each other, 0 for as long as the process group does.
+        name: the same on all ranks and no other model's, once they have agreed.
     """
 
     model: nn.Module
@@ -40,6 +43,8 @@ class ShardRequest:
     planned: list[UnitPlanned]
     device: torch.device
     init_fn: InitFn | None
+    stall_seconds: float
+    name: str = ""
 
 
 def validate(
@@ -69,16 +74,16 @@ def validate(
         planned = choose_units(model, units)
         _check_types(planned, config)
         chosen = _find_device(planned, device)
-        request = ShardRequest(model, config, ranks, planned, chosen, init_fn)
+        request = ShardRequest(model, config, ranks, planned, chosen, init_fn, stall_seconds())
         if memory_budget is not None:
             budget = parse_nbytes(memory_budget, "memory_budget")
             check_budget(model, planned, config, ranks, budget)
     except Exception as caught:
         error = caught
     facts = [] if request is None or error is not None else _facts(request)
-    agree(ranks.groups, error, facts, None if request is None else request.device)
+    name = agree(ranks.groups, error, facts, None if request is None else request.device)
     assert request is not None  # agree() has raised the error
-    return request
+    return replace(request, name=name)
 
 
 def _check_model(model: nn.Module, optimizer: Optimizer | None) -> None:

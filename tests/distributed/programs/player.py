@@ -23,7 +23,10 @@ from tests.distributed.programs.systems import SYSTEMS, State
 ZEROCORE = str(Path(__file__).resolve().parents[3] / "zerocore")
 DELIBERATE = (ValueError, TypeError, RuntimeError, NotImplementedError)
 OUR_WORDS = ("zerocore", "shard", "unit '", "parameter '", "gradient of '")  # of the C++ core
-NO_PARTNER = ("Timed out", "Connection closed", "Connection reset", "Broken pipe", "timeout")
+NO_PARTNER = (
+    "Timed out", "Connection closed", "Connection reset", "Broken pipe", "timeout",
+    "ZEROCORE_STALL_SECONDS",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

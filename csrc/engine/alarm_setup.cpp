@@ -1,0 +1,93 @@
+// Makes the alarm of a model.
+#include "engine/alarm_setup.h"
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <algorithm>
+
+#include "runtime/alarm.h"
+#include "runtime/watchdog.h"
+
+namespace zerocore {
+
+namespace {
+
+using Milliseconds = std::chrono::milliseconds;
+
+// Other ranks are answered within a second.
+Milliseconds interval(double stall_seconds) {
+  return Milliseconds(
+      std::clamp(static_cast<int64_t>(stall_seconds * 250), int64_t(50), int64_t(1000)));
+}
+
+std::vector<std::string> names_of(const std::vector<UnitInit>& units) {
+  std::vector<std::string> names;
+  for (const UnitInit& unit : units) {
+    for (const UnitParam& param : unit.params) {
+      names.push_back(param.spec.fqn);
+    }
+  }
+  return names;
+}
+
+} // namespace
+
+ModelAlarm::ModelAlarm(
+    const std::string& name,
+    double stall_seconds,
+    const std::optional<std::string>& group,
+    const std::optional<std::string>& replicas,
+    const std::optional<std::string>& control,
+    c10::Device device,
+    const std::vector<UnitInit>& units) {
+  if (name.empty() || stall_seconds <= 0) {
+    return;
+  }
+  AlarmOptions options{name, 0, 1, stall_seconds};
+  std::vector<Alarm::Group> groups;
+  for (const auto& each : {group, replicas}) { // ranks are numbered replica by replica
+    if (each) {
+      groups.push_back(c10d::resolve_process_group(*each));
+      options.rank += options.size * groups.back()->getRank();
+      options.size *= groups.back()->getSize();
+    }
+  }
+  if (control && device.is_cpu()) {
+    groups.push_back(c10d::resolve_process_group(*control));
+  }
+  if (!groups.empty()) {
+    alarm_ = std::make_shared<Alarm>(options, groups, device.type(), names_of(units));
+    Watchdog::of_process().add(alarm_, interval(stall_seconds));
+  }
+}
+
+bool ModelAlarm::is_raised() const {
+  return alarm_ != nullptr && alarm_->is_raised();
+}
+
+void ModelAlarm::check() const {
+  if (alarm_ != nullptr) {
+    alarm_->check();
+  }
+}
+
+void ModelAlarm::fail(const std::string& what) const {
+  if (alarm_ != nullptr) {
+    alarm_->fail(what);
+  }
+  TORCH_CHECK_WITH(DistBackendError, false, what);
+}
+
+void ModelAlarm::set_trainable(size_t first, const std::vector<bool>& flags) const {
+  if (alarm_ != nullptr) {
+    alarm_->ledger().set_trainable(first, flags);
+  }
+}
+
+void ModelAlarm::retire() {
+  if (alarm_ != nullptr && Watchdog::of_process().remove(alarm_.get())) {
+    alarm_->ledger().forget();
+  }
+}
+
+} // namespace zerocore

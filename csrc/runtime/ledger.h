@@ -1,0 +1,77 @@
+// What this rank's last collectives were, for the comparison with other ranks when one hangs.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace zerocore {
+
+// One collective of a model, as ranks tell each other.
+struct LedgerEntry {
+  int64_t number = -1;
+  std::string op;
+  std::string unit;
+  int64_t nbytes = 0;
+  bool done = false;
+
+  bool is_same(const LedgerEntry& other) const {
+    return op == other.op && unit == other.unit && nbytes == other.nbytes;
+  }
+};
+
+// What a ledger holds at one moment, oldest entry first.
+struct LedgerState {
+  std::vector<LedgerEntry> entries;
+  int64_t waiting = -1; // number of the collective that the host waits in
+  std::chrono::steady_clock::time_point waiting_since;
+  std::string trainable; // '1' or '0' for each parameter of the model
+};
+
+// A ring: nothing is allocated while training. Written by the thread that trains, read by the
+// watchdog. Numbers count the collectives of a model over all its groups: every rank issues them in
+// one order, so equal numbers are the same collective.
+class Ledger {
+ public:
+  // A collective is about to be issued; its number. `op` is a literal, `unit` outlives the ledger's
+  // use of it, which ends with forget().
+  int64_t begin(const char* op, const std::string& unit, int64_t nbytes);
+  // The host waits in it from here on.
+  void begin_wait(int64_t number);
+  // Not any more; the collective itself may go on.
+  void end_wait();
+  // It was waited for.
+  void finish(int64_t number);
+
+  // Whether the parameters from `first` on require grad on this rank.
+  void set_trainable(size_t first, const std::vector<bool>& flags);
+  // The last `count` entries at most.
+  LedgerState state(size_t count) const;
+  // Whether the host has waited in one collective for longer than that.
+  bool is_stalled(std::chrono::steady_clock::duration limit) const;
+  // The units' names go away.
+  void forget();
+
+ private:
+  static constexpr size_t kKept = 256;
+  struct Slot {
+    const char* op = nullptr;
+    const std::string* unit = nullptr;
+    int64_t nbytes = 0;
+    bool done = false;
+  };
+
+  mutable std::mutex mutex_;
+  std::array<Slot, kKept> slots_;
+  int64_t next_ = 0;
+  int64_t oldest_ = 0;
+  int64_t waiting_ = -1;
+  std::chrono::steady_clock::time_point waiting_since_;
+  std::string trainable_;
+};
+
+} // namespace zerocore

@@ -1,0 +1,33 @@
+// What ranks tell each other after an alarm, and the sentence that follows from all of it.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "runtime/ledger.h"
+
+namespace zerocore {
+
+// What one rank said. `ended` and `missing` are of ranks that did not answer.
+struct RankReport {
+  LedgerState ledger;
+  std::string elsewhere; // what the process waits in for another model; empty if it does not
+  std::optional<std::string> ended; // how the program ended
+  bool missing = false;
+
+  bool answered() const {
+    return !missing && !ended;
+  }
+  std::string encode() const;
+  static RankReport decode(const std::string& text);
+};
+
+// Names collective, units and ranks, in sentences. `reports` are by rank, `params` the names behind
+// LedgerState::trainable, `advice` what to do about a rank that is only slow.
+std::string describe(
+    const std::vector<RankReport>& reports,
+    const std::vector<std::string>& params,
+    const std::string& advice);
+
+} // namespace zerocore
