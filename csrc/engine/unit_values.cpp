@@ -1,23 +1,14 @@
 // Values of a unit's parameters: filled, read, cast, written back. See Note [Main and model
 // weights].
 #include <ATen/ops/where.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
 #include "engine/unit.h"
 #include "kernels/ops.h"
+#include "runtime/device_memory.h"
 
 namespace zerocore {
-
-namespace {
-
-c10::DataPtr allocate(c10::Device device, int64_t nbytes) {
-  const c10::DeviceGuard guard(device);
-  return c10::GetAllocator(device.type())->allocate(static_cast<size_t>(nbytes));
-}
-
-} // namespace
 
 void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast_full) {
   const c10::InferenceMode normal(false);
@@ -38,12 +29,12 @@ void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast_full)
 void Unit::allocate_persistent() {
   const c10::Device device = context_.streams->device();
   if (main_ && !main_->attached()) {
-    main_->attach(allocate(device, main_->nbytes()));
+    main_->attach(allocate_memory(device, main_->nbytes()));
   }
   if (shards_ && !shards_->attached()) {
-    shards_->attach(allocate(device, shards_->nbytes()));
+    shards_->attach(allocate_memory(device, shards_->nbytes()));
   } else if (!shards_ && !bucket_.attached()) {
-    bucket_.attach(allocate(device, bucket_.nbytes()));
+    bucket_.attach(allocate_memory(device, bucket_.nbytes()));
     state_ = UnitState::Unsharded;
   }
 }
@@ -58,7 +49,7 @@ Bucket Unit::make_staging() const {
       context_.shard,
       device,
       "unit '" + name_ + "'");
-  staging.attach(allocate(device, staging.nbytes()));
+  staging.attach(allocate_memory(device, staging.nbytes()));
   return staging;
 }
 

@@ -1,7 +1,6 @@
 // The flat-bucket allocator.
 #include "runtime/bucket_pool.h"
 
-#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <utility>
 
 #include "common/math.h"
+#include "runtime/device_memory.h"
 
 namespace zerocore {
 
@@ -70,11 +70,8 @@ void BucketPool::release(Slot& slot) {
 
 // Work that the compute stream was given may still use the memory's last owner.
 DeviceMemory BucketPool::allocate(int64_t nbytes) const {
-  const c10::DeviceGuard guard(streams_.device());
   DeviceMemory memory{
-      c10::GetAllocator(streams_.device().type())->allocate(nbytes),
-      nbytes,
-      streams_.compute_stream()};
+      allocate_memory(streams_.device(), nbytes), nbytes, streams_.compute_stream()};
   streams_.note_allocator(memory.data.get(), nbytes);
   return memory;
 }

@@ -188,6 +188,25 @@ void Collectives::compare(const PendingCollective& pending, uint64_t collective)
   }
 }
 
+// On the role's stream, and not longer on it than needed: what is recorded there would take it for
+// the one that computes.
+template <typename Issue>
+void Collectives::issue_on(StreamRole role, PendingCollective& pending, const Issue& issue) {
+  const bool async = !streams_.has_streams();
+  const auto guard = streams_.use(role);
+  try {
+    pending.works_ = issue(async);
+    std::erase(pending.works_, nullptr);
+    // NCCL has none then: what it does is the stream's work. Gloo does it on threads and streams of
+    // its own even so, and the role's stream is to go on behind them.
+    if (!async && !pending.works_.empty()) {
+      pending.wait_on_host();
+    }
+  } catch (const std::exception& error) {
+    pending.fail(pending.op_, error);
+  }
+}
+
 template <typename Issue>
 PendingCollective Collectives::start(
     const char* op,
@@ -207,22 +226,12 @@ PendingCollective Collectives::start(
   if (pending.record_) {
     pending.record_->begin = streams_.record_timed(role);
   }
-  {
-    // No longer than needed: what is recorded while it lives would take the role's stream for the
-    // one that computes.
-    const auto guard = streams_.use(role);
-    pending.works_ = issue(/*async=*/!streams_.has_streams());
-  }
+  issue_on(role, pending, issue);
   for (const at::Tensor& tensor : operands.reads) {
     streams_.note_read(role, tensor, op, *tag.unit);
   }
   for (const at::Tensor& tensor : operands.writes) {
     streams_.note_write(role, tensor, op, *tag.unit);
-  }
-  if (streams_.is_logging()) {
-    for (const auto& work : pending.works_) {
-      work->wait();
-    }
   }
   pending.keep_alive_ = std::move(operands.reads);
   std::move(

@@ -120,6 +120,8 @@ class Collectives {
 
   // Runs `issue` on the role's stream and wraps what it returns.
   template <typename Issue>
+  void issue_on(StreamRole role, PendingCollective& pending, const Issue& issue);
+  template <typename Issue>
   PendingCollective start(
       const char* op,
       StreamRole role,

@@ -48,15 +48,39 @@ void Streams::follow_compute_stream() const {
   }
 }
 
+// What waits for an event keeps to the point it had then, so it can be recorded again.
+std::shared_ptr<RecordedEvent> Streams::take_unused(c10::EventFlag flag) const {
+  const size_t kind = flag == c10::EventFlag::BACKEND_DEFAULT ? 1 : 0;
+  std::unique_ptr<RecordedEvent> event;
+  {
+    const std::lock_guard lock(unused_->mutex);
+    auto& kept = unused_->events[kind];
+    if (!kept.empty()) {
+      event = std::move(kept.back());
+      kept.pop_back();
+    }
+  }
+  if (event == nullptr) {
+    event = std::make_unique<RecordedEvent>();
+    if (all_gather_) {
+      event->event.emplace(device_.type(), flag);
+    }
+  }
+  return {event.release(), [unused = unused_, kind](RecordedEvent* dropped) {
+            std::unique_ptr<RecordedEvent> owned(dropped);
+            const std::lock_guard lock(unused->mutex);
+            unused->events[kind].push_back(std::move(owned));
+          }};
+}
+
 StreamEvent Streams::make_event(StreamRole role, c10::EventFlag flag) const {
   follow_compute_stream();
-  auto event = std::make_shared<RecordedEvent>();
+  auto event = take_unused(flag);
   ++clocks_[index(role)][index(role)];
   event->role = role;
   event->clock = clocks_[index(role)];
   event->epoch = epoch_;
   if (all_gather_) {
-    event->event.emplace(device_.type(), flag);
     event->event->record(stream(role));
   }
   if (log_ != nullptr) {

@@ -16,8 +16,10 @@
 
 #include <array>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "common/types.h"
 #include "runtime/hand_over.h"
@@ -72,9 +74,6 @@ class Streams {
   bool has_streams() const {
     return all_gather_.has_value() || log_ != nullptr;
   }
-  bool is_logging() const {
-    return log_ != nullptr;
-  }
   // Says that work of the role's stream, given now, reads or writes `tensor` (contiguous).
   void note_read(
       StreamRole role,
@@ -108,10 +107,19 @@ class Streams {
   // Compute is whatever stream is current when asked.
   c10::Stream stream(StreamRole role) const;
   StreamEvent make_event(StreamRole role, c10::EventFlag flag) const;
+  std::shared_ptr<RecordedEvent> take_unused(c10::EventFlag flag) const;
   void follow_compute_stream() const;
+
+  // Those that nobody holds any more, by whether they are timed: a new event of the driver takes
+  // longer than recording one again. Events may outlive the streams.
+  struct Unused {
+    std::mutex mutex;
+    std::array<std::vector<std::unique_ptr<RecordedEvent>>, 2> events;
+  };
 
   c10::Device device_;
   HandOverLog* log_ = nullptr;
+  std::shared_ptr<Unused> unused_ = std::make_shared<Unused>();
   std::optional<c10::Stream> all_gather_;
   std::optional<c10::Stream> reduce_scatter_;
   // Clocks hold for one compute stream; another one begins a new epoch.

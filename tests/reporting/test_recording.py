@@ -148,7 +148,7 @@ def test_boxes_of_communication() -> None:
         event("all_gather", "1", 2, 20, 0),
         event("reduce_scatter", "1", 50, 60, 4),
     ]
-    assert communication_boxes(events, queued=True) == [
+    assert communication_boxes(events, one_link=True) == [
         Box("all_gather", "0", "all_gather", 0, 10),
         Box(WAIT, "0", WAIT, 0, 10),
         Box("all_gather", "1", "all_gather", 10, 20),  # the link was busy until 10

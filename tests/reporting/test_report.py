@@ -277,10 +277,12 @@ def test_link_times() -> None:
         event("all_gather", "c", 3, -1e-6, 0),  # not known when it was done
         event("reduce_scatter", "a", 50, 60, 4),
     ]
-    begins = [begin / 1e6 for _, begin in transfers(events, queued=True)]
+    begins = [begin / 1e6 for _, begin in transfers(events, one_link=True)]
     assert begins == [0, 10, 50]  # the link was busy until 10
-    assert [begin / 1e6 for _, begin in transfers(events, queued=False)] == [0, 2, 50]
-    assert times_by_unit(events, queued=True) == {
+    replicas = [event("all_reduce", "a", 4, 30, 0), event("all_reduce", "b", 5, 40, 0)]
+    begins = [begin / 1e6 for _, begin in transfers([*events[:3], *replicas], one_link=False)]
+    assert begins == [0, 10, 4, 30]  # they have a communicator of their own
+    assert times_by_unit(events, one_link=True) == {
         "a": Communication(10, 10, 14),
         "b": Communication(10, 0, 0),
     }

@@ -38,16 +38,17 @@ def read_events(
     return [Event(op, names[unit], *figures) for op, unit, *figures in records]
 
 
-def transfers(events: Iterable[Event], *, queued: bool) -> Iterator[tuple[Event, int]]:
+def transfers(events: Iterable[Event], *, one_link: bool) -> Iterator[tuple[Event, int]]:
     """Each finished collective with the time it began to move bytes, ns.
 
-    On a GPU that is when it was issued. On the host collectives are ``queued``: a link carries
-    one at a time, and one that was issued before the last was done begins when that was done.
+    One that was issued before the last was done begins when that was done: on the host all
+    collectives take turns on ``one_link``; on a GPU those of one communicator do, and sums over
+    replicas have one of their own.
     """
-    free_ns = 0
+    free_ns: dict[str, int] = {}
     for event in events:
         if event.op not in COLLECTIVES or event.done_ns < 0:
             continue
-        begin_ns = max(event.issued_ns, free_ns) if queued else event.issued_ns
-        yield event, min(begin_ns, event.done_ns)
-        free_ns = event.done_ns
+        link = "" if one_link or event.op != "all_reduce" else event.op
+        yield event, min(max(event.issued_ns, free_ns.get(link, 0)), event.done_ns)
+        free_ns[link] = event.done_ns

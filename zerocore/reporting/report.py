@@ -171,7 +171,7 @@ def _figures(
 def _read_trace(step: Step, state: ShardState) -> dict[str, Communication]:
     """Times of a traced step by unit."""
     events = read_events(step.records or (), [unit.name for unit in state.units])
-    return times_by_unit(events, queued=state.device.type == "cpu")
+    return times_by_unit(events, one_link=state.device.type == "cpu")
 
 
 def _memory(state: ShardState) -> MemoryFigures:

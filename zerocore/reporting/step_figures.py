@@ -103,10 +103,10 @@ class MemoryFigures:
     resident_peak: int
 
 
-def times_by_unit(events: Sequence[Event], *, queued: bool) -> dict[str, Communication]:
-    """Link time and exposed time of each unit's collectives; ``queued`` as for ``transfers``."""
+def times_by_unit(events: Sequence[Event], *, one_link: bool) -> dict[str, Communication]:
+    """Link time and exposed time of each unit's collectives; ``one_link`` as for ``transfers``."""
     found: dict[str, Communication] = defaultdict(Communication)
-    for event, begin_ns in transfers(events, queued=queued):
+    for event, begin_ns in transfers(events, one_link=one_link):
         own, busy_ms = found[event.unit], (event.done_ns - begin_ns) / 1e6
         is_gather = event.op == "all_gather"
         found[event.unit] = Communication(

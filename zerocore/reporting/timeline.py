@@ -88,10 +88,10 @@ def _import_figure() -> Any:
     return Figure
 
 
-def communication_boxes(events: Iterable[Event], queued: bool) -> list[Box]:
-    """Boxes of collectives and of the waits for them; ``queued`` as for ``transfers``."""
+def communication_boxes(events: Iterable[Event], one_link: bool) -> list[Box]:
+    """Boxes of collectives and of the waits for them; ``one_link`` as for ``transfers``."""
     boxes = []
-    for event, begin_ns in transfers(events, queued=queued):
+    for event, begin_ns in transfers(events, one_link=one_link):
         boxes.append(Box(event.op, event.unit, event.op, begin_ns, event.done_ns))
         if event.wait_ns > 0:
             start_ns = event.done_ns - event.wait_ns
