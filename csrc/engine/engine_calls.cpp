@@ -205,6 +205,8 @@ void Engine::ask_in_backward(const CallHandle& call) {
     run(actions_);
     if (!schedule_.is_resident(call.unit)) {
       ask_for(call.unit);
+      schedule_.take_one(call.unit, actions_);
+      run(actions_);
     }
   }
 }

@@ -212,10 +212,16 @@ void Schedule::serve(UnitId unit, Actions& out) {
   serve_one(unit, out);
 }
 
+// A rank that uses the unit, because it asked for it before, gathers it anew and keeps it.
 void Schedule::serve_one(UnitId unit, Actions& out) {
+  UnitState& state = units_[unit];
   unshard(unit, out);
-  if (options_.releases) {
-    reshard(unit, out);
+  if (options_.releases && state.active == 0 && state.pinned == 0) {
+    state.resident = false;
+    state.late = state.held > 0 || state.in_backward;
+    if (!state.late) {
+      out.push_back({ActionKind::Reshard, unit});
+    }
   }
 }
 

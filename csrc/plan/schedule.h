@@ -15,7 +15,8 @@
 // follows and the order of the next pass. The first order is that of registration.
 //
 // Which units are resident follows from the order alone. A call that a rank leaves later than the
-// order has it keeps the memory (`held`) of a unit that counts as resharded, until it is left.
+// order has it keeps the memory (`held`) of a unit that counts as resharded, until it is left. So
+// does a rank that asks for a unit in its backward, until that ends.
 //
 // Units called outside of the sharded model's own call are served on demand, without prefetch; all
 // ranks must make these calls. So it is in a pass without gradients that finds all units there.
@@ -125,6 +126,8 @@ class Schedule {
   void finish_steps(Actions& out);
   // Unshards and reshards a unit that other ranks need.
   void serve_one(UnitId unit, Actions& out);
+  // As serve_one, on a rank that needs the unit: it keeps it to the end of the backward.
+  void take_one(UnitId unit, Actions& out);
 
   // The unit's parameters changed: what was gathered is stale, and no backward comes through it for
   // a forward before.
@@ -178,7 +181,7 @@ class Schedule {
     int held = 0; // calls that this rank has entered and not left
     int pinned = 0;
     bool resident = false; // unsharded, or on its way
-    bool late = false; // not resident any more, but held
+    bool late = false; // not resident any more, but held, or used by this rank's backward
     bool in_backward = false;
     bool ready = false;
     bool reducible = true;

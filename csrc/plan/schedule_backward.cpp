@@ -40,7 +40,7 @@ bool Schedule::pre_backward(const CallHandle& call, Actions& out) {
     }
   }
   // A second output of a call that is under way, or a call that no step list has.
-  if (!units_[call.unit].resident) {
+  if (!is_resident(call.unit)) {
     units_[call.unit].in_backward = true;
     unshard(call.unit, out);
   }
@@ -48,7 +48,7 @@ bool Schedule::pre_backward(const CallHandle& call, Actions& out) {
 }
 
 bool Schedule::is_out_of_turn(const CallHandle& call) const {
-  if (units_[call.unit].resident) {
+  if (is_resident(call.unit)) {
     return false;
   }
   const Pass* pass = find_pass(call.pass);
@@ -80,7 +80,9 @@ CallHandle Schedule::recomputed_call(UnitId unit, Actions& out) {
 
 bool Schedule::recompute(UnitId unit, Actions& out) {
   if (units_[unit].in_backward) {
-    unshard(unit, out);
+    if (!units_[unit].late) {
+      unshard(unit, out);
+    }
     return false;
   }
   const bool first = pre_backward(recomputed_call(unit, out), out);
@@ -108,6 +110,9 @@ void Schedule::end_backward(Actions& out) {
     UnitState& unit = units_[id];
     unit.in_backward = false;
     unit.ready = false;
+    if (std::exchange(unit.late, false)) {
+      out.push_back({ActionKind::Reshard, id});
+    }
     if (std::exchange(unit.due, false)) {
       out.push_back({ActionKind::Reduce, id});
       waits_ = waits_ && unit.pinned > 0;
@@ -220,6 +225,11 @@ void Schedule::run_gathers(Actions& out) {
     ++end;
   }
   run_steps(pass, end, out);
+}
+
+void Schedule::take_one(UnitId unit, Actions& out) {
+  units_[unit].in_backward = true;
+  serve_one(unit, out);
 }
 
 void Schedule::finish_steps(Actions& out) {
