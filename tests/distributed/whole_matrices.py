@@ -50,7 +50,9 @@ def gradient(name: str, like: Tensor, step: int) -> Tensor | None:
     if (name.endswith("0.tall") and step == 1) or name.endswith("1.square"):
         return None
     seed = sum(map(ord, name)) * 100 + step
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
+    values = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
+    # In the parameter's order of memory, as autograd makes it.
+    return torch.empty_strided(like.shape, like.stride()).copy_(values)
 
 
 def set_gradients(model: nn.Module, step: int) -> None:
