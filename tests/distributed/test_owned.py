@@ -13,11 +13,9 @@ from torch import Tensor, nn
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.whole_matrices import (
-    Block,
     assert_equal,
     full_parameters,
     seeded_model,
-    set_gradients,
     take_steps,
     train_sharded,
 )
@@ -107,7 +105,7 @@ def assert_same_states(actual: dict[str, Any], expected: dict[str, Any]) -> None
 def assert_each_is_owned_once(model: nn.Module, optimizer: Any) -> None:
     """Each parameter's state is on one rank; between steps no full parameter has memory."""
     held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, [id_ for id_ in sorted(optimizer._whole)])
+    dist.all_gather_object(held, sorted(optimizer._whole))
     params = [param for group in optimizer.param_groups for param in group["params"]]
     assert sorted(number for numbers in held for number in numbers) == list(range(len(params)))
     assert len(optimizer.inner.state) <= len(held[dist.get_rank()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,16 @@ class Block(nn.Module):
         self.bias = nn.Parameter(torch.randn(16))
         self.scale = nn.Parameter(torch.randn(()))
 
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (x @ self.qkv.mT * 0.1).chunk(3, -1)
+        x = x + (query @ key.mT).tanh() @ value
+        x = x + (x @ self.square).tanh()
+        x = x + (x @ self.tall.mT).relu() @ (self.wide[:, :40].mT) * 0.1
+        x = x + (x @ self.turned.mT.mT).tanh() @ self.turned.mT * 0.1
+        for expert in self.experts:
+            x = x + (x @ expert).tanh() @ expert.mT * 0.1
+        return x * self.scale + self.bias * self.tiny.sum()
+
 
 class Model(nn.Module):
     """Two blocks, and an embedding that AdamW trains."""
@@ -38,6 +49,13 @@ class Model(nn.Module):
         self.embed = nn.Embedding(10, 16)
         self.blocks = nn.ModuleList([Block(), Block()])
         self.frozen = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The loss of tokens."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return (x @ self.embed.weight.mT).float().logsumexp(-1).mean() + self.frozen.sum() * 0
 
 
 def seeded_model() -> Model:
@@ -76,31 +94,48 @@ def pieces(name: str, param: Tensor) -> Iterator[Tensor]:
         yield param
 
 
-def train_by_torch(steps: int, **options: Any) -> dict[str, Tensor]:
-    """The parameters after some steps of torch.optim.Muon and AdamW in one process."""
-    model = seeded_model()
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    cut = [
-        (name, p, [nn.Parameter(piece.detach().clone()) for piece in pieces(name, p)])
-        for name, p in named
-        if is_for_muon(name, p)
-    ]
-    muon = torch.optim.Muon([piece for _, _, found in cut for piece in found], **options)
-    rest = [p for name, p in named if not is_for_muon(name, p)]
-    adamw = torch.optim.AdamW(rest, fused=True, **ADAMW)
-    for step in range(steps):
-        set_gradients(model, step)
-        for name, param, found in cut:
+class OneProcess:
+    """torch.optim.Muon on every matrix by itself, AdamW on the rest; ``model`` is not sharded."""
+
+    def __init__(self, **options: Any) -> None:
+        self.model = seeded_model()
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self._cut = [
+            (name, p, [nn.Parameter(piece.detach().clone()) for piece in pieces(name, p)])
+            for name, p in named
+            if is_for_muon(name, p)
+        ]
+        alone = [piece for _, _, found in self._cut for piece in found]
+        rest = [p for name, p in named if not is_for_muon(name, p)]
+        self.optimizers = [
+            torch.optim.Muon(alone, **options),
+            torch.optim.AdamW(rest, fused=True, **ADAMW),
+        ]
+
+    def step(self) -> None:
+        """By the gradients that the model's parameters have."""
+        for name, param, found in self._cut:
             for index, piece in enumerate(found):
                 grad = param.grad
                 piece.grad = None if grad is None else list(pieces(name, grad))[index].clone()
-        muon.step()
-        adamw.step()
-    with torch.no_grad():
-        for name, param, found in cut:
-            for own, trained in zip(pieces(name, param), found, strict=True):
-                own.copy_(trained)
-    return {name: p.detach() for name, p in model.named_parameters()}
+        for optimizer in self.optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            for name, param, found in self._cut:
+                for own, trained in zip(pieces(name, param), found, strict=True):
+                    own.copy_(trained)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+
+def train_by_torch(steps: int, **options: Any) -> dict[str, Tensor]:
+    """The parameters after some steps in one process."""
+    alone = OneProcess(**options)
+    for step in range(steps):
+        set_gradients(alone.model, step)
+        alone.step()
+    return alone.parameters()
 
 
 def train_sharded(
@@ -134,4 +169,5 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Bitwise, with the name of what differs."""
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=0, atol=0, msg=lambda m: f"{name}: {m}")
+        what = partial("{}: {}".format, name)
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=0, msg=what)
