@@ -128,7 +128,8 @@ def count_bytes() -> None:
 
 def assert_least_bytes(model: nn.Module, optimizer: Any, stage: int, choice: Any) -> None:
     """Of all ranks together: each element to its owner and back, in bfloat16; no gather."""
-    matrices = [p for group in optimizer.param_groups if group["use_muon"] for p in group["params"]]
+    groups = [group for group in optimizer.param_groups if group["use_muon"]]
+    matrices = [p for group in groups for p in group["params"] if p.requires_grad]
     numel = sum(param.numel() for param in matrices)
     sent: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(sent, choice.sent_nbytes)
