@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from tests.distributed.harness import run_ranks
@@ -140,6 +141,27 @@ def assert_least_bytes(model: nn.Module, optimizer: Any, stage: int, choice: Any
         assert sum(sent) <= 4 * numel
     assert list(choice.owners) == [param.fqn for param in matrices]
     assert choice.others[0] == "embed.weight"
+
+
+def plan_all_matrices() -> None:
+    """What ``plan`` says before a model is sharded."""
+    world_size = dist.get_world_size()
+    planned = zerocore.plan(seeded_model(), world_size, optimizer="muon", rank=dist.get_rank())
+    for stage, expected in enumerate(planned.stages):
+        model = zerocore.shard(seeded_model(), stage=stage)
+        found = Muon(model.parameters()).describe().sent_nbytes
+        assert expected.exchanged_nbytes == found > 0
+    hybrid = zerocore.plan(
+        seeded_model(), world_size, num_replicas=2, optimizer="muon", rank=dist.get_rank()
+    )
+    mesh = init_device_mesh("cpu", (2, world_size // 2))
+    model = zerocore.shard(seeded_model(), group=mesh)
+    assert hybrid.stages[3].exchanged_nbytes == Muon(model.parameters()).describe().sent_nbytes
+    assert "of it, by the optimizer" in str(hybrid)
+
+
+def test_plan_knows_the_exchange() -> None:
+    run_ranks(plan_all_matrices, 4)
 
 
 def test_bytes_are_as_planned() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zerocore.common.quantities import format_nbytes
 from zerocore.common.tables import render_table
 from zerocore.optim.exchange import Lanes
-from zerocore.optim.ownership import Round
+from zerocore.planning.ownership import Round
 
 
 @dataclass(frozen=True)

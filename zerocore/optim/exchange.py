@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocore.model.state import ShardState
-from zerocore.optim.ownership import Grid, Round
+from zerocore.planning.ownership import Grid, Round
 from zerocore.tensor.parameter import ShardedParameter
 
 
@@ -40,7 +40,7 @@ class Lanes:
         ranks = state.ranks
         shards, replicas = (
             (None, ranks.groups)
-            if state.config.stage == 0
+            if not placements_of(state.config.stage).optimizer
             else (
                 ranks.shard,
                 tuple(filter(None, [ranks.replicas])),

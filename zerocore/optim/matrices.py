@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from zerocore.model.state import ShardState
-from zerocore.optim.ownership import Matrix, newton_schulz_cost
+from zerocore.planning.ownership import Matrix, newton_schulz_cost
 from zerocore.tensor.boxes import memory_order
 from zerocore.tensor.parameter import ShardedParameter
 
@@ -129,7 +129,7 @@ class Splits:
         laid = (columns, rows) if is_transposed else (rows, columns)
         cost = newton_schulz_cost(laid, steps)
         return [
-            Matrix(index, begin, begin + numel, laid, cost)
+            Matrix(index, begin, begin + numel, laid, cost, param.fqn)
             for begin in (range(0, total, numel) if numel else ())
         ]
 

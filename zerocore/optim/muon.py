@@ -30,7 +30,7 @@ from zerocore.optim.matrices import (
     param_of,
 )
 from zerocore.optim.muon_rounds import WIRE, MuonRounds, check_options
-from zerocore.optim.ownership import Matrix, Round, plan_rounds
+from zerocore.planning.ownership import Matrix, Round, plan_rounds
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import local_of
 

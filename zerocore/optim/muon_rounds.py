@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerocore.optim.exchange import Lanes, to_owners, to_shards
 from zerocore.optim.newton_schulz import ADJUSTMENTS, adjusted_ratio, orthogonalise
-from zerocore.optim.ownership import Matrix, Round
+from zerocore.planning.ownership import Matrix, Round
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import local_of
 

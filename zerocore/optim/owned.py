@@ -17,7 +17,7 @@ from zerocore.hooks.optimizer_states import stepped_state
 from zerocore.optim.choice import Choice, choice_of
 from zerocore.optim.exchange import Lanes, to_owners, to_shards
 from zerocore.optim.matrices import check_sharded, groups_of
-from zerocore.optim.ownership import Matrix, Round, assign, make_rounds, whole_cost
+from zerocore.planning.ownership import Matrix, Round, assign, make_rounds, whole_cost
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import local_of
 

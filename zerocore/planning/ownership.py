@@ -30,6 +30,7 @@ class Matrix:
         begin, end: its elements, of the flattened parameter.
         shape: of the matrix.
         cost: of the work on it, in any unit.
+        name: of the parameter.
     """
 
     param: int
@@ -37,6 +38,7 @@ class Matrix:
     end: int
     shape: tuple[int, ...]
     cost: int
+    name: str = ""
 
     @property
     def numel(self) -> int:
@@ -214,7 +216,8 @@ def plan_rounds(
         rank: this rank in ``grid``.
         itemsize: bytes of an element on its way.
     """
-    ordered = sorted(matrices, key=lambda each: (-each.cost, each.shape, each.param, each.begin))
+    # By names, which are the same before a model is sharded; a transpose is as its matrix.
+    ordered = sorted(matrices, key=lambda m: (-m.cost, sorted(m.shape), m.name, m.begin))
     owners = assign([matrix.cost for matrix in ordered], [0] * grid.num_ranks)
     return make_rounds(ordered, owners, shards, grid, rank, itemsize)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerocore.optim.ownership import (
+from zerocore.planning.ownership import (
     Grid,
     Matrix,
     Round,
