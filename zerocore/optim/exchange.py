@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerocore.model.stages import placements_of
 from zerocore.model.state import ShardState
 from zerocore.planning.ownership import Grid, Round
 from zerocore.tensor.parameter import ShardedParameter
@@ -38,14 +39,10 @@ class Lanes:
     def of(state: ShardState) -> Lanes:
         """Those of a sharded model, as its stage divides it."""
         ranks = state.ranks
-        shards, replicas = (
-            (None, ranks.groups)
-            if not placements_of(state.config.stage).optimizer
-            else (
-                ranks.shard,
-                tuple(filter(None, [ranks.replicas])),
-            )
-        )
+        shared = placements_of(state.config.stage).optimizer
+        shards = ranks.shard if shared else None
+        others = (ranks.shard, ranks.replicas) if not shared else (ranks.replicas,)
+        replicas = tuple(group for group in others if group is not None)
         grid = Grid(1 if shards is None else shards.size(), tuple(g.size() for g in replicas))
         rank, stride = (0 if shards is None else shards.rank()), grid.num_shards
         for group in replicas:
