@@ -40,14 +40,7 @@ def agree(
         ValueError: facts differ; the first difference is named.
     """
     message = None if error is None else f"{type(error).__name__}: {error}"
-    answers = [(message, facts, secrets.token_hex(8))]
-    index = device.index if device is not None and device.type == "cuda" else -1  # none
-    with torch.cuda.device(index):
-        for group in groups:
-            if not is_simulated(group):
-                gathered: list[Any] = [None] * group.size()
-                dist.all_gather_object(gathered, answers, group=group)
-                answers = [answer for part in gathered for answer in part]
+    answers = gather_objects(groups, [(message, facts, secrets.token_hex(8))], device)
     if error is not None:
         raise error
     for rank, (message, _, _) in enumerate(answers):
@@ -57,6 +50,20 @@ def agree(
         if other != answers[0][1]:
             raise ValueError(_difference(rank, answers[0][1], other))
     return answers[0][2]
+
+
+def gather_objects(
+    groups: Sequence[dist.ProcessGroup], objects: list[Any], device: torch.device | None
+) -> list[Any]:
+    """The picklable objects of all ranks, one after the other; arguments as for :func:`agree`."""
+    index = device.index if device is not None and device.type == "cuda" else -1  # none
+    with torch.cuda.device(index):
+        for group in groups:
+            if not is_simulated(group):
+                gathered: list[Any] = [None] * group.size()
+                dist.all_gather_object(gathered, objects, group=group)
+                objects = [each for part in gathered for each in part]
+    return objects
 
 
 def is_same(groups: Sequence[dist.ProcessGroup], value: torch.Tensor) -> bool:

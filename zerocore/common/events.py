@@ -6,6 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+EXCHANGE = "all_to_all"
+"""What an optimizer of whole matrices issues; its events belong to no unit."""
+OPTIMIZER = "optimizer"
+"""What such events have in the place of a unit's name; in records the unit is -1."""
 
 
 @dataclass(frozen=True)
@@ -13,9 +17,10 @@ class Event:
     """One thing the runtime did.
 
     Attributes:
-        op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``unshard`` or ``reshard``.
-        unit: name of the unit.
-        nbytes: bytes of the full bucket.
+        op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``unshard`` or ``reshard``; or
+            ``all_to_all``, of an optimizer of whole matrices.
+        unit: name of the unit, or ``optimizer``.
+        nbytes: bytes of the full bucket; of an all-to-all those that this rank sends.
         pool_nbytes: bytes of the bucket pool in use right after.
         issued_ns: when it was issued, on a monotonic clock; on a GPU when it began there.
         done_ns: when it was done; -1 where that is not known.
@@ -35,7 +40,8 @@ def read_events(
     records: Iterable[tuple[str, int, int, int, int, int, int]], names: Sequence[str]
 ) -> list[Event]:
     """Events of what the engine's ``stop_trace`` returns; ``names`` are those of the units."""
-    return [Event(op, names[unit], *figures) for op, unit, *figures in records]
+    named = [*names, OPTIMIZER]
+    return [Event(op, named[unit], *figures) for op, unit, *figures in records]
 
 
 def transfers(events: Iterable[Event], *, one_link: bool) -> Iterator[tuple[Event, int]]:
@@ -47,7 +53,7 @@ def transfers(events: Iterable[Event], *, one_link: bool) -> Iterator[tuple[Even
     """
     free_ns: dict[str, int] = {}
     for event in events:
-        if event.op not in COLLECTIVES or event.done_ns < 0:
+        if event.op not in (*COLLECTIVES, EXCHANGE) or event.done_ns < 0:
             continue
         link = "" if one_link or event.op != "all_reduce" else event.op
         yield event, min(max(event.issued_ns, free_ns.get(link, 0)), event.done_ns)

@@ -40,6 +40,16 @@ _REFUSED = {
 }
 
 
+_OTHERWISE = (
+    "Use an optimizer of single elements, such as torch.optim.AdamW, SGD or zerocore.optim.AdamW"
+)
+_ADVICE = {
+    "Adafactor": "Use zerocore.optim.owned(torch.optim.Adafactor, params, ...), which gives each "
+    "parameter to one rank in full",
+    "Muon": "Use zerocore.optim.Muon, which is the same on shards",
+}
+
+
 def watch_optimizers() -> None:
     """Wraps ``add_param_group`` and the steps of elementwise optimizers, once."""
     if not hasattr(Optimizer.add_param_group, _WRAPPED):
@@ -77,8 +87,8 @@ def _refuse(optimizer: Optimizer, sharded: list[ShardedParameter]) -> None:
             return  # every rank holds all elements, and all of it is the same on all ranks
         raise ValueError(
             f"{type(optimizer).__name__} cannot update '{sharded[0].fqn}', which is sharded: "
-            f"{reason}. Use an optimizer of single elements, such as torch.optim.AdamW, SGD or "
-            "zerocore.optim.AdamW, or give it parameters that are not sharded"
+            f"{reason}. {_ADVICE.get(name, _OTHERWISE)}, or give it parameters that are not "
+            "sharded"
         )
 
 

@@ -142,7 +142,7 @@ def _first_states(
     local = local_of(param)
     probe = nn.Parameter(torch.zeros(1, dtype=local.dtype, device=local.device))
     probe.grad = torch.zeros_like(probe)
-    for key, value in _stepped(optimizer, group, probe).items():
+    for key, value in stepped_state(optimizer, group, probe).items():
         if not isinstance(value, Tensor):
             yield key, 0 if key == "step" else value
         elif value.shape != probe.shape:
@@ -152,7 +152,10 @@ def _first_states(
             yield key, as_shard(full, param.place) if isinstance(param, Placed) else full
 
 
-def _stepped(optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter) -> dict[str, Any]:
+def stepped_state(
+    optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter
+) -> dict[str, Any]:
+    """The state of a parameter that is none of the optimizer's, after a step with its ``grad``."""
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's, which counts the optimizer's steps

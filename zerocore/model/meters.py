@@ -12,7 +12,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from zerocore._C import AllocatorCounts, Engine, allocator_counts
-from zerocore.common.events import COLLECTIVES
+from zerocore.common.events import COLLECTIVES, EXCHANGE
 
 SAMPLE_EVERY = 16
 """One step in so many is traced; the others cost two additions per collective."""
@@ -39,6 +39,7 @@ class Step:
         step_ns: its length on the host's clock.
         outside_ns: the part of it after the optimizer's update, such as loading of data.
         counts: collectives, by operation.
+        exchanged: all-to-alls of an optimizer of whole matrices, and the bytes that this rank sent.
         pool_nbytes: most bytes of the bucket pool in use in it.
         num_pool_allocations: how often the bucket pool took memory from the device's allocator.
         num_retries: times that torch's allocator freed its cache as memory was short; None where
@@ -51,6 +52,7 @@ class Step:
     step_ns: int
     outside_ns: int
     counts: Mapping[str, Count]
+    exchanged: Count
     pool_nbytes: int
     num_pool_allocations: int
     num_retries: int | None
@@ -63,6 +65,7 @@ class Totals:
     """Counted so far: by the engine since ``shard``, by torch's allocator in this process."""
 
     collectives: list[tuple[str, int, int]]
+    exchanged: Count
     num_pool_allocations: int
     allocator: AllocatorCounts | None
 
@@ -82,6 +85,8 @@ class Meters:
         self._num_steps = 0
         self._begin_ns = 0  # of the open step, 0 without one
         self._updated_ns = 0  # last update in the open step
+        self._exchanged = Count(0, 0)  # so far
+        self._exchanges: list[Record] = []  # traced
         self._before = self._totals()
         self._sampling = False
         self._unread: Step | None = None  # sampled, and its trace still lies in the engine
@@ -99,6 +104,13 @@ class Meters:
         """An optimizer has updated parameters of the model; several may, in one step."""
         if self._begin_ns:
             self._updated_ns = time.perf_counter_ns()
+
+    def note_exchange(self, nbytes: int, issued_ns: int, done_ns: int, wait_ns: int) -> None:
+        """An optimizer's all-to-all is done: bytes that this rank sent, and how long it waited."""
+        self._exchanged = Count(self._exchanged.num + 1, self._exchanged.nbytes + nbytes)
+        if self._sampling or self._recording:
+            pool = self._engine.pool_stats.in_use_nbytes
+            self._exchanges.append((EXCHANGE, -1, nbytes, pool, issued_ns, done_ns, wait_ns))
 
     def steps(self) -> list[Step]:
         """The latest steps; one that has been updated counts as complete."""
@@ -123,8 +135,14 @@ class Meters:
         try:
             yield records
         finally:
-            records += self._engine.stop_trace()
+            records += self._stop_trace()
             self._recording = False
+
+    def _stop_trace(self) -> list[Record]:
+        """What the engine and an optimizer of whole matrices did, in order of issue."""
+        records, exchanges = self._engine.stop_trace(), self._exchanges
+        self._exchanges = []
+        return sorted(records + exchanges, key=lambda record: record[4]) if exchanges else records
 
     def _open(self) -> None:
         self._sampling = not self._recording and self._num_steps % SAMPLE_EVERY == 1
@@ -138,6 +156,7 @@ class Meters:
     def _totals(self) -> Totals:
         return Totals(
             self._engine.counters,
+            self._exchanged,
             self._engine.pool_stats.num_allocations,
             allocator_counts(self._device),
         )
@@ -156,6 +175,10 @@ class Meters:
             end_ns - self._begin_ns,
             end_ns - self._updated_ns,
             changes,
+            Count(
+                after.exchanged.num - before.exchanged.num,
+                after.exchanged.nbytes - before.exchanged.nbytes,
+            ),
             self._engine.pool_stats.recent_peak_nbytes,
             after.num_pool_allocations - before.num_pool_allocations,
             *_allocations(before.allocator, after.allocator),
@@ -170,7 +193,7 @@ class Meters:
 
     def _read(self) -> None:
         if self._unread is not None:
-            self._unread.records = self._engine.stop_trace()
+            self._unread.records = self._stop_trace()
             self._unread = None
 
 

@@ -1,5 +1,7 @@
-"""The fused optimizer of shards, and the clipping of their gradients."""
+"""Optimizers of shards, those of whole matrices too, and the clipping of gradients."""
 
 from zerocore.optim.adamw import AdamW
+from zerocore.optim.muon import Muon
+from zerocore.optim.owned import owned
 
-__all__ = ["AdamW"]
+__all__ = ["AdamW", "Muon", "owned"]

@@ -131,14 +131,15 @@ class AdamW(Optimizer):
             raise explained from error
         return loss
 
-    def _update(self) -> None:
+    def _update(self, factor: Tensor | None = None) -> None:
+        """One step with gradients times ``factor``; by default what clipping and a scaler say."""
         params = self._params()
         grads: list[Any] = [param.grad for param in params]
         kinds = [None if grad is None else grad.dtype for grad in grads]
         plan = self._plan
         if plan is None or plan.kinds != kinds or plan.num_states != len(self.state):
             plan = self._plan = self._make_plan(params, grads, kinds)
-        grad_scale, found_inf = self._factors(plan, grads)
+        grad_scale, found_inf = self._factors(plan, grads) if factor is None else (factor, None)
         for batch in plan.batches:
             batch.run(grads, grad_scale, found_inf)
 
@@ -163,7 +164,7 @@ class AdamW(Optimizer):
         factor = None if scaled_by is None else scaled_by.double().reciprocal()
         if self.clip_grad_norm is None or not plan.squares:
             return factor, found_inf
-        norm = global_norm(plan, grads)
+        norm = global_norm(plan.squares, grads)
         if factor is not None:
             norm = norm * factor.to(norm.device, non_blocking=True)
         self.grad_norm = norm.float()

@@ -74,6 +74,11 @@ class Batch:
             model_weight.copy_(weight)
 
 
+# Gradients on a device whose squares are summed over the ranks of a group (None: each rank has
+# all). A group is here without gradients too: other ranks may have some, and would wait.
+Squares = dict[tuple[dist.ProcessGroup | None, torch.device], list[int]]
+
+
 @dataclass
 class UpdatePlan:
     """The calls of a step, and what else it needs to know."""
@@ -81,9 +86,7 @@ class UpdatePlan:
     kinds: list[torch.dtype | None]  # of all parameters' gradients
     num_states: int  # of the optimizer, when the plan was made
     batches: list[Batch]
-    # Gradients on a device whose squares are summed over the ranks of a group (None: each rank has
-    # all). A group is here without gradients too: other ranks may have some, and would wait.
-    squares: dict[tuple[dist.ProcessGroup | None, torch.device], list[int]]
+    squares: Squares
 
 
 def make_plan(
@@ -93,12 +96,10 @@ def make_plan(
     states: Mapping[Any, State],
 ) -> UpdatePlan:
     """The plan for the gradients of all parameters, in order; None where there is no gradient."""
-    plan = UpdatePlan(kinds, len(states), [], {})
     batches: dict[Hashable, Batch] = {}
     places = [(param, group) for group in groups for param in group["params"]]
+    squares = squares_of([param for param, _ in places], grads)
     for index, ((param, group), grad) in enumerate(zip(places, grads, strict=True)):
-        group_of_ranks = param.place.group if isinstance(param, ShardedParameter) else None
-        squares = plan.squares.setdefault((group_of_ranks, param.device), [])
         if grad is None:
             continue
         model_weight = getattr(param, "model_weight", None)
@@ -106,9 +107,18 @@ def make_plan(
         key = (id(group), param.device, param.dtype, kinds[index], model_dtype)
         batch = batches.setdefault(key, Batch(group, param.device))
         batch.add(index, param, states[param], model_weight)
-        squares.append(index)
-    plan.batches = list(batches.values())
-    return plan
+    return UpdatePlan(kinds, len(states), list(batches.values()), squares)
+
+
+def squares_of(params: Sequence[Tensor], grads: Sequence[Any]) -> Squares:
+    """Which gradients' squares are summed where, by their numbers."""
+    squares: Squares = {}
+    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        group = param.place.group if isinstance(param, ShardedParameter) else None
+        found = squares.setdefault((group, param.device), [])
+        if grad is not None:
+            found.append(index)
+    return squares
 
 
 def _scalar_on(device: torch.device, number: Any) -> Tensor | None:
@@ -116,10 +126,10 @@ def _scalar_on(device: torch.device, number: Any) -> Tensor | None:
     return None if number is None else number.to(device, torch.float32, non_blocking=True)
 
 
-def global_norm(plan: UpdatePlan, grads: Sequence[Tensor]) -> Tensor:
+def global_norm(squares: Squares, grads: Sequence[Any]) -> Tensor:
     """2-norm of all gradients, float64; one all-reduce for each process group."""
     sums: list[Tensor] = []
-    for (group, device), indices in plan.squares.items():
+    for (group, device), indices in squares.items():
         square = torch.zeros(2, dtype=torch.float64, device=device)
         torch.ops.zerocore.sum_of_squares(square, [grads[index] for index in indices])
         if group is not None:

@@ -28,6 +28,7 @@ from zerocore.model.units import UnitChoice, UnitPlanned, choose_units
 from zerocore.planning.activations import Activations, Loss, default_loss, measure
 from zerocore.planning.advice import advise
 from zerocore.planning.division import Division
+from zerocore.planning.exchange import exchanged_nbytes
 from zerocore.planning.huggingface import build_model, config_dtype, load_config, sample_inputs
 from zerocore.planning.planner import (
     PlannedEvent,
@@ -85,6 +86,7 @@ def plan(
             ``(num_replicas, world_size // num_replicas)``.
         mixed_precision: main weights in the model's own dtype, layers in a narrower one.
         optimizer: a name such as ``"adamw"``, or how many tensors of a parameter's size it keeps.
+            ``"muon"`` is that on all matrices by shape: what it sends is counted, its time is not.
         dtype: floating-point dtype of the model, instead of its own.
         units: as for :func:`zerocore.shard`.
         prefetch: units gathered ahead.
@@ -138,7 +140,12 @@ def plan(
     module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
     planned = choose_units(module, units)
     planner = make_planner(module, planned, precision, num_states)
-    planner = replace(planner, micro_batches=micro_batches, hold_full=config.accumulate == "full")
+    planner = replace(
+        planner,
+        micro_batches=micro_batches,
+        hold_full=config.accumulate == "full",
+        moves_matrices=isinstance(optimizer, str) and optimizer.lower() == "muon",
+    )
     given = inputs is not None or loss is not default_loss
     if inputs is None:
         inputs = sample_inputs(module, micro_batch, _allowed_length(module, seq_len))
@@ -203,6 +210,7 @@ def plan_stage(
     )
     memory, events = planner.memory(division), planner.events(division)
     collectives = [event for event in events if event.op in COLLECTIVES]
+    exchanged = exchanged_nbytes(planner, division) if planner.moves_matrices else 0
     peak = Peak(memory.reserved, "any time after the first step")
     timings = []
     if activations is not None:
@@ -219,7 +227,8 @@ def plan_stage(
         activations=None if activations is None else activations.peak_nbytes,
         peak=peak,
         spare=setting.memory_nbytes - peak.nbytes,
-        sent_nbytes=_sent_nbytes(collectives),
+        sent_nbytes=_sent_nbytes(collectives) + exchanged,
+        exchanged_nbytes=exchanged,
         across_nbytes=_sent_nbytes([event for event in collectives if event.across]),
         num_collectives=len(collectives),
         timings=tuple(timings),

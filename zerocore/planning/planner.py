@@ -86,6 +86,7 @@ class Planner:
         unused: by unit, indices of parameters that get no gradient.
         micro_batches: forwards and backwards of a step, all but the last under ``no_sync``.
         hold_full: ``accumulate="full"``.
+        moves_matrices: the optimizer is Muon, which moves matrices to their owners.
     """
 
     names: tuple[str, ...]
@@ -98,6 +99,7 @@ class Planner:
     unused: tuple[tuple[int, ...], ...] = ()
     micro_batches: int = 1
     hold_full: bool = False
+    moves_matrices: bool = False
 
     @property
     def num_params(self) -> int:

@@ -69,6 +69,7 @@ class StagePlan(MemoryBytes):
         peak: highest sum.
         spare: memory of the device less the peak; negative where it does not fit.
         sent_nbytes: bytes that the rank sends in a step.
+        exchanged_nbytes: the part of them that Muon sends to owners of matrices and back.
         across_nbytes: the part of them that goes to other replicas.
         num_collectives: collectives in a step.
         timings: predicted steps by link; none where activations were not measured.
@@ -79,6 +80,7 @@ class StagePlan(MemoryBytes):
     peak: Peak
     spare: int
     sent_nbytes: int
+    exchanged_nbytes: int
     across_nbytes: int
     num_collectives: int
     timings: tuple[Timing, ...]
@@ -134,9 +136,10 @@ class Plan:
             "= peak": [stage.peak.nbytes for stage in stages],
             "to spare": [stage.spare for stage in stages],
             "sent a step": [stage.sent_nbytes for stage in stages],
+            "of it, by the optimizer": [stage.exchanged_nbytes for stage in stages],
             "of it, between replicas": [stage.across_nbytes for stage in stages],
         }
-        for name in ("main weights", "of it, between replicas"):
+        for name in ("main weights", "of it, by the optimizer", "of it, between replicas"):
             if not any(figures[name]):
                 del figures[name]
         rows = [["", *(f"stage {stage.stage}" for stage in stages)]]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from zerocore._C import Layout
 from zerocore.common.tables import render_table
@@ -71,13 +73,18 @@ def _cells(units: Sequence[UnitDescription]) -> list[str]:
     return [f"{number:,}" for number in sums]
 
 
-def describe(model: nn.Module) -> Description:
-    """The units of a sharded model, their bytes, regions and padding.
+def describe(model: nn.Module | Optimizer) -> Any:
+    """The units of a sharded model, their bytes, regions and padding, as a :class:`Description`.
+
+    Of a :class:`zerocore.optim.Muon` or an optimizer of :func:`zerocore.optim.owned` what its own
+    ``describe()`` returns: who trains and owns which parameter, and what a step sends.
 
     Raises:
-        ValueError: the model is not sharded.
+        ValueError: the model is not sharded, or another optimizer.
         RuntimeError: this process was forked from the one that sharded it.
     """
+    if isinstance(model, Optimizer):
+        return _describe_optimizer(model)
     state = state_of(model)
     units = tuple(
         _describe_unit(
@@ -88,6 +95,16 @@ def describe(model: nn.Module) -> Description:
     return Description(
         type(model).__name__, state.config.stage, state.world_size, state.rank, units
     )
+
+
+def _describe_optimizer(optimizer: Optimizer) -> Any:
+    own = getattr(optimizer, "describe", None)
+    if own is None:
+        raise ValueError(
+            f"{type(optimizer).__name__} updates each shard where it lies; only optimizers of "
+            "whole matrices have something to describe"
+        )
+    return own()
 
 
 def describe_plan(model: str, planner: Planner, division: Division) -> Description:

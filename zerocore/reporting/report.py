@@ -159,6 +159,7 @@ def _figures(
         gathered_nbytes=gathered,
         reduced_nbytes=sum(count.nbytes for count in step.counts.values()) - gathered,
         num_collectives=sum(count.num for count in step.counts.values()),
+        exchanged_nbytes=step.exchanged.nbytes,
         pool_nbytes=step.pool_nbytes,
         num_pool_allocations=step.num_pool_allocations,
         num_retries=step.num_retries,
@@ -234,12 +235,14 @@ def _summary(found: Report) -> list[Row]:
         of_step("collectives", "num_collectives", _number(0)),
         of_step("gathered, MiB", "gathered_nbytes", _number(1, 2**-20)),
         of_step("reduced, MiB", "reduced_nbytes", _number(1, 2**-20)),
+        of_step("sent by the optimizer, MiB", "exchanged_nbytes", _number(1, 2**-20)),
         of_step("bucket pool, peak MiB", "pool_nbytes", _number(1, 2**-20)),
         of_step("  allocations", "num_pool_allocations", _number(1)),
         of_step("allocator retries", "num_retries", _number(2)),
         of_step("  device allocations", "num_device_allocations", _number(1)),
         of_trace("all-gather, ms", "all_gather_ms", _number(1)),
         of_trace("reduce, ms", "reduce_ms", _number(1)),
+        of_trace("optimizer's exchange, ms", "exchange_ms", _number(1)),
         of_trace("exposed, ms", "exposed_ms", _number(1)),
         of_trace("overlap, %", "overlap", _number(1, 100)),
     ]
@@ -271,8 +274,8 @@ def _notes(found: Report) -> list[str]:
 
 def _unit_rows(units: dict[str, Communication]) -> list[list[str]]:
     show, percent = _number(2), _number(1, 100)
-    rows = [["unit", "all-gather", "reduce", "exposed", "overlap %"]]
+    rows = [["unit", "all-gather", "reduce", "exchange", "exposed", "overlap %"]]
     for name, unit in units.items():
-        times = (unit.all_gather_ms, unit.reduce_ms, unit.exposed_ms)
+        times = (unit.all_gather_ms, unit.reduce_ms, unit.exchange_ms, unit.exposed_ms)
         rows.append([name, *map(show, times), percent(unit.overlap)])
     return rows

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
-from zerocore.common.events import Event, transfers
+from zerocore.common.events import EXCHANGE, Event, transfers
 
 
 @dataclass(frozen=True)
@@ -17,16 +17,18 @@ class Communication:
         all_gather_ms: time that all-gathers had the link.
         reduce_ms: the same of reduce-scatters and all-reduces.
         exposed_ms: time that compute stood still for them.
+        exchange_ms: time that all-to-alls of an optimizer of whole matrices had the link.
     """
 
     all_gather_ms: float = 0.0
     reduce_ms: float = 0.0
     exposed_ms: float = 0.0
+    exchange_ms: float = 0.0
 
     @property
     def total_ms(self) -> float:
         """Time that collectives had the link."""
-        return self.all_gather_ms + self.reduce_ms
+        return self.all_gather_ms + self.reduce_ms + self.exchange_ms
 
     @property
     def overlap(self) -> float | None:
@@ -47,6 +49,8 @@ class StepFigures:
         gathered_nbytes: bytes of the full buckets of its all-gathers.
         reduced_nbytes: the same of its reduce-scatters and all-reduces.
         num_collectives: of both kinds.
+        exchanged_nbytes: bytes that this rank sent in all-to-alls of an optimizer of whole
+            matrices.
         pool_nbytes: most bytes of the bucket pool in use in it.
         num_pool_allocations: how often the bucket pool took memory from the device's allocator;
             never in a step that repeats the one before.
@@ -66,6 +70,7 @@ class StepFigures:
     gathered_nbytes: int
     reduced_nbytes: int
     num_collectives: int
+    exchanged_nbytes: int
     pool_nbytes: int
     num_pool_allocations: int
     num_retries: int | None
@@ -108,12 +113,9 @@ def times_by_unit(events: Sequence[Event], *, one_link: bool) -> dict[str, Commu
     found: dict[str, Communication] = defaultdict(Communication)
     for event, begin_ns in transfers(events, one_link=one_link):
         own, busy_ms = found[event.unit], (event.done_ns - begin_ns) / 1e6
-        is_gather = event.op == "all_gather"
-        found[event.unit] = Communication(
-            own.all_gather_ms + (busy_ms if is_gather else 0.0),
-            own.reduce_ms + (0.0 if is_gather else busy_ms),
-            own.exposed_ms + event.wait_ns / 1e6,
-        )
+        field = {"all_gather": "all_gather_ms", EXCHANGE: "exchange_ms"}.get(event.op, "reduce_ms")
+        busy = {field: getattr(own, field) + busy_ms}
+        found[event.unit] = replace(own, exposed_ms=own.exposed_ms + event.wait_ns / 1e6, **busy)
     return dict(found)
 
 
@@ -123,6 +125,7 @@ def total(parts: Sequence[Communication]) -> Communication:
         sum(part.all_gather_ms for part in parts),
         sum(part.reduce_ms for part in parts),
         sum(part.exposed_ms for part in parts),
+        sum(part.exchange_ms for part in parts),
     )
 
 
@@ -132,6 +135,6 @@ def unit_means(traces: Sequence[dict[str, Communication]]) -> dict[str, Communic
     means = {}
     for name in names:
         whole = total([trace.get(name, Communication()) for trace in traces])
-        parts = (whole.all_gather_ms, whole.reduce_ms, whole.exposed_ms)
+        parts = astuple(whole)
         means[name] = Communication(*(part / len(traces) for part in parts))
     return means

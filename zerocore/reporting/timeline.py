@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerocore.common.events import COLLECTIVES, Event, transfers
+from zerocore.common.events import COLLECTIVES, EXCHANGE, Event, transfers
 
 WAIT = "exposed wait"
-LANES = ("compute", *COLLECTIVES, WAIT)
+LANES = ("compute", *COLLECTIVES, EXCHANGE, WAIT)
 COLORS = {
     "forward": "tab:gray",
     "recompute": "tab:brown",
@@ -20,6 +20,7 @@ COLORS = {
     "all_gather": "tab:blue",
     "reduce_scatter": "tab:green",
     "all_reduce": "tab:green",
+    EXCHANGE: "tab:cyan",
     WAIT: "tab:red",
 }
 NARROW = 0.012  # of the width: a label does not fit

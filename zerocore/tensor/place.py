@@ -65,10 +65,20 @@ class Place:
 
     def part_of(self, full: Tensor) -> Tensor:
         """This rank's elements, 1-D, of a plain tensor of the full shape; may share its memory."""
+        start, end = self.shard_range
+        return self.flat(full)[start:end]
+
+    def flat(self, full: Tensor) -> Tensor:
+        """All elements, 1-D, of a plain tensor of the full shape; may share its memory."""
         if full.stride() != self.outline(full.dtype).stride():
             full = self.like_full(full).copy_(full)
-        start, end = self.shard_range
-        return full.as_strided((full.numel(),), (1,), full.storage_offset())[start:end]
+        return full.as_strided((full.numel(),), (1,), full.storage_offset())
+
+    def full_of(self, flat: Tensor) -> Tensor:
+        """A new plain tensor of the full shape and strides, of all elements as 1-D."""
+        full = self.like_full(flat)
+        full.as_strided((full.numel(),), (1,)).copy_(flat)
+        return full
 
     def gather(self, local: Tensor) -> Tensor:
         """The full value from every rank's plain 1-D part; collective, a new tensor."""

@@ -1,0 +1,118 @@
+"""Measures a step of Muon on real ranks beside FSDP2, and draws losses of a GPT trained by it.
+
+Usage: python benchmarks/muon.py --ranks 2
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import typer
+from matplotlib.figure import Figure
+
+from bench.lib.ranks import run_on_ranks
+from bench.lib.results import write_results
+from bench.lib.tables import Table, make_console
+from bench.lib.timing import fastest, ratio
+from bench.optimizer.muon import FSDP2, GATHER, OWN, MuonRun, measure_muon, train
+from parity import python_text
+
+RUN_TIMEOUT_S = 550.0
+WANTED = 0.6  # of the faster of the others
+WORLDS = (1, 4)
+Losses = dict[str, list[float]]
+
+
+def step_table(runs: list[MuonRun], load: float) -> Table:
+    """Times of rank 0; a step ends for all ranks together."""
+    own = runs[0]
+    columns = ["system", "ms", "zerocore / it", "differs from one process by"]
+    table = Table(f"a step of Muon, 10 M parameters, {len(runs)} ranks", columns)
+    for name, seconds in own.seconds.items():
+        against = f"{ratio(own.seconds, OWN, name):.2f}"
+        error = max(run.errors[name] for run in runs)
+        table.add(name, f"{median(seconds) * 1e3:.0f}", against, f"{error:.1e}")
+    best = fastest(own.seconds, [FSDP2, GATHER])
+    table.notes = [
+        f"Wanted: at most {WANTED} of the faster of the others, {best}.",
+        "Medians over rounds in which all take their turn; gloo, one thread a rank. Matrices of "
+        "the blocks by Muon, the rest by AdamW; gradients are the same for all.",
+        f"A rank sends {[run.sent_nbytes for run in runs]} bytes, planned "
+        f"{[run.planned_nbytes for run in runs]}. Of a step it waited "
+        f"{own.waited_s * 1e3:.1f} ms for the exchange; shares of the Newton-Schulz work: "
+        f"{', '.join(f'{share:.3f}' for share in own.work)}.",
+        f"Load of the machine at the start: {load:.1f}.",
+    ]
+    return table
+
+
+def loss_table(losses: Losses, steps: int) -> Table:
+    """First and last losses, and how far the numbers of ranks are apart."""
+    table = Table(f"losses of {steps} steps", ["run", "first", "last", "largest difference"])
+    for name, values in losses.items():
+        other = losses[name.split(",")[0] + f", {_ranks(WORLDS[0])}"]
+        apart = max(abs(a - b) / b for a, b in zip(values, other, strict=True))
+        table.add(name, f"{values[0]:.4f}", f"{values[-1]:.4f}", f"{apart:.1e}")
+    table.notes = [
+        "Nats per byte of Python's own text; the ranks divide one batch. Differences are relative "
+        "to the loss of the same step on one rank. Newton-Schulz computes in bfloat16, so that "
+        "what the order of sums changes in a gradient's last bit may change 3 digits of an update.",
+    ]
+    return table
+
+
+def _ranks(world_size: int) -> str:
+    return f"{world_size} rank{'s' if world_size > 1 else ''}"
+
+
+def draw(losses: Losses, path: Path) -> None:
+    """Curves; dots on lines show that the numbers of ranks agree."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, values in losses.items():
+        is_muon, is_one = name.startswith("Muon"), name.endswith("1 rank")
+        color = "tab:purple" if is_muon else "tab:blue"
+        axes.plot(values, "-" if is_one else "o", color=color, markersize=3, label=name)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats per byte")
+    axes.set_title("GPT of 10 M parameters, stage 3, measured", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main(
+    ranks: Annotated[int, typer.Option(help="Processes that are timed, one thread each.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Rounds in which each takes its turn.")] = 9,
+    steps: Annotated[int, typer.Option(help="Training steps of the curves; 0 leaves out.")] = 60,
+    save: Annotated[bool, typer.Option(help="Write dated files into results/.")] = True,
+) -> None:
+    """Prints how long a step of Muon takes, and what it trains."""
+    console, load = make_console(), os.getloadavg()[0]
+    runs = run_on_ranks(measure_muon, ranks, (rounds,), RUN_TIMEOUT_S)
+    tables, losses = [step_table(runs, load)], {}
+    tables[0].show(console)
+    for world_size in WORLDS if steps else ():
+        for name in ("Muon", "AdamW"):
+            args = (name, steps, 8, python_text())
+            found = run_on_ranks(train, world_size, args, RUN_TIMEOUT_S)
+            losses[f"{name}, {_ranks(world_size)}"] = found[0]
+    if losses:
+        tables.append(loss_table(losses, steps))
+        tables[-1].show(console)
+    if save:
+        raw = {"load_at_start": load, "runs": [asdict(run) for run in runs], "losses": losses}
+        paths = write_results("muon", raw, "\n".join(table.markdown() for table in tables))
+        if losses:
+            stem = paths[0].with_suffix("")
+            paths.append(stem.with_name(stem.name + "_losses.png"))
+            draw(losses, paths[-1])
+        console.print(f"written: {', '.join(path.name for path in paths)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

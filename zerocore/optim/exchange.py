@@ -1,0 +1,182 @@
+"""Moves the parts of matrices to their owners, and the results back; see Note [Whole matrices]."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerocore.model.stages import placements_of
+from zerocore.model.state import ShardState
+from zerocore.planning.ownership import Grid, Round
+from zerocore.tensor.parameter import ShardedParameter
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The ranks of a model as the exchange sees them.
+
+    Attributes:
+        grid: their numbers.
+        rank: of this one in it.
+        shards: the group that parameters are cut over; None where each rank has all elements.
+        replicas: one group for each dimension of ranks that hold the same.
+        state: of the model, which counts what is sent.
+    """
+
+    grid: Grid
+    rank: int
+    shards: dist.ProcessGroup | None
+    replicas: tuple[dist.ProcessGroup, ...]
+    state: ShardState
+
+    @staticmethod
+    def of(state: ShardState) -> Lanes:
+        """Those of a sharded model, as its stage divides it."""
+        ranks = state.ranks
+        shared = placements_of(state.config.stage).optimizer
+        shards = ranks.shard if shared else None
+        others = (ranks.shard, ranks.replicas) if not shared else (ranks.replicas,)
+        replicas = tuple(group for group in others if group is not None)
+        grid = Grid(1 if shards is None else shards.size(), tuple(g.size() for g in replicas))
+        rank, stride = (0 if shards is None else shards.rank()), grid.num_shards
+        for group in replicas:
+            rank += group.rank() * stride
+            stride *= group.size()
+        return Lanes(grid, rank, shards, replicas, state)
+
+    def shard_ranges(self, param: ShardedParameter) -> list[tuple[int, int]]:
+        """A parameter's elements on each shard."""
+        layout = self.state.engine.layout(param.unit)
+        return [layout.owned(param.position, shard) for shard in range(self.grid.num_shards)]
+
+
+class Transfer:
+    """An all-to-all under way; keeps what it reads and writes."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        group: dist.ProcessGroup,
+        send: Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+    ) -> None:
+        self._send, self._lanes = send, lanes
+        self.received = send.new_empty(sum(receive_counts))
+        size, own = send.element_size(), send_counts[group.rank()]
+        self._nbytes = (send.numel() - own) * size
+        self._issued_ns = time.perf_counter_ns()
+        # As bytes: backends know few dtypes.
+        self._work = dist.all_to_all_single(
+            self.received.view(torch.uint8),
+            send.view(torch.uint8),
+            [count * size for count in receive_counts],
+            [count * size for count in send_counts],
+            group=group,
+            async_op=True,
+        )
+
+    def wait(self) -> Tensor:
+        """What came, behind the work of the current stream."""
+        begin_ns = time.perf_counter_ns()
+        self._work.wait()
+        end_ns = time.perf_counter_ns()
+        meters = self._lanes.state.meters
+        meters.note_exchange(self._nbytes, self._issued_ns, end_ns, end_ns - begin_ns)
+        return self.received
+
+
+def joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    """One after the other, 1-D, of the dtype and device of ``like``; also where there are none."""
+    return torch.cat(list(tensors)) if tensors else like.new_empty(0)
+
+
+def to_owners(
+    step: Round, lanes: Lanes, parts: Sequence[Tensor], like: Tensor
+) -> Callable[[], list[Tensor]]:
+    """Sends this rank's elements of each matrix to its owner; all ranks must call.
+
+    Args:
+        parts: for each matrix of the round, 1-D, of one dtype.
+        like: a tensor of that dtype and device.
+
+    Returns:
+        A function that waits and returns the matrices that this rank owns, flattened.
+    """
+    if lanes.shards is None:
+        return lambda: [parts[index] for index in step.mine]
+    ordered = [parts[index] for owned in step.by_shard for index in owned]
+    counts = step.elements_from_shards()
+    transfer = Transfer(
+        lanes, lanes.shards, joined(ordered, like), step.elements_to_owners(), counts
+    )
+
+    def arrived() -> list[Tensor]:
+        messages = [
+            message.split([step.part_numel(index, shard) for index in step.mine])
+            for shard, message in enumerate(transfer.wait().split(counts))
+        ]
+        return [torch.cat(pieces) for pieces in zip(*messages, strict=True)]
+
+    return arrived
+
+
+def to_shards(
+    step: Round, lanes: Lanes, wholes: Sequence[Tensor], like: Tensor
+) -> Callable[[], list[Tensor]]:
+    """Sends each rank its elements of the matrices that this rank owns; all ranks must call.
+
+    Args:
+        wholes: the matrices, flattened, of one dtype.
+        like: a tensor of that dtype and device.
+
+    Returns:
+        A function that waits and returns this rank's elements of every matrix of the round.
+    """
+    own: dict[int, Tensor] = dict(zip(step.mine, wholes, strict=True))
+    transfer = None
+    if lanes.shards is not None:
+        cut = [
+            own[index][slice(*step.parts[index][shard])]
+            for shard in range(lanes.grid.num_shards)
+            for index in step.mine
+        ]
+        counts = step.elements_to_owners()
+        transfer = Transfer(
+            lanes, lanes.shards, joined(cut, like), step.elements_from_shards(), counts
+        )
+
+    def arrived() -> list[Tensor]:
+        if transfer is not None:
+            order = [index for owned in step.by_shard for index in owned]
+            own.update(_split(step, order, transfer.wait()))
+        _spread(step, lanes, own, like)
+        return [own[index] for index in range(len(step.matrices))]
+
+    return arrived
+
+
+def _split(step: Round, order: Sequence[int], message: Tensor) -> dict[int, Tensor]:
+    """This rank's elements of matrices that lie one after the other."""
+    ends = accumulate(step.part_numel(index, step.shard) for index in order)
+    return {
+        index: message[end - step.part_numel(index, step.shard) : end]
+        for index, end in zip(order, ends, strict=True)
+    }
+
+
+def _spread(step: Round, lanes: Lanes, held: dict[int, Tensor], like: Tensor) -> None:
+    """Adds what the other replicas have computed."""
+    for group, (place, found) in zip(lanes.replicas, step.spreads, strict=True):
+        message = joined([held[index] for index in found[place]], like)
+        counts = [step.own_numel(indices) for indices in found]
+        send = message.repeat(group.size())
+        transfer = Transfer(lanes, group, send, [message.numel()] * group.size(), counts)
+        order = [index for indices in found for index in indices]
+        held.update(_split(step, order, transfer.wait()))

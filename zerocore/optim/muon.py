@@ -1,0 +1,309 @@
+"""Muon on shards: whole matrices at their owners, AdamW on the rest.
+
+``torch.optim.Optimizer`` in everything else: parameter groups, schedulers, hooks, state dicts,
+``torch.amp.GradScaler``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zerocore.common.agreement import agree
+from zerocore.model.state import ShardState
+from zerocore.optim.adamw import AdamW
+from zerocore.optim.choice import Choice, choice_of
+from zerocore.optim.exchange import Lanes
+from zerocore.optim.kernel_calls import global_norm, squares_of
+from zerocore.optim.matrices import (
+    Item,
+    Splits,
+    check_pattern,
+    check_sharded,
+    groups_of,
+    is_matrix,
+    param_of,
+)
+from zerocore.optim.muon_rounds import WIRE, MuonRounds, check_options
+from zerocore.planning.ownership import Matrix, Round, plan_rounds
+from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.place import local_of
+
+
+class Muon(Optimizer):
+    """Muon on matrices and stacks of matrices of a sharded model, the fused AdamW on the rest.
+
+    Matrices are the parameters whose full shape has two or three dimensions; the last two are
+    those of a matrix. Momentum stays sharded. In a step each matrix's update is sent to the rank
+    that owns it, in bfloat16 as Newton-Schulz takes it, orthogonalised there and sent back: a
+    step's numbers are those of ``torch.optim.Muon`` in one process. Embeddings and output layers
+    are matrices by shape; name them in ``adamw_names`` if AdamW is to train them. All ranks must
+    build the optimizer and call ``step()`` together.
+
+    Args:
+        params: parameters of one sharded model, ``(name, parameter)`` pairs, or dicts of groups.
+            Options of a group are those of its matrices; ``"adamw": {...}`` in it, those of the
+            rest. ``"use_muon": False`` gives a whole group to AdamW, and its options too.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in
+            ``torch.optim.Muon``.
+        adamw: options of :class:`zerocore.optim.AdamW` for the rest, such as ``{"lr": 3e-4}``.
+        adamw_names: patterns (``"*embed*"``) of names of matrices that AdamW trains.
+        split: by a pattern of names, how many matrices lie below each other in a parameter, such as
+            ``{"*.qkv.weight": 3}``; each is orthogonalised by itself.
+        clip_grad_norm: as in :class:`zerocore.optim.AdamW`, over all groups; the host reads the
+            norm in each step.
+
+    Raises:
+        ValueError: no parameter is a matrix, parameters that are not those of one sharded model, a
+            split that does not divide, or an option out of range; it names the parameter.
+        RuntimeError: another rank failed, or was given other parameters or options.
+    """
+
+    casts_model_weights = True  # which zerocore.hooks.optimizer_steps looks for
+    clip_grad_norm: float | None = None
+    grad_norm: Tensor | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        adamw: Mapping[str, Any] | None = None,
+        adamw_names: Sequence[str] = (),
+        split: Mapping[str, int] | None = None,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        options |= {"nesterov": nesterov, "ns_coefficients": ns_coefficients, "eps": eps}
+        options |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm must be positive or None, got {clip_grad_norm}")
+        self.clip_grad_norm = clip_grad_norm
+        groups = groups_of(params)
+        self._model: ShardState = check_sharded(groups, "Muon")
+        self._adamw_options, self._adamw_names = dict(adamw or {}), tuple(adamw_names)
+        error: Exception | None = None
+        try:
+            self._splits = Splits(split)
+            super().__init__(groups, options)
+            self._check_choice()
+        except (TypeError, ValueError) as caught:
+            error = caught
+        agree(self._model.ranks.groups, error, [] if error else self._facts(), self._model.device)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.add_param_group``; becomes a group of matrices and one of the
+        rest, as far as there are such. All ranks must call."""
+        group = {**param_group, "params": groups_of(param_group["params"])[0]["params"]}
+        check_sharded([group], "Muon", self._model)
+        adamw = {**self._adamw_options, **group.pop("adamw", {})}
+        wanted = group.pop("use_muon", None)
+        items = group.pop("params")
+        matrices = [item for item in items if self._is_for_muon(item, wanted)]
+        chosen = {id(item) for item in matrices}
+        rest = [item for item in items if id(item) not in chosen]
+        before = len(self.param_groups)
+        try:
+            if matrices:
+                self._add({**self.defaults, **group}, matrices, True)
+                check_options(self.param_groups[-1])
+                self._matrices_of(self.param_groups[-1])
+            if rest:
+                self._add({**adamw, **(group if wanted is False else {})}, rest, False)
+            self._adopt_groups()
+        except (TypeError, ValueError):
+            del self.param_groups[before:]
+            raise
+
+    def _is_for_muon(self, item: Item, wanted: bool | None) -> bool:
+        param = param_of(item)
+        if wanted and not is_matrix(param):
+            raise ValueError(
+                f"use_muon: parameter '{param.fqn}' of shape {tuple(param.global_shape)} is no "
+                "matrix, and no stack of matrices; leave it to AdamW"
+            )
+        if wanted is not None:
+            return wanted
+        named = any(fnmatchcase(param.fqn, pattern) for pattern in self._adamw_names)
+        return is_matrix(param) and not named
+
+    def _add(self, options: dict[str, Any], items: list[Item], use_muon: bool) -> None:
+        """A group with its own options and no others."""
+        if not use_muon:
+            filled = AdamW(list(items), **options)  # checks them, and knows the defaults
+            options = {k: v for k, v in filled.param_groups[0].items() if k != "params"}
+            options.pop("param_names", None)
+        kept, self.defaults = self.defaults, {}
+        try:
+            super().add_param_group({**options, "params": items, "use_muon": use_muon})
+        finally:
+            self.defaults = kept
+
+    def _adopt_groups(self) -> None:
+        """AdamW shares groups and states; what is planned follows the groups."""
+        rest = [group for group in self.param_groups if not group["use_muon"]]
+        self._adamw: AdamW | None = None
+        if rest:
+            self._adamw = AdamW([param for group in rest for param in group["params"]])
+            self._adamw.param_groups = rest
+            self._adamw.state = self.state
+        self._plans: dict[tuple[bool, ...], MuonRounds] = {}
+
+    # -- what is chosen ---------------------------------------------------------------------------
+
+    def _muon_params(self) -> list[tuple[ShardedParameter, dict[str, Any]]]:
+        return [
+            (param, group)
+            for group in self.param_groups
+            if group["use_muon"]
+            for param in group["params"]
+        ]
+
+    def _check_choice(self) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        matrices = [param for param, _ in self._muon_params()]
+        if not matrices:
+            shapes = {param.fqn: tuple(param.global_shape) for param in params[:8]}
+            raise ValueError(
+                f"Muon found no matrix among {len(params)} parameters ({shapes}); use "
+                "zerocore.optim.AdamW for them"
+            )
+        self._splits.check_used(matrices)
+        for pattern in self._adamw_names:
+            check_pattern("adamw_names", pattern, [param for param in params if is_matrix(param)])
+
+    def _facts(self) -> list[str]:
+        return [
+            f"{'Muon' if group['use_muon'] else 'AdamW'} for '{param.fqn}'"
+            for group in self.param_groups
+            for param in group["params"]
+        ]
+
+    def _matrices_of(self, group: dict[str, Any]) -> list[Matrix]:
+        steps = group["ns_steps"]
+        return [
+            matrix
+            for index, param in enumerate(group["params"])
+            for matrix in self._splits.matrices(index, param, steps)
+        ]
+
+    def describe(self) -> Choice:
+        """Which parameters Muon and AdamW train, who owns the matrices, and what a step sends.
+
+        For a step in which every trained parameter has a gradient; ``str()`` is a table.
+        """
+        pairs = self._muon_params()
+        rounds = self._plan_for(tuple(param.requires_grad for param, _ in pairs)).rounds
+        rest = [group for group in self.param_groups if not group["use_muon"]]
+        return choice_of(
+            "Muon",
+            rounds,
+            [param.fqn for param, _ in pairs],
+            [param.fqn for group in rest for param in group["params"]],
+            Lanes.of(self._model),
+            sum(each.sent_to_owners() + each.sent_to_shards() for each in rounds) * WIRE.itemsize,
+        )
+
+    def _plan_for(self, used: tuple[bool, ...]) -> MuonRounds:
+        """What a step does in which these of the parameters have a gradient."""
+        if used not in self._plans:
+            pairs = self._muon_params()
+            matrices = [
+                matrix
+                for index, (param, group) in enumerate(pairs)
+                if used[index]
+                for matrix in self._splits.matrices(index, param, group["ns_steps"])
+            ]
+            lanes = Lanes.of(self._model)
+            self._plans[used] = MuonRounds(_rounds(matrices, pairs, lanes), lanes, pairs)
+        return self._plans[used]
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; returns what ``closure`` returns.
+
+        All ranks must call.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Shards' gradients are a subclass: none of what follows is to be looked up in Python.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._update()
+        return loss
+
+    def _update(self) -> None:
+        factor = self._clip_factor()
+        if self.grad_norm is not None and not self.grad_norm.isfinite():
+            return
+        pairs = self._muon_params()
+        plan = self._plan_for(tuple(param.grad is not None for param, _ in pairs))
+        self._make_momenta([param for param, _ in pairs if param.grad is not None])
+        plan.run(self.state, factor)
+        if self._adamw is not None:
+            self._adamw._update(torch.ones(()) if factor is None else factor)
+
+    def _clip_factor(self) -> Tensor | None:
+        """What gradients are multiplied by; float64, None for no clipping."""
+        self.grad_norm = None
+        if self.clip_grad_norm is None:
+            return None
+        params = [param for group in self.param_groups for param in group["params"]]
+        grads: list[Any] = [param.grad for param in params]
+        norm = global_norm(squares_of(params, grads), grads)
+        self.grad_norm = norm.float()
+        return (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+
+    # -- states -----------------------------------------------------------------------------------
+
+    def _make_momenta(self, params: Sequence[ShardedParameter]) -> None:
+        for param in params:
+            if not self.state.get(param):
+                self.state[param] = {"momentum_buffer": torch.zeros_like(local_of(param))}
+
+    def make_states(self) -> None:
+        """Makes the states of all parameters that have none yet, as the first step would."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._make_momenta([p for p, _ in self._muon_params() if p.requires_grad])
+        if self._adamw is not None:
+            self._adamw.make_states()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        held: Mapping[Any, Any] = self.__dict__.get("state", {})
+        groups, loaded = state["param_groups"], state["state"]
+        matrices = {param for g in groups if g["use_muon"] for param in g["params"]}
+        rest = AdamW([param for g in groups for param in g["params"]])
+        rest.state.update({param: held[param] for param in held if param not in matrices})
+        rest.__setstate__(
+            {
+                "state": {p: s for p, s in loaded.items() if p not in matrices},
+                "param_groups": [group for group in groups if not group["use_muon"]],
+            }
+        )
+        loaded.update(rest.state)
+        super().__setstate__(state)
+        self._adopt_groups()
+
+
+def _rounds(
+    matrices: Sequence[Matrix],
+    pairs: Sequence[tuple[ShardedParameter, dict[str, Any]]],
+    lanes: Lanes,
+) -> list[Round]:
+    shards = {matrix.param: lanes.shard_ranges(pairs[matrix.param][0]) for matrix in matrices}
+    return plan_rounds(matrices, shards, lanes.grid, lanes.rank, WIRE.itemsize)

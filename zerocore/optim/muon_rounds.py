@@ -1,0 +1,155 @@
+"""One step of Muon: rounds whose exchange runs under the Newton-Schulz iterations before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocore.optim.exchange import Lanes, to_owners, to_shards
+from zerocore.optim.newton_schulz import ADJUSTMENTS, adjusted_ratio, orthogonalise
+from zerocore.planning.ownership import Matrix, Round
+from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.place import local_of
+
+WIRE = torch.bfloat16  # which Newton-Schulz begins and ends with, so nothing is lost
+
+Pair = tuple[ShardedParameter, dict[str, Any]]
+
+
+def check_options(group: Mapping[str, Any]) -> None:
+    """Raises ValueError for an option of a group of matrices that is out of range."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"a tensor lr must have one element, got shape {tuple(lr.shape)}")
+    for name in ("lr", "weight_decay", "momentum", "eps"):
+        if not group[name] >= 0:
+            raise ValueError(f"{name} must be 0 or more, got {group[name]}")
+    if group["adjust_lr_fn"] not in (None, *ADJUSTMENTS):
+        raise ValueError(
+            f"adjust_lr_fn must be None or one of {ADJUSTMENTS}, got {group['adjust_lr_fn']!r}"
+        )
+    if len(group["ns_coefficients"]) != 3:
+        raise ValueError(f"ns_coefficients must be three, got {group['ns_coefficients']}")
+    if not 0 <= group["ns_steps"] < 100:
+        raise ValueError(f"ns_steps must be 0 to 99, got {group['ns_steps']}")
+
+
+class MuonRounds:
+    """What steps do while the same parameters have gradients."""
+
+    def __init__(self, rounds: list[Round], lanes: Lanes, pairs: Sequence[Pair]) -> None:
+        self.rounds = rounds
+        self._lanes = lanes
+        self._pairs = pairs
+        self._updates: dict[int, Tensor] = {}  # of parameters whose matrices are not all sent yet
+
+    def run(self, states: Mapping[Any, Mapping[str, Tensor]], factor: Tensor | None) -> None:
+        """One step.
+
+        Args:
+            states: ``momentum_buffer`` of each parameter, of the shape of its local elements.
+            factor: what gradients are multiplied by; None for 1.
+        """
+        used = {matrix.param for step in self.rounds for matrix in step.matrices}
+        locals_ = {index: local_of(self._pairs[index][0]) for index in sorted(used)}
+        returning: Callable[[], None] | None = None
+        arriving = self._send(0, states, factor)
+        for number, step in enumerate(self.rounds):
+            following = self._send(number + 1, states, factor)
+            results = self._orthogonalised(step, arriving())
+            back = to_shards(step, self._lanes, results, self._like())
+            if returning is not None:
+                returning()
+            returning = self._applying(step, back, locals_)
+            arriving = following
+        if returning is not None:
+            returning()
+        self._write_model_weights(locals_)
+
+    def _like(self) -> Tensor:
+        return torch.empty(0, dtype=WIRE, device=self._lanes.state.device)
+
+    def _send(
+        self, number: int, states: Mapping[Any, Mapping[str, Tensor]], factor: Tensor | None
+    ) -> Callable[[], list[Tensor]]:
+        if number == len(self.rounds):
+            self._updates = {}
+            return list
+        step = self.rounds[number]
+        needed = dict.fromkeys(matrix.param for matrix in step.matrices)
+        fresh = [param for param in needed if param not in self._updates]
+        known = self._updates | dict(zip(fresh, self._momenta(fresh, states, factor), strict=True))
+        self._updates = {param: known[param] for param in needed}
+        parts = [
+            self._updates[matrix.param][self._local(step, index, matrix)]
+            for index, matrix in enumerate(step.matrices)
+        ]
+        return to_owners(step, self._lanes, parts, self._like())
+
+    def _momenta(
+        self,
+        params: Sequence[int],
+        states: Mapping[Any, Mapping[str, Tensor]],
+        factor: Tensor | None,
+    ) -> list[Tensor]:
+        """Moves momenta on, and returns the updates that are to be orthogonalised."""
+        updates = []
+        for index in params:
+            param, group = self._pairs[index]
+            buffer, momentum = states[param]["momentum_buffer"], group["momentum"]
+            grad: Tensor = param.grad.as_subclass(Tensor).to(buffer.dtype)  # type: ignore[union-attr]
+            grad = grad if factor is None else grad * factor.to(grad.device)
+            buffer.lerp_(grad, 1 - momentum)
+            update = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+            updates.append(update.to(WIRE))
+        return updates
+
+    def _local(self, step: Round, index: int, matrix: Matrix) -> slice:
+        """Where this rank's elements of a matrix lie in its shard of the parameter."""
+        begin, end = step.parts[index][step.shard]
+        offset = matrix.begin - step.shards[index][step.shard][0]
+        return slice(offset + begin, offset + end) if begin < end else slice(0, 0)
+
+    def _orthogonalised(self, step: Round, arrived: Sequence[Tensor]) -> list[Tensor]:
+        """The matrices that this rank owns, flattened; those of one shape go in one batch."""
+        batches: dict[Hashable, list[int]] = {}
+        for position, index in enumerate(step.mine):
+            matrix = step.matrices[index]
+            group = self._pairs[matrix.param][1]
+            batches.setdefault((matrix.shape, id(group)), []).append(position)
+        results: list[Tensor] = [self._like()] * len(arrived)
+        for positions in batches.values():
+            matrix = step.matrices[step.mine[positions[0]]]
+            group = self._pairs[matrix.param][1]
+            batch = torch.stack([arrived[position].view(matrix.shape) for position in positions])
+            options = (group["ns_coefficients"], group["ns_steps"], group["eps"])
+            for position, result in zip(positions, orthogonalise(batch, *options), strict=True):
+                results[position] = result.reshape(-1)
+        return results
+
+    def _applying(
+        self, step: Round, back: Callable[[], list[Tensor]], locals_: Mapping[int, Tensor]
+    ) -> Callable[[], None]:
+        def apply() -> None:
+            for index, (matrix, update) in enumerate(zip(step.matrices, back(), strict=True)):
+                group = self._pairs[matrix.param][1]
+                lr = float(group["lr"])
+                ratio = adjusted_ratio(group["adjust_lr_fn"], *self._sides(matrix))
+                part = locals_[matrix.param][self._local(step, index, matrix)]
+                part.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * ratio)
+
+        return apply
+
+    def _sides(self, matrix: Matrix) -> tuple[int, int]:
+        """Rows and columns as the model sees them; in memory they may be the other way round."""
+        columns = self._pairs[matrix.param][0].place.global_shape[-1]
+        return matrix.numel // columns, columns
+
+    def _write_model_weights(self, locals_: Mapping[int, Tensor]) -> None:
+        for index, local in locals_.items():
+            model_weight = self._pairs[index][0].model_weight
+            if model_weight is not None:
+                model_weight.copy_(local)

@@ -1,0 +1,353 @@
+"""Any optimizer on whole parameters: each parameter is updated by the rank that owns it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from zerocore.common.agreement import agree, gather_objects
+from zerocore.hooks.optimizer_states import stepped_state
+from zerocore.optim.choice import Choice, choice_of
+from zerocore.optim.exchange import Lanes, to_owners, to_shards
+from zerocore.optim.matrices import check_sharded, groups_of
+from zerocore.planning.ownership import Matrix, Round, assign, make_rounds, whole_cost
+from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.place import local_of
+
+_NAMES = ("params", "param_names")  # of a group; not options
+
+
+def owned(optimizer_class: type[Optimizer], params: Any, **options: Any) -> OwnedOptimizer:
+    """An optimizer that sees full parameters and gradients, each on the one rank that owns it.
+
+    For optimizers whose update of a parameter needs all of it (SOAP, Shampoo, ``torch.optim.Muon``,
+    Adafactor) and nothing of the others. Their states live on the owner. All ranks must build it,
+    and call ``step()``, ``state_dict()`` and ``load_state_dict()`` together.
+
+    Args:
+        optimizer_class: any subclass of ``torch.optim.Optimizer``.
+        params: parameters of one sharded model, ``(name, parameter)`` pairs, or dicts of groups.
+        options: what ``optimizer_class`` is called with.
+
+    Raises:
+        TypeError: ``optimizer_class`` is none, or does not take ``options``.
+        ValueError: its ``step`` needs a closure, or it refuses a parameter, or parameters that are
+            not those of one sharded model; it names them.
+        RuntimeError: another rank failed, or was given other parameters.
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(f"owned: expected a class of torch.optim, got {optimizer_class!r}")
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"owned: the step of {optimizer_class.__name__} needs a closure, which it calls "
+            "several times; each rank would call it as often as its own parameters need. Use an "
+            "optimizer that takes one gradient a step"
+        )
+    return OwnedOptimizer(optimizer_class, params, options)
+
+
+class OwnedOptimizer(Optimizer):
+    """What :func:`owned` returns: an optimizer of shards around one of full parameters.
+
+    ``param_groups`` hold the shards and the options; what is changed in them counts in the next
+    step. ``state_dict()`` is that of ``optimizer_class`` in one process, on the CPU of every rank.
+
+    Attributes:
+        inner: the optimizer of the full parameters that this rank owns.
+    """
+
+    def __init__(
+        self, optimizer_class: type[Optimizer], params: Any, options: dict[str, Any]
+    ) -> None:
+        groups = groups_of(params)
+        name = f"owned({optimizer_class.__name__})"
+        self._model = check_sharded(groups, name)
+        self._name, self._class, self._options = name, optimizer_class, options
+        self._lanes = Lanes.of(self._model)
+        self._loads = [0] * self._lanes.grid.num_ranks
+        self._owners: dict[int, int] = {}  # rank by number
+        self._whole: dict[int, nn.Parameter] = {}  # of this rank, by number
+        self._rounds: dict[tuple[bool, ...], list[tuple[Round, Tensor]]] = {}
+        self._is_built = False
+        super().__init__(groups, {})
+        facts = [f"'{param.fqn}' for {name}" for param in self._params()]
+        agree(self._model.ranks.groups, None, facts, self._model.device)
+        error: Exception | None = None
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._own(range(len(facts)))
+        try:
+            self.inner = self._make_inner()
+        except (TypeError, ValueError, RuntimeError) as caught:
+            error = caught
+        agree(self._model.ranks.groups, error, [], self._model.device)
+        self._is_built = True
+        self.defaults = self.inner.defaults
+        self._take_options(0)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.add_param_group``; all ranks must call."""
+        if not self._is_built:
+            super().add_param_group(param_group)
+            return
+        [group] = groups_of([param_group])
+        check_sharded([group], self._name, self._model)
+        begin, number = len(self._params()), len(self.param_groups)
+        super().add_param_group(group)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._own(range(begin, len(self._params())))
+        self.inner.add_param_group(self._inner_group(self.param_groups[number], begin))
+        self._release()
+        self._take_options(number)
+
+    # -- ownership --------------------------------------------------------------------------------
+
+    def _params(self) -> list[ShardedParameter]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _own(self, numbers: range) -> None:
+        """Gives each of these parameters an owner: what is trained first, largest first."""
+        params = self._params()
+        costs = {number: whole_cost(params[number].place.global_shape) for number in numbers}
+        ordered = sorted(costs, key=lambda n: (not params[n].requires_grad, -costs[n], n))
+        owners = assign([costs[n] for n in ordered], self._loads)
+        self._owners.update(zip(ordered, owners, strict=True))
+        self._rounds = {}
+        for number in ordered:
+            if self._owners[number] == self._lanes.rank:
+                param = params[number]
+                whole = param.place.like_full(local_of(param))
+                self._whole[number] = nn.Parameter(whole, param.requires_grad)
+        self._gather([number in costs for number in range(len(params))], local_of, self._set_value)
+
+    def _make_inner(self) -> Optimizer:
+        begin, groups = 0, []
+        for group in self.param_groups:
+            groups.append(self._inner_group(group, begin))
+            begin += len(group["params"])
+        try:
+            return self._class(groups, **self._options)
+        except (TypeError, ValueError, RuntimeError) as error:
+            self._blame(error)
+            raise
+        finally:
+            self._release()
+
+    def _blame(self, error: Exception) -> None:
+        """Raises the error again with the name of the first parameter that alone gives one."""
+        params = self._params()
+        for number, whole in sorted(self._whole.items()):
+            try:
+                self._class([whole], **self._options)
+            except (TypeError, ValueError, RuntimeError) as caught:
+                fqn = params[number].fqn
+                raise type(error)(f"{self._name} refuses parameter '{fqn}': {caught}") from error
+
+    def _inner_group(self, group: Mapping[str, Any], begin: int) -> dict[str, Any]:
+        """A group of the inner optimizer: the same options, and what this rank owns."""
+        options = {key: value for key, value in group.items() if key not in _NAMES}
+        numbers = range(begin, begin + len(group["params"]))
+        return {**options, "params": [self._whole[n] for n in numbers if n in self._whole]}
+
+    def _take_options(self, first: int) -> None:
+        """The inner groups' options, of which the class knows the defaults."""
+        for own, inner in zip(
+            self.param_groups[first:], self.inner.param_groups[first:], strict=True
+        ):
+            own.update({key: value for key, value in inner.items() if key not in _NAMES})
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; returns what ``closure`` returns.
+
+        All ranks must call.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        used = [param.grad is not None for param in self._params()]
+        with torch._C.DisableTorchFunctionSubclass():
+            self._gather(used, local_of, self._set_value)
+            self._gather(used, _gradient, self._set_gradient)
+        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: value for key, value in own.items() if key not in _NAMES})
+        self.inner.step()
+        self._take_options(0)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._scatter(used)
+            self._release()
+        return loss
+
+    def _gather(
+        self,
+        used: Sequence[bool],
+        read: Callable[[ShardedParameter], Tensor],
+        keep: Callable[[int, Tensor], None],
+    ) -> None:
+        """Hands ``keep`` the number and the flattened elements of each parameter owned here."""
+        params = self._params()
+
+        def send(step: Round, like: Tensor) -> Callable[[], list[Tensor]]:
+            parts = [read(params[matrix.param]) for matrix in step.matrices]
+            return to_owners(step, self._lanes, parts, like)
+
+        transfers = ((step, send(step, like)) for step, like in self._rounds_of(used))
+        for step, arrived in _one_ahead(transfers):
+            for index, flat in zip(step.mine, arrived(), strict=True):
+                keep(step.matrices[index].param, flat)
+
+    def _set_value(self, number: int, flat: Tensor) -> None:
+        self._whole[number].data = self._params()[number].place.full_of(flat)
+
+    def _set_gradient(self, number: int, flat: Tensor) -> None:
+        self._whole[number].grad = self._params()[number].place.full_of(flat)
+
+    def _scatter(self, used: Sequence[bool]) -> None:
+        """Gives every rank its elements of what the owners have made of the parameters."""
+        params = self._params()
+
+        def send(step: Round, like: Tensor) -> Callable[[], list[Tensor]]:
+            numbers = [step.matrices[index].param for index in step.mine]
+            flat = [params[n].place.flat(self._whole[n].detach()) for n in numbers]
+            return to_shards(step, self._lanes, flat, like)
+
+        transfers = ((step, send(step, like)) for step, like in self._rounds_of(used))
+        for step, arrived in _one_ahead(transfers):
+            for matrix, part in zip(step.matrices, arrived(), strict=True):
+                local_of(params[matrix.param]).copy_(part)
+
+    def _release(self) -> None:
+        """Between steps full parameters have a shape and no memory."""
+        for whole in self._whole.values():
+            whole.data = whole.new_empty(()).expand(whole.shape)
+            whole.grad = None
+
+    def _rounds_of(self, used: Sequence[bool]) -> list[tuple[Round, Tensor]]:
+        """Exchanges of the parameters in use, each of one dtype, beside a tensor of that dtype."""
+        if tuple(used) not in self._rounds:
+            by_dtype: dict[torch.dtype, list[int]] = {}
+            params = self._params()
+            for number in (number for number, is_used in enumerate(used) if is_used):
+                by_dtype.setdefault(params[number].dtype, []).append(number)
+            self._rounds[tuple(used)] = [
+                (step, torch.empty(0, dtype=dtype, device=self._model.device))
+                for dtype, numbers in by_dtype.items()
+                for step in self._plan(numbers, dtype)
+            ]
+        return self._rounds[tuple(used)]
+
+    def _plan(self, numbers: Sequence[int], dtype: torch.dtype) -> list[Round]:
+        params, matrices = self._params(), []
+        for number in numbers:
+            shape = params[number].place.global_shape
+            matrices.append(Matrix(number, 0, shape.numel(), shape, whole_cost(shape)))
+        shards = {number: self._lanes.shard_ranges(params[number]) for number in numbers}
+        owners = [self._owners[number] for number in numbers]
+        grid, rank = self._lanes.grid, self._lanes.rank
+        return make_rounds(matrices, owners, shards, grid, rank, dtype.itemsize)
+
+    def describe(self) -> Choice:
+        """Who owns which parameter, and what a step sends in which all have gradients."""
+        params = self._params()
+        rounds = self._rounds_of([param.requires_grad for param in params])
+        sent = sum(
+            (2 * step.sent_to_owners() + step.sent_to_shards()) * like.itemsize
+            for step, like in rounds
+        )
+        names = [param.fqn for param in params]
+        return choice_of(self._name, [step for step, _ in rounds], names, [], self._lanes, sent)
+
+    # -- states -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the optimizer in one process, tensors on the CPU; all ranks must call."""
+        packed = super().state_dict()
+        inner = self.inner.state_dict()["state"]
+        mine = {number: inner[at] for at, number in enumerate(self._inner_order()) if at in inner}
+        on_host = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), mine)
+        parts = gather_objects(self._model.ranks.groups, [on_host], self._model.device)
+        found = {number: state for part in parts for number, state in part.items()}
+        return {**packed, "state": {number: found[number] for number in sorted(found)}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the states of this rank's parameters out of what ``state_dict`` has given, on any
+        number of ranks or in one process; all ranks must call.
+
+        Raises:
+            ValueError: other groups or parameters.
+            RuntimeError: another rank failed.
+        """
+        error: Exception | None = None
+        try:
+            self._load(state_dict)
+        except (KeyError, TypeError, ValueError, RuntimeError) as caught:
+            error = caught
+        agree(self._model.ranks.groups, error, [], self._model.device)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in groups]
+        own_sizes = [len(group["params"]) for group in self.param_groups]
+        if sizes != own_sizes:
+            raise ValueError(
+                f"{self._name}: the state dict has parameter groups of {sizes} parameters, the "
+                f"optimizer of {own_sizes}"
+            )
+        saved = [key for group in groups for key in group["params"]]
+        order = self._inner_order()
+        states = {at: state_dict["state"].get(saved[number]) for at, number in enumerate(order)}
+        begin, inner_groups = 0, []
+        for own, loaded in zip(self.inner.param_groups, groups, strict=True):
+            end = begin + len(own["params"])
+            inner_groups.append({**own, **loaded, "params": list(range(begin, end))})
+            begin = end
+        for own, loaded in zip(self.param_groups, groups, strict=True):
+            own.update({key: value for key, value in loaded.items() if key not in _NAMES})
+        present = {at: state for at, state in states.items() if state is not None}
+        self.inner.load_state_dict({"state": present, "param_groups": inner_groups})
+
+    def _inner_order(self) -> list[int]:
+        """Numbers of this rank's parameters, in the order of the inner optimizer."""
+        return sorted(self._whole)
+
+    def make_states(self) -> None:
+        """Makes the states of all parameters that have none yet, as the first step would."""
+        for own, whole in ((n, self._whole[n]) for n in self._inner_order()):
+            if whole.requires_grad and not self.inner.state.get(whole):
+                probe = nn.Parameter(torch.zeros_like(whole, memory_format=torch.contiguous_format))
+                probe.grad = torch.zeros_like(probe)
+                group = self.inner.param_groups[self._group_number(own)]
+                self.inner.state[whole] = stepped_state(self.inner, group, probe)
+
+    def _group_number(self, number: int) -> int:
+        ends = accumulate(len(group["params"]) for group in self.param_groups)
+        return next(index for index, end in enumerate(ends) if number < end)
+
+
+def _gradient(param: ShardedParameter) -> Tensor:
+    """Of the parameter's dtype, as torch's optimizers want it."""
+    grad: Any = param.grad
+    local: Tensor = local_of(grad).to(param.dtype)
+    return local
+
+
+_Sent = tuple[Round, Callable[[], list[Tensor]]]
+
+
+def _one_ahead(transfers: Iterator[_Sent]) -> Iterator[_Sent]:
+    """Each transfer once the next one is under way."""
+    before = next(transfers, None)
+    while before is not None:
+        following = next(transfers, None)
+        yield before
+        before = following
