@@ -180,14 +180,19 @@ def break_files(folder: Path) -> None:
     changed = full_states(training.model, training.optimizer)
     saved, rank = folder / "step-00000001", dist.get_rank()
     file = saved / "__1_0.distcp"
-    good = file.read_bytes(), (saved / ".metadata").read_bytes()
+    good = {path: path.read_bytes() for path in saved.iterdir()}
+    metadata, sums = saved / ".metadata", saved / "checksums.json"
     evil = pickle.dumps(os.system)
     damages: list[tuple[str, Any]] = [
         (r"__1_0\.distcp.*damaged.*'(model|optim)", lambda: flip(file)),
-        (r"__1_0\.distcp has \d+ bytes, but '", lambda: file.write_bytes(good[0][:-50])),
+        (r"__1_0\.distcp has \d+ bytes, but '", lambda: file.write_bytes(good[file][:-50])),
         (r"__1_0\.distcp is missing", file.unlink),
-        (r"posix\.system", lambda: (saved / ".metadata").write_bytes(evil)),
-        (r"\.metadata", lambda: (saved / ".metadata").write_bytes(good[1][:100])),
+        (r"posix\.system", lambda: (sums.unlink(), metadata.write_bytes(evil))),
+        (r"\.metadata is damaged", lambda: metadata.write_bytes(good[metadata][:100])),
+        (r"checksums.json is missing", sums.unlink),
+        (r"checksums.json is damaged", lambda: sums.write_bytes(good[sums][1:])),
+        (r"rank-0.pt is damaged", lambda: (saved / "rank-0.pt").write_bytes(b"rest")),
+        (r"rank-1.pt is missing", (saved / "rank-1.pt").unlink),
     ]
     for message, damage in damages:
         dist.barrier()
@@ -198,8 +203,8 @@ def break_files(folder: Path) -> None:
             training.checkpoints.load()
         assert_equal(full_states(training.model, training.optimizer), changed)
         if rank == 0:
-            file.write_bytes(good[0])
-            (saved / ".metadata").write_bytes(good[1])
+            for path, data in good.items():
+                path.write_bytes(data)
     dist.barrier()
     training.checkpoints.load()
     assert_equal(full_states(training.model, training.optimizer), before)

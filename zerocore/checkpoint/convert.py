@@ -93,7 +93,7 @@ def _of_checkpoint(path: Path) -> Weights:
     def read(name: str) -> Tensor:
         dtype, shape = facts[name]
         state = {prefix + name: torch.empty(shape, dtype=dtype)}
-        load_tensors(state, path, None)
+        load_tensors(state, path)
         return state[prefix + name]
 
     return Weights("dcp", facts, read)

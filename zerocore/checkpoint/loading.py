@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
+from zerocore.checkpoint.checksums import read_sums
 from zerocore.checkpoint.commit import on_all_ranks
+from zerocore.checkpoint.saving import own_name
 from zerocore.checkpoint.torch_files import load_tensors
 from zerocore.checkpoint.training_state import (
     check_model,
@@ -33,7 +34,6 @@ def load_training_state(
     state: ShardState,
     model: nn.Module,
     optimizer: Optimizer | None,
-    group: dist.ProcessGroup | None,
     checksums: bool,
 ) -> None:
     """Loads model and optimizer. Collective.
@@ -58,7 +58,8 @@ def load_training_state(
     tensors = {"model": own["model"]}
     if optimizer is not None:
         tensors["optim"] = {"state": own["optim"]["state"]}
-    load_tensors(tensors, folder, group)
+    state.finish_reads()
+    on_all_ranks(state, lambda: load_tensors(tensors, folder))
     model.load_state_dict(tensors["model"])
     if optimizer is not None:
         load_optimizer(model, optimizer, own["optim"])
@@ -83,10 +84,12 @@ def read_groups(folder: Path, metadata: Metadata) -> list[dict[str, Any]]:
 
 def read_own(folder: Path, rank: int) -> dict[str, Any]:
     """What one rank saved for itself; of the first one if there was no such rank."""
-    path = folder / f"rank-{rank}.pt"
+    path = folder / own_name(rank)
     try:
-        path = path if path.exists() else folder / "rank-0.pt"
-        own: dict[str, Any] = torch.load(path, weights_only=True)
+        path = path if path.exists() else folder / own_name(0)
+        sums = read_sums(folder)
+        data = path.read_bytes() if sums is None else sums.check_whole(folder, path.name)
+        own: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return own
