@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import os
 import re
-import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,26 +40,10 @@ class PendingSave:
         held_nbytes: bytes that its copies have taken at most at a time on this rank.
     """
 
-    def __init__(
-        self, step: int, write: Callable[[], None], copy: StreamedCopy | None = None
-    ) -> None:
+    def __init__(self, step: int, written: Future[None], copy: StreamedCopy | None = None) -> None:
         self.step = step
         self.stall_seconds = 0.0
-        self._error: BaseException | None = None
-        self._write, self._copy = write, copy
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}")
-        if copy is not None:
-            self._thread.start()
-        else:
-            self._run()
-
-    def _run(self) -> None:
-        try:
-            self._write()
-        except BaseException as error:
-            self._error = error
-        finally:
-            del self._write  # and with it what it holds of the state
+        self._written, self._copy = written, copy
 
     @property
     def held_nbytes(self) -> int:
@@ -69,7 +52,7 @@ class PendingSave:
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._written.done()
 
     def wait_read(self) -> None:
         """Returns when weights and optimizer states may change; they are on disk later."""
@@ -80,10 +63,7 @@ class PendingSave:
 
     def wait(self) -> None:
         """Returns when the checkpoint is on disk under its name; raises what went wrong."""
-        if self._thread.ident is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._written.result()
 
 
 class Checkpoints:
@@ -146,6 +126,8 @@ class Checkpoints:
         self._state = state_of(model)
         self._group = _own_group(self._state)
         self._pending: PendingSave | None = None
+        # Kept: to start a thread is to wait for it, up to 5 ms while others hold the interpreter.
+        self._threads = ThreadPoolExecutor(2, "checkpoint")
 
     def steps(self) -> list[int]:
         """Steps of which there is a complete checkpoint, in order."""
@@ -183,18 +165,35 @@ class Checkpoints:
         except Exception as caught:
             error, facts = caught, []
         agree(self._state.ranks.groups, error, facts, self._state.device)
-        if self._background:
-            copy = StreamedCopy(
-                save.saved.parts(), self._budget, self._state.device, save.saved.watch_changes()
-            )
-            pending = PendingSave(step, lambda: save.write(copy, self._delete_old), copy)
-            self._state.readers.append(pending.wait_read)
-        else:
-            parts = (part.to("cpu") for part in save.saved.parts())
-            pending = PendingSave(step, lambda: save.write(parts, self._delete_old))
+        pending = self._start(step, save)
         self._pending = pending
         pending.stall_seconds += time.perf_counter() - began
         return pending
+
+    def _start(self, step: int, save: Save) -> PendingSave:
+        if not self._background:
+            written: Future[None] = Future()
+            parts = (part.to("cpu") for part in save.saved.parts())
+            try:
+                save.write(parts, self._delete_old)
+            except Exception as error:
+                written.set_exception(error)
+            else:
+                written.set_result(None)
+            return PendingSave(step, written)
+        copy = StreamedCopy(
+            save.saved.parts(), self._budget, self._state.device, save.saved.watch_changes()
+        )
+        self._threads.submit(copy.run)
+        pending = PendingSave(step, self._threads.submit(self._write, save, copy), copy)
+        self._state.readers.append(pending.wait_read)
+        return pending
+
+    def _write(self, save: Save, copy: StreamedCopy) -> None:
+        try:
+            save.write(copy, self._delete_old)
+        finally:
+            copy.close()  # or the next step would wait for ever for a save that has failed
 
     def load(self, step: int | None = None) -> int | None:
         """Loads the newest checkpoint, or that of ``step``.

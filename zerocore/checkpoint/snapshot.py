@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class StreamedCopy:
-    """Copies of tensors on the CPU, made one after the other by a thread, ahead of who takes them.
+    """Copies of tensors on the CPU, made by one thread ahead of another one, which takes them.
 
     Args:
         parts: small plain tensors of one device, in the order in which they are taken; they must
@@ -40,11 +40,16 @@ class StreamedCopy:
         if device.type == "cuda":  # beside what computes, but after what was ordered until now
             self._stream = torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        threading.Thread(target=self._run, name="checkpoint-copy", daemon=True).start()
 
     def wait_read(self) -> None:
         """Returns when the tensors may change: all are copied, or nobody takes copies any more."""
         self._is_read.wait()
+
+    def close(self) -> None:
+        """Says that nobody takes copies any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
     def __iter__(self) -> Iterator[Tensor]:
         """The copies in order; each is let go when the next is asked for.
@@ -52,15 +57,10 @@ class StreamedCopy:
         Raises:
             Exception: what went wrong in reading, or that a tensor has changed before it was read.
         """
-        try:
-            while (part := self._next()) is not None:
-                yield part
-                with self._changed:
-                    self._held -= part.nbytes
-                    self._changed.notify_all()
-        finally:
+        while (part := self._next()) is not None:
+            yield part
             with self._changed:
-                self._is_closed = True
+                self._held -= part.nbytes
                 self._changed.notify_all()
         if self._error is not None:
             raise self._error
@@ -71,7 +71,8 @@ class StreamedCopy:
             return self._copies.popleft() if self._copies else None
 
     @torch.no_grad()
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Makes the copies, in a thread of its own; raises nothing."""
         try:
             for part in self._parts:
                 if not self._reserve(part.nbytes):
