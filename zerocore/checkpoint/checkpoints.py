@@ -21,6 +21,7 @@ from zerocore.checkpoint.snapshot import StreamedCopy
 from zerocore.common.agreement import agree, is_simulated
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.state import ShardState, state_of
+from zerocore.planning.checkpoint_bytes import MEMORY_BUDGET
 from zerocore.tensor.place import Placed
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class Checkpoints:
         background: ``save`` returns at once; threads copy the state and write it. The next step of
             the optimizer waits until all is copied.
         memory_budget: bytes of CPU memory that the copies may take at a time. Where the state is
-            larger, the next step also waits until what exceeds it is written. At least 16 MiB.
+            larger, the next step also waits until what exceeds it is written. 2 GiB by default,
+            at least 16 MiB.
         verify: before loading, compare the checksums of all files.
         rng: save and load the random streams of each rank. With another number of ranks each rank
             begins a new stream, which a warning says.
@@ -104,7 +106,7 @@ class Checkpoints:
         *,
         keep: int | None = 3,
         background: bool = True,
-        memory_budget: str | int = "2GiB",
+        memory_budget: str | int = MEMORY_BUDGET,
         verify: bool = True,
         rng: bool = True,
         **stateful: Any,

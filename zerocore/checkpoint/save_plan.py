@@ -27,7 +27,6 @@ from zerocore.checkpoint.torch_chunks import MAX_NBYTES, chunk_nbytes
 from zerocore.tensor.boxes import Box, boxes_of, memory_order
 
 FORMAT = "zerocore-1"  # begins the save_id of files whose chunks are framed as torch_chunks does
-_MIN_SHARE_NUMEL = 1 << 14  # of a tensor that several ranks hold; below it one writes all
 
 
 @dataclass(frozen=True)
@@ -62,20 +61,6 @@ def cut_boxes(
     most = MAX_NBYTES // itemsize
     for start in range(begin, end, most):
         yield from boxes_of(shape, start, min(start + most, end), strides)
-
-
-def shared_ranges(
-    ranges: Sequence[tuple[int, int, int]], num_shards: int, copies: int
-) -> tuple[tuple[int, int, int], ...]:
-    """Shares what several ranks hold: ``(shard, begin, end)`` becomes ``(rank, begin, end)``."""
-    if copies == 1:
-        return tuple(ranges)
-    shared = []
-    for shard, begin, end in ranges:
-        size = max(-(-(end - begin) // copies), _MIN_SHARE_NUMEL)
-        for copy, start in enumerate(range(begin, end, size)):
-            shared.append((copy * num_shards + shard, start, min(start + size, end)))
-    return tuple(shared)
 
 
 @dataclass(frozen=True)

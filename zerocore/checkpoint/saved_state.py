@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from zerocore._C import Layout
 from zerocore.checkpoint import files
-from zerocore.checkpoint.save_plan import Piece, SavePlan, Spread, box_strides, shared_ranges
+from zerocore.checkpoint.save_plan import Piece, SavePlan, Spread, box_strides
 from zerocore.checkpoint.torch_chunks import data_offset, frame
 from zerocore.model.state import ShardState
 from zerocore.tensor.place import Place, Placed, local_of
+from zerocore.tensor.shares import owned_ranges, saved_ranges
 
 PART_NBYTES = 8 << 20  # what is copied and written at a time
 
@@ -133,29 +133,12 @@ class _Spreads:
         ranks, numel = self._state.ranks, place.global_shape.numel()
         shape = tuple(place.global_shape)
         if place.group is None:
-            ranges = shared_ranges([(0, 0, numel)], 1, ranks.world_size)
+            ranges = saved_ranges([(0, 0, numel)], 1, ranks.world_size)
             return Spread(shape, ranges, place.strides)
         param = self._params[place.fqn]
         owned = owned_ranges(self._state.engine.layout(param.unit), param.position)
-        ranges = shared_ranges(owned, ranks.num_shards, ranks.num_replicas)
+        ranges = saved_ranges(owned, ranks.num_shards, ranks.num_replicas)
         return Spread(shape, ranges, place.strides)
-
-
-def owned_ranges(layout: Layout, position: int) -> list[tuple[int, int, int]]:
-    """``(shard, begin, end)`` of the elements of a unit's parameter, of shards that own any."""
-    place = layout.places[position]
-    size = layout.regions[place.region].shard_numel
-    if place.numel == 0:
-        return []
-    first, last = place.offset // size, (place.offset + place.numel - 1) // size
-    return [
-        (
-            shard,
-            max(shard * size - place.offset, 0),
-            min((shard + 1) * size - place.offset, place.numel),
-        )
-        for shard in range(first, last + 1)
-    ]
 
 
 def write_rank_file(folder: Path, saved: SavedState, parts: Iterable[Tensor]) -> None:

@@ -43,7 +43,7 @@ def plan_seconds(world_size: int) -> dict[str, float]:
     import_zerocore()
     from zerocore._C import Layout, ParamSpec
     from zerocore.checkpoint.save_plan import SavePlan, Spread
-    from zerocore.checkpoint.saved_state import owned_ranges
+    from zerocore.tensor.shares import owned_ranges
 
     layouts = [
         (unit, Layout.build([ParamSpec(n, list(s), 6, 4) for n, s in unit], world_size))
