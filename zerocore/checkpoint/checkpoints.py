@@ -254,6 +254,7 @@ class Checkpoints:
             path = self._path(step)
             doomed = path.with_name(f"{path.name}.deleted")
             files.rename(path, doomed)  # half of it must not look like a checkpoint
+            files.flush_folder(self.folder)
             files.delete_folder(doomed)
 
     def _delete_remains(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -22,6 +21,7 @@ from zerocore.tensor.place import Place, Placed, local_of
 from zerocore.tensor.shares import owned_ranges, saved_ranges
 
 PART_NBYTES = 8 << 20  # what is copied and written at a time
+_SMALL_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,10 @@ class SavedState:
         for piece in self.plan.pieces_of(self.rank):
             local, begin = self.tensors[piece.key]
             start = piece.box.begin - begin
-            yield from local[start : start + piece.box.numel].split(
-                PART_NBYTES // local.element_size()
-            )
+            if piece.box.numel > 0:
+                yield from local[start : start + piece.box.numel].split(
+                    PART_NBYTES // local.element_size()
+                )
 
 
 def saved_state(state: ShardState, nested: dict[str, Any], copy: bool) -> SavedState:
@@ -163,14 +164,19 @@ def write_rank_file(folder: Path, saved: SavedState, parts: Iterable[Tensor]) ->
 
 def _write_piece(file: int, plan: SavePlan, piece: Piece, parts: Iterator[Tensor]) -> None:
     dtype, spread = plan.tensors[piece.key]
-    nbytes = prod(piece.box.sizes) * dtype.itemsize
+    strides = box_strides(piece.box, spread.strides, spread.shape)
+    nbytes = piece.box.numel * dtype.itemsize
     begin = piece.offset + data_offset()
+    if nbytes <= _SMALL_NBYTES:  # in one call
+        data = files.bytes_of(next(parts)) if nbytes else b""
+        made = frame(dtype, piece.box.sizes, strides, crc32(data))
+        files.write(file, piece.offset, made.head + data + made.tail)
+        return
     crc = done = 0
     while done < nbytes:
         part = next(parts)
         crc = files.write(file, begin + done, part, crc)
         done += part.nbytes
-    strides = box_strides(piece.box, spread.strides, spread.shape)
     made = frame(dtype, piece.box.sizes, strides, crc)
     files.write(file, piece.offset, made.head)
     files.write(file, begin + nbytes, made.tail)

@@ -157,13 +157,12 @@ class _Part(io.RawIOBase):
         return len(data)
 
 
-def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
+def verify(folder: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> None:
     """Compares the checksums of the ``part``-th of ``parts`` equal parts of a checkpoint's bytes.
 
     Raises:
         FileNotFoundError, ValueError: as above, or bytes have changed; names file and keys.
     """
-    metadata = read_metadata(folder)
     files = sorted(check_files(folder, metadata).items())
     total = sum(item.length for _, items in files for item in items)
     begin, end = total * part // parts, total * (part + 1) // parts
