@@ -45,6 +45,12 @@ void register_io(py::module_& module) {
       py::arg("crc") = 0,
       py::arg("by_tables") = false);
   module.def(
+      "crc32_joined",
+      &io::crc32_joined,
+      py::arg("first"),
+      py::arg("second"),
+      py::arg("second_nbytes"));
+  module.def(
       "write_at",
       [](int file, uintptr_t address, size_t nbytes, int64_t offset, uint32_t crc) {
         return with_os_errors(

@@ -57,6 +57,18 @@ uint32_t add_by_tables(uint32_t state, const uint8_t* data, size_t nbytes) {
   return state;
 }
 
+constexpr uint32_t kPolynomialOne = 0x80000000U; // x^0; the bits are reflected
+
+// Product of two polynomials modulo kPolynomial.
+uint32_t multiply(uint32_t a, uint32_t b) {
+  uint32_t product = 0;
+  for (uint32_t bit = kPolynomialOne; bit != 0; bit >>= 1) {
+    product ^= (a & bit) != 0 ? b : 0U;
+    b = (b >> 1) ^ ((b & 1U) != 0 ? kPolynomial : 0U);
+  }
+  return product;
+}
+
 #ifdef ZEROCORE_PCLMUL
 
 constexpr size_t kLane = 16;
@@ -131,6 +143,18 @@ uint32_t crc32(uint32_t crc, const void* data, size_t nbytes) {
   }
 #endif
   return crc32_by_tables(crc, data, nbytes);
+}
+
+uint32_t crc32_joined(uint32_t first, uint32_t second, uint64_t second_nbytes) {
+  // Bytes behind the first run multiply its remainder by x^8 each: by squares of that.
+  uint32_t power = kPolynomialOne >> 8;
+  for (; second_nbytes > 0; second_nbytes >>= 1) {
+    if ((second_nbytes & 1) != 0) {
+      first = multiply(first, power);
+    }
+    power = multiply(power, power);
+  }
+  return first ^ second;
 }
 
 } // namespace zerocore::io

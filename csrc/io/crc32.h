@@ -13,4 +13,7 @@ uint32_t crc32(uint32_t crc, const void* data, size_t nbytes);
 // The same without the processor's carry-less multiplication, which tests compare with.
 uint32_t crc32_by_tables(uint32_t crc, const void* data, size_t nbytes);
 
+// The checksum of two runs of bytes one after the other, from that of each.
+uint32_t crc32_joined(uint32_t first, uint32_t second, uint64_t second_nbytes);
+
 } // namespace zerocore::io

@@ -22,6 +22,13 @@ def test_sums_are_those_of_zlib(by_tables: bool) -> None:
             assert _C.crc32(data.data_ptr(), nbytes, 12345, by_tables) == expected
 
 
+def test_sums_of_two_runs() -> None:
+    data = bytes(torch.randint(0, 256, (100_000,), dtype=torch.uint8).tolist())
+    for cut in (0, 1, 8, 4097, 99_999, 100_000):
+        first, second = zlib.crc32(data[:cut]), zlib.crc32(data[cut:])
+        assert _C.crc32_joined(first, second, len(data) - cut) == zlib.crc32(data)
+
+
 def test_bytes_of_files(tmp_path: Path) -> None:
     data = torch.randint(0, 256, (1_000_003,), dtype=torch.uint8)
     path = tmp_path / "file"

@@ -160,11 +160,18 @@ def test_a_killed_run_is_resumed(tmp_path: Path) -> None:
     """Its losses are those of a run that was not killed, bit for bit."""
     folder, path = tmp_path / "checkpoints", tmp_path / "run.json"
     script = EXAMPLES / "train_gpt.py"
-    options = ["--ranks=2", "--device=cpu", "--steps=10", "--save-every=2", f"--json={path}"]
+    options = [
+        "--ranks=2",
+        "--device=cpu",
+        "--steps=6",
+        "--minutes=20",
+        "--save-every=2",
+        f"--json={path}",
+    ]
     command = [sys.executable, str(script), *options, f"--checkpoint={folder}"]
     with subprocess.Popen(command, env=rank_environment(), stdout=subprocess.DEVNULL) as parent:
         try:
-            wait_until(lambda: any(folder.glob("step-*[0-9]")), 200)
+            wait_until(lambda: any(folder.glob("step-????????")), 200)
         finally:
             parent.kill()
     assert not path.exists()
