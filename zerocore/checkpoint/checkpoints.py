@@ -7,6 +7,7 @@ import os
 import re
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,7 @@ class Checkpoints:
         rng: bool = True,
         **stateful: Any,
     ) -> None:
+        import_module("zerocore.checkpoint.saving")  # takes a second: not while training waits
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
         self._budget = parse_nbytes(memory_budget, "memory_budget")
