@@ -131,6 +131,8 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
     units = state.units_of(module)
     indices = [unit.index for unit in units]
     params = [param for unit in units for param in unit.params]
+    if write_back:
+        state.finish_reads()
     state.engine.pin(indices)
     state.shown_full.update(indices)
     versions = [param.full._version for param in params]

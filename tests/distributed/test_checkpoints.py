@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 import random
-import signal
 import struct
 import zipfile
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
-from tests.distributed.harness import run_ranks, run_to_end
+from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import OPTIMIZERS, assert_equal, full_states, make, train, trained
 from zerocore.checkpoint.verify import read_metadata
 
@@ -180,14 +179,19 @@ def break_files(folder: Path) -> None:
     changed = full_states(training.model, training.optimizer)
     saved, rank = folder / "step-00000001", dist.get_rank()
     file = saved / "__1_0.distcp"
-    good = file.read_bytes(), (saved / ".metadata").read_bytes()
+    good = {path: path.read_bytes() for path in saved.iterdir()}
+    metadata, sums = saved / ".metadata", saved / "checksums.json"
     evil = pickle.dumps(os.system)
     damages: list[tuple[str, Any]] = [
         (r"__1_0\.distcp.*damaged.*'(model|optim)", lambda: flip(file)),
-        (r"__1_0\.distcp has \d+ bytes, but '", lambda: file.write_bytes(good[0][:-50])),
+        (r"__1_0\.distcp has \d+ bytes, but '", lambda: file.write_bytes(good[file][:-50])),
         (r"__1_0\.distcp is missing", file.unlink),
-        (r"posix\.system", lambda: (saved / ".metadata").write_bytes(evil)),
-        (r"\.metadata", lambda: (saved / ".metadata").write_bytes(good[1][:100])),
+        (r"posix\.system", lambda: (sums.unlink(), metadata.write_bytes(evil))),
+        (r"\.metadata is damaged", lambda: metadata.write_bytes(good[metadata][:100])),
+        (r"checksums.json is missing", sums.unlink),
+        (r"checksums.json is damaged", lambda: sums.write_bytes(good[sums][1:])),
+        (r"rank-0.pt is damaged", lambda: (saved / "rank-0.pt").write_bytes(b"rest")),
+        (r"rank-1.pt is missing", (saved / "rank-1.pt").unlink),
     ]
     for message, damage in damages:
         dist.barrier()
@@ -198,8 +202,8 @@ def break_files(folder: Path) -> None:
             training.checkpoints.load()
         assert_equal(full_states(training.model, training.optimizer), changed)
         if rank == 0:
-            file.write_bytes(good[0])
-            (saved / ".metadata").write_bytes(good[1])
+            for path, data in good.items():
+                path.write_bytes(data)
     dist.barrier()
     training.checkpoints.load()
     assert_equal(full_states(training.model, training.optimizer), before)
@@ -237,45 +241,3 @@ def load_wrong(folder: Path) -> None:
 
 def test_what_does_not_fit_is_an_error_on_every_rank(tmp_path: Path) -> None:
     run_ranks(load_wrong, 2, tmp_path)
-
-
-def die_while_saving(folder: Path, rank: int, call: str, count: int) -> None:
-    training = Training(folder, 3, "adamw", keep=1)
-    training.run(1)
-    training.checkpoints.save(1).wait()
-    original, calls = getattr(os, call), [0]
-
-    def count_and_die(*args: Any) -> Any:
-        calls[0] += 1
-        if dist.get_rank() == rank and calls[0] == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args)
-
-    setattr(os, call, count_and_die)
-    training.run(1)
-    training.checkpoints.save(2).wait()
-
-
-def load_after_death(folder: Path) -> int | None:
-    training = Training(folder, 2, "adamw", seed=3)
-    found = training.checkpoints.load()
-    reference = Training(folder / "unused", 3, "adamw")
-    reference.run(found or 0)
-    assert training.loader.position == found
-    train(training.model, training.optimizer, 1)
-    training.checkpoints.save(7).wait()
-    assert not [path for path in folder.glob("step-*") if "tmp" in path.name]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("rank", "call", "count", "found"),
-    [(1, "fsync", 1, 1), (0, "fsync", 3, 1), (0, "rename", 2, 1), (0, "rename", 3, 2)],
-    ids=["own file", "metadata", "before the rename", "before the deletion"],
-)
-def test_a_kill_in_a_save_leaves_a_good_one(
-    rank: int, call: str, count: int, found: int, tmp_path: Path
-) -> None:
-    outcomes = run_to_end(die_while_saving, 2, tmp_path, rank, call, count, group_timeout=5.0)
-    assert outcomes[rank].error is not None
-    assert run_ranks(load_after_death, 1, tmp_path) == [found]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,33 @@ def refuse(folder: Path) -> None:
 
 def test_what_does_not_fit_is_an_error_on_every_rank(tmp_path: Path) -> None:
     run_ranks(refuse, 2, tmp_path)
+
+
+def flip_bits(folder: Path) -> None:
+    model = make(3)
+    zerocore.save_safetensors(model, folder, max_file_size="1KB")
+    paths = sorted(folder.glob("*.safetensors"))
+    other = make(3, 1)
+    before = zerocore.full_state_dict(other, rank0_only=False)
+    choose = random.Random(5)
+    for index in range(200):
+        path = paths[index % len(paths)]
+        good = path.read_bytes()
+        data = bytearray(good)
+        data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.write_bytes(bytes(data))
+        dist.barrier()
+        with pytest.raises((ValueError, RuntimeError), match=path.name):
+            zerocore.load_safetensors(other, folder)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.write_bytes(good)
+        dist.barrier()
+    assert_same(zerocore.full_state_dict(other, rank0_only=False), before)
+    zerocore.load_safetensors(other, folder)
+
+
+def test_flipped_bits_are_all_found(tmp_path: Path) -> None:
+    run_ranks(flip_bits, 2, tmp_path, timeout=120.0)

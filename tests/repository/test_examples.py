@@ -153,6 +153,37 @@ def test_fine_tuning_all_weights_then_adapters(tmp_path: Path) -> None:
     assert min(adapted["held_out"]) < adapted["held_out"][0] - 0.01
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_a_killed_run_is_resumed(tmp_path: Path) -> None:
+    """Its losses are those of a run that was not killed, bit for bit."""
+    folder, path = tmp_path / "checkpoints", tmp_path / "run.json"
+    script = EXAMPLES / "train_gpt.py"
+    options = [
+        "--ranks=2",
+        "--device=cpu",
+        "--steps=6",
+        "--minutes=20",
+        "--save-every=2",
+        f"--json={path}",
+    ]
+    command = [sys.executable, str(script), *options, f"--checkpoint={folder}"]
+    with subprocess.Popen(command, env=rank_environment(), stdout=subprocess.DEVNULL) as parent:
+        try:
+            wait_until(lambda: any(folder.glob("step-????????")), 200)
+        finally:
+            parent.kill()
+    assert not path.exists()
+    resumed = run_python(*command[1:], "--resume", timeout=300)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resumed at step: " in resumed.stdout and "step: None" not in resumed.stdout
+    losses = json.loads(path.read_text())["losses"]
+    whole = run_python(script, *options, timeout=300)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert losses == json.loads(path.read_text())["losses"]
+
+
 def test_adapters_without_peft(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

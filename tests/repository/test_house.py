@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 400
 MAX_FUNCTION_LINES = 40
 # A layer sees itself and those of a lower rank; kernels and runtime do not see each other.
-RANKS = {"common": 0, "plan": 1, "kernels": 2, "runtime": 2, "engine": 3, "bindings": 4}
+RANKS = {"common": 0, "io": 1, "plan": 1, "kernels": 2, "runtime": 2, "engine": 3, "bindings": 4}
 ANY_TORCH = r"(torch|ATen|c10|caffe2)/(?!util/Exception\.h$)"
 # (headers, files that may include them; paths from csrc/)
 RESERVED = [

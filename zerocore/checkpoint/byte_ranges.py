@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerocore.checkpoint import files
+
 _PIECE_NUMEL = 1 << 20  # what is cast, or copied from another device, at a time
 
 
@@ -32,14 +34,13 @@ def read_into(file: int, offset: int, dtype: torch.dtype, values: Tensor) -> Non
         piece.copy_(buffer)
 
 
-def write_from(file: int, offset: int, dtype: torch.dtype, values: Tensor) -> None:
-    """Writes ``values`` (plain, 1-D, contiguous) as ``dtype`` from byte ``offset`` on."""
+def write_from(file: int, offset: int, dtype: torch.dtype, values: Tensor) -> int:
+    """Writes ``values`` (plain, 1-D, contiguous) as ``dtype``; returns the CRC-32 of the bytes."""
+    crc = 0
     for begin, piece in _pieces(values):
-        data = _bytes_of(piece.to("cpu", dtype).contiguous())
-        place = offset + begin * dtype.itemsize
-        while data:
-            count = os.pwrite(file, data, place)
-            data, place = data[count:], place + count
+        data = piece.to("cpu", dtype).contiguous()
+        crc = files.write(file, offset + begin * dtype.itemsize, data, crc)
+    return crc
 
 
 def _pieces(values: Tensor) -> Iterator[tuple[int, Tensor]]:

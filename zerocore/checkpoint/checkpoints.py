@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
-import shutil
-import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerocore.checkpoint.commit import fsync_file, fsync_folder, fsync_tree, on_all_ranks, same_id
-from zerocore.checkpoint.snapshot import snapshot
-from zerocore.common.agreement import is_simulated
+from zerocore.checkpoint import files
+from zerocore.checkpoint.commit import on_all_ranks, same_id
+from zerocore.checkpoint.snapshot import StreamedCopy
+from zerocore.common.agreement import agree, is_simulated
+from zerocore.common.quantities import parse_nbytes
 from zerocore.model.state import ShardState, state_of
+from zerocore.planning.checkpoint_bytes import MEMORY_BUDGET
 from zerocore.tensor.place import Placed
 
+if TYPE_CHECKING:
+    from zerocore.checkpoint.saving import Save
+
 _NAME = re.compile(r"step-(\d{8,})")
+_MIN_BUDGET = 16 << 20  # two parts, so that one is copied while another is written
 
 
 class PendingSave:
@@ -30,39 +37,35 @@ class PendingSave:
 
     Attributes:
         step: what is saved.
-        stall_seconds: how long ``save`` kept the training waiting.
+        stall_seconds: how long training has waited for it so far: in ``save``, and in the optimizer
+            step that found it still reading.
+        held_nbytes: bytes that its copies have taken at most at a time on this rank.
     """
 
-    def __init__(self, step: int, write: Callable[[], None], background: bool) -> None:
+    def __init__(self, step: int, written: Future[None], copy: StreamedCopy | None = None) -> None:
         self.step = step
         self.stall_seconds = 0.0
-        self._error: BaseException | None = None
-        self._write = write
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}")
-        if background:
-            self._thread.start()
-        else:
-            self._run()
+        self._written, self._copy = written, copy
 
-    def _run(self) -> None:
-        try:
-            self._write()
-        except BaseException as error:
-            self._error = error
-        finally:
-            del self._write  # and with it the copy of the state
+    @property
+    def held_nbytes(self) -> int:
+        return 0 if self._copy is None else self._copy.peak_nbytes
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._written.done()
+
+    def wait_read(self) -> None:
+        """Returns when weights and optimizer states may change; they are on disk later."""
+        if self._copy is not None:
+            began = time.perf_counter()
+            self._copy.wait_read()
+            self.stall_seconds += time.perf_counter() - began
 
     def wait(self) -> None:
         """Returns when the checkpoint is on disk under its name; raises what went wrong."""
-        if self._thread.ident is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._written.result()
 
 
 class Checkpoints:
@@ -78,8 +81,11 @@ class Checkpoints:
         model: sharded.
         optimizer: of its parameters; None saves none.
         keep: how many checkpoints stay; older ones are deleted after a save. None keeps all.
-        background: ``save`` copies the state and returns; a thread writes it. Takes the memory of
-            the copy, on the CPU.
+        background: ``save`` returns at once; threads copy the state and write it. The next step of
+            the optimizer waits until all is copied.
+        memory_budget: bytes of CPU memory that the copies may take at a time. Where the state is
+            larger, the next step also waits until what exceeds it is written. 2 GiB by default,
+            at least 16 MiB.
         verify: before loading, compare the checksums of all files.
         rng: save and load the random streams of each rank. With another number of ranks each rank
             begins a new stream, which a warning says.
@@ -88,7 +94,7 @@ class Checkpoints:
             number of ranks all load the first one's.
 
     Raises:
-        ValueError: the model is not sharded, or ``keep`` is below 1.
+        ValueError: the model is not sharded, ``keep`` is below 1, or the budget too small.
         TypeError: one of ``stateful`` has no ``state_dict`` and ``load_state_dict``.
         RuntimeError: this process was forked from the one that sharded the model.
     """
@@ -101,12 +107,17 @@ class Checkpoints:
         *,
         keep: int | None = 3,
         background: bool = True,
+        memory_budget: str | int = MEMORY_BUDGET,
         verify: bool = True,
         rng: bool = True,
         **stateful: Any,
     ) -> None:
+        import_module("zerocore.checkpoint.saving")  # takes a second: not while training waits
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
+        self._budget = parse_nbytes(memory_budget, "memory_budget")
+        if self._budget < _MIN_BUDGET:
+            raise ValueError(f"memory_budget must be 16 MiB or more, got {memory_budget!r}")
         for name, value in stateful.items():
             if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
                 raise TypeError(
@@ -119,6 +130,8 @@ class Checkpoints:
         self._state = state_of(model)
         self._group = _own_group(self._state)
         self._pending: PendingSave | None = None
+        # Kept: to start a thread is to wait for it, up to 5 ms while others hold the interpreter.
+        self._threads = ThreadPoolExecutor(2, "checkpoint")
 
     def steps(self) -> list[int]:
         """Steps of which there is a complete checkpoint, in order."""
@@ -133,6 +146,8 @@ class Checkpoints:
         """Returns when the last save is on disk; raises what went wrong in it."""
         pending, self._pending = self._pending, None
         if pending is not None:
+            if pending.wait_read in self._state.readers:
+                self._state.readers.remove(pending.wait_read)
             pending.wait()
 
     def save(self, step: int) -> PendingSave:
@@ -147,22 +162,42 @@ class Checkpoints:
         final = self._path(step)
         temporary = final.with_name(f"{final.name}.tmp-{same_id(self._state.ranks.groups)}")
 
-        def prepare() -> None:
-            if final.exists():
-                raise FileExistsError(f"{final} exists; checkpoints are never overwritten")
-            if self._state.rank == 0:
-                self._delete_remains()
-                temporary.mkdir(parents=True)
+        error: Exception | None = None
+        try:
+            save = self._prepare(step, temporary, final)
+            facts = [save.saved.digest()]
+        except Exception as caught:
+            error, facts = caught, []
+        agree(self._state.ranks.groups, error, facts, self._state.device)
+        pending = self._start(step, save)
+        self._pending = pending
+        pending.stall_seconds += time.perf_counter() - began
+        return pending
 
-        on_all_ranks(self._state, prepare)
-        state, own = self._collect(step)
+    def _start(self, step: int, save: Save) -> PendingSave:
+        if not self._background:
+            written: Future[None] = Future()
+            parts = (part.to("cpu") for part in save.saved.parts())
+            try:
+                save.write(parts, self._delete_old)
+            except Exception as error:
+                written.set_exception(error)
+            else:
+                written.set_result(None)
+            return PendingSave(step, written)
+        copy = StreamedCopy(
+            save.saved.parts(), self._budget, self._state.device, save.saved.watch_changes()
+        )
+        self._threads.submit(copy.run)
+        pending = PendingSave(step, self._threads.submit(self._write, save, copy), copy)
+        self._state.readers.append(pending.wait_read)
+        return pending
 
-        def write() -> None:
-            self._write(temporary, final, state, own)
-
-        self._pending = PendingSave(step, write, self._background)
-        self._pending.stall_seconds = time.perf_counter() - began
-        return self._pending
+    def _write(self, save: Save, copy: StreamedCopy) -> None:
+        try:
+            save.write(copy, self._delete_old)
+        finally:
+            copy.close()  # or the next step would wait for ever for a save that has failed
 
     def load(self, step: int | None = None) -> int | None:
         """Loads the newest checkpoint, or that of ``step``.
@@ -192,13 +227,18 @@ class Checkpoints:
             raise ValueError(f"step must be a whole number, 0 or more, got {step!r}")
         return self.folder / f"step-{step:08}"
 
-    def _collect(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _prepare(self, step: int, temporary: Path, final: Path) -> Save:
+        from zerocore.checkpoint.saved_state import saved_state
+        from zerocore.checkpoint.saving import Save
         from zerocore.checkpoint.training_state import random_state, training_state
 
-        state = training_state(self._model, self._optimizer)
-        buffers = {key: v for key, v in state["model"].items() if not isinstance(v, Placed)}
-        if self._state.rank > 0:  # those of the first rank, for all numbers of ranks
-            state["model"] = {k: v for k, v in state["model"].items() if k not in buffers}
+        if final.exists():
+            raise FileExistsError(f"{final} exists; checkpoints are never overwritten")
+        if self._state.rank == 0:
+            self._delete_remains()
+            files.make_folder(temporary)
+        nested = training_state(self._model, self._optimizer)
+        buffers = {k: v for k, v in nested["model"].items() if not isinstance(v, Placed)}
         own = {
             "step": step,
             "buffers": {key: v for key, v in buffers.items() if isinstance(v, Tensor)},
@@ -206,63 +246,25 @@ class Checkpoints:
             "stateful": {name: value.state_dict() for name, value in self._stateful.items()},
             "rng": random_state() if self._rng else None,
         }
-        return (snapshot(state), snapshot(own)) if self._background else (state, own)
-
-    def _write(
-        self, temporary: Path, final: Path, state: dict[str, Any], own: dict[str, Any]
-    ) -> None:
-        from zerocore.checkpoint.torch_files import save_tensors
-        from zerocore.checkpoint.verify import check_files, read_metadata
-
-        def write_own() -> None:
-            path = temporary / f"rank-{self._state.rank}.pt"
-            torch.save(own, path)
-            fsync_file(path)
-
-        self._together(write_own)
-        save_tensors(state, temporary, self._group)
-
-        def commit() -> None:
-            if self._state.rank == 0:
-                check_files(temporary, read_metadata(temporary))
-                fsync_tree(temporary)
-                os.rename(temporary, final)
-                fsync_folder(self.folder)
-                self._delete_old()
-
-        self._together(commit)
-
-    def _together(self, action: Callable[[], None]) -> None:
-        """As ``on_all_ranks``, in the group of the writing threads."""
-        error: Exception | None = None
-        try:
-            action()
-        except Exception as caught:
-            error = caught
-        messages = [None if error is None else f"{type(error).__name__}: {error}"]
-        if self._group is not None:
-            messages = [None] * self._group.size()
-            own = None if error is None else f"{type(error).__name__}: {error}"
-            dist.all_gather_object(messages, own, group=self._group)
-        if error is not None:
-            raise error
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise RuntimeError(f"rank {rank} failed: {message}")
+        written = io.BytesIO()
+        torch.save(own, written)
+        saved = saved_state(self._state, nested, copy=self._background)
+        return Save(temporary, final, saved, written.getvalue(), self._group)
 
     def _delete_old(self) -> None:
         for step in self.steps()[: -self._keep] if self._keep is not None else []:
             path = self._path(step)
             doomed = path.with_name(f"{path.name}.deleted")
-            os.rename(path, doomed)  # half of it must not look like a checkpoint
-            shutil.rmtree(doomed)
+            files.rename(path, doomed)  # half of it must not look like a checkpoint
+            files.flush_folder(self.folder)
+            files.delete_folder(doomed)
 
     def _delete_remains(self) -> None:
         """What saves and deletions left that did not come to their end."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for pattern in ("step-*.tmp-*", "step-*.deleted"):
             for path in self.folder.glob(pattern):
-                shutil.rmtree(path)
+                files.delete_folder(path)
 
     def _load(self, folder: Path) -> None:
         from zerocore.checkpoint.loading import (
@@ -281,9 +283,7 @@ class Checkpoints:
                 raise ValueError(f"{folder} has no state of {missing}")
 
         on_all_ranks(self._state, check)
-        load_training_state(
-            folder, self._state, self._model, self._optimizer, self._group, self._verify
-        )
+        load_training_state(folder, self._state, self._model, self._optimizer, self._verify)
         for name, value in self._stateful.items():
             value.load_state_dict(own["stateful"][name])
         if own["world_size"] == self._state.world_size:  # each rank its own, as it was

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,21 +82,29 @@ def _progress() -> Progress:
 @app.command()
 def verify(folder: _Folder) -> None:
     """Compare the size of every file and the checksum of every byte; exit 1 if one is damaged."""
+    from zerocore.checkpoint import safetensors_files
+    from zerocore.checkpoint.checksums import read_sums
     from zerocore.checkpoint.safetensors_files import read_folder
     from zerocore.checkpoint.verify import check_files, check_sums, read_metadata
 
     with _named_errors(), _progress() as progress:
         for path in _checkpoints(folder):
             if not (path / ".metadata").exists():
-                count = len(read_folder(path))  # which have sizes, but no checksums
-                typer.echo(f"{path}: {count} tensors, sizes are right")
+                entries = read_folder(path).values()
+                safetensors_files.check_sums(entries)
+                count = sum(entry.crc is not None for entry in entries)
+                typer.echo(
+                    f"{path}: {len(entries)} tensors, sizes are right, and {count} checksums"
+                )
                 continue
-            files = check_files(path, read_metadata(path))
+            files, sums = check_files(path, read_metadata(path)), read_sums(path)
             sizes = {name: (path / name).stat().st_size for name in files}
             task = progress.add_task(path.name, total=sum(sizes.values()))
             for name, items in files.items():
-                check_sums(path, name, items)
-                progress.advance(task, sizes[name])
+                check_sums(path, name, items, partial(progress.advance, task))
+            if sums is not None:
+                for name in sums.wholes:
+                    sums.check_whole(path, name)
             typer.echo(f"{path}: {len(files)} files are good")
 
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from zerocore.common.agreement import agree
+from zerocore.common.agreement import agree, is_simulated
 from zerocore.model.state import ShardState
 
 
@@ -38,6 +39,18 @@ def same_id(groups: Sequence[dist.ProcessGroup]) -> str:
     for group in reversed(groups):
         dist.broadcast_object_list(ids, group=group, group_src=0)
     return ids[0]
+
+
+def gathered(state: ShardState, value: Any) -> list[Any]:
+    """The small picklable value of each rank. Collective."""
+    values = [value]
+    with torch.cuda.device(state.device.index if state.device.type == "cuda" else -1):
+        for group in state.ranks.groups:
+            if not is_simulated(group):
+                found: list[Any] = [None] * group.size()
+                dist.all_gather_object(found, values, group=group)
+                values = [each for part in found for each in part]
+    return values
 
 
 def fsync_folder(folder: Path) -> None:

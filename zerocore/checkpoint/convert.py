@@ -93,7 +93,7 @@ def _of_checkpoint(path: Path) -> Weights:
     def read(name: str) -> Tensor:
         dtype, shape = facts[name]
         state = {prefix + name: torch.empty(shape, dtype=dtype)}
-        load_tensors(state, path, None)
+        load_tensors(state, path)
         return state[prefix + name]
 
     return Weights("dcp", facts, read)
@@ -171,9 +171,12 @@ def _write_safetensors(source: Weights, target: Path, read: Callable[[str], Tens
         with open(target / plan.name, "wb", buffering=0) as file:
             file.write(plan.header)
             file.truncate(plan.nbytes)
+            sums = {}
             for name, entry in plan.entries.items():
                 values = read(name).contiguous().view(-1)
-                write_from(file.fileno(), entry.begin, entry.dtype, values)
+                sums[name] = write_from(file.fileno(), entry.begin, entry.dtype, values)
+            file.seek(0)
+            file.write(plan.header_with(sums))
     if len(plans) > 1:
         (target / INDEX_NAME).write_text(index_text(plans))
     fsync_tree(target)

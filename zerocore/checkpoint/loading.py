@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
+from zerocore.checkpoint.checksums import read_sums
 from zerocore.checkpoint.commit import on_all_ranks
+from zerocore.checkpoint.saving import own_name
 from zerocore.checkpoint.torch_files import load_tensors
 from zerocore.checkpoint.training_state import (
     check_model,
@@ -33,7 +34,6 @@ def load_training_state(
     state: ShardState,
     model: nn.Module,
     optimizer: Optimizer | None,
-    group: dist.ProcessGroup | None,
     checksums: bool,
 ) -> None:
     """Loads model and optimizer. Collective.
@@ -42,23 +42,28 @@ def load_training_state(
         ValueError: what does not fit or is damaged, by file and key, before anything is changed.
     """
     own: dict[str, Any] = {}
+    found: list[Metadata] = []
 
     def check() -> None:
-        metadata = read_metadata(folder)
-        check_files(folder, metadata)
+        found.append(read_metadata(folder))
+        check_files(folder, found[0])
         own.update(training_state(model, None))
-        check_model(own, metadata, folder)
+        check_model(own, found[0], folder)
+
+    def check_optimizer() -> None:
         if optimizer is not None:
-            groups = read_groups(folder, metadata)
-            own["optim"] = fit_optimizer(model, optimizer, groups, metadata, folder)
+            groups = read_groups(folder, found[0])
+            own["optim"] = fit_optimizer(model, optimizer, groups, found[0], folder)
 
     on_all_ranks(state, check)
     if checksums:
-        on_all_ranks(state, lambda: verify(folder, state.rank, state.world_size))
+        on_all_ranks(state, lambda: verify(folder, found[0], state.rank, state.world_size))
+    on_all_ranks(state, check_optimizer)
     tensors = {"model": own["model"]}
     if optimizer is not None:
         tensors["optim"] = {"state": own["optim"]["state"]}
-    load_tensors(tensors, folder, group)
+    state.finish_reads()
+    on_all_ranks(state, lambda: load_tensors(tensors, folder))
     model.load_state_dict(tensors["model"])
     if optimizer is not None:
         load_optimizer(model, optimizer, own["optim"])
@@ -72,21 +77,30 @@ def read_groups(folder: Path, metadata: Metadata) -> list[dict[str, Any]]:
         if path[:2] == ("optim", "param_groups"):
             groups.extend({} for _ in range(path[2] + 1 - len(groups)))
             info = stored[key]
-            with open(folder / info.relative_path, "rb") as file:
-                file.seek(info.offset)
-                value = torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
-            groups[path[2]][path[3]] = value
+            groups[path[2]][path[3]] = _read_value(folder / info.relative_path, key, info)
     if not groups:
         raise ValueError(f"{folder} holds no optimizer's state")
     return groups
 
 
+def _read_value(path: Path, key: str, info: Any) -> Any:
+    with open(path, "rb") as file:
+        file.seek(info.offset)
+        data = file.read(info.length)
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:  # a damaged file fails in many ways
+        raise ValueError(f"{path}: '{key}' cannot be read: {error}") from error
+
+
 def read_own(folder: Path, rank: int) -> dict[str, Any]:
     """What one rank saved for itself; of the first one if there was no such rank."""
-    path = folder / f"rank-{rank}.pt"
+    path = folder / own_name(rank)
     try:
-        path = path if path.exists() else folder / "rank-0.pt"
-        own: dict[str, Any] = torch.load(path, weights_only=True)
+        path = path if path.exists() else folder / own_name(0)
+        sums = read_sums(folder)
+        data = path.read_bytes() if sums is None else sums.check_whole(folder, path.name)
+        own: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return own

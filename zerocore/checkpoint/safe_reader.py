@@ -1,18 +1,24 @@
-"""Reads files of ``torch.distributed.checkpoint`` without running code that they might hold.
+"""Reads files of ``torch.distributed.checkpoint``: of tensors those bytes that are needed.
 
-Their metadata and their plain values are pickles. Here only what such a checkpoint needs is made
-of them; anything else is an error.
+Their metadata and their plain values are pickles, which could run code. Here only what such a
+checkpoint needs is made of them; anything else is an error.
 """
 
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from zerocore.checkpoint.chunk_reads import locate, read_box
 
 _PACKAGE = "torch.distributed.checkpoint."
 _ALLOWED = frozenset(
@@ -55,7 +61,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """As ``FileSystemReader``, with metadata of known types only."""
+    """As ``FileSystemReader``, with metadata of known types only, and chunks read in part."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Raises ValueError if the file is broken or holds anything else."""
@@ -68,6 +74,43 @@ class SafeReader(FileSystemReader):
         if getattr(metadata, "storage_meta", None) is not None:
             metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Raises OSError or ValueError that names file and key."""
+        by_file: dict[str, list[ReadItem]] = {}
+        rest: list[ReadItem] = []
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            if item.type == LoadItemType.BYTE_IO or info.transform_descriptors:
+                rest.append(item)
+            else:
+                by_file.setdefault(info.relative_path, []).append(item)
+        for name, items in by_file.items():
+            rest += self._read_tensors(Path(self.path) / name, items, planner)
+        done: Future[None] = super().read_data(replace(plan, items=rest), planner)
+        return done
+
+    def _read_tensors(
+        self, path: Path, items: list[ReadItem], planner: LoadPlanner
+    ) -> list[ReadItem]:
+        """Reads what it can; returns the items that torch has to read."""
+        left, chunks = [], {}
+        with open(path, "rb", buffering=0) as file:
+            for item in sorted(items, key=lambda i: self.storage_data[i.storage_index].offset):
+                info = self.storage_data[item.storage_index]
+                if info.offset not in chunks:
+                    chunks[info.offset] = locate(file.fileno(), info.offset, info.length)
+                chunk = chunks[info.offset]
+                if chunk is None:
+                    left.append(item)
+                    continue
+                target = planner.resolve_tensor(item).detach()
+                try:
+                    read_box(file.fileno(), chunk, item.storage_offsets, item.lengths, target)
+                except (OSError, RuntimeError) as error:
+                    raise OSError(f"{path}: '{item.storage_index.fqn}': {error}") from error
+                planner.commit_tensor(item, target)
+        return left
 
 
 class SafePlanner(DefaultLoadPlanner):

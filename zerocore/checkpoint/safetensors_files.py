@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from zerocore._C import crc32_at
+from zerocore.checkpoint.safetensors_sums import filled, is_marked, placeholder, sums_of
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_NBYTES = 100_000_000  # what safetensors itself reads
@@ -26,13 +29,15 @@ DTYPE_OF: dict[str, torch.dtype] = {name: dtype for dtype, name in NAME_OF.items
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: C-contiguous, its bytes at ``begin:end`` of the file."""
+    """A tensor in a file: C-contiguous, its bytes at ``begin:end``, their checksum if known."""
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
     end: int
+    crc: int | None = None
+    name: str = ""
 
 
 def read_folder(folder: str | os.PathLike[str]) -> dict[str, Entry]:
@@ -69,7 +74,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of one file; none of their bytes are read.
 
     Raises:
-        ValueError: the file is no safetensors file or is truncated.
+        ValueError: the file is no safetensors file, is truncated, or its header has changed.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -77,9 +82,15 @@ def read_header(path: Path) -> dict[str, Entry]:
         if size < 8 or length > min(size - 8, _MAX_HEADER_NBYTES):
             raise ValueError(f"{path} is no safetensors file: its header would have {length} bytes")
         try:
-            header: dict[str, Any] = json.loads(file.read(length))
-            header.pop("__metadata__", None)
+            text = file.read(length)
+            header: dict[str, Any] = json.loads(text)
+            metadata = header.pop("__metadata__", {})
             entries = {name: _entry(path, 8 + length, facts) for name, facts in header.items()}
+            if is_marked(metadata):
+                sums = sums_of(length.to_bytes(8, "little") + text, metadata, entries)
+                entries = {
+                    name: replace(e, crc=sums[name], name=name) for name, e in entries.items()
+                }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} has no safetensors header: {error!r}") from error
     for name, entry in entries.items():
@@ -105,6 +116,10 @@ class FilePlan:
     header: bytes
     entries: dict[str, Entry]
     nbytes: int
+
+    def header_with(self, sums: Mapping[str, int]) -> bytes:
+        """The header with the checksum of each tensor; as long as without."""
+        return filled(self.header, sums)
 
 
 def plan_files(
@@ -140,7 +155,7 @@ def _plan_file(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     metadata: Mapping[str, str],
 ) -> FilePlan:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {"__metadata__": {**metadata, **placeholder(len(tensors))}}
     end = 0
     # The widest first, so that each begins on a multiple of its own size.
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
@@ -159,3 +174,25 @@ def index_text(files: Sequence[FilePlan]) -> str:
     weight_map = {name: file.name for file in files for name in file.entries}
     total = sum(entry.end - entry.begin for file in files for entry in file.entries.values())
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+
+
+def check_sums(entries: Iterable[Entry], part: int = 0, parts: int = 1) -> None:
+    """Compares the checksums of the ``part``-th of ``parts`` equal parts of the bytes, if known.
+
+    Raises:
+        ValueError: bytes have changed; names file and key.
+    """
+    known = [entry for entry in entries if entry.crc is not None]
+    total, done = sum(entry.end - entry.begin for entry in known), 0
+    for entry in known:
+        is_own = total * part <= done * parts < total * (part + 1)
+        done += entry.end - entry.begin
+        if not is_own:
+            continue
+        with open(entry.file, "rb", buffering=0) as file:
+            crc = crc32_at(file.fileno(), entry.begin, entry.end - entry.begin)
+        if crc != entry.crc:
+            raise ValueError(
+                f"{entry.file} is damaged: the checksum of '{entry.name}' is another one than when "
+                "it was written"
+            )

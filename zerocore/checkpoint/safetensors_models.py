@@ -10,13 +10,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from zerocore._C import crc32_joined
 from zerocore.checkpoint.byte_ranges import read_into, write_from
-from zerocore.checkpoint.commit import check_empty, fsync_folder, on_all_ranks, same_id, same_on_all
+from zerocore.checkpoint.commit import (
+    check_empty,
+    fsync_folder,
+    gathered,
+    on_all_ranks,
+    same_id,
+    same_on_all,
+)
 from zerocore.checkpoint.safetensors_files import (
     INDEX_NAME,
     NAME_OF,
     Entry,
     FilePlan,
+    check_sums,
     index_text,
     plan_files,
     read_folder,
@@ -29,6 +38,7 @@ from zerocore.tensor.place import local_of
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 Target = Param | Tensor  # a parameter, or a buffer
+Written = tuple[str, int, int, int]  # name, offset in the file, bytes, checksum
 
 
 def load_safetensors(
@@ -37,6 +47,7 @@ def load_safetensors(
     *,
     rename: Rename | None = None,
     strict: bool = True,
+    verify: bool = True,
 ) -> None:
     """Loads parameters and buffers from safetensors files; every rank reads its own bytes of them.
 
@@ -48,10 +59,11 @@ def load_safetensors(
         rename: what a name in the files is called in ``model.state_dict()``: a dict, of which
             missing names stay, or a function, which leaves out what it returns None for.
         strict: missing and unexpected names are errors.
+        verify: before loading, compare the checksums that :func:`save_safetensors` writes.
 
     Raises:
         ValueError: the model is not sharded; names, shapes or dtypes that do not fit, a truncated
-            file; on every rank, before anything is changed.
+            or damaged file; on every rank, before anything is changed.
         FileNotFoundError: as above, if there are no such files.
         RuntimeError: this process was forked from the one that sharded the model.
     """
@@ -68,6 +80,9 @@ def load_safetensors(
     on_all_ranks(state, check)
     same_on_all(state, [f"{name} at {e.begin} of {e.file.name}" for name, e in found.items()])
 
+    if verify:
+        on_all_ranks(state, lambda: check_sums(found.values(), state.rank, state.world_size))
+
     def load() -> None:
         done: set[int] = set()
         for name, entry in found.items():
@@ -76,6 +91,7 @@ def load_safetensors(
                 done.add(id(target))
                 _read_target(entry, target)
 
+    state.finish_reads()
     with torch.no_grad():
         on_all_ranks(state, load)
 
@@ -185,10 +201,13 @@ def save_safetensors(
             _create(temporary, files)
 
     on_all_ranks(state, prepare)
-    _write_all(state, temporary, files, targets)
+    written = _write_all(state, temporary, files, targets)
+    sums = _joined(gathered(state, written))
 
     def commit() -> None:
         if state.rank == 0:
+            for plan in files:
+                _fill_sums(temporary / plan.name, plan, sums)
             for name in [file.name for file in files] + [INDEX_NAME] * (len(files) > 1):
                 os.replace(temporary / name, path / name)
             temporary.rmdir()
@@ -238,7 +257,8 @@ def _create(folder: Path, files: list[FilePlan]) -> None:
 
 def _write_all(
     state: ShardState, folder: Path, files: list[FilePlan], targets: Mapping[str, Target]
-) -> None:
+) -> list[Written]:
+    written: list[Written] = []
     error: Exception | None = None
     with ExitStack() as stack, torch.no_grad():
         for plan in files:
@@ -251,12 +271,28 @@ def _write_all(
                 try:
                     if error is None and values.numel() > 0:
                         offset = entry.begin + begin * entry.dtype.itemsize
-                        write_from(file.fileno(), offset, entry.dtype, values)
+                        crc = write_from(file.fileno(), offset, entry.dtype, values)
+                        written.append((name, offset, values.numel() * entry.dtype.itemsize, crc))
                 except OSError as caught:
                     error = caught
             if error is None:
                 os.fsync(file.fileno())
     agree(state.ranks.groups, error, [], state.device)
+    return written
+
+
+def _joined(parts: list[list[Written]]) -> dict[str, int]:
+    """The checksum of each tensor, from those of its parts."""
+    sums: dict[str, int] = {}
+    for name, _, nbytes, crc in sorted(part for ranks in parts for part in ranks):
+        sums[name] = crc32_joined(sums.get(name, 0), crc, nbytes)
+    return sums
+
+
+def _fill_sums(path: Path, plan: FilePlan, sums: Mapping[str, int]) -> None:
+    with open(path, "r+b", buffering=0) as file:
+        file.write(plan.header_with({name: sums.get(name, 0) for name in plan.entries}))
+        os.fsync(file.fileno())
 
 
 def _own_part(state: ShardState, target: Target) -> tuple[Tensor, int]:

@@ -1,28 +1,108 @@
-"""Copies of a state that training goes on to change."""
+"""Copies of a state before training goes on to change it: read ahead, in little memory."""
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
-from typing import Any
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from zerocore.hooks.optimizer_states import as_shard
-from zerocore.tensor.place import Placed, local_of
 
+class StreamedCopy:
+    """Copies of tensors on the CPU, made by one thread ahead of another one, which takes them.
 
-@torch.no_grad()
-def snapshot(value: Any) -> Any:
-    """A copy on the CPU of nested dicts, lists and tuples; shards stay shards."""
-    if isinstance(value, Placed):
-        local = local_of(value).to("cpu", copy=True)
-        return as_shard(local, replace(value.place, group=None))
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: snapshot(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(snapshot(item) for item in value)
-    return copy.deepcopy(value)
+    Args:
+        parts: small plain tensors of one device, in the order in which they are taken; they must
+            not change until :meth:`wait_read` returns.
+        budget: bytes that copies take at most at a time; more than any one part.
+        device: of the parts.
+        check: called when all are read; raises if one has changed meanwhile.
+    """
+
+    def __init__(
+        self,
+        parts: Iterable[Tensor],
+        budget: int,
+        device: torch.device,
+        check: Callable[[], None],
+    ) -> None:
+        self._parts, self._budget, self._check = parts, budget, check
+        self._changed = threading.Condition()
+        self._copies: deque[Tensor] = deque()
+        self._held = 0
+        self._is_closed = False
+        self._error: BaseException | None = None
+        self._is_read = threading.Event()
+        self.peak_nbytes = 0
+        self._stream = None
+        if device.type == "cuda":  # beside what computes, but after what was ordered until now
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def wait_read(self) -> None:
+        """Returns when the tensors may change: all are copied, or nobody takes copies any more."""
+        self._is_read.wait()
+
+    def close(self) -> None:
+        """Says that nobody takes copies any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """The copies in order; each is let go when the next is asked for.
+
+        Raises:
+            Exception: what went wrong in reading, or that a tensor has changed before it was read.
+        """
+        while (part := self._next()) is not None:
+            yield part
+            with self._changed:
+                self._held -= part.nbytes
+                self._changed.notify_all()
+        if self._error is not None:
+            raise self._error
+
+    def _next(self) -> Tensor | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._copies or self._is_read.is_set())
+            return self._copies.popleft() if self._copies else None
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Makes the copies, in a thread of its own; raises nothing."""
+        try:
+            for part in self._parts:
+                if not self._reserve(part.nbytes):
+                    return
+                made = self._copied(part)
+                with self._changed:
+                    self._copies.append(made)
+                    self._changed.notify_all()
+            self._check()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._parts = ()
+            with self._changed:
+                self._is_read.set()
+                self._changed.notify_all()
+
+    def _reserve(self, nbytes: int) -> bool:
+        """Waits until the budget has room; False if nobody takes copies any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._held + nbytes <= self._budget)
+            self._held += nbytes
+            self.peak_nbytes = max(self.peak_nbytes, self._held)
+            return not self._is_closed
+
+    def _copied(self, part: Tensor) -> Tensor:
+        if self._stream is None:
+            return part.clone()
+        with torch.cuda.stream(self._stream):
+            made = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+            made.copy_(part, non_blocking=True)
+            self._stream.synchronize()
+        return made

@@ -1,6 +1,7 @@
-"""Whether the files of a checkpoint hold what its metadata says: sizes, and every byte's CRC-32.
+"""Whether the files of a checkpoint hold what its metadata says: sizes, and every byte's checksum.
 
-Each chunk is a zip file with a checksum, which ``torch.load`` does not compare.
+Each chunk is a zip file with a checksum, which ``torch.load`` does not compare. Those that zerocore
+writes have one of every bit, the frame's too.
 """
 
 from __future__ import annotations
@@ -9,13 +10,49 @@ import io
 import os
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from zerocore.checkpoint.checksums import NAME, Sums, read_sums
 from zerocore.checkpoint.safe_reader import SafeReader
+from zerocore.checkpoint.save_plan import FORMAT
+from zerocore.checkpoint.torch_chunks import is_intact
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One chunk of a tensor, or a plain value, in a file.
+
+    Attributes:
+        key: of the state.
+        offset, length: bytes in the file.
+        data_nbytes: of the tensor's memory, where zerocore framed it.
+        crc: of a plain value, where zerocore wrote it.
+    """
+
+    key: str
+    offset: int
+    length: int
+    data_nbytes: int | None = None
+    crc: int | None = None
+
+    def is_good(self, file: Any) -> bool:
+        """Whether the open file holds what was written."""
+        if self.data_nbytes is not None:
+            return is_intact(file.fileno(), self.offset, self.data_nbytes)
+        if self.crc is not None:
+            return crc32(os.pread(file.fileno(), self.length, self.offset)) == self.crc
+        try:
+            with zipfile.ZipFile(io.BufferedReader(_Part(file, self.offset, self.length))) as chunk:
+                return chunk.testzip() is None
+        except Exception:  # a zip that is not one any more fails in many ways
+            return False
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -27,29 +64,59 @@ def read_metadata(folder: Path) -> Metadata:
     """
     if not (folder / ".metadata").exists():
         raise FileNotFoundError(f"{folder} has no .metadata: no checkpoint, or an unfinished one")
-    return SafeReader(folder).read_metadata()
+    sums = read_sums(folder)
+    if sums is not None:
+        sums.check_whole(folder, ".metadata")
+    metadata = SafeReader(folder).read_metadata()
+    if sums is None and is_ours(metadata):
+        raise ValueError(f"{folder / NAME} is missing")
+    return metadata
 
 
-def check_files(folder: Path, metadata: Metadata) -> dict[str, list[tuple[str, int, int]]]:
-    """``(key, offset, length)`` of all that lies in each file.
+def is_ours(metadata: Metadata) -> bool:
+    """Whether zerocore wrote the files, of which it knows more than of torch's."""
+    save_id = getattr(metadata.storage_meta, "save_id", None)
+    return isinstance(save_id, str) and save_id.startswith(FORMAT)
+
+
+def check_files(folder: Path, metadata: Metadata) -> dict[str, list[Stored]]:
+    """What lies in each file.
 
     Raises:
-        ValueError: a chunk is nowhere, or a file is shorter than it should be; names file and key.
+        ValueError: a chunk is nowhere, or a file has not the size that it should have; names file
+            and key.
     """
-    parts: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
+    sums = read_sums(folder) if is_ours(metadata) else None
+    sizes = _data_sizes(metadata) if sums is not None else {}
+    parts: dict[str, list[Stored]] = defaultdict(list)
     for index, info in metadata.storage_data.items():
-        parts[info.relative_path].append((index.fqn, info.offset, info.length))
+        crc = None if sums is None else sums.values.get(index.fqn)
+        nbytes = sizes.get((index.fqn, index.offset))
+        parts[info.relative_path].append(Stored(index.fqn, info.offset, info.length, nbytes, crc))
     _check_counts(folder, metadata)
     for name, items in parts.items():
-        path = folder / name
-        size = path.stat().st_size if path.exists() else -1
-        for key, offset, length in items:
-            if offset + length > size:
-                found = "is missing" if size < 0 else f"has {size} bytes"
-                raise ValueError(
-                    f"{path} {found}, but '{key}' lies at bytes {offset}:{offset + length}"
-                )
+        _check_size(folder / name, items, sums)
     return dict(parts)
+
+
+def _data_sizes(metadata: Metadata) -> dict[tuple[str, Any], int]:
+    return {
+        (key, chunk.offsets): facts.properties.dtype.itemsize * prod(chunk.sizes)
+        for key, facts in metadata.state_dict_metadata.items()
+        if isinstance(facts, TensorStorageMetadata)
+        for chunk in facts.chunks
+    }
+
+
+def _check_size(path: Path, items: list[Stored], sums: Sums | None) -> None:
+    size = path.stat().st_size if path.exists() else -1
+    for item in items:
+        end = item.offset + item.length
+        if end > size:
+            found = "is missing" if size < 0 else f"has {size} bytes"
+            raise ValueError(f"{path} {found}, but '{item.key}' lies at bytes {item.offset}:{end}")
+    if sums is not None and sums.sizes.get(path.name) != size:
+        raise ValueError(f"{path} has {size} bytes, expected {sums.sizes.get(path.name)}")
 
 
 def _check_counts(folder: Path, metadata: Metadata) -> None:
@@ -90,37 +157,46 @@ class _Part(io.RawIOBase):
         return len(data)
 
 
-def damaged(folder: Path, name: str, items: list[tuple[str, int, int]]) -> Iterator[str]:
-    """The keys in one file whose bytes have changed since they were written."""
-    with open(folder / name, "rb") as file:
-        for key, offset, length in items:
-            try:
-                with zipfile.ZipFile(io.BufferedReader(_Part(file, offset, length))) as chunk:
-                    is_good = chunk.testzip() is None
-            except Exception:  # a zip that is not one any more fails in many ways
-                is_good = False
-            if not is_good:
-                yield key
-
-
-def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
-    """Compares the checksums of every ``parts``-th file of a checkpoint.
+def verify(folder: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> None:
+    """Compares the checksums of the ``part``-th of ``parts`` equal parts of a checkpoint's bytes.
 
     Raises:
         FileNotFoundError, ValueError: as above, or bytes have changed; names file and keys.
     """
-    found = sorted(check_files(folder, read_metadata(folder)).items())
-    for name, items in found[part::parts]:
-        check_sums(folder, name, items)
+    files = sorted(check_files(folder, metadata).items())
+    total = sum(item.length for _, items in files for item in items)
+    begin, end = total * part // parts, total * (part + 1) // parts
+    done = 0
+    for name, items in files:
+        chosen = []
+        for item in sorted(items, key=lambda item: item.offset):
+            if begin <= done < end:
+                chosen.append(item)
+            done += item.length
+        check_sums(folder, name, chosen)
+    sums = read_sums(folder)
+    if sums is not None and part == 0:
+        for name in sums.wholes:
+            sums.check_whole(folder, name)
 
 
-def check_sums(folder: Path, name: str, items: list[tuple[str, int, int]]) -> None:
-    """Compares the checksums of one file.
+def check_sums(
+    folder: Path,
+    name: str,
+    items: Iterable[Stored],
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Compares the checksums of what lies in one file; ``advance`` is told of bytes.
 
     Raises:
         ValueError: bytes have changed; names file and keys.
     """
-    keys = list(damaged(folder, name, items))
+    keys = []
+    with open(folder / name, "rb", buffering=0) as file:
+        for item in items:
+            if not item.is_good(file):
+                keys.append(item.key)
+            advance(item.length)
     if keys:
         raise ValueError(
             f"{folder / name} is damaged: the checksum of {', '.join(map(repr, keys[:5]))} "

@@ -124,6 +124,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     casts = getattr(optimizer, "casts_model_weights", False)
     for updated in _updates[optimizer][1]:
         if (state := updated.state_ref()) is not None:
+            state.finish_reads()
             state.engine.begin_update(updated.units, casts)
 
 

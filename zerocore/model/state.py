@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 from weakref import WeakSet
@@ -59,6 +60,8 @@ class ShardState:
     units: list[Unit] = field(default_factory=list)
     meters: Meters = field(init=False)
     shown_full: Counter[int] = field(default_factory=Counter)  # units inside of unsharded()
+    # Each returns when it does not read weights and optimizer states any more.
+    readers: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.meters = Meters(self.engine, self.device)
@@ -70,6 +73,11 @@ class ShardState:
     @property
     def rank(self) -> int:
         return self.ranks.rank
+
+    def finish_reads(self) -> None:
+        """Called before weights or optimizer states change."""
+        while self.readers:
+            self.readers.pop(0)()
 
     def params(self) -> list[Param]:
         """All parameters, in the order of the units."""

@@ -27,6 +27,7 @@ from zerocore.model.state import find_state
 from zerocore.model.units import UnitChoice, UnitPlanned, choose_units
 from zerocore.planning.activations import Activations, Loss, default_loss, measure
 from zerocore.planning.advice import advise
+from zerocore.planning.checkpoint_bytes import checkpoint_bytes
 from zerocore.planning.division import Division
 from zerocore.planning.exchange import exchanged_nbytes
 from zerocore.planning.huggingface import build_model, config_dtype, load_config, sample_inputs
@@ -232,6 +233,7 @@ def plan_stage(
         across_nbytes=_sent_nbytes([event for event in collectives if event.across]),
         num_collectives=len(collectives),
         timings=tuple(timings),
+        checkpoint=checkpoint_bytes(planner, division),
     )
 
 

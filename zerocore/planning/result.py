@@ -13,6 +13,7 @@ from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.common.quantities import format_flops, format_nbytes, format_seconds
 from zerocore.common.tables import render_table
 from zerocore.planning.activations import Activations
+from zerocore.planning.checkpoint_bytes import CheckpointBytes
 from zerocore.planning.step_time import Timing
 
 LITTLE_HEADROOM = 0.2
@@ -73,6 +74,7 @@ class StagePlan(MemoryBytes):
         across_nbytes: the part of them that goes to other replicas.
         num_collectives: collectives in a step.
         timings: predicted steps by link; none where activations were not measured.
+        checkpoint: bytes of a checkpoint, and of this rank's part of it.
     """
 
     stage: int
@@ -84,6 +86,7 @@ class StagePlan(MemoryBytes):
     across_nbytes: int
     num_collectives: int
     timings: tuple[Timing, ...]
+    checkpoint: CheckpointBytes
 
     @property
     def fits(self) -> bool:
@@ -138,6 +141,7 @@ class Plan:
             "sent a step": [stage.sent_nbytes for stage in stages],
             "of it, by the optimizer": [stage.exchanged_nbytes for stage in stages],
             "of it, between replicas": [stage.across_nbytes for stage in stages],
+            "its part of a checkpoint": [stage.checkpoint.own for stage in stages],
         }
         for name in ("main weights", "of it, by the optimizer", "of it, between replicas"):
             if not any(figures[name]):
@@ -179,6 +183,7 @@ class Plan:
             )
         if self.note:
             lines.append(self.note)
+        lines.append(_checkpoint_note(self.stages))
         lines.append(
             "predicted; without the CUDA context, NCCL's buffers and the allocator's rounding"
         )
@@ -203,6 +208,7 @@ class Plan:
         stages = []
         for stage in self.stages:
             entry = asdict(stage)
+            entry["checkpoint"]["host"] = stage.checkpoint.host
             entry["model_state"] = stage.model_state
             entry["fits"] = stage.fits
             entry["verdict"] = self.verdict(stage)
@@ -223,6 +229,15 @@ class Plan:
             "note": self.note,
             "advice": list(self.advice),
         }
+
+
+def _checkpoint_note(stages: Sequence[StagePlan]) -> str:
+    first, last = stages[0].checkpoint, stages[-1].checkpoint
+    return (
+        f"a checkpoint is {format_nbytes(last.total)}; a save in the background takes up to "
+        f"{format_nbytes(first.host)} of the host's memory at stage {stages[0].stage}, "
+        f"{format_nbytes(last.host)} at stage {stages[-1].stage}"
+    )
 
 
 def _timing_rows(timings: Sequence[Timing]) -> list[list[str]]:

@@ -1,0 +1,1 @@
+"""Saving and loading beside FSDP2 with torch.distributed.checkpoint, and beside the disk."""

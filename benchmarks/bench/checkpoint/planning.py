@@ -1,0 +1,73 @@
+"""How long a save of a large model is planned, for ranks that are not there."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterator
+
+import torch
+
+from bench.lib.systems import import_zerocore
+
+LAYERS, HIDDEN, INNER, KEY_VALUES, VOCABULARY = 80, 8192, 28672, 1024, 128256
+
+
+def _units() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Llama 70B: what each unit holds."""
+    yield [
+        ("model.embed_tokens.weight", (VOCABULARY, HIDDEN)),
+        ("lm_head.weight", (VOCABULARY, HIDDEN)),
+        ("model.norm.weight", (HIDDEN,)),
+    ]
+    for layer in range(LAYERS):
+        shapes: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (HIDDEN, HIDDEN),
+            "self_attn.k_proj": (KEY_VALUES, HIDDEN),
+            "self_attn.v_proj": (KEY_VALUES, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, HIDDEN),
+            "mlp.gate_proj": (INNER, HIDDEN),
+            "mlp.up_proj": (INNER, HIDDEN),
+            "mlp.down_proj": (HIDDEN, INNER),
+            "input_layernorm": (HIDDEN,),
+            "post_attention_layernorm": (HIDDEN,),
+        }
+        yield [(f"model.layers.{layer}.{name}.weight", shape) for name, shape in shapes.items()]
+
+
+def plan_seconds(world_size: int) -> dict[str, float]:
+    """Seconds until a rank can write, and of the first rank's metadata of all files.
+
+    "wait" is what training waits for: how all tensors are spread, and what one rank writes of them.
+    """
+    import_zerocore()
+    from zerocore._C import Layout, ParamSpec
+    from zerocore.checkpoint.save_plan import SavePlan, Spread
+    from zerocore.tensor.shares import owned_ranges
+
+    layouts = [
+        (unit, Layout.build([ParamSpec(n, list(s), 6, 4) for n, s in unit], world_size))
+        for unit in _units()
+    ]
+    began = time.process_time()
+    tensors = {}
+    for kind in ("model.{}", "optim.state.{}.exp_avg", "optim.state.{}.exp_avg_sq"):
+        for unit, layout in layouts:
+            for position, (name, shape) in enumerate(unit):
+                known = tensors.get(f"model.{name}")
+                spread = known[1] if known else Spread(shape, tuple(owned_ranges(layout, position)))
+                tensors[kind.format(name)] = (torch.float32, spread)
+    plan = SavePlan(tensors, world_size)
+    pieces = plan.pieces_of(world_size // 2)
+    ready = time.process_time()
+    metadata = plan.metadata({}, {}, "x")
+    built = time.process_time()
+    data = pickle.dumps(metadata)
+    return {
+        "wait": ready - began,
+        "metadata": built - ready,
+        "pickle": time.process_time() - built,
+        "pieces of a rank": len(pieces),
+        "pieces": len(metadata.storage_data),
+        "metadata bytes": len(data),
+    }

@@ -1,0 +1,150 @@
+"""Measures checkpoints of 2 ranks: saves and cold loads beside FSDP2 and the disk, stalls, bytes.
+
+Usage: python benchmarks/checkpoint.py
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import typer
+from rich.progress import track
+
+from bench.checkpoint.cell import OWN, PEER, RAW, CheckpointCell, Figures, load_elsewhere, measure
+from bench.checkpoint.planning import plan_seconds
+from bench.lib.ranks import run_on_ranks
+from bench.lib.results import write_results
+from bench.lib.systems import is_installed
+from bench.lib.tables import Table, make_console
+from bench.lib.timing import ratio
+
+WORLD_SIZE = 2
+LIMIT_S = 1500.0
+RATE_GOAL, PEER_GOAL, BYTES_GOAL, STALL_GOAL_MS, PLAN_GOAL_S = 0.9, 0.6, 1.01, 20.0, 2.0
+NOTES = (
+    "Weights and both moments of AdamW in fp32, all ranks together; seconds until all ranks have "
+    "ended, medians over rounds in which all take their turn. Ratios are medians of ratios in the "
+    "same round.",
+    "Every save ends with fsync of all files. zerocore also flushes and renames folders, and "
+    "compares all checksums before it loads; torch does neither.",
+    "Cold: before each load the pages of the files are dropped from the page cache, by "
+    "posix_fadvise(DONTNEED). A disk of a virtual machine may have a cache of its own.",
+    "The disk alone: each rank writes and reads its share in one file, 1 MiB at a time.",
+)
+
+
+def rates_table(cell: CheckpointCell, figures: Figures) -> Table:
+    """Saves and loads, beside the disk and the peer."""
+    columns = ["what", "system", "s", "MB/s", "of the disk's rate", "of the time of FSDP2 + DCP"]
+    table = Table(f"{WORLD_SIZE} ranks, {cell.nbytes / 1e6:.0f} MB", columns, notes=list(NOTES))
+    for what in ("save", "cold load"):
+        for name in (RAW, OWN, PEER):
+            key = f"{name}: {what}"
+            seconds = median(figures.seconds[key])
+            shares = [
+                f"{ratio(figures.seconds, f'{RAW}: {what}', key):.2f}",
+                f"{ratio(figures.seconds, key, f'{PEER}: {what}'):.2f}",
+            ]
+            table.add(what, name, f"{seconds:.2f}", f"{cell.nbytes / seconds / 1e6:.0f}", *shares)
+        table.add(what, "wanted of zerocore", "", "", f">= {RATE_GOAL}", f"<= {PEER_GOAL}")
+    if not is_installed("deepspeed"):
+        table.notes.append("DeepSpeed is not installed.")
+    return table
+
+
+def background_table(cell: CheckpointCell, ranks: list[Figures]) -> Table:
+    """How long training waits for background saves, and the memory that they take."""
+    table = Table("background saves", ["of a rank", "found", "wanted"])
+    own_gb = cell.nbytes / WORLD_SIZE / 1e9
+    budget = max(cell.nbytes // 4, 16 << 20)
+    for key in ("stall in save", "stall in all"):
+        worst = max(median(figures.seconds[key]) for figures in ranks) * 1e3
+        table.add(f"{key}, ms", f"{worst:.1f}", "")
+        table.add(f"{key}, ms per GB of the rank", f"{worst / own_gb:.1f}", f"<= {STALL_GOAL_MS}")
+    held = max(figures.nbytes["held"] for figures in ranks)
+    table.add("copies held at a time, MB", f"{held / 1e6:.0f}", f"<= {budget / 1e6:.0f}")
+    table.add("a step without a save, ms", f"{median(ranks[0].seconds['step']) * 1e3:.0f}", "")
+    table.notes.append(
+        "In all: also what the optimizer's step waits that follows a save at once; the forward and "
+        "backward between them is the time in which the copies are made."
+    )
+    return table
+
+
+def bytes_table(cell: CheckpointCell, found: dict[str, list[dict[str, int]]]) -> Table:
+    """What is read where another number of ranks loads."""
+    columns = ["2 ranks saved", "asked of the system", "of the state", "from the disk"]
+    table = Table("bytes read on another number of ranks", [*columns, "of the state"])
+    for label, ranks in found.items():
+        cells = []
+        for name in ("rchar", "read_bytes"):
+            total = sum(counts[name] for counts in ranks)
+            cells += [f"{total / 1e6:.1f} MB", f"{total / cell.nbytes:.3f}"]
+        table.add(label, *cells)
+    table.add("wanted without verify", "", f"<= {BYTES_GOAL}", "", f"<= {BYTES_GOAL}")
+    table.notes.append(
+        "All ranks together, from /proc/self/io. verify reads every byte once more before, so that "
+        "nothing is loaded from damaged files; then the load finds them in the page cache."
+    )
+    return table
+
+
+def planning_table(seconds: dict[str, float]) -> Table:
+    """A 70B model with two moments on 1,024 ranks."""
+    table = Table("planning: Llama 70B with AdamW, 1,024 ranks", ["what", "found", "wanted"])
+    table.add("until every rank can write, s", f"{seconds['wait']:.2f}", f"<= {PLAN_GOAL_S}")
+    table.add("metadata of all files, s", f"{seconds['metadata']:.2f}", "")
+    table.add("... pickled, s", f"{seconds['pickle']:.2f}", "")
+    table.add("pieces", f"{seconds['pieces']:,.0f}", "")
+    table.add("MB of metadata", f"{seconds['metadata bytes'] / 1e6:.0f}", "")
+    table.notes.append(
+        "CPU seconds of one process; nothing is communicated. The metadata is made by the first "
+        "rank's thread, when its data is written, while training goes on."
+    )
+    return table
+
+
+def main(
+    blocks: Annotated[int, typer.Option(help="Blocks of 12.6 million parameters.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Rounds in which each takes its turn.")] = 5,
+    folder: Annotated[Path | None, typer.Option(help="On the disk to be measured.")] = None,
+    save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
+) -> None:
+    """Prints how fast checkpoints are, and what training sees of them."""
+    console, load = make_console(), os.getloadavg()[0]
+    place = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=folder))
+    cell = CheckpointCell(str(place), blocks, rounds)
+    try:
+        ranks = run_on_ranks(measure, WORLD_SIZE, (cell,), LIMIT_S)
+        cases = [(n, verify) for n in (1, 3) for verify in (False, True)]
+        elsewhere = {
+            f"{n} rank{'s' if n > 1 else ''}{', verify' if verify else ''}": run_on_ranks(
+                load_elsewhere, n, (cell, verify), LIMIT_S
+            )
+            for n, verify in track(cases, "other ranks", console=console, transient=True)
+        }
+    finally:
+        shutil.rmtree(place)
+    planning = plan_seconds(1024)
+    tables = [rates_table(cell, ranks[0]), background_table(cell, ranks)]
+    tables += [bytes_table(cell, elsewhere), planning_table(planning)]
+    tables[-1].notes.append(
+        f"Load of the machine at the start: {load:.1f}, at the end: {os.getloadavg()[0]:.1f}."
+    )
+    for table in tables:
+        table.show(console)
+    if save:
+        raw = {"load_at_start": load, "cell": {**asdict(cell), "folder": ""}, "planning": planning}
+        raw |= {"ranks": [asdict(figures) for figures in ranks], "elsewhere": elsewhere}
+        paths = write_results("checkpoint", raw, "\n".join(t.markdown() for t in tables))
+        console.print(f"written: {', '.join(path.name for path in paths)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,116 @@
+// Bytes of open files with their checksums.
+#include "io/file_bytes.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <memory>
+#include <system_error>
+
+#include "io/crc32.h"
+
+namespace zerocore::io {
+
+namespace {
+
+constexpr size_t kBlockNbytes = size_t{256} << 10; // fits the second-level cache
+constexpr int64_t kFlushNbytes = int64_t{8} << 20;
+constexpr int64_t kAheadNbytes = int64_t{8} << 20;
+constexpr int64_t kAskNbytes = int64_t{1} << 20;
+
+[[noreturn]] void fail(int code, const char* call) {
+  throw std::system_error(code, std::generic_category(), call);
+}
+
+void write_all(int file, const uint8_t* data, size_t nbytes, int64_t offset) {
+  while (nbytes > 0) {
+    const ssize_t count = ::pwrite(file, data, nbytes, offset);
+    if (count < 0 && errno != EINTR) {
+      fail(errno, "pwrite");
+    }
+    const auto done = static_cast<size_t>(std::max<ssize_t>(count, 0));
+    data += done;
+    nbytes -= done;
+    offset += static_cast<int64_t>(done);
+  }
+}
+
+void read_all(int file, uint8_t* data, size_t nbytes, int64_t offset) {
+  while (nbytes > 0) {
+    const ssize_t count = ::pread(file, data, nbytes, offset);
+    if (count == 0) {
+      fail(EIO, "pread beyond the end of the file");
+    }
+    if (count < 0 && errno != EINTR) {
+      fail(errno, "pread");
+    }
+    const auto done = static_cast<size_t>(std::max<ssize_t>(count, 0));
+    data += done;
+    nbytes -= done;
+    offset += static_cast<int64_t>(done);
+  }
+}
+
+// Asks for what fsync will wait for; that it fails says nothing of the data.
+void begin_flush(
+    [[maybe_unused]] int file,
+    [[maybe_unused]] int64_t begin,
+    [[maybe_unused]] int64_t end) {
+#ifdef __linux__
+  ::sync_file_range(file, begin, end - begin, SYNC_FILE_RANGE_WRITE);
+#endif
+}
+
+// Asks for what pread will wait for.
+void begin_read(
+    [[maybe_unused]] int file,
+    [[maybe_unused]] int64_t begin,
+    [[maybe_unused]] int64_t nbytes) {
+#ifdef POSIX_FADV_WILLNEED
+  ::posix_fadvise(file, begin, nbytes, POSIX_FADV_WILLNEED);
+#endif
+}
+
+} // namespace
+
+uint32_t write_at(int file, const void* data, size_t nbytes, int64_t offset, uint32_t crc) {
+  const auto* bytes = static_cast<const uint8_t*>(data);
+  int64_t flushed = offset;
+  while (nbytes > 0) {
+    const size_t block = std::min(nbytes, kBlockNbytes);
+    crc = crc32(crc, bytes, block);
+    write_all(file, bytes, block, offset);
+    bytes += block;
+    nbytes -= block;
+    offset += static_cast<int64_t>(block);
+    if (offset - flushed >= kFlushNbytes) {
+      begin_flush(file, flushed, offset);
+      flushed = offset;
+    }
+  }
+  return crc;
+}
+
+uint32_t crc32_at(int file, int64_t offset, size_t nbytes) {
+  // Up to here the disk reads while blocks before are summed; also what comes behind, which is
+  // small or the next one.
+  int64_t asked = offset;
+  const int64_t ahead = static_cast<int64_t>(nbytes) < kAskNbytes ? 0 : kAheadNbytes;
+  const auto block = std::make_unique_for_overwrite<uint8_t[]>(std::min(nbytes, kBlockNbytes));
+  uint32_t crc = 0;
+  while (nbytes > 0) {
+    const size_t count = std::min(nbytes, kBlockNbytes);
+    for (; asked < offset + ahead; asked += kAskNbytes) {
+      begin_read(file, asked, kAskNbytes);
+    }
+    read_all(file, block.get(), count, offset);
+    crc = crc32(crc, block.get(), count);
+    nbytes -= count;
+    offset += static_cast<int64_t>(count);
+  }
+  return crc;
+}
+
+} // namespace zerocore::io

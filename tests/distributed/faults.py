@@ -1,0 +1,157 @@
+"""Files that fail, and a model of power loss: wraps the calls of zerocore.checkpoint.files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocore.checkpoint import files
+
+CALLS = (
+    "create",
+    "write",
+    "flush",
+    "close",
+    "flush_folder",
+    "make_folder",
+    "rename",
+    "delete_folder",
+)
+
+
+def wrap(before: Callable[[str, tuple[Any, ...]], None]) -> None:
+    """``before`` is told of each call and its arguments, and may raise."""
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        original = getattr(files, name)
+
+        def call(*args: Any) -> Any:
+            before(name, args)
+            return original(*args)
+
+        return call
+
+    for name in CALLS:
+        setattr(files, name, wrapped(name))
+
+
+@dataclass
+class Count:
+    """Counts the calls of this process; at the ``last`` one something happens."""
+
+    last: int | None = None
+    kinds: tuple[str, ...] = CALLS
+    error: int | None = None  # an errno; None kills the process
+    made: int = 0
+
+    def start(self) -> None:
+        """From now on."""
+        wrap(self._note)
+
+    def _note(self, name: str, args: tuple[Any, ...]) -> None:
+        if name not in self.kinds:
+            return
+        self.made += 1
+        if self.made == self.last:
+            if self.error is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(self.error, os.strerror(self.error))
+
+
+def full_disk(last: int | None) -> Count:
+    """The ``last`` write finds no room."""
+    return Count(last, ("write",), errno.ENOSPC)
+
+
+class _File:
+    def __init__(self) -> None:
+        self.now = self.durable = b""
+
+
+class _Folder:
+    def __init__(self) -> None:
+        self.now: dict[str, Any] = {}
+        self.durable: dict[str, Any] = {}
+
+
+@dataclass
+class Recorder:
+    """The calls of this process with what they returned, by when they ended."""
+
+    log: list[tuple[int, str, tuple[Any, ...], Any]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """From now on."""
+        for name in CALLS:
+            setattr(files, name, self._recorded(name, getattr(files, name)))
+
+    def _recorded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            result = original(*args)
+            if name == "write":
+                data = args[2]
+                if isinstance(data, Tensor):
+                    data = bytes(data.contiguous().view(-1).view(torch.uint8).tolist())
+                args = (*args[:2], data)
+            self.log.append((time.monotonic_ns(), name, args, result))
+            return result
+
+        return call
+
+
+class Disk:
+    """What calls leave on a disk that loses power.
+
+    Bytes of a file are sure to last when the file was flushed after they were written; names when
+    their folder was flushed after they were made, changed or deleted. The rest may last or not.
+    """
+
+    def __init__(self) -> None:
+        self.root = _Folder()
+        self._open: dict[tuple[int, int], _File] = {}  # by rank and number
+
+    def make(self, rank: int, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Carries out one call of a rank."""
+        if name == "create":
+            folder, file = self.root.now[args[0].parent.name], _File()
+            folder.now[args[0].name] = self._open[rank, result] = file
+        elif name == "write":
+            file, (_, offset, data) = self._open[rank, args[0]], args
+            file.now = (
+                file.now[:offset].ljust(offset, b"\0") + data + file.now[offset + len(data) :]
+            )
+        elif name == "flush":
+            self._open[rank, args[0]].durable = self._open[rank, args[0]].now
+        elif name == "make_folder":
+            self.root.now[args[0].name] = _Folder()
+        elif name == "rename":
+            self.root.now[args[1].name] = self.root.now.pop(args[0].name)
+        elif name == "delete_folder":
+            self.root.now.pop(args[0].name).now.clear()
+        elif name == "flush_folder":
+            folder = self.root.now.get(args[0].name, self.root)
+            folder.durable = dict(folder.now)
+
+    def left(self, names: bool, inner: bool, data: bool) -> dict[str, dict[str, bytes]]:
+        """Complete checkpoints after a loss of power, by folder and file.
+
+        Args:
+            names: whether names of folders last that were not flushed.
+            inner: whether names of files in them do.
+            data: whether bytes do.
+        """
+        root = self.root.now if names else self.root.durable
+        found = {}
+        for name, folder in root.items():
+            entries = folder.now if inner else folder.durable
+            if name[5:].isdigit() and ".metadata" in entries:
+                found[name] = {key: f.now if data else f.durable for key, f in entries.items()}
+        return found

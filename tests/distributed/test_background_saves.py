@@ -1,0 +1,124 @@
+"""A save in the background holds the moment of the call, whatever training does meanwhile."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerocore
+from tests.distributed.harness import run_ranks
+from tests.distributed.saved_nets import OPTIMIZERS, assert_equal, full_states
+from zerocore.checkpoint import files
+
+NUMEL = 2048
+BUDGET = 16 << 20
+
+
+def wide(stage: int) -> nn.Module:
+    """48 MB of weights and as much again of each moment: larger than the budget."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(NUMEL, NUMEL, bias=False) for _ in range(3)]
+    return zerocore.shard(nn.Sequential(*layers), stage=stage)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, NUMEL)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def slow_writes(seconds: float) -> None:
+    original = files.write
+
+    def write(*args: Any) -> int:
+        time.sleep(seconds)
+        return original(*args)
+
+    files.write = write
+
+
+def save_and_step(folder: Path, stage: int, name: str) -> None:
+    model = wide(stage)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    step(model, optimizer)
+    checkpoints = zerocore.Checkpoints(folder, model, optimizer, memory_budget=BUDGET)
+    slow_writes(0.02)  # a slow disk: the step comes while most is neither written nor copied
+    expected = full_states(model, optimizer)
+    pending = checkpoints.save(1)
+    before = pending.stall_seconds
+    step(model, optimizer)
+    assert not pending.done and pending.stall_seconds > before  # it waited for room
+    step(model, optimizer)
+    pending.wait()
+    assert 0 < pending.held_nbytes <= BUDGET
+    changed = full_states(model, optimizer)
+    assert not torch.equal(changed["model"]["0.weight"], expected["model"]["0.weight"])
+    checkpoints.load()
+    assert_equal(full_states(model, optimizer), expected)
+
+
+@pytest.mark.parametrize(("stage", "name"), [(3, "adamw"), (1, "zerocore"), (0, "adamw")])
+def test_a_step_in_the_middle_of_a_save(stage: int, name: str, tmp_path: Path) -> None:
+    run_ranks(save_and_step, 2, tmp_path, stage, name, timeout=120.0)
+
+
+def change_otherwise(folder: Path) -> None:
+    model = wide(3)
+    expected = {name: value.clone() for name, value in zerocore.full_state_dict(model).items()}
+    checkpoints = zerocore.Checkpoints(folder, model, memory_budget=BUDGET, keep=None)
+    slow_writes(0.02)
+    pending = checkpoints.save(1)
+    with zerocore.unsharded(model, write_back=True):
+        model[0].weight.data.zero_()  # type: ignore[union-attr,operator]
+    pending.wait()
+    checkpoints.save(2)
+    model.load_state_dict(model.state_dict())
+    checkpoints.wait()
+    checkpoints.save(3)
+    with torch.no_grad():
+        model[1].weight.mul_(2.0)  # type: ignore[union-attr,operator]
+    with pytest.raises(RuntimeError, match="changed while it was being saved"):
+        checkpoints.wait()
+    assert checkpoints.steps() == [1, 2]
+    checkpoints.load(1)
+    found = zerocore.full_state_dict(model)
+    if dist.get_rank() == 0:
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_other_changes_wait_or_are_noticed(tmp_path: Path) -> None:
+    run_ranks(change_otherwise, 2, tmp_path, timeout=120.0)
+
+
+def fail_and_go_on(folder: Path) -> None:
+    model = wide(3)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    step(model, optimizer)
+    checkpoints = zerocore.Checkpoints(folder, model, optimizer, memory_budget=BUDGET)
+    original = files.create
+
+    def create(path: Path) -> int:
+        if path.suffix == ".distcp" and dist.get_rank() == 1:
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path)
+
+    files.create = create
+    pending = checkpoints.save(1)
+    step(model, optimizer)  # does not wait for ever
+    with pytest.raises((PermissionError, RuntimeError), match="Permission denied"):
+        checkpoints.save(2)
+    assert pending.done and checkpoints.steps() == []
+    files.create = original
+    checkpoints.save(3).wait()
+    assert checkpoints.steps() == [3]
+    assert [path.name for path in folder.iterdir()] == ["step-00000003"]
+
+
+def test_training_goes_on_after_a_failed_save(tmp_path: Path) -> None:
+    run_ranks(fail_and_go_on, 2, tmp_path, timeout=120.0)

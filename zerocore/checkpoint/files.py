@@ -1,0 +1,82 @@
+"""Every call by which checkpoints create, write, flush, rename and delete files.
+
+Callers name them through this module, so that tests can count them and let them fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zerocore import _C
+
+
+def create(path: Path) -> int:
+    """Opens a file that must not exist yet for writing; the caller closes it."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def write(file: int, offset: int, data: Tensor | bytes, crc: int = 0) -> int:
+    """Writes at byte ``offset``; returns the CRC-32 of what ``crc`` is that of, and of this.
+
+    Args:
+        data: bytes, or a contiguous tensor on the CPU.
+    """
+    if isinstance(data, bytes):
+        data = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+    return _C.write_at(file, data.data_ptr(), data.nbytes, offset, crc)
+
+
+def bytes_of(data: Tensor) -> bytes:
+    """The memory of a contiguous tensor on the CPU."""
+    return ctypes.string_at(data.data_ptr(), data.nbytes)
+
+
+def flush(file: int) -> None:
+    """Makes what was written durable."""
+    os.fsync(file)
+
+
+def flush_folder(folder: Path) -> None:
+    """Makes what was created, renamed or deleted in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder that must not exist yet; those above it may."""
+    path.mkdir(parents=True)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Gives a file or folder another name, at once for all who look."""
+    os.rename(source, target)
+
+
+def delete_folder(path: Path) -> None:
+    """Deletes a folder and what is in it."""
+    shutil.rmtree(path)
+
+
+def write_file(path: Path, data: bytes) -> int:
+    """Writes a small file and makes its bytes durable; returns their CRC-32."""
+    file = create(path)
+    try:
+        crc = write(file, 0, data)
+        flush(file)
+    finally:
+        close(file)
+    return crc
+
+
+def close(file: int) -> None:
+    """Closes what :func:`create` opened."""
+    os.close(file)

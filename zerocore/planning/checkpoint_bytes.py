@@ -1,0 +1,44 @@
+"""Bytes of a checkpoint: of all ranks, of one rank's part, and of the host while it is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerocore.planning.division import Division
+from zerocore.planning.planner import Planner
+from zerocore.tensor.shares import owned_ranges, saved_ranges
+
+MEMORY_BUDGET = 2 << 30  # of the copies of a background save, unless another one is asked for
+
+
+@dataclass(frozen=True)
+class CheckpointBytes:
+    """Bytes of the weights and of the optimizer's states of their size; without what frames them.
+
+    Attributes:
+        total: of all ranks.
+        own: what this rank writes.
+    """
+
+    total: int
+    own: int
+
+    @property
+    def host(self) -> int:
+        """Memory on this rank's host that a background save takes."""
+        return min(self.own, MEMORY_BUDGET)
+
+
+def checkpoint_bytes(planner: Planner, division: Division) -> CheckpointBytes:
+    """What ``zerocore.Checkpoints`` writes of a model and its optimizer."""
+    total = own = 0
+    rows = zip(planner.specs, planner.types, planner.layouts(division), strict=True)
+    for specs, types, layout in rows:
+        copies = division.world_size // layout.num_shards
+        for position, (spec, each) in enumerate(zip(specs, types, strict=True)):
+            tensors = 1 + (planner.num_states if spec.requires_grad else 0)
+            nbytes = tensors * each.main.itemsize
+            total += nbytes * spec.numel
+            ranges = saved_ranges(owned_ranges(layout, position), layout.num_shards, copies)
+            own += nbytes * sum(end - begin for rank, begin, end in ranges if rank == division.rank)
+    return CheckpointBytes(total, own)

@@ -1,0 +1,44 @@
+"""Who owns, and who saves, which elements of a parameter: integers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerocore._C import Layout
+
+_MIN_SHARE_NUMEL = 1 << 14  # of what several ranks hold; below it one of them saves all
+
+
+def owned_ranges(layout: Layout, position: int) -> list[tuple[int, int, int]]:
+    """``(shard, begin, end)`` of the elements of a unit's parameter, of shards that own any."""
+    place = layout.places[position]
+    size = layout.regions[place.region].shard_numel
+    if place.numel == 0:
+        return []
+    first, last = place.offset // size, (place.offset + place.numel - 1) // size
+    return [
+        (
+            shard,
+            max(shard * size - place.offset, 0),
+            min((shard + 1) * size - place.offset, place.numel),
+        )
+        for shard in range(first, last + 1)
+    ]
+
+
+def saved_ranges(
+    owned: Sequence[tuple[int, int, int]], num_shards: int, copies: int
+) -> tuple[tuple[int, int, int], ...]:
+    """``(rank, begin, end)`` of what each rank saves, where ``copies`` ranks own each shard.
+
+    Args:
+        owned: ``(shard, begin, end)``; rank r owns shard r modulo ``num_shards``.
+    """
+    if copies == 1:
+        return tuple(owned)
+    saved = []
+    for shard, begin, end in owned:
+        size = max(-(-(end - begin) // copies), _MIN_SHARE_NUMEL)
+        for copy, start in enumerate(range(begin, end, size)):
+            saved.append((copy * num_shards + shard, start, min(start + size, end)))
+    return tuple(saved)
