@@ -100,7 +100,7 @@ void Engine::enter(UnitId id) {
 
 void Engine::adopt(UnitId id) {
   TORCH_INTERNAL_ASSERT(in_call(), "adopt outside of a call");
-  const bool held = schedule_.is_entered(id) || schedule_.is_pinned(id);
+  const bool held = schedule_.is_entered(id) || schedule_.is_held_unsharded(id);
   if (!held || in_backward()) { // there it may be released before this call ends
     enter(id);
     calls_.back().adopted = id;

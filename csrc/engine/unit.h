@@ -25,7 +25,7 @@ namespace zerocore {
 // SHARDED > UNSHARDING > UNSHARDED > SHARDED
 enum class UnitState : uint8_t { Sharded, Unsharding, Unsharded };
 
-// What units share; outlives them.
+// Shared by the units of a model; outlives them.
 struct UnitContext {
   StagePolicy policy;
   Collectives* collectives = nullptr; // of the ranks that share a shard each; null on one rank
@@ -58,6 +58,12 @@ struct UnitParam {
   const c10::StorageImpl* home = nullptr; // where the shard's memory must stay
 };
 
+// A unit before it is made.
+struct UnitSpec {
+  std::string name;
+  std::vector<UnitParam> params;
+};
+
 std::vector<ParamSpec> specs_of(const std::vector<UnitParam>& params);
 
 class Unit {
@@ -84,7 +90,7 @@ class Unit {
   const UnitContext& context() const {
     return context_;
   }
-  // What a collective for the unit is called in errors and in the trace.
+  // Names a collective for the unit, and adds it to the trace.
   CollectiveTag tag(TraceOp op, int64_t nbytes) const {
     return {
         &name_, context_.trace->add(op, id_, nbytes, context_.pool->stats().in_use_nbytes), id_};
@@ -137,7 +143,7 @@ class Unit {
   void mark_updated(const std::vector<int>& params);
   // The unsharded parameters are those of the shards, in all regions.
   void mark_gathered();
-  // What is gathered now is what the shards hold.
+  // The gathered parameters are, from now on, those that the shards hold.
   void mark_fresh();
   // Parameters that have changed since the unit had that version; null if it is too long ago.
   std::optional<std::vector<int>> changed_since(int64_t version) const;

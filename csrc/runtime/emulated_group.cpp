@@ -89,7 +89,7 @@ void EmulatedGroup::add(Call& call, const at::Tensor& to, const at::Tensor& from
   if (to.numel() == 0 || (how.kind == Kind::Copy && to.data_ptr() == from.data_ptr())) {
     return;
   }
-  call.moves.push_back({pin_memory_of(to), pin_memory_of(from).view_as(to), how});
+  call.moves.push_back({alias_storage(to), alias_storage(from).view_as(to), how});
 }
 
 void EmulatedGroup::gather_slices(Call& call, const at::Tensor& full, const at::Tensor& own) const {

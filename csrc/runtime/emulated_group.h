@@ -1,14 +1,14 @@
 // The emulated link: a c10d backend for one process that plays one rank of N.
 //
-// Note [Replicas]
-// The peers are replicas of this rank: whatever they send equals what this rank sends. So a
+// Note [Mirrors]
+// The peers mirror this rank: whatever they send equals what this rank sends. So a
 // gather fills every slice with this rank's data; a reduction of N equal values is N times the
 // value (sum), the value (average, minimum, maximum, bitwise and, or), its N-th power (product),
 // the value or zero (bitwise exclusive or, N odd or even), N * factor times it (premul sum); a
 // reduce-scatter is that of this rank's slice; a broadcast changes nothing, whoever is the root;
 // an all-to-all receives from every peer what this rank sends to itself. A training step is
 // therefore that of a single process whose batch every rank sees. Send and receive do not exist:
-// a replica of rank 0 never sends what rank 0 expects from rank 1.
+// a mirror of rank 0 never sends what rank 0 expects from rank 1.
 //
 // Note [Time on the link]
 // A collective lasts as long as runtime/link_model says, its real memory traffic included.
@@ -90,8 +90,8 @@ class EmulatedGroup final : public c10d::Backend {
   WorkPtr alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions&) override;
   WorkPtr barrier(const c10d::BarrierOptions&) override;
 
-  // What is called in between becomes one collective that pays the latency once. The calls
-  // return null, endCoalescing() the work of all.
+  // The calls in between become one collective that pays the latency once. They return null,
+  // endCoalescing() returns the work of all.
   bool supportsCoalescing() const override {
     return true;
   }
@@ -117,7 +117,7 @@ class EmulatedGroup final : public c10d::Backend {
     Call call; // everything but traffic and bytes
     double transfer_ns = 0.0;
   };
-  // What a device has for the link; made by the first collective there.
+  // The memory and the stream of a device's link; made by the first collective there.
   struct DeviceLink {
     ~DeviceLink();
 

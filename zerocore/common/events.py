@@ -1,9 +1,11 @@
-"""What the runtime's trace says: events, and when each collective had the link."""
+"""Reads the runtime's trace: events, and when each collective had the link."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+from zerocore._C import TraceRecord
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -31,11 +33,20 @@ class Event:
     wait_ns: int
 
 
-def read_events(
-    records: Iterable[tuple[str, int, int, int, int, int, int]], names: Sequence[str]
-) -> list[Event]:
-    """Events of what the engine's ``stop_trace`` returns; ``names`` are those of the units."""
-    return [Event(op, names[unit], *figures) for op, unit, *figures in records]
+def read_events(records: Iterable[TraceRecord], names: Sequence[str]) -> list[Event]:
+    """Events of the records that ``stop_trace`` returns; ``names`` are those of the units."""
+    return [
+        Event(
+            record.op,
+            names[record.unit],
+            record.nbytes,
+            record.pool_nbytes,
+            record.issued_ns,
+            record.done_ns,
+            record.wait_ns,
+        )
+        for record in records
+    ]
 
 
 def transfers(events: Iterable[Event], *, queued: bool) -> Iterator[tuple[Event, int]]:

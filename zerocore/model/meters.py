@@ -11,15 +11,13 @@ from dataclasses import dataclass, field
 import torch
 from torch._compile import _disable_dynamo
 
-from zerocore._C import AllocatorCounts, Engine, allocator_counts
+from zerocore._C import AllocatorCounts, Engine, OpCounter, TraceRecord, allocator_counts
 from zerocore.common.events import COLLECTIVES
 
 SAMPLE_EVERY = 16
 """One step in so many is traced; the others cost two additions per collective."""
 KEPT_STEPS = 1024
 """Steps that are remembered, the latest ones."""
-
-Record = tuple[str, int, int, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -55,14 +53,14 @@ class Step:
     num_pool_allocations: int
     num_retries: int | None
     num_device_allocations: int | None
-    records: list[Record] | None = field(default=None, repr=False)
+    records: list[TraceRecord] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class Totals:
     """Counted so far: by the engine since ``shard``, by torch's allocator in this process."""
 
-    collectives: list[tuple[str, int, int]]
+    operations: dict[str, OpCounter]
     num_pool_allocations: int
     allocator: AllocatorCounts | None
 
@@ -108,7 +106,7 @@ class Meters:
         return list(self._steps)
 
     @contextmanager
-    def recording(self) -> Iterator[list[Record]]:
+    def recording(self) -> Iterator[list[TraceRecord]]:
         """Records for the user; sampling pauses meanwhile. The list is filled at the end.
 
         Raises:
@@ -118,7 +116,7 @@ class Meters:
             raise ValueError("this model is being recorded already; recordings do not nest")
         self._read()
         self._recording, self._sampling = True, False
-        records: list[Record] = []
+        records: list[TraceRecord] = []
         self._engine.start_trace()
         try:
             yield records
@@ -145,9 +143,9 @@ class Meters:
     def _close(self, end_ns: int) -> None:
         before, after = self._before, self._totals()
         changes = {
-            op: Count(num - num_before, nbytes - nbytes_before)
-            for (op, num, nbytes), (_, num_before, nbytes_before) in zip(
-                after.collectives, before.collectives, strict=True
+            op: Count(counter.count - earlier.count, counter.nbytes - earlier.nbytes)
+            for (op, counter), earlier in zip(
+                after.operations.items(), before.operations.values(), strict=True
             )
             if op in COLLECTIVES
         }

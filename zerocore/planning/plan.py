@@ -138,7 +138,7 @@ def plan(
     module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
     planned = choose_units(module, units)
     planner = make_planner(module, planned, precision, num_states)
-    planner = replace(planner, micro_batches=micro_batches, hold_full=config.accumulate == "full")
+    planner = replace(planner, micro_batches=micro_batches, hold_full=config.holds_full)
     given = inputs is not None or loss is not default_loss
     if inputs is None:
         inputs = sample_inputs(module, micro_batch, _allowed_length(module, seq_len))
