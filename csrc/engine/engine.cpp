@@ -127,7 +127,7 @@ void Engine::start(bool consistent) {
     units_[id]->mark_cast();
     units_[id]->mark_gathered();
     if (!consistent) {
-      units_[id]->mark_changed();
+      units_[id]->versions().mark_changed();
     }
   }
 }

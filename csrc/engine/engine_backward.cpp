@@ -85,7 +85,7 @@ void Engine::check_versions(const RecordedCall& recorded) {
   if (unit.version() == recorded.version) {
     return;
   }
-  const auto changed = unit.changed_since(recorded.version);
+  const auto changed = unit.versions().changed_since(recorded.version);
   const bool is_known =
       changed.has_value() && std::all_of(changed->begin(), changed->end(), [&](int param) {
         return unit.params()[param].full.requires_grad();

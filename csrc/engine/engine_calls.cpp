@@ -158,7 +158,8 @@ void Engine::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep)
 // changed what is gathered; this rank's part of it is kept where that is not the shard itself.
 void Engine::keep_writes(UnitId id) {
   Unit& unit = *units_[id];
-  if (unit.take_writes() && (context_.policy.shards_parameters() || unit.main_nbytes() > 0)) {
+  if (unit.versions().take_writes() &&
+      (context_.policy.shards_parameters() || unit.main_nbytes() > 0)) {
     const at::NoGradGuard no_grad;
     unit.write_back();
   }

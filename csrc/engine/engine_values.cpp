@@ -2,6 +2,8 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/ScopeExit.h>
 
+#include <utility>
+
 #include "engine/engine.h"
 #include "plan/memory_plan.h"
 
@@ -61,7 +63,7 @@ void Engine::release_unsharded(const std::vector<UnitId>& units, bool write_back
     if (write_back) {
       units_[id]->write_back();
     }
-    units_[id]->take_writes(); // kept or not, as asked
+    units_[id]->versions().take_writes(); // kept or not, as asked
     schedule_.release_unsharded(id, actions_);
     run(actions_);
     update_registration(id);
@@ -69,8 +71,7 @@ void Engine::release_unsharded(const std::vector<UnitId>& units, bool write_back
 }
 
 void Engine::check_homes(UnitId id) const {
-  const Unit& unit = *units_.at(id);
-  const UnitParam* moved = unit.find_moved();
+  const UnitParam* moved = find_moved(std::as_const(*units_.at(id)).params());
   TORCH_CHECK_VALUE(
       moved == nullptr,
       "parameter '",
@@ -106,9 +107,9 @@ void Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
   for (const UpdatedUnit& updated : units) {
     Unit& unit = *units_.at(updated.unit);
     if (updated.params) {
-      unit.mark_updated(*updated.params);
+      unit.versions().mark_updated(*updated.params);
     } else {
-      unit.mark_updated();
+      unit.versions().mark_updated();
     }
     if (casts) {
       unit.mark_cast();

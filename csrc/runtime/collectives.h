@@ -55,6 +55,10 @@ class PendingCollective {
   int64_t number_ = -1; // in the alarm's ledger
 };
 
+// Waits for all of one role, the last one first: on a stream it is behind the others, so one wait
+// is enough. Empties the list.
+void wait_for_all(std::vector<PendingCollective>& collectives, const Streams& streams);
+
 // Names a collective in errors and in the trace; `unit` must outlive the collective.
 struct CollectiveTag {
   const std::string* unit = nullptr;

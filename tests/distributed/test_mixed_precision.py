@@ -253,7 +253,7 @@ def save_and_load(stage: int) -> None:
     assert all(torch.equal(loaded[key], value) for key, value in saved.items())
     batch = torch.randn(4, 16)
     assert torch.equal(model(batch), other(batch))
-    # What is not touched keeps every bit of its main weight.
+    # Elements that are not touched keep every bit of their main weight.
     with zerocore.unsharded(model, write_back=True), torch.no_grad():
         model.norm.bias[3] = 0.5
         model.blocks[1].linear.weight[:2] *= 2

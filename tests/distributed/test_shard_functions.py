@@ -1,4 +1,4 @@
-"""What torch functions give on shards: as on the full tensor, or an error that names it."""
+"""Torch functions give on shards what they give on the full tensor, or an error that names it."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_averaged_model_made_before_shard(stage: int) -> None:
 
 
 def test_pointwise_functions_are_pointwise() -> None:
-    """What the table lets through gives for a part what it gives for the whole, in that part."""
+    """Functions that the table lets through give for a part what they give for the whole, there."""
     full = torch.rand(12) * 0.8 + 0.1
     whole, part = full.clone(), full[3:7].clone()
     tried = 0

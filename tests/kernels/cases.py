@@ -25,7 +25,7 @@ STREAMED_NBYTES = 16 * 2**20  # as in csrc/kernels/cpu/stream.h
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """What values are computed in: float64 as it is, everything else as float32."""
+    """Values as they are computed with: float64 as it is, everything else as float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -70,7 +70,7 @@ def pack_reference(
     add: list[bool],
     scale: float,
 ) -> Tensor:
-    """What `pack` should leave in the bucket."""
+    """The bucket as `pack` should leave it."""
     expected = torch.zeros_like(bucket)
     for grad, offset, numel, adds in zip(grads, case.offsets, case.numels, add, strict=True):
         old = bucket[offset : offset + numel]

@@ -1,4 +1,4 @@
-"""What becomes of gradients, decided on integers: blocks, sums, collectives, step by step."""
+"""Reductions of gradients, decided on integers: blocks, sums, collectives, step by step."""
 
 from __future__ import annotations
 

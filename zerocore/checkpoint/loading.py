@@ -82,7 +82,7 @@ def read_groups(folder: Path, metadata: Metadata) -> list[dict[str, Any]]:
 
 
 def read_own(folder: Path, rank: int) -> dict[str, Any]:
-    """What one rank saved for itself; of the first one if there was no such rank."""
+    """The values that one rank saved for itself; the first rank's if there was no such rank."""
     path = folder / f"rank-{rank}.pt"
     try:
         path = path if path.exists() else folder / "rank-0.pt"

@@ -1,6 +1,6 @@
 """Measures what a forward and backward hold, without data: on fake tensors, as they run.
 
-What is counted are storages, each once: a tensor and its views are one. Parameters, buffers and
+Storages are counted, each once: a tensor and its views are one. Parameters, buffers and
 inputs are not counted. What autograd saves is seen by saved-tensor hooks; what is alive at any
 time (saved, temporary, gradients of activations, and the full gradients of a unit until the unit
 is done) by following every storage from the operator that makes it until it is freed. Buffers

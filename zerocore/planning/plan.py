@@ -1,4 +1,4 @@
-"""What each stage needs and takes, before a run: ``plan()`` needs no GPU, group or weights."""
+"""Plans each stage's memory and time before a run, without GPU, group or weights."""
 
 from __future__ import annotations
 

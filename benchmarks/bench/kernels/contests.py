@@ -1,4 +1,4 @@
-"""What the kernels are measured at, and the calls that do the same in another way."""
+"""The work that kernels are measured at, and the calls that do it in another way."""
 
 from __future__ import annotations
 
