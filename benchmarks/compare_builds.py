@@ -31,6 +31,8 @@ CASES = {
     "step on 2 ranks, stage 0": ["ranks", "0"],
     "step on 2 ranks, stage 2": ["ranks", "2"],
     "step on 2 ranks, stage 3": ["ranks", "3"],
+    "first step on 2 ranks, stage 0": ["first", "0"],
+    "first step on 2 ranks, stage 3": ["first", "3"],
 }
 NUM_RANKS = 2
 STEPS_PER_TURN = 3
@@ -40,7 +42,7 @@ NOTES = (
     "brackets its quartiles. The last column compares the fastest turns of all.",
     "host: forward and backward of 32 blocks at stage 3 on collectives that return at once, then "
     "zero_grad and zerocore.optim.AdamW by themselves; step: forward, backward, AdamW of torch on "
-    "a small GPT, over gloo.",
+    "a small GPT, over gloo; first step: that of a model that was sharded right before.",
 )
 
 
@@ -50,7 +52,7 @@ class Build:
     def __init__(self, root: Path, case: list[str]) -> None:
         self._folder = tempfile.TemporaryDirectory()
         jobs = [case]
-        if case[0] == "ranks":
+        if case[0] in ("ranks", "first"):
             file = str(Path(self._folder.name) / "rendezvous")
             jobs = [[*case, str(rank), str(NUM_RANKS), file] for rank in range(NUM_RANKS)]
         here = str(Path(__file__).parent)

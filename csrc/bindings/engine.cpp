@@ -93,6 +93,16 @@ py::dict counters(PyEngine& self) {
   return result;
 }
 
+py::dict agreed(const PyEngine& self) {
+  const Agreed counts = self.engine->agreed();
+  py::dict result;
+  result["num_calls"] = counts.num_calls;
+  result["num_shapes"] = counts.num_shapes;
+  result["num_points"] = counts.num_points;
+  result["num_compared"] = counts.num_compared;
+  return result;
+}
+
 void register_setup(py::class_<PyEngine>& engine) {
   engine
       .def(
@@ -258,6 +268,7 @@ void register_figures(py::class_<PyEngine>& engine) {
           py::arg("align") = true)
       .def("pause_trace", [](PyEngine& self) { self.engine->trace().pause(); })
       .def("stop_trace", [](PyEngine& self) { return self.engine->trace().stop(); })
+      .def_property_readonly("agreed", &agreed)
       .def_property_readonly("counters", &counters);
 }
 

@@ -150,6 +150,9 @@ void Engine::recover() {
     reset();
   }
   settle_pass();
+  if (failed_) {
+    reset(); // as the rank that raised has done
+  }
   thread_check_.enter_forward();
 }
 
@@ -278,6 +281,7 @@ void Engine::settle() {
 
 void Engine::reset() {
   settle_pass(); // the others count on it
+  failed_.reset();
   backward_ = false;
   side_door_error_ = nullptr;
   rest_by_shape_.clear();

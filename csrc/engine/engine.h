@@ -29,6 +29,14 @@ struct UpdatedUnit {
   std::optional<std::vector<int>> params;
 };
 
+// Sizes of all that is kept of what ranks agree on, for tests: none of it grows for ever.
+struct Agreed {
+  size_t num_calls = 0; // in the order of a pass
+  size_t num_shapes = 0; // of backwards
+  size_t num_points = 0; // see Note [Known sequences]; of all groups
+  uint64_t num_compared = 0; // collectives that ranks compared before they issued them
+};
+
 // Writes a unit's parameters into the modules that own them. Called from any thread.
 class Registrar {
  public:
@@ -111,6 +119,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     return trainable_;
   }
   [[noreturn]] void fail_trainable();
+  Agreed agreed() const;
   // Throws if a shard has left its place in memory.
   void check_homes(UnitId unit) const;
   // Sets and reads a unit's parameters; collective. See Unit.
@@ -165,6 +174,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void note_trainable(UnitId unit);
   bool refresh(UnitId unit);
   void order_gathers();
+  bool is_alone() const;
   void ask_for(UnitId unit);
   void ask_in_backward(const CallHandle& call);
   void serve_others();
@@ -205,6 +215,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::unordered_map<uint64_t, bool> rest_by_shape_; // see reduce_rest()
   bool sync_ = true;
   bool leaving_ = false; // a pass that other ranks may still be in
+  std::optional<int> failed_; // a rank whose forward has raised in this pass
   bool ranks_differ_ = false; // they took different ways in passes since the last backward
   uint64_t trainable_ = 0;
 };

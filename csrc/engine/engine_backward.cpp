@@ -7,6 +7,12 @@
 
 namespace zerocore {
 
+namespace {
+
+constexpr size_t kMaxBackwardShapes = 4096; // routers may make a new one in every step
+
+} // namespace
+
 void Engine::begin_backward() {
   thread_check_.check_hook();
   throw_side_door_error();
@@ -14,6 +20,12 @@ void Engine::begin_backward() {
     return;
   }
   settle_pass();
+  TORCH_CHECK(
+      !failed_,
+      "the forward raised on rank ",
+      failed_.value_or(-1),
+      " of the model's ranks, so there is nothing to average this backward with. All ranks must "
+      "skip it: let them agree on that before the backward.");
   schedule_.begin_backward();
   side_doors_.begin_backward();
   mute_units();
@@ -184,6 +196,9 @@ void Engine::reduce_rest() {
   }
   bool has_rest = std::find(rest.begin(), rest.end(), true) != rest.end();
   if (context_.collectives != nullptr) {
+    if (rest_by_shape_.size() >= kMaxBackwardShapes) {
+      rest_by_shape_.clear(); // on all ranks at once
+    }
     const auto [known, is_new] = rest_by_shape_.try_emplace(schedule_.backward_shape(), false);
     if (is_new || known->second || ranks_differ_) {
       rest = context_.any_rank(rest);

@@ -60,10 +60,23 @@ void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
   side_doors_.expect_backward();
 }
 
+// Ranks may raise in other places than this one, or not at all: the pass's collectives are issued
+// to the end, and then all ranks drop it.
 void Engine::fail_pass() {
-  if (!pop_call().recomputing) {
-    reset();
+  leave_adopted({});
+  if (pop_call().recomputing) {
+    return; // nested
   }
+  if (!is_alone()) {
+    failed_ = peers_->rank();
+    try {
+      leave_pass();
+      settle_pass();
+    } catch (const std::exception&) {
+      // The user must see the error of the call itself; the next use raises the alarm.
+    }
+  }
+  reset();
 }
 
 void Engine::enter(UnitId id) {
@@ -170,7 +183,7 @@ void Engine::keep_writes(UnitId id) {
 // Serves the others until all of them gather the unit.
 void Engine::ask_for(UnitId id) {
   for (;;) {
-    peers_->say({id, /*changed=*/true, /*skipped=*/true});
+    peers_->say({id, /*changed=*/true, /*skipped=*/true, std::nullopt});
     const std::optional<UnitId> next = peers_->wait().wanted;
     TORCH_INTERNAL_ASSERT(next, "ranks that need a unit get none");
     if (*next == id) {
@@ -213,17 +226,20 @@ void Engine::serve_others() {
   }
 }
 
+bool Engine::is_alone() const {
+  return peers_ == nullptr || !schedule_.follows_order();
+}
+
 // The others hear of it while this rank goes on to its loss, unless there is much to say.
 void Engine::leave_pass() {
-  const bool alone = peers_ == nullptr || !schedule_.follows_order();
-  if (alone) {
+  if (is_alone()) {
     schedule_.end_pass(actions_);
     run(actions_);
     return;
   }
   schedule_.close_pass(actions_);
   run(actions_);
-  peers_->say({std::nullopt, schedule_.changed(), schedule_.skipped()});
+  peers_->say({std::nullopt, schedule_.changed(), schedule_.skipped(), failed_});
   leaving_ = true;
   if (schedule_.changed() || schedule_.skipped() || !c10::GradMode::is_enabled()) {
     settle_pass();
@@ -239,8 +255,13 @@ void Engine::settle_pass() {
   while (answer.wanted) {
     schedule_.serve(*answer.wanted, actions_);
     run(actions_);
-    peers_->say({std::nullopt, true, true});
+    peers_->say({std::nullopt, true, true, failed_});
     answer = peers_->wait();
+  }
+  failed_ = answer.failed;
+  if (failed_) {
+    schedule_.drop_pass();
+    return;
   }
   std::vector<PassCalls> calls;
   if (answer.changed) {

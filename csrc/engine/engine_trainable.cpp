@@ -1,6 +1,10 @@
-// Which parameters require grad must be the same on all ranks: what the engine tells the alarm.
+// Which parameters require grad must be the same on all ranks: what the engine tells the alarm;
+// and what ranks have agreed on.
+#include <array>
+
 #include "common/math.h"
 #include "engine/engine.h"
+#include "runtime/issue_guard.h"
 
 namespace zerocore {
 
@@ -35,6 +39,22 @@ void Engine::note_trainable(UnitId id) {
 void Engine::fail_trainable() {
   alarm_.fail(
       "the ranks train different parameters; requires_grad_() must change on all ranks alike");
+}
+
+Agreed Engine::agreed() const {
+  Agreed result;
+  result.num_calls = schedule_.calls().size();
+  result.num_shapes = rest_by_shape_.size();
+  const Collectives* control = peers_ == nullptr ? nullptr : &peers_->collectives();
+  const std::array<const Collectives*, 3> groups = {
+      context_.collectives, context_.replicas, control};
+  for (const Collectives* each : groups) {
+    if (each != nullptr && each->guard() != nullptr) {
+      result.num_points += each->guard()->num_points();
+      result.num_compared += each->guard()->num_compared();
+    }
+  }
+  return result;
 }
 
 } // namespace zerocore

@@ -16,7 +16,7 @@ namespace {
 const std::string kCalls = "the calls of a pass";
 // A message is the largest of what the ranks say: a unit so that the first one wins, or 0.
 constexpr int64_t kFirstUnit = std::numeric_limits<int32_t>::max();
-enum Field : uint8_t { Wanted, Changed, Skipped, kNumFields };
+enum Field : uint8_t { Wanted, Changed, Skipped, Failed, kNumFields };
 
 // One number a call: 0 for one that the rank did not make.
 int32_t encode(const PassCall& call) {
@@ -43,6 +43,7 @@ void Peers::say(const Answer& own) {
   fields[Wanted] = own.wanted ? kFirstUnit - *own.wanted : 0;
   fields[Changed] = own.changed ? 1 : 0;
   fields[Skipped] = own.skipped ? 1 : 0;
+  fields[Failed] = own.failed ? 1 + *own.failed : 0;
   round_ = collectives_.all_reduce(message_, {&kCalls, nullptr}, c10d::ReduceOp::MAX);
 }
 
@@ -52,6 +53,9 @@ Peers::Answer Peers::wait() {
   Answer answer;
   answer.changed = fields[Changed] != 0;
   answer.skipped = fields[Skipped] != 0;
+  if (fields[Failed] != 0) {
+    answer.failed = static_cast<int>(fields[Failed] - 1);
+  }
   if (fields[Wanted] != 0) {
     answer.wanted = static_cast<UnitId>(kFirstUnit - fields[Wanted]);
   }

@@ -19,6 +19,7 @@ class Peers {
     std::optional<UnitId> wanted; // the first unit in registration that any rank needs
     bool changed = false; // on any rank
     bool skipped = false; // any rank left out calls that others may have made
+    std::optional<int> failed; // the last rank whose forward raised
   };
 
   // `control`: a gloo group of all ranks of the model.
@@ -34,6 +35,9 @@ class Peers {
   std::vector<bool> any_rank(const std::vector<bool>& flags);
   int rank() const {
     return static_cast<int>(collectives_.rank());
+  }
+  const Collectives& collectives() const {
+    return collectives_;
   }
 
  private:

@@ -119,6 +119,12 @@ void Schedule::settle_pass(const std::vector<PassCalls>& ranks, int own) {
   }
 }
 
+void Schedule::drop_pass() {
+  std::erase_if(passes_, [&](const Pass& pass) { return pass.id == closed_; });
+  closed_ = -1;
+  follows_ = false;
+}
+
 void Schedule::abort(Actions& out) {
   frames_.clear();
   for (UnitId id = 0; id < options_.num_units; ++id) {

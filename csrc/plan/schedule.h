@@ -110,6 +110,8 @@ class Schedule {
   // Settles the pass that was closed: with the calls of all ranks if any of them changed, else with
   // none.
   void settle_pass(const std::vector<PassCalls>& ranks, int own);
+  // In place of settle_pass: no rank runs a backward through the pass.
+  void drop_pass();
   // The pass ended with an exception: gives everything back, forgets the pass.
   void abort(Actions& out);
 

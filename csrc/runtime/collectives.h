@@ -107,6 +107,11 @@ class Collectives {
   // Rank 0's bytes to all ranks, in place.
   PendingCollective broadcast(const at::Tensor& bytes, CollectiveTag tag);
 
+  // That of the group, shared with its other users; null if they need none.
+  const IssueGuard* guard() const {
+    return guard_.get();
+  }
+
   // From here on ranks also compare `facts`, which must be the same on all of them.
   void set_facts(uint64_t facts) {
     facts_ = facts;

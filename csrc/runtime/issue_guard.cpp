@@ -31,7 +31,8 @@ std::shared_ptr<IssueGuard> IssueGuard::of(const c10::intrusive_ptr<c10d::Backen
   return guard;
 }
 
-void IssueGuard::compare(uint64_t collective) const {
+void IssueGuard::compare(uint64_t collective) {
+  ++num_compared_;
   const auto backend = backend_.lock();
   TORCH_CHECK_WITH(DistBackendError, backend != nullptr, "the process group was destroyed");
   const int tag = kFirstTag + static_cast<int>(num_issued_ % kNumTags);

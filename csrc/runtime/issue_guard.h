@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -29,7 +30,13 @@ class IssueGuard {
     return sequence_.advance(collective);
   }
   // Blocks until all ranks have said theirs; throws c10::DistBackendError if they differ.
-  void compare(uint64_t collective) const;
+  void compare(uint64_t collective);
+  uint64_t num_compared() const {
+    return num_compared_;
+  }
+  size_t num_points() const {
+    return sequence_.num_points();
+  }
 
  private:
   explicit IssueGuard(c10::weak_intrusive_ptr<c10d::Backend> backend)
@@ -38,6 +45,7 @@ class IssueGuard {
   c10::weak_intrusive_ptr<c10d::Backend> backend_;
   KnownSequence sequence_;
   uint64_t num_issued_ = 0;
+  uint64_t num_compared_ = 0;
   uint64_t num_users_ = 0;
 };
 

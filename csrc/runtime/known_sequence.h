@@ -24,6 +24,9 @@ class KnownSequence {
   // The next collective, by a hash of all that must be the same on all ranks. True if the ranks
   // must compare it first.
   bool advance(uint64_t collective);
+  size_t num_points() const {
+    return successors_.size();
+  }
 
  private:
   static constexpr size_t kDepth = 16;

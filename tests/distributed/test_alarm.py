@@ -75,12 +75,6 @@ def sleep(model: Model) -> None:
     step(model)
 
 
-def fail(model: Model) -> None:
-    model.fails = True
-    with pytest.raises(KeyError):
-        model(torch.randn(2, 8))
-
-
 def call_another_unit(model: Model) -> None:
     model.side(torch.randn(2, 8)).sum().backward()  # not inside of a call of the model
 
@@ -92,6 +86,20 @@ def call_once_more(model: Model) -> None:
 
 def skip_the_backward(model: Model) -> None:
     model(torch.randn(2, 8))
+
+
+def run_the_backward_twice(model: Model) -> None:
+    loss = model(torch.randn(2, 8)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    step(model)
+
+
+def train_something_else(model: Model) -> None:
+    """A loss that does not come from the model, whose forward has been called."""
+    model(torch.randn(2, 8))
+    torch.ones((), requires_grad=True).square().backward()
+    step(model)
 
 
 def freeze(model: Model) -> None:
@@ -114,14 +122,18 @@ class Case:
     stages: tuple[int, ...] = (0, 3)
 
 
+# Where rank 1 is, as against what the others wait in.
+ANY_PLACE = (
+    r"rank 1 waits in (all_gather|all_reduce|reduce_scatter) of '(a|b|c|the calls of a pass)'"
+)
 CASES = [
     Case(end, "rank 1 did not answer: killed, stopped or out of reach", also_odd=False),
     Case(stop, "rank 1 did not answer: killed, stopped or out of reach", also_odd=False),
     Case(sleep, r"rank 1 has not come to it \(in no collective of this model\)"),
-    Case(fail, r"rank 1 (has not come to it|waits in|is through)", also_odd=False),
     Case(call_another_unit, r"rank 1 waits in all_(gather|reduce) of 'side' \(288 bytes\)"),
-    # At stage 0 a forward without a backward is no collective.
-    Case(call_once_more, r"rank 1 waits in all_gather of '[abc]'", stages=(3,)),
+    Case(call_once_more, ANY_PLACE, stages=(0, 1, 2, 3)),
+    Case(run_the_backward_twice, ANY_PLACE, stages=(0, 1, 2, 3)),
+    Case(train_something_else, ANY_PLACE, stages=(0, 1, 2, 3)),
     Case(skip_the_backward, r"rank 1 (has not come to it|waits in all_gather)", also_odd=False),
     Case(freeze, r"'b.weight' requires grad on ranks? 0(, 2)? and not on rank 1"),
     Case(freeze_a_unit, r"'b.bias' requires grad on ranks? 0(, 2)? and not on rank 1"),
@@ -179,12 +191,33 @@ def problems(case: Case, outcome: Outcome) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 3), (3, 2), (3, 3)])
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 3), (1, 2), (2, 2), (3, 2), (3, 3)])
 def test_each_living_rank_is_told(stage: int, world_size: int) -> None:
     cases = [case for case in CASES if stage in case.stages]
     with ThreadPoolExecutor(3) as pool:
         found = pool.map(lambda case: check(case, stage, world_size), cases)
         assert [problem for case in found for problem in case] == []
+
+
+def fail_on_one_rank(stage: int) -> None:
+    model = sharded(stage)
+    step(model)
+    loss = None
+    model.fails = dist.get_rank() == ODD
+    try:
+        loss = model(torch.randn(2, 8)).sum()
+    except KeyError:
+        assert model.fails
+    if loss is not None:
+        with pytest.raises(RuntimeError, match="the forward raised on rank 1"):
+            loss.backward()
+    model.fails = False
+    step(model)
+
+
+def test_a_forward_that_raised_on_one_rank(stage: int) -> None:
+    """The others are told by their backward, at once, and training can go on."""
+    run_ranks(fail_on_one_rank, 3, stage, timeout=30)
 
 
 def free_on_one_rank() -> None:

@@ -1,10 +1,13 @@
 """Random models train as in one process that does every rank's part.
 
-`python -m tests.distributed.test_random_graphs FIRST COUNT [RANKS]` tries more than the gate does.
+Each graph is trained at one of the stages. `python -m tests.distributed.test_random_graphs FIRST
+COUNT [SHAPE ...]` trains each at all of them; a SHAPE is a number of ranks, or replicas x shards.
 """
 
 from __future__ import annotations
 
+import os
+import random
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -12,96 +15,161 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from tests.distributed.harness import RanksFailed, run_ranks
-from tests.distributed.random_graphs import WIDTH, build, choose_units, total_loss
+from tests.distributed.random_graphs import build, choose_units, total_loss
+from tests.distributed.random_runs import (
+    KINDS,
+    MAX_NORM,
+    Event,
+    Planned,
+    Result,
+    batch,
+    events_of,
+    failing_backward,
+    failing_forward,
+    mode,
+    reference,
+)
+from zerocore.common.alarm import STALL_SECONDS
 
-NUM_GRAPHS = 40
-NUM_STEPS = 4
-
-
-def batch(seed: int, step: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * seed + 10 * step + rank)
-    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64, requires_grad=True)
-
-
-def reference(seed: int, world_size: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of this rank and the parameters at the end, from one process."""
-    model, clock, _ = build(seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    losses = []
-    for step in range(NUM_STEPS):
-        clock[0] = step
-        for rank in range(world_size):
-            clock[1] = rank
-            loss = total_loss(model, batch(seed, step, rank))
-            (loss / world_size).backward()
-            if rank == dist.get_rank():
-                losses.append(loss.item())
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses, model.state_dict()
+SHAPES = ("2", "3", "4", "2x2")
+GRAPHS_OF_A_SHAPE = 40
 
 
-def train(seed: int, stage: int, prefetch: int) -> tuple[list[float], dict[str, Tensor]]:
-    model, clock, candidates = build(seed)
-    clock[1] = dist.get_rank()
-    options: dict[str, Any] = {"stage": stage, "prefetch": prefetch, "find_unused_parameters": True}
+def options_of(seed: int, shape: str) -> dict[str, Any]:
+    """How a model is sharded, by its seed."""
+    rng = random.Random(seed + 3)
+    replicas, _, shards = shape.rpartition("x")
+    options: dict[str, Any] = {
+        "prefetch": rng.randrange(3),
+        "find_unused_parameters": rng.random() < 0.5,
+        "accumulate": rng.choice([None, None, "full"]),
+    }
+    if replicas:
+        names = ("replicate", "shard")
+        sizes = (int(replicas), int(shards))
+        options["group"] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def shard(seed: int, model: nn.Module, candidates: list[nn.Module], **options: Any) -> None:
     try:
         zerocore.shard(model, units=choose_units(seed, candidates), **options)
     except ValueError as error:  # shared modules leave one of the chosen ones without parameters
         assert "units overlap" in str(error)
         zerocore.shard(model, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    losses = []
-    for step in range(NUM_STEPS):
-        clock[0] = step
-        with nullcontext() if step % 2 else zerocore.no_sync(model):
-            loss = total_loss(model, batch(seed, step, dist.get_rank()))
-            loss.backward()
-        losses.append(loss.item())
-        if step % 2:
+
+
+def train(seed: int, stage: int, shape: str) -> Result:
+    """This rank's part of the run; of the numbers those of this rank."""
+    model, clock, candidates = build(seed)
+    shard(seed, model, candidates, stage=stage, **options_of(seed, shape))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    rank = dist.get_rank()
+    numbers: list[float] = []
+    for step, event in enumerate(events_of(seed)):
+        clock[:] = [step, rank]
+        if event.kind.startswith("fail"):
+            fail(model, clock, event, seed)
+            optimizer.zero_grad()
+            continue
+        with zerocore.no_sync(model) if event.held else nullcontext():
+            with mode(model, event):
+                loss = total_loss(model, batch(seed, step, rank))
+            if event.kind == "train":
+                loss.backward()
+        numbers.append(loss.item())
+        if event.update:
+            numbers.append(zerocore.clip_grad_norm_(model, MAX_NORM).item())
             optimizer.step()
             optimizer.zero_grad()
-    return losses, zerocore.full_state_dict(model, rank0_only=False)
+    return Result([numbers], zerocore.full_state_dict(model, rank0_only=False))
 
 
-def compare(first: int, count: int) -> None:
-    for seed in range(first, first + count):
-        losses, state = reference(seed, dist.get_world_size())
-        for stage in range(4):
-            print(f"graph {seed} at stage {stage}", flush=True)  # shown if a rank fails
-            found, found_state = train(seed, stage, prefetch=seed % 3)
-            torch.testing.assert_close(found, losses, rtol=1e-7, atol=1e-9)
-            torch.testing.assert_close(found_state, state, rtol=1e-7, atol=1e-9)
+def fail(model: nn.Module, clock: list[int], event: Event, seed: int) -> None:
+    """A step that all ranks leave by an exception, or skip because one of them had one."""
+    inputs = batch(seed, clock[0], dist.get_rank())
+    if event.kind == "fail_backward":
+        clock[1] = 0  # where a backward may fail all ranks must have come the same way
+        with failing_backward(model, event.place) as backward, pytest.raises(Planned):
+            backward(total_loss(model, inputs))
+    elif event.kind == "fail_one" and event.place % dist.get_world_size() != dist.get_rank():
+        total_loss(model, inputs)
+    else:
+        with failing_forward(model, event.place), mode(model, event), pytest.raises(Planned):
+            total_loss(model, inputs)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3], indirect=True)
-def test_random_graphs_train_as_one_process(world_size: int) -> None:
-    run_ranks(compare, world_size, 0, NUM_GRAPHS, timeout=200)
+def compare(first: int, count: int, shape: str, every_stage: bool) -> None:
+    """Trains `count` graphs at every stage, or each at one, in turn."""
+    os.environ[STALL_SECONDS] = "20"
+    expected = references(first, count)
+    for seed, right in expected.items():
+        for stage in range(4) if every_stage else (seed % 4,):
+            print(f"graph {seed} at stage {stage}, shape {shape}", flush=True)  # if a rank fails
+            found = train(seed, stage, shape)
+            numbers = right.numbers[dist.get_rank()]
+            torch.testing.assert_close(found.numbers[0], numbers, rtol=1e-7, atol=1e-9)
+            torch.testing.assert_close(found.state, right.state, rtol=1e-7, atol=1e-9)
+
+
+def references(first: int, count: int) -> dict[int, Result]:
+    """Each rank computes some of them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = {seed: reference(seed, size) for seed in range(first + rank, first + count, size)}
+    parts: list[Any] = [None] * size
+    dist.all_gather_object(parts, own)
+    merged = {seed: result for part in parts for seed, result in part.items()}
+    return dict(sorted(merged.items()))
+
+
+def world_of(shape: str) -> int:
+    replicas, _, shards = shape.rpartition("x")
+    return int(replicas or 1) * int(shards)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_graphs_train_as_one_process(shape: str) -> None:
+    first = SHAPES.index(shape) * GRAPHS_OF_A_SHAPE
+    run_ranks(compare, world_of(shape), first, GRAPHS_OF_A_SHAPE, shape, False, timeout=200)
 
 
 def test_the_graphs_have_everything() -> None:
+    seeds = range(len(SHAPES) * GRAPHS_OF_A_SHAPE)
     plans = [
         what
-        for seed in range(NUM_GRAPHS)
+        for seed in seeds
         for module in build(seed)[0].modules()
         for what, _ in getattr(module, "plan", nn.Identity()).__dict__.get("steps", ())
     ]
     wanted = {"call", "twice", "sometimes", "checkpoint", "reentrant", "read", "aux", "detach"}
     wanted.add("routed")
     assert set(plans) == wanted
+    events = [event for seed in seeds for event in events_of(seed)]
+    assert {event.kind for event in events} == set(KINDS)
+    assert {(event.held, event.update) for event in events} == {(0, 0), (0, 1), (1, 0)}
+
+
+def main(first: int, count: int, shapes: tuple[str, ...]) -> None:
+    """Prints the first graph of each block that went wrong, and how many went well."""
+    num_equal = 0
+    for index, begin in enumerate(range(first, first + count, 25)):
+        number = min(25, first + count - begin)
+        shape = shapes[index % len(shapes)]
+        try:
+            run_ranks(compare, world_of(shape), begin, number, shape, True, timeout=500)
+            num_equal += number
+            print(
+                f"graphs {begin} to {begin + number - 1}, {shape}: equal; {num_equal}", flush=True
+            )
+        except RanksFailed as error:
+            print(f"graphs from {begin}, {shape}: {error}", flush=True)
 
 
 if __name__ == "__main__":
     begin, number = (int(word) for word in sys.argv[1:3])
-    ranks = int(sys.argv[3]) if len(sys.argv) > 3 else 2
-    for seed in range(begin, begin + number, 10):
-        try:
-            run_ranks(compare, ranks, seed, 10, timeout=100)
-            print(f"graphs {seed} to {seed + 9}: equal", flush=True)
-        except RanksFailed as error:
-            print(f"graphs from {seed}: {error}", flush=True)
+    main(begin, number, tuple(sys.argv[3:]) or SHAPES)

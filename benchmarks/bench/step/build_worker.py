@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,28 +56,34 @@ def host_case(kind: str, num_params: int) -> Case:
     return cases[kind]
 
 
-def rank_case(stage: int, rank: int, world_size: int, rendezvous: str) -> Case:
-    """A step of a small GPT on ranks that talk over gloo."""
+def rank_case(kind: str, stage: int, rank: int, world_size: int, rendezvous: str) -> Case:
+    """A step of a small GPT on ranks that talk over gloo; the first one of each of many models."""
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )
     torch.manual_seed(0)
     size = GPT_SIZES["small"]
-    model = GPT(size)
-    train = build_step(System("zerocore", stage, ""), model, model.blocks, 3e-4, FP32)
     shape = (size.batch, size.sequence + 1)
     tokens: Tensor = torch.randint(size.vocab_size, shape)
     batch = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())]
-    return Case(lambda: train(batch))
+    steps: list[Callable[[Any], object]] = []
+
+    def build() -> None:
+        model = GPT(size)
+        system = System("zerocore", stage, "")
+        steps[:] = [build_step(system, model, model.blocks, 3e-4, FP32)]
+
+    build()
+    return Case(lambda: steps[0](batch), build if kind == "first" else lambda: None)
 
 
 def main() -> None:
-    """Arguments: `host|zero_grad|adamw PARAMS`, or `ranks STAGE RANK WORLD_SIZE FILE`."""
+    """Arguments: `host|zero_grad|adamw PARAMS`, or `ranks|first STAGE RANK WORLD_SIZE FILE`."""
     torch.set_num_threads(1)
     kind, number, *job = sys.argv[1:]
-    if kind == "ranks":
+    if kind in ("ranks", "first"):
         rank, world_size, rendezvous = job
-        case = rank_case(int(number), int(rank), int(world_size), rendezvous)
+        case = rank_case(kind, int(number), int(rank), int(world_size), rendezvous)
     else:
         case = host_case(kind, int(number))
     for _ in range(5):

@@ -14,6 +14,7 @@ Function = Callable[[Run], None]
 THEMES = (
     "loops",
     "graphs",
+    "ways",
     "losses",
     "reads",
     "places",

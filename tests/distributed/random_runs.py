@@ -1,0 +1,135 @@
+"""Random training runs of a model: what happens in each step, and what one process makes of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.distributed.random_graphs import WIDTH, build, total_loss
+
+KINDS = ("train", "eval", "fail_forward", "fail_eval", "fail_one", "fail_backward")
+MAX_NORM = 0.5
+
+
+class Planned(Exception):
+    """The error that a run raises on purpose."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One forward of a run; a step ends where an optimizer is to `update`."""
+
+    kind: str
+    place: int = 0  # which module or rank fails
+    held: bool = False  # gradients are not reduced yet
+    update: bool = False
+
+
+def events_of(seed: int) -> list[Event]:
+    """The run of a seed: three optimizer steps of one to three forwards, and more in between."""
+    rng = random.Random(seed + 2)
+    events: list[Event] = []
+    for _ in range(3):
+        count = rng.choice([1, 1, 2, 3])
+        for number in range(count):
+            last = number == count - 1
+            held = not last and rng.random() < 0.6
+            events.append(Event("train", held=held, update=last))
+            if rng.random() < 0.5:
+                events.append(Event(rng.choice(KINDS[1:]), rng.randrange(1000)))
+    return events
+
+
+def batch(seed: int, step: int, rank: int) -> Tensor:
+    """The inputs of a rank in a step, of shape (3, WIDTH) and dtype float64."""
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * step + rank)
+    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64, requires_grad=True)
+
+
+@dataclass
+class Result:
+    """Losses and norms of each rank, and the full parameters at the end."""
+
+    numbers: list[list[float]] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+def reference(seed: int, world_size: int) -> Result:
+    """One process that does every rank's part."""
+    model, clock, _ = build(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    result = Result([[] for _ in range(world_size)])
+    for step, event in enumerate(events_of(seed)):
+        clock[0] = step
+        if event.kind.startswith("fail"):
+            optimizer.zero_grad()
+            continue
+        for rank, numbers in enumerate(result.numbers):
+            clock[1] = rank
+            with mode(model, event):
+                loss = total_loss(model, batch(seed, step, rank))
+            if event.kind == "train":
+                (loss / world_size).backward()
+            numbers.append(loss.item())
+        if event.update:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            for numbers in result.numbers:
+                numbers.append(norm.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    result.state = dict(model.state_dict())
+    return result
+
+
+@contextmanager
+def mode(model: nn.Module, event: Event) -> Iterator[None]:
+    """Evaluation without gradients, where the event is one."""
+    is_eval = event.kind.endswith("eval")
+    model.train(not is_eval)
+    with torch.set_grad_enabled(not is_eval):
+        yield
+    model.train()
+
+
+@contextmanager
+def failing_forward(model: nn.Module, place: int) -> Iterator[None]:
+    """A forward that raises behind some module's, or at its end if the module is not called."""
+    modules = [module for module in model.modules() if not isinstance(module, nn.ModuleList)]
+    chosen = {modules[place % len(modules)], model}
+    handles = [module.register_forward_hook(_raise) for module in chosen]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def failing_backward(model: nn.Module, place: int) -> Iterator[Callable[[Tensor], None]]:
+    """A backward that raises where it comes to a call of some module, or at its end."""
+    modules = [module for module in model.modules() if not isinstance(module, nn.ModuleList)]
+
+    def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(_raise)
+
+    handle = modules[place % len(modules)].register_forward_hook(watch)
+
+    def through(loss: Tensor) -> None:
+        loss.backward()
+        raise Planned("in place of a hook that the backward does not come to")
+
+    try:
+        yield through
+    finally:
+        handle.remove()
+
+
+def _raise(*args: Any) -> None:
+    raise Planned("on all ranks")
