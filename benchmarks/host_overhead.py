@@ -35,7 +35,7 @@ Results = dict[int, CellTimes]
 
 
 def overhead_table(results: Results, systems: list[str]) -> Table:
-    """What each system adds per block, and zerocore's ratios."""
+    """Time that each system adds per block, and zerocore's ratios."""
     names = [NAMES[system] for system in systems]
     columns = ["parameters per block", "plain", *(f"{n} fwd + bwd" for n in names)]
     table = Table(

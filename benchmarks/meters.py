@@ -87,7 +87,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
 
 
 def meters_table(found: dict[str, list[float]]) -> Table:
-    """What meters add to a step."""
+    """Time that meters add to a step."""
     columns = ["meters", "us", "above off", "share of a step"]
     table = Table("host time of a step, by meters", columns)
     for how, values in found.items():

@@ -76,7 +76,7 @@ ACCUMULATE_NOTE = (
 
 @dataclass
 class Measured:
-    """What the rounds of one system at one size gave."""
+    """Results of one system's rounds at one size."""
 
     system: System
     rounds: list[list[RankReport]] = field(default_factory=list)

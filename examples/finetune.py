@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 import zerocore
 
-# What is trained without --config: 0.85 M parameters, as text is bytes.
+# The model without --config: 0.85 M parameters, as text is bytes.
 SMALL_QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": 256,
@@ -162,7 +162,7 @@ def make_optimizer(
 
 
 class Progress:
-    """What a resumed run needs beside the model, the optimizer and the schedule."""
+    """State that a resumed run needs beside the model, the optimizer and the schedule."""
 
     def __init__(self, seed: int) -> None:
         self.draw = torch.Generator().manual_seed(seed)
@@ -224,7 +224,7 @@ def say(rank: Rank, line: str) -> None:
 
 
 def work(rank: Rank, options: argparse.Namespace) -> None:
-    """What every rank does."""
+    """Trains on one of the ranks."""
     model = build_model(options, rank)
     counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
     say(

@@ -1,4 +1,4 @@
-"""What one stage costs on this rank: memory and collectives, measured beside predicted."""
+"""Prints what one stage costs on this rank: memory and collectives, measured and predicted."""
 
 from __future__ import annotations
 

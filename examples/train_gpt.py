@@ -33,7 +33,7 @@ ALL_STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is told to do."""
+    """The options of a run, the same on every rank."""
 
     training: TrainingConfig
     gpt: GPTConfig

@@ -57,7 +57,7 @@ class Trainer:
         self.num_resumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What `Checkpoints` saves for this rank beside the model and the optimizer."""
+        """State of this rank that `Checkpoints` saves beside the model and the optimizer."""
         return {"losses": list(self.losses), "draw": self._draw.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

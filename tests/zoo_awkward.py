@@ -100,7 +100,7 @@ class ReorderedNet(Net):
 
 
 class InplaceNet(Net):
-    """What a block returns is changed in place by its caller."""
+    """The caller changes in place what a block returns."""
 
     def run_blocks(self, x: Tensor, rank: int, flip: bool) -> Tensor:
         for block in self.blocks:

@@ -7,227 +7,10 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
+from zerocore._C_plan import *  # noqa: F403
+from zerocore._C_plan import CallEvent, Layout, ParamSpec, ShardOptions
+
 build: str  # compiler, the torch that it was built against, CUDA toolkit, flags
-
-class ParamSpec:
-    """A parameter as the planner sees it.
-
-    ``main``, ``reduce`` and ``grad`` are ``(dtype, itemsize)`` of the optimizer's copy, of
-    gradients on their way and of gradients as they are kept; None for the parameter's own.
-    """
-
-    def __init__(
-        self,
-        fqn: str,
-        shape: Sequence[int],
-        dtype: int,
-        itemsize: int,
-        requires_grad: bool = True,
-        main: tuple[int, int] | None = None,
-        reduce: tuple[int, int] | None = None,
-        grad: tuple[int, int] | None = None,
-    ) -> None: ...
-    @property
-    def fqn(self) -> str: ...
-    @property
-    def shape(self) -> list[int]: ...
-    @property
-    def requires_grad(self) -> bool: ...
-    @property
-    def numel(self) -> int: ...
-
-class Region:
-    """Part of a unit's buffer that one collective moves."""
-
-    dtype: int
-    itemsize: int
-    requires_grad: bool
-    shard_numel: int
-    params: list[int]
-    @property
-    def numel(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def shard_nbytes(self) -> int: ...
-
-class ParamPlace:
-    """Offset and size of a parameter in its region, in elements."""
-
-    region: int
-    offset: int
-    numel: int
-
-class Layout:
-    """Where a unit's parameters lie, and which elements each shard owns."""
-
-    @staticmethod
-    def build(params: Sequence[ParamSpec], num_shards: int) -> Layout: ...
-    def of_shard(self, shard: int) -> Layout: ...
-    @property
-    def regions(self) -> list[Region]: ...
-    @property
-    def places(self) -> list[ParamPlace]: ...
-    @property
-    def num_shards(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def shard_nbytes(self) -> int: ...
-    @property
-    def param_nbytes(self) -> int: ...
-    def owned(self, param: int, shard: int) -> tuple[int, int]: ...
-    def offset_in_shard(self, param: int, shard: int) -> int: ...
-
-class CallEvent:
-    """A unit entered or left in a forward."""
-
-    def __init__(self, enter: bool, unit: int, needs_backward: bool = True) -> None: ...
-    @property
-    def enter(self) -> bool: ...
-    @property
-    def unit(self) -> int: ...
-    @property
-    def needs_backward(self) -> bool: ...
-
-class PassCall:
-    @property
-    def unit(self) -> int: ...
-    @property
-    def made(self) -> bool: ...
-
-class CallHandle:
-    """One forward call of a unit."""
-
-    @property
-    def unit(self) -> int: ...
-
-_Actions = list[tuple[str, int]]
-
-class Schedule:
-    """When units are unsharded, resharded and reduced; methods return the actions."""
-
-    def __init__(
-        self, num_units: int, prefetch: int, gathers: bool, releases: bool, order: list[CallEvent]
-    ) -> None: ...
-    def begin_pass(self, grad: bool) -> _Actions: ...
-    def enter(self, unit: int, grad: bool = True) -> _Actions: ...
-    def exit(self, unit: int, needs_backward: bool = True) -> tuple[CallHandle, _Actions]: ...
-    def end_pass(self) -> _Actions: ...
-    def is_expected(self, unit: int) -> bool: ...
-    def finish_order(self) -> _Actions: ...
-    def serve(self, unit: int) -> _Actions: ...
-    def close_pass(self) -> _Actions: ...
-    def changed(self) -> bool: ...
-    def calls(self) -> list[PassCall]: ...
-    def settle_pass(self, ranks: list[list[PassCall]], own: int) -> None: ...
-    def abort(self) -> _Actions: ...
-    def begin_backward(self) -> None: ...
-    def set_muted(self, unit: int, muted: bool) -> None: ...
-    def pre_backward(self, call: CallHandle) -> _Actions: ...
-    def ready(self, unit: int) -> _Actions: ...
-    def end_backward(self) -> _Actions: ...
-    def invalidate(self, unit: int) -> _Actions: ...
-    def is_resident(self, unit: int) -> bool: ...
-    @property
-    def order(self) -> list[CallEvent]: ...
-
-class GradStep:
-    """What is done with the gradients of a region; which fields mean something depends on kind."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def unit(self) -> int: ...
-    @property
-    def region(self) -> int: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def target(self) -> str: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def parts(self) -> int: ...
-    @property
-    def adds(self) -> bool: ...
-    @property
-    def param(self) -> int: ...
-    @property
-    def op(self) -> str: ...
-    @property
-    def added(self) -> list[tuple[int, int]]: ...
-
-class Reduction:
-    """Where gradients are packed, added and reduced; methods return the steps."""
-
-    def __init__(
-        self,
-        layouts: Sequence[Layout],
-        *,
-        stage: int,
-        world_size: int,
-        num_replicas: int = 1,
-        backend: str = "nccl",
-        hold_full: bool = False,
-        on_host: bool = False,
-        counts_kept: bool = True,
-    ) -> None: ...
-    def reduce(self, unit: int, sync: bool = True) -> list[GradStep]: ...
-    def finish(self) -> list[GradStep]: ...
-    def reset(self) -> list[GradStep]: ...
-    def set_trainable(self, unit: int, region: int, trainable: bool) -> None: ...
-    def drop(self, unit: int, param: int) -> None: ...
-    def is_valid(self, unit: int, param: int) -> bool: ...
-    def kept_nbytes(self, unit: int) -> int: ...
-
-class PlanOptions:
-    """How the plan's model is sharded."""
-
-    def __init__(
-        self,
-        *,
-        stage: int,
-        world_size: int,
-        prefetch: int,
-        backend: str,
-        micro_batches: int = 1,
-        hold_full: bool = False,
-        num_replicas: int = 1,
-        sums_on_host: bool = False,
-        first_order: Sequence[CallEvent] = (),
-        backward: Sequence[tuple[bool, int]] = (),
-    ) -> None: ...
-    @property
-    def stage(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-
-class MemoryPlan:
-    """Predicted bytes on one rank."""
-
-    parameters: int
-    main_weights: int
-    gradients: int
-    optimizer: int
-    pool: int
-    pool_reserved: int
-    @property
-    def total(self) -> int: ...
-
-def plan_layouts(units: Sequence[Sequence[ParamSpec]], options: PlanOptions) -> list[Layout]: ...
-def plan_events(
-    units: Sequence[Sequence[ParamSpec]], order: Sequence[CallEvent], options: PlanOptions
-) -> list[tuple[str, int, int, int, int, bool]]: ...
-def plan_memory(
-    units: Sequence[Sequence[ParamSpec]],
-    order: Sequence[CallEvent],
-    options: PlanOptions,
-    *,
-    rank: int,
-    optimizer_states: int,
-    unused: Sequence[Sequence[int]] = (),
-) -> MemoryPlan: ...
 
 CHUNK_NUMEL: int
 """Elements that a block of a kernel works on."""
@@ -250,7 +33,7 @@ class PoolStats:
     num_allocations: int
 
 class AllocatorCounts:
-    """What torch's allocator of a device has counted in this process."""
+    """How often torch's allocator has turned to a device in this process."""
 
     num_retries: int
     num_device_allocations: int
@@ -261,10 +44,8 @@ def allocator_counts(device: str) -> AllocatorCounts | None: ...
 class Slot:
     """A block of pool memory."""
 
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def address(self) -> int: ...
+    nbytes: int
+    address: int
 
 class CpuBucketPool:
     """A bucket pool on the CPU, for tests."""
@@ -273,11 +54,10 @@ class CpuBucketPool:
     def set_apart(self, apart: bool) -> None: ...
     def release(self, slot: Slot) -> None: ...
     def forget_recent_peak(self) -> None: ...
-    @property
-    def stats(self) -> PoolStats: ...
+    stats: PoolStats
 
 class Traffic:
-    """What kind of collective; decides how many of its bytes cross the link."""
+    """The kind of a collective, which decides how many of its bytes cross the link."""
 
     ALL_GATHER: Traffic
     REDUCE_SCATTER: Traffic
@@ -293,12 +73,9 @@ class LinkModel:
     """An emulated link: bytes per second, seconds per call, multiprocessors."""
 
     def __init__(self, bandwidth: float, latency: float, sms: int) -> None: ...
-    @property
-    def bandwidth(self) -> float: ...
-    @property
-    def latency(self) -> float: ...
-    @property
-    def sms(self) -> int: ...
+    bandwidth: float
+    latency: float
+    sms: int
     def duration_ns(self, traffic: Traffic, nbytes: int, world_size: int) -> int: ...
 
 class EmulatedGroup(Backend):
@@ -312,12 +89,95 @@ class EmulatedGroup(Backend):
     @staticmethod
     def shut_down_all() -> None: ...
 
-# fqn, model weight on meta, dtypes of main weight, reduction, gradient; frozen and cast
-_ParamArg = tuple[str, Tensor, torch.dtype, torch.dtype, torch.dtype, bool]
-
 def define_grad(type: type) -> None: ...
 def note_backward_call(roots: Any) -> None: ...
 def forget_backward_call() -> None: ...
+
+class GroupNames:
+    """Names of c10d groups: to shard over, with the same shards, and all ranks on the CPU."""
+
+    def __init__(self, *, shard: str | None, replicas: str | None, control: str | None) -> None: ...
+
+class EngineOptions:
+    """How an engine shards, over which groups, and how long it waits for other ranks."""
+
+    def __init__(
+        self,
+        *,
+        sharding: ShardOptions,
+        groups: GroupNames,
+        agree_on_used: bool,
+        log_hand_overs: bool = False,
+        alarm_name: str = "",
+        stall_seconds: float = 0.0,
+    ) -> None: ...
+
+class UnitParam:
+    """A parameter to be sharded.
+
+    ``like`` is the model weight as a meta tensor; ``main``, ``reduce`` and ``grad`` are the dtypes
+    of the main weight, of gradients on their way and as they are kept. A frozen parameter that is
+    cast ``lacks_main``.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        like: Tensor,
+        *,
+        main: torch.dtype,
+        reduce: torch.dtype,
+        grad: torch.dtype,
+        lacks_main: bool,
+    ) -> None: ...
+
+class UnitSpec:
+    """A unit to be sharded."""
+
+    def __init__(self, name: str, params: Sequence[UnitParam]) -> None: ...
+
+class ParamOwner:
+    """Where a parameter is registered: the dict of a module, and the name in it."""
+
+    def __init__(self, parameters: dict[str, Any], name: str) -> None: ...
+
+class UpdatedUnit:
+    """A unit that an optimizer updates, and which parameters in it; None for all it trains."""
+
+    def __init__(self, unit: int, params: Sequence[int] | None = None) -> None: ...
+
+class TraceRecord:
+    """One thing the runtime did; fields as of :class:`zerocore.common.events.Event`."""
+
+    op: str
+    unit: int
+    nbytes: int
+    pool_nbytes: int
+    issued_ns: int
+    done_ns: int
+    wait_ns: int
+
+class OpCounter:
+    """How often one operation was done, and the bytes of its buckets."""
+
+    count: int
+    nbytes: int
+
+class HandOver:
+    """An access of a stream to memory, or an event that orders two streams.
+
+    ``kind`` is ``read`` or ``write`` (of addresses ``begin`` to ``end``, for ``what`` and
+    ``unit``), ``record`` or ``wait`` (of the ``event`` of that number of stream ``source``).
+    """
+
+    kind: str
+    stream: str
+    source: str
+    event: int
+    begin: int
+    end: int
+    what: str
+    unit: str
 
 class Engine:
     """The runtime of one sharded model."""
@@ -325,19 +185,10 @@ class Engine:
     sync: bool
     def __init__(
         self,
+        options: EngineOptions,
         *,
-        stage: int,
-        prefetch: int,
-        hold_full: bool,
-        agree_on_used: bool,
-        log_hand_overs: bool = False,
-        alarm_name: str = "",
-        stall_seconds: float = 0.0,
-        group_name: str | None,
-        replicas_name: str | None = None,
-        control_name: str | None = None,
         device: torch.device,
-        units: Sequence[tuple[str, Sequence[_ParamArg]]],
+        units: Sequence[UnitSpec],
         order: Sequence[CallEvent],
     ) -> None: ...
     def make_full(self, unit: int, param: int) -> Tensor: ...
@@ -354,7 +205,7 @@ class Engine:
         full: Tensor,
         shard: Tensor,
         grad: Tensor | None,
-        owners: Sequence[tuple[dict[str, Any], str]],
+        owners: Sequence[ParamOwner],
     ) -> None: ...
     def start(self, consistent: bool) -> None: ...
     def begin_pass(self) -> None: ...
@@ -363,39 +214,28 @@ class Engine:
     def enter(self, unit: int) -> None: ...
     def exit(self, unit: int, value: Any, keep: bool = False) -> None: ...
     def adopt(self, unit: int) -> None: ...
-    @property
-    def in_call(self) -> bool: ...
-    def pin(self, units: Sequence[int]) -> None: ...
-    def unpin(self, units: Sequence[int], write_back: bool) -> None: ...
-    @property
-    def trainable_hash(self) -> int: ...
+    in_call: bool
+    def hold_unsharded(self, units: Sequence[int]) -> None: ...
+    def release_unsharded(self, units: Sequence[int], write_back: bool) -> None: ...
+    trainable_hash: int
     def mark_forked(self) -> None: ...
     def check_process(self) -> None: ...
     def begin_update(self, units: Sequence[int], casts: bool) -> None: ...
-    def end_update(
-        self, units: Sequence[tuple[int, Sequence[int] | None]], casts: bool
-    ) -> None: ...
+    def end_update(self, units: Sequence[UpdatedUnit], casts: bool) -> None: ...
     def fail_backward(self) -> None: ...
     def reset(self) -> None: ...
     def layout(self, unit: int) -> Layout: ...
-    @property
-    def order(self) -> list[CallEvent]: ...
-    @property
-    def pool_stats(self) -> PoolStats: ...
+    order: list[CallEvent]
+    pool_stats: PoolStats
     def forget_recent_peak(self) -> None: ...
-    @property
-    def parameter_nbytes(self) -> int: ...
-    @property
-    def main_nbytes(self) -> int: ...
-    @property
-    def gradient_nbytes(self) -> int: ...
+    parameter_nbytes: int
+    main_nbytes: int
+    gradient_nbytes: int
     def start_trace(self, align: bool = True) -> None: ...
     def pause_trace(self) -> None: ...
-    def stop_trace(self) -> list[tuple[str, int, int, int, int, int, int]]: ...
-    @property
-    def agreed(self) -> dict[str, int]: ...
-    @property
-    def counters(self) -> list[tuple[str, int, int]]: ...
+    def stop_trace(self) -> list[TraceRecord]: ...
+    agreed: dict[str, int]
+    counters: dict[str, OpCounter]
 
 def crc32(address: int, nbytes: int, crc: int = 0, by_tables: bool = False) -> int: ...
 def write_at(file: int, address: int, nbytes: int, offset: int, crc: int = 0) -> int: ...

@@ -133,7 +133,7 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
     params = [param for unit in units for param in unit.params]
     if write_back:
         state.finish_reads()
-    state.engine.pin(indices)
+    state.engine.hold_unsharded(indices)
     state.shown_full.update(indices)
     versions = [param.full._version for param in params]
     changed = None
@@ -149,7 +149,7 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
         )
     finally:
         state.shown_full.subtract(indices)
-        state.engine.unpin(indices, write_back)
+        state.engine.release_unsharded(indices, write_back)
         if write_back:
             for param in params:
                 param.written_version = param.full._version

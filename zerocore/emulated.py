@@ -167,7 +167,7 @@ def _backend_of(group: dist.ProcessGroup) -> EmulatedGroup:
 
 
 def _create(options: Any, chosen: LinkModel | None) -> EmulatedGroup:
-    """What torch.distributed calls for each group; subgroups take the default group's link."""
+    """Called by torch.distributed for each group; subgroups take the default group's link."""
     if chosen is None:
         chosen = _default_group_link() or link(default_link(options.group_size))
     if not isinstance(chosen, LinkModel):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-# What csrc/bindings/module.cpp says in `_C.build`; it stands in the file, too, in plain text.
+# csrc/bindings/module.cpp writes this text into `_C.build`; it can be read in the file, too.
 _TORCH = re.compile(rb", torch (\d[^\s,]*), CUDA: ")
 _REBUILD = "build it again in zerocore's source folder: pip install --no-build-isolation ."
 
@@ -20,7 +20,7 @@ def built_for(text: bytes) -> str | None:
 
 
 def mismatch(built: str | None) -> str | None:
-    """What is wrong with an extension built for torch ``built``; None if nothing is known to be.
+    """The error text for an extension built for torch ``built``; None if no error is known.
 
     Releases that differ in the third number only share their C++ interface.
     """

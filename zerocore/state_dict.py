@@ -49,7 +49,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
 
 
 def param_keys(model: nn.Module, state: ShardState) -> Keys:
-    """What ``model.state_dict()`` calls each parameter; wrappers in the model rename theirs."""
+    """Each parameter's name in ``model.state_dict()``; wrappers in the model rename theirs."""
     faces = {id(face): param for param in state.params() for face in (param.shard, param.full)}
     keys: dict[Param, list[str]] = {param: [] for param in state.params()}
     for key, value in model.state_dict(keep_vars=True).items():

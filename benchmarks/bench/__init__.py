@@ -1,1 +1,1 @@
-"""What the scripts of this folder are made of; they find it beside them."""
+"""The parts of the scripts of this folder, which find them beside themselves."""

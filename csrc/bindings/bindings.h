@@ -1,4 +1,4 @@
-// What module.cpp registers, one function per layer.
+// The parts of the module that Python sees, one function per file of this folder.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,6 +11,7 @@ void register_kernels(pybind11::module_& module);
 void register_runtime(pybind11::module_& module);
 void register_emulated(pybind11::module_& module);
 void register_io(pybind11::module_& module);
+void register_engine_types(pybind11::module_& module);
 void register_engine(pybind11::module_& module);
 void register_shards(pybind11::module_& module);
 

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "bindings/bindings.h"
@@ -48,36 +49,6 @@ std::vector<at::Tensor> collect_outputs(const py::object& value) {
   return outputs;
 }
 
-// (fqn, model weight as a meta tensor, dtypes of main weight, reduction and gradient, lacks_main)
-using ParamArg =
-    std::tuple<std::string, at::Tensor, at::ScalarType, at::ScalarType, at::ScalarType, bool>;
-
-ElementType element(at::ScalarType dtype) {
-  return {static_cast<int>(dtype), static_cast<int64_t>(c10::elementSize(dtype))};
-}
-
-UnitInit make_unit(std::string name, const std::vector<ParamArg>& params) {
-  UnitInit unit{std::move(name), {}};
-  for (const auto& [fqn, tensor, main, reduce, grad, lacks_main] : params) {
-    UnitParam param;
-    param.lacks_main = lacks_main;
-    param.spec.main = element(main);
-    param.spec.reduce = element(reduce);
-    param.spec.grad = element(grad);
-    param.spec.fqn = fqn;
-    param.spec.shape = tensor.sizes().vec();
-    param.spec.dtype = static_cast<int>(tensor.scalar_type());
-    param.spec.itemsize = static_cast<int64_t>(tensor.itemsize());
-    param.spec.requires_grad = tensor.requires_grad();
-    // Strides that skip or repeat memory are not kept: the buffer is dense.
-    param.strides = tensor.is_non_overlapping_and_dense()
-        ? tensor.strides().vec()
-        : c10::TensorType::contiguousStridesOf(tensor.sizes());
-    unit.params.push_back(std::move(param));
-  }
-  return unit;
-}
-
 // The engine with the registrar it owns.
 struct PyEngine {
   std::shared_ptr<Engine> engine;
@@ -85,34 +56,15 @@ struct PyEngine {
 };
 
 PyEngine make_engine(
-    int64_t stage,
-    int prefetch,
-    bool hold_full,
-    bool agree_on_used,
-    bool log_hand_overs,
-    const std::string& alarm_name,
-    double stall_seconds,
-    const std::optional<std::string>& group_name,
-    const std::optional<std::string>& replicas_name,
-    const std::optional<std::string>& control_name,
+    const EngineOptions& options,
     const at::Device& device,
-    const std::vector<std::pair<std::string, std::vector<ParamArg>>>& units,
+    std::vector<UnitSpec> units,
     std::vector<CallEvent> order) {
-  std::vector<UnitInit> inits;
-  for (const auto& [name, params] : units) {
-    inits.push_back(make_unit(name, params));
-  }
   auto registrar = std::make_unique<DictRegistrar>(units.size());
   PyEngine self;
   self.registrar = registrar.get();
   self.engine = std::make_shared<Engine>(
-      EngineOptions{
-          stage, prefetch, hold_full, agree_on_used, log_hand_overs, alarm_name, stall_seconds},
-      GroupNames{group_name, replicas_name, control_name},
-      device,
-      std::move(inits),
-      std::move(order),
-      std::move(registrar));
+      options, device, std::move(units), std::move(order), std::move(registrar));
   return self;
 }
 
@@ -123,45 +75,20 @@ void bind_param(
     const py::object& full,
     const py::object& shard,
     const py::object& grad,
-    const std::vector<std::pair<py::dict, std::string>>& places) {
+    std::vector<ParamOwner> owners) {
   self.engine->unit(unit).bind(
       index, THPVariable_Unpack(full.ptr()), THPVariable_Unpack(shard.ptr()));
   if (!grad.is_none()) {
     self.engine->reducer().bind_grad(unit, index, THPVariable_Unpack(grad.ptr()));
   }
-  RegisteredParam registered{full, shard, {}};
-  for (const auto& [parameters, name] : places) {
-    // Interned, so that the dict finds the key by identity.
-    PyObject* key = PyUnicode_InternFromString(name.c_str());
-    registered.places.push_back({parameters, py::reinterpret_steal<py::str>(key)});
-  }
-  self.registrar->bind(unit, std::move(registered));
+  self.registrar->bind(unit, RegisteredParam{full, shard, std::move(owners)});
 }
 
-using TraceTuple = std::tuple<std::string, UnitId, int64_t, int64_t, int64_t, int64_t, int64_t>;
-
-std::vector<TraceTuple> stop_trace(PyEngine& self) {
-  std::vector<TraceTuple> result;
-  for (const TraceRecord& record : self.engine->trace().stop()) {
-    result.emplace_back(
-        trace_op_name(record.op),
-        record.unit,
-        record.nbytes,
-        record.pool_nbytes,
-        record.issued_ns,
-        record.done_ns,
-        record.wait_ns);
-  }
-  return result;
-}
-
-// (op, count, nbytes) of what was done since the engine was made
-std::vector<std::tuple<std::string, int64_t, int64_t>> counters(PyEngine& self) {
-  std::vector<std::tuple<std::string, int64_t, int64_t>> result;
+py::dict counters(PyEngine& self) {
+  py::dict result;
   const OpCounters& counters = self.engine->trace().counters();
   for (int op = 0; op < kNumTraceOps; ++op) {
-    result.emplace_back(
-        trace_op_name(static_cast<TraceOp>(op)), counters[op].count, counters[op].nbytes);
+    result[trace_op_name(static_cast<TraceOp>(op))] = counters[op];
   }
   return result;
 }
@@ -176,51 +103,12 @@ py::dict agreed(const PyEngine& self) {
   return result;
 }
 
-const char* role_name(StreamRole role) {
-  switch (role) {
-    case StreamRole::Compute:
-      return "compute";
-    case StreamRole::AllGather:
-      return "all_gather";
-    case StreamRole::ReduceScatter:
-      return "reduce_scatter";
-  }
-  return "";
-}
-
-// ("record", stream, number), ("wait", stream, source stream, number) or
-// ("read" | "write", stream, begin, end, what, unit): addresses
-py::list hand_overs(const PyEngine& self) {
-  py::list result;
-  for (const HandOver& entry : self.engine->hand_overs().entries()) {
-    const char* role = role_name(entry.role);
-    if (entry.kind == HandOverKind::Record) {
-      result.append(py::make_tuple("record", role, entry.event));
-    } else if (entry.kind == HandOverKind::Wait) {
-      result.append(py::make_tuple("wait", role, role_name(entry.source), entry.event));
-    } else {
-      const char* kind = entry.kind == HandOverKind::Read ? "read" : "write";
-      result.append(py::make_tuple(kind, role, entry.begin, entry.end, entry.what, entry.unit));
-    }
-  }
-  return result;
-}
-
 void register_setup(py::class_<PyEngine>& engine) {
   engine
       .def(
           py::init(&make_engine),
+          py::arg("options"),
           py::kw_only(),
-          py::arg("stage"),
-          py::arg("prefetch"),
-          py::arg("hold_full"),
-          py::arg("agree_on_used"),
-          py::arg("log_hand_overs") = false,
-          py::arg("alarm_name") = "",
-          py::arg("stall_seconds") = 0.0,
-          py::arg("group_name"),
-          py::arg("replicas_name") = py::none(),
-          py::arg("control_name") = py::none(),
           py::arg("device"),
           py::arg("units"),
           py::arg("order"))
@@ -295,11 +183,13 @@ void register_steps(py::class_<PyEngine>& engine) {
           "adopt", [](PyEngine& self, UnitId unit) { self.engine->adopt(unit); }, no_gil)
       .def_property_readonly("in_call", [](const PyEngine& self) { return self.engine->in_call(); })
       .def(
-          "pin", [](PyEngine& self, const std::vector<UnitId>& u) { self.engine->pin(u); }, no_gil)
+          "hold_unsharded",
+          [](PyEngine& self, const std::vector<UnitId>& u) { self.engine->hold_unsharded(u); },
+          no_gil)
       .def(
-          "unpin",
+          "release_unsharded",
           [](PyEngine& self, const std::vector<UnitId>& units, bool write_back) {
-            self.engine->unpin(units, write_back);
+            self.engine->release_unsharded(units, write_back);
           },
           no_gil)
       .def(
@@ -358,13 +248,14 @@ void register_figures(py::class_<PyEngine>& engine) {
       .def_property_readonly(
           "gradient_nbytes",
           [](PyEngine& self) { return self.engine->reducer().persistent_nbytes(); })
-      .def_property_readonly("hand_overs", &hand_overs)
+      .def_property_readonly(
+          "hand_overs", [](const PyEngine& self) { return self.engine->hand_overs().entries(); })
       .def(
           "stream_handle",
           [](const PyEngine& self, const std::string& role) {
             for (const StreamRole candidate :
                  {StreamRole::Compute, StreamRole::AllGather, StreamRole::ReduceScatter}) {
-              if (role == role_name(candidate)) {
+              if (role == stream_role_name(candidate)) {
                 void* handle = self.engine->streams().native_handle(candidate);
                 return reinterpret_cast<uintptr_t>(handle);
               }
@@ -376,7 +267,7 @@ void register_figures(py::class_<PyEngine>& engine) {
           [](PyEngine& self, bool align) { self.engine->trace().start(align); },
           py::arg("align") = true)
       .def("pause_trace", [](PyEngine& self) { self.engine->trace().pause(); })
-      .def("stop_trace", &stop_trace)
+      .def("stop_trace", [](PyEngine& self) { return self.engine->trace().stop(); })
       .def_property_readonly("agreed", &agreed)
       .def_property_readonly("counters", &counters);
 }

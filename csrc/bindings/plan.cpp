@@ -1,4 +1,5 @@
 // Python face of the plan layer: layouts, schedules and predictions, for planning and tests.
+#include <pybind11/operators.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -43,27 +44,12 @@ struct PySchedule {
   Actions actions;
 };
 
-// `unused` has the indices of parameters without a gradient by unit, or is empty.
-std::vector<UnitPlan> unit_plans(
-    std::vector<std::vector<ParamSpec>> units,
-    const std::vector<std::vector<int>>& unused) {
-  std::vector<UnitPlan> plans;
-  for (auto& params : units) {
-    const auto index = plans.size();
-    plans.push_back(
-        {std::move(params), index < unused.size() ? unused[index] : std::vector<int>{}});
-  }
-  return plans;
-}
-
-// (dtype, itemsize)
-using ElementArg = std::pair<int, int64_t>;
-
-ElementType element(const std::optional<ElementArg>& arg) {
-  return arg ? ElementType{arg->first, arg->second} : ElementType{};
-}
-
 void register_layout(py::module_& module) {
+  py::class_<ElementType>(module, "ElementType")
+      .def(
+          py::init([](int dtype, int64_t itemsize) { return ElementType{dtype, itemsize}; }),
+          py::arg("dtype"),
+          py::arg("itemsize"));
   py::class_<ParamSpec>(module, "ParamSpec")
       .def(
           py::init([](std::string fqn,
@@ -71,18 +57,18 @@ void register_layout(py::module_& module) {
                       int dtype,
                       int64_t itemsize,
                       bool requires_grad,
-                      const std::optional<ElementArg>& main,
-                      const std::optional<ElementArg>& reduce,
-                      const std::optional<ElementArg>& grad) {
+                      const std::optional<ElementType>& main,
+                      const std::optional<ElementType>& reduce,
+                      const std::optional<ElementType>& grad) {
             return ParamSpec{
                 std::move(fqn),
                 std::move(shape),
                 dtype,
                 itemsize,
                 requires_grad,
-                element(main),
-                element(reduce),
-                element(grad)};
+                main.value_or(ElementType{}),
+                reduce.value_or(ElementType{}),
+                grad.value_or(ElementType{})};
           }),
           py::arg("fqn"),
           py::arg("shape"),
@@ -215,47 +201,67 @@ void register_options(py::module_& module) {
       .def_readonly("pool", &MemoryPlan::pool)
       .def_readonly("pool_reserved", &MemoryPlan::pool_reserved)
       .def_property_readonly("total", &MemoryPlan::total);
-  py::class_<PlanOptions>(module, "PlanOptions")
+  py::class_<ShardOptions>(module, "ShardOptions")
       .def(
-          py::init([](int64_t stage,
-                      int64_t world_size,
-                      int prefetch,
-                      const std::string& backend,
-                      int micro_batches,
-                      bool hold_full,
-                      int64_t num_replicas,
-                      bool sums_on_host,
-                      std::vector<CallEvent> first_order,
-                      const std::vector<std::pair<bool, int32_t>>& backward) {
-            std::vector<BackwardEvent> events;
-            for (const auto& [ready, index] : backward) {
-              events.push_back({ready, index});
-            }
-            return PlanOptions{
-                stage,
-                world_size,
-                prefetch,
-                WireMethods::of_backend(backend),
-                micro_batches,
-                hold_full,
-                num_replicas,
-                sums_on_host,
-                std::move(first_order),
-                std::move(events)};
+          py::init([](int64_t stage, int prefetch, bool hold_full) {
+            return ShardOptions{stage, prefetch, hold_full};
           }),
           py::kw_only(),
           py::arg("stage"),
+          py::arg("prefetch") = 1,
+          py::arg("hold_full") = false);
+  py::class_<PlanOptions>(module, "PlanOptions")
+      .def(
+          py::init([](const ShardOptions& sharding,
+                      int64_t world_size,
+                      const std::string& backend,
+                      int micro_batches,
+                      int64_t num_replicas,
+                      bool sums_on_host,
+                      std::vector<CallEvent> first_order,
+                      std::vector<BackwardEvent> backward) {
+            return PlanOptions{
+                sharding,
+                world_size,
+                WireMethods::of_backend(backend),
+                micro_batches,
+                num_replicas,
+                sums_on_host,
+                std::move(first_order),
+                std::move(backward)};
+          }),
+          py::arg("sharding"),
+          py::kw_only(),
           py::arg("world_size"),
-          py::arg("prefetch"),
-          py::arg("backend"),
+          py::arg("backend") = "nccl",
           py::arg("micro_batches") = 1,
-          py::arg("hold_full") = false,
           py::arg("num_replicas") = 1,
           py::arg("sums_on_host") = false,
           py::arg("first_order") = std::vector<CallEvent>{},
-          py::arg("backward") = std::vector<std::pair<bool, int32_t>>{})
-      .def_readonly("stage", &PlanOptions::stage)
-      .def_readonly("world_size", &PlanOptions::world_size);
+          py::arg("backward") = std::vector<BackwardEvent>{});
+}
+
+void register_units(py::module_& module) {
+  py::class_<UnitPlan>(module, "UnitPlan")
+      .def(
+          py::init([](std::vector<ParamSpec> params, std::vector<int> unused) {
+            return UnitPlan{std::move(params), std::move(unused)};
+          }),
+          py::arg("params"),
+          py::arg("unused") = std::vector<int>{});
+  py::class_<BackwardEvent>(module, "BackwardEvent")
+      .def(
+          py::init([](bool ready, int32_t index) { return BackwardEvent{ready, index}; }),
+          py::arg("ready"),
+          py::arg("index"));
+  py::class_<PlannedEvent>(module, "PlannedEvent")
+      .def_property_readonly("op", [](const PlannedEvent& e) { return trace_op_name(e.op); })
+      .def_readonly("unit", &PlannedEvent::unit)
+      .def_readonly("nbytes", &PlannedEvent::nbytes)
+      .def_readonly("pool_nbytes", &PlannedEvent::pool_nbytes)
+      .def_readonly("moment", &PlannedEvent::moment)
+      .def_readonly("across", &PlannedEvent::across)
+      .def(py::self == py::self);
 }
 
 } // namespace
@@ -263,52 +269,19 @@ void register_options(py::module_& module) {
 void register_plan(py::module_& module) {
   register_layout(module);
   register_schedule(module);
+  register_units(module);
   register_options(module);
-  module.def(
-      "plan_layouts",
-      [](std::vector<std::vector<ParamSpec>> units, const PlanOptions& options) {
-        return plan_layouts(unit_plans(std::move(units), {}), options);
-      },
-      py::arg("units"),
-      py::arg("options"));
-  module.def(
-      "plan_events",
-      [](std::vector<std::vector<ParamSpec>> units,
-         const std::vector<CallEvent>& order,
-         const PlanOptions& options) {
-        std::vector<std::tuple<std::string, UnitId, int64_t, int64_t, int32_t, bool>> result;
-        for (const auto& event : plan_events(unit_plans(std::move(units), {}), order, options)) {
-          result.emplace_back(
-              trace_op_name(event.op),
-              event.unit,
-              event.nbytes,
-              event.pool_nbytes,
-              event.moment,
-              event.across);
-        }
-        return result;
-      },
-      py::arg("units"),
-      py::arg("order"),
-      py::arg("options"));
+  module.def("plan_layouts", &plan_layouts, py::arg("units"), py::arg("options"));
+  module.def("plan_events", &plan_events, py::arg("units"), py::arg("order"), py::arg("options"));
   module.def(
       "plan_memory",
-      [](std::vector<std::vector<ParamSpec>> units,
-         const std::vector<CallEvent>& order,
-         const PlanOptions& options,
-         int64_t rank,
-         int64_t optimizer_states,
-         const std::vector<std::vector<int>>& unused) {
-        const auto plans = unit_plans(std::move(units), unused);
-        return plan_memory(plans, order, options, rank, optimizer_states);
-      },
+      &plan_memory,
       py::arg("units"),
       py::arg("order"),
       py::arg("options"),
       py::kw_only(),
       py::arg("rank"),
-      py::arg("optimizer_states"),
-      py::arg("unused") = std::vector<std::vector<int>>{});
+      py::arg("optimizer_states"));
 }
 
 } // namespace zerocore

@@ -97,24 +97,22 @@ struct PyReduction final : GradSteps {
   std::vector<RecordedStep> steps;
 };
 
-std::unique_ptr<PyReduction> make_reduction(
-    std::vector<Layout> layouts,
-    int64_t stage,
+ReductionOptions make_options(
+    const ShardOptions& sharding,
     int64_t world_size,
     int64_t num_replicas,
     const std::string& backend,
-    bool hold_full,
     bool on_host,
     bool counts_kept) {
   ReductionOptions options;
-  options.policy = StagePolicy::from_stage(stage, world_size);
+  options.sharding = sharding;
+  options.policy = StagePolicy::from_stage(sharding.stage, world_size);
   options.world_size = world_size;
   options.num_replicas = num_replicas;
   options.method = WireMethods::of_backend(backend).reduce;
-  options.hold_full = hold_full;
   options.on_host = on_host;
   options.counts_kept = counts_kept;
-  return std::make_unique<PyReduction>(options, std::move(layouts));
+  return options;
 }
 
 void register_step(py::module_& module) {
@@ -137,19 +135,24 @@ void register_step(py::module_& module) {
 
 void register_reduction(py::module_& module) {
   register_step(module);
-  using R = PyReduction;
-  py::class_<R>(module, "Reduction")
+  py::class_<ReductionOptions>(module, "ReductionOptions")
       .def(
-          py::init(&make_reduction),
-          py::arg("layouts"),
+          py::init(&make_options),
+          py::arg("sharding"),
           py::kw_only(),
-          py::arg("stage"),
           py::arg("world_size"),
           py::arg("num_replicas") = 1,
           py::arg("backend") = "nccl",
-          py::arg("hold_full") = false,
           py::arg("on_host") = false,
-          py::arg("counts_kept") = true)
+          py::arg("counts_kept") = true);
+  using R = PyReduction;
+  py::class_<R>(module, "Reduction")
+      .def(
+          py::init([](const ReductionOptions& options, std::vector<Layout> layouts) {
+            return std::make_unique<PyReduction>(options, std::move(layouts));
+          }),
+          py::arg("options"),
+          py::arg("layouts"))
       .def(
           "reduce",
           [](R& r, UnitId unit, bool sync) {

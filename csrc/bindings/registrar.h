@@ -19,7 +19,7 @@ struct ParamOwner {
 struct RegisteredParam {
   pybind11::object full;
   pybind11::object shard;
-  std::vector<ParamOwner> places;
+  std::vector<ParamOwner> owners;
 };
 
 class DictRegistrar final : public Registrar {
@@ -39,15 +39,15 @@ class DictRegistrar final : public Registrar {
   void show(UnitId unit, bool full) override {
     const pybind11::gil_scoped_acquire gil;
     for (const RegisteredParam& param : units_[unit]) {
-      for (const ParamOwner& place : param.places) {
+      for (const ParamOwner& owner : param.owners) {
         PyObject* value = full ? param.full.ptr() : param.shard.ptr();
         PyObject* hidden = full ? param.shard.ptr() : param.full.ptr();
         // Another one was put there for a while (torch.func.functional_call): it is the one to use.
-        PyObject* current = PyDict_GetItemWithError(place.parameters.ptr(), place.name.ptr());
+        PyObject* current = PyDict_GetItemWithError(owner.parameters.ptr(), owner.name.ptr());
         if (current != hidden && current != nullptr) {
           continue;
         }
-        if (PyDict_SetItem(place.parameters.ptr(), place.name.ptr(), value) != 0) {
+        if (PyDict_SetItem(owner.parameters.ptr(), owner.name.ptr(), value) != 0) {
           throw pybind11::error_already_set();
         }
       }

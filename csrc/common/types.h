@@ -11,7 +11,19 @@ using UnitId = int32_t;
 enum class StreamRole : uint8_t { Compute, AllGather, ReduceScatter };
 inline constexpr int kNumStreamRoles = 3;
 
-// What the runtime does and the planner predicts.
+inline const char* stream_role_name(StreamRole role) {
+  switch (role) {
+    case StreamRole::Compute:
+      return "compute";
+    case StreamRole::AllGather:
+      return "all_gather";
+    case StreamRole::ReduceScatter:
+      return "reduce_scatter";
+  }
+  return "";
+}
+
+// The runtime does these, and the planner predicts them.
 enum class TraceOp : uint8_t { AllGather, ReduceScatter, AllReduce, Unshard, Reshard };
 
 inline const char* trace_op_name(TraceOp op) {

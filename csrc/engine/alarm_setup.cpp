@@ -20,9 +20,9 @@ Milliseconds interval(double stall_seconds) {
       std::clamp(static_cast<int64_t>(stall_seconds * 250), int64_t(50), int64_t(1000)));
 }
 
-std::vector<std::string> names_of(const std::vector<UnitInit>& units) {
+std::vector<std::string> names_of(const std::vector<UnitSpec>& units) {
   std::vector<std::string> names;
-  for (const UnitInit& unit : units) {
+  for (const UnitSpec& unit : units) {
     for (const UnitParam& param : unit.params) {
       names.push_back(param.spec.fqn);
     }
@@ -33,31 +33,28 @@ std::vector<std::string> names_of(const std::vector<UnitInit>& units) {
 } // namespace
 
 ModelAlarm::ModelAlarm(
-    const std::string& name,
-    double stall_seconds,
-    const std::optional<std::string>& group,
-    const std::optional<std::string>& replicas,
-    const std::optional<std::string>& control,
+    const EngineOptions& engine,
     c10::Device device,
-    const std::vector<UnitInit>& units) {
-  if (name.empty() || stall_seconds <= 0) {
+    const std::vector<UnitSpec>& units) {
+  if (engine.alarm_name.empty() || engine.stall_seconds <= 0) {
     return;
   }
-  AlarmOptions options{name, 0, 1, stall_seconds};
+  const GroupNames& names = engine.groups;
+  AlarmOptions options{engine.alarm_name, 0, 1, engine.stall_seconds};
   std::vector<Alarm::Group> groups;
-  for (const auto& each : {group, replicas}) { // ranks are numbered replica by replica
+  for (const auto& each : {names.shard, names.replicas}) { // ranks are numbered replica by replica
     if (each) {
       groups.push_back(c10d::resolve_process_group(*each));
       options.rank += options.size * groups.back()->getRank();
       options.size *= groups.back()->getSize();
     }
   }
-  if (control && device.is_cpu()) {
-    groups.push_back(c10d::resolve_process_group(*control));
+  if (names.control && device.is_cpu()) {
+    groups.push_back(c10d::resolve_process_group(*names.control));
   }
   if (!groups.empty()) {
     alarm_ = std::make_shared<Alarm>(options, groups, device.type(), names_of(units));
-    Watchdog::of_process().add(alarm_, interval(stall_seconds));
+    Watchdog::of_process().add(alarm_, interval(engine.stall_seconds));
   }
 }
 

@@ -2,33 +2,21 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
+#include "engine/engine_options.h"
 #include "engine/unit.h"
 
 namespace zerocore {
 
 class Alarm;
 
-struct UnitInit {
-  std::string name;
-  std::vector<UnitParam> params;
-};
-
-// Looks after the collectives of both groups (names of c10d groups). There is no alarm inside if
-// `stall_seconds` is 0 or there is no `name`, as without real peers.
+// Looks after the collectives of the model's groups. There is no alarm inside if `stall_seconds` is
+// 0 or there is no `alarm_name`, as without real peers.
 class ModelAlarm {
  public:
-  ModelAlarm(
-      const std::string& name,
-      double stall_seconds,
-      const std::optional<std::string>& group,
-      const std::optional<std::string>& replicas,
-      const std::optional<std::string>& control,
-      c10::Device device,
-      const std::vector<UnitInit>& units);
+  ModelAlarm(const EngineOptions& options, c10::Device device, const std::vector<UnitSpec>& units);
   ModelAlarm(const ModelAlarm&) = delete;
   ModelAlarm& operator=(const ModelAlarm&) = delete;
 

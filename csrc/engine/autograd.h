@@ -22,8 +22,8 @@ bool accumulates_into(const at::Tensor& leaf);
 // Runs the hooks that were registered to run after a gradient was accumulated into the leaf.
 void run_accumulated_hooks(const at::Tensor& leaf);
 
-// What the thread that calls a backward knew before: the number of its next node, and how far
-// behind it the tensors lie that the backward begins with, as one number.
+// The caller's view of a backward before it begins: the number that the thread's next node will
+// have, and how far behind it the tensors lie that the backward begins with, as one number.
 struct BackwardCall {
   uint64_t next_node = 0;
   uint64_t roots = 0;

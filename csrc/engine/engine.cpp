@@ -26,8 +26,12 @@ std::unique_ptr<Collectives> make_collectives(
   return std::make_unique<Collectives>(c10d::resolve_process_group(*name), streams, alarm);
 }
 
+std::unique_ptr<Peers> make_peers(const std::optional<std::string>& name, Alarm* alarm) {
+  return name ? std::make_unique<Peers>(c10d::resolve_process_group(*name), alarm) : nullptr;
+}
+
 UnitContext make_context(
-    EngineOptions options,
+    int64_t stage,
     Collectives* collectives,
     Collectives* replicas,
     Peers* peers,
@@ -36,11 +40,11 @@ UnitContext make_context(
     Trace& trace) {
   if (collectives == nullptr) {
     std::swap(collectives, replicas); // nothing to shard: replicas of everything
-    options.stage = 0;
+    stage = 0;
   }
   UnitContext context;
   const int64_t world_size = collectives == nullptr ? 1 : collectives->size();
-  context.policy = StagePolicy::from_stage(options.stage, world_size);
+  context.policy = StagePolicy::from_stage(stage, world_size);
   context.collectives = collectives;
   context.replicas = replicas;
   context.peers = peers;
@@ -53,13 +57,13 @@ UnitContext make_context(
 }
 
 std::vector<std::unique_ptr<Unit>> make_units(
-    std::vector<UnitInit> inits,
+    std::vector<UnitSpec> specs,
     const UnitContext& context) {
   std::vector<std::unique_ptr<Unit>> units;
-  for (UnitInit& init : inits) {
+  for (UnitSpec& spec : specs) {
     const auto id = static_cast<UnitId>(units.size());
     units.push_back(
-        std::make_unique<Unit>(id, std::move(init.name), std::move(init.params), context));
+        std::make_unique<Unit>(id, std::move(spec.name), std::move(spec.params), context));
   }
   return units;
 }
@@ -67,32 +71,21 @@ std::vector<std::unique_ptr<Unit>> make_units(
 } // namespace
 
 Engine::Engine(
-    EngineOptions options,
-    const GroupNames& groups,
+    const EngineOptions& options,
     c10::Device device,
-    std::vector<UnitInit> units,
+    std::vector<UnitSpec> units,
     std::vector<CallEvent> order,
     std::unique_ptr<Registrar> registrar)
     : options_(options),
       streams_(device, options.log_hand_overs ? &hand_overs_ : nullptr),
       pool_(streams_),
       trace_(streams_),
-      alarm_(
-          options.alarm_name,
-          options.stall_seconds,
-          groups.shard,
-          groups.replicas,
-          groups.control,
-          device,
-          units),
-      collectives_(make_collectives(groups.shard, streams_, alarm_.get())),
-      replicas_(make_collectives(groups.replicas, streams_, alarm_.get())),
-      peers_(
-          groups.control
-              ? std::make_unique<Peers>(c10d::resolve_process_group(*groups.control), alarm_.get())
-              : nullptr),
+      alarm_(options, device, units),
+      collectives_(make_collectives(options.groups.shard, streams_, alarm_.get())),
+      replicas_(make_collectives(options.groups.replicas, streams_, alarm_.get())),
+      peers_(make_peers(options.groups.control, alarm_.get())),
       context_(make_context(
-          options,
+          options.sharding.stage,
           collectives_.get(),
           replicas_.get(),
           peers_.get(),
@@ -102,12 +95,9 @@ Engine::Engine(
       units_(make_units(std::move(units), context_)),
       progress_(units_.size()),
       schedule_(
-          {static_cast<int>(units_.size()),
-           options.prefetch,
-           context_.policy.shards_optimizer(),
-           context_.policy.shards_parameters()},
+          schedule_options(static_cast<int>(units_.size()), options.sharding, context_.policy),
           std::move(order)),
-      reducer_(units_, context_, {options.hold_full, options.agree_on_used}),
+      reducer_(units_, context_, options),
       registrar_(std::move(registrar)),
       thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
       side_doors_(
@@ -137,7 +127,7 @@ void Engine::start(bool consistent) {
     units_[id]->mark_cast();
     units_[id]->mark_gathered();
     if (!consistent) {
-      units_[id]->mark_changed();
+      units_[id]->versions().mark_changed();
     }
   }
 }
@@ -265,14 +255,15 @@ bool Engine::refresh(UnitId id) {
   return true;
 }
 
-// What wrote the shards ran on the compute stream.
+// Gathers begin behind the compute stream, on which the shards were written.
 void Engine::order_gathers() {
   if (context_.policy.shards_optimizer()) {
     streams_.order(StreamRole::AllGather, StreamRole::Compute);
   }
 }
 
-// Makes the units what the schedule believes of them when nothing runs: actions may have failed.
+// Resharded or not, each unit gets into the state that the schedule has it in when nothing runs.
+// Actions may have failed, so the two may differ.
 void Engine::settle() {
   schedule_.abort(actions_);
   actions_.clear();

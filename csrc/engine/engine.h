@@ -10,12 +10,11 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "engine/alarm_setup.h"
+#include "engine/engine_options.h"
 #include "engine/reducer.h"
 #include "engine/side_doors.h"
 #include "engine/thread_check.h"
@@ -24,33 +23,19 @@
 
 namespace zerocore {
 
-struct EngineOptions {
-  int64_t stage = 3;
-  int prefetch = 1;
-  bool hold_full = false;
-  bool agree_on_used = false;
-  bool log_hand_overs = false; // on the CPU: as if there were streams
-  std::string alarm_name; // see AlarmOptions; empty for no alarm
-  double stall_seconds = 0;
+// A unit that an optimizer updates, and which parameters in it; none for all that are trained.
+struct UpdatedUnit {
+  UnitId unit = -1;
+  std::optional<std::vector<int>> params;
 };
 
-// Of c10d groups.
-struct GroupNames {
-  std::optional<std::string> shard; // the ranks to shard over; none for a world of one
-  std::optional<std::string> replicas; // those that hold the same shards; none where nobody does
-  std::optional<std::string> control; // all of them, on the CPU; none where they are simulated
-};
-
-// What is kept of what ranks have agreed on, for tests: none of it grows for ever.
+// Sizes of all that is kept of what ranks agree on, for tests: none of it grows for ever.
 struct Agreed {
   size_t num_calls = 0; // in the order of a pass
   size_t num_shapes = 0; // of backwards
   size_t num_points = 0; // see Note [Known sequences]; of all groups
   uint64_t num_compared = 0; // collectives that ranks compared before they issued them
 };
-
-// A unit and the parameters in it that an optimizer updates; none for all that are trained.
-using UpdatedUnit = std::pair<UnitId, std::optional<std::vector<int>>>;
 
 // Writes a unit's parameters into the modules that own them. Called from any thread.
 class Registrar {
@@ -63,10 +48,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
  public:
   // `order` is the expected order of calls.
   Engine(
-      EngineOptions options,
-      const GroupNames& groups,
+      const EngineOptions& options,
       c10::Device device,
-      std::vector<UnitInit> units,
+      std::vector<UnitSpec> units,
       std::vector<CallEvent> order,
       std::unique_ptr<Registrar> registrar);
   ~Engine();
@@ -126,9 +110,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool sync() const {
     return sync_;
   }
-  // Unshards the units and shows their full parameters until unpin.
-  void pin(const std::vector<UnitId>& units);
-  void unpin(const std::vector<UnitId>& units, bool write_back);
+  // Unshards the units and shows their full parameters until release_unsharded.
+  void hold_unsharded(const std::vector<UnitId>& units);
+  void release_unsharded(const std::vector<UnitId>& units, bool write_back);
   // A number for the set of parameters that require grad, as of the units' last uses. The ranks may
   // compare it; those that find a difference call fail_trainable(), which names the parameters.
   uint64_t trainable_hash() const {

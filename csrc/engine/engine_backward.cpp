@@ -59,7 +59,7 @@ void Engine::pre_backward(const RecordedCall& recorded, int64_t number) {
   check_versions(recorded);
   TORCH_CHECK(
       !c10::GradMode::is_enabled() || !context_.policy.shards_parameters() ||
-          schedule_.is_pinned(id),
+          schedule_.is_held_unsharded(id),
       "backward with create_graph=True through unit '",
       units_[id]->name(),
       "': a second backward would need parameters that stage 3 has given back by then. Use stage 2 "
@@ -97,7 +97,7 @@ void Engine::check_versions(const RecordedCall& recorded) {
   if (unit.version() == recorded.version) {
     return;
   }
-  const auto changed = unit.changed_since(recorded.version);
+  const auto changed = unit.versions().changed_since(recorded.version);
   const bool is_known =
       changed.has_value() && std::all_of(changed->begin(), changed->end(), [&](int param) {
         return unit.params()[param].full.requires_grad();
@@ -143,7 +143,7 @@ void Engine::grad_ready(UnitId id, int param) {
   }
 }
 
-// What is left of the unit's calls needs no parameters.
+// Whether the rest of the unit's backward needs no parameters any more.
 bool Engine::is_done(UnitId id) const {
   const UnitProgress& progress = progress_[id];
   return progress.num_trainable > 0 && progress.num_fired == progress.num_trainable &&

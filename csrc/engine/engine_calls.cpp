@@ -73,7 +73,7 @@ void Engine::fail_pass() {
       leave_pass();
       settle_pass();
     } catch (const std::exception&) {
-      // What the call raised is what the user must see; the next use raises the alarm.
+      // The user must see the error of the call itself; the next use raises the alarm.
     }
   }
   reset();
@@ -113,7 +113,7 @@ void Engine::enter(UnitId id) {
 
 void Engine::adopt(UnitId id) {
   TORCH_INTERNAL_ASSERT(in_call(), "adopt outside of a call");
-  const bool held = schedule_.is_entered(id) || schedule_.is_pinned(id);
+  const bool held = schedule_.is_entered(id) || schedule_.is_held_unsharded(id);
   if (!held || in_backward()) { // there it may be released before this call ends
     enter(id);
     calls_.back().adopted = id;
@@ -171,7 +171,8 @@ void Engine::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep)
 // changed what is gathered; this rank's part of it is kept where that is not the shard itself.
 void Engine::keep_writes(UnitId id) {
   Unit& unit = *units_[id];
-  if (unit.take_writes() && (context_.policy.shards_parameters() || unit.main_nbytes() > 0)) {
+  if (unit.versions().take_writes() &&
+      (context_.policy.shards_parameters() || unit.main_nbytes() > 0)) {
     const at::NoGradGuard no_grad;
     unit.write_back();
   }

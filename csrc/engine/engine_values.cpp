@@ -2,6 +2,8 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/ScopeExit.h>
 
+#include <utility>
+
 #include "engine/engine.h"
 #include "plan/memory_plan.h"
 
@@ -14,9 +16,7 @@ void Engine::expect_step() {
     plans.push_back({specs_of(unit->params()), {}});
   }
   PlanOptions expected;
-  expected.stage = options_.stage;
-  expected.prefetch = options_.prefetch;
-  expected.hold_full = options_.hold_full;
+  expected.sharding = options_.sharding;
   expected.world_size = collectives_ == nullptr ? 1 : collectives_->size();
   expected.num_replicas = replicas_ == nullptr ? 1 : replicas_->size();
   if (collectives_ != nullptr) {
@@ -32,24 +32,24 @@ void Engine::leave_if_outside() {
   }
 }
 
-void Engine::pin(const std::vector<UnitId>& units) {
+void Engine::hold_unsharded(const std::vector<UnitId>& units) {
   recover();
   pool_.set_apart(true); // what is held for long must not shape the arena
   const auto back = c10::make_scope_exit([this] { pool_.set_apart(false); });
-  size_t num_pinned = 0;
+  size_t num_held = 0;
   try {
     for (const UnitId id : units) {
       if (refresh(id)) {
         order_gathers();
       }
-      schedule_.pin(id, actions_);
-      ++num_pinned;
+      schedule_.hold_unsharded(id, actions_);
+      ++num_held;
       run(actions_);
       use(id);
     }
   } catch (...) {
-    for (size_t i = 0; i < num_pinned; ++i) {
-      schedule_.unpin(units[i], actions_);
+    for (size_t i = 0; i < num_held; ++i) {
+      schedule_.release_unsharded(units[i], actions_);
     }
     reset();
     throw;
@@ -57,22 +57,21 @@ void Engine::pin(const std::vector<UnitId>& units) {
   leave_if_outside();
 }
 
-void Engine::unpin(const std::vector<UnitId>& units, bool write_back) {
+void Engine::release_unsharded(const std::vector<UnitId>& units, bool write_back) {
   const at::NoGradGuard no_grad;
   for (const UnitId id : units) {
     if (write_back) {
       units_[id]->write_back();
     }
-    units_[id]->take_writes(); // kept or not, as asked
-    schedule_.unpin(id, actions_);
+    units_[id]->versions().take_writes(); // kept or not, as asked
+    schedule_.release_unsharded(id, actions_);
     run(actions_);
     update_registration(id);
   }
 }
 
 void Engine::check_homes(UnitId id) const {
-  const Unit& unit = *units_.at(id);
-  const UnitParam* moved = unit.find_moved();
+  const UnitParam* moved = find_moved(std::as_const(*units_.at(id)).params());
   TORCH_CHECK_VALUE(
       moved == nullptr,
       "parameter '",
@@ -105,14 +104,15 @@ void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
 }
 
 void Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
-  for (const auto& [id, params] : units) {
-    if (params) {
-      units_.at(id)->mark_updated(*params);
+  for (const UpdatedUnit& updated : units) {
+    Unit& unit = *units_.at(updated.unit);
+    if (updated.params) {
+      unit.versions().mark_updated(*updated.params);
     } else {
-      units_.at(id)->mark_updated();
+      unit.versions().mark_updated();
     }
     if (casts) {
-      units_[id]->mark_cast();
+      unit.mark_cast();
     }
   }
 }

@@ -20,7 +20,7 @@ class GradientMemory {
   // has memory.
   const at::Tensor& whole(GradPlace place) const;
   const at::Tensor& own(GradPlace place) const;
-  // What a reduction leaves there: `parts` for each element of this rank's part.
+  // 1-D: the `parts` that a reduction leaves there for each element of this rank's part.
   const at::Tensor& received(GradPlace place, int64_t parts) const {
     return parts > 1 ? whole(place) : own(place);
   }

@@ -1,4 +1,4 @@
-// What the ranks of a model tell each other about the calls of a pass; small, and on the CPU only.
+// Small messages between the ranks of a model about the calls of a pass, on the CPU only.
 //
 // See Note [One order on every rank] in plan/schedule.h. Ranks answer in rounds: each says which
 // unit it needs or that it has left the pass, and all hear which unit is served next.

@@ -13,7 +13,7 @@ namespace zerocore {
 
 namespace {
 
-ReductionOptions reduction_options(const UnitContext& context, bool hold_full) {
+ReductionOptions reduction_options(const UnitContext& context, const ShardOptions& sharding) {
   const Collectives* ranks = context.collectives;
   const Collectives* replicas = context.replicas;
   ReductionOptions options;
@@ -23,7 +23,7 @@ ReductionOptions reduction_options(const UnitContext& context, bool hold_full) {
   if (ranks != nullptr) {
     options.method = ranks->methods().reduce;
   }
-  options.hold_full = hold_full;
+  options.sharding = sharding;
   options.on_host = !context.streams->has_streams();
   options.shard = context.shard;
   options.counts_kept = (replicas == nullptr || replicas->rank() == 0) &&
@@ -44,10 +44,10 @@ std::vector<const Layout*> layouts_of(const std::vector<std::unique_ptr<Unit>>& 
 Reducer::Reducer(
     const std::vector<std::unique_ptr<Unit>>& units,
     const UnitContext& context,
-    ReducerOptions options)
+    const EngineOptions& options)
     : units_(units),
       context_(context),
-      reduction_(reduction_options(context, options.hold_full), layouts_of(units)),
+      reduction_(reduction_options(context, options.sharding), layouts_of(units)),
       shown_(units, context, reduction_, options.agree_on_used),
       packer_(1.0 / static_cast<double>(context.world_size())),
       memory_(units.size()),

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/engine_options.h"
 #include "engine/gradient_memory.h"
 #include "engine/gradient_packer.h"
 #include "engine/shown_gradients.h"
@@ -17,17 +18,12 @@
 
 namespace zerocore {
 
-struct ReducerOptions {
-  bool hold_full = false; // stages 2, 3: keep full sums while not syncing
-  bool agree_on_used = false; // ask the ranks in every backward which parameters took part
-};
-
 class Reducer final : private GradSteps {
  public:
   Reducer(
       const std::vector<std::unique_ptr<Unit>>& units,
       const UnitContext& context,
-      ReducerOptions options);
+      const EngineOptions& options);
 
   // A tensor over the memory of a parameter's gradient shard, 1-D; memory comes with the first
   // gradient. Undefined where there is no gradient.
@@ -38,7 +34,7 @@ class Reducer final : private GradSteps {
   }
 
   // Packs the unit's gradients and, with sync, starts their reduction; otherwise they are summed
-  // locally (stages 0, 1, hold_full). Parameters without gradient count as zero.
+  // locally (stages 0, 1, or where full sums are held). Parameters without gradient count as zero.
   void reduce(UnitId unit, bool sync);
   // Whether the unit has gradients that reduce() has not seen.
   bool has_grads(UnitId unit) const;

@@ -1,4 +1,4 @@
-// What the user finds in `.grad` of the parameters.
+// Shows gradients in `.grad` of the parameters.
 #include "engine/shown_gradients.h"
 
 #include "engine/autograd.h"

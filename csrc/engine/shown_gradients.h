@@ -1,4 +1,4 @@
-// What the user finds in `.grad` of the parameters, and what the user did to it.
+// Shows gradients in `.grad` of the parameters, and finds out what the user did to them.
 //
 // Note [Unused parameters]
 // A parameter that no rank used keeps no gradient, as it would on one device; one that some rank
@@ -46,7 +46,7 @@ class ShownGradients {
   void agree(const std::vector<bool>& reduced);
   // Shows the unit's gradients, which were reduced in this backward or are held back.
   void show(UnitId unit, bool reduced);
-  // What parameters got in a backward that failed does not count.
+  // Forgets which parameters took part, as the backward has failed.
   void forget_used();
 
  private:

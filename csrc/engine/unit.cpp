@@ -6,15 +6,6 @@
 
 namespace zerocore {
 
-std::vector<ParamSpec> specs_of(const std::vector<UnitParam>& params) {
-  std::vector<ParamSpec> result;
-  result.reserve(params.size());
-  for (const UnitParam& param : params) {
-    result.push_back(param.spec);
-  }
-  return result;
-}
-
 Unit::Unit(UnitId id, std::string name, std::vector<UnitParam> params, const UnitContext& context)
     : id_(id),
       name_(std::move(name)),
@@ -28,7 +19,7 @@ Unit::Unit(UnitId id, std::string name, std::vector<UnitParam> params, const Uni
           context.streams->device(),
           "unit '" + name_ + "'",
           /*hides=*/context.policy.shards_parameters()),
-      changes_(params_.size(), 0),
+      versions_(params_, layout_),
       gathered_(layout_.regions().size(), -1) {
   if (context_.policy.shards_parameters()) {
     shards_.emplace(
@@ -93,14 +84,6 @@ const at::Tensor& Unit::updated_shard(int region) const {
   return has_main(region) ? main_->full(region) : model_shard(region);
 }
 
-// The last one first: on a stream it is behind the others, so one wait is enough.
-void Unit::wait_for_all(std::vector<PendingCollective>& collectives) const {
-  for (auto pending = collectives.rbegin(); pending != collectives.rend(); ++pending) {
-    pending->wait(*context_.streams);
-  }
-  collectives.clear();
-}
-
 void Unit::set_state(UnitState next) {
   const bool legal = (state_ == UnitState::Sharded && next == UnitState::Unsharding) ||
       (state_ == UnitState::Unsharding && next == UnitState::Unsharded) ||
@@ -130,7 +113,7 @@ void Unit::unshard() {
   for (const int region : bucket_.regions()) {
     if (shards_ || !is_gathered(region)) {
       gather(region);
-      gathered_[region] = region_version(region);
+      gathered_[region] = versions_.of_region(region);
     }
   }
   if (in_use) {
@@ -149,7 +132,7 @@ void Unit::wait_for_unshard() {
   if (state_ != UnitState::Unsharding) {
     return;
   }
-  wait_for_all(gathers_);
+  wait_for_all(gathers_, *context_.streams);
   bucket_.show();
   set_state(UnitState::Unsharded);
 }
@@ -176,68 +159,14 @@ void Unit::reshard() {
       TraceOp::Reshard, id_, bucket_.nbytes(), context_.pool->stats().in_use_nbytes);
 }
 
-void Unit::mark_changed() {
-  for (int64_t& changes : changes_) {
-    ++changes;
-  }
-}
-
-void Unit::mark_updated() {
-  for (size_t param = 0; param < params_.size(); ++param) {
-    changes_[param] += params_[param].shard.requires_grad() ? 1 : 0;
-  }
-}
-
-void Unit::mark_updated(const std::vector<int>& params) {
-  for (const int param : params) {
-    ++changes_.at(param);
-  }
-}
-
 void Unit::mark_fresh() {
   gathered_version_ = version();
-  Snapshot& oldest = snapshots_[next_snapshot_];
-  next_snapshot_ = (next_snapshot_ + 1) % snapshots_.size();
-  oldest.unit = gathered_version_;
-  oldest.params.resize(params_.size());
-  for (size_t param = 0; param < params_.size(); ++param) {
-    oldest.params[param] = param_version(static_cast<int>(param));
-  }
-}
-
-std::optional<std::vector<int>> Unit::changed_since(int64_t version) const {
-  for (const Snapshot& snapshot : snapshots_) {
-    if (snapshot.unit == version && snapshot.params.size() == params_.size()) {
-      std::vector<int> changed;
-      for (size_t param = 0; param < params_.size(); ++param) {
-        if (snapshot.params[param] != param_version(static_cast<int>(param))) {
-          changed.push_back(static_cast<int>(param));
-        }
-      }
-      return changed;
-    }
-  }
-  return std::nullopt;
-}
-
-bool Unit::take_writes() {
-  int64_t version = 0;
-  for (const UnitParam& param : params_) {
-    version += param.full.unsafeGetTensorImpl()->version_counter().current_version();
-  }
-  return std::exchange(full_version_, version) != version;
-}
-
-const UnitParam* Unit::find_moved() const {
-  const auto moved = std::find_if(params_.begin(), params_.end(), [](const UnitParam& param) {
-    return param.shard.storage().unsafeGetStorageImpl() != param.home;
-  });
-  return moved == params_.end() ? nullptr : &*moved;
+  versions_.remember();
 }
 
 void Unit::mark_gathered() {
   for (const int region : bucket_.regions()) {
-    gathered_[region] = region_version(region);
+    gathered_[region] = versions_.of_region(region);
   }
 }
 
@@ -245,27 +174,6 @@ bool Unit::is_gathered() const {
   const std::vector<int>& regions = bucket_.regions();
   return std::all_of(
       regions.begin(), regions.end(), [&](int region) { return is_gathered(region); });
-}
-
-int64_t Unit::region_version(int region) const {
-  int64_t version = 0;
-  for (const int param : layout_.regions()[region].params) {
-    version += param_version(param);
-  }
-  return version;
-}
-
-int64_t Unit::param_version(int param) const {
-  const auto* shard = params_[param].shard.unsafeGetTensorImpl();
-  return changes_[param] + static_cast<int64_t>(shard->version_counter().current_version());
-}
-
-int64_t Unit::version() const {
-  int64_t version = 0;
-  for (const int region : bucket_.regions()) {
-    version += region_version(region);
-  }
-  return version;
 }
 
 int64_t Unit::persistent_nbytes() const {

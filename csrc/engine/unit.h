@@ -8,12 +8,13 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "engine/param_versions.h"
 #include "engine/peers.h"
+#include "engine/unit_param.h"
 #include "plan/layout.h"
 #include "plan/stage_policy.h"
 #include "runtime/bucket.h"
@@ -25,7 +26,7 @@ namespace zerocore {
 // SHARDED > UNSHARDING > UNSHARDED > SHARDED
 enum class UnitState : uint8_t { Sharded, Unsharding, Unsharded };
 
-// What units share; outlives them.
+// Shared by the units of a model; outlives them.
 struct UnitContext {
   StagePolicy policy;
   Collectives* collectives = nullptr; // of the ranks that share a shard each; null on one rank
@@ -47,18 +48,6 @@ struct UnitContext {
     return peers == nullptr ? flags : peers->any_rank(flags);
   }
 };
-
-struct UnitParam {
-  ParamSpec spec;
-  std::vector<int64_t> strides; // of the full parameter; dense in some order of its dimensions
-  at::Tensor full; // the leaf that forward and backward compute with
-  at::Tensor shard; // the leaf that the optimizer sees, 1-D
-  bool lacks_main = false; // frozen and cast: there is no main weight to train
-  bool hooked = false; // the leaf reports its gradient
-  const c10::StorageImpl* home = nullptr; // where the shard's memory must stay
-};
-
-std::vector<ParamSpec> specs_of(const std::vector<UnitParam>& params);
 
 class Unit {
  public:
@@ -84,7 +73,7 @@ class Unit {
   const UnitContext& context() const {
     return context_;
   }
-  // What a collective for the unit is called in errors and in the trace.
+  // Names a collective for the unit, and adds it to the trace.
   CollectiveTag tag(TraceOp op, int64_t nbytes) const {
     return {
         &name_, context_.trace->add(op, id_, nbytes, context_.pool->stats().in_use_nbytes), id_};
@@ -129,22 +118,16 @@ class Unit {
   }
 
   // Changes whenever the optimizer or the user changed the shards.
-  int64_t version() const;
-  // For changes that no version counter shows (`.data`): of any parameters, or, by an optimizer,
-  // of those that require grad.
-  void mark_changed();
-  void mark_updated();
-  void mark_updated(const std::vector<int>& params);
+  int64_t version() const {
+    return versions_.of_unit();
+  }
+  ParamVersions& versions() {
+    return versions_;
+  }
   // The unsharded parameters are those of the shards, in all regions.
   void mark_gathered();
-  // What is gathered now is what the shards hold.
+  // The gathered parameters are, from now on, those that the shards hold.
   void mark_fresh();
-  // Parameters that have changed since the unit had that version; null if it is too long ago.
-  std::optional<std::vector<int>> changed_since(int64_t version) const;
-  // Whether somebody wrote to the unsharded parameters since the last call.
-  bool take_writes();
-  // A parameter whose shard has left the memory of the unit (`p.data = other`), or null.
-  const UnitParam* find_moved() const;
   // Unsharded parameters that stay are those of the shards, or a gather under way makes them so.
   bool is_gathered() const;
   int64_t gathered_version() const {
@@ -168,13 +151,9 @@ class Unit {
   Bucket make_staging() const;
   void allocate_persistent();
   void fill(const Bucket& staging, const std::vector<at::Tensor>& full) const;
-  void broadcast(const Bucket& staging, Collectives& collectives) const;
   void take(const Bucket& staging);
-  void wait_for_all(std::vector<PendingCollective>& collectives) const;
-  int64_t region_version(int region) const;
-  int64_t param_version(int param) const;
   bool is_gathered(int region) const {
-    return gathered_[region] == region_version(region);
+    return gathered_[region] == versions_.of_region(region);
   }
   void gather(int region);
 
@@ -189,18 +168,10 @@ class Unit {
   Slot slot_;
   std::vector<PendingCollective> gathers_;
   UnitState state_ = UnitState::Sharded;
-  struct Snapshot {
-    int64_t unit = -1;
-    std::vector<int64_t> params;
-  };
-
-  std::vector<int64_t> changes_; // of each parameter, beside those its version counter shows
+  ParamVersions versions_;
   std::vector<int64_t> gathered_; // version of each region that is in the buffer
   int64_t gathered_version_ = -1;
   int64_t cast_version_ = -1;
-  int64_t full_version_ = 0; // of all unsharded parameters
-  std::array<Snapshot, 4> snapshots_; // of the last versions that were gathered
-  size_t next_snapshot_ = 0;
 };
 
 } // namespace zerocore

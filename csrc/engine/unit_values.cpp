@@ -10,6 +10,23 @@
 
 namespace zerocore {
 
+namespace {
+
+void broadcast(
+    const Bucket& staging,
+    Collectives& collectives,
+    const Streams& streams,
+    const std::string& unit) {
+  streams.order(StreamRole::AllGather, StreamRole::Compute);
+  std::vector<PendingCollective> pending;
+  for (const int region : staging.regions()) {
+    pending.push_back(collectives.broadcast(staging.full_bytes(region), {&unit, nullptr}));
+  }
+  wait_for_all(pending, streams);
+}
+
+} // namespace
+
 void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast_full) {
   const c10::InferenceMode normal(false);
   const at::NoGradGuard no_grad;
@@ -19,11 +36,11 @@ void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast_full)
   fill(staging, full);
   for (Collectives* collectives : {context_.replicas, context_.collectives}) {
     if (broadcast_full && collectives != nullptr) {
-      broadcast(staging, *collectives);
+      broadcast(staging, *collectives, *context_.streams, name_);
     }
   }
   take(staging);
-  mark_changed();
+  versions_.mark_changed();
 }
 
 void Unit::allocate_persistent() {
@@ -67,15 +84,6 @@ void Unit::fill(const Bucket& staging, const std::vector<at::Tensor>& full) cons
   }
 }
 
-void Unit::broadcast(const Bucket& staging, Collectives& collectives) const {
-  context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
-  std::vector<PendingCollective> pending;
-  for (const int region : staging.regions()) {
-    pending.push_back(collectives.broadcast(staging.full_bytes(region), {&name_, nullptr}));
-  }
-  wait_for_all(pending);
-}
-
 void Unit::take(const Bucket& staging) {
   note_change();
   for (const int region : staging.regions()) {
@@ -107,7 +115,7 @@ std::vector<at::Tensor> Unit::full_values() const {
           full, own.own_bytes(region), tag(TraceOp::AllGather, full.numel())));
     }
   }
-  wait_for_all(pending);
+  wait_for_all(pending, *context_.streams);
   std::vector<at::Tensor> values;
   for (size_t i = 0; i < params_.size(); ++i) {
     const ParamPlace& place = layout_.places()[i];
@@ -142,7 +150,7 @@ void Unit::write_back() {
       shards_->full(region).copy_(own);
     }
   }
-  mark_changed();
+  versions_.mark_changed();
 }
 
 } // namespace zerocore

@@ -1,4 +1,4 @@
-// What AdamW does to one element, and the numbers it needs for that. No torch header.
+// AdamW's arithmetic for one element, and the numbers that it needs. No torch header.
 //
 // Note [The arithmetic of torch]
 // One step, as in "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019), algorithm
@@ -15,8 +15,8 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kernels/flatten.h"
 #include "kernels/host_device.h"
+#include "kernels/scaling.h"
 
 namespace zerocore::kernels {
 
@@ -48,7 +48,7 @@ struct AdamWSegment {
   int64_t first_chunk = 0; // see Note [Chunks]
 };
 
-// What depends on a tensor's step: 1 - beta1^step, and the square root of 1 - beta2^step.
+// Numbers that depend on a tensor's step: 1 - beta1^step, and the square root of 1 - beta2^step.
 struct BiasCorrection {
   double first = 1;
   double second_sqrt = 1;

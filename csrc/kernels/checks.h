@@ -23,7 +23,8 @@ Conversion conversion(const char* op, c10::ScalarType dst, c10::ScalarType src, 
 // A flat buffer: 1-D and contiguous.
 void check_flat(const char* op, const char* name, const at::Tensor& tensor);
 
-// What a mistake says; the checks themselves are inline, because they run for every tensor.
+// Raise the error of a mistake. The checks themselves are inline, because they run for every
+// tensor.
 [[noreturn]] void fail_member(
     const char* op,
     const char* name,

@@ -14,7 +14,7 @@ namespace zerocore::kernels {
 enum class Element : uint8_t { Byte, Half, BFloat16, Float, Double };
 constexpr int kNumElements = 5;
 
-// What values are read as and written as.
+// The types as which values are written and read.
 struct Pair {
   Element dst;
   Element src;

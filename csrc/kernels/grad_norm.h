@@ -1,9 +1,9 @@
-// What one element adds to a sum of squares and to a count of values that are not finite. No torch
+// Adds one element to a sum of squares and to a count of values that are not finite. No torch
 // header.
 #pragma once
 
-#include "kernels/flatten.h"
 #include "kernels/host_device.h"
+#include "kernels/scaling.h"
 
 namespace zerocore::kernels {
 

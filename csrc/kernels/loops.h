@@ -1,4 +1,4 @@
-// What a device provides to run the kernels, and where the typed callers find it.
+// The loops that a device provides to run the kernels, and how the typed callers find them.
 //
 // Arguments were checked by the caller. On CUDA everything runs on the current stream and nothing
 // waits for the device.

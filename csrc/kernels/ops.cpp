@@ -42,39 +42,6 @@ void run_sum_of_squares(const at::Tensor& out, const std::array<SegmentList, kNu
   loops.total({out.device(), sums, num_partials, total});
 }
 
-// Calls f(index, range of the region) for each parameter that has elements in the shard.
-template <typename F>
-void visit_region(
-    const char* op,
-    at::TensorList params,
-    const at::Tensor& shard,
-    at::IntArrayRef offsets,
-    Range own,
-    F f) {
-  check_flat(op, "shard", shard);
-  check_count(op, "offsets", offsets.size(), "parameters", params.size());
-  TORCH_CHECK_VALUE(own.begin >= 0, op, ": start is ", own.begin, ", expected at least 0");
-  int64_t end = 0;
-  for (size_t i = 0; i < params.size(); ++i) {
-    check_member(op, "parameter", i, params[i], shard, params[0].scalar_type());
-    TORCH_CHECK_VALUE(
-        offsets[i] >= end,
-        op,
-        ": parameter ",
-        i,
-        " begins at ",
-        offsets[i],
-        ", expected at least ",
-        end,
-        ", where the one before ends");
-    end = offsets[i] + params[i].numel();
-    const Range range = intersect({offsets[i], end}, own);
-    if (!range.empty()) {
-      f(i, range);
-    }
-  }
-}
-
 } // namespace
 
 void pack(const at::Tensor& bucket, const std::vector<PackSegment>& segments, double scale) {
@@ -138,49 +105,6 @@ void accumulate(
         add};
     loops_of(out.device()).accumulate(call);
   }
-}
-
-void flatten(
-    const at::Tensor& shard,
-    at::TensorList params,
-    at::IntArrayRef offsets,
-    int64_t start) {
-  const auto src_dtype = params.empty() ? shard.scalar_type() : params[0].scalar_type();
-  const auto [pair, step] = conversion("flatten", shard.scalar_type(), src_dtype, true);
-  const Range own{start, start + shard.numel()};
-  const Memory target(shard);
-  SegmentList list;
-  int64_t end = start;
-  const auto zero_until = [&, step = step](int64_t position) {
-    if (position > end) {
-      list.push(target.at(end - start), nullptr, (position - end) * step);
-    }
-  };
-  visit_region("flatten", params, shard, offsets, own, [&, step = step](size_t i, Range range) {
-    zero_until(range.begin);
-    const void* source = Source(params[i]).at(range.begin - offsets[i]);
-    list.push(target.at(range.begin - start), source, range.size() * step);
-    end = range.end;
-  });
-  zero_until(own.end);
-  run_copy(shard, pair, list, 1.0);
-}
-
-void unflatten(
-    at::TensorList params,
-    const at::Tensor& shard,
-    at::IntArrayRef offsets,
-    int64_t start) {
-  const auto dst_dtype = params.empty() ? shard.scalar_type() : params[0].scalar_type();
-  const auto [pair, step] = conversion("unflatten", dst_dtype, shard.scalar_type(), true);
-  const Range own{start, start + shard.numel()};
-  const Source source(shard);
-  SegmentList list;
-  visit_region("unflatten", params, shard, offsets, own, [&, step = step](size_t i, Range range) {
-    void* target = Memory(params[i]).at(range.begin - offsets[i]);
-    list.push(target, source.at(range.begin - start), range.size() * step);
-  });
-  run_copy(shard, pair, list, 1.0);
 }
 
 void cast(const at::Tensor& bucket, at::TensorList sources, at::IntArrayRef offsets) {

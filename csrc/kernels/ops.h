@@ -35,21 +35,6 @@ void accumulate(
     bool add,
     double scale = 1.0);
 
-// Parameter i lies at `offsets[i]` of a flat region (ascending, without overlap) and `shard` is the
-// region's part that begins at element `start`. Writes all of the shard: gaps become zero. Any
-// dtype where no cast is needed.
-void flatten(
-    const at::Tensor& shard,
-    at::TensorList params,
-    at::IntArrayRef offsets,
-    int64_t start);
-// The reverse: writes the parts of the parameters that lie in the shard.
-void unflatten(
-    at::TensorList params,
-    const at::Tensor& shard,
-    at::IntArrayRef offsets,
-    int64_t start);
-
 // bucket[offsets[i] ...] = sources[i], cast; the rest of the bucket is left alone.
 void cast(const at::Tensor& bucket, at::TensorList sources, at::IntArrayRef offsets);
 

@@ -117,8 +117,6 @@ struct OnMeta<function> {
 void implement(torch::Library& library) {
   library.impl("pack", &pack_gradients);
   library.impl("accumulate", &accumulate_chunks);
-  library.impl("flatten", &flatten);
-  library.impl("unflatten", &unflatten);
   library.impl("cast", &cast);
   library.impl("sum_of_squares", &sum_of_squares);
   library.impl("adamw", &adamw_lists);
@@ -133,8 +131,6 @@ TORCH_LIBRARY(zerocore, library) {
   library.def(
       "accumulate(Tensor(a!) out, Tensor chunks, int num_chunks=1, *, bool add=False, "
       "float scale=1.0) -> ()");
-  library.def("flatten(Tensor(a!) shard, Tensor[] params, int[] offsets, int start=0) -> ()");
-  library.def("unflatten(Tensor(a!)[] params, Tensor shard, int[] offsets, int start=0) -> ()");
   library.def("cast(Tensor(a!) bucket, Tensor[] sources, int[] offsets) -> ()");
   library.def("sum_of_squares(Tensor(a!) out, Tensor[] shards) -> ()");
   library.def(
@@ -157,8 +153,6 @@ TORCH_LIBRARY_IMPL(zerocore, CUDA, library) {
 TORCH_LIBRARY_IMPL(zerocore, Meta, library) {
   library.impl("pack", &OnMeta<&pack_gradients>::call);
   library.impl("accumulate", &OnMeta<&accumulate_chunks>::call);
-  library.impl("flatten", &OnMeta<&flatten>::call);
-  library.impl("unflatten", &OnMeta<&unflatten>::call);
   library.impl("cast", &OnMeta<&cast>::call);
   library.impl("sum_of_squares", &OnMeta<&sum_of_squares>::call);
   library.impl("adamw", &OnMeta<&adamw_lists>::call);

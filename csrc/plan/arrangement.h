@@ -9,7 +9,7 @@
 
 namespace zerocore {
 
-// What the device's allocator aligns blocks to, and the arena its places.
+// The device's allocator aligns blocks to so many bytes, and so does the arena.
 constexpr int64_t kBlockAlignment = 512;
 
 // Blocks by index: their sizes, numbers that grow with the time of their first use, and which were

@@ -10,14 +10,14 @@ namespace zerocore {
 
 namespace {
 
-// What one unit holds between steps on the rank.
+// Adds the bytes that one unit holds between steps on the rank.
 void add_unit(
     MemoryPlan& plan,
     const UnitPlan& unit,
     const Layout& layout,
     const PlanOptions& options,
     int64_t rank) {
-  const StagePolicy policy = StagePolicy::from_stage(options.stage, options.world_size);
+  const StagePolicy policy = StagePolicy::from_stage(options.sharding.stage, options.world_size);
   const int64_t shard = policy.shards_optimizer() ? rank : 0;
   plan.parameters += policy.shards_parameters() ? layout.of_shard(rank).nbytes() : layout.nbytes();
   plan.main_weights +=
@@ -34,7 +34,7 @@ void add_unit(
 } // namespace
 
 std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanOptions& options) {
-  const StagePolicy policy = StagePolicy::from_stage(options.stage, options.world_size);
+  const StagePolicy policy = StagePolicy::from_stage(options.sharding.stage, options.world_size);
   std::vector<Layout> layouts;
   layouts.reserve(units.size());
   for (const UnitPlan& unit : units) {

@@ -8,11 +8,12 @@
 #include "plan/layout.h"
 #include "plan/pool_map.h"
 #include "plan/schedule.h"
+#include "plan/shard_options.h"
 #include "plan/wire_methods.h"
 
 namespace zerocore {
 
-// What the engine hears of in a backward: a unit's outputs get their gradient, or all of its
+// The engine hears of it in a backward: a unit's outputs get their gradient, or all of its
 // gradients exist.
 struct BackwardEvent {
   bool ready = false;
@@ -20,15 +21,13 @@ struct BackwardEvent {
 };
 
 struct PlanOptions {
-  int64_t stage = 3;
+  ShardOptions sharding;
   int64_t world_size = 1;
-  int prefetch = 1;
   WireMethods methods;
   int micro_batches = 1; // forwards and backwards of a step, all but the last under no_sync
-  bool hold_full = false; // stages 2, 3: full gradients are kept until the last
   int64_t num_replicas = 1; // groups of world_size ranks that hold the same (hybrid sharding)
   bool sums_on_host = false; // sums over replicas start when the host knows the first ones (CPU)
-  // What the schedule expects before it has seen a forward; empty for the order itself.
+  // The order that the schedule expects before it has seen a forward; empty for the order itself.
   std::vector<CallEvent> first_order;
   // The backward as it was observed; empty for the mirrored forward.
   std::vector<BackwardEvent> backward;
@@ -49,6 +48,8 @@ struct PlannedEvent {
   // its end.
   int32_t moment = 0;
   bool across = false; // among the ranks that hold the same shard, not those that share the state
+
+  bool operator==(const PlannedEvent& other) const = default;
 };
 
 // Bytes on one rank, between steps except for the pool.

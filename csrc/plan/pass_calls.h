@@ -31,7 +31,7 @@ std::vector<CallEvent> events_of(const PassCalls& calls);
 // needs a backward if it does on any of them. Calls that nobody made are as in the first list.
 PassCalls unite(const std::vector<PassCalls>& ranks);
 
-// What ranks expect of the next pass.
+// The calls that ranks expect of the next pass.
 struct NextCalls {
   PassCalls calls;
   std::vector<int32_t> places; // of the first rank's calls among them; -1 for those not made

@@ -79,8 +79,8 @@ class PoolMap {
 
  private:
   enum class Where : uint8_t { Nowhere, Arena, Own };
-  // What was seen of a block: the most that was asked for, when it was acquired first, and who was
-  // held whenever it was.
+  // Facts about a block: the most bytes that were asked for, when it was acquired first, and which
+  // blocks were held while it was.
   struct Seen {
     int64_t nbytes = 0;
     int64_t first_use = 0;

@@ -35,7 +35,7 @@ void Reduction::set_trainable(UnitId unit, int region, bool trainable) {
 }
 
 bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
-  const bool holds = !sync && (!options_.policy.shards_gradients() || options_.hold_full);
+  const bool holds = !sync && (!options_.policy.shards_gradients() || options_.sharding.hold_full);
   if (completes_first(unit)) {
     complete_all(steps);
   }
@@ -75,7 +75,7 @@ void Reduction::finish(GradSteps& steps) {
   }
 }
 
-// What was decided may not have been carried out, so everything is given back.
+// Steps that were decided may not have been carried out, so all blocks are given back.
 void Reduction::reset(GradSteps& steps) {
   in_flight_.clear();
   for (UnitId unit = 0; unit < static_cast<UnitId>(units_.size()); ++unit) {

@@ -29,6 +29,7 @@
 #include "common/types.h"
 #include "plan/layout.h"
 #include "plan/pool_map.h"
+#include "plan/shard_options.h"
 #include "plan/stage_policy.h"
 #include "plan/wire_methods.h"
 
@@ -39,7 +40,7 @@ enum class GradPlace : uint8_t {
   Kept, // this rank's gradients between steps
   Full, // packed gradients of all ranks' shards; unless gradients are sharded, Kept is a part of it
   Wire, // the same in the type that they travel in
-  Scratch, // what a reduction leaves where that is not the gradient yet
+  Scratch, // the result of a reduction, where it is not the gradient yet
 };
 inline constexpr int kNumGradPlaces = 4;
 
@@ -54,7 +55,7 @@ enum class GradStepKind : uint8_t {
   StartAcross, // the sum over the replicas, of this rank's part of `to`
   Wait, // for Start
   WaitAcross, // for StartAcross
-  Zero, // the kept gradient of `param`: what its memory holds is left over
+  Zero, // the kept gradient of `param`, whose memory still holds an old value
   Sum, // the sum of the `parts` of `from` goes to this rank's part of `to`
 };
 
@@ -89,11 +90,11 @@ class GradSteps {
 };
 
 struct ReductionOptions {
-  StagePolicy policy;
+  ShardOptions sharding;
+  StagePolicy policy; // of the stage, or of 0 where there is nothing to shard
   int64_t world_size = 1; // ranks that share the state
   int64_t num_replicas = 1;
   ReduceMethod method; // of reduce-scatters
-  bool hold_full = false; // stages 2, 3: full sums are kept while not syncing
   bool on_host = false; // collectives run on no stream: the host waits for them
   int64_t shard = 0; // this rank's
   bool counts_kept = true; // among the ranks that hold a gradient, this is the one that adds it

@@ -16,6 +16,13 @@ constexpr size_t kMaxPasses = 4096;
 
 } // namespace
 
+ScheduleOptions schedule_options(
+    int num_units,
+    const ShardOptions& sharding,
+    const StagePolicy& policy) {
+  return {num_units, sharding.prefetch, policy.shards_optimizer(), policy.shards_parameters()};
+}
+
 Schedule::Schedule(ScheduleOptions options, std::vector<CallEvent> order)
     : options_(options), order_(std::move(order)), units_(options.num_units) {
   for (UnitState& unit : units_) {
@@ -309,7 +316,7 @@ void Schedule::unshard(UnitId unit, Actions& out) {
 
 void Schedule::reshard(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
-  if (state.resident && state.active == 0 && !state.in_backward && state.pinned == 0) {
+  if (state.resident && state.active == 0 && !state.in_backward && state.holds == 0) {
     state.resident = false;
     state.late = state.held > 0;
     if (!state.late) {
@@ -337,13 +344,13 @@ void Schedule::invalidate(UnitId unit, Actions& out) {
   outdated_ = true;
 }
 
-void Schedule::pin(UnitId unit, Actions& out) {
-  ++units_[unit].pinned;
+void Schedule::hold_unsharded(UnitId unit, Actions& out) {
+  ++units_[unit].holds;
   unshard(unit, out);
 }
 
-void Schedule::unpin(UnitId unit, Actions& out) {
-  --units_[unit].pinned;
+void Schedule::release_unsharded(UnitId unit, Actions& out) {
+  --units_[unit].holds;
   if (options_.releases) {
     reshard(unit, out);
   }

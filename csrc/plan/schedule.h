@@ -37,6 +37,8 @@
 #include "common/types.h"
 #include "plan/backward_steps.h"
 #include "plan/call_order.h"
+#include "plan/shard_options.h"
+#include "plan/stage_policy.h"
 
 namespace zerocore {
 
@@ -62,6 +64,11 @@ struct ScheduleOptions {
   bool gathers = true; // parameters have to be gathered at all
   bool releases = true; // unsharded parameters are given back after use (stage 3)
 };
+
+ScheduleOptions schedule_options(
+    int num_units,
+    const ShardOptions& sharding,
+    const StagePolicy& policy);
 
 class Schedule {
  public:
@@ -132,9 +139,9 @@ class Schedule {
   // The unit's parameters changed: what was gathered is stale, and no backward comes through it for
   // a forward before.
   void invalidate(UnitId unit, Actions& out);
-  // Keeps a unit unsharded whatever happens, until unpinned.
-  void pin(UnitId unit, Actions& out);
-  void unpin(UnitId unit, Actions& out);
+  // Keeps a unit unsharded whatever happens, until it is released.
+  void hold_unsharded(UnitId unit, Actions& out);
+  void release_unsharded(UnitId unit, Actions& out);
 
   // Whether the unit has gradients to reduce at all.
   void set_reducible(UnitId unit, bool reducible) {
@@ -154,14 +161,14 @@ class Schedule {
   // In use by forward or backward: the modules show the unsharded parameters.
   bool is_active(UnitId unit) const {
     const UnitState& state = units_.at(unit);
-    return state.held > 0 || state.in_backward || state.pinned > 0;
+    return state.held > 0 || state.in_backward || state.holds > 0;
   }
   // A call of the unit that this rank makes has not been left.
   bool is_entered(UnitId unit) const {
     return units_.at(unit).held > 0;
   }
-  bool is_pinned(UnitId unit) const {
-    return units_.at(unit).pinned > 0;
+  bool is_held_unsharded(UnitId unit) const {
+    return units_.at(unit).holds > 0;
   }
   bool in_rooted_pass() const {
     return rooted_;
@@ -179,7 +186,7 @@ class Schedule {
   struct UnitState {
     int active = 0; // calls entered and not left, by the order
     int held = 0; // calls that this rank has entered and not left
-    int pinned = 0;
+    int holds = 0; // hold_unsharded() without its release_unsharded()
     bool resident = false; // unsharded, or on its way
     bool late = false; // not resident any more, but held, or used by this rank's backward
     bool in_backward = false;

@@ -115,7 +115,7 @@ void Schedule::end_backward(Actions& out) {
     }
     if (std::exchange(unit.due, false)) {
       out.push_back({ActionKind::Reduce, id});
-      waits_ = waits_ && unit.pinned > 0;
+      waits_ = waits_ && unit.holds > 0;
     }
   }
   for (Pass& pass : passes_) {
@@ -132,7 +132,7 @@ void Schedule::end_backward(Actions& out) {
 std::vector<bool> Schedule::reduced_later(const Pass& pass) const {
   std::vector<bool> later(units_.size(), false);
   for (size_t unit = 0; unit < units_.size(); ++unit) {
-    later[unit] = units_[unit].pinned > 0;
+    later[unit] = units_[unit].holds > 0;
   }
   for (const Pass& other : passes_) {
     if (waits_ && other.id < pass.id && !other.consumed && !is_outdated(other)) {

@@ -43,7 +43,7 @@ ReductionOptions reduction_options(const PlanOptions& options, const StagePolicy
   reduction.world_size = options.world_size;
   reduction.num_replicas = options.num_replicas;
   reduction.method = options.methods.reduce;
-  reduction.hold_full = options.hold_full;
+  reduction.sharding = options.sharding;
   reduction.on_host = options.sums_on_host;
   return reduction;
 }
@@ -58,12 +58,9 @@ StepSimulation::StepSimulation(
     : options_(options),
       order_(order),
       backward_(options.backward.empty() ? mirrored(order) : options.backward),
-      policy_(StagePolicy::from_stage(options.stage, options.world_size)),
+      policy_(StagePolicy::from_stage(options.sharding.stage, options.world_size)),
       schedule_(
-          {static_cast<int>(units.size()),
-           options.prefetch,
-           policy_.shards_optimizer(),
-           policy_.shards_parameters()},
+          schedule_options(static_cast<int>(units.size()), options.sharding, policy_),
           options.first_order.empty() ? order : options.first_order),
       layouts_(plan_layouts(units, options)),
       reduction_(reduction_options(options, policy_), pointers_to(layouts_)),

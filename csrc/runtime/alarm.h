@@ -66,7 +66,7 @@ class Alarm {
   // -- the watchdog
   // Raises the alarm if there is a reason here or on another rank; may take a few seconds.
   void tick();
-  // What the process waits in for this model; empty if it does not.
+  // Names the collective that the process waits in for this model; empty if it waits in none.
   std::string waits_in() const;
   // The program ends: `how` is for the others. Waits a moment for those that read an alarm.
   void note_end(const std::string& how);

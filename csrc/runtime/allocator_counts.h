@@ -1,4 +1,4 @@
-// What torch's allocator of a device has counted in this process.
+// Reads how often torch's allocator has turned to a device, as it counts in this process.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -76,7 +76,7 @@ DeviceMemory BucketPool::allocate(int64_t nbytes) const {
   return memory;
 }
 
-// What used the memory lies behind the compute stream.
+// The work that used the memory lies behind the compute stream.
 void BucketPool::free(DeviceMemory& memory) const {
   streams_.order_other(memory.stream);
   streams_.note_allocator(memory.data.get(), memory.nbytes);

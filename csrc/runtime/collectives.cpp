@@ -81,6 +81,13 @@ Works reduce(
 
 } // namespace
 
+void wait_for_all(std::vector<PendingCollective>& collectives, const Streams& streams) {
+  for (auto pending = collectives.rbegin(); pending != collectives.rend(); ++pending) {
+    pending->wait(streams);
+  }
+  collectives.clear();
+}
+
 void PendingCollective::wait(const Streams& streams) {
   if (!pending()) {
     return;

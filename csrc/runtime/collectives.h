@@ -50,15 +50,19 @@ class PendingCollective {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
   std::vector<at::Tensor> keep_alive_;
   StreamEvent done_;
-  std::shared_ptr<TraceRecord> record_;
+  std::shared_ptr<OpenRecord> record_;
   Alarm* alarm_ = nullptr; // of the model, if it has one
   int64_t number_ = -1; // in the alarm's ledger
 };
 
-// What a collective is issued for; `unit` must outlive the collective.
+// Waits for all of one role, the last one first: on a stream it is behind the others, so one wait
+// is enough. Empties the list.
+void wait_for_all(std::vector<PendingCollective>& collectives, const Streams& streams);
+
+// Names a collective in errors and in the trace; `unit` must outlive the collective.
 struct CollectiveTag {
   const std::string* unit = nullptr;
-  std::shared_ptr<TraceRecord> record; // null when not traced
+  std::shared_ptr<OpenRecord> record; // null when not traced
   UnitId id = -1; // of the unit, -1 for several
 };
 
@@ -108,7 +112,7 @@ class Collectives {
     return guard_.get();
   }
 
-  // What must be the same on all ranks beside the collectives themselves, from here on.
+  // From here on ranks also compare `facts`, which must be the same on all of them.
   void set_facts(uint64_t facts) {
     facts_ = facts;
   }

@@ -1,4 +1,4 @@
-// The collectives of the emulated link: what each one moves and how many bytes cross the link.
+// The collectives of the emulated group: what each one moves and how many bytes cross the link.
 #include "runtime/emulated_group.h"
 
 #include <numeric>
@@ -55,7 +55,68 @@ std::vector<int64_t> rows(
 
 } // namespace
 
-// -- what moves -----------------------------------------------------------------------------
+// -- the group ------------------------------------------------------------------------------
+
+EmulatedGroup::EmulatedGroup(
+    int rank,
+    int size,
+    const LinkModel& link,
+    std::chrono::milliseconds timeout,
+    Unlocked unlocked)
+    : Backend(rank, size), link_(rank, link, timeout), unlocked_(std::move(unlocked)) {
+  TORCH_CHECK_VALUE(
+      rank >= 0 && rank < size,
+      "rank must be in 0..",
+      size - 1,
+      " (world size less 1), got ",
+      rank);
+}
+
+EmulatedGroup::~EmulatedGroup() {
+  EmulatedGroup::shutdown();
+}
+
+void EmulatedGroup::shutdown() {
+  unlocked_([this] { link_.stop(); });
+}
+
+void EmulatedGroup::startCoalescing() {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!coalesced_, "startCoalescing() was called twice");
+  coalesced_.emplace();
+}
+
+EmulatedGroup::WorkPtr EmulatedGroup::endCoalescing() {
+  std::optional<Transfer> all;
+  {
+    const std::lock_guard lock(mutex_);
+    all = std::exchange(coalesced_, std::nullopt);
+  }
+  TORCH_CHECK(all, "endCoalescing() without startCoalescing()");
+  all->op = c10d::OpType::COALESCED;
+  ++sequence_;
+  return link_.carry(std::move(*all));
+}
+
+EmulatedGroup::WorkPtr EmulatedGroup::issue(Call call) {
+  Transfer& one = call.transfer;
+  one.ns = transfer_ns(link(), call.traffic, call.nbytes, size_);
+  {
+    const std::lock_guard lock(mutex_);
+    if (coalesced_) {
+      Transfer& all = *coalesced_;
+      all.ns += one.ns;
+      all.async = one.async;
+      all.outputs.insert(all.outputs.end(), one.outputs.begin(), one.outputs.end());
+      std::move(one.moves.begin(), one.moves.end(), std::back_inserter(all.moves));
+      return {};
+    }
+  }
+  ++sequence_;
+  return link_.carry(std::move(one));
+}
+
+// -- moves ----------------------------------------------------------------------------------
 
 Combination EmulatedGroup::combination(const c10d::ReduceOp& op) const {
   const auto n = static_cast<double>(size_);
@@ -89,7 +150,7 @@ void EmulatedGroup::add(Call& call, const at::Tensor& to, const at::Tensor& from
   if (to.numel() == 0 || (how.kind == Kind::Copy && to.data_ptr() == from.data_ptr())) {
     return;
   }
-  call.moves.push_back({pin_memory_of(to), pin_memory_of(from).view_as(to), how});
+  call.transfer.moves.push_back({alias_storage(to), alias_storage(from).view_as(to), how});
 }
 
 void EmulatedGroup::gather_slices(Call& call, const at::Tensor& full, const at::Tensor& own) const {
@@ -103,7 +164,7 @@ void EmulatedGroup::gather_slices(Call& call, const at::Tensor& full, const at::
   for (int64_t peer = 0; own.numel() > 0 && peer < size_; ++peer) {
     add(call, slices[peer], own.detach().view(-1), {});
   }
-  call.outputs.push_back(full);
+  call.transfer.outputs.push_back(full);
   call.nbytes += static_cast<int64_t>(full.nbytes());
 }
 
@@ -122,7 +183,7 @@ void EmulatedGroup::reduce_slice(
     const at::Tensor own = full.detach().view({size_, -1})[rank_];
     add(call, shard.detach().view(-1), own, combination(op));
   }
-  call.outputs.push_back(shard);
+  call.transfer.outputs.push_back(shard);
   call.nbytes += static_cast<int64_t>(full.nbytes());
 }
 
@@ -132,11 +193,11 @@ EmulatedGroup::WorkPtr EmulatedGroup::allgather(
     std::vector<Tensors>& outputs,
     Tensors& inputs,
     const c10d::AllgatherOptions& options) {
-  Call call{OpType::ALLGATHER, Traffic::AllGather, options.asyncOp, 0, only(outputs), {}};
-  for (const at::Tensor& output : call.outputs) {
+  Call call(OpType::ALLGATHER, Traffic::AllGather, options.asyncOp, 0, only(outputs));
+  for (const at::Tensor& output : call.transfer.outputs) {
     add(call, output, inputs.at(0), {});
   }
-  call.nbytes = nbytes_of(call.outputs);
+  call.nbytes = nbytes_of(call.transfer.outputs);
   return issue(std::move(call));
 }
 
@@ -144,7 +205,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::_allgather_base(
     at::Tensor& output,
     at::Tensor& input,
     const c10d::AllgatherOptions& options) {
-  Call call{OpType::_ALLGATHER_BASE, Traffic::AllGather, options.asyncOp, 0, {}, {}};
+  Call call(OpType::_ALLGATHER_BASE, Traffic::AllGather, options.asyncOp);
   gather_slices(call, output, input);
   return issue(std::move(call));
 }
@@ -153,14 +214,14 @@ EmulatedGroup::WorkPtr EmulatedGroup::allgather_coalesced(
     std::vector<Tensors>& outputs,
     Tensors& inputs,
     const c10d::AllgatherOptions& options) {
-  Call call{OpType::ALLGATHER_COALESCED, Traffic::AllGather, options.asyncOp, 0, {}, {}};
+  Call call(OpType::ALLGATHER_COALESCED, Traffic::AllGather, options.asyncOp);
   for (const Tensors& of_rank : outputs) {
     for (size_t i = 0; i < inputs.size(); ++i) {
       add(call, of_rank.at(i), inputs[i], {});
-      call.outputs.push_back(of_rank[i]);
+      call.transfer.outputs.push_back(of_rank[i]);
     }
   }
-  call.nbytes = nbytes_of(call.outputs);
+  call.nbytes = nbytes_of(call.transfer.outputs);
   return issue(std::move(call));
 }
 
@@ -168,7 +229,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::allgather_into_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
     const c10d::AllgatherOptions& options) {
-  Call call{OpType::COALESCED, Traffic::AllGather, options.asyncOp, 0, {}, {}};
+  Call call(OpType::COALESCED, Traffic::AllGather, options.asyncOp);
   for (size_t i = 0; i < inputs.size(); ++i) {
     gather_slices(call, outputs.at(i), inputs[i]);
   }
@@ -179,11 +240,11 @@ EmulatedGroup::WorkPtr EmulatedGroup::gather(
     std::vector<Tensors>& outputs,
     Tensors& inputs,
     const c10d::GatherOptions& options) {
-  Call call{OpType::GATHER, Traffic::Gather, options.asyncOp, 0, {}, {}};
+  Call call(OpType::GATHER, Traffic::Gather, options.asyncOp);
   call.nbytes = nbytes_of(inputs) * size_;
   if (options.rootRank == rank_) {
-    call.outputs = only(outputs);
-    for (const at::Tensor& output : call.outputs) {
+    call.transfer.outputs = only(outputs);
+    for (const at::Tensor& output : call.transfer.outputs) {
       add(call, output, inputs.at(0), {});
     }
   }
@@ -195,8 +256,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::gather(
 EmulatedGroup::WorkPtr EmulatedGroup::allreduce(
     Tensors& tensors,
     const c10d::AllreduceOptions& options) {
-  Call call{
-      OpType::ALLREDUCE, Traffic::AllReduce, options.asyncOp, nbytes_of(tensors), tensors, {}};
+  Call call(OpType::ALLREDUCE, Traffic::AllReduce, options.asyncOp, nbytes_of(tensors), tensors);
   for (const at::Tensor& tensor : tensors) {
     add(call, tensor, tensor, combination(options.reduceOp));
   }
@@ -210,7 +270,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::allreduce_coalesced(
 }
 
 EmulatedGroup::WorkPtr EmulatedGroup::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  Call call{OpType::REDUCE, Traffic::Reduce, options.asyncOp, nbytes_of(tensors), tensors, {}};
+  Call call(OpType::REDUCE, Traffic::Reduce, options.asyncOp, nbytes_of(tensors), tensors);
   for (const at::Tensor& tensor : tensors) {
     if (options.rootRank == rank_) {
       add(call, tensor, tensor, combination(options.reduceOp));
@@ -223,7 +283,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::reduce_scatter(
     Tensors& outputs,
     std::vector<Tensors>& inputs,
     const c10d::ReduceScatterOptions& options) {
-  Call call{OpType::REDUCE_SCATTER, Traffic::ReduceScatter, options.asyncOp, 0, outputs, {}};
+  Call call(OpType::REDUCE_SCATTER, Traffic::ReduceScatter, options.asyncOp, 0, outputs);
   const Tensors& slices = only(inputs);
   add(call, outputs.at(0), slices.at(rank_), combination(options.reduceOp));
   call.nbytes = nbytes_of(slices);
@@ -234,7 +294,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::_reduce_scatter_base(
     at::Tensor& output,
     at::Tensor& input,
     const c10d::ReduceScatterOptions& options) {
-  Call call{OpType::_REDUCE_SCATTER_BASE, Traffic::ReduceScatter, options.asyncOp, 0, {}, {}};
+  Call call(OpType::_REDUCE_SCATTER_BASE, Traffic::ReduceScatter, options.asyncOp);
   reduce_slice(call, output, input, options.reduceOp);
   return issue(std::move(call));
 }
@@ -243,7 +303,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::reduce_scatter_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
     const c10d::ReduceScatterOptions& options) {
-  Call call{OpType::COALESCED, Traffic::ReduceScatter, options.asyncOp, 0, {}, {}};
+  Call call(OpType::COALESCED, Traffic::ReduceScatter, options.asyncOp);
   for (size_t i = 0; i < inputs.size(); ++i) {
     reduce_slice(call, outputs.at(i), inputs[i], options.reduceOp);
   }
@@ -256,8 +316,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::broadcast(
     Tensors& tensors,
     const c10d::BroadcastOptions& options) {
   return issue(
-      Call{
-          OpType::BROADCAST, Traffic::Broadcast, options.asyncOp, nbytes_of(tensors), tensors, {}});
+      Call(OpType::BROADCAST, Traffic::Broadcast, options.asyncOp, nbytes_of(tensors), tensors));
 }
 
 EmulatedGroup::WorkPtr EmulatedGroup::scatter(
@@ -270,7 +329,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::scatter(
       options.rootRank,
       " is not known here; scatter from rank ",
       rank_);
-  Call call{OpType::SCATTER, Traffic::Scatter, options.asyncOp, 0, outputs, {}};
+  Call call(OpType::SCATTER, Traffic::Scatter, options.asyncOp, 0, outputs);
   const Tensors& slices = only(inputs);
   add(call, outputs.at(0), slices.at(rank_), {});
   call.nbytes = nbytes_of(slices);
@@ -283,7 +342,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::alltoall_base(
     std::vector<int64_t>& output_splits,
     std::vector<int64_t>& input_splits,
     const c10d::AllToAllOptions& options) {
-  Call call{OpType::ALLTOALL_BASE, Traffic::AllToAll, options.asyncOp, 0, {output}, {}};
+  Call call(OpType::ALLTOALL_BASE, Traffic::AllToAll, options.asyncOp, 0, {output});
   const std::vector<int64_t> sent = rows(input, input_splits, size_);
   const std::vector<int64_t> received = rows(output, output_splits, size_);
   const int64_t first = std::accumulate(sent.begin(), sent.begin() + rank_, int64_t{0});
@@ -301,7 +360,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::alltoall(
     Tensors& outputs,
     Tensors& inputs,
     const c10d::AllToAllOptions& options) {
-  Call call{OpType::ALLTOALL, Traffic::AllToAll, options.asyncOp, nbytes_of(inputs), outputs, {}};
+  Call call(OpType::ALLTOALL, Traffic::AllToAll, options.asyncOp, nbytes_of(inputs), outputs);
   for (const at::Tensor& output : outputs) {
     add(call, output, inputs.at(rank_), {});
   }
@@ -309,7 +368,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::alltoall(
 }
 
 EmulatedGroup::WorkPtr EmulatedGroup::barrier(const c10d::BarrierOptions& options) {
-  return issue(Call{OpType::BARRIER, Traffic::Barrier, options.asyncOp, 0, {}, {}});
+  return issue(Call(OpType::BARRIER, Traffic::Barrier, options.asyncOp));
 }
 
 } // namespace zerocore

@@ -1,21 +1,14 @@
 // The emulated link: a c10d backend for one process that plays one rank of N.
 //
-// Note [Replicas]
-// The peers are replicas of this rank: whatever they send equals what this rank sends. So a
+// Note [Mirrors]
+// The peers mirror this rank: whatever they send equals what this rank sends. So a
 // gather fills every slice with this rank's data; a reduction of N equal values is N times the
 // value (sum), the value (average, minimum, maximum, bitwise and, or), its N-th power (product),
 // the value or zero (bitwise exclusive or, N odd or even), N * factor times it (premul sum); a
 // reduce-scatter is that of this rank's slice; a broadcast changes nothing, whoever is the root;
 // an all-to-all receives from every peer what this rank sends to itself. A training step is
 // therefore that of a single process whose batch every rank sees. Send and receive do not exist:
-// a replica of rank 0 never sends what rank 0 expects from rank 1.
-//
-// Note [Time on the link]
-// A collective lasts as long as runtime/link_model says, its real memory traffic included.
-// Collectives of a group share the link and go one after the other. On the CPU in the order of
-// issue, on one thread that mostly sleeps; on a device in the order in which the streams get to
-// them: kernels book the link and wait, on the current stream (asyncOp = false) or a stream of
-// the group's own.
+// a mirror of rank 0 never sends what rank 0 expects from rank 1.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -29,9 +22,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "runtime/emulated_work.h"
-#include "runtime/link_model.h"
-#include "runtime/link_worker.h"
+#include "runtime/emulated_link.h"
 
 namespace zerocore {
 
@@ -50,9 +41,13 @@ class EmulatedGroup final : public c10d::Backend {
       Unlocked unlocked);
   ~EmulatedGroup() override;
 
-  LinkModel link() const;
+  LinkModel link() const {
+    return link_.model();
+  }
   // For collectives issued from now on. Throws ValueError.
-  void set_link(const LinkModel& link);
+  void set_link(const LinkModel& link) {
+    link_.set_model(link);
+  }
 
   const std::string getBackendName() const override {
     return "emulated";
@@ -90,8 +85,8 @@ class EmulatedGroup final : public c10d::Backend {
   WorkPtr alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions&) override;
   WorkPtr barrier(const c10d::BarrierOptions&) override;
 
-  // What is called in between becomes one collective that pays the latency once. The calls
-  // return null, endCoalescing() the work of all.
+  // The calls in between become one collective that pays the latency once. They return null,
+  // endCoalescing() returns the work of all.
   bool supportsCoalescing() const override {
     return true;
   }
@@ -106,27 +101,12 @@ class EmulatedGroup final : public c10d::Backend {
  private:
   // A collective as it is put together.
   struct Call {
-    c10d::OpType op = c10d::OpType::UNKNOWN;
-    Traffic traffic = Traffic::Barrier;
-    bool async = true;
-    int64_t nbytes = 0;
-    Tensors outputs;
-    std::vector<Move> moves;
-  };
-  struct Batch {
-    Call call; // everything but traffic and bytes
-    double transfer_ns = 0.0;
-  };
-  // What a device has for the link; made by the first collective there.
-  struct DeviceLink {
-    ~DeviceLink();
+    Call(c10d::OpType op, Traffic traffic_, bool async, int64_t nbytes_ = 0, Tensors outputs = {})
+        : traffic(traffic_), nbytes(nbytes_), transfer{op, async, std::move(outputs), {}, 0.0} {}
 
-    c10::Device device;
-    c10::Stream stream; // for asyncOp = true
-    c10::Stream home; // that the clock's memory was allocated on
-    at::Tensor clock; // when the link is free, then a ring of deadlines; int64, nanoseconds
-    int64_t next_deadline = 0;
-    std::unordered_map<c10::Stream, std::shared_ptr<c10::Event>> last = {}; // collective, by stream
+    Traffic traffic;
+    int64_t nbytes;
+    Transfer transfer; // its time follows from traffic and bytes
   };
 
   void gather_slices(Call& call, const at::Tensor& full, const at::Tensor& own) const;
@@ -139,22 +119,11 @@ class EmulatedGroup final : public c10d::Backend {
   Combination combination(const c10d::ReduceOp& op) const;
 
   WorkPtr issue(Call call);
-  WorkPtr issue(Batch batch);
-  void issue_on_cpu(const c10::intrusive_ptr<EmulatedWork>& work, Batch batch, int64_t ns);
-  void issue_on_device(
-      const c10::intrusive_ptr<EmulatedWork>& work,
-      Batch batch,
-      int64_t ns,
-      c10::Device device);
-  DeviceLink& device_link(c10::Device device);
 
-  mutable std::mutex mutex_;
-  LinkModel link_;
-  const std::chrono::milliseconds timeout_;
+  EmulatedLink link_;
   const Unlocked unlocked_;
-  std::shared_ptr<LinkWorker> worker_ = std::make_shared<LinkWorker>();
-  std::vector<std::unique_ptr<DeviceLink>> device_links_;
-  std::optional<Batch> coalesced_;
+  std::mutex mutex_;
+  std::optional<Transfer> coalesced_; // between startCoalescing() and endCoalescing()
   std::atomic<uint64_t> sequence_ = 0;
 };
 

@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "runtime/replica.h"
+#include "runtime/mirror.h"
 
 namespace zerocore {
 

@@ -1,4 +1,4 @@
-// What this rank's last collectives were, for the comparison with other ranks when one hangs.
+// Remembers this rank's last collectives, for the comparison with other ranks when one hangs.
 #pragma once
 
 #include <array>
@@ -24,7 +24,7 @@ struct LedgerEntry {
   }
 };
 
-// What a ledger holds at one moment, oldest entry first.
+// A copy of a ledger's content at one moment, oldest entry first.
 struct LedgerState {
   std::vector<LedgerEntry> entries;
   int64_t waiting = -1; // number of the collective that the host waits in

@@ -1,4 +1,5 @@
-// What ranks tell each other after an alarm, and the sentence that follows from all of it.
+// The reports that ranks write for each other after an alarm, and the sentence that follows from
+// all.
 #pragma once
 
 #include <optional>
@@ -9,7 +10,7 @@
 
 namespace zerocore {
 
-// What one rank said. `ended` and `missing` are of ranks that did not answer.
+// One rank's report. `ended` and `missing` are of ranks that did not answer.
 struct RankReport {
   LedgerState ledger;
   std::string elsewhere; // what the process waits in for another model; empty if it does not

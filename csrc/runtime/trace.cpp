@@ -13,7 +13,7 @@ void Trace::start(bool align) {
   origin_ns_ = now_ns();
 }
 
-void Trace::read_events(TraceRecord& record) const {
+void Trace::read_events(OpenRecord& record) const {
   if (record.end == nullptr) {
     return;
   }
@@ -28,7 +28,7 @@ void Trace::read_events(TraceRecord& record) const {
   }
 }
 
-std::shared_ptr<TraceRecord> Trace::add(
+std::shared_ptr<OpenRecord> Trace::add(
     TraceOp op,
     UnitId unit,
     int64_t nbytes,
@@ -39,7 +39,7 @@ std::shared_ptr<TraceRecord> Trace::add(
   if (!enabled_) {
     return nullptr;
   }
-  auto record = std::make_shared<TraceRecord>();
+  auto record = std::make_shared<OpenRecord>();
   record->op = op;
   record->unit = unit;
   record->nbytes = nbytes;

@@ -1,4 +1,5 @@
-// What the runtime did: counters that are always on, and a list of typed records on demand.
+// A trace of what the runtime did: counters that are always on, and a list of typed records on
+// demand.
 //
 // The counters cost two additions per operation, the records when off a branch.
 // On the CPU times are the host's. On a device with streams they are measured by events on the
@@ -26,6 +27,10 @@ struct TraceRecord {
   int64_t issued_ns = -1; // device: when it began
   int64_t done_ns = -1;
   int64_t wait_ns = 0; // the host was blocked on it; device: the compute stream was
+};
+
+// A record whose times are not read yet.
+struct OpenRecord : TraceRecord {
   StreamEvent begin, end, wait_begin, wait_end; // device only
 };
 
@@ -66,17 +71,17 @@ class Trace {
 
   // Counts what happens now and adds a record of it; null when off. The record may be completed
   // later, also from another thread for its times.
-  std::shared_ptr<TraceRecord> add(TraceOp op, UnitId unit, int64_t nbytes, int64_t pool_nbytes);
+  std::shared_ptr<OpenRecord> add(TraceOp op, UnitId unit, int64_t nbytes, int64_t pool_nbytes);
 
  private:
-  void read_events(TraceRecord& record) const;
+  void read_events(OpenRecord& record) const;
 
   const Streams& streams_;
   OpCounters counters_ = {};
   bool enabled_ = false;
   StreamEvent origin_; // at origin_ns_ of the host's clock
   int64_t origin_ns_ = 0;
-  std::vector<std::shared_ptr<TraceRecord>> records_;
+  std::vector<std::shared_ptr<OpenRecord>> records_;
 };
 
 } // namespace zerocore

@@ -29,7 +29,7 @@ class Watchdog {
   bool remove(const Alarm* alarm);
   // Looks at all alarms now.
   void wake();
-  // What this process waits in for another model; empty if it does not.
+  // Names the collective that this process waits in for another model; empty if it waits in none.
   std::string waits_in_other_than(const Alarm& alarm);
   // Tells other ranks how the program ends; bounded, as their store may not answer.
   void note_end(const std::string& how);

@@ -13,7 +13,7 @@ pynvml = pytest.importorskip("pynvml")
 
 
 def driver_error() -> Exception | None:
-    """What the library itself says here."""
+    """The library's own answer here."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

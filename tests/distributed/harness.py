@@ -50,7 +50,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of one call shares."""
+    """Shared by every rank of one call."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]

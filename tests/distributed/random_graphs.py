@@ -17,7 +17,7 @@ WIDTH = 4
 
 @dataclass
 class Plan:
-    """What a node does with its children in each forward: steps as (what, child)."""
+    """The steps of a node in each forward, each as (what, child)."""
 
     steps: list[tuple[str, int]] = field(default_factory=list)
 

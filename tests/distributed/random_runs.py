@@ -18,7 +18,7 @@ MAX_NORM = 0.5
 
 
 class Planned(Exception):
-    """What a run raises on purpose."""
+    """The error that a run raises on purpose."""
 
 
 @dataclass(frozen=True)

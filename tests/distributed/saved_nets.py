@@ -1,4 +1,4 @@
-"""What tests of checkpoints save: a model with all awkward kinds of parameters."""
+"""The model that tests of checkpoints save: it has all awkward kinds of parameters."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def freeze_a_unit(model: Model) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What the odd rank does, what the others must be told, and whether it gets an error too."""
+    """The odd rank's doing, the others' error, and whether the odd rank gets an error too."""
 
     act: Callable[[Model], None]
     told: str
@@ -162,7 +162,7 @@ def disagree(case: Case, stage: int) -> tuple[str, str, float] | None:
 
 
 def check(case: Case, stage: int, world_size: int) -> list[str]:
-    """What is wrong with the outcome of a case."""
+    """The mistakes in the outcome of a case."""
     # A stopped rank is waited for in vain.
     timeout = (2 if case.act is stop else 5) * (LIMIT + PATIENCE)
     outcomes = run_to_end(disagree, world_size, case, stage, timeout=timeout, group_timeout=600.0)

@@ -72,7 +72,7 @@ def test_clip_models_and_single_parameters(stage: int) -> None:
 
 
 def clip_awkward(stage: int) -> None:
-    """What is counted, and by how many collectives of how many numbers."""
+    """The counts of collectives, and of the numbers in them."""
     case = case_named("tied")
     model = zerocore.shard(case.seeded_build(), stage=stage)
     accumulate(model, case, 0)

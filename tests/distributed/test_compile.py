@@ -65,7 +65,7 @@ def make_counter(backend: str) -> Any:
 
 
 def compile_and_shard(way: str, model: Any, counter: Any, **options: Any) -> Any:
-    """What to call; `model` is sharded."""
+    """The module to call; `model` is sharded."""
 
     def compile_in_place() -> None:
         for module in model.blocks if way.startswith("blocks") else [model]:

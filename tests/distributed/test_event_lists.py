@@ -1,4 +1,4 @@
-"""What a step of two micro-batches moves, by dtype and way to accumulate: written out by hand."""
+"""The bytes of a step of two micro-batches, by dtype and way to accumulate, written out by hand."""
 
 from __future__ import annotations
 

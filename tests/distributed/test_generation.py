@@ -28,7 +28,7 @@ def prompt_of(case: Case, seed: int) -> Tensor:
 
 
 def plain_tokens(model: Any, case: Case, prompt: Tensor, **settings: Any) -> Tensor:
-    """What the same weights give on one process; all ranks must call."""
+    """The same weights' output on one process; all ranks must call."""
     plain: Any = case.seeded_build()
     plain.load_state_dict(zerocore.full_state_dict(model, rank0_only=False))
     mixed = state_of(model).config.mixed_precision

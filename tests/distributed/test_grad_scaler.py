@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a training showed: losses[step][rank], and the scale after each step."""
+    """A training's losses[step][rank], and the scale after each step."""
 
     losses: list[list[float]]
     scales: list[float]

@@ -18,7 +18,7 @@ from zerocore.sharding import build
 
 def train(stage: int, seed: int, log: bool) -> tuple[list[float], str | None]:
     """Losses of some steps, and the first race."""
-    build.Engine = partial(_C.Engine, log_hand_overs=log)
+    build.EngineOptions = partial(_C.EngineOptions, log_hand_overs=log)
     torch.manual_seed(0)
     model = zerocore.shard(Graph(seed, 4), stage=stage, units=[Block], prefetch=seed % 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -29,7 +29,7 @@ def train(stage: int, seed: int, log: bool) -> tuple[list[float], str | None]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    build.Engine = _C.Engine
+    build.EngineOptions = _C.EngineOptions
     return losses, find_race(state_of(model).engine.hand_overs)
 
 

@@ -35,7 +35,7 @@ HOOKS = {"forward": die_in_forward, "backward": die_in_backward}
 
 
 def lose_a_rank(stage: int, phase: str) -> tuple[str, float, int]:
-    """What a survivor saw, after how many seconds, and its process."""
+    """A survivor's error, after how many seconds it came, and its process."""
     case = case_named("plain")
     model = zerocore.shard(case.seeded_build(), stage=stage)
     accumulate(model, case, 0)

@@ -15,6 +15,7 @@ import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import accumulate, case_named, micro_losses
 from tests.zoo_case import Case
+from zerocore._C import UpdatedUnit
 from zerocore.model.casting import cast_floats
 from zerocore.model.state import state_of
 
@@ -209,7 +210,7 @@ def count_bytes(stage: int) -> list[tuple[str, str, int]]:
                 for parameter in model.parameters():
                     assert parameter.grad is not None and parameter.grad.dtype == grad_dtype
                     parameter.data.sub_(parameter.grad, alpha=0.1)
-                    state_of(model).engine.end_update([(parameter.unit, None)], casts=False)
+                    state_of(model).engine.end_update([UpdatedUnit(parameter.unit)], casts=False)
             optimizer.zero_grad()
         moved = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
         assert moved == zerocore.predict_events(model)
@@ -252,7 +253,7 @@ def save_and_load(stage: int) -> None:
     assert all(torch.equal(loaded[key], value) for key, value in saved.items())
     batch = torch.randn(4, 16)
     assert torch.equal(model(batch), other(batch))
-    # What is not touched keeps every bit of its main weight.
+    # Elements that are not touched keep every bit of their main weight.
     with zerocore.unsharded(model, write_back=True), torch.no_grad():
         model.norm.bias[3] = 0.5
         model.blocks[1].linear.weight[:2] *= 2

@@ -25,7 +25,7 @@ CASES = ("plain", "tied", "mixed_dtypes", "encoder_decoder", "looped")
 
 
 def losses_of_ranks(model: nn.Module, case: Case, seed: int) -> list[Tensor]:
-    """What every rank computes for batch `seed`, on a plain model."""
+    """Every rank's result for batch `seed`, on a plain model."""
     return [
         case.loss(model, case.seeded_batch(seed, rank, 2)) for rank in range(dist.get_world_size())
     ]

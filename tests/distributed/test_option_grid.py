@@ -172,7 +172,7 @@ def compute_dtype(row: Row) -> torch.dtype:
 
 @dataclass
 class Update:
-    """What follows the backward: unscale, clip, step. Alike in both trainings but for the names."""
+    """Unscales, clips, steps, after a backward. Alike in both trainings but for the names."""
 
     row: Row
     optimizer: torch.optim.Optimizer

@@ -86,7 +86,7 @@ USES = (forward, forward_of_a_layer, enter_unsharded, zerocore.full_state_dict, 
 
 
 def answer_of_child(work: Callable[[], None]) -> str:
-    """What `work` raised in a forked process, or "done"; fails if it does not end."""
+    """The error of `work` in a forked process, or "done"; fails if it does not end."""
     receiver, sender = os.pipe()
     child = os.fork()
     if child == 0:

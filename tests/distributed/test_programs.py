@@ -39,7 +39,7 @@ def table(programs: dict[str, Program], page: Page) -> Table:
 
 @pytest.fixture(scope="module")
 def page() -> Page:
-    """What docs/programs.md says: the version of torch, and the kinds by program and system."""
+    """Reads docs/programs.md: the version of torch, and the kinds by program and system."""
     return read_markdown((DOCS / "programs.md").read_text())
 
 
@@ -111,7 +111,7 @@ def kinds(table: Table) -> dict[str, dict[str, str]]:
 
 
 def kinds_on(page: Page, table: Table) -> dict[str, dict[str, str]]:
-    """What the page says of the programs and systems in `table`."""
+    """The page's kinds of the programs and systems in `table`."""
     return {name: {s: page[1][name][s] for s in row} for name, row in table.items()}
 
 

@@ -76,7 +76,7 @@ def test_a_unit_with_unused_parameters_is_reduced_in_its_turn() -> None:
 
 
 def change_use(stage: int) -> None:
-    """What is used changes from step to step and from rank to rank."""
+    """The used parameters change from step to step and from rank to rank."""
     case = case_named("skipped_middle")
     model = zerocore.shard(case.seeded_build(), stage=stage, find_unused_parameters=True)
     for step in range(6):

@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# ("record", stream, number), ("wait", stream, source stream, number) or
-# ("read" | "write", stream, begin, end, what, unit): addresses
-Entry = tuple
+from zerocore._C import HandOver
+
 Clock = dict[str, int]
 
 PAGE_NBYTES = 512  # accesses are kept by the pages that they touch
@@ -26,7 +25,7 @@ class Access:
     text: str
 
 
-def find_race(log: Sequence[Entry], without: int = -1) -> str | None:
+def find_race(log: Sequence[HandOver], without: int = -1) -> str | None:
     """The first two accesses to the same bytes, one a write, that no event orders.
 
     Args:
@@ -34,7 +33,7 @@ def find_race(log: Sequence[Entry], without: int = -1) -> str | None:
         without: index of an entry to leave out.
 
     Returns:
-        What the two accesses are, or None.
+        The two accesses in words, or None.
 
     Raises:
         AssertionError: a stream waits for an event that is recorded later or never: a deadlock.
@@ -42,33 +41,32 @@ def find_race(log: Sequence[Entry], without: int = -1) -> str | None:
     clocks: dict[str, Clock] = defaultdict(lambda: defaultdict(int))
     events: dict[tuple[str, int], Clock] = {}
     accesses: dict[int, dict[tuple, Access]] = defaultdict(dict)
-    for position, (kind, stream, *fields) in enumerate(log):
-        clock = clocks[stream]
+    for position, entry in enumerate(log):
+        clock = clocks[entry.stream]
+        event = (entry.source, entry.event)
         if position == without:
             continue
-        if kind == "record":
-            events[stream, fields[0]] = dict(clock)
-        elif kind == "wait":
-            assert tuple(fields) in events, f"{stream} waits for {fields}, which nothing recorded"
-            for source, count in events[tuple(fields)].items():
+        if entry.kind == "record":
+            events[event] = dict(clock)
+        elif entry.kind == "wait":
+            assert event in events, f"{entry.stream} waits for {event}, which nothing recorded"
+            for source, count in events[event].items():
                 clock[source] = max(clock[source], count)
         else:
-            clock[stream] += 1
-            access = _access(kind, stream, clock[stream], fields)
+            clock[entry.stream] += 1
+            access = _access(entry, clock[entry.stream])
             for page in range(access.begin // PAGE_NBYTES, -(-access.end // PAGE_NBYTES)):
                 for other in accesses[page].values():
                     if _conflict(access, other) and clock[other.stream] < other.index:
                         return f"{other.text}, then {access.text}"
                 # An older access of the same kind is ordered wherever the newer one is.
-                accesses[page][stream, kind, access.begin, access.end] = access
+                accesses[page][entry.stream, entry.kind, access.begin, access.end] = access
     return None
 
 
-def _access(kind: str, stream: str, index: int, fields: list) -> Access:
-    begin, end, what, unit = fields
-    return Access(
-        stream, index, kind == "write", begin, end, f"{what} of {unit} ({kind} on {stream})"
-    )
+def _access(entry: HandOver, index: int) -> Access:
+    text = f"{entry.what} of {entry.unit} ({entry.kind} on {entry.stream})"
+    return Access(entry.stream, index, entry.kind == "write", entry.begin, entry.end, text)
 
 
 def _conflict(a: Access, b: Access) -> bool:
@@ -76,6 +74,6 @@ def _conflict(a: Access, b: Access) -> bool:
     return a.stream != b.stream and (a.write or b.write) and overlap
 
 
-def waits(log: Sequence[Entry]) -> list[int]:
+def waits(log: Sequence[HandOver]) -> list[int]:
     """Positions of the waits."""
-    return [position for position, entry in enumerate(log) if entry[0] == "wait"]
+    return [position for position, entry in enumerate(log) if entry.kind == "wait"]

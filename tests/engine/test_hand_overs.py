@@ -1,4 +1,4 @@
-"""What the streams would do, on random module graphs: every buffer hand-over is ordered."""
+"""Streams hand buffers over in order, on random module graphs, as the log of a run shows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -90,10 +92,10 @@ def mesh() -> Iterator[Mesh]:
 @pytest.fixture(autouse=True)
 def log_hand_overs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines stand in for a device with streams and log what they would do."""
-    monkeypatch.setattr(build, "Engine", partial(_C.Engine, log_hand_overs=True))
+    monkeypatch.setattr(build, "EngineOptions", partial(_C.EngineOptions, log_hand_overs=True))
 
 
-def train(model: Graph, seed: int, steps: int = 4) -> list[tuple]:
+def train(model: Graph, seed: int, steps: int = 4) -> list[_C.HandOver]:
     """Steps with accumulation, evaluation, another order and skipped units; the log."""
     rng = random.Random(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -172,7 +174,7 @@ def test_every_wait_is_needed(
     assert find_race(log) is None
     needed = [position for position in waits(log) if position >= setup]
     assert needed
-    idle = [(i, log[i]) for i in needed if find_race(log, without=i) is None]
+    idle = [(i, log[i].stream) for i in needed if find_race(log, without=i) is None]
     assert not idle
 
 
@@ -190,8 +192,12 @@ def test_a_reset_waits_for_gathers_under_way(stage: int) -> None:
     with pytest.raises(TypeError, match="linear"):
         model("no tensor")  # within the first unit, while those after it are gathered
     log = state_of(model).engine.hand_overs
-    gathers = {entry[2:4] for entry in log if entry[:2] == ("write", "all_gather")}
-    freed = [("write", "compute", *span, "frees", "") for span in gathers]
+    gathers = [each for each in log if (each.kind, each.stream) == ("write", "all_gather")]
+    spans = {(each.begin, each.end) for each in gathers}
+    frees = partial(
+        SimpleNamespace, kind="write", stream="compute", source="", event=-1, what="frees", unit=""
+    )
+    freed: list[Any] = [frees(begin=begin, end=end) for begin, end in spans]
     assert gathers
     assert find_race([*log, *freed]) is None
 
@@ -206,7 +212,8 @@ def test_main_weights_are_cast_once_per_update(stage: int) -> None:
     engine = state_of(model).engine
 
     def num_casts() -> int:
-        return sum(entry[0] == "write" and entry[4] == "is cast" for entry in engine.hand_overs)
+        log = engine.hand_overs
+        return sum(entry.kind == "write" and entry.what == "is cast" for entry in log)
 
     casts = []
     for _ in range(3):
@@ -227,7 +234,7 @@ def test_an_optimizer_that_casts_spares_the_cast(stage: int) -> None:
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
     log = state_of(model).engine.hand_overs
-    assert not [entry for entry in log if entry[0] == "write" and entry[4] == "is cast"]
+    assert not [each for each in log if each.kind == "write" and each.what == "is cast"]
     assert find_race(log) is None
     with torch.no_grad():
         for parameter in model.parameters():

@@ -11,7 +11,6 @@ from tests.kernels.cases import (
     NARROW,
     check_accumulate,
     check_cast,
-    check_flatten,
     check_pack,
     check_sum_of_squares,
     ops,
@@ -30,12 +29,6 @@ def test_the_build_has_cuda_kernels() -> None:
 def test_pack(dst: torch.dtype, src: torch.dtype, count: int) -> None:
     check_pack("cuda", dst, src, count, start=0)
     check_pack("cuda", dst, src, count, start=1)
-
-
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize(("dst", "src"), CASTS)
-def test_flatten_and_back(dst: torch.dtype, src: torch.dtype, count: int) -> None:
-    check_flatten("cuda", dst, src, count)
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -125,7 +125,7 @@ def test_from_the_meta_device(device: torch.device) -> None:
 
 
 class FailureError(Exception):
-    """What the failing tests raise."""
+    """The error that the failing tests raise."""
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

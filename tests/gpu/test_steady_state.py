@@ -109,7 +109,7 @@ def test_host_and_copies(cuda: torch.device, stage: int, name: str, tmp_path: Pa
     link = {work.stream for work in timeline.work if is_of_the_link(work)}
     others = {work.stream for work in timeline.work} - link
     assert link and others
-    # What the model and the optimizer do by themselves, they do in the plain run too.
+    # The model's and the optimizer's own work is in the plain run, too.
     assert moved(timeline, others) == moved(plain)
     assert all("DtoD" in kind for kind, _ in moved(timeline, link))
     by_nbytes: Counter[int] = Counter()
@@ -148,7 +148,7 @@ def test_nothing_waits_or_allocates(
         assert {k: after[k] for k in DEVICE_COUNTERS} == {k: before[k] for k in DEVICE_COUNTERS}
         assert engine.pool_stats.num_allocations == slots
         assert engine.pool_stats.in_use_nbytes == 0
-        # What the report counts is the same.
+        # The report counts the same.
         counts = allocator_counts(str(cuda))
         assert counts is not None
         assert counts.num_device_allocations == after["num_device_alloc"]

@@ -68,7 +68,7 @@ class Branches(nn.Module):
 
 @dataclass(frozen=True)
 class Variant:
-    """What a model and its training have beside the ordinary; `checkpoint` is use_reentrant."""
+    """The extras of a model and its training; `checkpoint` is use_reentrant."""
 
     name: str
     mixed: bool = False

@@ -25,7 +25,7 @@ STREAMED_NBYTES = 16 * 2**20  # as in csrc/kernels/cpu/stream.h
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """What values are computed in: float64 as it is, everything else as float32."""
+    """Values as they are computed with: float64 as it is, everything else as float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -70,7 +70,7 @@ def pack_reference(
     add: list[bool],
     scale: float,
 ) -> Tensor:
-    """What `pack` should leave in the bucket."""
+    """The bucket as `pack` should leave it."""
     expected = torch.zeros_like(bucket)
     for grad, offset, numel, adds in zip(grads, case.offsets, case.numels, add, strict=True):
         old = bucket[offset : offset + numel]
@@ -90,25 +90,6 @@ def check_pack(device: str, dst: torch.dtype, src: torch.dtype, count: int, star
         expected = pack_reference(bucket, grads, case, add, scale)
         ops.pack(bucket, grads, case.offsets, case.numels, add=add, scale=scale)
         assert torch.equal(bucket, expected)
-
-
-def check_flatten(device: str, dst: torch.dtype, src: torch.dtype, count: int) -> None:
-    """Each rank's shard, put together, is the region; back again gives the parameters."""
-    case = make_case(count, src, device)
-    region = torch.zeros(case.numel, dtype=dst, device=device)
-    for tensor, offset in zip(case.tensors, case.offsets, strict=True):
-        region[offset : offset + tensor.numel()] = tensor.to(dst)
-    num_shards = 3
-    shard_numel = -(-case.numel // num_shards)
-    padding = torch.zeros(num_shards * shard_numel - case.numel, dtype=dst, device=device)
-    back = [torch.full_like(tensor, 7) for tensor in case.tensors]
-    for rank, expected in enumerate(torch.cat([region, padding]).chunk(num_shards)):
-        shard = torch.full_like(expected, 5)
-        ops.flatten(shard, case.tensors, case.offsets, rank * shard_numel)
-        assert torch.equal(shard, expected)
-        ops.unflatten(back, shard, case.offsets, rank * shard_numel)
-    for tensor, found in zip(case.tensors, back, strict=True):
-        assert torch.equal(found, tensor.to(dst).to(src))
 
 
 def check_cast(device: str, dst: torch.dtype, src: torch.dtype, count: int) -> None:

@@ -27,8 +27,6 @@ def arguments(device: str = "cpu") -> dict[str, Arguments]:
             {"add": [False, False, True], "scale": 0.5},
         ),
         "accumulate": ((make(8), make(24, half), 3), {"add": True, "scale": 0.5}),
-        "flatten": ((make(16, half), [make(12), make(9)], [0, 16], 8), {}),
-        "unflatten": (([make(12), make(9)], make(16, half), [0, 16], 8), {}),
         "cast": ((make(16, half), [make(4), make(4)], [0, 8]), {}),
         "sum_of_squares": ((make(2, torch.float64), [make(3), make(4, half)]), {}),
     }
@@ -56,7 +54,7 @@ def test_meta_tensors_are_checked_and_not_touched(name: str) -> None:
     args, kwargs = arguments("meta")[name]
     assert getattr(ops, name)(*args, **kwargs) is None
     wrong = list(args)
-    wrong[1 if name == "unflatten" else 0] = torch.empty(3, 3, device="meta")
+    wrong[0] = torch.empty(3, 3, device="meta")
     with pytest.raises((ValueError, TypeError)):
         getattr(ops, name)(*wrong, **kwargs)
 
@@ -74,9 +72,6 @@ def test_nothing_to_do() -> None:
     empty, sums = torch.empty(0), torch.ones(2, dtype=torch.float64)
     ops.pack(empty, [], [], [])
     ops.pack(empty, [empty, None], [0, 0], [0, 0])
-    ops.flatten(empty, [], [])
-    ops.flatten(empty, [torch.ones(3)], [4], 20)
-    ops.unflatten([], empty, [])
     ops.cast(empty, [empty], [0])
     ops.accumulate(empty, empty, 4)
     ops.sum_of_squares(sums, [empty])
@@ -86,9 +81,6 @@ def test_nothing_to_do() -> None:
 
 
 def test_padding_alone_is_zeroed() -> None:
-    shard = torch.ones(5)
-    ops.flatten(shard, [torch.ones(3)], [0], 100)
-    assert shard.tolist() == [0] * 5
     bucket = torch.ones(5)
     ops.pack(bucket, [None], [1], [2], add=[True])
     assert bucket.tolist() == [0, 1, 1, 0, 0]
@@ -110,15 +102,13 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: ops.accumulate(ONES, ONES, 0), ValueError, "num_chunks is 0"),
     (lambda: ops.accumulate(ONES, ONES, 2), ValueError, "has 4 elements, expected 2 times the 4"),
     (lambda: ops.accumulate(ONES, DOUBLES), TypeError, "cannot turn Double into Float"),
-    (lambda: ops.flatten(ONES, [ONES], []), ValueError, "got 0 offsets for 1 parameters"),
-    (lambda: ops.flatten(ONES, [ONES, ONES], [0, 3]), ValueError, "begins at 3, expected at least"),
-    (lambda: ops.flatten(ONES, [ONES, DOUBLES], [0, 4]), TypeError, "parameter 1 is Double"),
-    (lambda: ops.flatten(ONES, [ONES.int()], [0]), TypeError, "other dtypes can be moved only"),
-    (lambda: ops.flatten(ONES, [ONES], [0], -1), ValueError, "start is -1"),
+    (lambda: ops.cast(ONES, [ONES], []), ValueError, "got 0 offsets for 1 sources"),
+    (lambda: ops.cast(ONES, [ONES[:2], DOUBLES[:2]], [0, 2]), TypeError, "source 1 is Double"),
+    (lambda: ops.cast(ONES, [ONES.int()], [0]), TypeError, "other dtypes can be moved only"),
     (lambda: ops.cast(ONES, [ONES], [2]), ValueError, r"\[2, 6\)"),
     (lambda: ops.sum_of_squares(ONES, [ONES]), ValueError, "must be float64 of 2 elements"),
     (lambda: ops.sum_of_squares(SUMS, [ONES.int()]), TypeError, "shard 0 is Int"),
-    (lambda: ops.flatten(ONES, [ONES.to("meta")], [0]), ValueError, "is on meta, expected cpu"),
+    (lambda: ops.cast(ONES, [ONES.to("meta")], [0]), ValueError, "is on meta, expected cpu"),
 ]
 
 

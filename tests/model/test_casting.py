@@ -38,7 +38,7 @@ def test_tensors_in_nested_containers_are_cast() -> None:
     assert cast.more["a"][0].dtype == cast.more["a"][1][0].dtype == BF16
     assert cast.more["b"] == "text" and cast.more["a"][1][1] is None
     assert type(mapping) is OrderedDict and mapping["x"].dtype == BF16 and mapping["y"] is ints
-    # What was given is as it was.
+    # The arguments are as they were.
     assert batch.mask is floats and value[2]["x"] is floats
 
 

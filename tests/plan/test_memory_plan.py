@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.plan.driver import order_of
-from zerocore._C import ParamSpec, PlanOptions, plan_events, plan_memory
+from zerocore._C import (
+    BackwardEvent,
+    ElementType,
+    ParamSpec,
+    PlanOptions,
+    ShardOptions,
+    UnitPlan,
+    plan_events,
+    plan_memory,
+)
 
 GB = 10**9
 
 
-def units(num_params: int, num_units: int = 32) -> list[list[ParamSpec]]:
+WIDE = ElementType(6, 4)
+
+
+def units(num_params: int, num_units: int = 32) -> list[UnitPlan]:
     numel = num_params // num_units
-    return [[ParamSpec(f"block.{i}", [numel], 6, 4)] for i in range(num_units)]
+    return [UnitPlan([ParamSpec(f"block.{i}", [numel], 6, 4)]) for i in range(num_units)]
 
 
-def options(stage: int, world: int, prefetch: int = 1, **more: int) -> PlanOptions:
-    return PlanOptions(stage=stage, world_size=world, prefetch=prefetch, backend="nccl", **more)
+def options(stage: int, world: int, prefetch: int = 1, **more: Any) -> PlanOptions:
+    return PlanOptions(ShardOptions(stage=stage, prefetch=prefetch), world_size=world, **more)
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, 112), (1, 63), (2, 38.5), (3, 14)])
@@ -32,7 +46,7 @@ def test_seven_billion_parameters_on_eight_ranks(stage: int, expected: float) ->
 @pytest.mark.parametrize(("stage", "expected"), [(0, 16), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 2)])
 def test_mixed_precision(stage: int, expected: float) -> None:
     """bf16 weights and gradients, fp32 main weights and Adam; main weights go with the states."""
-    model = [[ParamSpec(f"block.{i}", [GB // 32], 15, 2, main=(6, 4))] for i in range(32)]
+    model = [UnitPlan([ParamSpec(f"block.{i}", [GB // 32], 15, 2, main=WIDE)]) for i in range(32)]
     order = order_of([(unit, ()) for unit in range(len(model))])
     plan = plan_memory(model, order, options(stage, 8), rank=3, optimizer_states=2)
     state = plan.parameters + plan.main_weights + plan.gradients + plan.optimizer
@@ -42,11 +56,11 @@ def test_mixed_precision(stage: int, expected: float) -> None:
 
 
 def test_gradients_travel_in_one_type_and_stay_in_another() -> None:
-    model = [[ParamSpec("weight", [1024], 15, 2, reduce=(6, 4))]]
+    model = [UnitPlan([ParamSpec("weight", [1024], 15, 2, reduce=WIDE)])]
     order = order_of([(0, ())])
     wide = options(2, 4)
     events = plan_events(model, order, wide)
-    assert [(op, nbytes) for op, _, nbytes, *_ in events] == [
+    assert [(event.op, event.nbytes) for event in events] == [
         ("all_gather", 2048),
         ("reduce_scatter", 4096),
     ]
@@ -61,12 +75,10 @@ def test_an_exchange_needs_memory_for_what_every_rank_sends(stage: int, received
     """Otherwise the plan is that of a backend whose reduce-scatter leaves the sum."""
     model = units(2 * 1024, 2)
     order = order_of([(0, ()), (1, ())])
-    gloo, nccl = (
-        PlanOptions(stage=stage, world_size=4, prefetch=0, backend=name)
-        for name in ("gloo", "nccl")
-    )
+    gloo, nccl = (options(stage, 4, prefetch=0, backend=name) for name in ("gloo", "nccl"))
     sent, expected = (
-        [event[:3] for event in plan_events(model, order, each)] for each in (gloo, nccl)
+        [(event.op, event.unit, event.nbytes) for event in plan_events(model, order, each)]
+        for each in (gloo, nccl)
     )
     assert sent == expected
     pool, needed = (
@@ -76,9 +88,10 @@ def test_an_exchange_needs_memory_for_what_every_rank_sends(stage: int, received
 
 
 def test_a_parameter_without_gradient_has_no_optimizer_state() -> None:
-    model = [[ParamSpec("used", [256], 6, 4), ParamSpec("unused", [256], 6, 4)]]
+    params = [ParamSpec("used", [256], 6, 4), ParamSpec("unused", [256], 6, 4)]
+    model = [UnitPlan(params, unused=[1])]
     order = order_of([(0, ())])
-    plan = plan_memory(model, order, options(0, 2), rank=0, optimizer_states=2, unused=[[1]])
+    plan = plan_memory(model, order, options(0, 2), rank=0, optimizer_states=2)
     assert plan.optimizer == 2 * 4 * 256
     assert plan.gradients == 2 * 4 * 256  # one buffer for the unit
 
@@ -92,11 +105,11 @@ def test_a_unit_without_calls_is_never_reduced() -> None:
 
 def test_slots_that_only_the_first_step_needs_are_counted() -> None:
     """The first order has a large unit that nobody calls; it is gathered once, in its turn."""
-    model = [[ParamSpec(f"block.{i}", [1024 * (i + 1)], 6, 4)] for i in range(3)]
+    model = [UnitPlan([ParamSpec(f"block.{i}", [1024 * (i + 1)], 6, 4)]) for i in range(3)]
     order = order_of([(0, ()), (1, ())])
     steady = plan_memory(model, order, options(3, 4), rank=0, optimizer_states=2)
     other = order_of([(0, ()), (2, ()), (1, ())])
-    relearned = PlanOptions(stage=3, world_size=4, prefetch=1, backend="nccl", first_order=other)
+    relearned = options(3, 4, first_order=other)
     first = plan_memory(model, order, relearned, rank=0, optimizer_states=2)
     assert first.pool_reserved == steady.pool_reserved + 3 * 4096
     assert first.pool > steady.pool
@@ -106,7 +119,7 @@ def test_slots_that_only_the_first_step_needs_are_counted() -> None:
 def test_moments_are_those_of_the_calls() -> None:
     model = units(2 * 1024, 2)
     events = plan_events(model, order_of([(0, ()), (1, ())]), options(3, 4, prefetch=0))
-    found = [(op, unit, moment) for op, unit, _, _, moment, _ in events if op != "unshard"]
+    found = [(event.op, event.unit, event.moment) for event in events if event.op != "unshard"]
     assert found == [
         ("all_gather", 0, 0),
         ("reshard", 0, 1),
@@ -123,12 +136,18 @@ def test_an_observed_backward_replaces_the_mirrored_one() -> None:
     """Outputs of unit 1 get a gradient once more after the unit was reduced: gathered again."""
     model = units(2 * 1024, 2)
     order = order_of([(0, ()), (1, ())])
-    mirrored = [(False, 3), (True, 1), (False, 1), (True, 0)]
-    late = [*mirrored[:3], (False, 3), mirrored[3]]
+    mirrored = [
+        BackwardEvent(ready=False, index=3),
+        BackwardEvent(ready=True, index=1),
+        BackwardEvent(ready=False, index=1),
+        BackwardEvent(ready=True, index=0),
+    ]
+    late = [*mirrored[:3], mirrored[0], mirrored[3]]
 
-    def gathers(backward: list[tuple[bool, int]]) -> list[int]:
-        observed = PlanOptions(stage=3, world_size=4, prefetch=0, backend="nccl", backward=backward)
-        return [unit for op, unit, *_ in plan_events(model, order, observed) if op == "all_gather"]
+    def gathers(backward: list[BackwardEvent]) -> list[int]:
+        observed = options(3, 4, prefetch=0, backward=backward)
+        events = plan_events(model, order, observed)
+        return [event.unit for event in events if event.op == "all_gather"]
 
     assert gathers([]) == gathers(mirrored) == [0, 1, 0]
     assert gathers(late) == [0, 1, 0, 1]
@@ -143,7 +162,7 @@ def test_traffic_of_the_stages(world: int) -> None:
     for stage in range(4):
         events = plan_events(model, order, options(stage, world))
         weight = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "unshard": 0, "reshard": 0}
-        moved.append(sum(weight[op] * nbytes for op, _, nbytes, *_ in events))
+        moved.append(sum(weight[event.op] * event.nbytes for event in events))
     assert moved[1] == moved[2] == pytest.approx(moved[0], rel=1e-5)  # padding
     # The last unit of the forward is kept and not gathered again.
     assert moved[3] == pytest.approx(1.5 * moved[0] * (1 - 1 / 96), rel=1e-3)
@@ -164,13 +183,13 @@ def test_one_rank_communicates_nothing() -> None:
 LLAMAS = {"8b": (32, 218_112_000, 525_336_576), "70b": (80, 855_654_400, 1_050_673_152)}
 
 
-def llama(name: str, mixed: bool) -> list[list[ParamSpec]]:
+def llama(name: str, mixed: bool) -> list[UnitPlan]:
     """An embedding, equal blocks and a head of the embedding's size."""
     num_blocks, block, embedding = LLAMAS[name]
     numels = [embedding, *[block] * num_blocks, embedding]
-    types = {"reduce": (6, 4), "main": (6, 4)} if mixed else {}
+    types = {"reduce": WIDE, "main": WIDE} if mixed else {}
     dtype = (15, 2) if mixed else (6, 4)
-    return [[ParamSpec(f"unit.{i}", [n], *dtype, **types)] for i, n in enumerate(numels)]
+    return [UnitPlan([ParamSpec(f"unit.{i}", [n], *dtype, **types)]) for i, n in enumerate(numels)]
 
 
 @pytest.mark.parametrize("prefetch", range(5))

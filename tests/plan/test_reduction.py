@@ -1,4 +1,4 @@
-"""What becomes of gradients, decided on integers: blocks, sums, collectives, step by step."""
+"""Reductions of gradients, decided on integers: blocks, sums, collectives, step by step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ from typing import Any
 
 import pytest
 
-from zerocore._C import GradStep, Layout, ParamSpec, Reduction
+from zerocore._C import (
+    ElementType,
+    GradStep,
+    Layout,
+    ParamSpec,
+    Reduction,
+    ReductionOptions,
+    ShardOptions,
+)
 
 NUMEL = 1024
 FP32, BF16 = 4 * NUMEL, 2 * NUMEL  # bytes of a bucket
 WORLD = 4
-WIRED = {"main": (6, 4), "reduce": (6, 4), "grad": (15, 2)}  # kept in bf16, sent in fp32
+WIDE, NARROW = ElementType(6, 4), ElementType(15, 2)
+WIRED = {"main": WIDE, "reduce": WIDE, "grad": NARROW}  # kept in bf16, sent in fp32
 
 
 def layout(world: int = WORLD, **types: Any) -> Layout:
@@ -25,7 +34,8 @@ def make(stage: int, world: int = WORLD, units: int = 1, **options: Any) -> Redu
     types = WIRED if options.pop("wired", False) else {}
     shards = world if stage > 0 else 1
     layouts = [layout(shards, **types) for _ in range(units)]
-    return Reduction(layouts, stage=stage, world_size=world, **options)
+    sharding = ShardOptions(stage=stage, hold_full=options.pop("hold_full", False))
+    return Reduction(ReductionOptions(sharding, world_size=world, **options), layouts)
 
 
 def text(step: GradStep) -> str:
@@ -238,7 +248,8 @@ def test_what_is_frozen_is_left_alone() -> None:
     reduction = make(3)
     reduction.set_trainable(0, 0, False)
     assert texts(reduction.reduce(0)) == []
-    frozen = Reduction([Layout.build([ParamSpec("a", [8], 6, 4, False)], 2)], stage=3, world_size=2)
+    options = ReductionOptions(ShardOptions(stage=3), world_size=2)
+    frozen = Reduction(options, [Layout.build([ParamSpec("a", [8], 6, 4, False)], 2)])
     assert texts(frozen.reduce(0)) == []
     assert frozen.kept_nbytes(0) == 0
 

@@ -1,4 +1,4 @@
-"""What a plan says: textbook figures, and the bytes that the runtime then allocates."""
+"""Plans agree with textbook figures, and with the bytes that the runtime then allocates."""
 
 from __future__ import annotations
 

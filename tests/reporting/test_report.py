@@ -61,7 +61,7 @@ def test_counts_and_bytes_of_each_step_equal_the_plan(emulated: None, stage: int
 
 
 def test_the_pool_is_metered_by_step(emulated: None) -> None:
-    """What is gathered at once after the third update shows in that step, and in the total."""
+    """A gather right after the third update shows in that step, and in the total."""
     model, optimizer = make(3)
     train(model, optimizer, 3)
     with zerocore.unsharded(model):

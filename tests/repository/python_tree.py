@@ -39,7 +39,7 @@ def imports(name: str, text: str, modules: set[str]) -> Iterator[str]:
 
 
 def _named_in_call(node: ast.Call) -> Iterator[str]:
-    """What ``import_module("a.b")`` or ``__import__("a.b")`` imports."""
+    """The module that ``import_module("a.b")`` or ``__import__("a.b")`` imports."""
     function = node.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     given = node.args[0] if node.args else None
@@ -48,7 +48,7 @@ def _named_in_call(node: ast.Call) -> Iterator[str]:
 
 
 def import_graph(package: Path) -> dict[str, set[str]]:
-    """What each module of the package imports, of the package or not."""
+    """The imports of each module of the package, from within it or not."""
     texts = python_files(package)
     modules = {*texts, f"{package.name}._C"}
     return {name: set(imports(name, text, modules)) for name, text in texts.items()}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.repository.file_map import named_files
 from tests.repository.python_tree import cycle_in, python_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +21,7 @@ RESERVED = [
     (r"pybind11/|torch/extension\.h$|torch/csrc/utils/pybind\.h$", r"bindings/"),
     (
         r"torch/csrc/distributed/c10d/",
-        r"runtime/(alarm|collectives|emulated_(group|work)|issue_guard)\.|engine/",
+        r"runtime/(alarm|collectives|emulated_(group|link|work)|issue_guard)\.|engine/",
     ),
     (r"(c10/|ATen/)?cuda", r"kernels/cuda/|runtime/emulated_timer\.cu"),
     (ANY_TORCH, r"(kernels|runtime|engine|bindings)/"),
@@ -34,7 +35,7 @@ def includes(text: str) -> Iterator[tuple[bool, str]]:
 
 
 def include_errors(file: str, text: str) -> list[str]:
-    """What is wrong with the includes of csrc/`file`."""
+    """The mistakes among the includes of csrc/`file`."""
     errors = []
     layer = file.split("/")[0]
     for ours, path in includes(text):
@@ -91,6 +92,13 @@ def test_no_cycles():
     assert cycle_in({"a.h": {"b.h"}, "b.h": {"a.h"}}) != []
 
 
+def test_the_file_map_is_complete():
+    """Every file is named in its folder's row of docs/design.md, and no other is."""
+    named = named_files((ROOT / "docs" / "design.md").read_text(), "csrc/")
+    found = {(str(Path(file).parent), Path(file).stem) for file in cpp_files()}
+    assert found == named
+
+
 def test_public_functions_say_what_they_raise():
     """Those that refuse a model that is not sharded."""
     for name, text in python_files(ROOT / "zerocore").items():
@@ -119,7 +127,7 @@ def python_functions(text: str) -> Iterator[tuple[str, int]]:
 
 
 def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
-    """What begins at the left margin, ends in a brace and is no type: as clang-format leaves it."""
+    """Texts from a left margin to a brace there that are no types, as clang-format has them."""
     begin, lines = None, text.split("\n")
     for number, line in enumerate(lines):
         if line[:1].strip() and line.endswith("{"):

@@ -100,7 +100,7 @@ def test_scripts_have_the_options(page: str, command: str) -> None:
 
 
 def write_checkpoints() -> None:
-    """What the pages' commands name, in the current folder."""
+    """Makes the files that the pages' commands name, in the current folder."""
     model = zerocore.shard(torch.nn.Linear(3, 2))
     zerocore.Checkpoints("runs", model).save(400).wait()
     zerocore.save_safetensors(model, "pretrained")

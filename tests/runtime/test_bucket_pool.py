@@ -17,7 +17,7 @@ KIB = 1024
 def play(pool: CpuBucketPool, moves: list[tuple[int, int]]) -> dict[int, int]:
     """Acquires a block of each (unit, bytes), gives back one of (unit, 0); addresses by unit.
 
-    What is left is given back at the end. Blocks held at the same time never overlap.
+    The rest is given back at the end. Blocks held at the same time never overlap.
     """
     held: dict[int, Slot] = {}
     sizes: dict[int, int] = {}

@@ -260,7 +260,7 @@ class Checkpoints:
             files.delete_folder(doomed)
 
     def _delete_remains(self) -> None:
-        """What saves and deletions left that did not come to their end."""
+        """Deletes the folders of saves and deletions that did not come to their end."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for pattern in ("step-*.tmp-*", "step-*.deleted"):
             for path in self.folder.glob(pattern):

@@ -1,4 +1,4 @@
-"""What makes files durable and a failure common: fsync, renames, and the agreement of all ranks."""
+"""Makes files durable and a failure common: fsync, renames, and the agreement of all ranks."""
 
 from __future__ import annotations
 

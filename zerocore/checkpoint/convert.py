@@ -53,7 +53,7 @@ class Weights:
 
 
 def open_weights(path: Path) -> Weights:
-    """What a checkpoint's folder (its model), a safetensors folder or file, or a torch file holds.
+    """The tensors of a checkpoint's folder, a safetensors folder or file, or a torch file.
 
     Raises:
         FileNotFoundError: there is nothing of the three.

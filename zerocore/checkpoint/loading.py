@@ -94,7 +94,7 @@ def _read_value(path: Path, key: str, info: Any) -> Any:
 
 
 def read_own(folder: Path, rank: int) -> dict[str, Any]:
-    """What one rank saved for itself; of the first one if there was no such rank."""
+    """The values that one rank saved for itself; the first rank's if there was no such rank."""
     path = folder / own_name(rank)
     try:
         path = path if path.exists() else folder / own_name(0)

@@ -170,7 +170,7 @@ def _plan_file(
 
 
 def index_text(files: Sequence[FilePlan]) -> str:
-    """What Hugging Face's index of several files says."""
+    """Hugging Face's index of several files."""
     weight_map = {name: file.name for file in files for name in file.entries}
     total = sum(entry.end - entry.begin for file in files for entry in file.entries.values())
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and its optimizer, by names; checked before it is loaded."""
+"""A checkpoint's contents for a model and its optimizer, by names; checked before loading."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def plan(
     rank: _Rank = 0,
     as_json: _Json = False,
 ) -> None:
-    """What each stage needs and takes, and which one to choose; needs no GPU."""
+    """Plan each stage's memory and time, and say which one to choose; needs no GPU."""
     with _errors():
         mixed = None
         if mixed_precision is not None:

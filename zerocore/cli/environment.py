@@ -1,4 +1,4 @@
-"""What a bug report needs to say about the installation, one fact a line."""
+"""Describes the installation for a bug report, one fact a line."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every other package may use: quantities, links, events, clocks, tables."""
+"""Helpers that every other package may use: quantities, links, events, clocks, tables."""

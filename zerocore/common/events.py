@@ -1,15 +1,17 @@
-"""What the runtime's trace says: events, and when each collective had the link."""
+"""Reads the runtime's trace: events, and when each collective had the link."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from zerocore._C import TraceRecord
+
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 EXCHANGE = "all_to_all"
-"""What an optimizer of whole matrices issues; its events belong to no unit."""
+"""An optimizer of whole matrices issues it; its events belong to no unit."""
 OPTIMIZER = "optimizer"
-"""What such events have in the place of a unit's name; in records the unit is -1."""
+"""Such events have it in the place of a unit's name."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,22 @@ class Event:
     wait_ns: int
 
 
-def read_events(
-    records: Iterable[tuple[str, int, int, int, int, int, int]], names: Sequence[str]
-) -> list[Event]:
-    """Events of what the engine's ``stop_trace`` returns; ``names`` are those of the units."""
-    named = [*names, OPTIMIZER]
-    return [Event(op, named[unit], *figures) for op, unit, *figures in records]
+def read_events(records: Iterable[TraceRecord | Event], names: Sequence[str]) -> list[Event]:
+    """Events of the records of a trace; ``names`` are those of the units."""
+    return [
+        record
+        if isinstance(record, Event)
+        else Event(
+            record.op,
+            names[record.unit],
+            record.nbytes,
+            record.pool_nbytes,
+            record.issued_ns,
+            record.done_ns,
+            record.wait_ns,
+        )
+        for record in records
+    ]
 
 
 def transfers(events: Iterable[Event], *, one_link: bool) -> Iterator[tuple[Event, int]]:

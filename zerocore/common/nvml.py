@@ -103,7 +103,7 @@ def driver_version() -> str:
 
 
 def unavailable(error: Exception) -> NvmlUnavailable:
-    """What an error of the NVML library means here."""
+    """Says in plain words what an error of the NVML library means."""
     reason = _ADVICE.get(type(error).__name__, "the NVIDIA driver refused")
     return NvmlUnavailable(f"no figures from NVML: {reason} (NVML says: {error})")
 

@@ -1,1 +1,1 @@
-"""What zerocore hooks into torch: moves, loads, registrations, backwards, optimizer steps."""
+"""Hooks into torch: moves, loads, registrations, backwards, optimizer steps."""

@@ -1,4 +1,4 @@
-"""What ``load_state_dict`` of a sharded model takes: its own shards, or full values."""
+"""Lets ``load_state_dict`` of a sharded model take its own shards, or full values."""
 
 from __future__ import annotations
 

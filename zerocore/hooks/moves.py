@@ -33,7 +33,7 @@ class _Checked:
 
     def __init__(self, move: _Move) -> None:
         self._move = move
-        # What to_empty() returns has any values: what is there already keeps its own.
+        # to_empty() promises no values, so a parameter that is there already may keep its own.
         self.is_empty = getattr(move, "__code__", None) in _TO_EMPTY
 
     def __call__(self, tensor: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def _wrapped(param: Any, state: Any) -> Any:
 
 
 def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What a state dict holds for this rank: its shards, or its parts of full tensors.
+    """This rank's part of a state dict: its shards, or its parts of full tensors.
 
     An option that the saved groups lack keeps the value that it has.
 
@@ -138,7 +138,7 @@ def make_states(optimizer: Optimizer) -> None:
 def _first_states(
     optimizer: Optimizer, group: dict[str, Any], param: Any
 ) -> Iterator[tuple[str, Any]]:
-    """What a parameter of one element gets in a step without gradient tells names and dtypes."""
+    """Names and first values of the states, as a step gives them to a parameter of one element."""
     local = local_of(param)
     probe = nn.Parameter(torch.zeros(1, dtype=local.dtype, device=local.device))
     probe.grad = torch.zeros_like(probe)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from zerocore._C import UpdatedUnit
 from zerocore.hooks.optimizer_rules import check_outside_of_unsharded
 from zerocore.model.state import ShardState
 from zerocore.tensor.parameter import ShardedParameter
@@ -25,12 +26,11 @@ _MISTAKE = "_zerocore_mistake"  # what to say to an optimizer that holds the par
 
 @dataclass(frozen=True)
 class _Updated:
-    """What an optimizer updates of one model."""
+    """The parameters of one model that an optimizer updates."""
 
     state_ref: Callable[[], ShardState | None]
     units: list[int]
-    # Each unit beside the positions in it of the parameters; None for all that it trains.
-    parts: list[tuple[int, list[int] | None]]
+    parts: list[UpdatedUnit]
 
 
 # Found once per number of parameters that the optimizer holds.
@@ -88,14 +88,13 @@ def _find_updates(optimizer: Optimizer) -> tuple[int, list[_Updated]]:
     ]
 
 
-def _parts(
-    state: ShardState | None, units: dict[int, list[int]]
-) -> list[tuple[int, list[int] | None]]:
-    parts: list[tuple[int, list[int] | None]] = []
+def _parts(state: ShardState | None, units: dict[int, list[int]]) -> list[UpdatedUnit]:
+    parts = []
     for unit, positions in units.items():
         params = [] if state is None else state.units[unit].params
         trained = [param for param in params if param.shard.requires_grad]
-        parts.append((unit, positions if len(set(positions)) < len(trained) else None))
+        is_part = len(set(positions)) < len(trained)
+        parts.append(UpdatedUnit(unit, positions if is_part else None))
     return parts
 
 

@@ -44,7 +44,7 @@ def refuse_split_backward() -> None:
 
 
 def _computations(schedule: Any) -> Iterator[Any]:
-    """What the ranks are going to do; see PipelineScheduleMulti.pipeline_order."""
+    """The steps that the ranks are going to do; see PipelineScheduleMulti.pipeline_order."""
     for actions in schedule.pipeline_order.values():
         for action in actions:
             if action is not None:

@@ -38,6 +38,11 @@ class ShardConfig:
     find_unused_parameters: bool = False
     mixed_precision: MixedPrecision | None = None
 
+    @property
+    def holds_full(self) -> bool:
+        """Whether full gradients are held while ranks do not communicate."""
+        return self.accumulate == "full"
+
     def __post_init__(self) -> None:
         for name in ("stage", "prefetch"):
             require_int(name, getattr(self, name))

@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 import torch
 from torch._compile import _disable_dynamo
 
-from zerocore._C import AllocatorCounts, Engine, allocator_counts
-from zerocore.common.events import COLLECTIVES, EXCHANGE
+from zerocore._C import AllocatorCounts, Engine, OpCounter, TraceRecord, allocator_counts
+from zerocore.common.events import COLLECTIVES, EXCHANGE, OPTIMIZER, Event
 
 SAMPLE_EVERY = 16
 """One step in so many is traced; the others cost two additions per collective."""
 KEPT_STEPS = 1024
 """Steps that are remembered, the latest ones."""
 
-Record = tuple[str, int, int, int, int, int, int]
+Record = TraceRecord | Event
+"""What the engine did, or an optimizer of whole matrices."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Step:
 class Totals:
     """Counted so far: by the engine since ``shard``, by torch's allocator in this process."""
 
-    collectives: list[tuple[str, int, int]]
+    operations: dict[str, OpCounter]
     exchanged: Count
     num_pool_allocations: int
     allocator: AllocatorCounts | None
@@ -86,7 +87,7 @@ class Meters:
         self._begin_ns = 0  # of the open step, 0 without one
         self._updated_ns = 0  # last update in the open step
         self._exchanged = Count(0, 0)  # so far
-        self._exchanges: list[Record] = []  # traced
+        self._exchanges: list[Event] = []  # traced
         self._before = self._totals()
         self._sampling = False
         self._unread: Step | None = None  # sampled, and its trace still lies in the engine
@@ -110,7 +111,8 @@ class Meters:
         self._exchanged = Count(self._exchanged.num + 1, self._exchanged.nbytes + nbytes)
         if self._sampling or self._recording:
             pool = self._engine.pool_stats.in_use_nbytes
-            self._exchanges.append((EXCHANGE, -1, nbytes, pool, issued_ns, done_ns, wait_ns))
+            event = Event(EXCHANGE, OPTIMIZER, nbytes, pool, issued_ns, done_ns, wait_ns)
+            self._exchanges.append(event)
 
     def steps(self) -> list[Step]:
         """The latest steps; one that has been updated counts as complete."""
@@ -140,9 +142,11 @@ class Meters:
 
     def _stop_trace(self) -> list[Record]:
         """What the engine and an optimizer of whole matrices did, in order of issue."""
-        records, exchanges = self._engine.stop_trace(), self._exchanges
+        records: list[Record] = [*self._engine.stop_trace(), *self._exchanges]
+        if self._exchanges:
+            records.sort(key=lambda record: record.issued_ns)
         self._exchanges = []
-        return sorted(records + exchanges, key=lambda record: record[4]) if exchanges else records
+        return records
 
     def _open(self) -> None:
         self._sampling = not self._recording and self._num_steps % SAMPLE_EVERY == 1
@@ -164,9 +168,9 @@ class Meters:
     def _close(self, end_ns: int) -> None:
         before, after = self._before, self._totals()
         changes = {
-            op: Count(num - num_before, nbytes - nbytes_before)
-            for (op, num, nbytes), (_, num_before, nbytes_before) in zip(
-                after.collectives, before.collectives, strict=True
+            op: Count(counter.count - earlier.count, counter.nbytes - earlier.nbytes)
+            for (op, counter), earlier in zip(
+                after.operations.items(), before.operations.values(), strict=True
             )
             if op in COLLECTIVES
         }

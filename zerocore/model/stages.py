@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Placements(NamedTuple):
-    """What the ranks share between them; the rest every rank holds as a whole."""
+    """The state that ranks share between them; each rank holds the rest as a whole."""
 
     optimizer: bool
     gradients: bool
@@ -25,7 +25,7 @@ HIGHEST_STAGE = STAGES[-1]
 
 
 def placements_of(stage: int) -> Placements:
-    """What a stage shards.
+    """The state that a stage shards.
 
     Raises:
         KeyError: there is no such stage.

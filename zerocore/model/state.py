@@ -1,4 +1,4 @@
-"""What zerocore knows about a sharded model: its engine, group, units and parameters."""
+"""The state of a sharded model: its engine, group, units and parameters."""
 
 from __future__ import annotations
 

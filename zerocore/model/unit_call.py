@@ -19,7 +19,7 @@ Explain = Callable[[BaseException, Any, tuple[int, ...]], BaseException | None]
 
 
 class UnitCall:
-    """What a module does around its call: enter its units, and the pass if it is the root.
+    """Goes around a module's call: enters its units, and begins the pass if it is the root.
 
     ``state`` is the ShardState that the module belongs to. ``explain`` is given what a call raised,
     before its units are left, and returns what to raise instead, or None.
@@ -84,7 +84,7 @@ class UnitCall:
 
 
 def unit_call_of(module: nn.Module) -> UnitCall | None:
-    """What the module does around its call, None if it enters no units."""
+    """The unit call that goes around the module's own, None if it enters no units."""
     return module.__dict__.get(_UNIT_CALL)
 
 

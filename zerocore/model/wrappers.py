@@ -31,7 +31,7 @@ def wrapper_name(module: nn.Module) -> str | None:
 
 
 def refusal(wrapper: str, model: str) -> TypeError:
-    """What to say where ``wrapper`` is put around a sharded ``model`` (the name of its class)."""
+    """The error where ``wrapper`` is put around a sharded ``model`` (the name of its class)."""
     return TypeError(
         f"{wrapper} around a sharded {model}: zerocore averages its gradients over the ranks "
         f"already, and {wrapper} would mix up the ranks' shards. Leave {wrapper} out and call the "
@@ -40,7 +40,7 @@ def refusal(wrapper: str, model: str) -> TypeError:
 
 
 def elsewhere(param: ShardedParameter, name: str, owner: str) -> ValueError:
-    """What to say where a shard becomes parameter ``name`` of a module that does not gather it."""
+    """The error where a shard becomes parameter ``name`` of a module that does not gather it."""
     return ValueError(
         f"parameter '{param.fqn}' is sharded and cannot be registered as '{name}' of a {owner}, "
         "which would see this rank's shard only. Tie weights and register parametrizations before "

@@ -20,7 +20,7 @@ from zerocore.reporting.out_of_memory import explain_step
 from zerocore.tensor.parameter import ShardedParameter
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# What torch.optim.AdamW keeps in its groups too, so that a state dict of one loads into the other.
+# torch.optim.AdamW has these in its groups, too: a state dict of one loads into the other.
 _TORCH_OPTIONS = {
     "amsgrad": False,
     "foreach": None,
@@ -155,7 +155,7 @@ class AdamW(Optimizer):
         return make_plan(self.param_groups, grads, kinds, self.state)
 
     def _factors(self, plan: UpdatePlan, grads: list[Any]) -> tuple[Tensor | None, Tensor | None]:
-        """What gradients are multiplied by, and a tensor that is not 0 if the step is skipped.
+        """The factor of gradients, and a tensor that is not 0 if the step is to be skipped.
 
         The first is what undoes a GradScaler's scale, times clipping.
         """

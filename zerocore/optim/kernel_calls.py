@@ -1,4 +1,4 @@
-"""What an optimizer step does while the same parameters have gradients of the same dtypes."""
+"""The kernel calls of an optimizer step, kept while the same parameters have gradients."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a training step needs and takes, before it runs."""
+"""Plans of training steps: the memory they need and the time they take, before they run."""

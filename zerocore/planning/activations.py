@@ -1,6 +1,6 @@
 """Measures what a forward and backward hold, without data: on fake tensors, as they run.
 
-What is counted are storages, each once: a tensor and its views are one. Parameters, buffers and
+Storages are counted, each once: a tensor and its views are one. Parameters, buffers and
 inputs are not counted. What autograd saves is seen by saved-tensor hooks; what is alive at any
 time (saved, temporary, gradients of activations, and the full gradients of a unit until the unit
 is done) by following every storage from the operator that makes it until it is freed. Buffers
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from zerocore._C import CallEvent
+from zerocore._C import BackwardEvent, CallEvent
 from zerocore.model.call_order import units_by_module
 from zerocore.model.units import UnitPlanned
 from zerocore.planning.fake import fake_copy, fake_like
@@ -36,7 +36,7 @@ class Activations:
 
     Attributes:
         order: units entered and left in the forward, in order.
-        backward: (False, index of an exit in ``order``) when outputs of that call got a gradient,
+        backward: when outputs of a call (by the index of its exit in ``order``) got a gradient,
             (True, unit) when all gradients of a unit existed, in order.
         saved_nbytes: bytes that autograd saved, at the end of the forward.
         live_nbytes: highest bytes alive by moment: at event i of ``order`` in the forward,
@@ -46,7 +46,7 @@ class Activations:
     """
 
     order: tuple[CallEvent, ...]
-    backward: tuple[tuple[bool, int], ...]
+    backward: tuple[BackwardEvent, ...]
     saved_nbytes: int
     live_nbytes: tuple[int, ...]
     flops: tuple[int, ...]
@@ -159,7 +159,7 @@ class _Recorder:
     events: list[list[Any]] = field(default_factory=list)  # [is enter, unit, needs backward]
     exits: dict[Any, list[int]] = field(default_factory=dict)  # by node of the graph
     first_nodes: list[int] = field(default_factory=list)  # of the calls not left
-    backward: list[tuple[bool, int]] = field(default_factory=list)
+    backward: list[BackwardEvent] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)  # nbytes by id of the storage
     saved_nbytes: int = 0
 
@@ -216,14 +216,14 @@ class _Recorder:
 
     def _backward(self, node: torch.autograd.graph.Node, _grads: Any) -> None:
         for index in self.exits[node]:
-            self.backward.append((False, index))
+            self.backward.append(BackwardEvent(False, index))
             self.tracker.at(2 * len(self.events) - 1 - index)
 
     def _fired(self, unit: int, param: Tensor) -> None:
         self.used.add(param)
         self.waiting[unit].discard(param)
         if not self.waiting[unit]:  # the runtime packs and frees them now
-            self.backward.append((True, unit))
+            self.backward.append(BackwardEvent(True, unit))
             for other in self.params[unit]:
                 other.grad = None
             first = next(i for i, (enter, u, _) in enumerate(self.events) if enter and u == unit)

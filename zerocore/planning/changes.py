@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def nbytes(self) -> int:
-        """What it takes from the device's allocator, without activations."""
+        """Bytes that it takes from the device's allocator, without activations."""
         return self.planner.memory(self.division).reserved
 
     def at(self, **options: Any) -> Candidate:

@@ -1,4 +1,4 @@
-"""How a model's state is divided over ranks: what one plan differs in from another."""
+"""How a model's state is divided over ranks, in which one plan differs from another."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Division:
 
     @property
     def placements(self) -> Placements:
-        """What these ranks share."""
+        """The state that these ranks share."""
         return placements_of(self.stage)
 
     @property

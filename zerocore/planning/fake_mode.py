@@ -79,7 +79,7 @@ class RepeatingFakeMode(UncompiledMode, FakeTensorMode):
         return out
 
     def _key(self, value: Any) -> Any:
-        """What the shapes of results depend on."""
+        """The key of a call: arguments on which the shapes of its results depend."""
         if type(value) is FakeTensor:
             if value.fake_mode is not self or value.constant is not None:
                 raise _NotRepeatable

@@ -110,7 +110,7 @@ def _model_maker(config: Any, source: object) -> Callable[..., nn.Module]:
 
 @contextmanager
 def _naming(source: object) -> Iterator[None]:
-    """What transformers raises for the values of a configuration, as an error that names it."""
+    """Turns an error of transformers about a configuration's values into one that names it."""
     try:
         yield
     except ImportError:  # of a library that the model needs

@@ -72,7 +72,7 @@ class StorageTracker(UncompiledMode):
         self._seen: dict[int, Any] = {id(storage): None for storage in self._ignored}
 
     def at(self, moment: int) -> None:
-        """What follows belongs to a later moment."""
+        """From here on operators belong to a later moment."""
         self.moment = max(self.moment, moment)
         self._note()
 

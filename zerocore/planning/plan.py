@@ -1,4 +1,4 @@
-"""What each stage needs and takes, before a run: ``plan()`` needs no GPU, group or weights."""
+"""Plans each stage's memory and time before a run, without GPU, group or weights."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def plan(
     planner = replace(
         planner,
         micro_batches=micro_batches,
-        hold_full=config.accumulate == "full",
+        hold_full=config.holds_full,
         moves_matrices=isinstance(optimizer, str) and optimizer.lower() == "muon",
     )
     given = inputs is not None or loss is not default_loss

@@ -79,9 +79,7 @@ class Planner:
         order: calls of the units in a forward.
         first_order: calls that the runtime expects before it has seen a forward; empty where
             ``order`` is what it has seen.
-        backward: observed backward: (False, index of an exit in ``order``) when a call's outputs
-            get their gradient, (True, unit) when all gradients of a unit exist; mirrors the
-            forward where empty.
+        backward: observed backward; mirrors the forward where empty.
         num_states: the optimizer's tensors of a parameter's size.
         unused: by unit, indices of parameters that get no gradient.
         micro_batches: forwards and backwards of a step, all but the last under ``no_sync``.
@@ -94,7 +92,7 @@ class Planner:
     types: tuple[tuple[ParamTypes, ...], ...]
     order: tuple[_C.CallEvent, ...]
     first_order: tuple[_C.CallEvent, ...] = ()
-    backward: tuple[tuple[bool, int], ...] = ()
+    backward: tuple[_C.BackwardEvent, ...] = ()
     num_states: int = 2
     unused: tuple[tuple[int, ...], ...] = ()
     micro_batches: int = 1
@@ -109,12 +107,11 @@ class Planner:
     def memory(self, division: Division) -> MemoryBytes:
         """Bytes on the division's rank after a steady step."""
         plan = _C.plan_memory(
-            self.specs,
+            self._units(),
             self.order,
             self._options(division),
             rank=division.rank % division.num_shards,
             optimizer_states=self.num_states,
-            unused=self.unused,
         )
         return MemoryBytes(
             parameters=plan.parameters,
@@ -127,26 +124,38 @@ class Planner:
 
     def layouts(self, division: Division) -> list[_C.Layout]:
         """Layouts of the units."""
-        return _C.plan_layouts(self.specs, self._options(division))
+        return _C.plan_layouts(self._units(), self._options(division))
 
     def events(self, division: Division) -> list[PlannedEvent]:
         """A steady step, in order."""
         sizes = {True: division.num_replicas, False: division.num_shards}
         return [
-            PlannedEvent(*event, num_ranks=sizes[event[-1]])
-            for event in _C.plan_events(self.specs, self.order, self._options(division))
+            PlannedEvent(
+                event.op,
+                event.unit,
+                event.nbytes,
+                event.pool_nbytes,
+                event.moment,
+                event.across,
+                sizes[event.across],
+            )
+            for event in _C.plan_events(self._units(), self.order, self._options(division))
         ]
+
+    def _units(self) -> list[_C.UnitPlan]:
+        unused = self.unused or ((),) * len(self.specs)
+        return [_C.UnitPlan(*unit) for unit in zip(self.specs, unused, strict=True)]
 
     def _options(self, division: Division) -> _C.PlanOptions:
         return _C.PlanOptions(
-            stage=division.stage,
+            _C.ShardOptions(
+                stage=division.stage, prefetch=division.prefetch, hold_full=self.hold_full
+            ),
             world_size=division.num_shards,
             num_replicas=division.num_replicas,
-            prefetch=division.prefetch,
             backend=division.backend,
             sums_on_host=division.sums_on_host,
             micro_batches=self.micro_batches,
-            hold_full=self.hold_full,
             first_order=self.first_order,
             backward=self.backward,
         )
@@ -222,7 +231,8 @@ def _spec(choice: ParamChoice, types: ParamTypes) -> _C.ParamSpec:
     return _C.ParamSpec(
         choice.fqns[0],
         list(choice.param.shape),
-        *_element(types.model),
+        _number(types.model),
+        types.model.itemsize,
         choice.param.requires_grad,
         main=_element(types.main),
         reduce=_element(types.reduce),
@@ -230,5 +240,9 @@ def _spec(choice: ParamChoice, types: ParamTypes) -> _C.ParamSpec:
     )
 
 
-def _element(dtype: torch.dtype) -> tuple[int, int]:
-    return _DTYPE_NUMBERS.setdefault(dtype, len(_DTYPE_NUMBERS)), dtype.itemsize
+def _element(dtype: torch.dtype) -> _C.ElementType:
+    return _C.ElementType(_number(dtype), dtype.itemsize)
+
+
+def _number(dtype: torch.dtype) -> int:
+    return _DTYPE_NUMBERS.setdefault(dtype, len(_DTYPE_NUMBERS))

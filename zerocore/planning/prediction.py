@@ -68,7 +68,7 @@ def planner_of(state: ShardState, micro_batches: int = 1, num_states: int = 2) -
         order=tuple(state.engine.order),
         num_states=num_states,
         micro_batches=micro_batches,
-        hold_full=state.config.accumulate == "full",
+        hold_full=state.config.holds_full,
     )
 
 

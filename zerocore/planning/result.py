@@ -22,7 +22,7 @@ LITTLE_HEADROOM = 0.2
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan is made for; as the arguments of :func:`zerocore.plan`.
+    """The question that a plan answers; fields are arguments of :func:`zerocore.plan`.
 
     ``replica_link`` is None where nothing crosses, or on the same link as the rest.
 
@@ -96,7 +96,7 @@ class StagePlan(MemoryBytes):
 
 @dataclass(frozen=True)
 class Plan:
-    """What :func:`zerocore.plan` returns; ``str()`` is a table.
+    """The plan that :func:`zerocore.plan` returns; ``str()`` is a table.
 
     Attributes:
         model: name of the model.
@@ -163,7 +163,7 @@ class Plan:
         return "little headroom" if tight else "yes"
 
     def notes(self) -> list[str]:
-        """What belongs under the table: how it was predicted, the peak, activations, advice."""
+        """The lines under the table: how it was predicted, the peak, activations, advice."""
         setting = self.setting
         lines = []
         for run, name in ((self.activations, "as it is"), (self.checkpointed, "checkpointed")):

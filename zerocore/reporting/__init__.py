@@ -1,1 +1,1 @@
-"""What a training step took, and what held memory when there was none left."""
+"""Reports on training steps: time, bytes, and the memory held when there was none left."""

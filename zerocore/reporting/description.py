@@ -1,4 +1,4 @@
-"""What ``describe`` prints: units, regions, bytes, padding."""
+"""Describes a sharded model: units, regions, bytes, padding."""
 
 from __future__ import annotations
 

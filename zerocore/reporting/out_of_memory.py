@@ -96,14 +96,14 @@ def explain_out_of_memory(model: nn.Module) -> Iterator[None]:
 def explain_forward(
     error: BaseException, state: ShardState, units: tuple[int, ...]
 ) -> OutOfMemory | None:
-    """What to raise for an error in a call of the module that ``units`` belong to, if anything."""
+    """The error to raise for one in a call of the module of ``units``, if there is one."""
     recomputed = torch._C._current_graph_task_id() != -1
     phase = "recomputed forward" if recomputed else "forward"
     return _explain(error, state, phase, [state.units[unit] for unit in units])
 
 
 def explain_step(error: BaseException, params: Sequence[Any]) -> OutOfMemory | None:
-    """What to raise for an error in an optimizer's step of ``params``, if anything."""
+    """The error to raise for one in an optimizer's step of ``params``, if there is one."""
     state = next((p.state_ref() for p in params if isinstance(p, ShardedParameter)), None)
     return None if state is None else _explain(error, state, "optimizer step", [])
 
@@ -114,7 +114,7 @@ def remember_model(state: ShardState, model: nn.Module) -> None:
 
 
 def explain_backward(error: BaseException) -> OutOfMemory | None:
-    """What to raise for an error in a backward, if anything."""
+    """The error to raise for one in a backward, if there is one."""
     for state in list(_models):
         units = _units_in_use(state)
         explained = _explain(error, state, "backward", units) if units else None

@@ -96,7 +96,7 @@ class _ModuleRecorder:
         self._attached = False
 
     def boxes(self) -> list[Box]:
-        """What was recorded; waits for a device that is not done with it."""
+        """The recorded events; waits for a device that is not done with them."""
         read = self._clock.read_ns
         return [
             Box("compute", label, kind, read(begin), read(end))

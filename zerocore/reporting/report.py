@@ -1,4 +1,4 @@
-"""What ``report`` returns: the always-on meters of a sharded model, each step and on average."""
+"""Reports the always-on meters of a sharded model, for each step and on average."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def report(
     flops_per_token: float | None = None,
     peak_flops: float | None = None,
 ) -> Report:
-    """What the always-on meters of a sharded model say about its steps on this rank.
+    """Figures of a sharded model's latest steps on this rank, from its always-on meters.
 
     A step ends where the next one's first forward begins; an optimizer's update tells them
     apart. Step 1 and every 16th after it are traced, the others only counted.

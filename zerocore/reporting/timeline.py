@@ -45,7 +45,7 @@ class Box:
 
 @dataclass
 class Timeline:
-    """What happened when; times are nanoseconds of a monotonic clock.
+    """Spans of time and where they lie; times are nanoseconds of a monotonic clock.
 
     Attributes:
         label: what was recorded, and whether it was measured or emulated.

@@ -6,8 +6,18 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
-from zerocore._C import CallEvent, Engine
+from zerocore._C import (
+    CallEvent,
+    Engine,
+    EngineOptions,
+    GroupNames,
+    ParamOwner,
+    ShardOptions,
+    UnitParam,
+    UnitSpec,
+)
 from zerocore.common.alarm import watch_end
 from zerocore.hooks.backward_calls import watch_backward_calls
 from zerocore.hooks.loads import watch_loads
@@ -56,28 +66,31 @@ def _make_engine(request: ShardRequest, order: list[CallEvent]) -> Engine:
     config, ranks = request.config, request.ranks
     control = control_group(ranks)
     watch_end()
-    return Engine(
+    options = EngineOptions(
+        sharding=ShardOptions(
+            stage=config.stage, prefetch=config.prefetch, hold_full=config.holds_full
+        ),
+        groups=GroupNames(
+            shard=_name_of(ranks.shard),
+            replicas=_name_of(ranks.replicas),
+            control=_name_of(control),
+        ),
+        agree_on_used=config.find_unused_parameters,
         alarm_name="" if control is None else request.name,
         stall_seconds=request.stall_seconds,
-        stage=config.stage,
-        prefetch=config.prefetch,
-        hold_full=config.accumulate == "full",
-        agree_on_used=config.find_unused_parameters,
-        group_name=None if ranks.shard is None else ranks.shard.group_name,
-        replicas_name=None if ranks.replicas is None else ranks.replicas.group_name,
-        control_name=None if control is None else control.group_name,
-        device=request.device,
-        units=[
-            (unit.name, [_param_arg(choice, config) for choice in unit.params])
-            for unit in request.planned
-        ],
-        order=order,
     )
+    units = [
+        UnitSpec(unit.name, [_unit_param(choice, config) for choice in unit.params])
+        for unit in request.planned
+    ]
+    return Engine(options, device=request.device, units=units, order=order)
 
 
-def _param_arg(
-    choice: ParamChoice, config: ShardConfig
-) -> tuple[str, torch.Tensor, torch.dtype, torch.dtype, torch.dtype, bool]:
+def _name_of(group: ProcessGroup | None) -> str | None:
+    return None if group is None else group.group_name
+
+
+def _unit_param(choice: ParamChoice, config: ShardConfig) -> UnitParam:
     param, types = choice.param, types_of(choice, config)
     like = torch.empty_strided(param.shape, param.stride(), dtype=types.model, device="meta")
     like.requires_grad_(param.requires_grad)
@@ -85,7 +98,14 @@ def _param_arg(
         not param.requires_grad
         and param_types(config.mixed_precision, choice.fqns[0], param.dtype, True).has_main
     )
-    return choice.fqns[0], like, types.main, types.reduce, types.grad, lacks_main
+    return UnitParam(
+        choice.fqns[0],
+        like,
+        main=types.main,
+        reduce=types.reduce,
+        grad=types.grad,
+        lacks_main=lacks_main,
+    )
 
 
 def _shard_unit(
@@ -120,10 +140,10 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     grad = None
     if old.is_floating_point():
         grad = ShardedGrad.make(engine.make_grad(unit.index, position), place)
-    owners = [(owner._parameters, name) for owner, name in choice.owners]
+    owners = [ParamOwner(owner._parameters, name) for owner, name in choice.owners]
     engine.bind(unit.index, position, full, shard, grad, owners)
-    for parameters, name in owners:
-        parameters[name] = shard
+    for owner, name in choice.owners:
+        owner._parameters[name] = shard
     shard.adopt_hooks(old)
     mark_replaced(old, choice.fqns[0])
     replace(old, choice.fqns[0])

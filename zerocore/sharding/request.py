@@ -1,4 +1,4 @@
-"""Checks what is asked of ``shard``, so that a mistake on one rank is an error on all."""
+"""Checks the arguments of ``shard``, so that a mistake on one rank is an error on all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerocore.planning.budget import check_budget
 
 @dataclass(frozen=True)
 class ShardRequest:
-    """What is to be sharded and how; the ranks agree on it.
+    """The model to be sharded and how; the ranks agree on it.
 
     Attributes:
         model: not sharded yet.

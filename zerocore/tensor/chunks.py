@@ -24,7 +24,7 @@ def chunk_boxes(place: Place) -> list[Box]:
 
 
 def write_items(fqn: str, place: Place, local: Tensor) -> list[WriteItem]:
-    """What a save plan says of a shard. Equal boxes of several ranks are written by one of them."""
+    """A save plan's items for a shard. Equal boxes of several ranks are written by one of them."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -43,7 +43,7 @@ def write_items(fqn: str, place: Place, local: Tensor) -> list[WriteItem]:
 
 
 def chunk_list(place: Place) -> list[ChunkStorageMetadata]:
-    """What a load plan says of a shard."""
+    """A load plan's chunks of a shard."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [

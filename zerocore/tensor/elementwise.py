@@ -113,7 +113,7 @@ def fit(
     return [
         tensor
         if tensor is changed and not isinstance(tensor, Placed)
-        # What is changed in place is not broadcast.
+        # A tensor that is changed in place is not broadcast.
         else _fit_one(tensor, place, local_shape)
         for tensor in tensors
     ], place

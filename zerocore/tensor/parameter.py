@@ -2,7 +2,7 @@
 
 Their shape is that of the full tensor; their memory is 1-D and holds this rank's elements. C++, and
 Python where torch functions are switched off, see the latter.
-What torch functions mean on them is written in ``zerocore/tensor/rules.py``.
+``zerocore/tensor/rules.py`` says what torch functions mean on them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AFTER_ACCUMULATION = "_post_accumulate_grad_hooks"
 
 
 class _Shard(Placed):
-    """What all kinds of shards do alike."""
+    """The part that all kinds of shards have in common."""
 
     result_type: type[Tensor]  # of what elementwise functions make of it
 
@@ -66,7 +66,7 @@ class _Shard(Placed):
         facts = (place.fqn, tuple(place.global_shape), place.shard_range, place.strides)
         return rebuild_shard, (local_of(self).clone(), *facts)
 
-    # What torch.distributed.checkpoint asks tensors that are parts of others.
+    # torch.distributed.checkpoint asks these of tensors that are parts of others.
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
         return write_items(fqn, self.place, local_of(self))
@@ -79,7 +79,7 @@ class _Shard(Placed):
 
 
 class LocalShard(_Shard, Tensor):  # type: ignore[misc]
-    """What ``state_dict`` holds of a sharded parameter: this rank's elements, the full shape.
+    """A sharded parameter in a ``state_dict``: this rank's elements, the full shape.
 
     Elementwise functions work on the local elements and give a shard; norms and full reductions
     are those of the full tensor, equal on all ranks, which must all call. Others raise TypeError.
@@ -138,7 +138,7 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
         return shard
 
     def _let_go(self, local: Tensor) -> None:
-        """What was taken from ``data`` keeps its values when that is set, as it does elsewhere."""
+        """Lets tensors that were taken from ``data`` keep their values, as elsewhere."""
         aliases = [alias for alias in (known() for known in self.aliases) if alias is not None]
         if aliases:
             values = local.clone()
@@ -147,7 +147,7 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
         self.aliases = []
 
     def _assign_grad(self, value: Tensor) -> None:
-        """What setting ``grad`` to a tensor does; C++ calls it."""
+        """Sets ``grad`` to a tensor; C++ calls it."""
         with torch._C.DisableTorchFunctionSubclass():
             if not isinstance(value, Placed) and value.shape == self.global_shape:
                 self._check_averaged(value)

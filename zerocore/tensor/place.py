@@ -164,12 +164,12 @@ def local_of(shard: Any) -> Tensor:
 
 
 def outline_of(value: Any) -> Any:
-    """What tells the full shape and strides of a shard; anything else stays."""
+    """A shard's full shape and strides as a meta tensor; any other value as it is."""
     return value.place.outline(value.dtype) if isinstance(value, Placed) else value
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What nested lists, tuples and dicts hold."""
+    """The values that nested lists, tuples and dicts hold."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from leaves(item)

@@ -97,7 +97,7 @@ def _combine(
 
 
 def _neutral(wide: torch.dtype, reducer: Any, device: torch.device) -> Tensor:
-    """What a rank without elements says."""
+    """The answer of a rank without elements."""
     info = torch.iinfo(wide) if wide == torch.int64 else None
     low, high = (info.min, info.max) if info else (float("-inf"), float("inf"))
     return torch.tensor(low if reducer is torch.amax else high, dtype=wide, device=device)
@@ -172,7 +172,7 @@ def foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """What torch.amp.GradScaler calls: grads *= inv_scale, found_inf = 1 if one is not finite.
+    """Unscales for torch.amp.GradScaler: grads *= inv_scale, found_inf = 1 if one is not finite.
 
     The ranks must agree, or only some would make the step; one that owns no elements takes part.
     """

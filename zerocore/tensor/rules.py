@@ -1,4 +1,4 @@
-"""What a torch function means that is given a shard. One rule, for all kinds of shards.
+"""The meaning of a torch function that is given a shard. One rule, for all kinds of shards.
 
 Functions of elements work on the local elements. Norms and full reductions are global. A parameter
 is read in full: inside of a call of its model, where autograd records, and where the shape
@@ -37,7 +37,7 @@ _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
 
 
 def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``__torch_function__`` of every kind of shard returns.
+    """Applies a torch function to shards, for ``__torch_function__`` of all their kinds.
 
     Raises:
         TypeError: the function has no meaning on a shard; names it, the parameter and what to do.
@@ -173,7 +173,7 @@ def _view_like(name: str, tensor: Tensor, other: Tensor) -> Any:
 
 
 def _check_no_leaf(name: str, changed: list[Any]) -> None:
-    """What autograd says of a leaf that is changed where it records, on a shard."""
+    """Raises, on a shard, what autograd raises for a leaf that is changed where it records."""
     for shard in changed:
         if isinstance(shard, PlacedParameter) and torch.is_grad_enabled() and shard.requires_grad:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What the kernels are measured at, and the calls that do the same in another way."""
+"""The work that kernels are measured at, and the calls that do it in another way."""
 
 from __future__ import annotations
 
@@ -97,7 +97,6 @@ def against_copy(nbytes: int, device: str) -> Iterator[Contest]:
     for src, dst in ((F32, F32), (BF16, BF16), (F16, F16), (BF16, F32), (F32, BF16), (F32, F16)):
         yield _packing(nbytes, device, src, dst, 0.125)
     yield _packing(nbytes, device, F32, F32, 0.125, add=True)
-    yield from _flattening(nbytes, device)
     numel = nbytes // 4
     flat = torch.ones(numel, device=device)
     half = torch.ones(numel, dtype=BF16, device=device)
@@ -110,18 +109,6 @@ def against_copy(nbytes: int, device: str) -> Iterator[Contest]:
     calls = {OWN: lambda: ops.sum_of_squares(sums, shards)}
     copies = plain_copies(numel * 4, device)
     yield Contest("sum of squares fp32", NUM_TENSORS, numel * 4, calls | copies)
-
-
-def _flattening(nbytes: int, device: str) -> Iterator[Contest]:
-    """Parameters to one flat shard and back."""
-    sources = Sources(nbytes, F32, device)
-    shard, tensors, offsets = sources.bucket(F32), sources.tensors, sources.offsets
-    for name, call in (
-        ("flatten fp32", lambda: ops.flatten(shard, tensors, offsets)),
-        ("unflatten fp32", lambda: ops.unflatten(tensors, shard, offsets)),
-    ):
-        moved = sources.numel * 8
-        yield Contest(name, NUM_TENSORS, moved, {OWN: call, **plain_copies(moved, device)})
 
 
 def _packing(
@@ -145,15 +132,9 @@ def beside_torch(nbytes: int, device: str) -> Iterator[Contest]:
     for src, dst in ((F32, F32), (BF16, BF16), (F32, BF16)):
         yield _packing_by_torch(nbytes, device, src, dst)
     sources = Sources(nbytes, F32, device)
-    bucket, dense = sources.bucket(F32), torch.ones(sources.numel, device=device)
-    tensors, numels = sources.tensors, sources.numels
-    calls: dict[str, Call] = {
-        OWN: lambda: ops.unflatten(tensors, bucket, sources.offsets),
-        "split_with_sizes_copy": lambda: torch.split_with_sizes_copy(dense, numels, out=tensors),
-    }
-    yield Contest("unflatten fp32", NUM_TENSORS, sources.numel * 8, calls)
+    tensors = sources.tensors
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    calls = {
+    calls: dict[str, Call] = {
         OWN: lambda: ops.sum_of_squares(sums, tensors),
         "_foreach_norm": lambda: torch.stack(torch._foreach_norm(tensors)).norm(),
     }

@@ -1,4 +1,4 @@
-"""What a GPU did and when, as torch.profiler's Chrome trace tells; arithmetic on spans of time."""
+"""Reads from torch.profiler's Chrome trace what a GPU did and when; arithmetic on spans of time."""
 
 from __future__ import annotations
 

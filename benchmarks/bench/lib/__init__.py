@@ -1,1 +1,1 @@
-"""What several benchmarks share: systems, models, ranks, links, timing, results."""
+"""Shared by several benchmarks: systems, models, ranks, links, timing, results."""

@@ -100,7 +100,7 @@ def _rank_main(
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
     torch.set_num_threads(1)
-    # What libraries expect of a launcher; rendezvous itself goes through the file.
+    # Libraries expect these of a launcher; rendezvous itself goes through the file.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     if backend == EMULATED:
         import_zerocore().emulate(world_size, EMULATED_PRESET)

@@ -33,7 +33,7 @@ class System:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a step is made of.
+    """The parts of a step.
 
     `dtype` is fp32, or bf16 over fp32 weights; a step takes `accumulate` micro-batches and clips
     gradients to a norm of `clip`. `optimizer` is torch's fused AdamW or "zerocore", which only
@@ -47,7 +47,7 @@ class Recipe:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """What layers compute in where that is not the dtype of the model."""
+        """The dtype that layers compute in, where that is not the dtype of the model."""
         return torch.bfloat16 if self.dtype == "bf16" else None
 
 

@@ -61,7 +61,7 @@ class Phase:
 
 @dataclass
 class MemoryRun:
-    """What one run gave; bytes.
+    """Results of one run; bytes.
 
     `baseline` is what was in use, seen from outside, before there was a model; figures of phases
     are above it. `planned` is the prediction for zerocore, `planned_activations` that of
@@ -207,7 +207,7 @@ def _measure_phases(cell: Cell, memory: Memory) -> MemoryRun:
 
 
 def _phase(sampler: Sampler, start: Sample) -> Phase:
-    """What the samples of a phase say, and the allocator's own peaks where it counts them."""
+    """Figures of a phase from its samples, and the allocator's own peaks where it counts them."""
     allocated_peak, reserved_peak = sampler.memory.peaks()
     last = sampler.samples[-1]
     return Phase(
@@ -250,7 +250,7 @@ def _sample_step(
 
 
 def _saved_nbytes(trainer: _Trainer) -> int:
-    """What autograd saves in a forward, each storage once, parameters not counted."""
+    """Bytes that autograd saves in a forward, each storage once, parameters not counted."""
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a memory run says: plan, allocator and outside view reconciled, and pictures of them."""
+"""Reports a memory run: plan, allocator and outside view reconciled, and pictures of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an overlap run says: exposed and hidden communication, in tables and as a picture."""
+"""Reports an overlap run: exposed and hidden communication, in tables and as a picture."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Figures:
 
 
 def figures(run: OverlapRun, subject: Subject, ratio: float) -> Figures:
-    """What the rounds of a system at a ratio of communication to compute give."""
+    """Results of a system's rounds at a ratio of communication to compute."""
     if run.link.is_emulated:
         free = subject.rounds[0.0].step_ms
         rounds = subject.rounds[ratio]
@@ -103,7 +103,7 @@ def comparison(run: OverlapRun, hybrid: bool = False) -> Table:
 
 
 def notes(run: OverlapRun) -> list[str]:
-    """What the columns of the comparison mean."""
+    """Explains the columns of the comparison."""
     work, compute = run.workload, run.compute
     lines = [
         f"Forward and backward of {work.num_blocks} GPT blocks, width {work.width}, "

@@ -98,7 +98,7 @@ class Compute:
 
 
 def traffic_of(system: System, num_blocks: int) -> Traffic:
-    """What a step of `system` sends: zerocore keeps the last block for the backward."""
+    """Bytes that a step of `system` sends: zerocore keeps the last block for the backward."""
     if system.peer == "plain":
         return Traffic()
     if system.stage == 0:
@@ -111,7 +111,7 @@ def traffic_of(system: System, num_blocks: int) -> Traffic:
 
 
 def unavoidable_of(system: System) -> Traffic:
-    """What no schedule can hide: the first gather and the last reduction.
+    """Time that no schedule can hide: the first gather and the last reduction.
 
     With hybrid sharding that reduction ends with the sum over the replicas, which needs the
     result of the reduce-scatter.

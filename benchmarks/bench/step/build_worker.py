@@ -26,7 +26,7 @@ CHAIN_WIDTH, CHAIN_BLOCKS, FAKE_WORLD_SIZE = 16, 32, 8
 
 @dataclass
 class Case:
-    """What is timed, and what comes before it each time."""
+    """The call that is timed, and the one that comes before it each time."""
 
     timed: Callable[[], object]
     before: Callable[[], object] = lambda: None

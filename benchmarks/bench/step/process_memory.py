@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def resident_mib() -> float:
-    """What is resident now, in MiB."""
+    """Memory that is resident now, in MiB."""
     return _status_mib("VmRSS")
 
 

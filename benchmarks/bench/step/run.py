@@ -35,7 +35,7 @@ class RunLength:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank saw: each timed step in ms, the last loss in nats, memory in MiB.
+    """One rank's results: each timed step in ms, the last loss in nats, memory in MiB.
 
     Memory is resident memory of the process on the CPU, allocated memory on a GPU.
     """

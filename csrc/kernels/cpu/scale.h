@@ -6,7 +6,7 @@
 #include "kernels/cpu/clones.h"
 #include "kernels/cpu/fetch.h"
 #include "kernels/cpu/half.h"
-#include "kernels/flatten.h"
+#include "kernels/scaling.h"
 
 namespace zerocore::kernels::cpu {
 

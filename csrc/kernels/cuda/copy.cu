@@ -4,7 +4,7 @@
 #include "kernels/cuda/loops.h"
 #include "kernels/cuda/table.cuh"
 #include "kernels/cuda/vector.cuh"
-#include "kernels/flatten.h"
+#include "kernels/scaling.h"
 
 namespace zerocore::kernels::cuda {
 

@@ -31,7 +31,7 @@ struct SegmentTable {
 };
 static_assert(sizeof(SegmentTable<kManySegments>) <= 32764 - 64, "room for other parameters");
 
-// What one block works on.
+// The work of one block.
 struct BlockWork {
   void* dst;
   const void* src;

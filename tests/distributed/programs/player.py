@@ -31,7 +31,7 @@ NO_PARTNER = (
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of one job is told."""
+    """One job, the same for every rank."""
 
     system: str
     names: tuple[str, ...]
@@ -98,7 +98,7 @@ def play_one(program: Program, system: str) -> Played:
 
 
 def describe(error: BaseException, system: str) -> Error:
-    """What the table says about an exception."""
+    """The table's words for an exception."""
     if isinstance(error, CheckpointException):  # what some ranks raised, in an envelope
         error = next(iter(error.failures.values()))[0]
     frames = traceback.extract_tb(error.__traceback__)
@@ -144,7 +144,7 @@ def fresh_group(job: Job, index: int) -> None:
 
 
 def read_played(job: Job, rank: int) -> Iterator[Played]:
-    """What a rank has written, also if it died later."""
+    """A rank's results, also if it died later."""
     path = Path(job.directory, f"rank{rank}.pkl")
     if not path.exists():
         return

@@ -71,7 +71,7 @@ def play_together(system: str, names: Sequence[str], seconds: float) -> Iterator
 
 
 def play_alone(system: str, name: str, seconds: float) -> tuple[Ranks, str | None]:
-    """What the ranks wrote, and how one died, if one did."""
+    """The ranks' results, and how one died, if one did."""
     played, outcomes = run_job(system, [name], seconds)
     deaths = [o.error for o in outcomes if o.error and o.error.startswith("died")]
     deaths = [death for death in deaths if "Timeout (" not in death]  # the watchdog ended a hang
@@ -82,7 +82,7 @@ def play_alone(system: str, name: str, seconds: float) -> tuple[Ranks, str | Non
 def run_job(
     system: str, names: Sequence[str], seconds: float
 ) -> tuple[list[list[Played]], list[Outcome]]:
-    """What each rank has written, and how it ended."""
+    """Each rank's results, and how it ended."""
     with tempfile.TemporaryDirectory(prefix="programs-") as directory:
         job = Job(system, tuple(names), directory, find_free_port(), seconds)
         outcomes = run_to_end(play, WORLD_SIZE, job, timeout=JOB_SECONDS, group_timeout=seconds)

@@ -1,4 +1,4 @@
-"""What a program is given: one neutral way to shard, average, hold back and record."""
+"""Gives a program one neutral way to shard, average, hold back and record."""
 
 from __future__ import annotations
 

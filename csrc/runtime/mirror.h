@@ -1,4 +1,4 @@
-// What a collective writes when every peer is a replica of this rank.
+// Writes the result of a collective whose peers all mirror this rank: they send what it sends.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,7 +27,7 @@ struct Move {
 
 // A tensor over the same memory as it is now: it keeps the storage alive, but does not follow it
 // when it is pointed elsewhere, and belongs to no Python object.
-at::Tensor pin_memory_of(const at::Tensor& tensor);
+at::Tensor alias_storage(const at::Tensor& tensor);
 
 // On the CPU in one thread, on a GPU on the current stream.
 void carry_out(const Move& move);

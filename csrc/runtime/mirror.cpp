@@ -1,5 +1,5 @@
-// Copies and scalings of one rank's data.
-#include "runtime/replica.h"
+// Copies and scales one rank's data, as if all ranks had sent it.
+#include "runtime/mirror.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/ScalarOps.h>
@@ -63,7 +63,7 @@ void scale(const Move& move) {
 
 } // namespace
 
-at::Tensor pin_memory_of(const at::Tensor& tensor) {
+at::Tensor alias_storage(const at::Tensor& tensor) {
   return at::from_blob(
       tensor.data_ptr(),
       tensor.sizes(),

@@ -1,4 +1,4 @@
-// What happens to one element on its way between tensors and flat buckets. No torch header.
+// Scales and sums one element on its way between tensors and flat buckets. No torch header.
 //
 // The element types are whatever the loops instantiate: anything that casts to and from the type
 // that it is computed in.
@@ -10,7 +10,7 @@
 
 namespace zerocore::kernels {
 
-// What values on their way to T are scaled and summed in.
+// The type in which values on their way to T are scaled and summed.
 template <typename T>
 struct Accumulate {
   using type = float;

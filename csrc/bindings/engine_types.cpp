@@ -1,0 +1,168 @@
+// Python face of the values that go into an engine and come out of it, each with named fields.
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/registrar.h"
+#include "engine/engine.h"
+
+namespace py = pybind11;
+
+namespace zerocore {
+
+namespace {
+
+ElementType element_of(at::ScalarType dtype) {
+  return {static_cast<int>(dtype), static_cast<int64_t>(c10::elementSize(dtype))};
+}
+
+UnitParam make_param(
+    std::string fqn,
+    const at::Tensor& like,
+    at::ScalarType main,
+    at::ScalarType reduce,
+    at::ScalarType grad,
+    bool lacks_main) {
+  UnitParam param;
+  param.lacks_main = lacks_main;
+  param.spec.main = element_of(main);
+  param.spec.reduce = element_of(reduce);
+  param.spec.grad = element_of(grad);
+  param.spec.fqn = std::move(fqn);
+  param.spec.shape = like.sizes().vec();
+  param.spec.dtype = static_cast<int>(like.scalar_type());
+  param.spec.itemsize = static_cast<int64_t>(like.itemsize());
+  param.spec.requires_grad = like.requires_grad();
+  // Strides that skip or repeat memory are not kept: the buffer is dense.
+  param.strides = like.is_non_overlapping_and_dense()
+      ? like.strides().vec()
+      : c10::TensorType::contiguousStridesOf(like.sizes());
+  return param;
+}
+
+// The dict finds an interned key by identity.
+ParamOwner make_owner(py::dict parameters, const std::string& name) {
+  PyObject* key = PyUnicode_InternFromString(name.c_str());
+  return {std::move(parameters), py::reinterpret_steal<py::str>(key)};
+}
+
+void register_engine_options(py::module_& module) {
+  py::class_<GroupNames>(module, "GroupNames")
+      .def(
+          py::init([](std::optional<std::string> shard,
+                      std::optional<std::string> replicas,
+                      std::optional<std::string> control) {
+            return GroupNames{std::move(shard), std::move(replicas), std::move(control)};
+          }),
+          py::kw_only(),
+          py::arg("shard"),
+          py::arg("replicas"),
+          py::arg("control"));
+  py::class_<EngineOptions>(module, "EngineOptions")
+      .def(
+          py::init([](const ShardOptions& sharding,
+                      GroupNames groups,
+                      bool agree_on_used,
+                      bool log_hand_overs,
+                      std::string alarm_name,
+                      double stall_seconds) {
+            return EngineOptions{
+                sharding,
+                std::move(groups),
+                agree_on_used,
+                log_hand_overs,
+                std::move(alarm_name),
+                stall_seconds};
+          }),
+          py::kw_only(),
+          py::arg("sharding"),
+          py::arg("groups"),
+          py::arg("agree_on_used"),
+          py::arg("log_hand_overs") = false,
+          py::arg("alarm_name") = "",
+          py::arg("stall_seconds") = 0.0);
+}
+
+void register_units(py::module_& module) {
+  py::class_<UnitParam>(module, "UnitParam")
+      .def(
+          py::init(&make_param),
+          py::arg("fqn"),
+          py::arg("like"),
+          py::kw_only(),
+          py::arg("main"),
+          py::arg("reduce"),
+          py::arg("grad"),
+          py::arg("lacks_main"));
+  py::class_<UnitSpec>(module, "UnitSpec")
+      .def(
+          py::init([](std::string name, std::vector<UnitParam> params) {
+            return UnitSpec{std::move(name), std::move(params)};
+          }),
+          py::arg("name"),
+          py::arg("params"));
+  py::class_<ParamOwner>(module, "ParamOwner")
+      .def(py::init(&make_owner), py::arg("parameters"), py::arg("name"));
+  py::class_<UpdatedUnit>(module, "UpdatedUnit")
+      .def(
+          py::init([](UnitId unit, std::optional<std::vector<int>> params) {
+            return UpdatedUnit{unit, std::move(params)};
+          }),
+          py::arg("unit"),
+          py::arg("params") = py::none());
+}
+
+void register_figures_of_engine(py::module_& module) {
+  py::class_<TraceRecord>(module, "TraceRecord")
+      .def_property_readonly("op", [](const TraceRecord& r) { return trace_op_name(r.op); })
+      .def_readonly("unit", &TraceRecord::unit)
+      .def_readonly("nbytes", &TraceRecord::nbytes)
+      .def_readonly("pool_nbytes", &TraceRecord::pool_nbytes)
+      .def_readonly("issued_ns", &TraceRecord::issued_ns)
+      .def_readonly("done_ns", &TraceRecord::done_ns)
+      .def_readonly("wait_ns", &TraceRecord::wait_ns);
+  py::class_<OpCounter>(module, "OpCounter")
+      .def_readonly("count", &OpCounter::count)
+      .def_readonly("nbytes", &OpCounter::nbytes);
+}
+
+const char* kind_name(HandOverKind kind) {
+  switch (kind) {
+    case HandOverKind::Record:
+      return "record";
+    case HandOverKind::Wait:
+      return "wait";
+    case HandOverKind::Read:
+      return "read";
+    case HandOverKind::Write:
+      return "write";
+  }
+  return "";
+}
+
+void register_hand_overs(py::module_& module) {
+  py::class_<HandOver>(module, "HandOver")
+      .def_property_readonly("kind", [](const HandOver& h) { return kind_name(h.kind); })
+      .def_property_readonly("stream", [](const HandOver& h) { return stream_role_name(h.role); })
+      .def_property_readonly("source", [](const HandOver& h) { return stream_role_name(h.source); })
+      .def_readonly("event", &HandOver::event)
+      .def_readonly("begin", &HandOver::begin)
+      .def_readonly("end", &HandOver::end)
+      .def_readonly("what", &HandOver::what)
+      .def_readonly("unit", &HandOver::unit);
+}
+
+} // namespace
+
+void register_engine_types(py::module_& module) {
+  register_engine_options(module);
+  register_units(module);
+  register_figures_of_engine(module);
+  register_hand_overs(module);
+}
+
+} // namespace zerocore

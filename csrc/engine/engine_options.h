@@ -1,0 +1,27 @@
+// The options of an engine.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "plan/shard_options.h"
+
+namespace zerocore {
+
+// Of c10d groups.
+struct GroupNames {
+  std::optional<std::string> shard; // the ranks to shard over; none for a world of one
+  std::optional<std::string> replicas; // those that hold the same shards; none where nobody does
+  std::optional<std::string> control; // all of them, on the CPU; none where they are simulated
+};
+
+struct EngineOptions {
+  ShardOptions sharding;
+  GroupNames groups;
+  bool agree_on_used = false; // ask the ranks in every backward which parameters took part
+  bool log_hand_overs = false; // on the CPU: as if there were streams
+  std::string alarm_name; // see AlarmOptions; empty for no alarm
+  double stall_seconds = 0;
+};
+
+} // namespace zerocore

@@ -1,0 +1,16 @@
+// Options of a sharded model that decide what it communicates and holds: of its engine and its
+// plan.
+#pragma once
+
+#include <cstdint>
+
+namespace zerocore {
+
+// Each is read where it acts; what lies between hands the struct on.
+struct ShardOptions {
+  int64_t stage = 3; // see StagePolicy
+  int prefetch = 1; // units gathered ahead
+  bool hold_full = false; // stages 2, 3: full sums of gradients are kept while not syncing
+};
+
+} // namespace zerocore

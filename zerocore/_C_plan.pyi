@@ -1,0 +1,220 @@
+"""Types of the C++ plan layer, all of them in ``zerocore._C``; nothing to import at run time."""
+
+from collections.abc import Sequence
+
+class ElementType:
+    """A dtype as a number, which the plan only compares, and the bytes of an element."""
+
+    def __init__(self, dtype: int, itemsize: int) -> None: ...
+
+class ParamSpec:
+    """A parameter as the planner sees it.
+
+    ``main``, ``reduce`` and ``grad`` are the types of the optimizer's copy, of gradients on their
+    way and of gradients as they are kept; None for the parameter's own.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        shape: Sequence[int],
+        dtype: int,
+        itemsize: int,
+        requires_grad: bool = True,
+        main: ElementType | None = None,
+        reduce: ElementType | None = None,
+        grad: ElementType | None = None,
+    ) -> None: ...
+    fqn: str
+    shape: list[int]
+    requires_grad: bool
+    numel: int
+
+class Region:
+    """Part of a unit's buffer that one collective moves."""
+
+    dtype: int
+    itemsize: int
+    requires_grad: bool
+    shard_numel: int
+    params: list[int]
+    numel: int
+    nbytes: int
+    shard_nbytes: int
+
+class ParamPlace:
+    """Offset and size of a parameter in its region, in elements."""
+
+    region: int
+    offset: int
+    numel: int
+
+class Layout:
+    """Where a unit's parameters lie, and which elements each shard owns."""
+
+    @staticmethod
+    def build(params: Sequence[ParamSpec], num_shards: int) -> Layout: ...
+    def of_shard(self, shard: int) -> Layout: ...
+    regions: list[Region]
+    places: list[ParamPlace]
+    num_shards: int
+    nbytes: int
+    shard_nbytes: int
+    param_nbytes: int
+    def owned(self, param: int, shard: int) -> tuple[int, int]: ...
+    def offset_in_shard(self, param: int, shard: int) -> int: ...
+
+class CallEvent:
+    """A unit entered or left in a forward."""
+
+    def __init__(self, enter: bool, unit: int, needs_backward: bool = True) -> None: ...
+    enter: bool
+    unit: int
+    needs_backward: bool
+
+class PassCall:
+    unit: int
+    made: bool
+
+class CallHandle:
+    """One forward call of a unit."""
+
+    unit: int
+
+_Actions = list[tuple[str, int]]
+
+class Schedule:
+    """When units are unsharded, resharded and reduced; methods return the actions."""
+
+    def __init__(
+        self, num_units: int, prefetch: int, gathers: bool, releases: bool, order: list[CallEvent]
+    ) -> None: ...
+    def begin_pass(self, grad: bool) -> _Actions: ...
+    def enter(self, unit: int, grad: bool = True) -> _Actions: ...
+    def exit(self, unit: int, needs_backward: bool = True) -> tuple[CallHandle, _Actions]: ...
+    def end_pass(self) -> _Actions: ...
+    def is_expected(self, unit: int) -> bool: ...
+    def finish_order(self) -> _Actions: ...
+    def serve(self, unit: int) -> _Actions: ...
+    def close_pass(self) -> _Actions: ...
+    def changed(self) -> bool: ...
+    def calls(self) -> list[PassCall]: ...
+    def settle_pass(self, ranks: list[list[PassCall]], own: int) -> None: ...
+    def abort(self) -> _Actions: ...
+    def begin_backward(self) -> None: ...
+    def set_muted(self, unit: int, muted: bool) -> None: ...
+    def pre_backward(self, call: CallHandle) -> _Actions: ...
+    def ready(self, unit: int) -> _Actions: ...
+    def end_backward(self) -> _Actions: ...
+    def invalidate(self, unit: int) -> _Actions: ...
+    def is_resident(self, unit: int) -> bool: ...
+    order: list[CallEvent]
+
+class GradStep:
+    """One step of a region's reduction; which fields mean something depends on the kind."""
+
+    kind: str
+    unit: int
+    region: int
+    source: str
+    target: str
+    nbytes: int
+    parts: int
+    adds: bool
+    param: int
+    op: str
+    added: list[tuple[int, int]]
+
+class ReductionOptions:
+    """How gradients are reduced."""
+
+    def __init__(
+        self,
+        sharding: ShardOptions,
+        *,
+        world_size: int,
+        num_replicas: int = 1,
+        backend: str = "nccl",
+        on_host: bool = False,
+        counts_kept: bool = True,
+    ) -> None: ...
+
+class Reduction:
+    """Where gradients are packed, added and reduced; methods return the steps."""
+
+    def __init__(self, options: ReductionOptions, layouts: Sequence[Layout]) -> None: ...
+    def reduce(self, unit: int, sync: bool = True) -> list[GradStep]: ...
+    def finish(self) -> list[GradStep]: ...
+    def reset(self) -> list[GradStep]: ...
+    def set_trainable(self, unit: int, region: int, trainable: bool) -> None: ...
+    def drop(self, unit: int, param: int) -> None: ...
+    def is_valid(self, unit: int, param: int) -> bool: ...
+    def kept_nbytes(self, unit: int) -> int: ...
+
+class ShardOptions:
+    """The options that an engine and its plan share: stage, units gathered ahead, full sums."""
+
+    def __init__(self, *, stage: int, prefetch: int = 1, hold_full: bool = False) -> None: ...
+
+class PlanOptions:
+    """How the plan's model is sharded."""
+
+    def __init__(
+        self,
+        sharding: ShardOptions,
+        *,
+        world_size: int,
+        backend: str = "nccl",
+        micro_batches: int = 1,
+        num_replicas: int = 1,
+        sums_on_host: bool = False,
+        first_order: Sequence[CallEvent] = (),
+        backward: Sequence[BackwardEvent] = (),
+    ) -> None: ...
+
+class UnitPlan:
+    """A unit as the planner sees it; ``unused`` are indices of parameters without a gradient."""
+
+    def __init__(self, params: Sequence[ParamSpec], unused: Sequence[int] = ()) -> None: ...
+
+class BackwardEvent:
+    """A call's outputs get their gradient, or, if ``ready``, all gradients of a unit exist.
+
+    ``index`` is that of the call's exit in the order, or of the unit.
+    """
+
+    def __init__(self, ready: bool, index: int) -> None: ...
+
+class PlannedEvent:
+    """One thing that a rank does in a step; fields as of the planner's event."""
+
+    op: str
+    unit: int
+    nbytes: int
+    pool_nbytes: int
+    moment: int
+    across: bool
+
+class MemoryPlan:
+    """Predicted bytes on one rank."""
+
+    parameters: int
+    main_weights: int
+    gradients: int
+    optimizer: int
+    pool: int
+    pool_reserved: int
+    total: int
+
+def plan_layouts(units: Sequence[UnitPlan], options: PlanOptions) -> list[Layout]: ...
+def plan_events(
+    units: Sequence[UnitPlan], order: Sequence[CallEvent], options: PlanOptions
+) -> list[PlannedEvent]: ...
+def plan_memory(
+    units: Sequence[UnitPlan],
+    order: Sequence[CallEvent],
+    options: PlanOptions,
+    *,
+    rank: int,
+    optimizer_states: int,
+) -> MemoryPlan: ...
