@@ -256,7 +256,7 @@ class Muon(Optimizer):
         self._make_momenta([param for param, _ in pairs if param.grad is not None])
         plan.run(self.state, factor)
         if self._adamw is not None:
-            self._adamw._update(torch.ones(()) if factor is None else factor)
+            self._adamw._update(factor)
 
     def _clip_factor(self) -> Tensor | None:
         """What gradients are multiplied by; float64, None for no clipping."""
