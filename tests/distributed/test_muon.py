@@ -102,7 +102,7 @@ def train_in_loops() -> None:
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Matrices bit for bit. AdamW clips in its pass, which rounds once less than clipping before."""
+    """Matrices bit for bit. AdamW clips in its pass, which rounds less often than a pass before."""
     del expected["frozen"]  # in mixed precision of another dtype
     assert_equal(actual, {name: t for name, t in expected.items() if is_for_muon(name, t)})
     others = {name: t for name, t in expected.items() if not is_for_muon(name, t)}
