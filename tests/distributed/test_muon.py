@@ -17,7 +17,9 @@ from tests.distributed.whole_matrices import (
     Block,
     OneProcess,
     assert_equal,
+    cut_into_small_rounds,
     full_parameters,
+    is_for_muon,
     make_muon,
     seeded_model,
     train_by_torch,
@@ -33,23 +35,27 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def train_all(stages: tuple[int, ...], all_options: list[dict[str, Any]]) -> None:
-    torch.set_num_threads(1)
-    for options in all_options:
-        expected = train_by_torch(4, **options)
+def train_all(cases: list[tuple[dict[str, Any], tuple[int, ...]]]) -> None:
+    cut_into_small_rounds()
+    for options, stages in cases:
+        expected = train_by_torch(3, **options)
         for stage in stages:
             print(stage, options, flush=True)
-            model, _ = train_sharded(partial(make_muon, **options), 4, stage=stage)
+            model, optimizer = train_sharded(partial(make_muon, **options), 3, stage=stage)
             assert_equal(full_parameters(model), expected)
+            assert optimizer.describe().num_rounds >= 4
 
 
 def test_steps_are_those_of_one_process(world_size: int) -> None:
-    options = OPTIONS if world_size == 2 else OPTIONS[:1]
-    run_ranks(train_all, world_size, STAGES, options)
+    run_ranks(train_all, world_size, [(OPTIONS[0], STAGES)])
+
+
+def test_options_are_torchs() -> None:
+    run_ranks(train_all, 2, [(options, (3,)) for options in OPTIONS[1:]])
 
 
 def train_hybrid() -> None:
-    torch.set_num_threads(1)
+    cut_into_small_rounds()
     expected = train_by_torch(3, lr=0.02)
     for stage in (0, 1, 3):
         for shape in ((2, 2), (4, 1)):
@@ -77,7 +83,6 @@ LOOPS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
 
 
 def train_in_loops() -> None:
-    torch.set_num_threads(1)
     for shard_options, options, num_micro_batches in LOOPS:
         print(shard_options, options, flush=True)
         model = zerocore.shard(seeded_model(), units=[Block], **shard_options)
@@ -90,12 +95,19 @@ def train_in_loops() -> None:
             clip(alone, options.get("clip_grad_norm"), optimizer.grad_norm)
             alone.step()
             optimizer.zero_grad()
-            trained = alone.parameters()
-            del trained["frozen"]  # in mixed precision of another dtype
-            assert_equal(full_parameters(model), trained)
+            assert_same(full_parameters(model), alone.parameters())
         for param in model.parameters():
             if param.model_weight is not None:
                 assert torch.equal(param.model_weight, param.local().to(torch.bfloat16))
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Matrices bit for bit. AdamW clips in its pass, which rounds less often than a pass before."""
+    del expected["frozen"]  # in mixed precision of another dtype
+    assert_equal(actual, {name: t for name, t in expected.items() if is_for_muon(name, t)})
+    others = {name: t for name, t in expected.items() if not is_for_muon(name, t)}
+    found = {name: actual[name] for name in others}
+    torch.testing.assert_close(found, others, rtol=0, atol=1e-6)
 
 
 def backward(model: nn.Module, step: int, num_micro_batches: int) -> None:

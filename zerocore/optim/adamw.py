@@ -139,7 +139,7 @@ class AdamW(Optimizer):
         plan = self._plan
         if plan is None or plan.kinds != kinds or plan.num_states != len(self.state):
             plan = self._plan = self._make_plan(params, grads, kinds)
-        grad_scale, found_inf = self._factors(plan, grads) if factor is None else (factor, None)
+        grad_scale, found_inf = (factor, None) if factor is not None else self._factors(plan, grads)
         for batch in plan.batches:
             batch.run(grads, grad_scale, found_inf)
 

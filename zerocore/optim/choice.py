@@ -40,7 +40,7 @@ class Choice:
         return (
             f"{self.optimizer}: {len(self.owners)} parameters as whole matrices{others}; rank "
             f"{self.rank} of {len(self.work)} sends {format_nbytes(self.sent_nbytes)} in "
-            f"{self.num_rounds} rounds a step"
+            f"{self.num_rounds} round{'s' if self.num_rounds != 1 else ''} a step"
         )
 
     def __str__(self) -> str:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerocore.common.agreement import is_simulated
 from zerocore.model.stages import placements_of
 from zerocore.model.state import ShardState
 from zerocore.planning.ownership import Grid, Round
@@ -67,28 +68,44 @@ class Transfer:
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
     ) -> None:
-        self._send, self._lanes = send, lanes
-        self.received = send.new_empty(sum(receive_counts))
+        self._lanes = lanes
         size, own = send.element_size(), send_counts[group.rank()]
         self._nbytes = (send.numel() - own) * size
+        received = send.new_empty(sum(receive_counts))
+        self.received = received
+        if is_simulated(group):  # whose mirrors send to each as much as this rank receives
+            even = -(-max(send.numel(), received.numel()) // group.size())
+            padded = send.new_zeros(even * group.size())
+            padded[: send.numel()] = send
+            send, received = padded, torch.zeros_like(padded)
+            self.received = received[: sum(receive_counts)]
+            send_counts = receive_counts = [even] * group.size()
+        self._send = send
         self._issued_ns = time.perf_counter_ns()
         # As bytes: backends know few dtypes.
         self._work = dist.all_to_all_single(
-            self.received.view(torch.uint8),
+            received.view(torch.uint8),
             send.view(torch.uint8),
             [count * size for count in receive_counts],
             [count * size for count in send_counts],
             group=group,
             async_op=True,
         )
+        self._done_ns: list[int] = []
+        if send.device.type == "cpu":  # on a device a future is done when the work is issued
+            stamps = self._done_ns
+            self._work.get_future().add_done_callback(
+                lambda _: stamps.append(time.perf_counter_ns())
+            )
 
     def wait(self) -> Tensor:
         """What came, behind the work of the current stream."""
         begin_ns = time.perf_counter_ns()
         self._work.wait()
         end_ns = time.perf_counter_ns()
+        done_ns = min([*self._done_ns, end_ns])
         meters = self._lanes.state.meters
-        meters.note_exchange(self._nbytes, self._issued_ns, end_ns, end_ns - begin_ns)
+        meters.note_exchange(self._nbytes, self._issued_ns, done_ns, end_ns - begin_ns)
         return self.received
 
 

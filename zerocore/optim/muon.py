@@ -34,6 +34,8 @@ from zerocore.planning.ownership import Matrix, Round, plan_rounds
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import local_of
 
+_KEPT_PLANS = 16  # of steps in which different parameters have gradients
+
 
 class Muon(Optimizer):
     """Muon on matrices and stacks of matrices of a sharded model, the fused AdamW on the rest.
@@ -227,6 +229,8 @@ class Muon(Optimizer):
                 for matrix in self._splits.matrices(index, param, group["ns_steps"])
             ]
             lanes = Lanes.of(self._model)
+            if len(self._plans) == _KEPT_PLANS:
+                self._plans.clear()
             self._plans[used] = MuonRounds(_rounds(matrices, pairs, lanes), lanes, pairs)
         return self._plans[used]
 
@@ -256,7 +260,7 @@ class Muon(Optimizer):
         self._make_momenta([param for param, _ in pairs if param.grad is not None])
         plan.run(self.state, factor)
         if self._adamw is not None:
-            self._adamw._update(torch.ones(()) if factor is None else factor)
+            self._adamw._update(factor)
 
     def _clip_factor(self) -> Tensor | None:
         """What gradients are multiplied by; float64, None for no clipping."""

@@ -22,6 +22,7 @@ from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import local_of
 
 _NAMES = ("params", "param_names")  # of a group; not options
+_KEPT_PLANS = 16  # of steps in which different parameters have gradients
 
 
 def owned(optimizer_class: type[Optimizer], params: Any, **options: Any) -> OwnedOptimizer:
@@ -235,6 +236,8 @@ class OwnedOptimizer(Optimizer):
     def _rounds_of(self, used: Sequence[bool]) -> list[tuple[Round, Tensor]]:
         """Exchanges of the parameters in use, each of one dtype, beside a tensor of that dtype."""
         if tuple(used) not in self._rounds:
+            if len(self._rounds) == _KEPT_PLANS:
+                self._rounds.clear()
             by_dtype: dict[torch.dtype, list[int]] = {}
             params = self._params()
             for number in (number for number, is_used in enumerate(used) if is_used):
