@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import OPTIMIZERS, assert_equal, full_states
 from zerocore.checkpoint import files
+from zerocore.model.state import state_of
 
 NUMEL = 2048
 BUDGET = 16 << 20
@@ -33,14 +34,16 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def slow_writes(seconds: float) -> None:
-    original = files.write
+def hold_writes() -> threading.Event:
+    """From now on nothing is written while the event is not set."""
+    original, may_write = files.write, threading.Event()
 
     def write(*args: Any) -> int:
-        time.sleep(seconds)
+        may_write.wait(60.0)
         return original(*args)
 
     files.write = write
+    return may_write
 
 
 def save_and_step(folder: Path, stage: int, name: str) -> None:
@@ -48,12 +51,14 @@ def save_and_step(folder: Path, stage: int, name: str) -> None:
     optimizer = OPTIMIZERS[name](model.parameters())
     step(model, optimizer)
     checkpoints = zerocore.Checkpoints(folder, model, optimizer, memory_budget=BUDGET)
-    slow_writes(0.02)  # a slow disk: the step comes while most is neither written nor copied
+    may_write = hold_writes()
     expected = full_states(model, optimizer)
     pending = checkpoints.save(1)
     before = pending.stall_seconds
+    # The step finds nothing written, and no more copied than the budget has room for.
+    state_of(model).readers.insert(0, may_write.set)
     step(model, optimizer)
-    assert not pending.done and pending.stall_seconds > before  # it waited for room
+    assert may_write.is_set() and pending.stall_seconds > before
     step(model, optimizer)
     pending.wait()
     assert 0 < pending.held_nbytes <= BUDGET
@@ -72,17 +77,22 @@ def change_otherwise(folder: Path) -> None:
     model = wide(3)
     expected = {name: value.clone() for name, value in zerocore.full_state_dict(model).items()}
     checkpoints = zerocore.Checkpoints(folder, model, memory_budget=BUDGET, keep=None)
-    slow_writes(0.02)
+    may_write = hold_writes()
     pending = checkpoints.save(1)
+    state_of(model).readers.insert(0, may_write.set)
     with zerocore.unsharded(model, write_back=True):
         model[0].weight.data.zero_()  # type: ignore[union-attr,operator]
     pending.wait()
+    may_write.clear()
     checkpoints.save(2)
+    state_of(model).readers.insert(0, may_write.set)
     model.load_state_dict(model.state_dict())
     checkpoints.wait()
+    may_write.clear()
     checkpoints.save(3)
     with torch.no_grad():
         model[1].weight.mul_(2.0)  # type: ignore[union-attr,operator]
+    may_write.set()
     with pytest.raises(RuntimeError, match="changed while it was being saved"):
         checkpoints.wait()
     assert checkpoints.steps() == [1, 2]

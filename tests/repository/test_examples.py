@@ -155,7 +155,7 @@ def test_fine_tuning_all_weights_then_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(900)
 def test_a_killed_run_is_resumed(tmp_path: Path) -> None:
     """Its losses are those of a run that was not killed, bit for bit."""
     folder, path = tmp_path / "checkpoints", tmp_path / "run.json"
