@@ -95,7 +95,7 @@ Engine::Engine(
       units_(make_units(std::move(units), context_)),
       progress_(units_.size()),
       schedule_(
-          schedule_options(static_cast<int>(units_.size()), options.sharding, context_.policy),
+          ScheduleOptions::of(static_cast<int>(units_.size()), options.sharding, context_.policy),
           std::move(order)),
       reducer_(units_, context_, options),
       registrar_(std::move(registrar)),

@@ -1,4 +1,4 @@
-// The order in which all ranks go through the calls of a pass, and what a rank makes of it.
+// The order in which all ranks go through the calls of a pass, and this rank's own calls in it.
 //
 // See Note [One order on every rank] in plan/schedule.h.
 #pragma once

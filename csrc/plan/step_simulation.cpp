@@ -60,7 +60,7 @@ StepSimulation::StepSimulation(
       backward_(options.backward.empty() ? mirrored(order) : options.backward),
       policy_(StagePolicy::from_stage(options.sharding.stage, options.world_size)),
       schedule_(
-          schedule_options(static_cast<int>(units.size()), options.sharding, policy_),
+          ScheduleOptions::of(static_cast<int>(units.size()), options.sharding, policy_),
           options.first_order.empty() ? order : options.first_order),
       layouts_(plan_layouts(units, options)),
       reduction_(reduction_options(options, policy_), pointers_to(layouts_)),

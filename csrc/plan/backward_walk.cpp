@@ -1,0 +1,217 @@
+// Walks the step list of the pass that runs backward.
+#include "plan/backward_walk.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include "common/math.h"
+
+namespace zerocore {
+
+void BackwardWalk::begin() {
+  pass_ = -1;
+  shape_ = 0;
+  for (UnitState& unit : units_) {
+    unit.ready = false;
+    unit.due = false;
+  }
+}
+
+bool BackwardWalk::pre_backward(const CallHandle& call, Actions& out) {
+  ForwardPass* pass = passes_.find(call.pass);
+  if (pass != nullptr && pass->id != pass_) {
+    finish_steps(out);
+    start_steps(*pass, out);
+  }
+  if (pass != nullptr) {
+    const auto begin = pass->steps.begin() + static_cast<std::ptrdiff_t>(pass->next);
+    const auto found = std::find_if(begin, pass->steps.end(), [&](const Step& step) {
+      return step.kind == StepKind::Pre && step.call == call.call;
+    });
+    if (found != pass->steps.end()) {
+      run_steps(*pass, static_cast<size_t>(found - pass->steps.begin()) + 1, out);
+      residency_.uses(call.unit).in_backward = true;
+      units_[call.unit].ready = false;
+      run_gathers(out);
+      return true;
+    }
+  }
+  // A second output of a call that is under way, or a call that no step list has.
+  if (!residency_.is_here(call.unit)) {
+    residency_.uses(call.unit).in_backward = true;
+    residency_.unshard(call.unit, out);
+  }
+  return false;
+}
+
+bool BackwardWalk::is_out_of_turn(const CallHandle& call) const {
+  if (residency_.is_here(call.unit)) {
+    return false;
+  }
+  const ForwardPass* pass = passes_.find(call.pass);
+  if (pass == nullptr || pass->id != pass_) {
+    return pass == nullptr;
+  }
+  return std::none_of(
+      pass->steps.begin() + static_cast<std::ptrdiff_t>(pass->next),
+      pass->steps.end(),
+      [&](const Step& step) { return step.kind == StepKind::Pre && step.call == call.call; });
+}
+
+CallHandle BackwardWalk::recomputed_call(UnitId unit, Actions& out) {
+  if (ForwardPass* latest = pass_ < 0 ? passes_.latest() : nullptr) {
+    start_steps(*latest, out);
+  }
+  if (const ForwardPass* pass = passes_.find(pass_)) {
+    for (size_t i = pass->next; i < pass->steps.size(); ++i) {
+      const Step& step = pass->steps[i];
+      if (step.kind == StepKind::Pre && step.unit == unit) {
+        return {pass->id, step.call, unit};
+      }
+    }
+  }
+  return {-1, -1, unit};
+}
+
+bool BackwardWalk::recompute(UnitId unit, Actions& out) {
+  if (residency_.uses(unit).in_backward) {
+    if (!residency_.is_here(unit)) {
+      residency_.unshard(unit, out);
+    }
+    return false;
+  }
+  const bool first = pre_backward(recomputed_call(unit, out), out);
+  residency_.uses(unit).in_backward = true;
+  return first;
+}
+
+void BackwardWalk::ready(UnitId unit, Actions& out) {
+  units_[unit].ready = true;
+  ForwardPass* pass = passes_.find(pass_);
+  while (pass != nullptr && pass->next < pass->steps.size()) {
+    const Step& step = pass->steps[pass->next];
+    if (step.kind != StepKind::Reduce || !units_[step.unit].ready) {
+      return;
+    }
+    run_steps(*pass, pass->next + 1, out);
+  }
+}
+
+void BackwardWalk::end(Actions& out) {
+  finish_steps(out);
+  pass_ = -1;
+  for (UnitId id = 0; id < static_cast<UnitId>(units_.size()); ++id) {
+    UnitState& unit = units_[id];
+    residency_.end_backward(id, out);
+    unit.ready = false;
+    if (std::exchange(unit.due, false)) {
+      out.push_back({ActionKind::Reduce, id});
+      waits_ = waits_ && residency_.uses(id).holds > 0;
+    }
+  }
+  passes_.forget_steps();
+  residency_.release_all_but({}, out);
+}
+
+void BackwardWalk::abort() {
+  pass_ = -1;
+  for (UnitState& unit : units_) {
+    unit.ready = false;
+    unit.due = false;
+  }
+}
+
+// Units that are not reduced in the backward of `pass`: an earlier pass still has to go backward
+// through them (see Note [Passes whose backward never comes]), or somebody holds them unsharded and
+// may use them outside of all calls.
+std::vector<bool> BackwardWalk::reduced_later(const ForwardPass& pass) const {
+  std::vector<bool> later =
+      waits_ ? passes_.awaited_before(pass.id) : std::vector<bool>(units_.size(), false);
+  for (UnitId unit = 0; unit < static_cast<UnitId>(units_.size()); ++unit) {
+    later[unit] = later[unit] || residency_.uses(unit).holds > 0;
+  }
+  return later;
+}
+
+void BackwardWalk::start_steps(ForwardPass& pass, Actions& out) {
+  const std::vector<bool> later = reduced_later(pass);
+  for (const CallEvent& event : pass.events) {
+    UnitState& unit = units_[event.unit];
+    unit.due = passes_.is_reducible(event.unit) && !unit.muted;
+    shape_ = mix(shape_, 2 * static_cast<uint64_t>(event.unit) + (event.kind == EventKind::Exit));
+  }
+  pass.steps = backward_steps(
+      pass.events, prefetch_, [&](UnitId unit) { return units_[unit].due && !later[unit]; });
+  pass.next = 0;
+  pass.consumed = true;
+  pass_ = pass.id;
+  std::vector<UnitId> keep;
+  for (const Step& step : pass.steps) {
+    if (step.kind == StepKind::Pre && static_cast<int>(keep.size()) <= prefetch_) {
+      keep.push_back(step.unit);
+    }
+  }
+  residency_.release_all_but(keep, out);
+}
+
+void BackwardWalk::do_step(const Step& step, Actions& out) {
+  switch (step.kind) {
+    case StepKind::Pre:
+      break;
+    case StepKind::Gather:
+      residency_.unshard(step.unit, out);
+      break;
+    case StepKind::Reduce:
+    case StepKind::Release:
+      // Released first: packing the gradients then finds the slot free.
+      residency_.uses(step.unit).in_backward = false;
+      if (!gathered_next(step.unit)) {
+        residency_.release(step.unit, out);
+      }
+      if (step.kind == StepKind::Reduce) {
+        units_[step.unit].due = false;
+        out.push_back({ActionKind::Reduce, step.unit});
+      }
+      break;
+  }
+}
+
+// Whether one of the next calls, within the prefetch window, is of this unit again.
+bool BackwardWalk::gathered_next(UnitId unit) const {
+  const ForwardPass& pass = *passes_.find(pass_);
+  int seen = 0;
+  for (size_t i = pass.next; i < pass.steps.size() && seen < std::max(1, prefetch_); ++i) {
+    if (pass.steps[i].kind == StepKind::Pre) {
+      ++seen;
+      if (pass.steps[i].unit == unit) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+void BackwardWalk::run_steps(ForwardPass& pass, size_t end, Actions& out) {
+  while (pass.next < end) {
+    do_step(pass.steps[pass.next++], out);
+  }
+}
+
+void BackwardWalk::run_gathers(Actions& out) {
+  ForwardPass& pass = *passes_.find(pass_);
+  size_t end = pass.next;
+  while (end < pass.steps.size() && pass.steps[end].kind == StepKind::Gather) {
+    ++end;
+  }
+  run_steps(pass, end, out);
+}
+
+void BackwardWalk::finish_steps(Actions& out) {
+  if (ForwardPass* pass = passes_.find(pass_)) {
+    run_steps(*pass, pass->steps.size(), out);
+  }
+}
+
+} // namespace zerocore

@@ -1,0 +1,87 @@
+// Keeps the forward passes that a backward may still come for.
+#include "plan/forward_passes.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace zerocore {
+
+namespace {
+
+// More forwards than any backward reaches back; without it, forwards that record graphs which
+// nobody wants would pile up.
+constexpr size_t kMaxPasses = 4096;
+
+} // namespace
+
+ForwardPass& ForwardPasses::open(bool grad) {
+  if (std::exchange(outdated_, false)) {
+    std::erase_if(passes_, [&](const ForwardPass& pass) { return is_outdated(pass); });
+  }
+  if (passes_.size() >= kMaxPasses) {
+    passes_.pop_front();
+  }
+  ForwardPass& pass = passes_.emplace_back();
+  pass.id = next_++;
+  pass.grad = grad;
+  return pass;
+}
+
+// The last ones are asked for most.
+const ForwardPass* ForwardPasses::find(int64_t id) const {
+  const auto found = std::find_if(
+      passes_.rbegin(), passes_.rend(), [&](const ForwardPass& pass) { return pass.id == id; });
+  return found == passes_.rend() ? nullptr : &*found;
+}
+
+ForwardPass* ForwardPasses::find(int64_t id) {
+  return const_cast<ForwardPass*>(std::as_const(*this).find(id));
+}
+
+ForwardPass* ForwardPasses::latest() {
+  const auto unused = std::find_if(
+      passes_.rbegin(), passes_.rend(), [](const ForwardPass& pass) { return !pass.consumed; });
+  if (unused != passes_.rend()) {
+    return &*unused;
+  }
+  return passes_.empty() ? nullptr : &passes_.back();
+}
+
+void ForwardPasses::drop(int64_t id) {
+  std::erase_if(passes_, [&](const ForwardPass& pass) { return pass.id == id; });
+}
+
+void ForwardPasses::forget_steps() {
+  for (ForwardPass& pass : passes_) {
+    pass.steps.clear();
+  }
+}
+
+void ForwardPasses::note_change(UnitId unit) {
+  units_[unit].changed_at = next_;
+  outdated_ = true;
+}
+
+std::vector<bool> ForwardPasses::awaited_before(int64_t id) const {
+  std::vector<bool> awaited(units_.size(), false);
+  for (const ForwardPass& pass : passes_) {
+    if (pass.id < id && !pass.consumed && !is_outdated(pass)) {
+      for (const CallEvent& event : pass.events) {
+        awaited[event.unit] =
+            awaited[event.unit] || (event.kind == EventKind::Exit && event.needs_backward);
+      }
+    }
+  }
+  return awaited;
+}
+
+// Whether no backward can come through the pass: everything it would train has changed.
+bool ForwardPasses::is_outdated(const ForwardPass& pass) const {
+  return std::all_of(pass.events.begin(), pass.events.end(), [&](const CallEvent& event) {
+    const UnitState& unit = units_[event.unit];
+    return event.kind == EventKind::Enter || !event.needs_backward || !unit.reducible ||
+        unit.changed_at > pass.id;
+  });
+}
+
+} // namespace zerocore

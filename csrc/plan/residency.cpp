@@ -1,0 +1,107 @@
+// Unshards and reshards units as their uses allow.
+#include "plan/residency.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace zerocore {
+
+Residency::Residency(const ScheduleOptions& options)
+    : gathers_(options.gathers), releases_(options.releases), units_(options.num_units) {
+  for (UnitState& unit : units_) {
+    unit.resident = !gathers_ || !releases_;
+  }
+}
+
+bool Residency::all_resident() const {
+  return std::all_of(
+      units_.begin(), units_.end(), [](const UnitState& unit) { return unit.resident; });
+}
+
+void Residency::unshard(UnitId unit, Actions& out) {
+  UnitState& state = units_[unit];
+  if (!state.resident) {
+    state.resident = true;
+    state.late = false;
+    out.push_back({ActionKind::Unshard, unit});
+  }
+}
+
+void Residency::release(UnitId unit, Actions& out) {
+  UnitState& state = units_[unit];
+  const Uses& uses = state.uses;
+  if (releases_ && state.resident && uses.active == 0 && !uses.in_backward && uses.holds == 0) {
+    state.resident = false;
+    state.late = uses.held > 0;
+    if (!state.late) {
+      out.push_back({ActionKind::Reshard, unit});
+    }
+  }
+}
+
+void Residency::release_all_but(const std::vector<UnitId>& keep, Actions& out) {
+  for (UnitId unit = 0; releases_ && unit < static_cast<UnitId>(units_.size()); ++unit) {
+    if (units_[unit].resident && std::find(keep.begin(), keep.end(), unit) == keep.end()) {
+      release(unit, out);
+    }
+  }
+}
+
+void Residency::release_late(UnitId unit, Actions& out) {
+  UnitState& state = units_[unit];
+  if (state.late && state.uses.held == 0) {
+    state.late = false;
+    out.push_back({ActionKind::Reshard, unit});
+  }
+}
+
+void Residency::serve(UnitId unit, Actions& out) {
+  unshard(unit, out);
+  UnitState& state = units_[unit];
+  const Uses& uses = state.uses;
+  if (releases_ && uses.active == 0 && uses.holds == 0) {
+    state.resident = false;
+    state.late = uses.held > 0 || uses.in_backward;
+    if (!state.late) {
+      out.push_back({ActionKind::Reshard, unit});
+    }
+  }
+}
+
+void Residency::end_backward(UnitId unit, Actions& out) {
+  UnitState& state = units_[unit];
+  state.uses.in_backward = false;
+  if (std::exchange(state.late, false)) {
+    out.push_back({ActionKind::Reshard, unit});
+  }
+}
+
+void Residency::invalidate(UnitId unit, Actions& out) {
+  release(unit, out);
+  if (!releases_ && gathers_) {
+    units_[unit].resident = false;
+  }
+}
+
+void Residency::abort(Actions& out) {
+  for (UnitId unit = 0; unit < static_cast<UnitId>(units_.size()); ++unit) {
+    UnitState& state = units_[unit];
+    if (std::exchange(state.late, false)) {
+      out.push_back({ActionKind::Reshard, unit});
+    }
+    state.uses = {0, 0, state.uses.holds, false};
+  }
+  release_all_but({}, out);
+}
+
+void Residency::hold_unsharded(UnitId unit, Actions& out) {
+  ++units_[unit].uses.holds;
+  unshard(unit, out);
+}
+
+void Residency::release_unsharded(UnitId unit, Actions& out) {
+  --units_[unit].uses.holds;
+  release(unit, out);
+}
+
+} // namespace zerocore

@@ -1,0 +1,72 @@
+// Which units are unsharded, and the uses that keep them so; integers only.
+//
+// Which ones are resident follows from the order of calls alone. A call that a rank leaves later
+// than the order has it keeps the memory (`held`) of a unit that counts as resharded, until it is
+// left. So does a rank that asks for a unit in its backward, until that ends.
+#pragma once
+
+#include <vector>
+
+#include "plan/schedule_options.h"
+
+namespace zerocore {
+
+class Residency {
+ public:
+  // A unit in use is not resharded.
+  struct Uses {
+    int active = 0; // calls entered and not left, by the order
+    int held = 0; // calls that this rank has entered and not left
+    int holds = 0; // hold_unsharded() without its release_unsharded()
+    bool in_backward = false;
+  };
+
+  explicit Residency(const ScheduleOptions& options);
+
+  Uses& uses(UnitId unit) {
+    return units_[unit].uses;
+  }
+  const Uses& uses(UnitId unit) const {
+    return units_.at(unit).uses;
+  }
+  // Unsharded, or on its way, by the order; and on this rank.
+  bool is_resident(UnitId unit) const {
+    return units_.at(unit).resident;
+  }
+  bool is_here(UnitId unit) const {
+    return units_.at(unit).resident || units_.at(unit).late;
+  }
+  bool all_resident() const;
+
+  void unshard(UnitId unit, Actions& out);
+  // Where parameters are released, and nothing uses the unit.
+  void release(UnitId unit, Actions& out);
+  void release_all_but(const std::vector<UnitId>& keep, Actions& out);
+  // This rank has left a call that kept the unit longer than the order does.
+  void release_late(UnitId unit, Actions& out);
+  // Unshards and reshards a unit that ranks need; one that this rank uses, because it asked for it
+  // before, is gathered anew and kept.
+  void serve(UnitId unit, Actions& out);
+  // The backward that used the unit is over.
+  void end_backward(UnitId unit, Actions& out);
+  // The unit's parameters changed.
+  void invalidate(UnitId unit, Actions& out);
+  // Everything but what is held unsharded comes to its end.
+  void abort(Actions& out);
+
+  void hold_unsharded(UnitId unit, Actions& out);
+  void release_unsharded(UnitId unit, Actions& out);
+
+ private:
+  struct UnitState {
+    Uses uses;
+    bool resident = false;
+    bool late = false; // not resident any more, but held, or used by this rank's backward
+  };
+
+  bool gathers_;
+  bool releases_;
+  std::vector<UnitState> units_;
+};
+
+} // namespace zerocore
