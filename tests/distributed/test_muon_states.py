@@ -57,6 +57,36 @@ def test_states_resume_in_a_new_optimizer() -> None:
     run_ranks(resume_from_state_dicts, 2)
 
 
+def add_groups_later() -> None:
+    """A group that is added, and a schedule, do what they do in an optimizer built at once."""
+    kinds: list[Any] = [partial(Muon, lr=0.02), partial(owned, torch.optim.Adafactor, lr=0.02)]
+    for make in kinds:
+        found = []
+        for later in (False, True):
+            model = zerocore.shard(seeded_model(), units=[Block])
+            groups = [
+                {
+                    "params": [
+                        (n, p) for n, p in model.named_parameters() if ("blocks.1" in n) == last
+                    ]
+                }
+                for last in (False, True)
+            ]
+            optimizer = make(groups[:1] if later else groups)
+            if later:
+                optimizer.add_param_group(groups[1])
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            for step in range(2):
+                take_steps(model, optimizer, range(step, step + 1))
+                schedule.step()
+            found.append(full_parameters(model))
+        assert_equal(*found)
+
+
+def test_groups_may_come_later() -> None:
+    run_ranks(add_groups_later, 2)
+
+
 def owned_loads_one_process() -> None:
     """The state dict of one process goes on here, and that of here in one process."""
     alone = seeded_model()

@@ -27,6 +27,7 @@ from zerocore.optim.matrices import (
     check_sharded,
     groups_of,
     is_matrix,
+    items_of,
     param_of,
 )
 from zerocore.optim.muon_rounds import WIRE, MuonRounds, check_options
@@ -108,7 +109,7 @@ class Muon(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; becomes a group of matrices and one of the
         rest, as far as there are such. All ranks must call."""
-        group = {**param_group, "params": groups_of(param_group["params"])[0]["params"]}
+        group = {**param_group, "params": items_of(param_group["params"])}
         check_sharded([group], "Muon", self._model)
         adamw = {**self._adamw_options, **group.pop("adamw", {})}
         wanted = group.pop("use_muon", None)
