@@ -210,8 +210,6 @@ void register_steps(py::class_<PyEngine>& engine) {
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
       .def(
           "fail_backward", [](PyEngine& self) { self.engine->fail_backward(); }, no_gil)
-      .def_property_readonly(
-          "trainable_hash", [](const PyEngine& self) { return self.engine->trainable_hash(); })
       .def("mark_forked", [](PyEngine& self) { self.engine->mark_forked(); })
       .def("check_process", [](PyEngine& self) { self.engine->check_process(); })
       .def_property(

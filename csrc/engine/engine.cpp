@@ -1,71 +1,27 @@
-// Wires units, schedule, reducer and autograd.
+// The calls of the model and of its units, and what happens between steps.
 #include "engine/engine.h"
 
 #include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ScopeExit.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "engine/autograd.h"
+#include "runtime/issue_guard.h"
 
 namespace zerocore {
 
 namespace {
 
-std::unique_ptr<Collectives> make_collectives(
-    const std::optional<std::string>& name,
-    const Streams& streams,
-    Alarm* alarm) {
-  if (!name) {
-    return nullptr;
-  }
-  return std::make_unique<Collectives>(c10d::resolve_process_group(*name), streams, alarm);
-}
-
-std::unique_ptr<Peers> make_peers(const std::optional<std::string>& name, Alarm* alarm) {
-  return name ? std::make_unique<Peers>(c10d::resolve_process_group(*name), alarm) : nullptr;
-}
-
-UnitContext make_context(
-    int64_t stage,
-    Collectives* collectives,
-    Collectives* replicas,
-    Peers* peers,
-    Streams& streams,
-    BucketPool& pool,
-    Trace& trace) {
-  if (collectives == nullptr) {
-    std::swap(collectives, replicas); // nothing to shard: replicas of everything
-    stage = 0;
-  }
-  UnitContext context;
-  const int64_t world_size = collectives == nullptr ? 1 : collectives->size();
-  context.policy = StagePolicy::from_stage(stage, world_size);
-  context.collectives = collectives;
-  context.replicas = replicas;
-  context.peers = peers;
-  context.streams = &streams;
-  context.pool = &pool;
-  context.trace = &trace;
-  context.num_shards = context.policy.shards_optimizer() ? world_size : 1;
-  context.shard = context.policy.shards_optimizer() ? collectives->rank() : 0;
-  return context;
-}
-
-std::vector<std::unique_ptr<Unit>> make_units(
-    std::vector<UnitSpec> specs,
-    const UnitContext& context) {
-  std::vector<std::unique_ptr<Unit>> units;
-  for (UnitSpec& spec : specs) {
-    const auto id = static_cast<UnitId>(units.size());
-    units.push_back(
-        std::make_unique<Unit>(id, std::move(spec.name), std::move(spec.params), context));
-  }
-  return units;
+// Whether a backward will come through one of them. None comes through a leaf, such as the output
+// of a frozen module that a hook has made require a gradient.
+bool any_recorded(const std::vector<at::Tensor>& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
+    return tensor.requires_grad() && !tensor.is_leaf();
+  });
 }
 
 } // namespace
@@ -76,63 +32,32 @@ Engine::Engine(
     std::vector<UnitSpec> units,
     std::vector<CallEvent> order,
     std::unique_ptr<Registrar> registrar)
-    : options_(options),
-      streams_(device, options.log_hand_overs ? &hand_overs_ : nullptr),
-      pool_(streams_),
-      trace_(streams_),
-      alarm_(options, device, units),
-      collectives_(make_collectives(options.groups.shard, streams_, alarm_.get())),
-      replicas_(make_collectives(options.groups.replicas, streams_, alarm_.get())),
-      peers_(make_peers(options.groups.control, alarm_.get())),
-      context_(make_context(
-          options.sharding.stage,
-          collectives_.get(),
-          replicas_.get(),
-          peers_.get(),
-          streams_,
-          pool_,
-          trace_)),
-      units_(make_units(std::move(units), context_)),
-      progress_(units_.size()),
-      schedule_(
-          ScheduleOptions::of(static_cast<int>(units_.size()), options.sharding, context_.policy),
-          std::move(order)),
-      reducer_(units_, context_, options),
-      registrar_(std::move(registrar)),
-      thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
-      side_doors_(
-          [this](const RecordedCall& recorded) { enter_by_side_door(recorded); },
-          [this](UnitId id) { return is_done(id) || schedule_.is_resident(id); }) {
-  expect_step();
-}
+    : parts_(options, device, std::move(units), std::move(order), std::move(registrar)),
+      in_use_(parts_),
+      agreement_(parts_, in_use_),
+      backward_run_(parts_, in_use_, agreement_) {}
 
 Engine::~Engine() {
   // Otherwise what is in flight never ends here, or has ended with the alarm.
-  if (!thread_check_.is_forked() && !alarm_.is_raised()) {
-    leaving_ = false; // the others free their model, too
+  if (!parts_.thread_check.is_forked() && !parts_.alarm.is_raised()) {
+    agreement_.leave_unsettled();
     try {
       reset();
     } catch (const std::exception& error) {
       TORCH_WARN("zerocore: a collective failed while the model was freed: ", error.what());
     }
   }
-  alarm_.retire();
+  parts_.alarm.retire();
 }
 
 void Engine::start(bool consistent) {
-  for (UnitId id = 0; id < num_units(); ++id) {
-    progress_[id].fired.assign(units_[id]->params().size(), 0);
-    note_trainable(id);
-    units_[id]->mark_fresh();
-    units_[id]->mark_cast();
-    units_[id]->mark_gathered();
-    if (!consistent) {
-      units_[id]->versions().mark_changed();
+  backward_run_.set_owner(weak_from_this());
+  in_use_.start(consistent, [weak = weak_from_this()](UnitId id, int param) {
+    if (const auto engine = weak.lock()) {
+      engine->backward_run_.grad_ready(id, param);
     }
-  }
+  });
 }
-
-// -- shared ---------------------------------------------------------------------------------
 
 // Before a use of units. A backward that ended with an exception never reached end_backward().
 void Engine::recover() {
@@ -141,164 +66,262 @@ void Engine::recover() {
       "torch.func transforms (grad, vmap, jacrev, ...) do not go through a sharded model: what "
       "they compute with is not what autograd sees. Use torch.autograd.grad, or transform a plain "
       "model that has loaded zerocore.full_state_dict(model).");
-  alarm_.check();
+  parts_.alarm.check();
   if (in_backward()) {
     return;
   }
-  if (backward_) {
-    thread_check_.check_no_backward();
+  if (parts_.backward) {
+    parts_.thread_check.check_no_backward();
     reset();
   }
-  settle_pass();
-  if (failed_) {
+  agreement_.settle_pass();
+  if (agreement_.failed()) {
     reset(); // as the rank that raised has done
   }
-  thread_check_.enter_forward();
+  parts_.thread_check.enter_forward();
+}
+
+void Engine::reset() {
+  agreement_.settle_pass(); // the others count on it
+  agreement_.forget_failed();
+  backward_run_.reset();
+  calls_.clear();
+  parts_.thread_check.leave_forward();
+  in_use_.settle();
+  parts_.reducer.reset();
+  for (UnitId id = 0; id < parts_.num_units(); ++id) {
+    if (parts_.streams.has_streams()) {
+      parts_.units[id]
+          ->wait_for_unshard(); // where nothing is resharded: the memory may be freed next
+    }
+  }
+  backward_run_.forget_progress();
+}
+
+// -- calls ----------------------------------------------------------------------------------
+
+void Engine::begin_pass() {
+  recover();
+  if (parts_.schedule.in_rooted_pass() || in_backward()) {
+    calls_.push_back({true}); // nested: the outer pass goes on
+    return;
+  }
+  calls_.push_back({false});
+  backward_run_.side_doors().forget(parts_.schedule.oldest_pass());
+  bool changed = false;
+  for (UnitId id = 0; id < parts_.num_units(); ++id) {
+    changed = in_use_.refresh(id) || changed;
+    in_use_.note_trainable(id);
+  }
+  if (changed) {
+    in_use_.order_gathers();
+  }
+  parts_.schedule.begin_pass(c10::GradMode::is_enabled(), parts_.actions);
+  in_use_.run(parts_.actions);
+}
+
+void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
+  leave_adopted(outputs);
+  if (pop_call().recomputing) {
+    return; // nested
+  }
+  agreement_.leave_pass();
+  for (const auto& unit : parts_.units) {
+    unit->wait_for_unshard(); // of a skipped unit: must not meet the optimizer's update
+  }
+  if (any_recorded(outputs)) {
+    backward_run_.expect(outputs);
+  }
+  backward_run_.side_doors().expect_backward();
+}
+
+// Ranks may raise in other places than this one, or not at all; see PassAgreement::fail_pass.
+void Engine::fail_pass() {
+  leave_adopted({});
+  if (!pop_call().recomputing) { // else nested
+    agreement_.fail_pass();
+    reset();
+  }
+}
+
+void Engine::enter(UnitId id) {
+  recover();
+  const bool recomputing = in_backward();
+  if (recomputing) {
+    backward_run_.begin();
+  }
+  calls_.push_back({recomputing, next_node()});
+  if (recomputing) {
+    if (agreement_.ranks_differ()) {
+      const CallHandle call = parts_.schedule.recomputed_call(id, parts_.actions);
+      in_use_.run(parts_.actions);
+      agreement_.ask_in_backward(call);
+    }
+    if (parts_.schedule.recompute(id, parts_.actions)) {
+      backward_run_.forget_fired(id);
+    }
+  } else {
+    if (!parts_.schedule.in_rooted_pass() && in_use_.refresh(id)) {
+      in_use_.order_gathers();
+    }
+    if (parts_.peers != nullptr && parts_.schedule.in_rooted_pass() &&
+        parts_.schedule.follows_order() && !parts_.schedule.is_expected(id)) {
+      parts_.schedule.finish_order(parts_.actions);
+      in_use_.run(parts_.actions);
+      agreement_.ask_for(id);
+    }
+    parts_.schedule.enter(id, c10::GradMode::is_enabled(), parts_.actions);
+  }
+  in_use_.run(parts_.actions);
+  in_use_.use(id);
+}
+
+void Engine::adopt(UnitId id) {
+  TORCH_INTERNAL_ASSERT(in_call(), "adopt outside of a call");
+  const bool held = parts_.schedule.is_entered(id) || parts_.schedule.is_held_unsharded(id);
+  if (!held || in_backward()) { // there it may be released before this call ends
+    enter(id);
+    calls_.back().adopted = id;
+  }
+}
+
+void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) {
+  leave_adopted(outputs);
+  leave(id, outputs, keep);
+  if (calls_.empty()) {
+    backward_run_.side_doors().expect_backward();
+  }
+}
+
+void Engine::leave_adopted(const std::vector<at::Tensor>& outputs) {
+  while (calls_.back().adopted >= 0) {
+    leave(calls_.back().adopted, outputs, false);
+  }
+}
+
+void Engine::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) {
+  const Call entered = pop_call();
+  const bool has_output = any_recorded(outputs);
+  RecordedCall recorded{{-1, -1, id}, 0, entered.first_node, next_node()};
+  int64_t number = -1;
+  if (!entered.recomputing) {
+    // Outputs that are nowhere to be found, see Note [Side doors]; and without grad mode in a pass
+    // that records: reentrant checkpointing, whose backward comes.
+    const bool has_nodes = recorded.last > recorded.first;
+    const bool wanted = c10::GradMode::is_enabled() ? has_nodes : in_use_.num_trainable(id) > 0;
+    in_use_.keep_writes(id);
+    parts_.units[id]->note_use();
+    recorded.call = parts_.schedule.exit(id, has_output || wanted, parts_.actions, keep);
+    in_use_.run(parts_.actions);
+    in_use_.update_registration(id);
+    recorded.version = parts_.units[id]->version();
+    if (has_nodes && recorded.call.pass >= 0) {
+      number = backward_run_.side_doors().add(recorded);
+    }
+  } else {
+    recorded.version = parts_.units[id]->version();
+    number = backward_run_.side_doors().add_recomputed(recorded);
+  }
+  if (has_output) {
+    backward_run_.expect(computed_since(recorded.first, outputs), recorded, number);
+  }
 }
 
 Engine::Call Engine::pop_call() {
   const Call call = calls_.back();
   calls_.pop_back();
   if (calls_.empty()) {
-    thread_check_.leave_forward();
+    parts_.thread_check.leave_forward();
   }
   return call;
 }
 
-void Engine::run(Actions& actions) {
-  // After an exception the rest is not done later: reset() sets right what is missing.
-  const auto forget = c10::make_scope_exit([&] { actions.clear(); });
-  for (const Action& action : actions) {
-    Unit& unit = *units_[action.unit];
-    switch (action.kind) {
-      case ActionKind::Unshard:
-        unit.unshard();
-        break;
-      case ActionKind::Reshard:
-        unit.reshard();
-        break;
-      case ActionKind::Reduce:
-        reducer_.reduce(action.unit, sync_);
-        break;
-    }
-    if (action.kind != ActionKind::Unshard) {
-      update_registration(action.unit);
-    }
+void Engine::fail_backward() {
+  if (parts_.backward && !in_backward()) { // one within another one fails with it
+    parts_.thread_check.check_no_backward();
+    reset();
   }
 }
 
-// The compute stream works with the full parameters from here on.
-void Engine::use(UnitId id) {
-  units_[id]->wait_for_unshard();
-  units_[id]->note_use();
-  update_registration(id);
-}
+// -- between steps --------------------------------------------------------------------------
 
-void Engine::update_registration(UnitId id) {
-  const bool full = schedule_.is_active(id);
-  if (progress_[id].full_shown != full) {
-    if (full) {
-      sync_requires_grad(id);
-    }
-    registrar_->show(id, full);
-    progress_[id].full_shown = full;
-  }
-}
-
-// Carries requires_grad from the parameters the user sees to those that compute.
-void Engine::sync_requires_grad(UnitId id) {
-  UnitProgress& progress = progress_[id];
-  if (backward_) {
-    return;
-  }
-  progress.num_trainable = 0;
-  auto& params = units_[id]->params();
-  for (size_t i = 0; i < params.size(); ++i) {
-    UnitParam& param = params[i];
-    const bool requires_grad = param.shard.requires_grad();
-    TORCH_CHECK_VALUE(
-        !requires_grad || !param.lacks_main,
-        "parameter '",
-        param.spec.fqn,
-        "' was frozen when the model was sharded, so mixed precision keeps no main weight of it. "
-        "Call requires_grad_(True) before zerocore.shard; it can be frozen again after.");
-    if (param.full.requires_grad() != requires_grad) {
-      param.full.set_requires_grad(requires_grad);
-    }
-    progress.num_trainable += requires_grad ? 1 : 0;
-    if (requires_grad && !std::exchange(param.hooked, true)) {
-      on_grad_accumulated(param.full, [weak = weak_from_this(), id, i] {
-        if (const auto engine = weak.lock()) {
-          engine->grad_ready(id, static_cast<int>(i));
-        }
-      });
-    }
-  }
-  schedule_.set_reducible(id, progress.num_trainable > 0);
-  if (!schedule_.in_rooted_pass()) { // there it is noted at the beginning, as ranks skip units
-    note_trainable(id);
-  }
-}
-
-// Takes note of changed shards. True if there are: gathers must be ordered behind the change.
-bool Engine::refresh(UnitId id) {
-  check_homes(id);
-  Unit& unit = *units_[id];
-  if (unit.gathered_version() == unit.version() || schedule_.is_active(id)) {
-    return false;
-  }
-  schedule_.invalidate(id, actions_);
-  run(actions_);
-  unit.mark_fresh();
-  unit.note_change();
-  unit.cast_main();
-  return true;
-}
-
-// Gathers begin behind the compute stream, on which the shards were written.
-void Engine::order_gathers() {
-  if (context_.policy.shards_optimizer()) {
-    streams_.order(StreamRole::AllGather, StreamRole::Compute);
-  }
-}
-
-// Resharded or not, each unit gets into the state that the schedule has it in when nothing runs.
-// Actions may have failed, so the two may differ.
-void Engine::settle() {
-  schedule_.abort(actions_);
-  actions_.clear();
-  for (UnitId id = 0; id < num_units(); ++id) {
-    Unit& unit = *units_[id];
-    if (context_.policy.shards_parameters()) {
-      if (!schedule_.is_resident(id) && unit.state() != UnitState::Sharded) {
-        unit.reshard();
+void Engine::hold_unsharded(const std::vector<UnitId>& units) {
+  recover();
+  parts_.pool.set_apart(true); // what is held for long must not shape the arena
+  const auto back = c10::make_scope_exit([this] { parts_.pool.set_apart(false); });
+  size_t num_held = 0;
+  try {
+    for (const UnitId id : units) {
+      if (in_use_.refresh(id)) {
+        in_use_.order_gathers();
       }
-    } else if (!unit.is_gathered()) {
-      schedule_.invalidate(id, actions_); // no action: it is gathered again when it is used
+      parts_.schedule.hold_unsharded(id, parts_.actions);
+      ++num_held;
+      in_use_.run(parts_.actions);
+      in_use_.use(id);
     }
+  } catch (...) {
+    for (size_t i = 0; i < num_held; ++i) {
+      parts_.schedule.release_unsharded(units[i], parts_.actions);
+    }
+    reset();
+    throw;
+  }
+  leave_if_outside();
+}
+
+void Engine::release_unsharded(const std::vector<UnitId>& units, bool write_back) {
+  const at::NoGradGuard no_grad;
+  for (const UnitId id : units) {
+    if (write_back) {
+      parts_.units[id]->write_back();
+    }
+    parts_.units[id]->versions().take_writes(); // kept or not, as asked
+    parts_.schedule.release_unsharded(id, parts_.actions);
+    in_use_.run(parts_.actions);
+    in_use_.update_registration(id);
   }
 }
 
-void Engine::reset() {
-  settle_pass(); // the others count on it
-  failed_.reset();
-  backward_ = false;
-  side_door_error_ = nullptr;
-  rest_by_shape_.clear();
-  side_doors_.reset();
-  calls_.clear();
-  thread_check_.leave_forward();
-  settle();
-  reducer_.reset();
-  for (UnitId id = 0; id < num_units(); ++id) {
-    if (streams_.has_streams()) {
-      units_[id]->wait_for_unshard(); // where nothing is resharded: the memory may be freed next
-    }
-    forget_fired(id);
-    progress_[id].backward = -1;
-    progress_[id].outdated.clear();
-    update_registration(id);
+void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast) {
+  recover();
+  leave_if_outside();
+  parts_.units.at(unit)->materialize(full, broadcast);
+}
+
+std::vector<at::Tensor> Engine::full_values(UnitId unit) {
+  recover();
+  leave_if_outside();
+  return parts_.units.at(unit)->full_values();
+}
+
+// After recover() for what is no call of the model: any thread may call it next.
+void Engine::leave_if_outside() {
+  if (calls_.empty()) {
+    parts_.thread_check.leave_forward();
   }
+}
+
+void Engine::mark_forked() {
+  if (parts_.collectives != nullptr || parts_.replicas != nullptr) {
+    parts_.thread_check.mark_forked();
+  }
+}
+
+Agreed Engine::agreed() const {
+  Agreed result;
+  result.num_calls = parts_.schedule.calls().size();
+  result.num_shapes = backward_run_.num_shapes();
+  const Collectives* control = parts_.peers == nullptr ? nullptr : &parts_.peers->collectives();
+  const std::array<const Collectives*, 3> groups = {
+      parts_.context.collectives, parts_.context.replicas, control};
+  for (const Collectives* each : groups) {
+    if (each != nullptr && each->guard() != nullptr) {
+      result.num_points += each->guard()->num_points();
+      result.num_compared += each->guard()->num_compared();
+    }
+  }
+  return result;
 }
 
 } // namespace zerocore

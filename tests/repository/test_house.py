@@ -1,8 +1,9 @@
-"""The rules of the house: who may include whom, no cycles, no file over 400 lines."""
+"""The rules of the house: who may include whom, no cycles, no file or class over 400 lines."""
 
 import ast
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,32 @@ def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
 def test_files_are_short():
     lengths = {path: text.count("\n") for path, text in source_files().items()}
     assert {str(path): n for path, n in lengths.items() if n > MAX_LINES} == {}
+
+
+def cpp_classes(files: Iterable[str]) -> Counter[str]:
+    """Lines of each C++ class over all files: its body and its functions outside of that."""
+    count: Counter[str] = Counter()
+    for text in files:
+        name, begin = "", 0
+        for number, line in enumerate(text.split("\n")):
+            body = re.match(r"(?:class|struct) (\w+)[^;]*{$", line)
+            is_code = re.match(r"(?!namespace|#|//|})\S.*[^;]$", line)
+            function = is_code and re.search(r"(?<![\w:])(\w+)(?:::~?\w+)+\(", line)
+            if not name and (found := body or function):
+                name, begin = found[1], number
+            elif name and line in ("}", "};"):
+                count[name] += number - begin + 1
+                name = ""
+    return count
+
+
+def test_classes_are_small():
+    """A class that needs several files has more than one duty."""
+    lengths = cpp_classes(cpp_files().values())
+    assert {name: n for name, n in lengths.items() if n > MAX_LINES} == {}
+    assert lengths["Schedule"] > 300 and lengths["Engine"] > 300
+    text = "class A {\n  int b;\n};\nA::B A::f(\n    int x) {\n  return x;\n}\nA::~A() {\n}\n"
+    assert cpp_classes([text]) == {"A": 9}
 
 
 def test_functions_are_short():

@@ -25,7 +25,7 @@ _WRAPPERS = {
 
 
 def wrapper_name(module: nn.Module) -> str | None:
-    """The name of the wrapper that ``module`` is, None if it is none."""
+    """The wrapper's name if ``module`` is one, else None."""
     names = (cls.__name__ for cls in type(module).__mro__)
     return next((name for name in names if name in _WRAPPERS), None)
 

@@ -96,7 +96,7 @@ class _ModuleRecorder:
         self._attached = False
 
     def boxes(self) -> list[Box]:
-        """The recorded events; waits for a device that is not done with them."""
+        """The recorded boxes; waits for a device that is not done with them."""
         read = self._clock.read_ns
         return [
             Box("compute", label, kind, read(begin), read(end))
@@ -109,10 +109,10 @@ class _ModuleRecorder:
         self._attached = True
         with ExitStack() as stack:
             for module in model.modules():
-                entry = unit_call_of(module)
-                if entry is None or not entry.units or entry.state is not state:
+                unit_call = unit_call_of(module)
+                if unit_call is None or not unit_call.units or unit_call.state is not state:
                     continue
-                label = state.units[entry.units[0]].name
+                label = state.units[unit_call.units[0]].name
                 for handle in self._watch(module, label):
                     stack.callback(handle.remove)
             for handle in (

@@ -1,9 +1,12 @@
-// The backward half of the engine: what the autograd hooks call.
+// Follows a backward through the model's units.
+#include "engine/backward_run.h"
+
+#include <c10/core/GradMode.h>
+
 #include <algorithm>
 #include <utility>
 
 #include "engine/autograd.h"
-#include "engine/engine.h"
 
 namespace zerocore {
 
@@ -13,69 +16,100 @@ constexpr size_t kMaxBackwardShapes = 4096; // routers may make a new one in eve
 
 } // namespace
 
-void Engine::begin_backward() {
-  thread_check_.check_hook();
+BackwardRun::BackwardRun(EngineParts& parts, UnitsInUse& in_use, PassAgreement& agreement)
+    : parts_(parts),
+      in_use_(in_use),
+      agreement_(agreement),
+      side_doors_(
+          [this](const RecordedCall& recorded) { enter_by_side_door(recorded); },
+          [this](UnitId id) { return is_done(id) || parts_.schedule.is_resident(id); }) {
+  for (const auto& unit : parts.units) {
+    progress_.push_back({0, -1, std::vector<uint8_t>(unit->params().size(), 0), {}});
+  }
+}
+
+void BackwardRun::expect(const std::vector<at::Tensor>& outputs) {
+  on_backward_of(outputs, [this, owner = owner_] {
+    if (const auto alive = owner.lock()) {
+      begin();
+    }
+  });
+}
+
+void BackwardRun::expect(
+    const std::vector<at::Tensor>& outputs,
+    const RecordedCall& recorded,
+    int64_t number) {
+  on_backward_of(outputs, [this, owner = owner_, recorded, number] {
+    if (const auto alive = owner.lock()) {
+      pre_backward(recorded, number);
+    }
+  });
+}
+
+void BackwardRun::begin() {
+  parts_.thread_check.check_hook();
   throw_side_door_error();
-  if (std::exchange(backward_, true)) {
+  if (std::exchange(parts_.backward, true)) {
     return;
   }
-  settle_pass();
+  agreement_.settle_pass();
   TORCH_CHECK(
-      !failed_,
+      !agreement_.failed(),
       "the forward raised on rank ",
-      failed_.value_or(-1),
+      agreement_.failed().value_or(-1),
       " of the model's ranks, so there is nothing to average this backward with. All ranks must "
       "skip it: let them agree on that before the backward.");
-  schedule_.begin_backward();
+  parts_.schedule.begin_backward();
   side_doors_.begin_backward();
   mute_units();
-  on_backward_end([weak = weak_from_this(), running = thread_check_.begin_backward()] {
-    if (const auto engine = weak.lock()) {
-      engine->end_backward();
+  on_backward_end([this, owner = owner_, running = parts_.thread_check.begin_backward()] {
+    if (const auto alive = owner.lock()) {
+      end();
     }
   });
 }
 
 // A backward for other gradients than the unit's (of inputs, or of chosen parameters) must not be
 // taken for one in which its gradients are zero.
-void Engine::mute_units() {
+void BackwardRun::mute_units() {
   const bool selective = backward_is_selective();
   if (!selective && !muted_) {
     return;
   }
   muted_ = selective;
-  for (UnitId id = 0; id < num_units(); ++id) {
-    const auto& params = units_[id]->params();
+  for (UnitId id = 0; id < parts_.num_units(); ++id) {
+    const auto& params = parts_.units[id]->params();
     const bool wanted = std::any_of(params.begin(), params.end(), [](const UnitParam& param) {
       return param.full.requires_grad() && accumulates_into(param.full);
     });
-    schedule_.set_muted(id, !wanted);
+    parts_.schedule.set_muted(id, !wanted);
   }
 }
 
-void Engine::pre_backward(const RecordedCall& recorded, int64_t number) {
+void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
   const UnitId id = recorded.call.unit;
   side_doors_.announce(number);
   check_versions(recorded);
   TORCH_CHECK(
-      !c10::GradMode::is_enabled() || !context_.policy.shards_parameters() ||
-          schedule_.is_held_unsharded(id),
+      !c10::GradMode::is_enabled() || !parts_.context.policy.shards_parameters() ||
+          parts_.schedule.is_held_unsharded(id),
       "backward with create_graph=True through unit '",
-      units_[id]->name(),
+      parts_.units[id]->name(),
       "': a second backward would need parameters that stage 3 has given back by then. Use stage 2 "
       "or lower, or run forward and both backwards inside `with zerocore.unsharded(model):`.");
-  begin_backward();
+  begin();
   progress_[id].backward = current_backward();
-  ask_in_backward(recorded.call);
-  if (schedule_.pre_backward(recorded.call, actions_)) {
+  agreement_.ask_in_backward(recorded.call);
+  if (parts_.schedule.pre_backward(recorded.call, parts_.actions)) {
     forget_fired(id);
   }
-  run(actions_);
-  use(id);
+  in_use_.run(parts_.actions);
+  in_use_.use(id);
 }
 
 // Observers of nodes must not throw; the hook that comes next does, or the end of the backward.
-void Engine::enter_by_side_door(const RecordedCall& recorded) noexcept {
+void BackwardRun::enter_by_side_door(const RecordedCall& recorded) noexcept {
   try {
     pre_backward(recorded, -1);
   } catch (...) {
@@ -83,7 +117,7 @@ void Engine::enter_by_side_door(const RecordedCall& recorded) noexcept {
   }
 }
 
-void Engine::throw_side_door_error() {
+void BackwardRun::throw_side_door_error() {
   if (side_door_error_ != nullptr) {
     std::rethrow_exception(std::exchange(side_door_error_, nullptr));
   }
@@ -92,8 +126,8 @@ void Engine::throw_side_door_error() {
 // Parameters that changed after the forward must not take part in its backward. What was trained
 // and has a gradient to come is refused when that comes: a unit may hold parameters of several
 // modules, of which one was stepped and another is not yet.
-void Engine::check_versions(const RecordedCall& recorded) {
-  Unit& unit = *units_[recorded.call.unit];
+void BackwardRun::check_versions(const RecordedCall& recorded) {
+  Unit& unit = *parts_.units[recorded.call.unit];
   if (unit.version() == recorded.version) {
     return;
   }
@@ -115,15 +149,15 @@ void Engine::check_versions(const RecordedCall& recorded) {
   }
 }
 
-void Engine::grad_ready(UnitId id, int param) {
-  begin_backward();
+void BackwardRun::grad_ready(UnitId id, int param) {
+  begin();
   UnitProgress& progress = progress_[id];
   TORCH_CHECK(
       progress.outdated.empty() || !progress.outdated[param],
       "backward through parameter '",
-      units_[id]->params()[param].spec.fqn,
+      parts_.units[id]->params()[param].spec.fqn,
       "' of unit '",
-      units_[id]->name(),
+      parts_.units[id]->name(),
       "': it was changed after the forward (by an optimizer step or a load). Run backward before "
       "the step, or run the forward again.");
   // In a backward within the one that goes through the unit (reentrant checkpoints inside of it)
@@ -135,53 +169,41 @@ void Engine::grad_ready(UnitId id, int param) {
     ++progress.num_fired;
   }
   // The gradient of the unit's input may still need frozen parameters: released when left, too.
-  const bool needed = context_.policy.shards_parameters() &&
-      progress.num_trainable < static_cast<int>(progress.fired.size());
-  if (progress.num_fired == progress.num_trainable && !needed) {
-    schedule_.ready(id, actions_);
-    run(actions_);
+  const bool needed = parts_.context.policy.shards_parameters() &&
+      in_use_.num_trainable(id) < static_cast<int>(progress.fired.size());
+  if (progress.num_fired == in_use_.num_trainable(id) && !needed) {
+    parts_.schedule.ready(id, parts_.actions);
+    in_use_.run(parts_.actions);
   }
 }
 
 // Whether the rest of the unit's backward needs no parameters any more.
-bool Engine::is_done(UnitId id) const {
+bool BackwardRun::is_done(UnitId id) const {
   const UnitProgress& progress = progress_[id];
-  return progress.num_trainable > 0 && progress.num_fired == progress.num_trainable &&
+  return in_use_.num_trainable(id) > 0 && progress.num_fired == in_use_.num_trainable(id) &&
       progress.backward == current_backward();
 }
 
-void Engine::forget_fired(UnitId id) {
+void BackwardRun::forget_fired(UnitId id) {
   std::fill(progress_[id].fired.begin(), progress_[id].fired.end(), 0);
   progress_[id].num_fired = 0;
 }
 
-void Engine::end_backward() {
+void BackwardRun::end() {
   throw_side_door_error();
-  schedule_.finish_steps(actions_);
-  run(actions_);
-  serve_others();
-  schedule_.end_backward(actions_);
-  run(actions_);
+  parts_.schedule.finish_steps(parts_.actions);
+  in_use_.run(parts_.actions);
+  agreement_.serve_others();
+  parts_.schedule.end_backward(parts_.actions);
+  in_use_.run(parts_.actions);
   reduce_rest();
-  for (UnitId id = 0; id < num_units(); ++id) {
-    forget_fired(id);
-    progress_[id].backward = -1;
-    progress_[id].outdated.clear();
-    update_registration(id);
-  }
-  const std::vector<bool> reduced = reducer_.reduced();
-  reducer_.finish();
+  forget_progress();
+  const std::vector<bool> reduced = parts_.reducer.reduced();
+  parts_.reducer.finish();
   side_doors_.end_backward();
-  backward_ = false;
-  ranks_differ_ = false;
+  parts_.backward = false;
+  agreement_.end_backward();
   run_user_hooks(reduced);
-}
-
-void Engine::fail_backward() {
-  if (backward_ && !in_backward()) { // one within another one fails with it
-    thread_check_.check_no_backward();
-    reset();
-  }
 }
 
 // Gradients that came when the calls said that there are no more: one checkpoint around several
@@ -189,37 +211,38 @@ void Engine::fail_backward() {
 // ranks reduce must not depend on the gradients of one, so they ask each other after the first
 // backward of each sequence of calls, which is the same on all ranks, and from then on if there
 // were such gradients.
-void Engine::reduce_rest() {
+void BackwardRun::reduce_rest() {
   std::vector<bool> rest;
-  for (UnitId id = 0; id < num_units(); ++id) {
-    rest.push_back(reducer_.has_grads(id));
+  for (UnitId id = 0; id < parts_.num_units(); ++id) {
+    rest.push_back(parts_.reducer.has_grads(id));
   }
   bool has_rest = std::find(rest.begin(), rest.end(), true) != rest.end();
-  if (context_.collectives != nullptr) {
+  if (parts_.context.collectives != nullptr) {
     if (rest_by_shape_.size() >= kMaxBackwardShapes) {
       rest_by_shape_.clear(); // on all ranks at once
     }
-    const auto [known, is_new] = rest_by_shape_.try_emplace(schedule_.backward_shape(), false);
-    if (is_new || known->second || ranks_differ_) {
-      rest = context_.any_rank(rest);
+    const auto [known, is_new] =
+        rest_by_shape_.try_emplace(parts_.schedule.backward_shape(), false);
+    if (is_new || known->second || agreement_.ranks_differ()) {
+      rest = parts_.context.any_rank(rest);
       known->second = known->second || std::find(rest.begin(), rest.end(), true) != rest.end();
       has_rest = known->second;
     }
-    check_rest(rest, has_rest && !known->second && !ranks_differ_);
+    check_rest(rest, has_rest && !known->second && !agreement_.ranks_differ());
   }
-  for (UnitId id = 0; has_rest && id < num_units(); ++id) {
+  for (UnitId id = 0; has_rest && id < parts_.num_units(); ++id) {
     if (rest[id]) {
-      reducer_.reduce(id, sync_);
+      parts_.reducer.reduce(id, parts_.sync);
     }
   }
 }
 
-void Engine::check_rest(const std::vector<bool>& rest, bool is_unexpected) const {
+void BackwardRun::check_rest(const std::vector<bool>& rest, bool is_unexpected) const {
   const auto unit = std::find(rest.begin(), rest.end(), true) - rest.begin();
   TORCH_CHECK(
       !is_unexpected,
       "unit '",
-      is_unexpected ? units_[unit]->name() : "",
+      is_unexpected ? parts_.units[unit]->name() : "",
       "': a gradient came after those of the unit had been reduced, which was not so when the same "
       "modules were called before. If checkpoints around several units were switched on, run the "
       "step again on all ranks; if full parameters were used outside of calls of the model, do "
@@ -229,14 +252,30 @@ void Engine::check_rest(const std::vector<bool>& rest, bool is_unexpected) const
 
 // Users register hooks on the shards, which is where optimizers look; gradients come to be there
 // without autograd.
-void Engine::run_user_hooks(const std::vector<bool>& reduced) {
-  for (UnitId id = 0; id < num_units(); ++id) {
-    for (const UnitParam& param : units_[id]->params()) {
+void BackwardRun::run_user_hooks(const std::vector<bool>& reduced) {
+  for (UnitId id = 0; id < parts_.num_units(); ++id) {
+    for (const UnitParam& param : parts_.units[id]->params()) {
       if (reduced[id] && gradient_of(param.shard).defined()) {
         run_accumulated_hooks(param.shard);
       }
     }
   }
+}
+
+void BackwardRun::forget_progress() {
+  for (UnitId id = 0; id < parts_.num_units(); ++id) {
+    forget_fired(id);
+    progress_[id].backward = -1;
+    progress_[id].outdated.clear();
+    in_use_.update_registration(id);
+  }
+}
+
+void BackwardRun::reset() {
+  parts_.backward = false;
+  side_door_error_ = nullptr;
+  rest_by_shape_.clear();
+  side_doors_.reset();
 }
 
 } // namespace zerocore

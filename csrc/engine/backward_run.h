@@ -1,0 +1,78 @@
+// Follows a backward through the model's units: what the hooks on autograd's graph call.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "engine/pass_agreement.h"
+#include "engine/side_doors.h"
+#include "engine/units_in_use.h"
+
+namespace zerocore {
+
+class BackwardRun {
+ public:
+  // All outlive it.
+  BackwardRun(EngineParts& parts, UnitsInUse& in_use, PassAgreement& agreement);
+
+  // Hooks do nothing when the owner is gone.
+  void set_owner(std::weak_ptr<void> owner) {
+    owner_ = std::move(owner);
+  }
+  // A backward that reaches the outputs begins; and it goes through the call that gave them.
+  void expect(const std::vector<at::Tensor>& outputs);
+  void expect(const std::vector<at::Tensor>& outputs, const RecordedCall& recorded, int64_t number);
+  SideDoors& side_doors() {
+    return side_doors_;
+  }
+
+  // A use of the model that only a backward makes; the first one begins it.
+  void begin();
+  void grad_ready(UnitId unit, int param);
+  // The unit's gradients that have come are none of what comes next.
+  void forget_fired(UnitId unit);
+  // Forgets what has come, in all units.
+  void forget_progress();
+  // Drops the backward under way.
+  void reset();
+  size_t num_shapes() const {
+    return rest_by_shape_.size();
+  }
+
+ private:
+  struct UnitProgress {
+    int num_fired = 0;
+    int64_t backward = -1; // the one that goes through the unit
+    std::vector<uint8_t> fired; // by parameter
+    std::vector<uint8_t> outdated; // changed since the forward; empty if none is
+  };
+
+  void end();
+  void pre_backward(const RecordedCall& recorded, int64_t number);
+  void enter_by_side_door(const RecordedCall& recorded) noexcept;
+  void throw_side_door_error();
+  void check_versions(const RecordedCall& recorded);
+  void mute_units();
+  bool is_done(UnitId unit) const;
+  void reduce_rest();
+  void check_rest(const std::vector<bool>& rest, bool is_unexpected) const;
+  void run_user_hooks(const std::vector<bool>& reduced);
+
+  EngineParts& parts_;
+  UnitsInUse& in_use_;
+  PassAgreement& agreement_;
+  std::weak_ptr<void> owner_;
+  SideDoors side_doors_;
+  std::exception_ptr side_door_error_; // thrown at the next chance
+  std::vector<UnitProgress> progress_; // by unit
+  std::unordered_map<uint64_t, bool> rest_by_shape_; // see reduce_rest()
+  bool muted_ = false; // some unit is
+};
+
+} // namespace zerocore

@@ -1,0 +1,119 @@
+// Wires the parts of an engine.
+#include "engine/engine_parts.h"
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <utility>
+
+#include "plan/memory_plan.h"
+
+namespace zerocore {
+
+namespace {
+
+std::unique_ptr<Collectives> make_collectives(
+    const std::optional<std::string>& name,
+    const Streams& streams,
+    Alarm* alarm) {
+  if (!name) {
+    return nullptr;
+  }
+  return std::make_unique<Collectives>(c10d::resolve_process_group(*name), streams, alarm);
+}
+
+std::unique_ptr<Peers> make_peers(const std::optional<std::string>& name, Alarm* alarm) {
+  return name ? std::make_unique<Peers>(c10d::resolve_process_group(*name), alarm) : nullptr;
+}
+
+UnitContext make_context(
+    int64_t stage,
+    Collectives* collectives,
+    Collectives* replicas,
+    Peers* peers,
+    Streams& streams,
+    BucketPool& pool,
+    Trace& trace) {
+  if (collectives == nullptr) {
+    std::swap(collectives, replicas); // nothing to shard: replicas of everything
+    stage = 0;
+  }
+  UnitContext context;
+  const int64_t world_size = collectives == nullptr ? 1 : collectives->size();
+  context.policy = StagePolicy::from_stage(stage, world_size);
+  context.collectives = collectives;
+  context.replicas = replicas;
+  context.peers = peers;
+  context.streams = &streams;
+  context.pool = &pool;
+  context.trace = &trace;
+  context.num_shards = context.policy.shards_optimizer() ? world_size : 1;
+  context.shard = context.policy.shards_optimizer() ? collectives->rank() : 0;
+  return context;
+}
+
+std::vector<std::unique_ptr<Unit>> make_units(
+    std::vector<UnitSpec> specs,
+    const UnitContext& context) {
+  std::vector<std::unique_ptr<Unit>> units;
+  for (UnitSpec& spec : specs) {
+    const auto id = static_cast<UnitId>(units.size());
+    units.push_back(
+        std::make_unique<Unit>(id, std::move(spec.name), std::move(spec.params), context));
+  }
+  return units;
+}
+
+} // namespace
+
+EngineParts::EngineParts(
+    const EngineOptions& engine_options,
+    c10::Device device,
+    std::vector<UnitSpec> specs,
+    std::vector<CallEvent> order,
+    std::unique_ptr<Registrar> registrar_)
+    : options(engine_options),
+      streams(device, engine_options.log_hand_overs ? &hand_overs : nullptr),
+      pool(streams),
+      trace(streams),
+      alarm(engine_options, device, specs),
+      collectives(make_collectives(engine_options.groups.shard, streams, alarm.get())),
+      replicas(make_collectives(engine_options.groups.replicas, streams, alarm.get())),
+      peers(make_peers(engine_options.groups.control, alarm.get())),
+      context(make_context(
+          engine_options.sharding.stage,
+          collectives.get(),
+          replicas.get(),
+          peers.get(),
+          streams,
+          pool,
+          trace)),
+      units(make_units(std::move(specs), context)),
+      schedule(
+          ScheduleOptions::of(
+              static_cast<int>(units.size()),
+              engine_options.sharding,
+              context.policy),
+          std::move(order)),
+      reducer(units, context, engine_options),
+      registrar(std::move(registrar_)),
+      thread_check(/*backward_threads=*/device.type() != c10::DeviceType::CPU) {
+  expect_step();
+}
+
+// Places in the pool for what the first step is going to take from it.
+void EngineParts::expect_step() {
+  std::vector<UnitPlan> plans;
+  for (const auto& unit : units) {
+    plans.push_back({specs_of(unit->params()), {}});
+  }
+  PlanOptions expected;
+  expected.sharding = options.sharding;
+  expected.world_size = collectives == nullptr ? 1 : collectives->size();
+  expected.num_replicas = replicas == nullptr ? 1 : replicas->size();
+  if (collectives != nullptr) {
+    expected.methods = collectives->methods();
+  }
+  pool.expect(plan_pool(plans, schedule.order(), expected));
+}
+
+} // namespace zerocore

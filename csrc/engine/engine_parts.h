@@ -1,0 +1,60 @@
+// The parts that an engine is wired from, made in order and freed in reverse.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "engine/alarm_setup.h"
+#include "engine/engine_options.h"
+#include "engine/reducer.h"
+#include "engine/thread_check.h"
+#include "engine/unit.h"
+#include "plan/schedule.h"
+
+namespace zerocore {
+
+// Writes a unit's parameters into the modules that own them. Called from any thread.
+class Registrar {
+ public:
+  virtual ~Registrar() = default;
+  virtual void show(UnitId unit, bool full) = 0;
+};
+
+struct EngineParts {
+  // `order` is the expected order of calls.
+  EngineParts(
+      const EngineOptions& engine_options,
+      c10::Device device,
+      std::vector<UnitSpec> specs,
+      std::vector<CallEvent> order,
+      std::unique_ptr<Registrar> registrar_);
+  EngineParts(const EngineParts&) = delete; // they point to each other
+  EngineParts& operator=(const EngineParts&) = delete;
+
+  UnitId num_units() const {
+    return static_cast<UnitId>(units.size());
+  }
+
+  EngineOptions options;
+  HandOverLog hand_overs;
+  Streams streams;
+  BucketPool pool;
+  Trace trace;
+  ModelAlarm alarm;
+  std::unique_ptr<Collectives> collectives, replicas;
+  std::unique_ptr<Peers> peers;
+  UnitContext context;
+  std::vector<std::unique_ptr<Unit>> units;
+  Schedule schedule;
+  Reducer reducer;
+  std::unique_ptr<Registrar> registrar;
+  ThreadCheck thread_check;
+  Actions actions; // reused
+  bool sync = true; // reductions communicate
+  bool backward = false; // one that goes through the model is under way
+
+ private:
+  void expect_step();
+};
+
+} // namespace zerocore

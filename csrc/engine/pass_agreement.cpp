@@ -1,0 +1,113 @@
+// Tells the other ranks of this one's calls, and serves them.
+#include "engine/pass_agreement.h"
+
+#include <c10/core/GradMode.h>
+
+#include <exception>
+#include <utility>
+#include <vector>
+
+namespace zerocore {
+
+bool PassAgreement::is_alone() const {
+  return parts_.peers == nullptr || !parts_.schedule.follows_order();
+}
+
+void PassAgreement::ask_for(UnitId id) {
+  for (;;) {
+    parts_.peers->say({id, /*changed=*/true, /*skipped=*/true, std::nullopt});
+    const std::optional<UnitId> next = parts_.peers->wait().wanted;
+    TORCH_INTERNAL_ASSERT(next, "ranks that need a unit get none");
+    if (*next == id) {
+      return;
+    }
+    if (parts_.schedule.in_rooted_pass()) {
+      parts_.schedule.serve(*next, parts_.actions);
+    } else {
+      parts_.schedule.serve_one(*next, parts_.actions);
+    }
+    in_use_.run(parts_.actions);
+  }
+}
+
+// A unit that was released too early (see Note [Side doors]) is gathered once more, which ranks
+// that did not make the call do not know.
+void PassAgreement::ask_in_backward(const CallHandle& call) {
+  if (ranks_differ_ && parts_.schedule.is_out_of_turn(call)) {
+    parts_.schedule.finish_steps(parts_.actions);
+    in_use_.run(parts_.actions);
+    if (!parts_.schedule.is_resident(call.unit)) {
+      ask_for(call.unit);
+      parts_.schedule.take_one(call.unit, parts_.actions);
+      in_use_.run(parts_.actions);
+    }
+  }
+}
+
+void PassAgreement::serve_others() {
+  if (!ranks_differ_) {
+    return;
+  }
+  for (;;) {
+    parts_.peers->say({});
+    const std::optional<UnitId> next = parts_.peers->wait().wanted;
+    if (!next) {
+      return;
+    }
+    parts_.schedule.serve_one(*next, parts_.actions);
+    in_use_.run(parts_.actions);
+  }
+}
+
+void PassAgreement::leave_pass() {
+  if (is_alone()) {
+    parts_.schedule.end_pass(parts_.actions);
+    in_use_.run(parts_.actions);
+    return;
+  }
+  parts_.schedule.close_pass(parts_.actions);
+  in_use_.run(parts_.actions);
+  parts_.peers->say({std::nullopt, parts_.schedule.changed(), parts_.schedule.skipped(), failed_});
+  leaving_ = true;
+  if (parts_.schedule.changed() || parts_.schedule.skipped() || !c10::GradMode::is_enabled()) {
+    settle_pass();
+  }
+}
+
+void PassAgreement::fail_pass() {
+  if (!is_alone()) {
+    failed_ = parts_.peers->rank();
+    try {
+      leave_pass();
+      settle_pass();
+    } catch (const std::exception&) {
+      // The user must see the error of the call itself; the next use raises the alarm.
+    }
+  }
+}
+
+void PassAgreement::settle_pass() {
+  if (!std::exchange(leaving_, false)) {
+    return;
+  }
+  Peers::Answer answer = parts_.peers->wait();
+  while (answer.wanted) {
+    parts_.schedule.serve(*answer.wanted, parts_.actions);
+    in_use_.run(parts_.actions);
+    parts_.peers->say({std::nullopt, true, true, failed_});
+    answer = parts_.peers->wait();
+  }
+  failed_ = answer.failed;
+  if (failed_) {
+    parts_.schedule.drop_pass();
+    return;
+  }
+  std::vector<PassCalls> calls;
+  if (answer.changed) {
+    calls = parts_.peers->gather(parts_.schedule.calls());
+  }
+  ranks_differ_ = ranks_differ_ || answer.skipped;
+  parts_.schedule.settle_pass(calls, parts_.peers->rank());
+}
+
+} // namespace zerocore

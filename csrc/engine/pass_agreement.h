@@ -1,0 +1,60 @@
+// Lets ranks that take different ways through a model issue one sequence of collectives.
+//
+// See Note [One order on every rank] in plan/schedule.h, and engine/peers.h for the messages.
+#pragma once
+
+#include <optional>
+
+#include "engine/units_in_use.h"
+
+namespace zerocore {
+
+class PassAgreement {
+ public:
+  // Both outlive it.
+  PassAgreement(EngineParts& parts, UnitsInUse& in_use) : parts_(parts), in_use_(in_use) {}
+
+  // Whether no other rank asks what this one does in the pass.
+  bool is_alone() const;
+  // Serves the others until all of them gather the unit.
+  void ask_for(UnitId unit);
+  // As ask_for, if the call's unit has to be gathered once more, out of turn.
+  void ask_in_backward(const CallHandle& call);
+  // At the end of a backward in which other ranks may have asked.
+  void serve_others();
+  // The others hear of it while this rank goes on to its loss, unless there is much to say.
+  void leave_pass();
+  // This rank's call has raised. The pass's collectives are issued to the end, and the others hear
+  // of it, so that all ranks drop the pass.
+  void fail_pass();
+  // Before the next collective of this rank: the others may need units that it did not call.
+  void settle_pass();
+  // Does without the others' answer to the pass that was left: they free their model, too.
+  void leave_unsettled() {
+    leaving_ = false;
+  }
+
+  // The ranks took different ways in passes since the last backward.
+  bool ranks_differ() const {
+    return ranks_differ_;
+  }
+  void end_backward() {
+    ranks_differ_ = false;
+  }
+  // A rank whose forward has raised in this pass.
+  std::optional<int> failed() const {
+    return failed_;
+  }
+  void forget_failed() {
+    failed_.reset();
+  }
+
+ private:
+  EngineParts& parts_;
+  UnitsInUse& in_use_;
+  bool leaving_ = false; // a pass that other ranks may still be in
+  bool ranks_differ_ = false;
+  std::optional<int> failed_;
+};
+
+} // namespace zerocore

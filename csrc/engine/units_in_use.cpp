@@ -1,0 +1,213 @@
+// Units as the calls, the backward and the optimizer use them.
+#include "engine/units_in_use.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/util/ScopeExit.h>
+
+#include <utility>
+
+#include "common/math.h"
+#include "engine/autograd.h"
+
+namespace zerocore {
+
+void UnitsInUse::start(bool consistent, OnGradient on_gradient) {
+  on_gradient_ = std::move(on_gradient);
+  for (UnitId id = 0; id < parts_.num_units(); ++id) {
+    note_trainable(id);
+    parts_.units[id]->mark_fresh();
+    parts_.units[id]->mark_cast();
+    parts_.units[id]->mark_gathered();
+    if (!consistent) {
+      parts_.units[id]->versions().mark_changed();
+    }
+  }
+}
+
+void UnitsInUse::run(Actions& actions) {
+  // After an exception the rest is not done later: reset() sets right what is missing.
+  const auto forget = c10::make_scope_exit([&] { actions.clear(); });
+  for (const Action& action : actions) {
+    Unit& unit = *parts_.units[action.unit];
+    switch (action.kind) {
+      case ActionKind::Unshard:
+        unit.unshard();
+        break;
+      case ActionKind::Reshard:
+        unit.reshard();
+        break;
+      case ActionKind::Reduce:
+        parts_.reducer.reduce(action.unit, parts_.sync);
+        break;
+    }
+    if (action.kind != ActionKind::Unshard) {
+      update_registration(action.unit);
+    }
+  }
+}
+
+void UnitsInUse::use(UnitId id) {
+  parts_.units[id]->wait_for_unshard();
+  parts_.units[id]->note_use();
+  update_registration(id);
+}
+
+void UnitsInUse::update_registration(UnitId id) {
+  const bool full = parts_.schedule.is_active(id);
+  if (uses_[id].full_shown != full) {
+    if (full) {
+      sync_requires_grad(id);
+    }
+    parts_.registrar->show(id, full);
+    uses_[id].full_shown = full;
+  }
+}
+
+// Carries requires_grad from the parameters the user sees to those that compute.
+void UnitsInUse::sync_requires_grad(UnitId id) {
+  Use& use = uses_[id];
+  if (parts_.backward) {
+    return;
+  }
+  use.num_trainable = 0;
+  auto& params = parts_.units[id]->params();
+  for (size_t i = 0; i < params.size(); ++i) {
+    UnitParam& param = params[i];
+    const bool requires_grad = param.shard.requires_grad();
+    TORCH_CHECK_VALUE(
+        !requires_grad || !param.lacks_main,
+        "parameter '",
+        param.spec.fqn,
+        "' was frozen when the model was sharded, so mixed precision keeps no main weight of it. "
+        "Call requires_grad_(True) before zerocore.shard; it can be frozen again after.");
+    if (param.full.requires_grad() != requires_grad) {
+      param.full.set_requires_grad(requires_grad);
+    }
+    use.num_trainable += requires_grad ? 1 : 0;
+    if (requires_grad && !std::exchange(param.hooked, true)) {
+      on_grad_accumulated(param.full, [on_gradient = on_gradient_, id, i] {
+        on_gradient(id, static_cast<int>(i));
+      });
+    }
+  }
+  parts_.schedule.set_reducible(id, use.num_trainable > 0);
+  if (!parts_.schedule
+           .in_rooted_pass()) { // there it is noted at the beginning, as ranks skip units
+    note_trainable(id);
+  }
+}
+
+bool UnitsInUse::refresh(UnitId id) {
+  check_homes(id);
+  Unit& unit = *parts_.units[id];
+  if (unit.gathered_version() == unit.version() || parts_.schedule.is_active(id)) {
+    return false;
+  }
+  parts_.schedule.invalidate(id, parts_.actions);
+  run(parts_.actions);
+  unit.mark_fresh();
+  unit.note_change();
+  unit.cast_main();
+  return true;
+}
+
+// Gathers begin behind the compute stream, on which the shards were written.
+void UnitsInUse::order_gathers() {
+  if (parts_.context.policy.shards_optimizer()) {
+    parts_.streams.order(StreamRole::AllGather, StreamRole::Compute);
+  }
+}
+
+// Resharded or not, each unit gets into the state that the schedule has it in when nothing runs.
+// Actions may have failed, so the two may differ.
+void UnitsInUse::settle() {
+  parts_.schedule.abort(parts_.actions);
+  parts_.actions.clear();
+  for (UnitId id = 0; id < parts_.num_units(); ++id) {
+    Unit& unit = *parts_.units[id];
+    if (parts_.context.policy.shards_parameters()) {
+      if (!parts_.schedule.is_resident(id) && unit.state() != UnitState::Sharded) {
+        unit.reshard();
+      }
+    } else if (!unit.is_gathered()) {
+      parts_.schedule.invalidate(
+          id, parts_.actions); // no action: it is gathered again when it is used
+    }
+  }
+}
+
+// A forward that changed its parameters in place (`with torch.no_grad(): self.weight.clamp_()`)
+// changed what is gathered; this rank's part of it is kept where that is not the shard itself.
+void UnitsInUse::keep_writes(UnitId id) {
+  Unit& unit = *parts_.units[id];
+  if (unit.versions().take_writes() &&
+      (parts_.context.policy.shards_parameters() || unit.main_nbytes() > 0)) {
+    const at::NoGradGuard no_grad;
+    unit.write_back();
+  }
+}
+
+void UnitsInUse::check_homes(UnitId id) const {
+  const UnitParam* moved = find_moved(std::as_const(*parts_.units.at(id)).params());
+  TORCH_CHECK_VALUE(
+      moved == nullptr,
+      "parameter '",
+      moved == nullptr ? "" : moved->spec.fqn,
+      "': its shard was moved out of the memory that zerocore gathers from (by a move of the "
+      "model, or `param.data = other`), so training would have no effect. Change values in place "
+      "(`param.data.copy_(other)`), and move the model before zerocore.shard.");
+}
+
+void UnitsInUse::begin_update(const std::vector<UnitId>& units, bool casts) {
+  const at::NoGradGuard no_grad;
+  for (const UnitId id : units) {
+    check_homes(id);
+    if (casts) { // what the update leaves alone must be right already
+      parts_.units[id]->cast_main();
+    }
+  }
+}
+
+void UnitsInUse::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
+  for (const UpdatedUnit& updated : units) {
+    Unit& unit = *parts_.units.at(updated.unit);
+    if (updated.params) {
+      unit.versions().mark_updated(*updated.params);
+    } else {
+      unit.versions().mark_updated();
+    }
+    if (casts) {
+      unit.mark_cast();
+    }
+  }
+}
+
+void UnitsInUse::note_trainable(UnitId id) {
+  Use& use = uses_[id];
+  const auto& params = parts_.units[id]->params();
+  uint64_t hash = static_cast<uint64_t>(id) + 1;
+  for (const UnitParam& param : params) {
+    hash = mix(hash, param.shard.requires_grad() ? 2 : 1);
+  }
+  if (hash == use.trainable) {
+    return;
+  }
+  trainable_ += hash - use.trainable;
+  use.trainable = hash;
+  for (Collectives* each : {parts_.context.collectives, parts_.context.replicas}) {
+    if (each != nullptr) {
+      each->set_facts(trainable_);
+    }
+  }
+  std::vector<bool> flags;
+  for (const UnitParam& param : params) {
+    flags.push_back(param.shard.requires_grad());
+  }
+  size_t first = 0;
+  for (UnitId before = 0; before < id; ++before) {
+    first += parts_.units[before]->params().size();
+  }
+  parts_.alarm.set_trainable(first, flags);
+}
+
+} // namespace zerocore

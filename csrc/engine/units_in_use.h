@@ -1,0 +1,70 @@
+// Units as the calls, the backward and the optimizer use them: carries out the schedule's actions,
+// shows parameters in modules, and takes note of what the user changes.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "engine/engine_parts.h"
+
+namespace zerocore {
+
+// A unit that an optimizer updates, and which parameters in it; none for all that are trained.
+struct UpdatedUnit {
+  UnitId unit = -1;
+  std::optional<std::vector<int>> params;
+};
+
+class UnitsInUse {
+ public:
+  // Is called when a parameter of a unit has got its gradient.
+  using OnGradient = std::function<void(UnitId, int)>;
+
+  explicit UnitsInUse(EngineParts& parts) : parts_(parts), uses_(parts.units.size()) {}
+
+  // All parameters are materialized and bound. `consistent`: all ranks hold the same values.
+  void start(bool consistent, OnGradient on_gradient);
+  // Carries out the actions and empties the list.
+  void run(Actions& actions);
+  // The compute stream works with the unit's full parameters from here on.
+  void use(UnitId unit);
+  // Shows in the modules what the schedule says: the unit's full parameters or its shards.
+  void update_registration(UnitId unit);
+  // Takes note of changed shards. True if there are: call order_gathers() before the next gather.
+  bool refresh(UnitId unit);
+  void order_gathers();
+  // Takes note of which parameters of the unit require grad; ranks compare it.
+  void note_trainable(UnitId unit);
+  // As of the unit's last use.
+  int num_trainable(UnitId unit) const {
+    return uses_[unit].num_trainable;
+  }
+  // A call of the unit ends that may have changed its parameters in place.
+  void keep_writes(UnitId unit);
+  // Throws if a shard has left its place in memory.
+  void check_homes(UnitId unit) const;
+  // Nothing runs any more, whatever was under way.
+  void settle();
+
+  // See Engine.
+  void begin_update(const std::vector<UnitId>& units, bool casts);
+  void end_update(const std::vector<UpdatedUnit>& units, bool casts);
+
+ private:
+  struct Use {
+    bool full_shown = false;
+    int num_trainable = 0;
+    uint64_t trainable = 0; // a hash of which parameters require grad
+  };
+
+  void sync_requires_grad(UnitId unit);
+
+  EngineParts& parts_;
+  OnGradient on_gradient_;
+  std::vector<Use> uses_; // by unit
+  uint64_t trainable_ = 0; // sum of the units' hashes
+};
+
+} // namespace zerocore
