@@ -116,7 +116,6 @@ def test_importing_acts_in_one_place() -> None:
         "zerocore": ["hook_into_torch()"],
         "zerocore.cli.app": ["app.add_typer(checkpoint_commands, name='checkpoint')"],
         "zerocore.extension": ["import_extension(Path(__file__).parent)"],
-        "zerocore.tensor.parameter": ["define_grad(ShardedParameter)"],  # a class of its own
         "zerocore.__main__": ["main()"],
     }
 
