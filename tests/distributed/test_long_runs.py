@@ -95,21 +95,28 @@ def test_random_routing_does_not_grow(stage: int, world_size: int) -> None:
         check_growth(before, after, world_size)
 
 
-def steady(stage: int, way: list[int], num_steps: int) -> list[int]:
+def steady(stage: int, leaves_out: bool, num_steps: int) -> list[int]:
     """How many collectives were compared after each step."""
     model, optimizer = sharded(stage)
+    rng = random.Random(dist.get_rank())
     compared = []
     for _ in range(num_steps):
-        step(model, optimizer, way)
+        some = sorted(rng.sample(range(NUM_EXPERTS), rng.randint(0, NUM_EXPERTS)))
+        step(model, optimizer, some if leaves_out else [0, 3, 1, 3])
         compared.append(state_of(model).engine.agreed["num_compared"])
     return compared
 
 
 def test_steady_training_compares_nothing(stage: int) -> None:
     """From the 18th step on: a point is known when the last 16 collectives have been seen."""
-    for compared in run_ranks(steady, 2, stage, [0, 3, 1, 3], 30):
+    for compared in run_ranks(steady, 2, stage, False, 30):
         assert 0 < compared[0] < compared[16]
         assert set(compared[17:]) == {compared[17]}
+
+
+def test_layers_that_ranks_leave_out_are_not_compared(stage: int) -> None:
+    for compared in run_ranks(steady, 3, stage, True, 40):
+        assert set(compared[20:]) == {compared[20]}
 
 
 if __name__ == "__main__":
