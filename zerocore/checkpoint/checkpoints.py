@@ -6,6 +6,7 @@ import io
 import os
 import re
 import time
+import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -17,15 +18,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerocore.checkpoint import files
-from zerocore.checkpoint.commit import on_all_ranks, same_id
+from zerocore.checkpoint.commit import on_all_ranks
 from zerocore.checkpoint.snapshot import StreamedCopy
-from zerocore.common.agreement import agree, is_simulated
+from zerocore.common.agreement import is_simulated
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.state import ShardState, state_of
 from zerocore.planning.checkpoint_bytes import MEMORY_BUDGET
 from zerocore.tensor.place import Placed
 
 if TYPE_CHECKING:
+    from zerocore.checkpoint.saved_state import SavedState
     from zerocore.checkpoint.saving import Save
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -157,18 +159,27 @@ class Checkpoints:
             FileExistsError: there is a checkpoint of this step.
             Exception: what went wrong in the save before.
         """
+        from zerocore.checkpoint.saving import Save
+
         began = time.perf_counter()
         self.wait()
         final = self._path(step)
-        temporary = final.with_name(f"{final.name}.tmp-{same_id(self._state.ranks.groups)}")
+        identity = uuid.uuid4().hex[:8]
+        prepared: list[tuple[SavedState, bytes]] = []
 
-        error: Exception | None = None
-        try:
-            save = self._prepare(step, temporary, final)
-            facts = [save.saved.digest()]
-        except Exception as caught:
-            error, facts = caught, []
-        agree(self._state.ranks.groups, error, facts, self._state.device)
+        def prepare() -> tuple[str, str]:
+            if final.exists():
+                raise FileExistsError(f"{final} exists; checkpoints are never overwritten")
+            if self._state.rank == 0:
+                self._delete_remains()
+                files.make_folder(_temporary(final, identity))
+            prepared.append(self._collect(step))
+            return identity, prepared[0][0].digest()
+
+        answers = on_all_ranks(self._state, prepare)  # the only collective that training waits for
+        if any(digest != answers[0][1] for _, digest in answers):
+            raise ValueError(f"the ranks would save different tensors: {answers}")
+        save = Save(_temporary(final, answers[0][0]), final, *prepared[0], self._group)
         pending = self._start(step, save)
         self._pending = pending
         pending.stall_seconds += time.perf_counter() - began
@@ -227,16 +238,11 @@ class Checkpoints:
             raise ValueError(f"step must be a whole number, 0 or more, got {step!r}")
         return self.folder / f"step-{step:08}"
 
-    def _prepare(self, step: int, temporary: Path, final: Path) -> Save:
+    def _collect(self, step: int) -> tuple[SavedState, bytes]:
+        """What this rank has of the model and its optimizer, and what it saves for itself."""
         from zerocore.checkpoint.saved_state import saved_state
-        from zerocore.checkpoint.saving import Save
         from zerocore.checkpoint.training_state import random_state, training_state
 
-        if final.exists():
-            raise FileExistsError(f"{final} exists; checkpoints are never overwritten")
-        if self._state.rank == 0:
-            self._delete_remains()
-            files.make_folder(temporary)
         nested = training_state(self._model, self._optimizer)
         buffers = {k: v for k, v in nested["model"].items() if not isinstance(v, Placed)}
         own = {
@@ -248,8 +254,7 @@ class Checkpoints:
         }
         written = io.BytesIO()
         torch.save(own, written)
-        saved = saved_state(self._state, nested, copy=self._background)
-        return Save(temporary, final, saved, written.getvalue(), self._group)
+        return saved_state(self._state, nested, copy=self._background), written.getvalue()
 
     def _delete_old(self) -> None:
         for step in self.steps()[: -self._keep] if self._keep is not None else []:
@@ -290,6 +295,10 @@ class Checkpoints:
             restore_buffers(self._model, own["buffers"])
         if self._rng:
             restore_own(own, self._state.rank, self._state.world_size)
+
+
+def _temporary(final: Path, identity: str) -> Path:
+    return final.with_name(f"{final.name}.tmp-{identity}")
 
 
 def _own_group(state: ShardState) -> dist.ProcessGroup | None:

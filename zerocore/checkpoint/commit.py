@@ -15,14 +15,26 @@ from zerocore.common.agreement import agree, is_simulated
 from zerocore.model.state import ShardState
 
 
-def on_all_ranks(state: ShardState, action: Callable[[], None]) -> None:
-    """Calls ``action``; what it raises on one rank is an error on all of them. Collective."""
+def on_all_ranks(state: ShardState, action: Callable[[], Any]) -> list[Any]:
+    """What ``action`` returns on each rank; what it raises on one is an error on all. Collective.
+
+    Raises:
+        Exception: what it raised, on the rank where it did; RuntimeError on the others.
+    """
     error: Exception | None = None
+    value = None
     try:
-        action()
+        value = action()
     except Exception as caught:
         error = caught
-    agree(state.ranks.groups, error, [], state.device)
+    message = None if error is None else f"{type(error).__name__}: {error}"
+    answers = gathered(state, (message, value))
+    if error is not None:
+        raise error
+    for rank, (message, _) in enumerate(answers):
+        if message is not None:
+            raise RuntimeError(f"rank {rank} failed: {message}")
+    return [value for _, value in answers]
 
 
 def same_on_all(state: ShardState, facts: list[Any]) -> None:
