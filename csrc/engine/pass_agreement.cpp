@@ -38,6 +38,8 @@ void PassAgreement::ask_in_backward(const CallHandle& call) {
     in_use_.run(parts_.actions);
     if (!parts_.schedule.is_resident(call.unit)) {
       ask_for(call.unit);
+      parts_.schedule.take_one(call.unit, parts_.actions);
+      in_use_.run(parts_.actions);
     }
   }
 }

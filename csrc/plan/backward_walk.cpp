@@ -39,7 +39,7 @@ bool BackwardWalk::pre_backward(const CallHandle& call, Actions& out) {
     }
   }
   // A second output of a call that is under way, or a call that no step list has.
-  if (!residency_.is_resident(call.unit)) {
+  if (!residency_.is_here(call.unit)) {
     residency_.uses(call.unit).in_backward = true;
     residency_.unshard(call.unit, out);
   }
@@ -47,7 +47,7 @@ bool BackwardWalk::pre_backward(const CallHandle& call, Actions& out) {
 }
 
 bool BackwardWalk::is_out_of_turn(const CallHandle& call) const {
-  if (residency_.is_resident(call.unit)) {
+  if (residency_.is_here(call.unit)) {
     return false;
   }
   const ForwardPass* pass = passes_.find(call.pass);
@@ -77,7 +77,9 @@ CallHandle BackwardWalk::recomputed_call(UnitId unit, Actions& out) {
 
 bool BackwardWalk::recompute(UnitId unit, Actions& out) {
   if (residency_.uses(unit).in_backward) {
-    residency_.unshard(unit, out);
+    if (!residency_.is_here(unit)) {
+      residency_.unshard(unit, out);
+    }
     return false;
   }
   const bool first = pre_backward(recomputed_call(unit, out), out);
@@ -102,12 +104,11 @@ void BackwardWalk::end(Actions& out) {
   pass_ = -1;
   for (UnitId id = 0; id < static_cast<UnitId>(units_.size()); ++id) {
     UnitState& unit = units_[id];
-    Residency::Uses& uses = residency_.uses(id);
-    uses.in_backward = false;
+    residency_.leave_backward(id, out);
     unit.ready = false;
     if (std::exchange(unit.due, false)) {
       out.push_back({ActionKind::Reduce, id});
-      waits_ = waits_ && uses.holds > 0;
+      waits_ = waits_ && residency_.uses(id).holds > 0;
     }
   }
   passes_.forget_steps();

@@ -55,6 +55,26 @@ void Residency::release_late(UnitId unit, Actions& out) {
   }
 }
 
+void Residency::serve(UnitId unit, Actions& out) {
+  UnitState& state = units_[unit];
+  unshard(unit, out);
+  if (releases_ && state.uses.active == 0 && state.uses.holds == 0) {
+    state.resident = false;
+    state.late = state.uses.held > 0 || state.uses.in_backward;
+    if (!state.late) {
+      out.push_back({ActionKind::Reshard, unit});
+    }
+  }
+}
+
+void Residency::leave_backward(UnitId unit, Actions& out) {
+  UnitState& state = units_[unit];
+  state.uses.in_backward = false;
+  if (std::exchange(state.late, false)) {
+    out.push_back({ActionKind::Reshard, unit});
+  }
+}
+
 void Residency::invalidate(UnitId unit, Actions& out) {
   release(unit, out);
   if (!releases_ && gathers_) {

@@ -2,7 +2,7 @@
 //
 // Which ones are resident follows from the order of calls alone. A call that a rank leaves later
 // than the order has it keeps the memory (`held`) of a unit that counts as resharded, until it is
-// left.
+// left. So does a rank that asks for a unit in its backward, until that ends.
 #pragma once
 
 #include <vector>
@@ -44,6 +44,11 @@ class Residency {
   void release_all_but(const std::vector<UnitId>& keep, Actions& out);
   // This rank has left a call that kept the unit longer than the order does.
   void release_late(UnitId unit, Actions& out);
+  // Unshards and releases a unit that other ranks need. One that this rank uses, because it asked
+  // for it before, is gathered anew and kept.
+  void serve(UnitId unit, Actions& out);
+  // The backward is through with the unit.
+  void leave_backward(UnitId unit, Actions& out);
   // The unit's parameters changed.
   void invalidate(UnitId unit, Actions& out);
   // Everything but what is held unsharded comes to its end.
@@ -56,7 +61,7 @@ class Residency {
   struct UnitState {
     Uses uses;
     bool resident = false;
-    bool late = false; // not resident any more, but held
+    bool late = false; // not resident any more, but held, or used by this rank's backward
   };
 
   bool gathers_;

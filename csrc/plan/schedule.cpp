@@ -149,8 +149,12 @@ void Schedule::serve(UnitId unit, Actions& out) {
 }
 
 void Schedule::serve_one(UnitId unit, Actions& out) {
-  residency_.unshard(unit, out);
-  residency_.release(unit, out);
+  residency_.serve(unit, out);
+}
+
+void Schedule::take_one(UnitId unit, Actions& out) {
+  residency_.uses(unit).in_backward = true;
+  serve_one(unit, out);
 }
 
 void Schedule::finish_order(Actions& out) {

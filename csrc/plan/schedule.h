@@ -108,6 +108,8 @@ class Schedule {
   }
   // Unshards and reshards a unit that other ranks need.
   void serve_one(UnitId unit, Actions& out);
+  // As serve_one, on a rank that needs the unit: it keeps it to the end of the backward.
+  void take_one(UnitId unit, Actions& out);
 
   // The unit's parameters changed: what was gathered is stale, and no backward comes through it for
   // a forward before.

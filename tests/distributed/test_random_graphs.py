@@ -37,7 +37,7 @@ from tests.distributed.random_runs import (
 from zerocore.common.alarm import STALL_SECONDS
 
 SHAPES = ("2", "3", "4", "2x2")
-GRAPHS_OF_A_SHAPE = 40
+GRAPHS_OF_A_SHAPE = 75
 
 
 def options_of(seed: int, shape: str) -> dict[str, Any]:
