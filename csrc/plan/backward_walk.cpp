@@ -104,7 +104,7 @@ void BackwardWalk::end(Actions& out) {
   pass_ = -1;
   for (UnitId id = 0; id < static_cast<UnitId>(units_.size()); ++id) {
     UnitState& unit = units_[id];
-    residency_.end_backward(id, out);
+    residency_.leave_backward(id, out);
     unit.ready = false;
     if (std::exchange(unit.due, false)) {
       out.push_back({ActionKind::Reduce, id});

@@ -56,19 +56,18 @@ void Residency::release_late(UnitId unit, Actions& out) {
 }
 
 void Residency::serve(UnitId unit, Actions& out) {
-  unshard(unit, out);
   UnitState& state = units_[unit];
-  const Uses& uses = state.uses;
-  if (releases_ && uses.active == 0 && uses.holds == 0) {
+  unshard(unit, out);
+  if (releases_ && state.uses.active == 0 && state.uses.holds == 0) {
     state.resident = false;
-    state.late = uses.held > 0 || uses.in_backward;
+    state.late = state.uses.held > 0 || state.uses.in_backward;
     if (!state.late) {
       out.push_back({ActionKind::Reshard, unit});
     }
   }
 }
 
-void Residency::end_backward(UnitId unit, Actions& out) {
+void Residency::leave_backward(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
   state.uses.in_backward = false;
   if (std::exchange(state.late, false)) {

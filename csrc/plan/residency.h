@@ -44,11 +44,11 @@ class Residency {
   void release_all_but(const std::vector<UnitId>& keep, Actions& out);
   // This rank has left a call that kept the unit longer than the order does.
   void release_late(UnitId unit, Actions& out);
-  // Unshards and reshards a unit that ranks need; one that this rank uses, because it asked for it
-  // before, is gathered anew and kept.
+  // Unshards and releases a unit that other ranks need. One that this rank uses, because it asked
+  // for it before, is gathered anew and kept.
   void serve(UnitId unit, Actions& out);
-  // The backward that used the unit is over.
-  void end_backward(UnitId unit, Actions& out);
+  // The backward is through with the unit.
+  void leave_backward(UnitId unit, Actions& out);
   // The unit's parameters changed.
   void invalidate(UnitId unit, Actions& out);
   // Everything but what is held unsharded comes to its end.
