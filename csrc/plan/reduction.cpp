@@ -52,6 +52,10 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
         issue({unit, region}, steps);
       }
     }
+  } else if (!holds) {
+    for (ParamState& param : units_[unit].params) {
+      param = {/*valid=*/param.valid || param.local, /*local=*/false};
+    }
   }
   return !holds;
 }

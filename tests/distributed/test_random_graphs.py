@@ -36,8 +36,8 @@ from tests.distributed.random_runs import (
 )
 from zerocore.common.alarm import STALL_SECONDS
 
-SHAPES = ("2", "3", "4", "2x2")
-GRAPHS_OF_A_SHAPE = 75
+SHAPES = ("1", "2", "3", "4", "2x2")
+GRAPHS_OF_A_SHAPE = 60
 
 
 def options_of(seed: int, shape: str) -> dict[str, Any]:
