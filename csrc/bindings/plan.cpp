@@ -253,7 +253,8 @@ void register_units(py::module_& module) {
       .def(
           py::init([](bool ready, int32_t index) { return BackwardEvent{ready, index}; }),
           py::arg("ready"),
-          py::arg("index"));
+          py::arg("index"))
+      .def(py::self == py::self);
   py::class_<PlannedEvent>(module, "PlannedEvent")
       .def_property_readonly("op", [](const PlannedEvent& e) { return trace_op_name(e.op); })
       .def_readonly("unit", &PlannedEvent::unit)

@@ -18,6 +18,8 @@ namespace zerocore {
 struct BackwardEvent {
   bool ready = false;
   int32_t index = 0; // of the Exit in the order; of the unit where it is ready
+
+  bool operator==(const BackwardEvent&) const = default;
 };
 
 struct PlanOptions {

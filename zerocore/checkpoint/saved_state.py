@@ -105,8 +105,8 @@ def saved_state(state: ShardState, nested: dict[str, Any], copy: bool) -> SavedS
         elif isinstance(value, Tensor):
             plans[key] = (value.dtype, Spread(tuple(value.shape), ((0, 0, value.numel()),)))
             if state.rank == 0:
-                plain = value.detach().to("cpu", copy=copy, memory_format=torch.contiguous_format)
-                tensors[key] = (plain.view(-1), 0)
+                plain = value.detach().to("cpu", copy=copy)
+                tensors[key] = (plain.reshape(-1), 0)
         elif state.rank == 0:
             buffer = io.BytesIO()
             torch.save(value, buffer)
