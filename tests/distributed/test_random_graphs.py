@@ -154,8 +154,8 @@ def test_the_graphs_have_everything() -> None:
     assert {(event.held, event.update) for event in events} == {(0, 0), (0, 1), (1, 0)}
 
 
-def main(first: int, count: int, shapes: tuple[str, ...]) -> None:
-    """Prints the first graph of each block that went wrong, and how many went well."""
+def main(first: int, count: int, shapes: tuple[str, ...]) -> bool:
+    """Prints the first graph of each block that went wrong, and how many went well; whether all."""
     num_equal = 0
     for index, begin in enumerate(range(first, first + count, 25)):
         number = min(25, first + count - begin)
@@ -168,8 +168,9 @@ def main(first: int, count: int, shapes: tuple[str, ...]) -> None:
             )
         except RanksFailed as error:
             print(f"graphs from {begin}, {shape}: {error}", flush=True)
+    return num_equal == count
 
 
 if __name__ == "__main__":
     begin, number = (int(word) for word in sys.argv[1:3])
-    main(begin, number, tuple(sys.argv[3:]) or SHAPES)
+    sys.exit(not main(begin, number, tuple(sys.argv[3:]) or SHAPES))
