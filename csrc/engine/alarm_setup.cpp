@@ -68,13 +68,6 @@ void ModelAlarm::check() const {
   }
 }
 
-void ModelAlarm::fail(const std::string& what) const {
-  if (alarm_ != nullptr) {
-    alarm_->fail(what);
-  }
-  TORCH_CHECK_WITH(DistBackendError, false, what);
-}
-
 void ModelAlarm::set_trainable(size_t first, const std::vector<bool>& flags) const {
   if (alarm_ != nullptr) {
     alarm_->ledger().set_trainable(first, flags);

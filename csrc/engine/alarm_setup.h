@@ -24,9 +24,8 @@ class ModelAlarm {
     return alarm_.get();
   }
   bool is_raised() const;
-  // See Alarm::check() and Alarm::fail(); without an alarm, nothing and a plain error.
+  // See Alarm::check(); without an alarm, nothing.
   void check() const;
-  [[noreturn]] void fail(const std::string& what) const;
   // For the ranks' comparison: whether the parameters from `first` on require grad here.
   void set_trainable(size_t first, const std::vector<bool>& flags) const;
   // Before units are destroyed: the watchdog forgets their names.

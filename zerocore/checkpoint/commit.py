@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerocore.checkpoint.files import flush_folder
 from zerocore.common.agreement import agree, is_simulated
 from zerocore.model.state import ShardState
 
@@ -21,6 +22,11 @@ def on_all_ranks(state: ShardState, action: Callable[[], Any]) -> list[Any]:
     Raises:
         Exception: what it raised, on the rank where it did; RuntimeError on the others.
     """
+    return common_result(action, lambda outcome: gathered(state, outcome))
+
+
+def common_result(action: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> list[Any]:
+    """As :func:`on_all_ranks`, for ranks whose small values ``gather`` brings together."""
     error: Exception | None = None
     value = None
     try:
@@ -28,7 +34,7 @@ def on_all_ranks(state: ShardState, action: Callable[[], Any]) -> list[Any]:
     except Exception as caught:
         error = caught
     message = None if error is None else f"{type(error).__name__}: {error}"
-    answers = gathered(state, (message, value))
+    answers = gather((message, value))
     if error is not None:
         raise error
     for rank, (message, _) in enumerate(answers):
@@ -65,15 +71,6 @@ def gathered(state: ShardState, value: Any) -> list[Any]:
     return values
 
 
-def fsync_folder(folder: Path) -> None:
-    """Makes what was created, renamed or deleted in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def fsync_file(path: Path) -> None:
     """Makes the bytes of a file durable."""
     with open(path, "rb") as file:
@@ -84,7 +81,7 @@ def fsync_tree(folder: Path) -> None:
     """Makes a folder of files durable."""
     for path in folder.iterdir():
         fsync_file(path)
-    fsync_folder(folder)
+    flush_folder(folder)
 
 
 def check_empty(folder: Path, patterns: Sequence[str]) -> None:

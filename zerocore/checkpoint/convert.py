@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from zerocore.checkpoint.byte_ranges import read_into, write_from
-from zerocore.checkpoint.commit import fsync_file, fsync_folder, fsync_tree
+from zerocore.checkpoint.commit import fsync_file, fsync_tree
+from zerocore.checkpoint.files import flush_folder
 from zerocore.checkpoint.safetensors_files import (
     INDEX_NAME,
     NAME_OF,
@@ -134,7 +135,7 @@ def convert(
 
     writers[kind](source, temporary, read)
     os.rename(temporary, target)
-    fsync_folder(target.parent)
+    flush_folder(target.parent)
 
 
 class _Streaming(DefaultSavePlanner):

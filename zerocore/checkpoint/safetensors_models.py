@@ -14,12 +14,12 @@ from zerocore._C import crc32_joined
 from zerocore.checkpoint.byte_ranges import read_into, write_from
 from zerocore.checkpoint.commit import (
     check_empty,
-    fsync_folder,
     gathered,
     on_all_ranks,
     same_id,
     same_on_all,
 )
+from zerocore.checkpoint.files import flush_folder
 from zerocore.checkpoint.safetensors_files import (
     INDEX_NAME,
     NAME_OF,
@@ -211,7 +211,7 @@ def save_safetensors(
             for name in [file.name for file in files] + [INDEX_NAME] * (len(files) > 1):
                 os.replace(temporary / name, path / name)
             temporary.rmdir()
-            fsync_folder(path)
+            flush_folder(path)
 
     on_all_ranks(state, commit)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zerocore.checkpoint import files
 from zerocore.checkpoint.checksums import Sums
+from zerocore.checkpoint.commit import common_result
 from zerocore.checkpoint.saved_state import SavedState, write_rank_file
 
 
@@ -82,23 +83,14 @@ class Save:
 
     def _together(self, action: Callable[[], Any]) -> list[Any]:
         """What ``action`` returns on each rank; what it raises on one is an error on all."""
-        error: BaseException | None = None
-        value = None
-        try:
-            value = action()
-        except Exception as caught:
-            error = caught
-        message = None if error is None else f"{type(error).__name__}: {error}"
-        answers: list[Any] = [(message, value)]
+        return common_result(action, self._gathered)
+
+    def _gathered(self, value: Any) -> list[Any]:
+        values = [value]
         if self.group is not None:
-            answers = [None] * self.group.size()
-            dist.all_gather_object(answers, (message, value), group=self.group)
-        if error is not None:
-            raise error
-        for rank, (message, _) in enumerate(answers):
-            if message is not None:
-                raise RuntimeError(f"rank {rank} failed: {message}")
-        return [value for _, value in answers]
+            values = [None] * self.group.size()
+            dist.all_gather_object(values, value, group=self.group)
+        return values
 
 
 def own_name(rank: int) -> str:
