@@ -59,6 +59,15 @@ def train_reference(
     return Trained(losses, {name: t.clone() for name, t in model.state_dict().items()})
 
 
+def shared_reference(case: Case, make_optimizer: MakeOptimizer = adamw) -> Trained:
+    """train_reference by rank 0 alone: each rank gets its losses, and rank 0 the state."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    trained = train_reference(case, world_size, make_optimizer) if rank == 0 else Trained([], {})
+    losses: list[list[list[float]]] = [trained.losses]
+    dist.broadcast_object_list(losses)
+    return Trained([losses[0][rank]], trained.state)
+
+
 def train_sharded(
     case: Case,
     stage: int,
@@ -158,11 +167,9 @@ def compare_with_one_process(
 
     That uses the same kind of optimizer unless it is given another.
     """
-    case, rank = case_named(name), dist.get_rank()
-    expected = train_reference(case, dist.get_world_size(), make_reference or make_optimizer)
-    actual = train_sharded(case, stage, make_optimizer)
-    state = expected.state if rank == 0 else {}
-    assert_same_training([actual], Trained([expected.losses[rank]], state))
+    case = case_named(name)
+    expected = shared_reference(case, make_reference or make_optimizer)
+    assert_same_training([train_sharded(case, stage, make_optimizer)], expected)
 
 
 def case_named(name: str) -> Case:
