@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import suppress
 
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = ends(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what is imported by now out of the collections of garbage that tests cause."""
+    gc.collect()
+    gc.freeze()
 
 
 def ends(items: list[pytest.Item]) -> set[pytest.Item]:

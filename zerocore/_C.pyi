@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
 from zerocore._C_plan import *  # noqa: F403
-from zerocore._C_plan import CallEvent, Layout, ParamSpec, ShardOptions
+from zerocore._C_plan import CallEvent, Layout, ParamSpec, Range, ShardOptions
 
 build: str  # compiler, the torch that it was built against, CUDA toolkit, flags
 
@@ -17,10 +17,22 @@ CHUNK_NUMEL: int
 HAS_CUDA_KERNELS: bool
 """Whether this build has the kernels for CUDA devices."""
 
-def kernel_chunks(numels: Sequence[int]) -> list[tuple[int, int, int]]: ...
+class SegmentChunk:
+    """What one block of a kernel works on."""
+
+    segment: int
+    elements: Range
+
+class VectorSplit:
+    """How a run of elements is cut for wide accesses: single ones, vectors, single ones."""
+
+    head: int
+    num_vectors: int
+
+def kernel_chunks(numels: Sequence[int]) -> list[SegmentChunk]: ...
 def kernel_vector_split(
     dst: int, dst_itemsize: int, src: int, src_itemsize: int, numel: int
-) -> tuple[int, int]: ...
+) -> VectorSplit: ...
 
 class PoolStats:
     """Figures of a bucket pool, bytes."""

@@ -3,10 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <tuple>
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "common/types.h"
 #include "kernels/loops.h"
 
 namespace py = pybind11;
@@ -17,31 +17,34 @@ namespace {
 
 using kernels::SegmentList;
 
-// (segment, begin, end) of every chunk of segments with these sizes, in order. Sources and
-// destinations are never touched.
-std::vector<std::tuple<int, int64_t, int64_t>> chunks(const std::vector<int64_t>& numels) {
+struct SegmentChunk {
+  int segment;
+  Range elements;
+};
+
+// Every chunk of segments with these sizes, in order. Sources and destinations are never touched.
+std::vector<SegmentChunk> chunks(const std::vector<int64_t>& numels) {
   SegmentList list;
   for (const int64_t numel : numels) {
     list.push(nullptr, nullptr, numel);
   }
-  std::vector<std::tuple<int, int64_t, int64_t>> result;
+  std::vector<SegmentChunk> result;
   for (int64_t chunk = 0; chunk < list.num_chunks(); ++chunk) {
     const auto first_chunk = [&](int i) { return list[i].first_chunk; };
     const int index = kernels::find_segment(first_chunk, list.size(), chunk);
     const auto span = kernels::chunk_span(list[index].numel, chunk - list[index].first_chunk);
-    result.emplace_back(index, span.begin, span.end);
+    result.push_back({index, {span.begin, span.end}});
   }
   return result;
 }
 
-std::tuple<int64_t, int64_t> vector_split(
+kernels::VectorSplit vector_split(
     uintptr_t dst,
     int dst_itemsize,
     uintptr_t src,
     int src_itemsize,
     int64_t numel) {
-  const auto split = kernels::split_vectors(dst, dst_itemsize, src, src_itemsize, numel);
-  return {split.head, split.num_vectors};
+  return kernels::split_vectors(dst, dst_itemsize, src, src_itemsize, numel);
 }
 
 } // namespace
@@ -49,7 +52,13 @@ std::tuple<int64_t, int64_t> vector_split(
 void register_kernels(py::module_& module) {
   module.attr("CHUNK_NUMEL") = kernels::kChunkNumel;
   module.attr("HAS_CUDA_KERNELS") = kernels::has_loops(c10::DeviceType::CUDA);
+  py::class_<SegmentChunk>(module, "SegmentChunk")
+      .def_readonly("segment", &SegmentChunk::segment)
+      .def_readonly("elements", &SegmentChunk::elements);
   module.def("kernel_chunks", &chunks, py::arg("numels"));
+  py::class_<kernels::VectorSplit>(module, "VectorSplit")
+      .def_readonly("head", &kernels::VectorSplit::head)
+      .def_readonly("num_vectors", &kernels::VectorSplit::num_vectors);
   module.def(
       "kernel_vector_split",
       &vector_split,

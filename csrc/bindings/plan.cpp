@@ -4,7 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <optional>
-#include <tuple>
+#include <utility>
 
 #include "bindings/bindings.h"
 #include "plan/memory_plan.h"
@@ -15,29 +15,32 @@ namespace zerocore {
 
 namespace {
 
-using ActionTuple = std::tuple<std::string, UnitId>;
-
-std::vector<ActionTuple> take(Actions& actions) {
-  std::vector<ActionTuple> result;
-  for (const Action& action : actions) {
-    const char* name = action.kind == ActionKind::Unshard ? "unshard"
-        : action.kind == ActionKind::Reshard              ? "reshard"
-                                                          : "reduce";
-    result.emplace_back(name, action.unit);
+const char* name_of(ActionKind kind) {
+  switch (kind) {
+    case ActionKind::Unshard:
+      return "unshard";
+    case ActionKind::Reshard:
+      return "reshard";
+    case ActionKind::Reduce:
+      return "reduce";
   }
-  actions.clear();
-  return result;
+  return "";
 }
 
-// A schedule whose methods return the actions as a list of (name, unit).
+struct ScheduledExit {
+  CallHandle call;
+  Actions actions;
+};
+
+// A schedule whose methods return the actions.
 struct PySchedule {
   PySchedule(int num_units, int prefetch, bool gathers, bool releases, std::vector<CallEvent> order)
       : schedule({num_units, prefetch, gathers, releases}, std::move(order)) {}
 
   template <typename Call>
-  std::vector<ActionTuple> run(const Call& call) {
+  Actions run(const Call& call) {
     call();
-    return take(actions);
+    return std::exchange(actions, {});
   }
 
   Schedule schedule;
@@ -45,6 +48,14 @@ struct PySchedule {
 };
 
 void register_layout(py::module_& module) {
+  py::class_<Range>(module, "Range")
+      .def(
+          py::init([](int64_t begin, int64_t end) { return Range{begin, end}; }),
+          py::arg("begin"),
+          py::arg("end"))
+      .def(py::self == py::self)
+      .def_readonly("begin", &Range::begin)
+      .def_readonly("end", &Range::end);
   py::class_<ElementType>(module, "ElementType")
       .def(
           py::init([](int dtype, int64_t itemsize) { return ElementType{dtype, itemsize}; }),
@@ -107,10 +118,7 @@ void register_layout(py::module_& module) {
       .def("offset_in_shard", &Layout::offset_in_shard, py::arg("param"), py::arg("shard"))
       .def(
           "owned",
-          [](const Layout& layout, int param, int64_t shard) {
-            const Range range = layout.owned(param, shard);
-            return std::make_pair(range.begin, range.end);
-          },
+          [](const Layout& layout, int param, int64_t shard) { return layout.owned(param, shard); },
           py::arg("param"),
           py::arg("shard"));
 }
@@ -132,6 +140,12 @@ void register_schedule(py::module_& module) {
   py::class_<PassCall>(module, "PassCall")
       .def_readonly("unit", &PassCall::unit)
       .def_readonly("made", &PassCall::made);
+  py::class_<Action>(module, "Action")
+      .def_property_readonly("kind", [](const Action& action) { return name_of(action.kind); })
+      .def_readonly("unit", &Action::unit);
+  py::class_<ScheduledExit>(module, "ScheduledExit")
+      .def_readonly("call", &ScheduledExit::call)
+      .def_readonly("actions", &ScheduledExit::actions);
   using S = PySchedule;
   py::class_<S>(module, "Schedule")
       .def(
@@ -155,7 +169,7 @@ void register_schedule(py::module_& module) {
           "exit",
           [](S& s, UnitId unit, bool needs_backward) {
             const CallHandle call = s.schedule.exit(unit, needs_backward, s.actions);
-            return std::make_pair(call, take(s.actions));
+            return ScheduledExit{call, std::exchange(s.actions, {})};
           },
           py::arg("unit"),
           py::arg("needs_backward") = true)

@@ -19,7 +19,7 @@ namespace {
 // A step, and for a Pack the elements of each parameter of the region that are added to.
 struct RecordedStep {
   GradStep step;
-  std::vector<std::pair<int64_t, int64_t>> added;
+  std::vector<Range> added;
 };
 
 const char* kind_name(GradStepKind kind) {
@@ -75,8 +75,7 @@ struct PyReduction final : GradSteps {
     RecordedStep recorded{step, {}};
     if (step.kind == GradStepKind::Pack) {
       for (const int param : layouts[step.unit].regions()[step.region].params) {
-        const Range added = reduction.added(step, param);
-        recorded.added.emplace_back(added.begin, added.end);
+        recorded.added.push_back(reduction.added(step, param));
       }
     }
     steps.push_back(std::move(recorded));

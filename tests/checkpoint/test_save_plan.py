@@ -32,8 +32,8 @@ def random_plan(choose: random.Random) -> SavePlan:
         owned = owned_ranges(layout, index)
         for shard in range(shards):
             found = next(((a, b) for s, a, b in owned if s == shard), None)
-            begin, end = layout.owned(index, shard)
-            assert found == (begin, end) or (found is None and begin == end)
+            own = layout.owned(index, shard)
+            assert found == (own.begin, own.end) or (found is None and own.begin == own.end)
         ranges = saved_ranges(owned, shards, copies)
         tensors[f"p{index}"] = (torch.float32, Spread(shape, ranges))
     return SavePlan(tensors, shards * copies, front_nbytes=choose.choice([0, 100]))

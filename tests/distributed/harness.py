@@ -157,7 +157,9 @@ def _collect(ranks: Sequence[_Rank], deadline: float) -> list[Outcome]:
 
 def _warm_context() -> Any:
     context = get_context("forkserver")
-    context.set_forkserver_preload(["pytest", __name__, "zerocore", *PRELOAD, "tests.distributed.warm"])
+    context.set_forkserver_preload(
+        ["pytest", __name__, "zerocore", *PRELOAD, "tests.distributed.warm"]
+    )
     # The server does not inherit sys.path before Python 3.13.
     paths = [str(REPOSITORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))

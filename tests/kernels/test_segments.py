@@ -16,13 +16,13 @@ _sizes = st.one_of(
 @settings(deadline=None)
 def test_chunks_cover_each_segment_in_order(numels: list[int]) -> None:
     chunks = kernel_chunks(numels)
-    assert all(0 < end - begin <= CHUNK_NUMEL for _, begin, end in chunks)
+    assert all(0 < c.elements.end - c.elements.begin <= CHUNK_NUMEL for c in chunks)
     full = [numel for numel in numels if numel > 0]
     covered = [0] * len(full)
-    for segment, begin, end in chunks:
-        assert begin == covered[segment]
-        assert covered[segment + 1 :] == [0] * (len(full) - segment - 1)
-        covered[segment] = end
+    for chunk in chunks:
+        assert chunk.elements.begin == covered[chunk.segment]
+        assert covered[chunk.segment + 1 :] == [0] * (len(full) - chunk.segment - 1)
+        covered[chunk.segment] = chunk.elements.end
     assert covered == full
 
 
@@ -36,7 +36,8 @@ def test_chunks_cover_each_segment_in_order(numels: list[int]) -> None:
 def test_vectors_are_aligned_and_as_many_as_fit(
     dst: int, dst_itemsize: int, src: int, src_itemsize: int, numel: int
 ) -> None:
-    head, num_vectors = kernel_vector_split(dst, dst_itemsize, src, src_itemsize, numel)
+    split = kernel_vector_split(dst, dst_itemsize, src, src_itemsize, numel)
+    head, num_vectors = split.head, split.num_vectors
     lanes = 16 // min(dst_itemsize, src_itemsize)
     assert 0 <= head <= numel
     assert head + num_vectors * lanes <= numel

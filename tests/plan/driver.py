@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from zerocore._C import CallEvent, CallHandle, Schedule
+from zerocore._C import Action, CallEvent, CallHandle, Schedule
 
 # A call tree: (unit, calls inside of it).
 Call = tuple[int, tuple["Call", ...]]
@@ -43,15 +43,15 @@ class Driver:
     collectives: list[tuple[str, int]] = field(default_factory=list)
     max_resident: int = 0
 
-    def apply(self, actions: list[tuple[str, int]]) -> None:
-        for name, unit in actions:
-            if name == "unshard":
-                assert unit not in self.resident
-                self.resident.add(unit)
-            elif name == "reshard":
-                self.resident.remove(unit)
-            if name != "reshard":
-                self.collectives.append((name, unit))
+    def apply(self, actions: list[Action]) -> None:
+        for action in actions:
+            if action.kind == "unshard":
+                assert action.unit not in self.resident
+                self.resident.add(action.unit)
+            elif action.kind == "reshard":
+                self.resident.remove(action.unit)
+            if action.kind != "reshard":
+                self.collectives.append((action.kind, action.unit))
             self.max_resident = max(self.max_resident, len(self.resident))
 
     def forward(
@@ -78,10 +78,10 @@ class Driver:
             position = len(tape)
             self._run(inside, skipped, tape)
             assert unit in self.resident
-            handle, actions = self.schedule.exit(unit)
-            tape.insert(position, ("enter", unit, handle))
-            tape.append(("exit", unit, handle))
-            self.apply(actions)
+            left = self.schedule.exit(unit)
+            tape.insert(position, ("enter", unit, left.call))
+            tape.append(("exit", unit, left.call))
+            self.apply(left.actions)
 
     def backward(self, tapes: list[list[tuple[str, int, CallHandle]]]) -> None:
         """One backward through the passes, last first."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.plan.driver import Call, order_of, random_tree
-from zerocore._C import CallHandle, Schedule
+from zerocore._C import Action, CallHandle, Schedule
 
 Tape = list[tuple[str, int, CallHandle]]
 # Yields the unit that a rank needs, or None when it has left the pass; is sent what is served.
@@ -24,14 +24,14 @@ class Rank:
     resident: set[int] = field(default_factory=set)
     collectives: list[tuple[str, int]] = field(default_factory=list)
 
-    def apply(self, actions: list[tuple[str, int]]) -> None:
-        for name, unit in actions:
-            if name == "unshard":
-                self.resident.add(unit)
-            elif name == "reshard":
-                self.resident.remove(unit)
-            if name != "reshard":
-                self.collectives.append((name, unit))
+    def apply(self, actions: list[Action]) -> None:
+        for action in actions:
+            if action.kind == "unshard":
+                self.resident.add(action.unit)
+            elif action.kind == "reshard":
+                self.resident.remove(action.unit)
+            if action.kind != "reshard":
+                self.collectives.append((action.kind, action.unit))
 
     def forward(self, calls: Sequence[Call], grad: bool) -> Pass:
         self.apply(self.schedule.begin_pass(grad))
@@ -58,10 +58,10 @@ class Rank:
             assert unit in self.resident
             yield from self._run(inside, tape)
             assert unit in self.resident
-            handle, actions = self.schedule.exit(unit)
-            tape.insert(position, ("enter", unit, handle))
-            tape.append(("exit", unit, handle))
-            self.apply(actions)
+            left = self.schedule.exit(unit)
+            tape.insert(position, ("enter", unit, left.call))
+            tape.append(("exit", unit, left.call))
+            self.apply(left.actions)
 
     def backward(self, tape: Tape) -> None:
         self.schedule.begin_backward()

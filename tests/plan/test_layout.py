@@ -33,13 +33,12 @@ def build(specs: list[tuple], num_shards: int) -> Layout:
 def test_every_element_is_owned_once(specs: list[tuple], world: int) -> None:
     layout = build(specs, world)
     for param, place in enumerate(layout.places):
-        ranges = [layout.owned(param, rank) for rank in range(world)]
         end = 0
-        for start, stop in ranges:
-            if start == stop:
+        for owned in (layout.owned(param, rank) for rank in range(world)):
+            if owned.begin == owned.end:
                 continue
-            assert start == end
-            end = stop
+            assert owned.begin == end
+            end = owned.end
         assert end == place.numel
 
 
@@ -72,9 +71,9 @@ def test_round_trip_through_shards(specs: list[tuple], world: int) -> None:
             assert layout.places[param].region == index
             gathered = []
             for rank in range(world):
-                start, stop = layout.owned(param, rank)
+                owned = layout.owned(param, rank)
                 offset = layout.offset_in_shard(param, rank)
-                gathered += shards[rank][offset : offset + stop - start]
+                gathered += shards[rank][offset : offset + owned.end - owned.begin]
             assert gathered == [(param, i) for i in range(layout.places[param].numel)]
 
 
@@ -96,8 +95,8 @@ def test_of_shard_holds_the_owned_ranges() -> None:
         part = layout.of_shard(rank)
         assert [r.nbytes for r in part.regions] == [r.shard_nbytes for r in layout.regions]
         for param in range(3):
-            start, stop = layout.owned(param, rank)
-            assert part.places[param].numel == stop - start
+            owned = layout.owned(param, rank)
+            assert part.places[param].numel == owned.end - owned.begin
 
 
 def test_mistakes_are_named() -> None:

@@ -12,6 +12,7 @@ from zerocore._C import (
     GradStep,
     Layout,
     ParamSpec,
+    Range,
     Reduction,
     ReductionOptions,
     ShardOptions,
@@ -139,9 +140,9 @@ def test_sums_of_this_rank_are_held_until_sync(stage: int, hold_full: bool) -> N
     block = [f"take full {FP32}"] if stage >= 2 else []
     assert texts(first) == [*block, "pack full"]
     assert texts(second) == ["pack full"]
-    halves = [(0, NUMEL // 2), (NUMEL // 2, NUMEL)]
+    halves = [Range(0, NUMEL // 2), Range(NUMEL // 2, NUMEL)]
     assert [step.added for step in first + second if step.kind == "pack"] == [
-        [(0, 0), (NUMEL // 2, NUMEL // 2)],
+        [Range(0, 0), Range(NUMEL // 2, NUMEL // 2)],
         halves,
     ]
     assert reduction.finish() == []
@@ -179,7 +180,7 @@ def test_a_reduced_gradient_counts_once_in_the_next_sum(stage: int, counts: bool
     (pack,) = [step for step in reduction.reduce(0) if step.kind == "pack"]
     end = (NUMEL // 2 if stage == 0 else NUMEL // WORLD) if counts else 0
     rest = NUMEL if stage == 0 and counts else NUMEL // 2
-    assert pack.added == [(0, end), (NUMEL // 2, rest)]
+    assert pack.added == [Range(0, end), Range(NUMEL // 2, rest)]
 
 
 def test_blocks_are_given_back_before_the_next_unit_takes_its_own() -> None:

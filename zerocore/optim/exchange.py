@@ -54,7 +54,8 @@ class Lanes:
     def shard_ranges(self, param: ShardedParameter) -> list[tuple[int, int]]:
         """A parameter's elements on each shard."""
         layout = self.state.engine.layout(param.unit)
-        return [layout.owned(param.position, shard) for shard in range(self.grid.num_shards)]
+        owned = [layout.owned(param.position, shard) for shard in range(self.grid.num_shards)]
+        return [(part.begin, part.end) for part in owned]
 
 
 class Transfer:

@@ -21,8 +21,8 @@ def exchanged_nbytes(planner: Planner, division: Division) -> int:
     for number, (unit, position) in enumerate(_trained(planner)):
         spec = planner.specs[unit][position]
         matrices += list(_matrices(number, spec.fqn, spec.shape))
-        owned = layouts[unit].owned
-        shards[number] = [owned(position, shard) for shard in range(grid.num_shards)]
+        owned = [layouts[unit].owned(position, shard) for shard in range(grid.num_shards)]
+        shards[number] = [(part.begin, part.end) for part in owned]
     rounds = plan_rounds(matrices, shards, grid, division.rank, _ITEMSIZE)
     return sum(each.sent_to_owners() + each.sent_to_shards() for each in rounds) * _ITEMSIZE
 

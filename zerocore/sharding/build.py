@@ -126,10 +126,11 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     layout = engine.layout(unit.index)
     shared = layout.num_shards > 1
     full = nn.Parameter(engine.make_full(unit.index, position), requires_grad=old.requires_grad)
+    owned = layout.owned(position, state.ranks.shard_rank if shared else 0)
     place = Place(
         choice.fqns[0],
         old.shape,
-        layout.owned(position, state.ranks.shard_rank if shared else 0),
+        (owned.begin, owned.end),
         state.ranks.shard if shared else None,
         None if full.is_contiguous() else full.stride(),
     )
