@@ -1,6 +1,6 @@
 """Measures AdamW: large tensors beside torch's fused one and a copy, small ones beside FSDP2's.
 
-Usage: python benchmarks/optimizer.py
+Usage: python benchmarks/optimizer.py; Muon is measured by benchmarks/muon.py
 """
 
 from __future__ import annotations

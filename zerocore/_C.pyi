@@ -191,6 +191,11 @@ class HandOver:
     what: str
     unit: str
 
+class Exchange:
+    """An all-to-all under way; ``wait`` returns what came, 1-D."""
+
+    def wait(self) -> Tensor: ...
+
 class Engine:
     """The runtime of one sharded model."""
 
@@ -234,6 +239,15 @@ class Engine:
     def begin_update(self, units: Sequence[int], casts: bool) -> None: ...
     def end_update(self, units: Sequence[UpdatedUnit], casts: bool) -> None: ...
     def fail_backward(self) -> None: ...
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]: ...
+    def exchange(
+        self,
+        across: bool,
+        sent: Tensor,
+        sent_nbytes: Sequence[int],
+        received_nbytes: Sequence[int],
+        total_nbytes: int,
+    ) -> Exchange: ...
     def reset(self) -> None: ...
     def layout(self, unit: int) -> Layout: ...
     order: list[CallEvent]

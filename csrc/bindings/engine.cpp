@@ -55,6 +55,12 @@ struct PyEngine {
   DictRegistrar* registrar = nullptr;
 };
 
+// An exchange under way, and the engine that it needs to end.
+struct PyExchange {
+  std::shared_ptr<Engine> engine;
+  Exchange exchange;
+};
+
 PyEngine make_engine(
     const EngineOptions& options,
     const at::Device& device,
@@ -207,6 +213,29 @@ void register_steps(py::class_<PyEngine>& engine) {
           py::arg("units"),
           py::arg("casts"))
       .def(
+          "any_rank",
+          [](PyEngine& self, const std::vector<bool>& flags) {
+            const py::gil_scoped_release release;
+            return self.engine->any_rank(flags);
+          })
+      .def(
+          "exchange",
+          [](PyEngine& self,
+             bool across,
+             const at::Tensor& sent,
+             std::vector<int64_t> sent_nbytes,
+             std::vector<int64_t> received_nbytes,
+             int64_t total_nbytes) {
+            const py::gil_scoped_release release;
+            MessageSizes sizes{std::move(sent_nbytes), std::move(received_nbytes), total_nbytes};
+            return PyExchange{self.engine, self.engine->exchange(across, sent, std::move(sizes))};
+          },
+          py::arg("across"),
+          py::arg("sent"),
+          py::arg("sent_nbytes"),
+          py::arg("received_nbytes"),
+          py::arg("total_nbytes"))
+      .def(
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
       .def(
           "fail_backward", [](PyEngine& self) { self.engine->fail_backward(); }, no_gil)
@@ -274,6 +303,11 @@ void register_figures(py::class_<PyEngine>& engine) {
 
 void register_engine(py::module_& module) {
   py::class_<PyEngine> engine(module, "Engine");
+  py::class_<PyExchange>(module, "Exchange")
+      .def(
+          "wait",
+          [](PyExchange& self) { return self.engine->arrived(self.exchange); },
+          py::call_guard<py::gil_scoped_release>());
   module.def("note_backward_call", [](const py::object& roots) {
     note_backward_call(collect_outputs(roots));
   });

@@ -24,7 +24,8 @@ inline const char* stream_role_name(StreamRole role) {
 }
 
 // The runtime does these, and the planner predicts them.
-enum class TraceOp : uint8_t { AllGather, ReduceScatter, AllReduce, Unshard, Reshard };
+// AllToAll is an optimizer's, and only run.
+enum class TraceOp : uint8_t { AllGather, ReduceScatter, AllReduce, AllToAll, Unshard, Reshard };
 
 inline const char* trace_op_name(TraceOp op) {
   switch (op) {
@@ -34,6 +35,8 @@ inline const char* trace_op_name(TraceOp op) {
       return "reduce_scatter";
     case TraceOp::AllReduce:
       return "all_reduce";
+    case TraceOp::AllToAll:
+      return "all_to_all";
     case TraceOp::Unshard:
       return "unshard";
     case TraceOp::Reshard:

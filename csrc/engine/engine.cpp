@@ -295,6 +295,12 @@ std::vector<at::Tensor> Engine::full_values(UnitId unit) {
   return parts_.units.at(unit)->full_values();
 }
 
+std::vector<bool> Engine::any_rank(const std::vector<bool>& flags) {
+  recover();
+  leave_if_outside();
+  return parts_.peers == nullptr ? flags : parts_.peers->any_rank(flags, kOptimizer);
+}
+
 // After recover() for what is no call of the model: any thread may call it next.
 void Engine::leave_if_outside() {
   if (calls_.empty()) {

@@ -7,10 +7,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "engine/backward_run.h"
 #include "engine/engine_parts.h"
+#include "engine/exchange.h"
 #include "engine/pass_agreement.h"
 #include "engine/units_in_use.h"
 
@@ -104,6 +106,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   void end_update(const std::vector<UpdatedUnit>& units, bool casts) {
     in_use_.end_update(units, casts);
+  }
+  // For an optimizer of whole matrices; all ranks must call. For each flag whether it is set on any
+  // rank, which blocks the host; and an all-to-all, see start_exchange.
+  std::vector<bool> any_rank(const std::vector<bool>& flags);
+  Exchange exchange(bool across, const at::Tensor& sent, MessageSizes sizes) {
+    return start_exchange(parts_, across, sent, std::move(sizes));
+  }
+  at::Tensor arrived(Exchange& exchange) {
+    return finish_exchange(parts_, exchange);
   }
   // The call of a backward ended with an exception: as reset() if it came through this model.
   void fail_backward();

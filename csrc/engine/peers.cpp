@@ -78,10 +78,14 @@ std::vector<PassCalls> Peers::gather(const PassCalls& own) {
 }
 
 std::vector<bool> Peers::any_rank(const std::vector<bool>& flags) {
+  return any_rank(flags, kCalls);
+}
+
+std::vector<bool> Peers::any_rank(const std::vector<bool>& flags, const std::string& what) {
   const at::Tensor values = at::empty({static_cast<int64_t>(flags.size())}, at::kByte);
   auto* bytes = values.mutable_data_ptr<uint8_t>();
   std::copy(flags.begin(), flags.end(), bytes);
-  collectives_.all_reduce(values, {&kCalls, nullptr}, c10d::ReduceOp::MAX).wait(streams_);
+  collectives_.all_reduce(values, {&what, nullptr}, c10d::ReduceOp::MAX).wait(streams_);
   return std::vector<bool>(bytes, bytes + flags.size());
 }
 

@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "plan/pass_calls.h"
@@ -31,8 +32,10 @@ class Peers {
 
   // Every rank's list; all are as long as `own`.
   std::vector<PassCalls> gather(const PassCalls& own);
-  // For each flag whether it is set on any rank.
+  // For each flag whether it is set on any rank. `what` names it in errors and outlives the rank's
+  // ledger.
   std::vector<bool> any_rank(const std::vector<bool>& flags);
+  std::vector<bool> any_rank(const std::vector<bool>& flags, const std::string& what);
   int rank() const {
     return static_cast<int>(collectives_.rank());
   }

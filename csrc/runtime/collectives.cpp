@@ -229,7 +229,7 @@ PendingCollective Collectives::start(
   for (const at::Tensor& tensor : operands.writes) {
     nbytes += static_cast<int64_t>(tensor.nbytes());
   }
-  announce(pending, tag.id, nbytes);
+  announce(pending, tag.id, tag.nbytes.value_or(nbytes));
   if (pending.record_) {
     pending.record_->begin = streams_.record_timed(role);
   }
@@ -295,6 +295,26 @@ PendingCollective Collectives::all_reduce(
         options.reduceOp = op;
         options.asyncOp = async;
         return Works{backend_->allreduce(tensors, options)};
+      });
+}
+
+PendingCollective Collectives::all_to_all(
+    const at::Tensor& received,
+    const at::Tensor& sent,
+    MessageSizes sizes,
+    CollectiveTag tag) {
+  tag.nbytes = sizes.total_nbytes;
+  return start(
+      "all_to_all",
+      StreamRole::ReduceScatter,
+      {{sent}, {received}},
+      std::move(tag),
+      [&](bool async) {
+        at::Tensor to = received;
+        at::Tensor from = sent;
+        c10d::AllToAllOptions options;
+        options.asyncOp = async;
+        return Works{backend_->alltoall_base(to, from, sizes.received, sizes.sent, options)};
       });
 }
 

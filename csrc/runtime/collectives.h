@@ -1,4 +1,4 @@
-// All-gather, reduce-scatter and all-reduce of flat buckets over a c10d process group.
+// All-gather, reduce-scatter, all-reduce and all-to-all of flat buckets over a c10d process group.
 //
 // Every call returns at once with a PendingCollective that keeps its tensors alive. On a device
 // with streams a collective runs on its role's stream: the caller orders that stream behind what
@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -64,6 +65,14 @@ struct CollectiveTag {
   const std::string* unit = nullptr;
   std::shared_ptr<OpenRecord> record; // null when not traced
   UnitId id = -1; // of the unit, -1 for several
+  // What ranks compare, the same on all of them; those of the tensors that are written by default.
+  std::optional<int64_t> nbytes = std::nullopt;
+};
+
+// Bytes of the messages of an all-to-all, by rank.
+struct MessageSizes {
+  std::vector<int64_t> sent, received;
+  int64_t total_nbytes = 0; // of all ranks' messages: the same on all
 };
 
 class Collectives {
@@ -103,6 +112,14 @@ class Collectives {
       const at::Tensor& tensor,
       CollectiveTag tag,
       c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM);
+
+  // Sends each rank its part of `sent`; what the ranks sent to this one comes into `received`. Both
+  // are 1-D bytes, rank after rank.
+  PendingCollective all_to_all(
+      const at::Tensor& received,
+      const at::Tensor& sent,
+      MessageSizes sizes,
+      CollectiveTag tag);
 
   // Rank 0's bytes to all ranks, in place.
   PendingCollective broadcast(const at::Tensor& bytes, CollectiveTag tag);

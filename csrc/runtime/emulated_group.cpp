@@ -1,6 +1,7 @@
 // The collectives of the emulated group: what each one moves and how many bytes cross the link.
 #include "runtime/emulated_group.h"
 
+#include <algorithm>
 #include <numeric>
 #include <utility>
 
@@ -346,13 +347,18 @@ EmulatedGroup::WorkPtr EmulatedGroup::alltoall_base(
   const std::vector<int64_t> sent = rows(input, input_splits, size_);
   const std::vector<int64_t> received = rows(output, output_splits, size_);
   const int64_t first = std::accumulate(sent.begin(), sent.begin() + rank_, int64_t{0});
+  // A mirror sends what this rank sends to itself; zeros where more is expected of it.
   const at::Tensor own = input.detach().narrow(0, first, sent[rank_]);
   int64_t row = 0;
   for (const int64_t count : received) {
-    add(call, output.detach().narrow(0, row, count), own, {});
+    const at::Tensor part = output.detach().narrow(0, row, count);
+    const int64_t common = std::min(count, sent[rank_]);
+    add(call, part.narrow(0, 0, common), own.narrow(0, 0, common), {});
+    const at::Tensor rest = part.narrow(0, common, count - common);
+    add(call, rest, rest, {Kind::Zero, 1.0});
     row += count;
   }
-  call.nbytes = static_cast<int64_t>(input.nbytes());
+  call.nbytes = static_cast<int64_t>(std::max(input.nbytes(), output.nbytes()));
   return issue(std::move(call));
 }
 

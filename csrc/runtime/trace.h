@@ -21,8 +21,8 @@ namespace zerocore {
 // Times are nanoseconds of a monotonic clock; -1 = not known.
 struct TraceRecord {
   TraceOp op = TraceOp::AllGather;
-  UnitId unit = -1;
-  int64_t nbytes = 0; // of the full bucket
+  UnitId unit = -1; // -1 = an optimizer's
+  int64_t nbytes = 0; // of the full bucket; of an all-to-all those that leave this rank
   int64_t pool_nbytes = 0; // in use right after
   int64_t issued_ns = -1; // device: when it began
   int64_t done_ns = -1;

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -63,37 +64,42 @@ def groups(named: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
     return [{"params": listed[::2], "lr": 0.02}, {"params": listed[1::2]}]
 
 
-# class, its options, what it is given
-OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any], Any]] = [
+# Class, its options, what it is given.
+Kind = tuple[type[torch.optim.Optimizer], dict[str, Any], Any]
+OPTIMIZERS: list[Kind] = [
     (torch.optim.Muon, {"lr": 0.02}, matrices),
     (torch.optim.Adafactor, {"lr": 0.02}, groups),
     (Shampoo, {"lr": 0.05}, groups),
 ]
 
 
-def train_alone(number: int, steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def train_alone(kind: Kind, steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     model = seeded_model()
-    cls, options, select = OPTIMIZERS[number]
+    cls, options, select = kind
     optimizer = cls(select(model.named_parameters()), **options)
     take_steps(model, optimizer, range(steps))
     return {name: p.detach() for name, p in model.named_parameters()}, optimizer.state_dict()
 
 
-def make_owned(number: int, model: nn.Module) -> torch.optim.Optimizer:
-    cls, options, select = OPTIMIZERS[number]
+def make_owned(kind: Kind, model: nn.Module) -> torch.optim.Optimizer:
+    cls, options, select = kind
     return zerocore.optim.owned(cls, select(model.named_parameters()), **options)
 
 
 def train_all(stages: tuple[int, ...]) -> None:
     cut_into_small_rounds()
-    for number, (cls, _, _) in enumerate(OPTIMIZERS):
-        expected, states = train_alone(number, 3)
-        for stage in stages:
-            print(cls.__name__, stage, flush=True)
-            model, optimizer = train_sharded(partial(make_owned, number), 3, stage=stage)
-            assert_equal(full_parameters(model), expected)
-            assert_same_states(optimizer.state_dict(), states)
-            assert_each_is_owned_once(model, optimizer)
+    for kind in OPTIMIZERS:
+        train_kind(kind, stages)
+
+
+def train_kind(kind: Kind, stages: tuple[int, ...]) -> None:
+    expected, states = train_alone(kind, 3)
+    for stage in stages:
+        print(kind[0].__name__, stage, flush=True)
+        model, optimizer = train_sharded(partial(make_owned, kind), 3, stage=stage)
+        assert_equal(full_parameters(model), expected)
+        assert_same_states(optimizer.state_dict(), states)
+        assert_each_is_owned_once(model, optimizer)
 
 
 def assert_same_states(actual: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -116,3 +122,20 @@ def assert_each_is_owned_once(model: nn.Module, optimizer: Any) -> None:
 
 def test_steps_and_states_are_those_of_one_process(world_size: int) -> None:
     run_ranks(train_all, world_size, STAGES if world_size == 2 else (3,))
+
+
+def train_packaged() -> None:
+    import pytorch_optimizer
+
+    cut_into_small_rounds()
+    for cls, options in (
+        (pytorch_optimizer.SOAP, {"lr": 0.02, "precondition_frequency": 1}),
+        (pytorch_optimizer.Shampoo, {"lr": 0.02}),
+    ):
+        train_kind((cls, options, matrices), (0, 3))
+
+
+def test_soap_and_shampoo_of_a_package() -> None:
+    """As people have them: from `pip install pytorch_optimizer`."""
+    pytest.importorskip("pytorch_optimizer")
+    run_ranks(train_packaged, 2)

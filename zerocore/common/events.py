@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zerocore._C import TraceRecord
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+"""Those of units; the planner predicts them."""
 EXCHANGE = "all_to_all"
 """An optimizer of whole matrices issues it; its events belong to no unit."""
 OPTIMIZER = "optimizer"
@@ -38,14 +39,12 @@ class Event:
     wait_ns: int
 
 
-def read_events(records: Iterable[TraceRecord | Event], names: Sequence[str]) -> list[Event]:
+def read_events(records: Iterable[TraceRecord], names: Sequence[str]) -> list[Event]:
     """Events of the records of a trace; ``names`` are those of the units."""
     return [
-        record
-        if isinstance(record, Event)
-        else Event(
+        Event(
             record.op,
-            names[record.unit],
+            OPTIMIZER if record.unit < 0 else names[record.unit],
             record.nbytes,
             record.pool_nbytes,
             record.issued_ns,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from zerocore.tensor.place import Place, Placed, local_of
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 _NAMES = ("params", "param_names")  # of a group; not options
+_P = TypeVar("_P", bound=Tensor)
 
 
 def is_of_shards(optimizer: Optimizer) -> bool:
@@ -128,11 +129,15 @@ def make_states(optimizer: Optimizer) -> None:
         make()
         return
     for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.requires_grad and not optimizer.state.get(param):
-                state = dict(_first_states(optimizer, group, param))
-                if state:
-                    optimizer.state[param] = state
+        for param in without_state(group["params"], optimizer.state):
+            state = dict(_first_states(optimizer, group, param))
+            if state:
+                optimizer.state[param] = state
+
+
+def without_state(params: Iterable[_P], states: Mapping[Any, Any]) -> list[_P]:
+    """The trained ones of the parameters whose states have not been made yet."""
+    return [param for param in params if param.requires_grad and not states.get(param)]
 
 
 def _first_states(

@@ -12,15 +12,12 @@ import torch
 from torch._compile import _disable_dynamo
 
 from zerocore._C import AllocatorCounts, Engine, OpCounter, TraceRecord, allocator_counts
-from zerocore.common.events import COLLECTIVES, EXCHANGE, OPTIMIZER, Event
+from zerocore.common.events import COLLECTIVES, EXCHANGE
 
 SAMPLE_EVERY = 16
 """One step in so many is traced; the others cost two additions per collective."""
 KEPT_STEPS = 1024
 """Steps that are remembered, the latest ones."""
-
-Record = TraceRecord | Event
-"""What the engine did, or an optimizer of whole matrices."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Step:
     num_pool_allocations: int
     num_retries: int | None
     num_device_allocations: int | None
-    records: list[Record] | None = field(default=None, repr=False)
+    records: list[TraceRecord] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,6 @@ class Totals:
     """Counted so far: by the engine since ``shard``, by torch's allocator in this process."""
 
     operations: dict[str, OpCounter]
-    exchanged: Count
     num_pool_allocations: int
     allocator: AllocatorCounts | None
 
@@ -86,8 +82,6 @@ class Meters:
         self._num_steps = 0
         self._begin_ns = 0  # of the open step, 0 without one
         self._updated_ns = 0  # last update in the open step
-        self._exchanged = Count(0, 0)  # so far
-        self._exchanges: list[Event] = []  # traced
         self._before = self._totals()
         self._sampling = False
         self._unread: Step | None = None  # sampled, and its trace still lies in the engine
@@ -106,14 +100,6 @@ class Meters:
         if self._begin_ns:
             self._updated_ns = time.perf_counter_ns()
 
-    def note_exchange(self, nbytes: int, issued_ns: int, done_ns: int, wait_ns: int) -> None:
-        """An optimizer's all-to-all is done: bytes that this rank sent, and how long it waited."""
-        self._exchanged = Count(self._exchanged.num + 1, self._exchanged.nbytes + nbytes)
-        if self._sampling or self._recording:
-            pool = self._engine.pool_stats.in_use_nbytes
-            event = Event(EXCHANGE, OPTIMIZER, nbytes, pool, issued_ns, done_ns, wait_ns)
-            self._exchanges.append(event)
-
     def steps(self) -> list[Step]:
         """The latest steps; one that has been updated counts as complete."""
         if self._updated_ns:
@@ -122,7 +108,7 @@ class Meters:
         return list(self._steps)
 
     @contextmanager
-    def recording(self) -> Iterator[list[Record]]:
+    def recording(self) -> Iterator[list[TraceRecord]]:
         """Records for the user; sampling pauses meanwhile. The list is filled at the end.
 
         Raises:
@@ -132,21 +118,13 @@ class Meters:
             raise ValueError("this model is being recorded already; recordings do not nest")
         self._read()
         self._recording, self._sampling = True, False
-        records: list[Record] = []
+        records: list[TraceRecord] = []
         self._engine.start_trace()
         try:
             yield records
         finally:
-            records += self._stop_trace()
+            records += self._engine.stop_trace()
             self._recording = False
-
-    def _stop_trace(self) -> list[Record]:
-        """What the engine and an optimizer of whole matrices did, in order of issue."""
-        records: list[Record] = [*self._engine.stop_trace(), *self._exchanges]
-        if self._exchanges:
-            records.sort(key=lambda record: record.issued_ns)
-        self._exchanges = []
-        return records
 
     def _open(self) -> None:
         self._sampling = not self._recording and self._num_steps % SAMPLE_EVERY == 1
@@ -160,7 +138,6 @@ class Meters:
     def _totals(self) -> Totals:
         return Totals(
             self._engine.counters,
-            self._exchanged,
             self._engine.pool_stats.num_allocations,
             allocator_counts(self._device),
         )
@@ -172,17 +149,15 @@ class Meters:
             for (op, counter), earlier in zip(
                 after.operations.items(), before.operations.values(), strict=True
             )
-            if op in COLLECTIVES
+            if op in (*COLLECTIVES, EXCHANGE)
         }
+        exchanged = changes.pop(EXCHANGE)
         step = Step(
             self._num_steps,
             end_ns - self._begin_ns,
             end_ns - self._updated_ns,
             changes,
-            Count(
-                after.exchanged.num - before.exchanged.num,
-                after.exchanged.nbytes - before.exchanged.nbytes,
-            ),
+            exchanged,
             self._engine.pool_stats.recent_peak_nbytes,
             after.num_pool_allocations - before.num_pool_allocations,
             *_allocations(before.allocator, after.allocator),
@@ -197,7 +172,7 @@ class Meters:
 
     def _read(self) -> None:
         if self._unread is not None:
-            self._unread.records = self._stop_trace()
+            self._unread.records = self._engine.stop_trace()
             self._unread = None
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zerocore.hooks.optimizer_states import without_state
 from zerocore.optim.flat_states import adopt_states, allocate_states, check_loaded
 from zerocore.optim.kernel_calls import UpdatePlan, global_norm, make_plan
 from zerocore.reporting.out_of_memory import explain_step
@@ -177,8 +178,7 @@ class AdamW(Optimizer):
 
     def make_states(self) -> None:
         """Makes the states of all parameters that have none yet, as the first step would."""
-        trained = [param for param in self._params() if param.requires_grad]
-        new = [param for param in trained if not self.state.get(param)]
+        new = without_state(self._params(), self.state)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self.state.update(zip(new, allocate_states(new), strict=True))
         self._plan = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerocore.common.agreement import is_simulated
+from zerocore._C import Exchange
 from zerocore.model.stages import placements_of
 from zerocore.model.state import ShardState
 from zerocore.planning.ownership import Grid, Round
@@ -58,56 +57,23 @@ class Lanes:
         return [(part.begin, part.end) for part in owned]
 
 
-class Transfer:
-    """An all-to-all under way; keeps what it reads and writes."""
+def _transfer(
+    lanes: Lanes,
+    group: dist.ProcessGroup,
+    send: Tensor,
+    counts: tuple[Sequence[int], Sequence[int]],
+    total: int,
+) -> Exchange:
+    """An all-to-all of 1-D messages, rank after rank.
 
-    def __init__(
-        self,
-        lanes: Lanes,
-        group: dist.ProcessGroup,
-        send: Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-    ) -> None:
-        self._lanes = lanes
-        size, own = send.element_size(), send_counts[group.rank()]
-        self._nbytes = (send.numel() - own) * size
-        received = send.new_empty(sum(receive_counts))
-        self.received = received
-        if is_simulated(group):  # whose mirrors send to each as much as this rank receives
-            even = -(-max(send.numel(), received.numel()) // group.size())
-            padded = send.new_zeros(even * group.size())
-            padded[: send.numel()] = send
-            send, received = padded, torch.zeros_like(padded)
-            self.received = received[: sum(receive_counts)]
-            send_counts = receive_counts = [even] * group.size()
-        self._send = send
-        self._issued_ns = time.perf_counter_ns()
-        # As bytes: backends know few dtypes.
-        self._work = dist.all_to_all_single(
-            received.view(torch.uint8),
-            send.view(torch.uint8),
-            [count * size for count in receive_counts],
-            [count * size for count in send_counts],
-            group=group,
-            async_op=True,
-        )
-        self._done_ns: list[int] = []
-        if send.device.type == "cpu":  # on a device a future is done when the work is issued
-            stamps = self._done_ns
-            self._work.get_future().add_done_callback(
-                lambda _: stamps.append(time.perf_counter_ns())
-            )
-
-    def wait(self) -> Tensor:
-        """What came, behind the work of the current stream."""
-        begin_ns = time.perf_counter_ns()
-        self._work.wait()
-        end_ns = time.perf_counter_ns()
-        done_ns = min([*self._done_ns, end_ns])
-        meters = self._lanes.state.meters
-        meters.note_exchange(self._nbytes, self._issued_ns, done_ns, end_ns - begin_ns)
-        return self.received
+    Args:
+        counts: elements for each rank of the group, and from each.
+        total: elements of all ranks' messages, the same on all of them.
+    """
+    size = send.element_size()
+    sent, received = ([count * size for count in each] for each in counts)
+    across = group is lanes.state.ranks.replicas
+    return lanes.state.engine.exchange(across, send, sent, received, total * size)
 
 
 def joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -131,8 +97,12 @@ def to_owners(
         return lambda: [parts[index] for index in step.mine]
     ordered = [parts[index] for owned in step.by_shard for index in owned]
     counts = step.elements_from_shards()
-    transfer = Transfer(
-        lanes, lanes.shards, joined(ordered, like), step.elements_to_owners(), counts
+    transfer = _transfer(
+        lanes,
+        lanes.shards,
+        joined(ordered, like),
+        (step.elements_to_owners(), counts),
+        step.exchanged_numel,
     )
 
     def arrived() -> list[Tensor]:
@@ -166,8 +136,12 @@ def to_shards(
             for index in step.mine
         ]
         counts = step.elements_to_owners()
-        transfer = Transfer(
-            lanes, lanes.shards, joined(cut, like), step.elements_from_shards(), counts
+        transfer = _transfer(
+            lanes,
+            lanes.shards,
+            joined(cut, like),
+            (step.elements_from_shards(), counts),
+            step.exchanged_numel,
         )
 
     def arrived() -> list[Tensor]:
@@ -195,6 +169,7 @@ def _spread(step: Round, lanes: Lanes, held: dict[int, Tensor], like: Tensor) ->
         message = joined([held[index] for index in found[place]], like)
         counts = [step.own_numel(indices) for indices in found]
         send = message.repeat(group.size())
-        transfer = Transfer(lanes, group, send, [message.numel()] * group.size(), counts)
+        sent = [message.numel()] * group.size()
+        transfer = _transfer(lanes, group, send, (sent, counts), sum(counts) * group.size())
         order = [index for indices in found for index in indices]
         held.update(_split(step, order, transfer.wait()))

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerocore.common.agreement import agree
+from zerocore.hooks.optimizer_states import without_state
 from zerocore.model.state import ShardState
 from zerocore.optim.adamw import AdamW
 from zerocore.optim.choice import Choice, choice_of
 from zerocore.optim.exchange import Lanes
+from zerocore.optim.gradients import Used, plan_of, used_in_step
 from zerocore.optim.kernel_calls import global_norm, squares_of
 from zerocore.optim.matrices import (
     Item,
@@ -34,8 +36,6 @@ from zerocore.optim.muon_rounds import WIRE, MuonRounds, check_options
 from zerocore.planning.ownership import Matrix, Round, plan_rounds
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import local_of
-
-_KEPT_PLANS = 16  # of steps in which different parameters have gradients
 
 
 class Muon(Optimizer):
@@ -162,7 +162,7 @@ class Muon(Optimizer):
             self._adamw = AdamW([param for group in rest for param in group["params"]])
             self._adamw.param_groups = rest
             self._adamw.state = self.state
-        self._plans: dict[tuple[bool, ...], MuonRounds] = {}
+        self._plans: dict[Used, MuonRounds] = {}
 
     # -- what is chosen ---------------------------------------------------------------------------
 
@@ -219,21 +219,20 @@ class Muon(Optimizer):
             sum(each.sent_to_owners() + each.sent_to_shards() for each in rounds) * WIRE.itemsize,
         )
 
-    def _plan_for(self, used: tuple[bool, ...]) -> MuonRounds:
-        """What a step does in which these of the parameters have a gradient."""
-        if used not in self._plans:
-            pairs = self._muon_params()
-            matrices = [
-                matrix
-                for index, (param, group) in enumerate(pairs)
-                if used[index]
-                for matrix in self._splits.matrices(index, param, group["ns_steps"])
-            ]
-            lanes = Lanes.of(self._model)
-            if len(self._plans) == _KEPT_PLANS:
-                self._plans.clear()
-            self._plans[used] = MuonRounds(_rounds(matrices, pairs, lanes), lanes, pairs)
-        return self._plans[used]
+    def _plan_for(self, used: Used) -> MuonRounds:
+        """What a step does in which these of the matrices' parameters have a gradient."""
+        return plan_of(used, self._plans, lambda: self._make_plan(used))
+
+    def _make_plan(self, used: Used) -> MuonRounds:
+        pairs = self._muon_params()
+        matrices = [
+            matrix
+            for index, (param, group) in enumerate(pairs)
+            if used[index]
+            for matrix in self._splits.matrices(index, param, group["ns_steps"])
+        ]
+        lanes = Lanes.of(self._model)
+        return MuonRounds(_rounds(matrices, pairs, lanes), lanes, pairs)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -242,6 +241,9 @@ class Muon(Optimizer):
         """One update of every parameter that has a gradient; returns what ``closure`` returns.
 
         All ranks must call.
+
+        Raises:
+            ValueError: on every rank, if a matrix has a gradient on some ranks only; names it.
         """
         loss = None
         if closure is not None:
@@ -256,10 +258,12 @@ class Muon(Optimizer):
         factor = self._clip_factor()
         if self.grad_norm is not None and not self.grad_norm.isfinite():
             return
-        pairs = self._muon_params()
-        plan = self._plan_for(tuple(param.grad is not None for param, _ in pairs))
-        self._make_momenta([param for param, _ in pairs if param.grad is not None])
-        plan.run(self.state, factor)
+        params = [param for param, _ in self._muon_params()]
+        plan = self._plan_for(used_in_step(self._model, "Muon", params))
+        self._make_momenta(p for p in params if p.grad is not None and not self.state.get(p))
+        plan.run(self.state, factor, lambda: self._update_rest(factor))
+
+    def _update_rest(self, factor: Tensor | None) -> None:
         if self._adamw is not None:
             self._adamw._update(factor)
 
@@ -276,15 +280,15 @@ class Muon(Optimizer):
 
     # -- states -----------------------------------------------------------------------------------
 
-    def _make_momenta(self, params: Sequence[ShardedParameter]) -> None:
+    def _make_momenta(self, params: Iterable[ShardedParameter]) -> None:
         for param in params:
-            if not self.state.get(param):
-                self.state[param] = {"momentum_buffer": torch.zeros_like(local_of(param))}
+            self.state[param] = {"momentum_buffer": torch.zeros_like(local_of(param))}
 
     def make_states(self) -> None:
         """Makes the states of all parameters that have none yet, as the first step would."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._make_momenta([p for p, _ in self._muon_params() if p.requires_grad])
+            params = [param for param, _ in self._muon_params()]
+            self._make_momenta(without_state(params, self.state))
         if self._adamw is not None:
             self._adamw.make_states()
 

@@ -46,17 +46,24 @@ class MuonRounds:
         self._pairs = pairs
         self._updates: dict[int, Tensor] = {}  # of parameters whose matrices are not all sent yet
 
-    def run(self, states: Mapping[Any, Mapping[str, Tensor]], factor: Tensor | None) -> None:
+    def run(
+        self,
+        states: Mapping[Any, Mapping[str, Tensor]],
+        factor: Tensor | None,
+        meanwhile: Callable[[], None],
+    ) -> None:
         """One step.
 
         Args:
             states: ``momentum_buffer`` of each parameter, of the shape of its local elements.
             factor: what gradients are multiplied by; None for 1.
+            meanwhile: called while the first exchange is under way.
         """
         used = {matrix.param for step in self.rounds for matrix in step.matrices}
         locals_ = {index: local_of(self._pairs[index][0]) for index in sorted(used)}
         returning: Callable[[], None] | None = None
         arriving = self._send(0, states, factor)
+        meanwhile()
         for number, step in enumerate(self.rounds):
             following = self._send(number + 1, states, factor)
             results = self._orthogonalised(step, arriving())

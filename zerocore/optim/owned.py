@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,16 +12,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from zerocore.common.agreement import agree, gather_objects
-from zerocore.hooks.optimizer_states import stepped_state
+from zerocore.hooks.optimizer_states import stepped_state, without_state
 from zerocore.optim.choice import Choice, choice_of
 from zerocore.optim.exchange import Lanes, to_owners, to_shards
+from zerocore.optim.gradients import Used, plan_of, used_in_step
 from zerocore.optim.matrices import check_sharded, groups_of
 from zerocore.planning.ownership import Matrix, Round, assign, make_rounds, whole_cost
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import local_of
 
 _NAMES = ("params", "param_names")  # of a group; not options
-_KEPT_PLANS = 16  # of steps in which different parameters have gradients
 
 
 def owned(optimizer_class: type[Optimizer], params: Any, **options: Any) -> OwnedOptimizer:
@@ -76,7 +75,7 @@ class OwnedOptimizer(Optimizer):
         self._loads = [0] * self._lanes.grid.num_ranks
         self._owners: dict[int, int] = {}  # rank by number
         self._whole: dict[int, nn.Parameter] = {}  # of this rank, by number
-        self._rounds: dict[tuple[bool, ...], list[tuple[Round, Tensor]]] = {}
+        self._rounds: dict[Used, list[tuple[Round, Tensor]]] = {}
         self._is_built = False
         super().__init__(groups, {})
         facts = [f"'{param.fqn}' for {name}" for param in self._params()]
@@ -171,12 +170,15 @@ class OwnedOptimizer(Optimizer):
         """One update of every parameter that has a gradient; returns what ``closure`` returns.
 
         All ranks must call.
+
+        Raises:
+            ValueError: on every rank, if a parameter has a gradient on some ranks only; names it.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        used = [param.grad is not None for param in self._params()]
+        used = used_in_step(self._model, self._name, self._params())
         with torch._C.DisableTorchFunctionSubclass():
             self._gather(used, local_of, self._set_value)
             self._gather(used, _gradient, self._set_gradient)
@@ -235,19 +237,18 @@ class OwnedOptimizer(Optimizer):
 
     def _rounds_of(self, used: Sequence[bool]) -> list[tuple[Round, Tensor]]:
         """Exchanges of the parameters in use, each of one dtype, beside a tensor of that dtype."""
-        if tuple(used) not in self._rounds:
-            if len(self._rounds) == _KEPT_PLANS:
-                self._rounds.clear()
-            by_dtype: dict[torch.dtype, list[int]] = {}
-            params = self._params()
-            for number in (number for number, is_used in enumerate(used) if is_used):
-                by_dtype.setdefault(params[number].dtype, []).append(number)
-            self._rounds[tuple(used)] = [
-                (step, torch.empty(0, dtype=dtype, device=self._model.device))
-                for dtype, numbers in by_dtype.items()
-                for step in self._plan(numbers, dtype)
-            ]
-        return self._rounds[tuple(used)]
+        return plan_of(tuple(used), self._rounds, lambda: self._make_rounds(used))
+
+    def _make_rounds(self, used: Sequence[bool]) -> list[tuple[Round, Tensor]]:
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        params = self._params()
+        for number in (number for number, is_used in enumerate(used) if is_used):
+            by_dtype.setdefault(params[number].dtype, []).append(number)
+        return [
+            (step, torch.empty(0, dtype=dtype, device=self._model.device))
+            for dtype, numbers in by_dtype.items()
+            for step in self._plan(numbers, dtype)
+        ]
 
     def _plan(self, numbers: Sequence[int], dtype: torch.dtype) -> list[Round]:
         params, matrices = self._params(), []
@@ -325,16 +326,11 @@ class OwnedOptimizer(Optimizer):
 
     def make_states(self) -> None:
         """Makes the states of all parameters that have none yet, as the first step would."""
-        for own, whole in ((n, self._whole[n]) for n in self._inner_order()):
-            if whole.requires_grad and not self.inner.state.get(whole):
+        for group in self.inner.param_groups:
+            for whole in without_state(group["params"], self.inner.state):
                 probe = nn.Parameter(torch.zeros_like(whole, memory_format=torch.contiguous_format))
                 probe.grad = torch.zeros_like(probe)
-                group = self.inner.param_groups[self._group_number(own)]
                 self.inner.state[whole] = stepped_state(self.inner, group, probe)
-
-    def _group_number(self, number: int) -> int:
-        ends = accumulate(len(group["params"]) for group in self.param_groups)
-        return next(index for index, end in enumerate(ends) if number < end)
 
 
 def _gradient(param: ShardedParameter) -> Tensor:

@@ -189,6 +189,11 @@ class Round:
         shards = range(self.grid.num_shards)
         return [sum(self.part_numel(i, shard) for i in self.mine) for shard in shards]
 
+    @property
+    def exchanged_numel(self) -> int:
+        """Elements of the matrices that this rank's replica owns: the same on all its ranks."""
+        return sum(self.matrices[index].numel for owned in self.by_shard for index in owned)
+
     def sent_to_owners(self) -> int:
         """Elements that leave this rank for the owners."""
         counts = self.elements_to_owners()

@@ -73,7 +73,10 @@ def measure_muon(rounds: int) -> MuonRun:
     """Steps on the same gradients, in turn, from one barrier to the next."""
     models: dict[str, Any] = {}
     steps: dict[str, Step] = {}
-    for name, make in ((OWN, _own), (FSDP2, _fsdp2), (GATHER, _gathered)):
+    torch.manual_seed(0)
+    own = own_step(GPT(SIZE))
+    models[OWN], steps[OWN] = own.model, own.step
+    for name, make in ((FSDP2, _fsdp2), (GATHER, _gathered)):
         torch.manual_seed(0)
         models[name], steps[name] = make(GPT(SIZE))
     errors = {}
@@ -91,10 +94,10 @@ def measure_muon(rounds: int) -> MuonRun:
     zerocore = import_zerocore()
     with zerocore.record_events(models[OWN]) as events:
         steps[OWN]()
-    choice = _choices[0]
     sent = sum(event.nbytes for event in events if event.op == "all_to_all")
     waited = sum(event.wait_ns for event in events if event.op == "all_to_all") / 1e9
-    return MuonRun(seconds, errors, sent, choice.sent_nbytes, waited, choice.work)
+    planned, work = own.choice.sent_nbytes, own.choice.work
+    return MuonRun(seconds, errors, sent, planned, waited, work)
 
 
 def _seconds(step: Step) -> float:
@@ -105,17 +108,23 @@ def _seconds(step: Step) -> float:
     return time.perf_counter() - start
 
 
-_choices: list[Any] = []
+@dataclass(frozen=True)
+class OwnStep:
+    """A model with gradients, zerocore's step of it, and who owns what in it."""
+
+    model: nn.Module
+    step: Step
+    choice: Any
 
 
-def _own(model: nn.Module) -> tuple[nn.Module, Step]:
+def own_step(model: nn.Module) -> OwnStep:
+    """zerocore.optim.Muon at stage 3."""
     zerocore = import_zerocore()
     model = zerocore.shard(model, stage=3, units=[GPTBlock])
     for name, param in model.named_parameters():
         param.grad = gradient(name, param)
     optimizer = _make_own(model, LR)
-    _choices[:] = [optimizer.describe()]
-    return model, optimizer.step
+    return OwnStep(model, optimizer.step, optimizer.describe())
 
 
 def _make_own(model: nn.Module, lr: float) -> Any:

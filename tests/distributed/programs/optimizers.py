@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -147,6 +148,41 @@ def muon(run: Run) -> None:
         first.step()
         second.step()
         model.zero_grad()
+
+
+@program("Muon as the system has it, AdamW for the rest, under a schedule")
+def muon_of_system(run: Run) -> None:
+    model = run.shard(Net(), [Block])
+    optimizers = run.muon(model, lr=0.02)
+    schedules = [optim.lr_scheduler.CosineAnnealingLR(each, 4) for each in optimizers]
+    for x in run.batches(4):
+        loss = mean_square(model(x))
+        loss.backward()
+        run.average(model)
+        for each in (*optimizers, *schedules):
+            each.step()
+        model.zero_grad()
+        run.record(loss)
+
+
+@program("the same with micro-batches, and the optimizers' state_dict loaded in between")
+def muon_accumulates(run: Run) -> None:
+    model = run.shard(Net(), [Block])
+    optimizers = run.muon(model, lr=0.02)
+    for step in range(3):
+        first, second = run.batches(2, 3 + step, 8)
+        with run.no_sync(model):
+            (mean_square(model(first)) / 2).backward()
+        (mean_square(model(second)) / 2).backward()
+        run.average(model)
+        for each in optimizers:
+            each.step()
+        model.zero_grad()
+        if step == 1:
+            saved = [copy.deepcopy(each.state_dict()) for each in optimizers]
+            optimizers = run.muon(model, lr=0.5)
+            for each, state in zip(optimizers, saved, strict=True):
+                each.load_state_dict(state)
 
 
 @program("SparseAdam and an embedding with sparse=True")

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 import zerocore
 
 WIDEST = torch.complex128
+MUON_REST: dict[str, Any] = {"lr": 3e-3, "eps": 1e-5}  # of the AdamW beside Muon
 Units = Sequence[type[nn.Module]]
 State = dict[str, Tensor]
 
@@ -72,6 +74,13 @@ class Run:
 
     def method(self, model: nn.Module, name: str) -> None:
         """Says that `name` is called in place of forward."""
+
+    def muon(self, model: nn.Module, lr: float) -> list[Optimizer]:
+        """Muon on the matrices of the blocks and AdamW on the rest."""
+        named = list(model.named_parameters())
+        matrices = [p for name, p in named if "blocks" in name and p.ndim == 2]
+        rest = [p for name, p in named if not ("blocks" in name and p.ndim == 2)]
+        return [torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(rest, **MUON_REST)]
 
     def tensor(self, *shape: int, key: int = 0, shared: bool = False) -> Tensor:
         """Normal numbers that differ by program, key and (unless shared) rank."""
@@ -211,6 +220,13 @@ class ZerocoreRun(Run):
 
     def method(self, model: nn.Module, name: str) -> None:
         zerocore.register_forward_method(model, name)
+
+    def muon(self, model: nn.Module, lr: float) -> list[Optimizer]:
+        return [
+            zerocore.optim.Muon(
+                model.named_parameters(), lr=lr, adamw=MUON_REST, adamw_names=["inp.*", "out.*"]
+            )
+        ]
 
 
 SYSTEMS: dict[str, Callable[[int, bool], Run]] = {

@@ -1,0 +1,73 @@
+"""On one rank of an emulated link: how much of Muon's exchange its own computation hides."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from bench.lib.models import GPT
+from bench.lib.systems import import_zerocore
+from bench.optimizer.muon import SIZE, own_step
+
+LATENCY_S = 20e-6
+
+
+@dataclass(frozen=True)
+class HiddenExchange:
+    """Medians over steps on one link.
+
+    `share` is the time that the exchange has the link, over that of a step without any delay;
+    `num_rounds` are those of a step, each of one all-to-all there and one back.
+    """
+
+    share: float
+    bandwidth: float
+    transfer_s: float
+    waited_s: float
+    step_s: float
+    num_rounds: int
+
+    @property
+    def hidden(self) -> float:
+        """1 - waited / transferred."""
+        return 1 - self.waited_s / self.transfer_s
+
+
+def measure_hidden(shares: list[float], rounds: int) -> list[HiddenExchange]:
+    """Steps on links on which the exchange lasts these shares of a step without delay."""
+    zerocore = import_zerocore()
+    link = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    link.link = zerocore.emulated.link("inf", 0.0)
+    torch.manual_seed(0)
+    own = own_step(GPT(SIZE))
+    for _ in range(2):
+        own.step()
+    free_s = median(_seconds(own.step) for _ in range(rounds))
+    found = []
+    for share in shares:
+        bandwidth = own.choice.sent_nbytes / (share * free_s)
+        link.link = zerocore.emulated.link(bandwidth, LATENCY_S)
+        own.step()
+        steps = []
+        for _ in range(rounds):
+            with zerocore.record_events(own.model) as events:
+                step_s = _seconds(own.step)
+            exchange = [event for event in events if event.op == "all_to_all"]
+            moved = zerocore.common.events.transfers(exchange, one_link=True)
+            transfer_s = sum(event.done_ns - begin_ns for event, begin_ns in moved) / 1e9
+            waited_s = sum(event.wait_ns for event in exchange) / 1e9
+            steps.append((transfer_s, waited_s, step_s))
+        middle = [median(figures) for figures in zip(*steps, strict=True)]
+        found.append(HiddenExchange(share, bandwidth, *middle, own.choice.num_rounds))
+    return found
+
+
+def _seconds(step: object) -> float:
+    assert callable(step)
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
