@@ -24,6 +24,7 @@ from tests.kernels.cuda_on_cpu.launches import rewrite
 
 pytestmark = [
     pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"there is no {COMPILER}"),
+    pytest.mark.slow,
     pytest.mark.timeout(600),  # of which compiling takes most
 ]
 WHAT = ("copies", "sums", "norms", "adamw")
