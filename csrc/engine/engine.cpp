@@ -151,7 +151,7 @@ void Engine::enter(UnitId id) {
   if (recomputing) {
     backward_run_.begin();
   }
-  calls_.push_back({recomputing, next_node()});
+  calls_.push_back({recomputing, next_node(), c10::GradMode::is_enabled()});
   if (recomputing) {
     calls_.back().again = recompute(id);
   } else {
@@ -215,7 +215,7 @@ void Engine::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep)
     leave_forward(recorded, has_output, keep);
   }
   recorded.version = parts_.units[id]->version();
-  const int64_t number = note_call(recorded, entered.recomputing);
+  const int64_t number = note_call(recorded, entered);
   if (has_output) {
     backward_run_.expect(computed_since(recorded.first, outputs), recorded, number);
   }
@@ -236,12 +236,12 @@ void Engine::leave_forward(RecordedCall& recorded, bool has_output, bool keep) {
 }
 
 // Returns the call's number among side doors, -1 if it is none.
-int64_t Engine::note_call(const RecordedCall& recorded, bool recomputing) {
+int64_t Engine::note_call(const RecordedCall& recorded, const Call& entered) {
   SideDoors& side_doors = backward_run_.side_doors();
   if (recorded.call.pass >= 0 && parts_.schedule.records(recorded.call.pass)) {
-    backward_run_.recomputed_calls().add(recorded, c10::GradMode::is_enabled(), recomputing);
+    backward_run_.recomputed_calls().add(recorded, entered.has_graph, entered.recomputing);
   }
-  if (recomputing) {
+  if (entered.recomputing) {
     return side_doors.add_recomputed(recorded);
   }
   const bool has_nodes = recorded.last > recorded.first;

@@ -22,8 +22,8 @@ class RecomputedCalls {
     CallHandle call; // of pass -1 if it is not known
   };
 
-  // A call has been left. `has_graph`: with grad mode on; `again`: by a checkpoint in a backward,
-  // and known until that ends.
+  // A call has been left. `has_graph`: it began with grad mode on; `again`: by a checkpoint in a
+  // backward, and known until that ends.
   void add(const RecordedCall& call, bool has_graph, bool again);
   // The unit is entered by the node that runs on this thread.
   Found find(UnitId unit);

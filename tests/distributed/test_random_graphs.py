@@ -13,13 +13,14 @@ import random
 import re
 import sys
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerocore
 from tests.distributed.harness import RanksFailed, run_ranks
@@ -43,6 +44,13 @@ SHAPES = ("1", "2", "3", "4", "2x2")
 GRAPHS_OF_A_SHAPE = 60
 
 
+@cache
+def mesh_of(replicas: int, shards: int) -> DeviceMesh:
+    """One for all graphs: its groups take as long to make as a graph does to train."""
+    names = ("replicate", "shard")
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=names)
+
+
 def options_of(seed: int, shape: str) -> dict[str, Any]:
     """How a model is sharded, by its seed."""
     rng = random.Random(seed + 3)
@@ -53,9 +61,7 @@ def options_of(seed: int, shape: str) -> dict[str, Any]:
         "accumulate": rng.choice([None, None, "full"]),
     }
     if replicas:
-        names = ("replicate", "shard")
-        sizes = (int(replicas), int(shards))
-        options["group"] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        options["group"] = mesh_of(int(replicas), int(shards))
     return {name: value for name, value in options.items() if value is not None}
 
 
