@@ -91,6 +91,14 @@ std::optional<BackwardCall> backward_call() {
   return call;
 }
 
+std::optional<GraphNode> current_node() {
+  const auto node = torch::autograd::get_current_node();
+  if (node == nullptr) {
+    return std::nullopt;
+  }
+  return GraphNode{node->sequence_nr(), node->thread_id()};
+}
+
 uint64_t next_node() {
   return at::sequence_number::peek();
 }

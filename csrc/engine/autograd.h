@@ -34,6 +34,14 @@ void note_backward_call(const std::vector<at::Tensor>& roots);
 void forget_backward_call();
 std::optional<BackwardCall> backward_call();
 
+// A node of autograd by its number, of those that were made on one thread.
+struct GraphNode {
+  uint64_t number = 0;
+  uint64_t thread = 0; // RecordFunction's name for it
+};
+
+// The node that this thread runs in a backward.
+std::optional<GraphNode> current_node();
 // The number that the next node of this thread's graph will have.
 uint64_t next_node();
 // Those of `outputs` that were computed since next_node() was `first`; all of them if none was. A

@@ -62,6 +62,9 @@ void BackwardRun::begin() {
       "skip it: let them agree on that before the backward.");
   parts_.schedule.begin_backward();
   side_doors_.begin_backward();
+  if (agreement_.ranks_differ()) {
+    side_doors_.keep_watching();
+  }
   mute_units();
   on_backward_end([this, owner = owner_, running = parts_.thread_check.begin_backward()] {
     if (const auto alive = owner.lock()) {
@@ -99,13 +102,21 @@ void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
       "': a second backward would need parameters that stage 3 has given back by then. Use stage 2 "
       "or lower, or run forward and both backwards inside `with zerocore.unsharded(model):`.");
   begin();
-  progress_[id].backward = current_backward();
+  go_through(id);
   agreement_.ask_in_backward(recorded.call);
   if (parts_.schedule.pre_backward(recorded.call, parts_.actions)) {
     forget_fired(id);
   }
   in_use_.run(parts_.actions);
   in_use_.use(id);
+}
+
+// Of a backward within another one all gradients of the unit come, so none that came before count.
+void BackwardRun::go_through(UnitId id) {
+  const int64_t backward = current_backward();
+  if (std::exchange(progress_[id].backward, backward) != backward) {
+    forget_fired(id);
+  }
 }
 
 // Observers of nodes must not throw; the hook that comes next does, or the end of the backward.
@@ -162,7 +173,10 @@ void BackwardRun::grad_ready(UnitId id, int param) {
       "the step, or run the forward again.");
   // In a backward within the one that goes through the unit (reentrant checkpoints inside of it)
   // gradients may come again: the unit is reduced when the outer backward leaves it.
-  if (progress.backward != -1 && progress.backward != current_backward()) {
+  if (progress.backward == -1) {
+    go_through(id);
+  }
+  if (progress.backward != current_backward()) {
     return;
   }
   if (!std::exchange(progress.fired[param], 1)) {
@@ -201,6 +215,7 @@ void BackwardRun::end() {
   const std::vector<bool> reduced = parts_.reducer.reduced();
   parts_.reducer.finish();
   side_doors_.end_backward();
+  recomputed_calls_.end_backward();
   parts_.backward = false;
   agreement_.end_backward();
   run_user_hooks(reduced);
@@ -276,6 +291,7 @@ void BackwardRun::reset() {
   side_door_error_ = nullptr;
   rest_by_shape_.clear();
   side_doors_.reset();
+  recomputed_calls_.reset();
 }
 
 } // namespace zerocore

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine/pass_agreement.h"
+#include "engine/recomputed_calls.h"
 #include "engine/side_doors.h"
 #include "engine/units_in_use.h"
 
@@ -31,6 +32,9 @@ class BackwardRun {
   SideDoors& side_doors() {
     return side_doors_;
   }
+  RecomputedCalls& recomputed_calls() {
+    return recomputed_calls_;
+  }
 
   // A use of the model that only a backward makes; the first one begins it.
   void begin();
@@ -49,12 +53,13 @@ class BackwardRun {
   struct UnitProgress {
     int num_fired = 0;
     int64_t backward = -1; // the one that goes through the unit
-    std::vector<uint8_t> fired; // by parameter
+    std::vector<uint8_t> fired; // in it, by parameter
     std::vector<uint8_t> outdated; // changed since the forward; empty if none is
   };
 
   void end();
   void pre_backward(const RecordedCall& recorded, int64_t number);
+  void go_through(UnitId unit);
   void enter_by_side_door(const RecordedCall& recorded) noexcept;
   void throw_side_door_error();
   void check_versions(const RecordedCall& recorded);
@@ -69,6 +74,7 @@ class BackwardRun {
   PassAgreement& agreement_;
   std::weak_ptr<void> owner_;
   SideDoors side_doors_;
+  RecomputedCalls recomputed_calls_;
   std::exception_ptr side_door_error_; // thrown at the next chance
   std::vector<UnitProgress> progress_; // by unit
   std::unordered_map<uint64_t, bool> rest_by_shape_; // see reduce_rest()

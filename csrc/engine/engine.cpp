@@ -108,6 +108,7 @@ void Engine::begin_pass() {
   }
   calls_.push_back({false});
   backward_run_.side_doors().forget(parts_.schedule.oldest_pass());
+  backward_run_.recomputed_calls().forget(parts_.schedule.oldest_pass());
   bool changed = false;
   for (UnitId id = 0; id < parts_.num_units(); ++id) {
     changed = in_use_.refresh(id) || changed;
@@ -150,16 +151,9 @@ void Engine::enter(UnitId id) {
   if (recomputing) {
     backward_run_.begin();
   }
-  calls_.push_back({recomputing, next_node()});
+  calls_.push_back({recomputing, next_node(), c10::GradMode::is_enabled()});
   if (recomputing) {
-    if (agreement_.ranks_differ()) {
-      const CallHandle call = parts_.schedule.recomputed_call(id, parts_.actions);
-      in_use_.run(parts_.actions);
-      agreement_.ask_in_backward(call);
-    }
-    if (parts_.schedule.recompute(id, parts_.actions)) {
-      backward_run_.forget_fired(id);
-    }
+    calls_.back().again = recompute(id);
   } else {
     if (!parts_.schedule.in_rooted_pass() && in_use_.refresh(id)) {
       in_use_.order_gathers();
@@ -174,6 +168,19 @@ void Engine::enter(UnitId id) {
   }
   in_use_.run(parts_.actions);
   in_use_.use(id);
+}
+
+// See Note [Recomputed calls].
+CallHandle Engine::recompute(UnitId id) {
+  const auto [place, made] = backward_run_.recomputed_calls().find(id);
+  parts_.schedule.reach(place, parts_.actions);
+  in_use_.run(parts_.actions);
+  const CallHandle call = parts_.schedule.is_next(made) ? made : CallHandle{-1, -1, id};
+  agreement_.ask_in_backward(call);
+  if (parts_.schedule.recompute(call, parts_.actions)) {
+    backward_run_.forget_fired(id);
+  }
+  return made;
 }
 
 void Engine::adopt(UnitId id) {
@@ -202,29 +209,43 @@ void Engine::leave_adopted(const std::vector<at::Tensor>& outputs) {
 void Engine::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) {
   const Call entered = pop_call();
   const bool has_output = any_recorded(outputs);
-  RecordedCall recorded{{-1, -1, id}, 0, entered.first_node, next_node()};
-  int64_t number = -1;
+  RecordedCall recorded{entered.again, 0, entered.first_node, next_node()};
+  recorded.call.unit = id;
   if (!entered.recomputing) {
-    // Outputs that are nowhere to be found, see Note [Side doors]; and without grad mode in a pass
-    // that records: reentrant checkpointing, whose backward comes.
-    const bool has_nodes = recorded.last > recorded.first;
-    const bool wanted = c10::GradMode::is_enabled() ? has_nodes : in_use_.num_trainable(id) > 0;
-    in_use_.keep_writes(id);
-    parts_.units[id]->note_use();
-    recorded.call = parts_.schedule.exit(id, has_output || wanted, parts_.actions, keep);
-    in_use_.run(parts_.actions);
-    in_use_.update_registration(id);
-    recorded.version = parts_.units[id]->version();
-    if (has_nodes && recorded.call.pass >= 0) {
-      number = backward_run_.side_doors().add(recorded);
-    }
-  } else {
-    recorded.version = parts_.units[id]->version();
-    number = backward_run_.side_doors().add_recomputed(recorded);
+    leave_forward(recorded, has_output, keep);
   }
+  recorded.version = parts_.units[id]->version();
+  const int64_t number = note_call(recorded, entered);
   if (has_output) {
     backward_run_.expect(computed_since(recorded.first, outputs), recorded, number);
   }
+}
+
+// Sets the call's handle.
+void Engine::leave_forward(RecordedCall& recorded, bool has_output, bool keep) {
+  const UnitId id = recorded.call.unit;
+  // Outputs that are nowhere to be found, see Note [Side doors]; and without grad mode in a pass
+  // that records: reentrant checkpointing, whose backward comes.
+  const bool wanted =
+      c10::GradMode::is_enabled() ? recorded.last > recorded.first : in_use_.num_trainable(id) > 0;
+  in_use_.keep_writes(id);
+  parts_.units[id]->note_use();
+  recorded.call = parts_.schedule.exit(id, has_output || wanted, parts_.actions, keep);
+  in_use_.run(parts_.actions);
+  in_use_.update_registration(id);
+}
+
+// Returns the call's number among side doors, -1 if it is none.
+int64_t Engine::note_call(const RecordedCall& recorded, const Call& entered) {
+  SideDoors& side_doors = backward_run_.side_doors();
+  if (recorded.call.pass >= 0 && parts_.schedule.records(recorded.call.pass)) {
+    backward_run_.recomputed_calls().add(recorded, entered.has_graph, entered.recomputing);
+  }
+  if (entered.recomputing) {
+    return side_doors.add_recomputed(recorded);
+  }
+  const bool has_nodes = recorded.last > recorded.first;
+  return has_nodes && recorded.call.pass >= 0 ? side_doors.add(recorded) : -1;
 }
 
 Engine::Call Engine::pop_call() {

@@ -130,13 +130,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   struct Call {
     bool recomputing = false; // in a recompute, not a forward
     uint64_t first_node = 0; // of the graph that the call records
+    bool has_graph = false; // grad mode was on at its beginning
     UnitId adopted = -1; // the unit, if it is left with the call that is around this one
+    CallHandle again = {}; // that a recompute makes once more; of pass -1 if it is not known
   };
 
   void recover();
   void leave_if_outside();
+  CallHandle recompute(UnitId unit);
   void leave_adopted(const std::vector<at::Tensor>& outputs);
   void leave(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep);
+  void leave_forward(RecordedCall& recorded, bool has_output, bool keep);
+  int64_t note_call(const RecordedCall& recorded, const Call& entered);
   Call pop_call();
 
   EngineParts parts_;

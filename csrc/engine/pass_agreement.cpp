@@ -34,7 +34,7 @@ void PassAgreement::ask_for(UnitId id) {
 // that did not make the call do not know.
 void PassAgreement::ask_in_backward(const CallHandle& call) {
   if (ranks_differ_ && parts_.schedule.is_out_of_turn(call)) {
-    parts_.schedule.finish_steps(parts_.actions);
+    parts_.schedule.leave_order(parts_.actions);
     in_use_.run(parts_.actions);
     if (!parts_.schedule.is_resident(call.unit)) {
       ask_for(call.unit);

@@ -28,11 +28,12 @@ int64_t SideDoors::add(const RecordedCall& call) {
   }
   calls_ = mix(mix(calls_, static_cast<uint64_t>(call.call.unit)), call.last - call.first);
   thread_ = at::RecordFunction::currentThreadId();
-  return add_recomputed(call);
+  visits_.push_back({call});
+  return first_visit_ + static_cast<int64_t>(visits_.size()) - 1;
 }
 
 int64_t SideDoors::add_recomputed(const RecordedCall& call) {
-  visits_.push_back({call});
+  visits_.push_back({call, /*recomputed=*/true});
   return first_visit_ + static_cast<int64_t>(visits_.size()) - 1;
 }
 
@@ -51,6 +52,11 @@ void SideDoors::begin_backward() {
     shape_ = mix(mix(calls_, call->next_node - visits_.back().recorded.last), call->roots);
   }
   watch_.set_on(!visits_.empty() && !(is_known_ && plain_.contains(shape_)));
+}
+
+void SideDoors::keep_watching() {
+  is_known_ = false;
+  watch_.set_on(!visits_.empty());
 }
 
 void SideDoors::announce(int64_t number) {
@@ -104,7 +110,7 @@ void SideDoors::end_backward() {
     }
   }
   announced_.clear();
-  while (!visits_.empty() && visits_.back().recorded.call.pass < 0) {
+  while (!visits_.empty() && visits_.back().recomputed) {
     visits_.pop_back();
   }
   in_backward_ = false;

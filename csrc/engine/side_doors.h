@@ -8,15 +8,14 @@
 // range that runs is the moment to announce the call. While the watch is on, every node is looked
 // up.
 //
-// A unit may also have been released too early: one checkpoint around several units recomputes the
-// first of them first, from which follows that the others are done with. Their nodes show that they
-// are not.
+// A unit may also have been released too early: where ranks take different ways, the order that
+// they share may have left a call that this rank is in. Its nodes show that it is.
 //
 // That costs about 0.2 us a node, so the watch goes off with the first node if a backward of the
 // same shape has gone by without a side door. The shape is how many nodes each call recorded, how
-// many were recorded after the calls, and which ones the backward begins with. If a backward takes
-// a side door all the same, the unit's storage raises an error: it is never read before it was
-// waited for.
+// many were recorded after the calls, and which ones the backward begins with. It says nothing of
+// other ranks: the watch stays on in a backward in which they differ. If a backward takes a side
+// door all the same, the unit's storage raises an error: it is never read before it was waited for.
 #pragma once
 
 #include <cstddef>
@@ -55,6 +54,8 @@ class SideDoors {
   void expect_backward();
   // The first node of a backward runs, or the first one that concerns the model.
   void begin_backward();
+  // The shape of this backward says nothing.
+  void keep_watching();
   // The call was announced.
   void announce(int64_t number);
   void end_backward();
@@ -65,6 +66,7 @@ class SideDoors {
  private:
   struct Visit {
     RecordedCall recorded;
+    bool recomputed = false;
     bool announced = false; // in this backward
   };
 

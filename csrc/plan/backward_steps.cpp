@@ -47,7 +47,7 @@ std::vector<Step> backward_steps(
         continue; // a call of the unit is around this one, and its backward goes on
       }
       const bool reduce = first.at(event.unit) == i && reduces(event.unit);
-      steps.push_back({reduce ? StepKind::Reduce : StepKind::Release, event.unit});
+      steps.push_back({reduce ? StepKind::Reduce : StepKind::Release, event.unit, event.call});
       continue;
     }
     ++depth[event.unit];

@@ -37,7 +37,7 @@ enum class StepKind : uint8_t {
 struct Step {
   StepKind kind = StepKind::Pre;
   UnitId unit = -1;
-  int32_t call = -1; // of a Pre
+  int32_t call = -1; // whose backward begins or ends; not of a Gather
 };
 
 // `reduces(unit)` says whether the unit's gradients are reduced when its first call is left.

@@ -21,11 +21,8 @@ void BackwardWalk::begin() {
 
 bool BackwardWalk::pre_backward(const CallHandle& call, Actions& out) {
   ForwardPass* pass = passes_.find(call.pass);
-  if (pass != nullptr && pass->id != pass_) {
-    finish_steps(out);
-    start_steps(*pass, out);
-  }
   if (pass != nullptr) {
+    go_to_pass(*pass, out);
     const auto begin = pass->steps.begin() + static_cast<std::ptrdiff_t>(pass->next);
     const auto found = std::find_if(begin, pass->steps.end(), [&](const Step& step) {
       return step.kind == StepKind::Pre && step.call == call.call;
@@ -60,30 +57,33 @@ bool BackwardWalk::is_out_of_turn(const CallHandle& call) const {
       [&](const Step& step) { return step.kind == StepKind::Pre && step.call == call.call; });
 }
 
-CallHandle BackwardWalk::recomputed_call(UnitId unit, Actions& out) {
-  if (ForwardPass* latest = pass_ < 0 ? passes_.latest() : nullptr) {
-    start_steps(*latest, out);
+void BackwardWalk::reach(const BackwardPlace& place, Actions& out) {
+  ForwardPass* pass = passes_.find(place.pass);
+  if (pass == nullptr || (pass_ >= 0 && pass->id > pass_)) {
+    return; // a backward goes from the last pass to the first
   }
-  if (const ForwardPass* pass = passes_.find(pass_)) {
-    for (size_t i = pass->next; i < pass->steps.size(); ++i) {
-      const Step& step = pass->steps[i];
-      if (step.kind == StepKind::Pre && step.unit == unit) {
-        return {pass->id, step.call, unit};
-      }
+  go_to_pass(*pass, out);
+  while (pass->next < pass->steps.size()) {
+    const Step& step = pass->steps[pass->next];
+    if (step.kind != StepKind::Gather && step.call < place.end) {
+      return;
     }
+    run_steps(*pass, pass->next + 1, out);
   }
-  return {-1, -1, unit};
 }
 
-bool BackwardWalk::recompute(UnitId unit, Actions& out) {
-  if (residency_.uses(unit).in_backward) {
-    if (!residency_.is_here(unit)) {
-      residency_.unshard(unit, out);
-    }
+bool BackwardWalk::is_next(const CallHandle& call) const {
+  const ForwardPass* pass = passes_.find(pass_);
+  if (pass == nullptr || call.pass != pass_ || pass->next >= pass->steps.size()) {
     return false;
   }
-  const bool first = pre_backward(recomputed_call(unit, out), out);
-  residency_.uses(unit).in_backward = true;
+  const Step& step = pass->steps[pass->next];
+  return step.kind == StepKind::Pre && step.call == call.call;
+}
+
+bool BackwardWalk::recompute(const CallHandle& call, Actions& out) {
+  const bool first = pre_backward(call, out);
+  residency_.uses(call.unit).in_backward = true;
   return first;
 }
 
@@ -140,10 +140,12 @@ void BackwardWalk::start_steps(ForwardPass& pass, Actions& out) {
   for (const CallEvent& event : pass.events) {
     UnitState& unit = units_[event.unit];
     unit.due = passes_.is_reducible(event.unit) && !unit.muted;
-    shape_ = mix(shape_, 2 * static_cast<uint64_t>(event.unit) + (event.kind == EventKind::Exit));
   }
   pass.steps = backward_steps(
       pass.events, prefetch_, [&](UnitId unit) { return units_[unit].due && !later[unit]; });
+  for (const Step& step : pass.steps) {
+    shape_ = mix(shape_, 4 * static_cast<uint64_t>(step.unit) + static_cast<uint64_t>(step.kind));
+  }
   pass.next = 0;
   pass.consumed = true;
   pass_ = pass.id;
@@ -154,6 +156,13 @@ void BackwardWalk::start_steps(ForwardPass& pass, Actions& out) {
     }
   }
   residency_.release_all_but(keep, out);
+}
+
+void BackwardWalk::go_to_pass(ForwardPass& pass, Actions& out) {
+  if (pass.id != pass_) {
+    finish_steps(out);
+    start_steps(pass, out);
+  }
 }
 
 void BackwardWalk::do_step(const Step& step, Actions& out) {
@@ -212,6 +221,14 @@ void BackwardWalk::finish_steps(Actions& out) {
   if (ForwardPass* pass = passes_.find(pass_)) {
     run_steps(*pass, pass->steps.size(), out);
   }
+}
+
+void BackwardWalk::leave_order(Actions& out) {
+  for (UnitId unit = 0; unit < static_cast<UnitId>(units_.size()); ++unit) {
+    Residency::Uses& uses = residency_.uses(unit);
+    uses.kept = uses.kept || uses.in_backward;
+  }
+  finish_steps(out);
 }
 
 } // namespace zerocore

@@ -6,6 +6,12 @@
 // detached), so what is still due when the backward ends is reduced then. That follows from the
 // calls alone, never from which gradients this rank has: another rank may have others. After such
 // an end the next backwards reduce pass by pass.
+//
+// Note [Recomputed calls]
+// A checkpoint makes its calls again in the order of the forward, and then goes backward through
+// them. Only the last of them is what comes next in the order of the backward, and begins it. The
+// ones before are unsharded out of turn, and each one's backward begins when it comes, by its
+// output. So no step of a call is done before the backward is there.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +21,12 @@
 #include "plan/residency.h"
 
 namespace zerocore {
+
+// How far a backward has come: it has left the calls of the pass that are numbered `end` and more.
+struct BackwardPlace {
+  int64_t pass = -1; // -1 if it is not known
+  int32_t end = 0;
+};
 
 class BackwardWalk {
  public:
@@ -28,10 +40,13 @@ class BackwardWalk {
   void begin();
   // True when this is the first news of the call's backward.
   bool pre_backward(const CallHandle& call, Actions& out);
-  // A unit is entered while a backward runs (activation checkpointing). True as above.
-  bool recompute(UnitId unit, Actions& out);
-  // The call that recompute takes for this one; of pass -1 if there is none left.
-  CallHandle recomputed_call(UnitId unit, Actions& out);
+  // A call is made again in the backward (activation checkpointing). See Note [Recomputed calls].
+  // Comes to where the backward is: does the steps of calls that it has left.
+  void reach(const BackwardPlace& place, Actions& out);
+  // Whether the call's backward is what comes next in the order.
+  bool is_next(const CallHandle& call) const;
+  // True as pre_backward; a call that is not next in the order has none here (pass -1).
+  bool recompute(const CallHandle& call, Actions& out);
   // All gradients of the unit exist.
   void ready(UnitId unit, Actions& out);
   void end(Actions& out);
@@ -39,6 +54,8 @@ class BackwardWalk {
   bool is_out_of_turn(const CallHandle& call) const;
   // Does the rest of the backward's steps; gradients still to come are reduced at its end.
   void finish_steps(Actions& out);
+  // As finish_steps, in the midst of a backward: what it uses stays on this rank.
+  void leave_order(Actions& out);
   // The backward ended with an exception.
   void abort();
 
@@ -60,6 +77,7 @@ class BackwardWalk {
 
   std::vector<bool> reduced_later(const ForwardPass& pass) const;
   void start_steps(ForwardPass& pass, Actions& out);
+  void go_to_pass(ForwardPass& pass, Actions& out);
   void do_step(const Step& step, Actions& out);
   void run_steps(ForwardPass& pass, size_t end, Actions& out);
   void run_gathers(Actions& out);

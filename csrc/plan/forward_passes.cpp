@@ -38,15 +38,6 @@ ForwardPass* ForwardPasses::find(int64_t id) {
   return const_cast<ForwardPass*>(std::as_const(*this).find(id));
 }
 
-ForwardPass* ForwardPasses::latest() {
-  const auto unused = std::find_if(
-      passes_.rbegin(), passes_.rend(), [](const ForwardPass& pass) { return !pass.consumed; });
-  if (unused != passes_.rend()) {
-    return &*unused;
-  }
-  return passes_.empty() ? nullptr : &passes_.back();
-}
-
 void ForwardPasses::drop(int64_t id) {
   std::erase_if(passes_, [&](const ForwardPass& pass) { return pass.id == id; });
 }

@@ -35,8 +35,6 @@ class ForwardPasses {
   // Null if there is none.
   ForwardPass* find(int64_t id);
   const ForwardPass* find(int64_t id) const;
-  // The last pass that no backward ran through, or the last one; null if there is none.
-  ForwardPass* latest();
   void drop(int64_t id);
   void clear() {
     passes_.clear();

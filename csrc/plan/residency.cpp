@@ -32,7 +32,7 @@ void Residency::release(UnitId unit, Actions& out) {
   const Uses& uses = state.uses;
   if (releases_ && state.resident && uses.active == 0 && !uses.in_backward && uses.holds == 0) {
     state.resident = false;
-    state.late = uses.held > 0;
+    state.late = uses.held > 0 || uses.kept;
     if (!state.late) {
       out.push_back({ActionKind::Reshard, unit});
     }
@@ -60,7 +60,7 @@ void Residency::serve(UnitId unit, Actions& out) {
   unshard(unit, out);
   if (releases_ && state.uses.active == 0 && state.uses.holds == 0) {
     state.resident = false;
-    state.late = state.uses.held > 0 || state.uses.in_backward;
+    state.late = state.uses.held > 0 || state.uses.in_backward || state.uses.kept;
     if (!state.late) {
       out.push_back({ActionKind::Reshard, unit});
     }
@@ -70,6 +70,7 @@ void Residency::serve(UnitId unit, Actions& out) {
 void Residency::leave_backward(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
   state.uses.in_backward = false;
+  state.uses.kept = false;
   if (std::exchange(state.late, false)) {
     out.push_back({ActionKind::Reshard, unit});
   }
@@ -88,7 +89,7 @@ void Residency::abort(Actions& out) {
     if (std::exchange(state.late, false)) {
       out.push_back({ActionKind::Reshard, unit});
     }
-    state.uses = {0, 0, state.uses.holds, false};
+    state.uses = {0, 0, state.uses.holds, false, false};
   }
   release_all_but({}, out);
 }

@@ -2,7 +2,8 @@
 //
 // Which ones are resident follows from the order of calls alone. A call that a rank leaves later
 // than the order has it keeps the memory (`held`) of a unit that counts as resharded, until it is
-// left. So does a rank that asks for a unit in its backward, until that ends.
+// left. So does a rank that asks for a unit in its backward, and what it then uses, until that
+// ends.
 #pragma once
 
 #include <vector>
@@ -18,7 +19,8 @@ class Residency {
     int active = 0; // calls entered and not left, by the order
     int held = 0; // calls that this rank has entered and not left
     int holds = 0; // hold_unsharded() without its release_unsharded()
-    bool in_backward = false;
+    bool in_backward = false; // by the order
+    bool kept = false; // by this rank, to the end of its backward
   };
 
   explicit Residency(const ScheduleOptions& options);

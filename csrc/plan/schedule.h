@@ -87,11 +87,14 @@ class Schedule {
   bool pre_backward(const CallHandle& call, Actions& out) {
     return walk_.pre_backward(call, out);
   }
-  bool recompute(UnitId unit, Actions& out) {
-    return walk_.recompute(unit, out);
+  void reach(const BackwardPlace& place, Actions& out) {
+    walk_.reach(place, out);
   }
-  CallHandle recomputed_call(UnitId unit, Actions& out) {
-    return walk_.recomputed_call(unit, out);
+  bool is_next(const CallHandle& call) const {
+    return walk_.is_next(call);
+  }
+  bool recompute(const CallHandle& call, Actions& out) {
+    return walk_.recompute(call, out);
   }
   void ready(UnitId unit, Actions& out) {
     walk_.ready(unit, out);
@@ -105,6 +108,9 @@ class Schedule {
   }
   void finish_steps(Actions& out) {
     walk_.finish_steps(out);
+  }
+  void leave_order(Actions& out) {
+    walk_.leave_order(out);
   }
   // Unshards and reshards a unit that other ranks need.
   void serve_one(UnitId unit, Actions& out);
@@ -140,7 +146,7 @@ class Schedule {
   // In use by forward or backward: the modules show the unsharded parameters.
   bool is_active(UnitId unit) const {
     const Residency::Uses& uses = residency_.uses(unit);
-    return uses.held > 0 || uses.in_backward || uses.holds > 0;
+    return uses.held > 0 || uses.in_backward || uses.kept || uses.holds > 0;
   }
   // A call of the unit that this rank makes has not been left.
   bool is_entered(UnitId unit) const {
@@ -155,6 +161,11 @@ class Schedule {
   // A number for the calls whose backward has begun, the same on all ranks; of the last backward.
   uint64_t backward_shape() const {
     return walk_.shape();
+  }
+  // Whether the pass records a graph.
+  bool records(int64_t pass) const {
+    const ForwardPass* found = passes_.find(pass);
+    return found != nullptr && found->grad;
   }
   // Passes before this one are forgotten.
   int64_t oldest_pass() const {

@@ -90,9 +90,11 @@ def reference(seed: int, world_size: int) -> Result:
 @contextmanager
 def mode(model: nn.Module, event: Event) -> Iterator[None]:
     """Evaluation without gradients, where the event is one."""
-    is_eval = event.kind.endswith("eval")
-    model.train(not is_eval)
-    with torch.set_grad_enabled(not is_eval):
+    if not event.kind.endswith("eval"):
+        yield
+        return
+    model.eval()
+    with torch.no_grad():
         yield
     model.train()
 

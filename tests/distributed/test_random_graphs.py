@@ -1,22 +1,26 @@
 """Random models train as in one process that does every rank's part.
 
 Each graph is trained at one of the stages. `python -m tests.distributed.test_random_graphs FIRST
-COUNT [SHAPE ...]` trains each at all of them; a SHAPE is a number of ranks, or replicas x shards.
+COUNT [SHAPE ...]` trains each at all of them, and with `--one-stage` also at one; a SHAPE is a number
+of ranks, or replicas x shards.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
+import re
 import sys
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerocore
 from tests.distributed.harness import RanksFailed, run_ranks
@@ -40,6 +44,13 @@ SHAPES = ("1", "2", "3", "4", "2x2")
 GRAPHS_OF_A_SHAPE = 60
 
 
+@cache
+def mesh_of(replicas: int, shards: int) -> DeviceMesh:
+    """One for all graphs: its groups take as long to make as a graph does to train."""
+    names = ("replicate", "shard")
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=names)
+
+
 def options_of(seed: int, shape: str) -> dict[str, Any]:
     """How a model is sharded, by its seed."""
     rng = random.Random(seed + 3)
@@ -50,9 +61,7 @@ def options_of(seed: int, shape: str) -> dict[str, Any]:
         "accumulate": rng.choice([None, None, "full"]),
     }
     if replicas:
-        names = ("replicate", "shard")
-        sizes = (int(replicas), int(shards))
-        options["group"] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        options["group"] = mesh_of(int(replicas), int(shards))
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -154,23 +163,47 @@ def test_the_graphs_have_everything() -> None:
     assert {(event.held, event.update) for event in events} == {(0, 0), (0, 1), (1, 0)}
 
 
-def main(first: int, count: int, shapes: tuple[str, ...]) -> bool:
-    """Prints the first graph of each block that went wrong, and how many went well; whether all."""
-    num_equal = 0
-    for index, begin in enumerate(range(first, first + count, 25)):
-        number = min(25, first + count - begin)
-        shape = shapes[index % len(shapes)]
+def train_block(first: int, count: int, shape: str, every_stage: bool) -> list[int]:
+    """Trains graphs in one start of the ranks, and in more where one fails; seeds that failed."""
+    failed: list[int] = []
+    end = first + count
+    while first < end:
+        limit = 60.0 + 20.0 * (end - first)
         try:
-            run_ranks(compare, world_of(shape), begin, number, shape, True, timeout=500)
-            num_equal += number
-            print(
-                f"graphs {begin} to {begin + number - 1}, {shape}: equal; {num_equal}", flush=True
-            )
+            run_ranks(compare, world_of(shape), first, end - first, shape, every_stage, timeout=limit)
+            break
         except RanksFailed as error:
-            print(f"graphs from {begin}, {shape}: {error}", flush=True)
-    return num_equal == count
+            print(error, flush=True)
+            begun = [int(seed) for seed in re.findall(r"^graph (\d+) at stage", str(error), re.M)]
+            failed.append(max(begun, default=first))
+            print(f"graph {failed[-1]} failed, shape {shape}", flush=True)
+            first = failed[-1] + 1
+    return failed
+
+
+def main(options: argparse.Namespace) -> bool:
+    """Prints the seeds of graphs that went wrong, and how many there were; whether none did."""
+    failed: list[int] = []
+    end = options.first + options.count
+    for index, first in enumerate(range(options.first, end, options.block)):
+        count = min(options.block, end - first)
+        shape = options.shapes[index % len(options.shapes)]
+        failed += train_block(first, count, shape, not options.one_stage)
+        done = first + count - options.first
+        print(f"{done} graphs, {len(failed)} failed: {failed}", flush=True)
+    print(f"{options.count} graphs, {len(failed)} failed")
+    return not failed
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("first", type=int, help="seed of the first graph")
+    parser.add_argument("count", type=int)
+    parser.add_argument("shapes", nargs="*", default=SHAPES, metavar="shape")
+    parser.add_argument("--one-stage", action="store_true", help="the one of the seed, not all")
+    parser.add_argument("--block", type=int, default=50, help="graphs in one start of the ranks")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    begin, number = (int(word) for word in sys.argv[1:3])
-    sys.exit(not main(begin, number, tuple(sys.argv[3:]) or SHAPES))
+    sys.exit(not main(parse_arguments()))
