@@ -13,8 +13,8 @@ namespace py = pybind11;
 namespace zerocore {
 namespace {
 
-void* as_memory(uintptr_t address) {
-  return reinterpret_cast<void*>(address); // NOLINT(performance-no-int-to-ptr)
+const void* as_memory(uintptr_t address) {
+  return reinterpret_cast<const void*>(address); // NOLINT(performance-no-int-to-ptr)
 }
 
 // What the system refuses is an OSError with its errno, as of Python's own functions.
@@ -63,14 +63,12 @@ void register_io(py::module_& module) {
       py::arg("crc") = 0);
   module.def(
       "crc32_at",
-      [](int file, int64_t offset, size_t nbytes, uintptr_t target) {
-        return with_os_errors(
-            [&] { return io::crc32_at(file, offset, nbytes, as_memory(target)); });
+      [](int file, int64_t offset, size_t nbytes) {
+        return with_os_errors([&] { return io::crc32_at(file, offset, nbytes); });
       },
       py::arg("file"),
       py::arg("offset"),
-      py::arg("nbytes"),
-      py::arg("target") = 0);
+      py::arg("nbytes"));
 }
 
 } // namespace zerocore

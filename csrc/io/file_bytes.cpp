@@ -84,19 +84,13 @@ uint32_t write_at(int file, const void* data, size_t nbytes, int64_t offset, uin
   return crc;
 }
 
-uint32_t crc32_at(int file, int64_t offset, size_t nbytes, void* target) {
-  std::unique_ptr<uint8_t[]> block;
-  auto* data = static_cast<uint8_t*>(target);
-  if (target == nullptr) {
-    block = std::make_unique_for_overwrite<uint8_t[]>(std::min(nbytes, kReadNbytes));
-    data = block.get();
-  }
+uint32_t crc32_at(int file, int64_t offset, size_t nbytes) {
+  const auto block = std::make_unique_for_overwrite<uint8_t[]>(std::min(nbytes, kReadNbytes));
   uint32_t crc = 0;
   while (nbytes > 0) {
     const size_t count = std::min(nbytes, kReadNbytes);
-    read_all(file, data, count, offset);
-    crc = crc32(crc, data, count);
-    data += target == nullptr ? 0 : count;
+    read_all(file, block.get(), count, offset);
+    crc = crc32(crc, block.get(), count);
     nbytes -= count;
     offset += static_cast<int64_t>(count);
   }

@@ -12,8 +12,7 @@ namespace zerocore::io {
 // at once, so that a later fsync finds little left.
 uint32_t write_at(int file, const void* data, size_t nbytes, int64_t offset, uint32_t crc);
 
-// The checksum of `nbytes` of a file from `offset` on, which are left in `target` unless that is
-// null. Throws EIO if the file ends before.
-uint32_t crc32_at(int file, int64_t offset, size_t nbytes, void* target = nullptr);
+// The checksum of `nbytes` of a file from `offset` on. Throws EIO if the file ends before.
+uint32_t crc32_at(int file, int64_t offset, size_t nbytes);
 
 } // namespace zerocore::io
