@@ -6,8 +6,8 @@ import io
 import os
 import re
 import time
-import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,6 +115,8 @@ class Checkpoints:
         **stateful: Any,
     ) -> None:
         import_module("zerocore.checkpoint.saving")  # takes a second: not while training waits
+        from zerocore.checkpoint.kept_plan import KeptPlan
+
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
         self._budget = parse_nbytes(memory_budget, "memory_budget")
@@ -131,6 +133,7 @@ class Checkpoints:
         self._keep, self._background, self._verify, self._rng = keep, background, verify, rng
         self._state = state_of(model)
         self._group = _own_group(self._state)
+        self._kept = KeptPlan(self._state)
         self._pending: PendingSave | None = None
         # Kept: to start a thread is to wait for it, up to 5 ms while others hold the interpreter.
         self._threads = ThreadPoolExecutor(2, "checkpoint")
@@ -155,35 +158,28 @@ class Checkpoints:
     def save(self, step: int) -> PendingSave:
         """Saves the state as that of ``step``; waits for the save before, if that is under way.
 
+        In the background it asks no other rank: what goes wrong on another one, and that the ranks
+        would save different tensors, is raised by ``wait`` and by the next ``save``.
+
         Raises:
             FileExistsError: there is a checkpoint of this step.
             Exception: what went wrong in the save before.
         """
-        from zerocore.checkpoint.saving import Save
+        from zerocore.checkpoint.saving import Save, together
 
         began = time.perf_counter()
         self.wait()
         final = self._path(step)
-        identity = uuid.uuid4().hex[:8]
-        prepared: list[tuple[SavedState, bytes]] = []
-
-        def prepare() -> tuple[str, str]:
+        try:
             if final.exists():
                 raise FileExistsError(f"{final} exists; checkpoints are never overwritten")
-            if self._state.rank == 0:
-                self._delete_remains()
-                files.make_folder(_temporary(final, identity))
-            prepared.append(self._collect(step))
-            return identity, prepared[0][0].digest()
-
-        answers = on_all_ranks(self._state, prepare)  # the only collective that training waits for
-        if any(digest != answers[0][1] for _, digest in answers):
-            raise ValueError(f"the ranks would save different tensors: {answers}")
-        save = Save(_temporary(final, answers[0][0]), final, *prepared[0], self._group)
-        pending = self._start(step, save)
-        self._pending = pending
-        pending.stall_seconds += time.perf_counter() - began
-        return pending
+            save = Save(final, *self._collect(step), self._group)
+        except Exception as error:
+            together(self._group, partial(_raise, error))  # or the others would wait for this one
+            raise
+        self._pending = self._start(step, save)
+        self._pending.stall_seconds += time.perf_counter() - began
+        return self._pending
 
     def _start(self, step: int, save: Save) -> PendingSave:
         if not self._background:
@@ -199,12 +195,13 @@ class Checkpoints:
         copy = StreamedCopy(
             save.saved.parts(), self._budget, self._state.device, save.saved.watch_changes()
         )
-        self._threads.submit(copy.run)
+        # The last thing that is done here: the threads take the interpreter from this one.
         pending = PendingSave(step, self._threads.submit(self._write, save, copy), copy)
         self._state.readers.append(pending.wait_read)
         return pending
 
     def _write(self, save: Save, copy: StreamedCopy) -> None:
+        self._threads.submit(copy.run)
         try:
             save.write(copy, self._delete_old)
         finally:
@@ -254,7 +251,7 @@ class Checkpoints:
         }
         written = io.BytesIO()
         torch.save(own, written)
-        return saved_state(self._state, nested, copy=self._background), written.getvalue()
+        return saved_state(self._kept, nested, copy=self._background), written.getvalue()
 
     def _delete_old(self) -> None:
         for step in self.steps()[: -self._keep] if self._keep is not None else []:
@@ -263,13 +260,6 @@ class Checkpoints:
             files.rename(path, doomed)  # half of it must not look like a checkpoint
             files.flush_folder(self.folder)
             files.delete_folder(doomed)
-
-    def _delete_remains(self) -> None:
-        """Deletes the folders of saves and deletions that did not come to their end."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for pattern in ("step-*.tmp-*", "step-*.deleted"):
-            for path in self.folder.glob(pattern):
-                files.delete_folder(path)
 
     def _load(self, folder: Path) -> None:
         from zerocore.checkpoint.loading import (
@@ -297,8 +287,8 @@ class Checkpoints:
             restore_own(own, self._state.rank, self._state.world_size)
 
 
-def _temporary(final: Path, identity: str) -> Path:
-    return final.with_name(f"{final.name}.tmp-{identity}")
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _own_group(state: ShardState) -> dist.ProcessGroup | None:

@@ -6,7 +6,7 @@ Every rank's ranges follow from the layout. So the first rank writes all metadat
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -85,6 +85,7 @@ class SavePlan:
     tensors: Mapping[str, tuple[torch.dtype, Spread]]
     world_size: int
     front_nbytes: int = 0
+    _pieces: dict[int, list[Piece]] = field(default_factory=dict, compare=False, repr=False)
 
     def file_name(self, rank: int) -> str:
         """As torch's own writer calls it."""
@@ -92,11 +93,14 @@ class SavePlan:
 
     def pieces_of(self, rank: int) -> list[Piece]:
         """What one rank writes, in the order in its file."""
+        if rank in self._pieces:
+            return self._pieces[rank]
         found, offset = [], self.front_nbytes if rank == 0 else 0
         for key, (dtype, spread) in self.tensors.items():
             for box in _boxes_of_rank(spread, rank, dtype.itemsize):
                 found.append(Piece(key, box, offset))
                 offset += chunk_nbytes(box.numel * dtype.itemsize)
+        self._pieces[rank] = found
         return found
 
     @cached_property

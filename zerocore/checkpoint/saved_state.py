@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -14,11 +16,10 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from zerocore.checkpoint import files
-from zerocore.checkpoint.save_plan import Piece, SavePlan, Spread, box_strides
+from zerocore.checkpoint.kept_plan import Facts, KeptPlan
+from zerocore.checkpoint.save_plan import Piece, SavePlan, box_strides
 from zerocore.checkpoint.torch_chunks import data_offset, frame
-from zerocore.model.state import ShardState
 from zerocore.tensor.place import Place, Placed, local_of
-from zerocore.tensor.shares import owned_ranges, saved_ranges
 
 PART_NBYTES = 8 << 20  # what is copied and written at a time
 _SMALL_NBYTES = 64 << 10
@@ -26,39 +27,56 @@ _SMALL_NBYTES = 64 << 10
 
 @dataclass(frozen=True)
 class SavedState:
-    """A state as it goes into the files.
+    """A state as it goes into the files. What is not asked for while training waits is made later.
 
     Attributes:
-        plan: the same on all ranks, but for the values.
-        rank: which of them this is.
+        kept: of this save and those before.
+        facts: what is the same on all ranks: each tensor's dtype, and its place or shape.
         tensors: this rank's elements of each tensor, plain and 1-D, and where they begin.
-        values: what is no tensor, as ``torch.save`` writes it; on the first rank.
+        plain: what is no tensor, copied; on the first rank.
         paths: of every key in the nested state.
     """
 
-    plan: SavePlan
-    rank: int
+    kept: KeptPlan
+    facts: Facts
     tensors: Mapping[str, tuple[Tensor, int]]
-    values: Mapping[str, bytes]
+    plain: Mapping[str, Any]
     paths: Mapping[str, Any]
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that save."""
+        return self.kept.rank
+
+    @property
+    def plan(self) -> SavePlan:
+        """The same on all ranks, but for the plain values."""
+        return self.kept.plan_of(self.facts, lambda: len(self.front))
+
+    @cached_property
+    def values(self) -> dict[str, bytes]:
+        """What is no tensor, as ``torch.save`` writes it."""
+        return {key: _pickled(value) for key, value in self.plain.items()}
 
     @property
     def front(self) -> bytes:
         """The values one after the other, as they stand at the begin of the first file."""
         return b"".join(self.values.values())
 
-    @property
-    def value_places(self) -> dict[str, tuple[int, int]]:
-        """Offset and length of each value."""
+    def metadata(self, identity: str) -> bytes:
+        """The file of metadata of a save of that name."""
         places, offset = {}, 0
         for key, data in self.values.items():
             places[key] = (offset, len(data))
             offset += len(data)
-        return places
+        return self.kept.metadata(self.plan, places, self.paths, identity)
 
     def digest(self) -> str:
         """The same on all ranks if they save the same tensors."""
-        facts = [f"{key} {dtype} {s.shape}" for key, (dtype, s) in self.plan.tensors.items()]
+        facts = [
+            f"{key} {dtype} {tuple(of.global_shape if isinstance(of, Place) else of)}"
+            for key, (dtype, of) in self.facts.items()
+        ]
         return f"{len(facts)} tensors, {crc32(repr(facts).encode()):08x}"
 
     def watch_changes(self) -> Callable[[], None]:
@@ -86,60 +104,35 @@ class SavedState:
                 )
 
 
-def saved_state(state: ShardState, nested: dict[str, Any], copy: bool) -> SavedState:
+def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedState:
     """The state of a model's ranks, on its own memory.
 
     Args:
+        kept: of the saves of this model.
         nested: shards, and what is equal on all ranks, of which the first one's is saved.
         copy: whether to copy what is no shard, which may change at any time.
     """
     flat, paths = flatten_state_dict(nested)
-    spreads = _Spreads(state)
-    plans: dict[str, tuple[torch.dtype, Spread]] = {}
+    facts: dict[str, tuple[torch.dtype, Place | torch.Size]] = {}
     tensors: dict[str, tuple[Tensor, int]] = {}
-    values: dict[str, bytes] = {}
+    plain: dict[str, Any] = {}
     for key, value in flat.items():
         if isinstance(value, Placed):
-            plans[key] = (value.dtype, spreads.of(value.place))
+            facts[key] = (value.dtype, value.place)
             tensors[key] = (local_of(value), value.place.shard_range[0])
         elif isinstance(value, Tensor):
-            plans[key] = (value.dtype, Spread(tuple(value.shape), ((0, 0, value.numel()),)))
-            if state.rank == 0:
-                plain = value.detach().to("cpu", copy=copy)
-                tensors[key] = (plain.reshape(-1), 0)
-        elif state.rank == 0:
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            values[key] = buffer.getvalue()
-    plan = SavePlan(plans, state.world_size, sum(map(len, values.values())))
-    return SavedState(plan, state.rank, tensors, values, paths)
+            facts[key] = (value.dtype, value.shape)
+            if kept.rank == 0:
+                tensors[key] = (value.detach().to("cpu", copy=copy).reshape(-1), 0)
+        elif kept.rank == 0:
+            plain[key] = deepcopy(value)
+    return SavedState(kept, facts, tensors, plain, paths)
 
 
-class _Spreads:
-    """How parameters, and the states of their optimizer, are spread over the ranks."""
-
-    def __init__(self, state: ShardState) -> None:
-        self._params = {param.fqn: param.shard for param in state.params()}
-        self._state = state
-        self._known: dict[tuple[Any, ...], Spread] = {}
-
-    def of(self, place: Place) -> Spread:
-        """One object for all tensors that are spread alike."""
-        key = (place.fqn, place.global_shape)
-        if key not in self._known:
-            self._known[key] = self._find(place)
-        return self._known[key]
-
-    def _find(self, place: Place) -> Spread:
-        ranks, numel = self._state.ranks, place.global_shape.numel()
-        shape = tuple(place.global_shape)
-        if place.group is None:
-            ranges = saved_ranges([(0, 0, numel)], 1, ranks.world_size)
-            return Spread(shape, ranges, place.strides)
-        param = self._params[place.fqn]
-        owned = owned_ranges(self._state.engine.layout(param.unit), param.position)
-        ranges = saved_ranges(owned, ranks.num_shards, ranks.num_replicas)
-        return Spread(shape, ranges, place.strides)
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def write_rank_file(folder: Path, saved: SavedState, parts: Iterable[Tensor]) -> None:
@@ -152,9 +145,9 @@ def write_rank_file(folder: Path, saved: SavedState, parts: Iterable[Tensor]) ->
     try:
         if saved.front:
             files.write(file, 0, saved.front)
-        waiting = iter(parts)
-        for piece in saved.plan.pieces_of(saved.rank):
-            _write_piece(file, saved.plan, piece, waiting)
+        waiting, plan = iter(parts), saved.plan
+        for piece in plan.pieces_of(saved.rank):
+            _write_piece(file, plan, piece, waiting)
         for _ in waiting:  # its end says whether all was well
             raise AssertionError("a part is left")
         files.flush(file)

@@ -109,11 +109,11 @@ def is_intact(file: int, offset: int, data_nbytes: int) -> bool:
     length = chunk_nbytes(data_nbytes)
     head = os.pread(file, _HEAD_NBYTES, offset)
     begin = offset + _HEAD_NBYTES
-    tail = os.pread(file, length - _HEAD_NBYTES - data_nbytes, begin + data_nbytes)
-    try:
+    try:  # from the begin to the end, as the system reads ahead
         crc = crc32_at(file, begin, data_nbytes)
     except OSError:
         return False
+    tail = os.pread(file, length - _HEAD_NBYTES - data_nbytes, begin + data_nbytes)
     at = _DATA_SUM_AT
     if len(tail) < _TAIL_NBYTES or tail[at : at + _SUM.size] != _SUM.pack(crc):
         return False

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bench.checkpoint.raw_disk import WAYS, RawDisk, filled_memory
 from bench.lib.models import BlockStack
 from bench.lib.systems import apply_fsdp2, import_zerocore
 
-OWN, PEER, RAW = "zerocore", "FSDP2 + DCP", "the disk alone"
+OWN, PEER = "zerocore", "FSDP2 + DCP"
 WIDTH, HEADS = 1024, 16
 BLOCK_NUMEL = 12 * WIDTH * WIDTH + 13 * WIDTH
-_RAW_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,16 @@ class CheckpointCell:
     @property
     def nbytes(self) -> int:
         """Of weights and moments."""
-        return 3 * 4 * BLOCK_NUMEL * self.num_blocks
+        return self.nbytes_of(self.num_blocks)
+
+    @property
+    def small_blocks(self) -> int:
+        """Of the smaller model, beside which the fixed part of a stall is seen."""
+        return max(self.num_blocks // 3, 1)
+
+    def nbytes_of(self, num_blocks: int) -> int:
+        """Of weights and moments of so many blocks."""
+        return 3 * 4 * BLOCK_NUMEL * num_blocks
 
 
 @dataclass
@@ -73,31 +82,6 @@ def io_counts() -> dict[str, int]:
     """Bytes that this process has asked for (rchar), and that came from the disk (read_bytes)."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
-
-
-class _Raw:
-    """This rank's share of the bytes, in one file."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._data = memoryview(bytearray(os.urandom(_RAW_BLOCK)) * (nbytes // _RAW_BLOCK))
-
-    def _blocks(self) -> Iterator[tuple[int, memoryview]]:
-        for begin in range(0, len(self._data), _RAW_BLOCK):
-            yield begin, self._data[begin : begin + _RAW_BLOCK]
-
-    def save(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        file = os.open(folder / f"{dist.get_rank()}", os.O_WRONLY | os.O_CREAT)
-        for begin, block in self._blocks():
-            os.pwrite(file, block, begin)
-        os.fsync(file)
-        os.close(file)
-
-    def load(self, folder: Path) -> None:
-        file = os.open(folder / f"{dist.get_rank()}", os.O_RDONLY)
-        for begin, block in self._blocks():
-            os.preadv(file, [block], begin)
-        os.close(file)
 
 
 class _Peer:
@@ -165,17 +149,20 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _contestants(cell: CheckpointCell) -> Iterator[tuple[str, Any]]:
-    yield RAW, _Raw(cell.nbytes // dist.get_world_size())
+    memory = filled_memory(cell.nbytes // dist.get_world_size())
+    for way in WAYS:
+        yield way.name, RawDisk(way, memory)
     yield OWN, _Own(*trained(OWN, cell.num_blocks))
     yield PEER, _Peer(*trained(PEER, cell.num_blocks))
 
 
 def measure(cell: CheckpointCell) -> Figures:
-    """Save and cold load of each system, in turns."""
+    """Save, cold load and warm load of each system, in turns."""
     figures = Figures()
     contestants = list(_contestants(cell))
     for index in range(cell.rounds):
-        for name, system in contestants[index % 3 :] + contestants[: index % 3]:
+        first = index % len(contestants)
+        for name, system in contestants[first:] + contestants[:first]:
             folder = Path(cell.folder) / name.replace(" ", "-")
             figures.add(f"{name}: save", together(partial(system.save, folder)))
             if dist.get_rank() == 0:
@@ -184,26 +171,29 @@ def measure(cell: CheckpointCell) -> Figures:
             figures.add(f"{name}: cold load", together(partial(system.load, folder)))
             for count in ("rchar", "read_bytes"):
                 figures.nbytes[f"{name}: {count}"] = io_counts()[count] - before[count]
+            figures.add(f"{name}: warm load", together(partial(system.load, folder)))
             if dist.get_rank() == 0 and (name != OWN or index + 1 < cell.rounds):
                 shutil.rmtree(folder)
             dist.barrier()
-    _measure_stall(cell, contestants[1][1], figures)
+    own = dict(contestants)[OWN]
+    _measure_stall(cell, own, "", figures)
+    _measure_stall(cell, _Own(*trained(OWN, cell.small_blocks)), "small: ", figures)
     return figures
 
 
-def _measure_stall(cell: CheckpointCell, own: _Own, figures: Figures) -> None:
+def _measure_stall(cell: CheckpointCell, own: _Own, label: str, figures: Figures) -> None:
     """Background saves with steps of training around them."""
-    folder = Path(cell.folder) / "background"
+    folder = Path(cell.folder) / f"background{label.strip(': ')}"
     checkpoints = own.open(folder, keep=1, memory_budget=max(cell.nbytes // 4, 16 << 20))
-    for index in range(cell.rounds):
+    for index in range(max(cell.rounds, 3)):
         began = time.perf_counter()
         step(own._model, own._optimizer)
-        figures.add("step", time.perf_counter() - began)
+        figures.add(f"{label}step", time.perf_counter() - began)
         dist.barrier()
         pending = checkpoints.save(index)
-        figures.add("stall in save", pending.stall_seconds)
+        figures.add(f"{label}stall in save", pending.stall_seconds)
         step(own._model, own._optimizer)
-        figures.add("stall in all", pending.stall_seconds)
+        figures.add(f"{label}stall in all", pending.stall_seconds)
         pending.wait()
         figures.nbytes["held"] = max(pending.held_nbytes, figures.nbytes.get("held", 0))
 

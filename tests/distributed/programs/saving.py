@@ -5,12 +5,21 @@ from __future__ import annotations
 import copy
 import io
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
-from tests.distributed.programs.models import Block, Net, adamw, train
+from tests.distributed.programs.models import Block, Net, adamw, mean_square, train, update
 from tests.distributed.programs.registry import program
 from tests.distributed.programs.systems import Run
 
@@ -133,31 +142,77 @@ def best_state_clones(run: Run) -> None:
 
 @program("torch.distributed.checkpoint: save and load of model.state_dict()")
 def dcp_round_trip(run: Run) -> None:
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
     model = run.shard(Net(), [Block])
     train(run, model)
+    with shared_folder() as folder:
+        dcp.save(run.module(model).state_dict(), checkpoint_id=folder)
+        train(run, model)
+        state = run.module(model).state_dict()
+        dcp.load(state, checkpoint_id=folder)
+        run.module(model).load_state_dict(state)
+    train(run, model)
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """One folder of all ranks, deleted when all have done with it."""
     with tempfile.TemporaryDirectory() as folder:
         place = [folder]
         dist.broadcast_object_list(place)
-        dcp.save(run.module(model).state_dict(), checkpoint_id=place[0])
-        train(run, model)
-        state = run.module(model).state_dict()
-        dcp.load(state, checkpoint_id=place[0])
-        run.module(model).load_state_dict(state)
+        yield place[0]
         dist.barrier()
-    train(run, model)
+
+
+def new_training(run: Run) -> tuple[Any, torch.optim.Optimizer]:
+    """What a process begins with."""
+    model = run.shard(Net(), [Block])
+    return model, adamw(model.parameters())
+
+
+@program("saved every 2 steps by zerocore.Checkpoints (others: as below), resumed in a new model")
+def checkpoints_resumed(run: Run) -> None:
+    batches = list(run.batches(6))
+    with shared_folder() as folder:
+        model, optimizer = new_training(run)
+        checkpoints = run.checkpoints(folder, model, optimizer)
+        for step, x in enumerate(batches[:5], 1):
+            update(run, model, optimizer, mean_square(model(x)))
+            if step % 2 == 0:
+                checkpoints.save(step)
+        checkpoints.wait()
+        model, optimizer = new_training(run)
+        first = run.checkpoints(folder, model, optimizer).load()
+        for x in batches[first:]:
+            update(run, model, optimizer, mean_square(model(x)))
+
+
+@program("saved every 2 steps by torch.distributed.checkpoint, resumed in a new model")
+def dcp_resumed(run: Run) -> None:
+    batches = list(run.batches(6))
+    with shared_folder() as folder:
+        model, optimizer = new_training(run)
+        for step, x in enumerate(batches[:5], 1):
+            update(run, model, optimizer, mean_square(model(x)))
+            if step % 2 == 0:
+                weights, states = get_state_dict(model, optimizer)
+                saved = {"model": weights, "optim": states, "step": step}
+                dcp.save(saved, checkpoint_id=f"{folder}/{step}")
+        model, optimizer = new_training(run)
+        weights, states = get_state_dict(model, optimizer)
+        saved = {"model": weights, "optim": states, "step": 0}
+        dcp.load(saved, checkpoint_id=f"{folder}/4")
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optim"],
+        )
+        for x in batches[saved["step"] :]:
+            update(run, model, optimizer, mean_square(model(x)))
 
 
 @program("get_state_dict and set_state_dict of model and optimizer, full")
 def dcp_state_dict(run: Run) -> None:
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_state_dict,
-        set_state_dict,
-    )
-
     model = run.shard(Net(), [Block])
     optimizer = adamw(model.parameters())
     train(run, model, optimizer)

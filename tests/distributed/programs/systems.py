@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -71,6 +74,10 @@ class Run:
     def load(self, model: nn.Module, state: State) -> None:
         """Loads what full_state gave."""
         model.load_state_dict(state)
+
+    def checkpoints(self, folder: str, model: nn.Module, optimizer: Optimizer) -> Any:
+        """Saves, loads the newest one and returns its step, waits for what is under way."""
+        return TorchCheckpoints(folder, model, optimizer)
 
     def method(self, model: nn.Module, name: str) -> None:
         """Says that `name` is called in place of forward."""
@@ -218,6 +225,9 @@ class ZerocoreRun(Run):
     def load(self, model: nn.Module, state: State) -> None:
         zerocore.load_full_state_dict(model, state)
 
+    def checkpoints(self, folder: str, model: nn.Module, optimizer: Optimizer) -> Any:
+        return zerocore.Checkpoints(folder, model, optimizer)
+
     def method(self, model: nn.Module, name: str) -> None:
         zerocore.register_forward_method(model, name)
 
@@ -235,6 +245,34 @@ SYSTEMS: dict[str, Callable[[int, bool], Run]] = {
     "fsdp2": Fsdp2Run,
     **{f"stage{stage}": partial(ZerocoreRun, stage=stage) for stage in range(4)},
 }
+
+
+class TorchCheckpoints:
+    """What torch's manual does with get_state_dict and set_state_dict."""
+
+    def __init__(self, folder: str, model: nn.Module, optimizer: Optimizer) -> None:
+        self.folder, self.model, self.optimizer = Path(folder), model, optimizer
+
+    def _state(self) -> dict[str, Any]:
+        weights, states = get_state_dict(self.model, self.optimizer)
+        return {"model": weights, "optim": states}
+
+    def save(self, step: int) -> None:
+        dcp.save(self._state(), checkpoint_id=self.folder / f"{step}")
+
+    def load(self) -> int:
+        newest, state = max(int(path.name) for path in self.folder.iterdir()), self._state()
+        dcp.load(state, checkpoint_id=self.folder / f"{newest}")
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
+        return newest
+
+    def wait(self) -> None:
+        pass
 
 
 def average_gradients(parameters: list[nn.Parameter]) -> None:

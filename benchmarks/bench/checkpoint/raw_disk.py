@@ -1,0 +1,82 @@
+"""What the disk does alone, in several plain ways: the best of them is its rate."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+_MIB = 1 << 20
+
+
+def filled_memory(nbytes: int) -> mmap.mmap:
+    """Memory that begins on a page, as O_DIRECT needs it, of a multiple of 16 MiB."""
+    memory = mmap.mmap(-1, nbytes // (16 * _MIB) * (16 * _MIB))
+    for begin in range(0, len(memory), _MIB):
+        memory[begin : begin + _MIB] = os.urandom(64) * (_MIB // 64)
+    return memory
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a rank writes and reads its share of the bytes.
+
+    Attributes:
+        block_mib: of a call.
+        threads: how many calls are under way at a time.
+        is_direct: whether past the page cache (O_DIRECT).
+    """
+
+    block_mib: int
+    threads: int
+    is_direct: bool = False
+
+    @property
+    def name(self) -> str:
+        """As it stands in tables."""
+        path = "O_DIRECT" if self.is_direct else "page cache"
+        return f"disk: {path}, {self.block_mib} MiB x {self.threads}"
+
+
+WAYS = (Way(1, 1), Way(4, 1), Way(4, 2), Way(16, 4, is_direct=True))
+
+
+class RawDisk:
+    """This rank's share of the bytes, in one file."""
+
+    def __init__(self, way: Way, memory: mmap.mmap) -> None:
+        self._way, self._memory = way, memory
+        self._pool = ThreadPoolExecutor(way.threads)
+
+    def save(self, folder: Path) -> None:
+        """Writes and flushes it."""
+        folder.mkdir(exist_ok=True)
+        file = self._open(folder, os.O_WRONLY | os.O_CREAT)
+        self._in_blocks(lambda begin, block: os.pwrite(file, block, begin))
+        os.fsync(file)
+        os.close(file)
+
+    def load(self, folder: Path) -> None:
+        """Reads it into memory that is there."""
+        file = self._open(folder, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        self._in_blocks(lambda begin, block: os.preadv(file, [block], begin))
+        os.close(file)
+
+    def _open(self, folder: Path, flags: int) -> int:
+        flags |= os.O_DIRECT if self._way.is_direct else 0
+        return os.open(folder / f"{dist.get_rank()}", flags, 0o666)
+
+    def _in_blocks(self, call: Callable[[int, memoryview], int]) -> None:
+        memory, size = memoryview(self._memory), self._way.block_mib * _MIB
+
+        def one(begin: int) -> None:
+            if call(begin, memory[begin : begin + size]) != size:
+                raise OSError(f"the disk took or gave less than {size} bytes")
+
+        list(self._pool.map(one, range(0, len(memory), size)))  # raises what one has raised
