@@ -30,7 +30,8 @@ void Residency::unshard(UnitId unit, Actions& out) {
 void Residency::release(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
   const Uses& uses = state.uses;
-  if (releases_ && state.resident && uses.active == 0 && !uses.in_backward && uses.holds == 0) {
+  const bool in_use = uses.active > 0 || uses.in_backward || uses.holds > 0 || uses.stays;
+  if (releases_ && state.resident && !in_use) {
     state.resident = false;
     state.late = uses.held > 0;
     if (!state.late) {
@@ -58,7 +59,7 @@ void Residency::release_late(UnitId unit, Actions& out) {
 void Residency::serve(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
   unshard(unit, out);
-  if (releases_ && state.uses.active == 0 && state.uses.holds == 0) {
+  if (releases_ && state.uses.active == 0 && state.uses.holds == 0 && !state.uses.stays) {
     state.resident = false;
     state.late = state.uses.held > 0 || state.uses.in_backward;
     if (!state.late) {
@@ -70,13 +71,14 @@ void Residency::serve(UnitId unit, Actions& out) {
 void Residency::leave_backward(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
   state.uses.in_backward = false;
+  end_backward(unit);
   if (std::exchange(state.late, false)) {
     out.push_back({ActionKind::Reshard, unit});
   }
 }
 
 void Residency::invalidate(UnitId unit, Actions& out) {
-  release(unit, out);
+  drop(unit, out);
   if (!releases_ && gathers_) {
     units_[unit].resident = false;
   }
@@ -88,7 +90,7 @@ void Residency::abort(Actions& out) {
     if (std::exchange(state.late, false)) {
       out.push_back({ActionKind::Reshard, unit});
     }
-    state.uses = {0, 0, state.uses.holds, false};
+    state.uses = {0, 0, state.uses.holds, false, false};
   }
   release_all_but({}, out);
 }
@@ -96,6 +98,16 @@ void Residency::abort(Actions& out) {
 void Residency::hold_unsharded(UnitId unit, Actions& out) {
   ++units_[unit].uses.holds;
   unshard(unit, out);
+}
+
+void Residency::keep(UnitId unit, Actions& out) {
+  units_[unit].uses.stays = true;
+  unshard(unit, out);
+}
+
+void Residency::drop(UnitId unit, Actions& out) {
+  units_[unit].uses.stays = false;
+  release(unit, out);
 }
 
 void Residency::release_unsharded(UnitId unit, Actions& out) {
