@@ -74,7 +74,7 @@ class FSDPModule(TorchFSDPModule):
         root = self._group().root
         if root is not None:
             root.release()  # moves replace tensors, which the engine holds
-        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+        return super(TorchFSDPModule, self)._apply(*args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this module's own parameters, until its forward or :meth:`reshard`; collective.
@@ -233,7 +233,7 @@ def _check_modules(modules: Iterable[Any]) -> None:
 
 
 @cache
-def fsdp_class(cls: type) -> type:
+def fsdp_class(cls: Any) -> Any:
     """The class of fully sharded modules that were of ``cls``: ``FSDP`` before its name."""
     return type(cls)(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
