@@ -9,6 +9,7 @@ from zerocore.fsdp.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from zerocore.fsdp.prediction import predict_memory
 from zerocore.fsdp.shard import fully_shard
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "fully_shard",
     "install",
     "installed",
+    "predict_memory",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "uninstall",

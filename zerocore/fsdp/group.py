@@ -78,6 +78,9 @@ class Tree(Protocol):
     engine: Engine | None
     is_provisional: bool
 
+    def with_params(self) -> list[Group]:
+        """The groups that are units of the engine, in their order."""
+
     def ready(self) -> Engine:
         """The engine; made if need be."""
 

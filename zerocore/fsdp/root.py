@@ -57,6 +57,10 @@ class Root:
         """Those of all groups, in the order of the units."""
         return [param for _, group in self.groups for param in group.params]
 
+    def with_params(self) -> list[Group]:
+        """The groups that are units of the engine, in their order."""
+        return [group for _, group in self.groups if group.params]
+
     def ready(self) -> Engine:
         """The engine; made anew if parameters were replaced or moved since. Collective then.
 
@@ -89,8 +93,7 @@ class Root:
         device = device_of(self.group.mesh)
         name = agree(ranks.groups, error, self._facts(), device)
         watch_end()
-        with_params = [group for _, group in self.groups if group.params]
-        for unit, group in enumerate(with_params):
+        for unit, group in enumerate(self.with_params()):
             group.unit = unit
         engine = Engine(
             _options(ranks, name),
@@ -98,11 +101,11 @@ class Root:
             units=[self._spec(name, group) for name, group in self.groups if group.params],
             order=call_order(self.module),
         )
-        for group in with_params:
+        for group in self.with_params():
             _bind(engine, group)
         engine.start(False)
         self.engine = engine
-        for group in with_params:
+        for group in self.with_params():
             apply_settings(group)
         watch_backward_calls(explain_backward)
         refuse_split_backward()
