@@ -17,7 +17,7 @@ from bench.lib.results import write_results
 from bench.lib.systems import is_installed
 from bench.lib.tables import Table, make_console
 
-NAMES = {"fsdp2": "FSDP2", "zerocore": "zerocore"}
+NAMES = {"fsdp2": "FSDP2", "zerocore": "zerocore", "fully_shard": "fully_shard"}
 REFERENCE, SMALL, LARGE = "fsdp2", 9, 32
 NOTES = (
     "Microseconds per block above the plain model, median over the rounds of the difference to "
@@ -26,6 +26,7 @@ NOTES = (
     "between rounds only.",
     "With zero_grad: dropping the gradients is timed too. A plain model frees them there, a "
     "sharded one has freed the full ones within the backward.",
+    "zerocore: zerocore.shard, flat shards. fully_shard: zerocore.fsdp's, DTensors as FSDP2's.",
     "plain again: a second plain model read in the same way, that is, the error of the reading.",
     "c10d floor: two all-gathers and a reduce-scatter of the block's size, called on the group "
     "itself.",
@@ -38,14 +39,15 @@ def overhead_table(results: Results, systems: list[str]) -> Table:
     """Time that each system adds per block, and zerocore's ratios."""
     names = [NAMES[system] for system in systems]
     columns = ["parameters per block", "plain", *(f"{n} fwd + bwd" for n in names)]
-    table = Table(
-        "us per block above plain", [*columns, "zerocore / FSDP2", "floor", "plain again"]
-    )
+    ours = [system for system in systems if system != REFERENCE]
+    ratios = [f"{NAMES[system]} / FSDP2" for system in ours]
+    table = Table("us per block above plain", [*columns, *ratios, "floor", "plain again"])
     for num_params, found in results.items():
         plain = sum(min(found.times["plain"][phase]) for phase in PHASES)
         cells = [str(num_params), f"{plain:.0f}"]
         cells += [_phases(found, system) for system in systems]
-        cells += [_ratio_to_reference(found), f"{found.floor():.1f}"]
+        cells += [_ratio_to_reference(found, system) for system in ours]
+        cells += [f"{found.floor():.1f}"]
         table.add(*cells, f"{found.total_above_plain(CONTROL):.1f}")
     return table
 
@@ -57,10 +59,10 @@ def _phases(found: CellTimes, system: str) -> str:
     return f"{parts} = {found.total_above_plain(system):.1f}"
 
 
-def _ratio_to_reference(found: CellTimes) -> str:
-    if not {"zerocore", REFERENCE} <= set(found.times):
+def _ratio_to_reference(found: CellTimes, system: str) -> str:
+    if not {system, REFERENCE} <= set(found.times):
         return "-"
-    return f"{found.total_above_plain('zerocore') / found.total_above_plain(REFERENCE):.3f}"
+    return f"{found.total_above_plain(system) / found.total_above_plain(REFERENCE):.3f}"
 
 
 def growth_table(results: Results, systems: list[str]) -> Table:
@@ -87,7 +89,7 @@ def _growth(totals: list[float], floor: float) -> list[str]:
 
 def main(
     params: Annotated[str, typer.Option(help="Parameters per block.")] = "1,4,9,16,32",
-    systems: Annotated[str, typer.Option(help="Beside the plain model.")] = "fsdp2,zerocore",
+    systems: Annotated[str, typer.Option(help="Beside the plain model.")] = ",".join(NAMES),
     rounds: Annotated[int, typer.Option(help="Rounds over the systems in a process.")] = 10,
     passes: Annotated[int, typer.Option(help="Processes for each row.")] = 8,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from bench.lib.models import GPT, GPT_SIZES
 from bench.lib.ranks import EMULATED, EMULATED_PRESET, run_on_ranks
 from bench.lib.results import write_results
-from bench.lib.systems import FP32, PEERS, SYSTEMS, Recipe, System, is_installed
+from bench.lib.systems import FP32, OURS, PEERS, SYSTEMS, Recipe, System, is_installed
 from bench.lib.tables import Table, make_console
 from bench.step.run import RankReport, RunLength, run_on_this_rank
 
@@ -226,13 +226,13 @@ def ratio_table(results: Results) -> Table:
             if measured.system.stage == stage and measured.rounds
         ]
         theirs = [m for m in same_stage if m.system.peer in peers]
-        ours = [m for m in same_stage if m.system.peer == "zerocore"]
+        ours = [m for m in same_stage if m.system.peer in OURS]
         if not theirs:
             continue
         fastest = min(theirs, key=lambda measured: median(measured.steps()))
-        name = f"{size}: stage {stage} / {fastest.system.label}"
-        cells = _ratio(ours[0], fastest) if ours else ["-", "-", "-", "-"]
-        table.add(name, *cells, f"<= {wanted}")
+        for own in ours:
+            name = f"{size}: {own.system.label} / {fastest.system.label}"
+            table.add(name, *_ratio(own, fastest), f"<= {wanted}")
     return table
 
 
@@ -308,7 +308,7 @@ def main(
     sizes = SIZES[device] if size == "both" else [size]
     if not set(wanted) <= set(PEERS) or not set(sizes) <= set(RUN_LENGTHS):
         raise typer.BadParameter(f"peers are {', '.join(PEERS)}; sizes {', '.join(RUN_LENGTHS)}")
-    own = [s for s in SYSTEMS if s.peer == "zerocore" and str(s.stage) in stages.split(",")]
+    own = [s for s in SYSTEMS if s.peer in OURS and str(s.stage) in stages.split(",")]
     systems = [s for s in SYSTEMS if s.peer in wanted or s in own]
     load = os.getloadavg()[0]
     place = Place(ranks, device, link, Recipe(dtype, accumulate, clip, optimizer))

@@ -60,11 +60,13 @@ class Layout:
     """Where a unit's parameters lie, and which elements each shard owns."""
 
     @staticmethod
-    def build(params: Sequence[ParamSpec], num_shards: int) -> Layout: ...
+    def build(params: Sequence[ParamSpec], num_shards: int, by_rows: bool = False) -> Layout: ...
     def of_shard(self, shard: int) -> Layout: ...
     regions: list[Region]
     places: list[ParamPlace]
     num_shards: int
+    by_rows: bool
+    copies_out: bool
     nbytes: int
     shard_nbytes: int
     param_nbytes: int
@@ -169,9 +171,11 @@ class Reduction:
     def kept_nbytes(self, unit: int) -> int: ...
 
 class ShardOptions:
-    """The options that an engine and its plan share: stage, units gathered ahead, full sums."""
+    """The options that an engine and its plan share: stage, gathers ahead, full sums, rows."""
 
-    def __init__(self, *, stage: int, prefetch: int = 1, hold_full: bool = False) -> None: ...
+    def __init__(
+        self, *, stage: int, prefetch: int = 1, hold_full: bool = False, by_rows: bool = False
+    ) -> None: ...
 
 class PlanOptions:
     """How the plan's model is sharded."""
@@ -192,7 +196,9 @@ class PlanOptions:
 class UnitPlan:
     """A unit as the planner sees it; ``unused`` are indices of parameters without a gradient."""
 
-    def __init__(self, params: Sequence[ParamSpec], unused: Sequence[int] = ()) -> None: ...
+    def __init__(
+        self, params: Sequence[ParamSpec], unused: Sequence[int] = (), stays: bool = False
+    ) -> None: ...
 
 class BackwardEvent:
     """A call's outputs get their gradient, or, if ``ready``, all gradients of a unit exist.

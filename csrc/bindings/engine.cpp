@@ -81,9 +81,13 @@ void bind_param(
     const py::object& full,
     const py::object& shard,
     const py::object& grad,
-    std::vector<ParamOwner> owners) {
+    std::vector<ParamOwner> owners,
+    std::optional<at::Tensor> local) {
   self.engine->unit(unit).bind(
-      index, THPVariable_Unpack(full.ptr()), THPVariable_Unpack(shard.ptr()));
+      index,
+      THPVariable_Unpack(full.ptr()),
+      THPVariable_Unpack(shard.ptr()),
+      local.value_or(at::Tensor()));
   if (!grad.is_none()) {
     self.engine->reducer().bind_grad(unit, index, THPVariable_Unpack(grad.ptr()));
   }
@@ -156,7 +160,17 @@ void register_setup(py::class_<PyEngine>& engine) {
           "full_values",
           [](PyEngine& self, UnitId unit) { return self.engine->full_values(unit); },
           py::call_guard<py::gil_scoped_release>())
-      .def("bind", &bind_param)
+      .def(
+          "bind",
+          &bind_param,
+          py::arg("unit"),
+          py::arg("param"),
+          py::arg("full"),
+          py::arg("shard"),
+          py::arg("grad"),
+          py::arg("owners"),
+          py::arg("local") = py::none())
+      .def("allocate", [](PyEngine& self, UnitId unit) { self.engine->unit(unit).allocate(); })
       .def("start", [](PyEngine& self, bool consistent) { self.engine->start(consistent); });
 }
 
@@ -247,6 +261,32 @@ void register_steps(py::class_<PyEngine>& engine) {
           [](PyEngine& self, bool sync) { self.engine->set_sync(sync); });
 }
 
+// What FSDP2's interface sets for each unit.
+void register_unit_controls(py::class_<PyEngine>& engine) {
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  engine.def(
+            "keep", [](PyEngine& self, UnitId unit) { self.engine->keep(unit); }, no_gil)
+      .def(
+          "show", [](PyEngine& self, UnitId unit) { self.engine->show(unit); }, no_gil)
+      .def(
+          "drop", [](PyEngine& self, UnitId unit) { self.engine->drop(unit); }, no_gil)
+      .def(
+          "set_staying",
+          [](PyEngine& self, UnitId unit, bool after_forward, bool after_backward) {
+            self.engine->set_staying(unit, {after_forward, after_backward});
+          },
+          py::arg("unit"),
+          py::kw_only(),
+          py::arg("after_forward"),
+          py::arg("after_backward"))
+      .def(
+          "set_syncs",
+          [](PyEngine& self, UnitId unit, bool syncs) { self.engine->unit(unit).set_syncs(syncs); })
+      .def("set_gradient_scale", [](PyEngine& self, UnitId unit, double scale) {
+        self.engine->unit(unit).set_gradient_scale(scale);
+      });
+}
+
 void register_figures(py::class_<PyEngine>& engine) {
   engine.def("layout", [](PyEngine& self, UnitId unit) { return self.engine->unit(unit).layout(); })
       .def_property_readonly(
@@ -314,6 +354,7 @@ void register_engine(py::module_& module) {
   module.def("forget_backward_call", &forget_backward_call);
   register_setup(engine);
   register_steps(engine);
+  register_unit_controls(engine);
   register_figures(engine);
 }
 

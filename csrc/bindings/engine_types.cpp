@@ -100,11 +100,12 @@ void register_units(py::module_& module) {
           py::arg("lacks_main"));
   py::class_<UnitSpec>(module, "UnitSpec")
       .def(
-          py::init([](std::string name, std::vector<UnitParam> params) {
-            return UnitSpec{std::move(name), std::move(params)};
+          py::init([](std::string name, std::vector<UnitParam> params, bool stays) {
+            return UnitSpec{std::move(name), std::move(params), stays};
           }),
           py::arg("name"),
-          py::arg("params"));
+          py::arg("params"),
+          py::arg("stays") = false);
   py::class_<ParamOwner>(module, "ParamOwner")
       .def(py::init(&make_owner), py::arg("parameters"), py::arg("name"));
   py::class_<UpdatedUnit>(module, "UpdatedUnit")

@@ -107,11 +107,18 @@ void register_layout(py::module_& module) {
       .def_readonly("offset", &ParamPlace::offset)
       .def_readonly("numel", &ParamPlace::numel);
   py::class_<Layout>(module, "Layout")
-      .def_static("build", &Layout::build, py::arg("params"), py::arg("num_shards"))
+      .def_static(
+          "build",
+          &Layout::build,
+          py::arg("params"),
+          py::arg("num_shards"),
+          py::arg("by_rows") = false)
       .def("of_shard", &Layout::of_shard)
       .def_property_readonly("regions", &Layout::regions)
       .def_property_readonly("places", &Layout::places)
       .def_property_readonly("num_shards", &Layout::num_shards)
+      .def_property_readonly("by_rows", &Layout::by_rows)
+      .def_property_readonly("copies_out", &Layout::copies_out)
       .def_property_readonly("nbytes", &Layout::nbytes)
       .def_property_readonly("shard_nbytes", &Layout::shard_nbytes)
       .def_property_readonly("param_nbytes", &Layout::param_nbytes)
@@ -217,13 +224,14 @@ void register_options(py::module_& module) {
       .def_property_readonly("total", &MemoryPlan::total);
   py::class_<ShardOptions>(module, "ShardOptions")
       .def(
-          py::init([](int64_t stage, int prefetch, bool hold_full) {
-            return ShardOptions{stage, prefetch, hold_full};
+          py::init([](int64_t stage, int prefetch, bool hold_full, bool by_rows) {
+            return ShardOptions{stage, prefetch, hold_full, by_rows};
           }),
           py::kw_only(),
           py::arg("stage"),
           py::arg("prefetch") = 1,
-          py::arg("hold_full") = false);
+          py::arg("hold_full") = false,
+          py::arg("by_rows") = false);
   py::class_<PlanOptions>(module, "PlanOptions")
       .def(
           py::init([](const ShardOptions& sharding,
@@ -258,11 +266,12 @@ void register_options(py::module_& module) {
 void register_units(py::module_& module) {
   py::class_<UnitPlan>(module, "UnitPlan")
       .def(
-          py::init([](std::vector<ParamSpec> params, std::vector<int> unused) {
-            return UnitPlan{std::move(params), std::move(unused)};
+          py::init([](std::vector<ParamSpec> params, std::vector<int> unused, bool stays) {
+            return UnitPlan{std::move(params), std::move(unused), stays};
           }),
           py::arg("params"),
-          py::arg("unused") = std::vector<int>{});
+          py::arg("unused") = std::vector<int>{},
+          py::arg("stays") = false);
   py::class_<BackwardEvent>(module, "BackwardEvent")
       .def(
           py::init([](bool ready, int32_t index) { return BackwardEvent{ready, index}; }),

@@ -304,6 +304,24 @@ void Engine::release_unsharded(const std::vector<UnitId>& units, bool write_back
   }
 }
 
+void Engine::keep(UnitId id) {
+  recover();
+  if (in_use_.refresh(id)) {
+    in_use_.order_gathers();
+  }
+  parts_.schedule.keep(id, parts_.actions);
+  in_use_.run(parts_.actions);
+  leave_if_outside();
+}
+
+void Engine::drop(UnitId id) {
+  recover();
+  parts_.schedule.drop(id, parts_.actions);
+  in_use_.run(parts_.actions);
+  in_use_.update_registration(id);
+  leave_if_outside();
+}
+
 void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast) {
   recover();
   leave_if_outside();

@@ -26,13 +26,14 @@ std::unique_ptr<Peers> make_peers(const std::optional<std::string>& name, Alarm*
 }
 
 UnitContext make_context(
-    int64_t stage,
+    const ShardOptions& sharding,
     Collectives* collectives,
     Collectives* replicas,
     Peers* peers,
     Streams& streams,
     BucketPool& pool,
     Trace& trace) {
+  int64_t stage = sharding.stage;
   if (collectives == nullptr) {
     std::swap(collectives, replicas); // nothing to shard: replicas of everything
     stage = 0;
@@ -48,7 +49,16 @@ UnitContext make_context(
   context.trace = &trace;
   context.num_shards = context.policy.shards_optimizer() ? world_size : 1;
   context.shard = context.policy.shards_optimizer() ? collectives->rank() : 0;
+  context.by_rows = sharding.by_rows;
   return context;
+}
+
+std::vector<bool> find_stays(const std::vector<UnitSpec>& specs) {
+  std::vector<bool> stays;
+  for (const UnitSpec& spec : specs) {
+    stays.push_back(spec.stays);
+  }
+  return stays;
 }
 
 std::vector<std::unique_ptr<Unit>> make_units(
@@ -57,8 +67,7 @@ std::vector<std::unique_ptr<Unit>> make_units(
   std::vector<std::unique_ptr<Unit>> units;
   for (UnitSpec& spec : specs) {
     const auto id = static_cast<UnitId>(units.size());
-    units.push_back(
-        std::make_unique<Unit>(id, std::move(spec.name), std::move(spec.params), context));
+    units.push_back(std::make_unique<Unit>(id, std::move(spec), context));
   }
   return units;
 }
@@ -80,13 +89,14 @@ EngineParts::EngineParts(
       replicas(make_collectives(engine_options.groups.replicas, streams, alarm.get())),
       peers(make_peers(engine_options.groups.control, alarm.get())),
       context(make_context(
-          engine_options.sharding.stage,
+          engine_options.sharding,
           collectives.get(),
           replicas.get(),
           peers.get(),
           streams,
           pool,
           trace)),
+      stays(find_stays(specs)),
       units(make_units(std::move(specs), context)),
       schedule(
           ScheduleOptions::of(
@@ -97,6 +107,9 @@ EngineParts::EngineParts(
       reducer(units, context, engine_options),
       registrar(std::move(registrar_)),
       thread_check(/*backward_threads=*/device.type() != c10::DeviceType::CPU) {
+  for (size_t unit = 0; unit < stays.size(); ++unit) {
+    schedule.set_staying(static_cast<UnitId>(unit), {stays[unit], false});
+  }
   expect_step();
 }
 
@@ -104,7 +117,7 @@ EngineParts::EngineParts(
 void EngineParts::expect_step() {
   std::vector<UnitPlan> plans;
   for (const auto& unit : units) {
-    plans.push_back({specs_of(unit->params()), {}});
+    plans.push_back({specs_of(unit->params()), {}, stays[unit->id()]});
   }
   PlanOptions expected;
   expected.sharding = options.sharding;

@@ -44,6 +44,7 @@ struct EngineParts {
   std::unique_ptr<Collectives> collectives, replicas;
   std::unique_ptr<Peers> peers;
   UnitContext context;
+  std::vector<bool> stays; // by unit: as it was made
   std::vector<std::unique_ptr<Unit>> units;
   Schedule schedule;
   Reducer reducer;

@@ -55,8 +55,9 @@ const at::Tensor& GradientMemory::own(GradPlace place) const {
   return (place == GradPlace::Kept ? home() : bucket(place)).own(region_);
 }
 
-at::Tensor GradientMemory::view(int64_t begin, int64_t numel) const {
-  return home().view(region_, home_begin_ + begin, {numel}, {1});
+at::Tensor GradientMemory::view(int64_t begin, at::IntArrayRef sizes) const {
+  return home().view(
+      region_, home_begin_ + begin, sizes, c10::TensorType::contiguousStridesOf(sizes));
 }
 
 void GradientMemory::keep() {

@@ -24,8 +24,8 @@ class GradientMemory {
   const at::Tensor& received(GradPlace place, int64_t parts) const {
     return parts > 1 ? whole(place) : own(place);
   }
-  // A leaf of `numel` elements of the kept gradients, from the element `begin` of this rank's.
-  at::Tensor view(int64_t begin, int64_t numel) const;
+  // A contiguous leaf of the kept gradients, from the element `begin` of this rank's.
+  at::Tensor view(int64_t begin, at::IntArrayRef sizes) const;
 
   // The kept gradients have memory from here on, zeroed at first.
   void keep();

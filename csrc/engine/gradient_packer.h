@@ -13,8 +13,6 @@ namespace zerocore {
 
 class GradientPacker {
  public:
-  explicit GradientPacker(double scale) : scale_(scale) {}
-
   // Carries out a Pack into `bucket` (1-D, the region's elements, on the compute stream). Gaps and
   // parameters without gradient are zeroed where nothing is to be added to. Throws c10::ValueError
   // for a sparse gradient, or one of another dtype than its parameter.
@@ -25,10 +23,11 @@ class GradientPacker {
       const at::Tensor& bucket);
 
  private:
+  void add_params(const Unit& unit, const GradStep& step, const Reduction& reduction);
+  void add_rows(const Unit& unit, const GradStep& step, const Reduction& reduction);
   void add_param(const UnitParam& param, const Range& place, const Range& added);
   void add_segment(const at::Tensor* source, int64_t start, const Range& range, bool add);
 
-  double scale_;
   std::vector<kernels::PackSegment> segments_; // reused
 };
 

@@ -6,8 +6,13 @@
 namespace zerocore {
 
 int64_t ParamVersions::of_param(size_t param) const {
-  const auto* shard = params_[param].shard.unsafeGetTensorImpl();
-  return changes_[param] + static_cast<int64_t>(shard->version_counter().current_version());
+  const auto count = [](const at::Tensor& tensor) {
+    return static_cast<int64_t>(tensor.unsafeGetTensorImpl()->version_counter().current_version());
+  };
+  const UnitParam& counted = params_[param];
+  // What changes a DTensor may count in either.
+  const int64_t local = counted.local.defined() ? count(counted.local) : 0;
+  return changes_[param] + count(counted.shard) + local;
 }
 
 int64_t ParamVersions::of_region(int region) const {

@@ -49,7 +49,6 @@ Reducer::Reducer(
       context_(context),
       reduction_(reduction_options(context, options.sharding), layouts_of(units)),
       shown_(units, context, reduction_, options.agree_on_used),
-      packer_(1.0 / static_cast<double>(context.world_size())),
       memory_(units.size()),
       touched_(units.size()),
       reduced_(units.size()) {
@@ -69,7 +68,7 @@ at::Tensor Reducer::make_grad(UnitId id, int param) const {
     return {};
   }
   return memory_[id][region].view(
-      layout.offset_in_shard(param, context_.shard), layout.owned(param, context_.shard).size());
+      layout.offset_in_shard(param, context_.shard), units_[id]->shard_sizes(param));
 }
 
 // -- a backward -----------------------------------------------------------------------------

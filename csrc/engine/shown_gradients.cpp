@@ -20,7 +20,9 @@ void ShownGradients::take_changes(UnitId unit, std::vector<GradientMemory>& memo
   for (int i = 0; i < static_cast<int>(params_[unit].size()); ++i) {
     const at::Tensor& current = gradient_of(units_[unit]->params()[i].shard);
     const at::Tensor& own = grad(unit, i);
-    if (!current.defined()) {
+    if (!current.defined() && context_.by_rows) {
+      reduction_.set_valid(unit, i, false);
+    } else if (!current.defined()) {
       reduction_.drop(unit, i);
     } else if (!current.is_same(own) && own.defined()) {
       memory[units_[unit]->layout().places()[i].region].keep();
@@ -73,7 +75,8 @@ void ShownGradients::show(UnitId unit, bool reduced) {
       continue;
     }
     const bool had_grad = gradient_of(owner.shard).defined();
-    const bool shown = had_grad || param.used || (reduced && assume_used);
+    const bool marked = param.used && !(held_back && context_.by_rows);
+    const bool shown = had_grad || marked || (reduced && assume_used);
     reduction_.set_valid(unit, i, held_back ? had_grad && reduction_.is_valid(unit, i) : shown);
     if (!had_grad && shown && held_back) {
       param.grad.zero_(); // only a mark that zero_grad() can remove

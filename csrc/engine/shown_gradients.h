@@ -5,6 +5,11 @@
 // used has a gradient on all. Which is which takes one small all-reduce. It is done in the first
 // backward, and after that only if some rank left a parameter unused then (or if asked for):
 // models that use everything never pay for it.
+//
+// Note [Sums that were not reduced]
+// At stages 2 and 3 sums of this rank only are no gradient yet. `.grad` then holds a mark, zero, by
+// which zero_grad() drops the sums. By rows it is as with FSDP2: nothing is shown, and the sums
+// stay.
 #pragma once
 
 #include <ATen/core/Tensor.h>

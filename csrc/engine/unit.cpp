@@ -4,14 +4,16 @@
 #include <algorithm>
 #include <utility>
 
+#include "kernels/ops.h"
+
 namespace zerocore {
 
-Unit::Unit(UnitId id, std::string name, std::vector<UnitParam> params, const UnitContext& context)
+Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
     : id_(id),
-      name_(std::move(name)),
-      params_(std::move(params)),
+      name_(std::move(spec.name)),
+      params_(std::move(spec.params)),
       context_(context),
-      layout_(Layout::build(specs_of(params_), context.num_shards)),
+      layout_(Layout::build(specs_of(params_), context.num_shards, context.by_rows)),
       bucket_(
           layout_,
           layout_.all_regions(),
@@ -19,6 +21,7 @@ Unit::Unit(UnitId id, std::string name, std::vector<UnitParam> params, const Uni
           context.streams->device(),
           "unit '" + name_ + "'",
           /*hides=*/context.policy.shards_parameters()),
+      gradient_scale_(1.0 / static_cast<double>(context.world_size())),
       versions_(params_, layout_),
       gathered_(layout_.regions().size(), -1) {
   if (context_.policy.shards_parameters()) {
@@ -26,6 +29,14 @@ Unit::Unit(UnitId id, std::string name, std::vector<UnitParam> params, const Uni
         layout_.of_shard(context_.shard),
         layout_.all_regions(),
         0,
+        context_.streams->device(),
+        "unit '" + name_ + "'");
+  }
+  if (layout_.copies_out()) {
+    staging_.emplace(
+        layout_,
+        layout_.all_regions(),
+        context_.shard,
         context_.streams->device(),
         "unit '" + name_ + "'");
   }
@@ -45,35 +56,53 @@ at::Tensor Unit::make_full(int param) const {
   return bucket_.view(place.region, place.offset, full.spec.shape, full.strides);
 }
 
+std::vector<int64_t> Unit::shard_sizes(int param) const {
+  const int64_t numel = layout_.owned(param, context_.shard).size();
+  if (!context_.by_rows) {
+    return {numel};
+  }
+  const ParamSpec& spec = params_.at(param).spec;
+  const int64_t rows = spec.shape.front();
+  std::vector<int64_t> sizes = spec.shape;
+  sizes.front() = spec.numel() == 0 ? 0 : numel / (spec.numel() / rows);
+  return sizes;
+}
+
 at::Tensor Unit::make_shard(int param) const {
   const int region = layout_.places().at(param).region;
   if (!has_main(region)) {
     return model_part(param);
   }
-  const int64_t numel = layout_.owned(param, context_.shard).size();
-  return main_->view(region, layout_.offset_in_shard(param, context_.shard), {numel}, {1});
+  const std::vector<int64_t> sizes = shard_sizes(param);
+  return main_->view(
+      region,
+      layout_.offset_in_shard(param, context_.shard),
+      sizes,
+      c10::TensorType::contiguousStridesOf(sizes));
 }
 
 at::Tensor Unit::make_model_shard(int param) const {
   return has_main(layout_.places().at(param).region) ? model_part(param) : at::Tensor();
 }
 
-void Unit::bind(int index, at::Tensor full, at::Tensor shard) {
+void Unit::bind(int index, at::Tensor full, at::Tensor shard, at::Tensor local) {
   UnitParam& param = params_.at(index);
   param.full = std::move(full);
   param.shard = std::move(shard);
-  param.home = param.shard.storage().unsafeGetStorageImpl();
+  param.local = std::move(local);
+  param.home = memory_of(param).storage().unsafeGetStorageImpl();
 }
 
 at::Tensor Unit::model_part(int param) const {
   const int region = layout_.places().at(param).region;
   const int64_t offset = layout_.offset_in_shard(param, context_.shard);
-  const int64_t numel = layout_.owned(param, context_.shard).size();
+  const std::vector<int64_t> sizes = shard_sizes(param);
+  const std::vector<int64_t> strides = c10::TensorType::contiguousStridesOf(sizes);
   if (shards_) {
-    return shards_->view(region, offset, {numel}, {1});
+    return shards_->view(region, offset, sizes, strides);
   }
   const int64_t begin = layout_.regions()[region].shard_range(context_.shard).begin;
-  return bucket_.view(region, begin + offset, {numel}, {1});
+  return bucket_.view(region, begin + offset, sizes, strides);
 }
 
 const at::Tensor& Unit::model_shard(int region) const {
@@ -101,10 +130,13 @@ void Unit::unshard() {
   const bool in_use = shards_ && state_ != UnitState::Sharded;
   if (in_use) {
     context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
-  } else if (shards_) {
-    slot_ = context_.pool->acquire(
-        {id_, BlockUse::Parameters}, bucket_.nbytes(), StreamRole::AllGather);
-    bucket_.attach(slot_.data);
+  } else if (shards_ && !staging_) {
+    take_bucket(StreamRole::AllGather);
+  }
+  if (staging_) {
+    take_staging();
+  }
+  if (shards_ && !in_use) {
     context_.trace->add(
         TraceOp::Unshard, id_, bucket_.nbytes(), context_.pool->stats().in_use_nbytes);
   }
@@ -121,9 +153,20 @@ void Unit::unshard() {
   }
 }
 
+void Unit::take_bucket(StreamRole user) {
+  slot_ = context_.pool->acquire({id_, BlockUse::Parameters}, bucket_.nbytes(), user);
+  bucket_.attach(slot_.data);
+}
+
+void Unit::take_staging() {
+  staging_slot_ =
+      context_.pool->acquire({id_, BlockUse::Gathered}, staging_->nbytes(), StreamRole::AllGather);
+  staging_->attach(staging_slot_.data);
+}
+
 void Unit::gather(int region) {
   const at::Tensor& own = shards_ ? shards_->full_bytes(region) : bucket_.own_bytes(region);
-  const at::Tensor& full = bucket_.full_bytes(region);
+  const at::Tensor& full = (staging_ ? *staging_ : bucket_).full_bytes(region);
   const int64_t nbytes = context_.collectives->methods().gather.wire_nbytes(full.numel());
   gathers_.push_back(context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, nbytes)));
 }
@@ -133,8 +176,37 @@ void Unit::wait_for_unshard() {
     return;
   }
   wait_for_all(gathers_, *context_.streams);
+  if (staging_) {
+    copy_out();
+  }
   bucket_.show();
   set_state(UnitState::Unsharded);
+}
+
+// From the order of the wire to that of the layers, on the compute stream. See Note [Shards of
+// rows].
+void Unit::copy_out() {
+  if (!bucket_.attached()) {
+    take_bucket(StreamRole::Compute);
+  }
+  std::vector<kernels::Piece> pieces;
+  for (const int index : bucket_.regions()) {
+    const Region& region = layout_.regions()[index];
+    pieces.clear();
+    for (const int param : region.params) {
+      const ParamPlace& place = layout_.places()[param];
+      for (int64_t rank = 0; rank < layout_.num_shards(); ++rank) {
+        const Range rows = layout_.owned(param, rank);
+        const int64_t from = rank * region.shard_numel + place.shard_offset;
+        pieces.push_back({from, place.offset + rows.begin, rows.size()});
+      }
+    }
+    context_.streams->note_read(StreamRole::Compute, staging_->full(index), "copies out", name_);
+    context_.streams->note_write(StreamRole::Compute, bucket_.full(index), "copies out", name_);
+    kernels::copy_pieces(bucket_.full(index), staging_->full(index), pieces);
+  }
+  staging_->detach();
+  context_.pool->release(staging_slot_);
 }
 
 void Unit::note_use() const {

@@ -37,6 +37,7 @@ struct UnitContext {
   Trace* trace = nullptr;
   int64_t num_shards = 1;
   int64_t shard = 0; // this rank's
+  bool by_rows = false; // see Note [Shards of rows]
 
   // All ranks.
   int64_t world_size() const {
@@ -51,7 +52,7 @@ struct UnitContext {
 
 class Unit {
  public:
-  Unit(UnitId id, std::string name, std::vector<UnitParam> params, const UnitContext& context);
+  Unit(UnitId id, UnitSpec spec, const UnitContext& context);
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
@@ -82,17 +83,36 @@ class Unit {
     return state_;
   }
 
+  // Whether a backward reduces the unit's gradients, and by what they are multiplied before.
+  bool syncs() const {
+    return syncs_;
+  }
+  void set_syncs(bool syncs) {
+    syncs_ = syncs;
+  }
+  double gradient_scale() const {
+    return gradient_scale_;
+  }
+  void set_gradient_scale(double scale) {
+    gradient_scale_ = scale;
+  }
+  // Shape of this rank's part of a parameter: 1-D, or by rows all dimensions.
+  std::vector<int64_t> shard_sizes(int param) const;
+
   // New leaves over the unit's memory, to be wrapped as parameters.
   at::Tensor make_full(int param) const;
   at::Tensor make_shard(int param) const;
   // This rank's elements of the model weight where make_shard() is a main weight, else undefined.
   at::Tensor make_model_shard(int param) const;
   // The leaves of make_full() and make_shard() as the modules hold them from now on.
-  void bind(int param, at::Tensor full, at::Tensor shard);
+  // `local`: the memory of a shard that is a DTensor, else undefined.
+  void bind(int param, at::Tensor full, at::Tensor shard, at::Tensor local);
 
   // Allocates the persistent memory if there is none and fills it from `full`, the parameters'
   // values in the order of params(). With broadcast, rank 0's values win; others' may be undefined.
   void materialize(const std::vector<at::Tensor>& full, bool broadcast);
+  // As materialize, of this rank's shards only, which are zero then: whoever binds them fills them.
+  void allocate();
   // The reverse: full parameters on every rank, in new memory; main weights where there are some.
   std::vector<at::Tensor> full_values() const;
 
@@ -156,6 +176,10 @@ class Unit {
     return gathered_[region] == versions_.of_region(region);
   }
   void gather(int region);
+  void take_bucket(StreamRole user);
+  void take_staging();
+  void copy_out();
+  at::Tensor own_rows(int region) const;
 
   UnitId id_;
   std::string name_;
@@ -163,9 +187,12 @@ class Unit {
   UnitContext context_;
   Layout layout_;
   Bucket bucket_; // unsharded
+  std::optional<Bucket> staging_; // as it comes from the wire, where that is another order
   std::optional<Bucket> shards_; // own memory where parameters are sharded
   std::optional<Bucket> main_; // the regions that have main weights
-  Slot slot_;
+  Slot slot_, staging_slot_;
+  bool syncs_ = true;
+  double gradient_scale_;
   std::vector<PendingCollective> gathers_;
   UnitState state_ = UnitState::Sharded;
   ParamVersions versions_;

@@ -16,7 +16,7 @@ std::vector<ParamSpec> specs_of(const std::vector<UnitParam>& params) {
 
 const UnitParam* find_moved(const std::vector<UnitParam>& params) {
   const auto moved = std::find_if(params.begin(), params.end(), [](const UnitParam& param) {
-    return param.shard.storage().unsafeGetStorageImpl() != param.home;
+    return memory_of(param).storage().unsafeGetStorageImpl() != param.home;
   });
   return moved == params.end() ? nullptr : &*moved;
 }

@@ -14,11 +14,17 @@ struct UnitParam {
   ParamSpec spec;
   std::vector<int64_t> strides; // of the full parameter; dense in some order of its dimensions
   at::Tensor full; // the leaf that forward and backward compute with
-  at::Tensor shard; // the leaf that the optimizer sees, 1-D
+  at::Tensor shard; // the leaf that the optimizer sees: 1-D, or by rows a DTensor
+  at::Tensor local; // by rows: the memory of that, with a shape
   bool lacks_main = false; // frozen and cast: there is no main weight to train
   bool hooked = false; // the leaf reports its gradient
   const c10::StorageImpl* home = nullptr; // where the shard's memory must stay
 };
+
+// The memory that is gathered and updated.
+inline const at::Tensor& memory_of(const UnitParam& param) {
+  return param.local.defined() ? param.local : param.shard;
+}
 
 std::vector<ParamSpec> specs_of(const std::vector<UnitParam>& params);
 // A parameter whose shard has left the memory of its unit (`p.data = other`), or null.
@@ -28,6 +34,7 @@ const UnitParam* find_moved(const std::vector<UnitParam>& params);
 struct UnitSpec {
   std::string name;
   std::vector<UnitParam> params;
+  bool stays = false; // unsharded from its forward to its backward
 };
 
 } // namespace zerocore

@@ -1,6 +1,7 @@
 // Values of a unit's parameters: filled, read, cast, written back. See Note [Main and model
 // weights].
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
@@ -28,6 +29,7 @@ void broadcast(
 } // namespace
 
 void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast_full) {
+  TORCH_INTERNAL_ASSERT(!context_.by_rows, "shards of rows are filled by whoever binds them");
   const c10::InferenceMode normal(false);
   const at::NoGradGuard no_grad;
   allocate_persistent();
@@ -40,6 +42,20 @@ void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast_full)
     }
   }
   take(staging);
+  versions_.mark_changed();
+}
+
+void Unit::allocate() {
+  const c10::InferenceMode normal(false);
+  const at::NoGradGuard no_grad;
+  allocate_persistent();
+  wait_for_unshard();
+  for (const int region : bucket_.regions()) {
+    if (has_main(region)) {
+      main_->full(region).zero_();
+    }
+    model_shard(region).zero_();
+  }
   versions_.mark_changed();
 }
 
@@ -100,6 +116,7 @@ void Unit::take(const Bucket& staging) {
 }
 
 std::vector<at::Tensor> Unit::full_values() const {
+  TORCH_INTERNAL_ASSERT(!context_.by_rows, "shards of rows are tensors that gather themselves");
   const c10::InferenceMode normal(false);
   const at::NoGradGuard no_grad;
   const Bucket staging = make_staging();
@@ -137,11 +154,23 @@ void Unit::cast_main() {
   mark_cast();
 }
 
+// This rank's rows of the unsharded parameters, as they lie in its shard.
+at::Tensor Unit::own_rows(int region) const {
+  const at::Tensor rows = at::zeros_like(model_shard(region));
+  for (const int param : layout_.regions()[region].params) {
+    const ParamPlace& place = layout_.places()[param];
+    const Range own = layout_.owned(param, context_.shard);
+    rows.narrow(0, place.shard_offset, own.size())
+        .copy_(bucket_.full(region).narrow(0, place.offset + own.begin, own.size()));
+  }
+  return rows;
+}
+
 void Unit::write_back() {
   note_use();
   note_change();
   for (const int region : bucket_.regions()) {
-    const at::Tensor& own = bucket_.own(region);
+    const at::Tensor own = context_.by_rows ? own_rows(region) : bucket_.own(region);
     if (has_main(region)) {
       const at::Tensor& main = main_->full(region);
       main.copy_(at::where(main.to(own.scalar_type()).eq(own), main, own.to(main.scalar_type())));

@@ -37,7 +37,7 @@ void UnitsInUse::run(Actions& actions) {
         unit.reshard();
         break;
       case ActionKind::Reduce:
-        parts_.reducer.reduce(action.unit, parts_.sync);
+        parts_.reducer.reduce(action.unit, parts_.sync && unit.syncs());
         break;
     }
     if (action.kind != ActionKind::Unshard) {
@@ -53,7 +53,7 @@ void UnitsInUse::use(UnitId id) {
 }
 
 void UnitsInUse::update_registration(UnitId id) {
-  const bool full = parts_.schedule.is_active(id);
+  const bool full = parts_.schedule.is_shown(id);
   if (uses_[id].full_shown != full) {
     if (full) {
       sync_requires_grad(id);

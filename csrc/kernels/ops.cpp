@@ -69,6 +69,23 @@ void pack(const at::Tensor& bucket, const std::vector<PackSegment>& segments, do
   run_copy(bucket, found.pair, list, scale);
 }
 
+void copy_pieces(const at::Tensor& to, const at::Tensor& from, const std::vector<Piece>& pieces) {
+  check_flat("copy_pieces", "to", to);
+  check_flat("copy_pieces", "from", from);
+  check_member("copy_pieces", "from", 0, from, to, to.scalar_type());
+  const auto [pair, step] = conversion("copy_pieces", to.scalar_type(), from.scalar_type(), true);
+  const Memory target(to);
+  const Source source(from);
+  SegmentList list;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const Piece& piece = pieces[i];
+    check_range("copy_pieces", i, piece.from, piece.numel, from.numel());
+    check_range("copy_pieces", i, piece.to, piece.numel, to.numel());
+    list.push(target.at(piece.to), source.at(piece.from), piece.numel * step);
+  }
+  run_copy(to, pair, list, 1.0);
+}
+
 void accumulate(
     const at::Tensor& out,
     const at::Tensor& chunks,

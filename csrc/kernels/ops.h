@@ -27,6 +27,17 @@ struct PackSegment {
 // sources are of one dtype, on its device. Segments must not overlap.
 void pack(const at::Tensor& bucket, const std::vector<PackSegment>& segments, double scale);
 
+// Elements [from, from + numel) of a source, to be at `to` of a target.
+struct Piece {
+  int64_t from = 0;
+  int64_t to = 0;
+  int64_t numel = 0;
+};
+
+// to[piece] = from[piece], for every piece. Both 1-D, of one dtype and on one device; pieces must
+// not overlap in `to`.
+void copy_pieces(const at::Tensor& to, const at::Tensor& from, const std::vector<Piece>& pieces);
+
 // out = [out +] scale * (sum of the `num_chunks` equal parts of `chunks`). Both 1-D.
 void accumulate(
     const at::Tensor& out,

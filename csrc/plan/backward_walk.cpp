@@ -176,6 +176,9 @@ void BackwardWalk::do_step(const Step& step, Actions& out) {
     case StepKind::Release:
       // Released first: packing the gradients then finds the slot free.
       residency_.uses(step.unit).in_backward = false;
+      if (step.kind == StepKind::Reduce) {
+        residency_.end_backward(step.unit);
+      }
       if (!gathered_next(step.unit)) {
         residency_.release(step.unit, out);
       }

@@ -8,7 +8,12 @@ namespace zerocore {
 
 namespace {
 
-void check_spec(const ParamSpec& spec) {
+void check_spec(const ParamSpec& spec, bool by_rows) {
+  TORCH_CHECK_VALUE(
+      !by_rows || !spec.shape.empty(),
+      "parameter '",
+      spec.fqn,
+      "' has no dimension to shard; make it a vector of one element");
   TORCH_CHECK_VALUE(
       spec.itemsize > 0,
       "parameter '",
@@ -21,15 +26,16 @@ void check_spec(const ParamSpec& spec) {
   }
 }
 
-// An empty region for parameters such as `spec`.
-Region make_region(const ParamSpec& spec, int64_t num_shards) {
+// An empty region for parameters such as `spec`. By rows, all types hold for frozen ones too: they
+// may be thawed later.
+Region make_region(const ParamSpec& spec, int64_t num_shards, bool by_rows) {
   Region region;
   region.dtype = spec.dtype;
   region.itemsize = spec.itemsize;
   region.requires_grad = spec.requires_grad;
   region.num_shards = num_shards;
   const auto resolve = [&](const ElementType& type) {
-    return spec.requires_grad && type.itemsize > 0 ? type : region.own();
+    return (spec.requires_grad || by_rows) && type.itemsize > 0 ? type : region.own();
   };
   region.main = resolve(spec.main);
   region.reduce = resolve(spec.reduce);
@@ -42,8 +48,12 @@ bool same_kind(const Region& a, const Region& b) {
       a.reduce == b.reduce && a.grad == b.grad;
 }
 
-int find_or_add_region(std::vector<Region>& regions, const ParamSpec& spec, int64_t num_shards) {
-  Region region = make_region(spec, num_shards);
+int find_or_add_region(
+    std::vector<Region>& regions,
+    const ParamSpec& spec,
+    int64_t num_shards,
+    bool by_rows) {
+  Region region = make_region(spec, num_shards, by_rows);
   const auto found = std::find_if(regions.begin(), regions.end(), [&](const Region& other) {
     return same_kind(other, region);
   });
@@ -59,6 +69,12 @@ int64_t narrowest(const Region& region) {
   return std::min({region.itemsize, region.main.itemsize, region.reduce.itemsize});
 }
 
+// Elements of the largest part that torch.chunk makes of a parameter.
+int64_t chunk_numel(const ParamSpec& spec, int64_t num_shards) {
+  const int64_t rows = spec.shape.front();
+  return rows == 0 ? 0 : ceil_div(rows, num_shards) * (spec.numel() / rows);
+}
+
 // Elements that make up `nbytes`, at least one where an element is larger.
 int64_t aligned_numel(int64_t nbytes, int64_t itemsize) {
   return std::max<int64_t>(1, nbytes / itemsize);
@@ -66,34 +82,47 @@ int64_t aligned_numel(int64_t nbytes, int64_t itemsize) {
 
 } // namespace
 
-Layout Layout::build(const std::vector<ParamSpec>& params, int64_t num_shards) {
+Layout Layout::build(const std::vector<ParamSpec>& params, int64_t num_shards, bool by_rows) {
   TORCH_CHECK_VALUE(num_shards >= 1, "num_shards must be at least 1, got ", num_shards);
   std::vector<Region> regions;
   std::vector<ParamPlace> places;
-  std::vector<int64_t> used; // elements of each region so far
+  std::vector<int64_t> used; // elements of each region so far; by rows, of its shards
   places.reserve(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     const ParamSpec& spec = params[i];
-    check_spec(spec);
-    const int region = find_or_add_region(regions, spec, num_shards);
+    check_spec(spec, by_rows);
+    const int region = find_or_add_region(regions, spec, num_shards, by_rows);
     used.resize(regions.size(), 0);
     const int64_t alignment = aligned_numel(kParamAlignment, narrowest(regions[region]));
     const int64_t offset = round_up(used[region], alignment);
-    places.push_back({region, offset, spec.numel()});
-    used[region] = offset + spec.numel();
+    if (by_rows) {
+      const int64_t part = chunk_numel(spec, num_shards);
+      places.push_back({region, num_shards * offset, spec.numel(), offset, part});
+      used[region] = offset + part;
+    } else {
+      places.push_back({region, offset, spec.numel()});
+      used[region] = offset + spec.numel();
+    }
     regions[region].params.push_back(static_cast<int>(i));
   }
   for (size_t i = 0; i < regions.size(); ++i) {
     const int64_t multiple = aligned_numel(kShardAlignment, narrowest(regions[i]));
-    regions[i].shard_numel = round_up(ceil_div(used[i], num_shards), multiple);
+    regions[i].shard_numel = round_up(by_rows ? used[i] : ceil_div(used[i], num_shards), multiple);
   }
-  Layout layout(std::move(regions), std::move(places), num_shards);
+  Layout layout(std::move(regions), std::move(places), num_shards, by_rows);
   layout.validate();
   return layout;
 }
 
-Layout::Layout(std::vector<Region> regions, std::vector<ParamPlace> places, int64_t num_shards)
-    : regions_(std::move(regions)), places_(std::move(places)), num_shards_(num_shards) {
+Layout::Layout(
+    std::vector<Region> regions,
+    std::vector<ParamPlace> places,
+    int64_t num_shards,
+    bool by_rows)
+    : regions_(std::move(regions)),
+      places_(std::move(places)),
+      num_shards_(num_shards),
+      by_rows_(by_rows) {
   nbytes_ = nbytes_of(all_regions());
 }
 
@@ -119,7 +148,7 @@ Layout Layout::of_shard(int64_t shard) const {
   for (int i = 0; i < static_cast<int>(places_.size()); ++i) {
     places.push_back({places_[i].region, offset_in_shard(i, shard), owned(i, shard).size()});
   }
-  return Layout(std::move(regions), std::move(places), 1);
+  return Layout(std::move(regions), std::move(places), 1, /*by_rows=*/false);
 }
 
 Layout Layout::retyped(ElementType Region::* type) const {
@@ -129,7 +158,15 @@ Layout Layout::retyped(ElementType Region::* type) const {
     region.dtype = element.dtype;
     region.itemsize = element.itemsize;
   }
-  return Layout(std::move(regions), places_, num_shards_);
+  return Layout(std::move(regions), places_, num_shards_, by_rows_);
+}
+
+bool Layout::copies_out() const {
+  return by_rows_ && num_shards_ > 1 &&
+      std::any_of(regions_.begin(), regions_.end(), [&](const Region& region) {
+           return region.params.size() > 1 ||
+               places_[region.params.front()].shard_numel != region.shard_numel;
+         });
 }
 
 int64_t Layout::nbytes_of(const std::vector<int>& regions) const {
@@ -158,6 +195,11 @@ int64_t Layout::param_nbytes() const {
 
 Range Layout::owned(int param, int64_t shard) const {
   const ParamPlace& place = places_.at(param);
+  if (by_rows_) {
+    const int64_t begin = std::min(shard * place.shard_numel, place.numel);
+    const int64_t end = std::min(begin + place.shard_numel, place.numel);
+    return begin == end ? Range{0, 0} : Range{begin, end};
+  }
   const Range part = intersect(place.range(), regions_[place.region].shard_range(shard));
   if (part.empty()) {
     return {0, 0};
@@ -170,6 +212,9 @@ int64_t Layout::offset_in_shard(int param, int64_t shard) const {
   const Range range = owned(param, shard);
   if (range.empty()) {
     return 0;
+  }
+  if (by_rows_) {
+    return place.shard_offset;
   }
   return place.offset + range.begin - regions_[place.region].shard_range(shard).begin;
 }

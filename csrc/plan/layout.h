@@ -7,6 +7,16 @@
 // Parameters are contiguous in their region and start on a multiple of kParamAlignment bytes. A
 // region is padded so that its shards are equal and a multiple of kShardAlignment bytes, which
 // keeps every rank's bytes of a collective aligned.
+//
+// Note [Shards of rows]
+// By rows, a rank owns of each parameter the rows that torch.chunk gives it (DTensor's Shard(0)):
+//
+//   on the wire   | weight, rows of 0 | bias, rows of 0 | weight, rows of 1 | bias, rows of 1 |
+//   unsharded     | weight ....................... |pad| bias ................... |pad|
+//
+// Collectives move rank after rank, layers want parameter after parameter, so the two differ by a
+// copy, unless a region has one parameter (or one rank) and nothing to pad. Both have the same
+// size, as torch.chunk leaves its gaps behind the last row only.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +34,10 @@ constexpr int64_t kRegionAlignment = 256; // bytes, start of a region in a buffe
 // Place of one parameter. Offsets and sizes count elements.
 struct ParamPlace {
   int region = 0;
-  int64_t offset = 0; // in the region
+  int64_t offset = 0; // in the region, unsharded
   int64_t numel = 0;
+  int64_t shard_offset = 0; // by rows: in a shard, the same in all
+  int64_t shard_numel = 0; // by rows: of the largest part of it
 
   Range range() const {
     return {offset, offset + numel};
@@ -71,8 +83,12 @@ class Layout {
  public:
   // Lays out `params` for `num_shards` equal shards. Parameters of the same types and the same
   // requires_grad share a region; regions appear in the order of their first parameter.
-  // Throws c10::ValueError for num_shards < 1 or a parameter without a valid shape or itemsize.
-  static Layout build(const std::vector<ParamSpec>& params, int64_t num_shards);
+  // With `by_rows` see Note [Shards of rows]. Throws c10::ValueError for num_shards < 1 or a
+  // parameter without a valid shape or itemsize; by rows, also for one without a dimension.
+  static Layout build(
+      const std::vector<ParamSpec>& params,
+      int64_t num_shards,
+      bool by_rows = false);
 
   // The layout of what one shard holds: the same regions without the other ranks' parts, every
   // parameter reduced to its owned range (not aligned any more).
@@ -89,6 +105,11 @@ class Layout {
   int64_t num_shards() const {
     return num_shards_;
   }
+  bool by_rows() const {
+    return by_rows_;
+  }
+  // Whether parameters lie in another order on the wire than layers want them.
+  bool copies_out() const;
   // Bytes of the unsharded unit buffer, gaps and padding included.
   int64_t nbytes() const {
     return nbytes_;
@@ -109,13 +130,18 @@ class Layout {
   int64_t offset_in_shard(int param, int64_t shard) const;
 
  private:
-  Layout(std::vector<Region> regions, std::vector<ParamPlace> places, int64_t num_shards);
+  Layout(
+      std::vector<Region> regions,
+      std::vector<ParamPlace> places,
+      int64_t num_shards,
+      bool by_rows);
   // Checks what build() promises; a violation is a bug.
   void validate() const;
 
   std::vector<Region> regions_;
   std::vector<ParamPlace> places_;
   int64_t num_shards_ = 1;
+  bool by_rows_ = false;
   int64_t nbytes_ = 0;
 };
 

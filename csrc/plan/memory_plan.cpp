@@ -39,7 +39,10 @@ std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanO
   layouts.reserve(units.size());
   for (const UnitPlan& unit : units) {
     layouts.push_back(
-        Layout::build(unit.params, policy.shards_optimizer() ? options.world_size : 1));
+        Layout::build(
+            unit.params,
+            policy.shards_optimizer() ? options.world_size : 1,
+            options.sharding.by_rows));
   }
   return layouts;
 }

@@ -39,6 +39,7 @@ struct PlanOptions {
 struct UnitPlan {
   std::vector<ParamSpec> params;
   std::vector<int> unused; // indices of parameters that no backward gives a gradient
+  bool stays = false; // unsharded from its forward to its backward
 };
 
 struct PlannedEvent {

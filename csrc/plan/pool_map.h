@@ -27,7 +27,8 @@
 
 namespace zerocore {
 
-enum class BlockUse : uint8_t { Parameters, Gradients, Wire, Scratch };
+// Gathered: parameters as they come from the wire, until they are copied to where layers want them.
+enum class BlockUse : uint8_t { Parameters, Gathered, Gradients, Wire, Scratch };
 
 struct BlockKey {
   UnitId unit = -1;

@@ -30,7 +30,8 @@ void Residency::unshard(UnitId unit, Actions& out) {
 void Residency::release(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
   const Uses& uses = state.uses;
-  if (releases_ && state.resident && uses.active == 0 && !uses.in_backward && uses.holds == 0) {
+  const bool in_use = uses.active > 0 || uses.in_backward || uses.holds > 0 || uses.stays;
+  if (releases_ && state.resident && !in_use) {
     state.resident = false;
     state.late = uses.held > 0 || uses.kept;
     if (!state.late) {
@@ -58,7 +59,7 @@ void Residency::release_late(UnitId unit, Actions& out) {
 void Residency::serve(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
   unshard(unit, out);
-  if (releases_ && state.uses.active == 0 && state.uses.holds == 0) {
+  if (releases_ && state.uses.active == 0 && state.uses.holds == 0 && !state.uses.stays) {
     state.resident = false;
     state.late = state.uses.held > 0 || state.uses.in_backward || state.uses.kept;
     if (!state.late) {
@@ -71,13 +72,14 @@ void Residency::leave_backward(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
   state.uses.in_backward = false;
   state.uses.kept = false;
+  end_backward(unit);
   if (std::exchange(state.late, false)) {
     out.push_back({ActionKind::Reshard, unit});
   }
 }
 
 void Residency::invalidate(UnitId unit, Actions& out) {
-  release(unit, out);
+  drop(unit, out);
   if (!releases_ && gathers_) {
     units_[unit].resident = false;
   }
@@ -97,6 +99,16 @@ void Residency::abort(Actions& out) {
 void Residency::hold_unsharded(UnitId unit, Actions& out) {
   ++units_[unit].uses.holds;
   unshard(unit, out);
+}
+
+void Residency::keep(UnitId unit, Actions& out) {
+  units_[unit].uses.stays = true;
+  unshard(unit, out);
+}
+
+void Residency::drop(UnitId unit, Actions& out) {
+  units_[unit].uses.stays = false;
+  release(unit, out);
 }
 
 void Residency::release_unsharded(UnitId unit, Actions& out) {

@@ -12,6 +12,12 @@
 
 namespace zerocore {
 
+// Where a unit stays unsharded although nothing uses it.
+struct Staying {
+  bool after_forward = false; // until its backward
+  bool after_backward = false; // until its parameters change
+};
+
 class Residency {
  public:
   // A unit in use is not resharded.
@@ -21,6 +27,7 @@ class Residency {
     int holds = 0; // hold_unsharded() without its release_unsharded()
     bool in_backward = false; // by the order
     bool kept = false; // by this rank, to the end of its backward
+    bool stays = false; // as its Staying says, or because it was asked for ahead of its use
   };
 
   explicit Residency(const ScheduleOptions& options);
@@ -30,6 +37,16 @@ class Residency {
   }
   const Uses& uses(UnitId unit) const {
     return units_.at(unit).uses;
+  }
+  void set_staying(UnitId unit, Staying staying) {
+    units_.at(unit).staying = staying;
+  }
+  // A forward or a backward of the unit has ended: whether it stays from here on.
+  void leave_forward(UnitId unit) {
+    units_[unit].uses.stays = units_[unit].staying.after_forward;
+  }
+  void end_backward(UnitId unit) {
+    units_[unit].uses.stays = units_[unit].uses.stays && units_[unit].staying.after_backward;
   }
   // Unsharded, or on its way, by the order; and on this rank.
   bool is_resident(UnitId unit) const {
@@ -58,10 +75,14 @@ class Residency {
 
   void hold_unsharded(UnitId unit, Actions& out);
   void release_unsharded(UnitId unit, Actions& out);
+  // Unshards a unit ahead of its use, and reshards one that stays; neither while it is in use.
+  void keep(UnitId unit, Actions& out);
+  void drop(UnitId unit, Actions& out);
 
  private:
   struct UnitState {
     Uses uses;
+    Staying staying;
     bool resident = false;
     bool late = false; // not resident any more, but held, or used by this rank's backward
   };

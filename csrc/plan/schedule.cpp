@@ -136,6 +136,7 @@ CallHandle Schedule::exit(UnitId unit, bool needs_backward, Actions& out, bool k
       pass->events.push_back({EventKind::Exit, unit, needs_backward, frame.call});
     }
     --residency_.uses(unit).active;
+    residency_.leave_forward(unit);
     if (!keep || rooted_) {
       residency_.release(unit, out);
     }
@@ -213,6 +214,7 @@ void Schedule::do_enter(UnitId unit, Actions& out) {
 
 void Schedule::do_exit(UnitId unit, bool needs_backward, Actions& out) {
   --residency_.uses(unit).active;
+  residency_.leave_forward(unit);
   if (!options_.releases) {
     return;
   }

@@ -128,6 +128,18 @@ class Schedule {
     residency_.release_unsharded(unit, out);
   }
 
+  // Where the unit stays unsharded from its next use on.
+  void set_staying(UnitId unit, Staying staying) {
+    residency_.set_staying(unit, staying);
+  }
+  // Unshards a unit ahead of its next forward, and reshards one that stays.
+  void keep(UnitId unit, Actions& out) {
+    residency_.keep(unit, out);
+  }
+  void drop(UnitId unit, Actions& out) {
+    residency_.drop(unit, out);
+  }
+
   // Whether the unit has gradients to reduce at all.
   void set_reducible(UnitId unit, bool reducible) {
     passes_.set_reducible(unit, reducible);
@@ -143,10 +155,14 @@ class Schedule {
   bool is_resident(UnitId unit) const {
     return residency_.is_here(unit);
   }
-  // In use by forward or backward: the modules show the unsharded parameters.
+  // In use by forward or backward.
   bool is_active(UnitId unit) const {
     const Residency::Uses& uses = residency_.uses(unit);
     return uses.held > 0 || uses.in_backward || uses.kept || uses.holds > 0;
+  }
+  // The modules show the unsharded parameters.
+  bool is_shown(UnitId unit) const {
+    return is_active(unit) || (residency_.uses(unit).stays && residency_.is_here(unit));
   }
   // A call of the unit that this rank makes has not been left.
   bool is_entered(UnitId unit) const {

@@ -11,6 +11,7 @@ struct ShardOptions {
   int64_t stage = 3; // see StagePolicy
   int prefetch = 1; // units gathered ahead
   bool hold_full = false; // stages 2, 3: full sums of gradients are kept while not syncing
+  bool by_rows = false; // a shard is some rows of each parameter, see plan/layout.h
 };
 
 } // namespace zerocore

@@ -64,8 +64,10 @@ StepSimulation::StepSimulation(
           options.first_order.empty() ? order : options.first_order),
       layouts_(plan_layouts(units, options)),
       reduction_(reduction_options(options, policy_), pointers_to(layouts_)),
-      pool_(std::move(pool)) {
+      pool_(std::move(pool)),
+      gathered_(units.size(), false) {
   for (size_t unit = 0; unit < layouts_.size(); ++unit) {
+    schedule_.set_staying(static_cast<UnitId>(unit), {units[unit].stays, false});
     const auto& regions = layouts_[unit].regions();
     schedule_.set_reducible(
         static_cast<UnitId>(unit), std::any_of(regions.begin(), regions.end(), is_trainable));
@@ -105,6 +107,9 @@ void StepSimulation::micro_batch() {
   forward(actions);
   schedule_.end_pass(actions);
   run(actions);
+  for (UnitId unit = 0; unit < static_cast<UnitId>(layouts_.size()); ++unit) {
+    wait_for_unshard(unit);
+  }
   schedule_.begin_backward();
   backward(actions);
   schedule_.end_backward(actions);
@@ -124,6 +129,9 @@ void StepSimulation::forward(Actions& actions) {
     }
     calls_.emplace_back(event, call);
     run(actions);
+    if (event.kind == EventKind::Enter) {
+      wait_for_unshard(event.unit);
+    }
   }
 }
 
@@ -138,6 +146,9 @@ void StepSimulation::backward(Actions& actions) {
       schedule_.pre_backward(calls_.at(event.index).second, actions);
     }
     run(actions);
+    if (!event.ready) {
+      wait_for_unshard(calls_.at(event.index).first.unit);
+    }
   }
 }
 
@@ -157,8 +168,7 @@ void StepSimulation::run(Actions& actions) {
         unshard(action.unit, layout);
         break;
       case ActionKind::Reshard:
-        give_back({action.unit, BlockUse::Parameters}, layout.nbytes());
-        add(TraceOp::Reshard, action.unit, layout.nbytes());
+        reshard(action.unit);
         break;
       case ActionKind::Reduce:
         reduction_.reduce(action.unit, sync_, *this);
@@ -170,7 +180,8 @@ void StepSimulation::run(Actions& actions) {
 
 void StepSimulation::unshard(UnitId unit, const Layout& layout) {
   if (policy_.shards_parameters()) {
-    take({unit, BlockUse::Parameters}, layout.nbytes());
+    gathered_[unit] = layout.copies_out();
+    take({unit, gathered_[unit] ? BlockUse::Gathered : BlockUse::Parameters}, layout.nbytes());
     add(TraceOp::Unshard, unit, layout.nbytes());
   }
   // Where full parameters stay, those that nothing updates are not gathered again.
@@ -179,6 +190,21 @@ void StepSimulation::unshard(UnitId unit, const Layout& layout) {
       add(TraceOp::AllGather, unit, options_.methods.gather.wire_nbytes(region.nbytes()));
     }
   }
+}
+
+// As Unit::wait_for_unshard.
+void StepSimulation::wait_for_unshard(UnitId unit) {
+  if (gathered_[unit]) {
+    gathered_[unit] = false;
+    take({unit, BlockUse::Parameters}, layouts_[unit].nbytes());
+    give_back({unit, BlockUse::Gathered}, layouts_[unit].nbytes());
+  }
+}
+
+void StepSimulation::reshard(UnitId unit) {
+  wait_for_unshard(unit);
+  give_back({unit, BlockUse::Parameters}, layouts_[unit].nbytes());
+  add(TraceOp::Reshard, unit, layouts_[unit].nbytes());
 }
 
 void StepSimulation::run(const GradStep& step) {

@@ -50,6 +50,8 @@ class StepSimulation final : private GradSteps {
   int32_t first_enter(UnitId unit) const;
   void run(Actions& actions);
   void unshard(UnitId unit, const Layout& layout);
+  void wait_for_unshard(UnitId unit);
+  void reshard(UnitId unit);
   void run(const GradStep& step) override;
   void take(const BlockKey& key, int64_t nbytes);
   void give_back(const BlockKey& key, int64_t nbytes);
@@ -65,6 +67,7 @@ class StepSimulation final : private GradSteps {
   std::vector<std::pair<CallEvent, CallHandle>> calls_;
   std::vector<PlannedEvent> events_;
   PoolMap pool_;
+  std::vector<bool> gathered_; // units that are to be copied out
   bool sync_ = true; // the last micro-batch of the step
   int32_t moment_ = 0;
 };

@@ -103,7 +103,7 @@ def _calling_class(cls: Any) -> Any:
         return self.__dict__[_UNIT_CALL].call(original_call, self, *args, **kwargs)
 
     for function in (__call__, UnitCall.call):
-        _leave_out_of_graphs(function)
+        leave_out_of_graphs(function)
 
     def __new__(cls_: Any, *args: Any, **kwargs: Any) -> Any:
         return cls(*args, **kwargs)  # type(model)(...) and a slice of a Sequential are not sharded
@@ -127,7 +127,7 @@ def _calling_class(cls: Any) -> Any:
     return type(cls)(cls.__name__, (cls,), namespace)
 
 
-def _leave_out_of_graphs(function: Any) -> None:
+def leave_out_of_graphs(function: Any) -> None:
     """Tells torch.compile to compile what ``function`` calls, but not itself.
 
     It could not trace into the engine, and would try again for every module and kind of input.

@@ -115,6 +115,10 @@ def _build(name: str, cell: Cell) -> nn.Module:
     if name == "fsdp2":
         mesh = init_device_mesh(cell.device, (cell.world_size,))
         apply_fsdp2(model, model.blocks, reshard=True, mesh=mesh)
+    elif name == "fully_shard":
+        import_zerocore()
+        mesh = init_device_mesh(cell.device, (cell.world_size,))
+        apply_fsdp2(model, model.blocks, reshard=True, mesh=mesh, engine="zerocore.fsdp")
     elif name == "zerocore":
         model = import_zerocore().shard(model, stage=3, units=[ChainBlock])
     return model

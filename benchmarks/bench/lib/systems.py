@@ -67,8 +67,10 @@ SYSTEMS = (
     System("fsdp2", 3, "FSDP2"),
     System("fsdp2", 3, "FSDP2, async", overlap=True),
     System("zerocore", 3, "zerocore stage 3"),
+    System("fully_shard", 3, "zerocore.fsdp"),
 )
-PEERS = tuple(dict.fromkeys(s.peer for s in SYSTEMS if s.peer != "zerocore"))
+OURS = ("zerocore", "fully_shard")
+PEERS = tuple(dict.fromkeys(s.peer for s in SYSTEMS if s.peer not in OURS))
 
 
 def import_zerocore() -> ModuleType:
@@ -86,6 +88,8 @@ def is_installed(peer: str) -> bool:
             return hasattr(import_zerocore(), "shard")
         except ImportError:
             return False
+    if peer == "fully_shard":
+        return is_installed("zerocore")
     return peer != "deepspeed" or importlib.util.find_spec("deepspeed") is not None
 
 
@@ -111,6 +115,16 @@ def wrap_model(
         apply_fsdp2(model, blocks, reshard=system.stage == 3, mesh=mesh, dtype=recipe.compute_dtype)
         if system.overlap:
             prefetch_in_order(model, blocks)
+    elif system.peer == "fully_shard":
+        import_zerocore()
+        apply_fsdp2(
+            model,
+            blocks,
+            reshard=True,
+            mesh=mesh,
+            dtype=recipe.compute_dtype,
+            engine="zerocore.fsdp",
+        )
     elif system.peer == "zerocore":
         return _shard(system, model, recipe, mesh)
     return model
@@ -139,14 +153,17 @@ def apply_fsdp2(
     reshard: bool,
     mesh: Any = None,
     dtype: torch.dtype | None = None,
+    engine: str = "torch.distributed.fsdp",
 ) -> None:
     """Shards each block and then the root in place, as FSDP2's manual advises.
 
-    With `reshard` the root keeps its default: it stays gathered after the forward, as the backward
-    needs it at once. With `dtype` layers compute in it and gradients are reduced in fp32.
+    `engine` is FSDP2 itself or "zerocore.fsdp", which has its interface. With `reshard` the root
+    keeps its default: it stays gathered after the forward, as the backward needs it at once. With
+    `dtype` layers compute in it and gradients are reduced in fp32.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    fully_shard = importlib.import_module(engine).fully_shard
     reduce_dtype = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     for block in blocks:

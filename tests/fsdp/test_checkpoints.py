@@ -1,0 +1,113 @@
+"""State dicts and checkpoints go from one implementation to the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.harness import run_ranks
+from tests.fsdp.both import ENGINES, full_params, loss_of, make_net, shard_blocks, tokens_of
+
+PAIRS = (("torch", "zerocore"), ("zerocore", "torch"), ("zerocore", "zerocore"))
+
+
+def make(name: str, seed: int = 0) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model = shard_blocks(ENGINES[name], make_net() if seed == 0 else _other_net())
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _other_net() -> nn.Module:
+    model = make_net()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    return model
+
+
+def steps(model: Any, optimizer: Any, first: int, count: int = 2) -> list[float]:
+    losses = []
+    for index in range(first, first + count):
+        loss = loss_of(model, tokens_of(index))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def save_and_load(folder: str) -> None:
+    """Continues a run under the other implementation, from files and from state dicts."""
+    for number, (writer, reader) in enumerate(PAIRS):
+        model, optimizer = make(writer)
+        steps(model, optimizer, 0)
+        states = get_state_dict(model, optimizer)
+        assert all(isinstance(value, DTensor) for value in states[0].values())
+        path = Path(folder, str(number))
+        dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=path)
+        expected = steps(model, optimizer, 2)
+        other, its_optimizer = make(reader, seed=1)
+        if number == 2:
+            steps(other, its_optimizer, 0)  # states that are there are overwritten
+        model_state, optimizer_state = get_state_dict(other, its_optimizer)
+        read = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(read, checkpoint_id=path)
+        set_state_dict(
+            other,
+            its_optimizer,
+            model_state_dict=read["model"],
+            optim_state_dict=read["optimizer"],
+        )
+        torch.testing.assert_close(
+            torch.tensor(steps(other, its_optimizer, 2)), torch.tensor(expected)
+        )
+        check_equal(full_params(other), full_params(model))
+
+
+def exchange_state_dicts() -> None:
+    for writer, reader in PAIRS:
+        model, optimizer = make(writer)
+        steps(model, optimizer, 0)
+        other, its_optimizer = make(reader, seed=1)
+        sharded = {name: value.clone() for name, value in model.state_dict().items()}
+        given = {name: value.clone() for name, value in sharded.items()}
+        other.load_state_dict(given, assign=True)  # before the first forward
+        check_equal(full_params(other), full_params(model))
+        its_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+        steps(other, its_optimizer, 2)
+        other.load_state_dict(sharded)  # in place, and after it
+        check_equal(full_params(other), full_params(model))
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        assert not any(isinstance(value, DTensor) for value in whole.values())
+        third, _ = make(reader, seed=1)
+        set_model_state_dict(third, whole, options=StateDictOptions(full_state_dict=True))
+        check_equal(full_params(third), full_params(model))
+        with torch.no_grad():
+            model(tokens_of(0))  # the root's parameters stay unsharded
+        assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+
+
+def test_checkpoints_go_from_one_to_the_other(tmp_path: Path) -> None:
+    run_ranks(save_and_load, 2, str(tmp_path), timeout=120)
+
+
+def test_state_dicts_go_from_one_to_the_other() -> None:
+    run_ranks(exchange_state_dicts, 3, timeout=120)

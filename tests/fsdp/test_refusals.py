@@ -1,0 +1,165 @@
+"""What ``zerocore.fsdp`` does not do is refused by name; the classes are as FSDP2 makes them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import zerocore
+import zerocore.fsdp
+from tests.distributed.harness import run_ranks
+from tests.fsdp.both import Net, full_params, loss_of, make_net, shard_blocks, tokens_of
+
+fully_shard = zerocore.fsdp.fully_shard
+
+
+def shard_in_vain() -> None:
+    """Each message says what to do, and comes before anything is changed."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="containers that do not implement forward"):
+        fully_shard(nn.ModuleList([model]), mesh=mesh)
+    with pytest.raises(TypeError, match=r"expects an nn\.Module"):
+        fully_shard(model.weight, mesh=mesh)
+    with pytest.raises(NotImplementedError, match="return None or Shard"):
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(param.dim() - 1))
+    with pytest.raises(NotImplementedError, match="dp_mesh_dims"):
+        fully_shard(model, mesh=mesh, dp_mesh_dims=("dp",))
+    with pytest.raises(ValueError, match="factor of 2"):
+        fully_shard(model, mesh=mesh, reshard_after_forward=3)
+    with pytest.raises(ValueError, match="1D or 2D"):
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1, 1)))
+    with pytest.raises(TypeError, match=r"zerocore\.shard has sharded"):
+        fully_shard(zerocore.shard(nn.Linear(4, 4)), mesh=mesh)
+    strange = nn.Linear(4, 4)
+    strange.weight = nn.Parameter(strange.weight.detach().t())
+    with pytest.raises(NotImplementedError, match="non-contiguous"):
+        fully_shard(strange, mesh=mesh)
+    strange.weight = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="scalar parameters"):
+        fully_shard(strange, mesh=mesh)
+    strange.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
+    with pytest.raises(NotImplementedError, match="DTensor already"):
+        fully_shard(strange, mesh=mesh)
+    assert type(model) is nn.Linear
+    assert not isinstance(model.weight, DTensor)
+
+
+def use_in_vain() -> None:
+    tied = make_net()
+    tied.blocks[1].out.weight = tied.blocks[0].out.weight
+    fully_shard(tied.blocks[0])
+    with pytest.raises(ValueError, match="shared with a parameter already managed"):
+        fully_shard(tied)
+    model = shard_blocks(zerocore.fsdp, make_net())
+    with pytest.raises(ValueError, match="before"):
+        fully_shard(model)
+    with pytest.raises(AssertionError, match="does not support deepcopy"):
+        copy.deepcopy(model)
+    for name in ("set_custom_all_gather", "set_all_reduce_hook", "set_symm_mem_for_comm"):
+        with pytest.raises(NotImplementedError, match=name):
+            getattr(model, name)(None)
+    inner = shard_blocks(zerocore.fsdp, make_net())
+    inner.blocks[0](torch.ones(2, 10))
+    with pytest.raises(RuntimeError, match=r"already been lazily initialized for blocks\.0"):
+        loss_of(inner, tokens_of(0))
+    with torch.device("meta"):
+        empty = Net()
+    with pytest.raises(RuntimeError, match=r"still on meta device: \['embed.weight'"):
+        loss_of(shard_blocks(zerocore.fsdp, empty), tokens_of(0))
+    model.head.bias = nn.Parameter(torch.zeros(7))
+    with pytest.raises(ValueError, match=r"'head\.bias' was replaced by Parameter"):
+        loss_of(model, tokens_of(0))
+
+
+def look_at_classes() -> None:
+    model = make_net()
+    sharded = shard_blocks(zerocore.fsdp, model, reshard_after_forward=True)
+    assert sharded is model
+    assert type(model).__name__ == "FSDPNet"
+    assert isinstance(model, Net)
+    assert isinstance(model, zerocore.fsdp.FSDPModule)
+    assert isinstance(model, torch_fsdp.FSDPModule)
+    assert type(type(model.blocks[0])(10)).__name__ == "Block"  # a new one is not sharded
+    rank = torch.distributed.get_rank()
+    full = make_net().blocks[0].up.weight
+    for _ in range(2):  # before the first forward and after it
+        weight: Any = model.blocks[0].up.weight
+        expected = list(full.chunk(3))[rank]
+        assert weight.placements == (Shard(0),)
+        assert weight.shape == full.shape
+        assert torch.equal(weight.to_local(), expected)
+        assert model.blocks[0].scale.to_local().shape == ((1,) if rank == 0 else (0,))
+        loss_of(model, tokens_of(0)).backward()
+    assert weight.grad.placements == (Shard(0),)
+    assert weight.grad.to_local().shape == expected.shape
+
+
+def fail_and_go_on() -> None:
+    """A forward that raises, and a backward that does, leave nothing behind."""
+    model = shard_blocks(zerocore.fsdp, make_net())
+    expected = loss_of(model, tokens_of(0)).item()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 3, 4, 5).long()[..., None].expand(-1, -1, -1, -1, 99).float())
+    loss = loss_of(model, tokens_of(0))
+    with pytest.raises(RuntimeError, match="once"):
+        hook = model.blocks[1].up.weight
+        del hook
+        handle = model.blocks[1].register_full_backward_hook(_raise)
+        loss_of(model, tokens_of(0)).backward()
+    handle.remove()
+    model.reset_iter_state()
+    loss = loss_of(model, tokens_of(0))
+    assert loss.item() == expected
+    loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def _raise(*args: Any) -> None:
+    raise RuntimeError("once")
+
+
+def leave_some_unused() -> None:
+    """A parameter without a gradient on any rank keeps none; one that some rank used has one."""
+    model = shard_blocks(zerocore.fsdp, make_net())
+    model.blocks[2].down.register_forward_hook(lambda *args: args[-1].detach())
+    loss_of(model, tokens_of(0)).backward()
+    assert model.blocks[2].up.weight.grad is None
+    assert model.blocks[2].out.weight.grad is not None
+
+
+def run_installed() -> None:
+    stock = torch_fsdp.fully_shard
+    with zerocore.fsdp.installed():
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        model = shard_blocks(torch_fsdp, make_net())
+        assert fully_shard is zerocore.fsdp.fully_shard
+        assert isinstance(model, FSDPModule)
+        assert isinstance(model, zerocore.fsdp.FSDPModule)
+    assert torch_fsdp.fully_shard is stock
+    assert not isinstance(shard_blocks(torch_fsdp, make_net()), zerocore.fsdp.FSDPModule)
+    assert full_params(model).keys() == dict(make_net().named_parameters()).keys()
+
+
+def run_all() -> None:
+    shard_in_vain()
+    use_in_vain()
+    fail_and_go_on()
+    leave_some_unused()
+    run_installed()
+
+
+def test_mistakes_are_named_and_survived() -> None:
+    run_ranks(run_all, 2, timeout=120)
+
+
+def test_classes_and_rows_are_as_fsdp2_makes_them() -> None:
+    run_ranks(look_at_classes, 3)

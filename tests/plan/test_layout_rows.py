@@ -1,0 +1,64 @@
+"""Shards of rows: what each rank owns is torch.chunk's part, on the wire as in the full buffer."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerocore._C import Layout, ParamSpec
+
+_shapes = st.lists(st.integers(0, 20), min_size=1, max_size=3)
+_params = st.lists(st.tuples(_shapes, st.sampled_from([(0, 4), (2, 2)])), min_size=1, max_size=8)
+_worlds = st.integers(1, 12)
+
+
+def build(params: list[tuple], world: int) -> Layout:
+    specs = [ParamSpec("p", shape, dtype, size, True) for shape, (dtype, size) in params]
+    return Layout.build(specs, world, by_rows=True)
+
+
+@given(_params, _worlds)
+@settings(deadline=None, max_examples=150)
+def test_each_rank_owns_the_rows_of_torch_chunk(params: list[tuple], world: int) -> None:
+    layout = build(params, world)
+    for index, (shape, _) in enumerate(params):
+        full = torch.arange(torch.Size(shape).numel()).view(shape)
+        chunks = [chunk.flatten().tolist() for chunk in full.chunk(world)]
+        chunks += [[]] * (world - len(chunks))
+        owned = [list(range(*layout.owned(index, rank))) for rank in range(world)]
+        assert owned == chunks
+
+
+@given(_params, _worlds)
+@settings(deadline=None, max_examples=150)
+def test_parts_of_a_shard_lie_apart_and_aligned(params: list[tuple], world: int) -> None:
+    layout = build(params, world)
+    assert layout.by_rows
+    for region in layout.regions:
+        assert region.shard_nbytes % 16 == 0
+        full_end = 0
+        for param in region.params:
+            place = layout.places[param]
+            assert place.offset >= full_end
+            assert place.offset * region.itemsize % 128 == 0
+            full_end = place.offset + place.numel
+        assert full_end <= region.numel
+        for rank in range(world):
+            end = 0
+            for param in region.params:
+                start, stop = layout.owned(param, rank)
+                if start < stop:
+                    offset = layout.offset_in_shard(param, rank)
+                    assert offset >= end
+                    end = offset + stop - start
+            assert end * region.itemsize <= region.shard_nbytes
+
+
+def test_what_lies_alike_is_not_copied() -> None:
+    wide, odd = ([8, 4], (0, 4)), ([3], (0, 4))
+    assert not build([wide], 4).copies_out  # one parameter, equal and aligned parts
+    assert not build([wide, odd], 1).copies_out
+    assert build([wide, odd], 4).copies_out
+    assert build([odd], 2).copies_out  # padded to the alignment of shards
+    assert not build([wide, ([8, 4], (2, 2))], 4).copies_out  # two regions of one each

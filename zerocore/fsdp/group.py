@@ -1,0 +1,202 @@
+"""What one call of ``fully_shard`` makes: parameters that are gathered and reduced together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from zerocore._C import Engine
+from zerocore.fsdp.mesh import shard_rows
+
+_GROUP = "_zerocore_fsdp_group"
+_MANAGED = "_zerocore_fsdp_name"  # on a parameter that was replaced by rows: its name
+
+
+@dataclass(eq=False)
+class RowParam:
+    """A parameter and where it is registered.
+
+    Attributes:
+        owners: modules and the name in each; more than one if tied.
+        shard: the DTensor that is registered between steps and that optimizers update.
+        local: its memory in the engine, once there is one.
+        full: what layers compute with then.
+    """
+
+    owners: list[tuple[nn.Module, str]]
+    shard: nn.Parameter
+    fqn: str
+    local: torch.Tensor | None = None
+    full: nn.Parameter | None = None
+
+    def registered(self) -> Any:
+        """What the first owner has in its place."""
+        owner, name = self.owners[0]
+        return owner._parameters.get(name)
+
+    def is_in_place(self) -> bool:
+        """Whether the engine and the modules have the same tensors."""
+        found = self.registered()
+        return (found is self.shard or found is self.full) and (
+            self.shard._local_tensor is self.local  # type: ignore[attr-defined]
+        )
+
+    def take_registered(self) -> None:
+        """Another parameter may have been put in its place (a load that assigns, ``to_empty``).
+
+        Raises:
+            ValueError: it is no DTensor of the same shape on the same mesh.
+        """
+        found = self.registered()
+        if found is self.full and found is not None:
+            return
+        old: Any = self.shard
+        if not isinstance(found, DTensor) or (
+            (found.shape, found.placements, found.device_mesh)
+            != (old.shape, old.placements, old.device_mesh)
+        ):
+            raise ValueError(
+                f"parameter '{self.fqn}' was replaced by {type(found).__name__} of shape "
+                f"{list(getattr(found, 'shape', ()))}; expected a DTensor of shape "
+                f"{list(old.shape)}, {old.placements}. Load the state dict of a model that was "
+                "sharded alike, or set values in place"
+            )
+        assert isinstance(found, nn.Parameter)
+        self.shard = found
+
+
+class Tree(Protocol):
+    """The root that a group belongs to, as the group sees it."""
+
+    group: Group
+    engine: Engine | None
+    is_provisional: bool
+
+    def with_params(self) -> list[Group]:
+        """The groups that are units of the engine, in their order."""
+
+    def ready(self) -> Engine:
+        """The engine; made if need be."""
+
+    def release(self) -> None:
+        """Drops the engine."""
+
+
+@dataclass(eq=False)
+class Group:
+    """Parameters, the modules whose calls gather them, and what may be set for them."""
+
+    modules: list[nn.Module]
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
+    reshard_after_forward: bool | None  # None: unless it is the root's
+    params: list[RowParam] = field(default_factory=list)
+    reshard_after_backward: bool = True
+    reduces: bool = True
+    reduces_across: bool = True  # over replicas, too
+    divide_factor: float | None = None
+    root: Tree | None = None
+    unit: int = -1  # in the root's engine; -1 without parameters
+
+    @property
+    def syncs(self) -> bool:
+        """Whether a backward leaves gradients that all ranks agree on."""
+        return self.reduces and (self.reduces_across or self.mesh.ndim == 1)
+
+    @property
+    def stays(self) -> bool:
+        """Whether parameters stay unsharded from forward to backward."""
+        if self.reshard_after_forward is None:
+            return self.root is not None and self.root.group is self
+        return not self.reshard_after_forward
+
+    def shard_params(self, ignored: set[nn.Parameter]) -> None:
+        """Puts DTensors in the place of all parameters that belong to the group."""
+        owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        names: dict[nn.Parameter, str] = {}
+        for name, module in _managed_modules(self.modules):
+            for key, param in module._parameters.items():
+                if param is not None and param not in ignored:
+                    owners.setdefault(param, []).append((module, key))
+                    names.setdefault(param, f"{name}.{key}" if name else key)
+        for param in owners:
+            _check_param(param, names[param])
+        for param, places in owners.items():
+            shard = shard_rows(param, self.mesh)
+            setattr(param, _MANAGED, names[param])
+            for owner, key in places:
+                owner._parameters[key] = shard
+            self.params.append(RowParam(places, shard, names[param]))
+
+    def move_buffers(self, device: torch.device) -> None:
+        """Buffers go where the parameters are; those on the meta device stay."""
+        for _, module in _managed_modules(self.modules):
+            for key, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta and buffer.device != device:
+                    module._buffers[key] = buffer.to(device)
+
+
+def group_of(module: nn.Module) -> Group | None:
+    """The group of a module that ``fully_shard`` was called with, else None."""
+    return module.__dict__.get(_GROUP)
+
+
+def set_group(module: nn.Module, group: Group) -> None:
+    """``module`` is one of ``group.modules`` from now on."""
+    module.__dict__[_GROUP] = group
+
+
+def groups_below(module: nn.Module) -> list[tuple[str, Group]]:
+    """The groups of the module and of those in it, each once with its first name."""
+    found: dict[Group, str] = {}
+    for name, inner in module.named_modules():
+        group = group_of(inner)
+        if group is not None:
+            found.setdefault(group, name)
+    return [(name, group) for group, name in found.items()]
+
+
+def _managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The modules whose parameters belong to a group: not those below another group's."""
+    found: dict[nn.Module, str] = {}
+
+    def visit(name: str, module: nn.Module) -> None:
+        if module in found or (module not in roots and group_of(module) is not None):
+            return
+        found[module] = name
+        for key, child in module.named_children():
+            visit(f"{name}.{key}" if name else key, child)
+
+    for root in roots:
+        visit("", root)
+    return [(name, module) for module, name in found.items()]
+
+
+def _check_param(param: nn.Parameter, name: str) -> None:
+    if hasattr(param, _MANAGED):
+        raise ValueError(
+            f"Parameter '{name}' is shared with a parameter already managed by another FSDP group "
+            f"('{getattr(param, _MANAGED)}'). For shared/tied parameters, use "
+            "fully_shard([module_a, module_b]) to place them in the same FSDP group."
+        )
+    if isinstance(param, DTensor):
+        raise NotImplementedError(
+            f"parameter '{name}' is a DTensor already ({param.placements}): tensor parallelism "
+            "below zerocore.fsdp is not supported; use torch.distributed.fsdp for this model"
+        )
+    if param.dim() == 0:
+        raise ValueError(
+            f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with "
+            "numel equal to 1."
+        )
+    if not param.is_contiguous():
+        raise NotImplementedError(
+            f"FSDP does not support non-contiguous parameters: '{name}' of shape "
+            f"{list(param.shape)} has strides {list(param.stride())}"
+        )

@@ -1,0 +1,275 @@
+"""The class that fully sharded modules get: their calls, and what may be set for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, wraps
+from typing import Any, NoReturn, cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+
+from zerocore.fsdp.calls import call, root_of
+from zerocore.fsdp.group import Group, group_of, groups_below
+from zerocore.fsdp.root import apply_settings
+from zerocore.model.unit_call import leave_out_of_graphs
+
+
+class UnshardHandle(TorchUnshardHandle):
+    """Of a module whose parameters are being gathered, see :meth:`FSDPModule.unshard`."""
+
+    def __init__(self, group: Group | None) -> None:
+        self._group = group
+
+    def wait(self) -> None:
+        """Returns when the module's full parameters may be used and are registered."""
+        group, self._group = self._group, None
+        if group is not None and group.root is not None and group.root.engine is not None:
+            group.root.engine.show(group.unit)
+
+
+class FSDPModule(TorchFSDPModule):
+    """A module that gathers its parameters around its calls.
+
+    Instances come from :func:`fully_shard`. The methods mean what they mean in
+    ``torch.distributed.fsdp``; what is a hint there (prefetch lists, streams, buffers) is accepted
+    and changes nothing, as the order of gathers is learned from the calls.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes an instance of the class that was sharded: a slice of a container is not."""
+        original: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 2]
+        return original(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module with full parameters."""
+        return call(self._group(), super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise AssertionError(
+            "FSDP does not support deepcopy. Please use state dict for serialization."
+        )
+
+    def _group(self) -> Group:
+        group = group_of(cast(nn.Module, self))
+        assert group is not None
+        return group
+
+    def _get_fsdp_state(self) -> Any:
+        return self._group()
+
+    def _groups(self, recurse: bool) -> list[Group]:
+        if not recurse:
+            return [self._group()]
+        return [group for _, group in groups_below(cast(nn.Module, self))]
+
+    def _set(self, recurse: bool, **values: Any) -> None:
+        for group in self._groups(recurse):
+            for name, value in values.items():
+                setattr(group, name, value)
+            apply_settings(group)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        root = self._group().root
+        if root is not None:
+            root.release()  # moves replace tensors, which the engine holds
+        return super(TorchFSDPModule, self)._apply(*args, **kwargs)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this module's own parameters, until its forward or :meth:`reshard`; collective.
+
+        Args:
+            async_op: return a handle to wait for, instead of waiting.
+        """
+        group = self._group()
+        handle = UnshardHandle(group if group.params else None)
+        if group.params:
+            root_of(group, is_provisional=True).ready().keep(group.unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Gives this module's own full parameters back, unless a call of it is under way."""
+        group = self._group()
+        if group.params and group.root is not None and group.root.engine is not None:
+            group.root.engine.drop(group.unit)
+
+    def reset_iter_state(self) -> None:
+        """Drops what a failed forward or backward left; the next forward does so by itself.
+
+        Raises:
+            RuntimeError: the module is not the root.
+        """
+        group = self._group()
+        if group.root is not None and group.root.group is not group:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        if group.root is not None and group.root.engine is not None:
+            group.root.engine.reset()
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backwards reduce gradients; without, they add up on this rank."""
+        self._set(recurse, reduces=requires_gradient_sync, reduces_across=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backwards reduce over replicas; without, gradients add up on this rank."""
+        self._set(recurse, reduces_across=requires_all_reduce)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether full parameters are given back after the forward.
+
+        Raises:
+            ValueError: not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
+            )
+        self._set(recurse, reshard_after_forward=reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether full parameters are given back after the backward."""
+        self._set(recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What the sum of the ranks' gradients is divided by, instead of their number."""
+        self._set(False, divide_factor=factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """As :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """A hint: every backward waits for its reductions at its end."""
+
+    def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
+        """A hint: the order of gathers is learned."""
+        _check_modules(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
+        """A hint: the order of gathers is learned."""
+        _check_modules(modules)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """A hint: gathers wait for the stream that the optimizer runs on."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """A hint: reductions are sums of gradients that were divided before."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """A hint: a module that a backward goes through is gathered for it."""
+
+    def set_reduce_scatter_unused_params(self, *args: Any, **kwargs: Any) -> None:
+        """A hint: parameters without a gradient count as zero where another rank has one."""
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """A hint: one buffer is in flight.
+
+        Raises:
+            TypeError, ValueError: not a number of 1 or more.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """A hint."""
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        """Refused: the engine issues collectives itself."""
+        _refuse("set_custom_all_gather")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        """Refused: the engine issues collectives itself."""
+        _refuse("set_custom_reduce_scatter")
+
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:
+        """Refused: gradients are only known at the end of the backward."""
+        _refuse("set_all_reduce_hook")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refused where it is switched on: memory comes from the engine's pool."""
+        if enable:
+            _refuse("set_allocate_memory_from_process_group_for_comm")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        """Refused: memory comes from the engine's pool."""
+        _refuse("set_symm_mem_for_comm")
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Refused where it is switched on: one group serves both kinds of collectives."""
+        if enable:
+            _refuse("set_separate_reduce_scatter_group")
+
+
+leave_out_of_graphs(FSDPModule.__call__)
+leave_out_of_graphs(call)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"zerocore.fsdp does not support FSDPModule.{name}; leave the call out, or shard this "
+        "model with torch.distributed.fsdp"
+    )
+
+
+def _check_modules(modules: Iterable[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+
+
+@cache
+def fsdp_class(cls: Any) -> Any:
+    """The class of fully sharded modules that were of ``cls``: ``FSDP`` before its name."""
+    return type(cls)(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+
+
+def show_shards(module: nn.Module, *args: Any) -> None:
+    """Before a state dict is read or loaded: modules show DTensors, between passes."""
+    cast(FSDPModule, module).reshard()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes ``module.<method_name>(...)`` gather parameters, as calling the module does.
+
+    Does nothing for a module that is not fully sharded.
+
+    Raises:
+        ValueError: no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    method: Callable[..., Any] = getattr(module, method_name)
+
+    @wraps(method)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        return call(module._group(), method, args, kwargs)
+
+    setattr(module, method_name, gathered)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """A hint, accepted for the roots of pipeline stages: streams are shared already.
+
+    Raises:
+        ValueError: a module is not fully sharded.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects list of FSDPModules but got {module}")

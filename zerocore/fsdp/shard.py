@@ -1,0 +1,141 @@
+"""``fully_shard``: FSDP2's function, on this engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
+
+from zerocore.fsdp.group import Group, group_of, set_group
+from zerocore.fsdp.mesh import check_mesh, device_of
+from zerocore.fsdp.module import fsdp_class, show_shards
+from zerocore.fsdp.updates import watch_updates
+from zerocore.tensor.parameter import ShardedParameter
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # as torch has it
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Shards the parameters of ``module`` that no call for a part of it has, by rows.
+
+    Called bottom-up: for the blocks, then for what holds them. Parameters become DTensors, each
+    with the rows that ``torch.chunk`` gives the rank; ``module`` gets the class ``FSDP<its name>``.
+    Nothing is communicated before the first forward.
+
+    Args:
+        module: a module, or a list of modules whose parameters are gathered together.
+        mesh: 1-D, or 2-D of replicas by shards; all ranks by default.
+        reshard_after_forward: whether full parameters are given back after the forward; by default
+            unless the module is the root. A number of ranks to reshard to counts as True, 1 as
+            False.
+        shard_placement_fn: may only answer None or ``Shard(0)``.
+        mp_policy: dtypes of parameters in layers, of gradients on the wire, of inputs and outputs.
+        offload_policy: that of keeping everything where it is; on the CPU any.
+        ignored_params: stay as they are.
+        dp_mesh_dims: refused.
+
+    Returns:
+        ``module`` itself.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: an argument or parameter, named.
+    """
+    modules = list(module) if isinstance(module, list | tuple) else [module]
+    mesh = check_mesh(mesh)
+    _check_modules(modules)
+    _check_options(mesh, offload_policy, dp_mesh_dims)
+    ignored = set() if ignored_params is None else ignored_params
+    _check_placements(modules, ignored, shard_placement_fn)
+    group = Group(modules, mesh, mp_policy, _reshards(reshard_after_forward, mesh.size(-1)))
+    group.shard_params(ignored)
+    group.move_buffers(device_of(mesh))
+    for each in modules:
+        set_group(each, group)
+        each._is_fsdp_managed_module = True  # what torch.compile asks for
+        each._fsdp_use_orig_params = True
+        each.__class__ = fsdp_class(type(each))
+        each.register_state_dict_pre_hook(show_shards)
+        each.register_load_state_dict_pre_hook(show_shards)
+    watch_updates()
+    return module
+
+
+fully_shard.state = group_of  # type: ignore[attr-defined]  # as torch's has it
+
+
+def _check_modules(modules: list[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"fully_shard expects an nn.Module, got {type(module)}")
+        if (
+            isinstance(module, nn.ModuleList | nn.ModuleDict)
+            and type(module).forward is nn.Module.forward
+        ):
+            raise ValueError(
+                f"fully_shard does not support containers that do not implement forward: {module}"
+            )
+        if group_of(module) is not None:
+            raise ValueError(f"fully_shard was called for this {type(module).__name__} before")
+        if any(isinstance(param, ShardedParameter) for param in module.parameters()):
+            raise TypeError(
+                f"fully_shard of a {type(module).__name__} that zerocore.shard has sharded; "
+                "use one of the two"
+            )
+
+
+def _check_options(mesh: DeviceMesh, offload: OffloadPolicy, dp_mesh_dims: Any) -> None:
+    if isinstance(offload, CPUOffloadPolicy) and mesh.device_type != "cpu":
+        raise NotImplementedError(
+            "CPUOffloadPolicy: zerocore.fsdp keeps shards on the device; leave offload_policy out, "
+            "or shard this model with torch.distributed.fsdp"
+        )
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            "dp_mesh_dims: zerocore.fsdp takes a mesh of data-parallel ranks only; pass "
+            "mesh=mesh['dp'] of the mesh"
+        )
+
+
+def _check_placements(
+    modules: list[nn.Module],
+    ignored: set[nn.Parameter],
+    placement_fn: Callable[[nn.Parameter], Any] | None,
+) -> None:
+    if placement_fn is None:
+        return
+    for module in modules:
+        for name, param in module.named_parameters():
+            placement = None if param in ignored else placement_fn(param)
+            if placement is not None and placement != Shard(0):
+                raise NotImplementedError(
+                    f"shard_placement_fn: {placement} for parameter '{name}'; zerocore.fsdp shards "
+                    "the first dimension only, return None or Shard(0)"
+                )
+
+
+def _reshards(reshard: bool | int | None, num_shards: int) -> bool | None:
+    if reshard is None or isinstance(reshard, bool):
+        return reshard
+    if not isinstance(reshard, int):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to "
+            f"reshard to, not {reshard}"
+        )
+    if reshard < 1 or reshard > num_shards or num_shards % reshard != 0:
+        raise ValueError(
+            "If passing reshard_after_forward as an int, it should be a factor of "
+            f"{num_shards}, not {reshard}"
+        )
+    return reshard > 1
