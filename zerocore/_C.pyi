@@ -110,6 +110,7 @@ class EngineOptions:
         log_hand_overs: bool = False,
         alarm_name: str = "",
         stall_seconds: float = 0.0,
+        gradient_divisor: float = 0.0,
     ) -> None: ...
 
 class UnitParam:

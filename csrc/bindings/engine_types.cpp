@@ -69,14 +69,16 @@ void register_engine_options(py::module_& module) {
                       bool agree_on_used,
                       bool log_hand_overs,
                       std::string alarm_name,
-                      double stall_seconds) {
+                      double stall_seconds,
+                      double gradient_divisor) {
             return EngineOptions{
                 sharding,
                 std::move(groups),
                 agree_on_used,
                 log_hand_overs,
                 std::move(alarm_name),
-                stall_seconds};
+                stall_seconds,
+                gradient_divisor};
           }),
           py::kw_only(),
           py::arg("sharding"),
@@ -84,7 +86,8 @@ void register_engine_options(py::module_& module) {
           py::arg("agree_on_used"),
           py::arg("log_hand_overs") = false,
           py::arg("alarm_name") = "",
-          py::arg("stall_seconds") = 0.0);
+          py::arg("stall_seconds") = 0.0,
+          py::arg("gradient_divisor") = 0.0);
 }
 
 void register_units(py::module_& module) {

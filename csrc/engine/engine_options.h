@@ -22,6 +22,7 @@ struct EngineOptions {
   bool log_hand_overs = false; // on the CPU: as if there were streams
   std::string alarm_name; // see AlarmOptions; empty for no alarm
   double stall_seconds = 0;
+  double gradient_divisor = 0; // of the sum over all ranks; 0 for their number, the average
 };
 
 } // namespace zerocore

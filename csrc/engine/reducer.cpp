@@ -39,6 +39,12 @@ std::vector<const Layout*> layouts_of(const std::vector<std::unique_ptr<Unit>>& 
   return layouts;
 }
 
+// What gradients are multiplied with before they are summed.
+double gradient_scale(const EngineOptions& options, const UnitContext& context) {
+  const auto num_ranks = static_cast<double>(context.world_size());
+  return 1.0 / (options.gradient_divisor > 0 ? options.gradient_divisor : num_ranks);
+}
+
 } // namespace
 
 Reducer::Reducer(
@@ -49,7 +55,7 @@ Reducer::Reducer(
       context_(context),
       reduction_(reduction_options(context, options.sharding), layouts_of(units)),
       shown_(units, context, reduction_, options.agree_on_used),
-      packer_(1.0 / static_cast<double>(context.world_size())),
+      packer_(gradient_scale(options, context)),
       memory_(units.size()),
       touched_(units.size()),
       reduced_(units.size()) {
