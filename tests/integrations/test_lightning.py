@@ -98,6 +98,8 @@ def train_in_halves(folder: Path, first: Any, second: Any) -> tuple[list[float],
 
 
 def train_alike(directory: str) -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
     from zerocore.integrations.lightning import ShardedStrategy
 
     folder = Path(directory)
@@ -112,7 +114,7 @@ def train_alike(directory: str) -> None:
     assert narrow.dtypes == {torch.bfloat16}
     torch.testing.assert_close(narrow.losses[:6], expected[:6], rtol=0.05, atol=0.02)
     with pytest.raises(ValueError, match="'16-mixed' cannot be used"):
-        fit(folder, ShardedStrategy(stage=3), STEPS, precision="16-mixed")
+        ShardedStrategy().precision_plugin = MixedPrecision("16-mixed", "cpu")
 
 
 def test_a_trainer_does_what_it_does_over_ddp(tmp_path: Path) -> None:
