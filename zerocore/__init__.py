@@ -15,6 +15,7 @@ from zerocore.install import hook_into_torch
 from zerocore.model.config import ShardConfig
 from zerocore.model.precision import MixedPrecision
 from zerocore.optim.clipping import NonFiniteGradError, clip_grad_norm_
+from zerocore.optim.groups import param_groups
 from zerocore.planning.plan import plan
 from zerocore.planning.prediction import predict_events, predict_memory
 from zerocore.planning.result import Plan, StagePlan
@@ -24,7 +25,11 @@ from zerocore.reporting.out_of_memory import OutOfMemory, explain_out_of_memory
 from zerocore.reporting.recording import record_events, trace
 from zerocore.reporting.report import Report, report
 from zerocore.reporting.timeline import Timeline
-from zerocore.state_dict import full_state_dict, load_full_state_dict
+from zerocore.state_dict import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_state_dict,
+)
 from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
 from zerocore.tensor.place import Place
 
@@ -57,12 +62,14 @@ __all__ = [
     "emulate",
     "emulated",
     "explain_out_of_memory",
+    "full_optimizer_state_dict",
     "full_state_dict",
     "load_full_state_dict",
     "load_safetensors",
     "memory_usage",
     "no_sync",
     "optim",
+    "param_groups",
     "plan",
     "predict_events",
     "predict_memory",

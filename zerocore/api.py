@@ -34,6 +34,8 @@ def shard(
     init_fn: InitFn | None = None,
     sync_params: bool = True,
     find_unused_parameters: bool = False,
+    sync_buffers: bool = False,
+    gradient_divide_factor: float | None = None,
     optimizer: Optimizer | None = None,
     memory_budget: str | int | None = None,
     mixed_precision: MixedPrecision | None = None,
@@ -42,7 +44,7 @@ def shard(
 
     Afterwards ``model.parameters()`` are this rank's shards (:class:`ShardedParameter`, of the full
     shape); build the optimizer from them. During forward and backward the modules see full
-    parameters. Gradients are averaged over the ranks.
+    parameters. Gradients are averaged over the ranks unless ``gradient_divide_factor`` is given.
 
     Args:
         model: any module; on the meta device it is initialised unit by unit.
@@ -60,6 +62,8 @@ def shard(
             ``reset_parameters()`` by default.
         sync_params: rank 0's values win.
         find_unused_parameters: see :class:`ShardConfig`.
+        sync_buffers: buffers follow rank 0's, as under DistributedDataParallel.
+        gradient_divide_factor: of the sum of the ranks' gradients; None averages them, 1 sums.
         optimizer: only to be told early that it must be built after ``shard``.
         memory_budget: bytes, or text such as ``"70GiB"``: refuse at once if parameters, gradients,
             the states of Adam and the bucket pool would take more. Activations are not counted.
@@ -79,6 +83,8 @@ def shard(
         accumulate=accumulate,
         sync_params=sync_params,
         find_unused_parameters=find_unused_parameters,
+        sync_buffers=sync_buffers,
+        gradient_divide_factor=gradient_divide_factor,
         mixed_precision=mixed_precision,
     )
     request = validate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zerocore import emulated
 from zerocore.checkpoint.torch_seams import watch_imports
+from zerocore.hooks.broadcasts import refuse_broadcasts
 from zerocore.hooks.moves import watch_moves
 from zerocore.hooks.optimizer_rules import watch_optimizers
 from zerocore.hooks.optimizer_steps import watch_steps
@@ -28,5 +29,6 @@ def hook_into_torch() -> None:
     watch_steps()
     watch_forks()
     refuse_parametrizations()
+    refuse_broadcasts()
     watch_imports()
     emulated.register()

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zerocore.common.agreement import agree
-from zerocore.model.casting import as_bytes
+from zerocore.hooks.optimizer_states import params_of
+from zerocore.model.buffers import broadcast as broadcast_tensors
 from zerocore.model.state import Param, ShardState, Unit, state_of
+from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.place import Placed
 
 Keys = Mapping[Param, Sequence[str]]
 
@@ -64,6 +67,36 @@ def _copy_out(unit: Unit, keys: Keys, values: list[Tensor], full: dict[str, Tens
         full.update(dict.fromkeys(keys[param], value))
 
 
+def full_optimizer_state_dict(optimizer: Optimizer, rank0_only: bool = True) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with full states on the CPU, as before sharding.
+
+    ``load_state_dict`` of the optimizer takes it at any stage, on any number of ranks, and so does
+    one of a plain model. All ranks must call. One tensor at a time is held in full on the device.
+
+    Args:
+        rank0_only: ranks other than 0 get an empty dict.
+    """
+    packed = optimizer.state_dict()
+    ranks = {param.state_ref().rank for param in params_of(optimizer) if _is_live(param)}
+    keep = not rank0_only or ranks <= {0}
+    states = {
+        index: {key: _full_value(value, keep) for key, value in values.items()}
+        for index, values in packed["state"].items()
+    }
+    return {**packed, "state": states} if keep else {}
+
+
+def _is_live(param: Any) -> bool:
+    return isinstance(param, ShardedParameter) and param.state_ref() is not None
+
+
+def _full_value(value: Any, keep: bool) -> Any:
+    if isinstance(value, Placed):
+        full = value.full_tensor()  # on all ranks
+        return full.cpu() if keep else None
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any] | None, broadcast: bool = True
 ) -> None:
@@ -92,8 +125,8 @@ def load_full_state_dict(
     for key, buffer in buffers.items():
         if source:
             buffer.copy_(values[key])
-        if broadcast:
-            _broadcast(state, buffer)
+    if broadcast:
+        broadcast_tensors(buffers.values(), state.ranks)
 
 
 def buffers_of(model: nn.Module, keys: Keys) -> dict[str, Tensor]:
@@ -142,11 +175,3 @@ def _load_unit(
             if keys[param]:
                 given[index] = values[keys[param][0]]
     state.engine.materialize(unit.index, given, broadcast)
-
-
-def _broadcast(state: ShardState, tensor: Tensor) -> None:
-    # Backends know few dtypes and only dense memory in order, so the bytes travel.
-    data = as_bytes(tensor)
-    for group in reversed(state.ranks.groups):  # to the other replicas first
-        dist.broadcast(data, dist.get_global_rank(group, 0), group=group)
-    tensor.copy_(data.view(tensor.dtype).view(tensor.shape))

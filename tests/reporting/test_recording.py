@@ -123,7 +123,7 @@ def test_a_picture_without_matplotlib_is_refused_at_once(
 ) -> None:
     model, _ = trained(Chain())
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
+    with pytest.raises(ImportError, match=r"pip install .zerocore\[plot\]"):
         zerocore.trace(model, tmp_path / "trace.png").__enter__()
     with zerocore.trace(model, tmp_path / "trace.json"):
         pass

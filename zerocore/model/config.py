@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from zerocore.common.checks import require_int
@@ -24,6 +25,10 @@ class ShardConfig:
         find_unused_parameters: ask the ranks in every backward which parameters took part, so
             that one that no rank used keeps ``grad is None``. Off, this is asked in the first
             backward, and in later ones only if some parameter was unused then.
+        sync_buffers: buffers take rank 0's values before the calls before which
+            DistributedDataParallel broadcasts them: batch norm's statistics stay alike.
+        gradient_divide_factor: what the sum of the ranks' gradients is divided by; None for the
+            number of ranks, which averages them, 1 to sum them.
         mixed_precision: dtypes of parameters and gradients; None leaves all as they are.
 
     Raises:
@@ -36,6 +41,8 @@ class ShardConfig:
     accumulate: str = "sharded"
     sync_params: bool = True
     find_unused_parameters: bool = False
+    sync_buffers: bool = False
+    gradient_divide_factor: float | None = None
     mixed_precision: MixedPrecision | None = None
 
     @property
@@ -52,6 +59,9 @@ class ShardConfig:
                 "mixed_precision must be a zerocore.MixedPrecision, such as "
                 f"zerocore.MixedPrecision(torch.bfloat16), got {mixed!r}"
             )
+        factor = self.gradient_divide_factor
+        if factor is not None and not (factor > 0 and math.isfinite(factor)):
+            raise ValueError(f"gradient_divide_factor must be positive or None, got {factor!r}")
         if self.stage not in STAGES:
             raise ValueError(f"stage must be one of {STAGES}, got {self.stage}")
         if self.prefetch < 0:

@@ -26,7 +26,8 @@ class UnitCall:
     """
 
     __slots__ = (
-        "cast_inputs", "cast_outputs", "engine", "explain", "is_root", "reverse", "state", "units",
+        "before_call", "cast_inputs", "cast_outputs", "engine", "explain", "is_root", "reverse",
+        "state", "units",
     )  # fmt: skip
 
     def __init__(
@@ -38,6 +39,7 @@ class UnitCall:
         is_root: bool,
         cast_inputs: torch.dtype | None = None,
         cast_outputs: torch.dtype | None = None,
+        before_call: Callable[[], None] | None = None,
     ) -> None:
         self.state = state
         self.engine = engine
@@ -47,6 +49,7 @@ class UnitCall:
         self.is_root = is_root
         self.cast_inputs = cast_inputs
         self.cast_outputs = cast_outputs
+        self.before_call = before_call
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
@@ -58,6 +61,8 @@ class UnitCall:
                 self.state.meters.begin_pass()
                 engine.begin_pass()
                 begun = True
+                if self.before_call is not None:
+                    self.before_call()
             for unit in self.units:
                 engine.enter(unit)
                 entered += 1

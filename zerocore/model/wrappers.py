@@ -35,7 +35,8 @@ def refusal(wrapper: str, model: str) -> TypeError:
     return TypeError(
         f"{wrapper} around a sharded {model}: zerocore averages its gradients over the ranks "
         f"already, and {wrapper} would mix up the ranks' shards. Leave {wrapper} out and call the "
-        "sharded model itself"
+        "sharded model itself; where a trainer puts it around models, use zerocore.integrations "
+        "(transformers, accelerate, lightning)"
     )
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerocore.common.extras import missing
+
 
 def preset_names() -> list[str]:
     """Names of the configurations that ship with the package."""
@@ -150,8 +152,5 @@ def _import_transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise ImportError(
-            "models from Hugging Face configurations need transformers: pip install "
-            "'zerocore[huggingface]'"
-        ) from None
+        raise missing("transformers", "hf", "models from Hugging Face configurations") from None
     return transformers

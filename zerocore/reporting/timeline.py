@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zerocore.common.events import COLLECTIVES, EXCHANGE, Event, transfers
+from zerocore.common.extras import missing
 
 WAIT = "exposed wait"
 LANES = ("compute", *COLLECTIVES, EXCHANGE, WAIT)
@@ -85,7 +86,7 @@ def _import_figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("pictures of timelines need matplotlib: pip install matplotlib") from None
+        raise missing("matplotlib", "plot", "pictures of timelines") from None
     return Figure
 
 

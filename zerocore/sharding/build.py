@@ -25,6 +25,7 @@ from zerocore.hooks.moves import keep_in_place
 from zerocore.hooks.optimizer_steps import mark_full, mark_replaced
 from zerocore.hooks.pipelines import refuse_split_backward
 from zerocore.hooks.registration import watch_registrations
+from zerocore.model.buffers import BufferSync
 from zerocore.model.call_order import call_order, units_by_module
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.config import ShardConfig
@@ -83,7 +84,11 @@ def _make_engine(request: ShardRequest, order: list[CallEvent]) -> Engine:
         UnitSpec(unit.name, [_unit_param(choice, config) for choice in unit.params])
         for unit in request.planned
     ]
-    return Engine(options, device=request.device, units=units, order=order)
+    engine = Engine(options, device=request.device, units=units, order=order)
+    if config.gradient_divide_factor is not None:
+        for unit in range(len(units)):
+            engine.set_gradient_scale(unit, 1.0 / config.gradient_divide_factor)
+    return engine
 
 
 def _name_of(group: ProcessGroup | None) -> str | None:
@@ -158,6 +163,7 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
 def _set_unit_calls(model: nn.Module, planned: list[UnitPlanned], state: ShardState) -> None:
     units_of = units_by_module(planned)
     mixed = state.config.mixed_precision or MixedPrecision()
+    sync = BufferSync(model, state.ranks, state.engine) if state.config.sync_buffers else None
     narrow = mixed.param_dtype if mixed.cast_inputs else None
     for module in list(model.modules()):
         units = units_of.get(id(module), ())
@@ -172,5 +178,6 @@ def _set_unit_calls(model: nn.Module, planned: list[UnitPlanned], state: ShardSt
                 is_root,
                 cast_inputs=narrow if is_root or narrow in computes else None,
                 cast_outputs=mixed.output_dtype if is_root else None,
+                before_call=sync.before_call if is_root and sync is not None else None,
             )
             set_unit_call(module, unit_call)

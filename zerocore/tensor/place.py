@@ -180,6 +180,12 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+_REASONS = {
+    "data_ptr": ", and a shard without elements has no address: a trainer that finds parameters of "
+    "an optimizer by it cannot prepare a sharded model, zerocore.integrations can",
+}
+
+
 def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
     """Raises the error for a function that has no meaning on a shard.
 
@@ -187,6 +193,7 @@ def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
     make "unsupported operand type(s)", and the advice would be lost.
     """
     start, end = shard.shard_range
+    reason = reason or _REASONS.get(name, "")
     kind = RuntimeError if has_operator(name) else TypeError
     raise kind(
         f"{name}() of {shard.what} '{shard.fqn}' would only see this rank's elements "

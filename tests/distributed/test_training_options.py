@@ -1,0 +1,172 @@
+"""Options of training loops: groups by shape, buffers of rank 0, sums of gradients, an average."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import zerocore
+from tests.distributed.harness import REPOSITORY, run_ranks
+
+
+class Net(nn.Module):
+    """Convolution, batch norm and a head; tied to nothing, no two alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv1d(2, 4, 3)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(24, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(x)).flatten(1)) * self.scale
+
+
+def sample(rank: int, number: int) -> Tensor:
+    draw = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randn(4, 2, 8, generator=draw) + rank
+
+
+def groups_by_shape() -> None:
+    for stage in range(4):
+        plain = Net()
+        names = {id(param): name for name, param in plain.named_parameters()}
+        before = [[names[id(p)] for p in g["params"]] for g in zerocore.param_groups(plain, 0.1)]
+        plain.scale.requires_grad_(False)
+        model = zerocore.shard(plain, stage=stage)
+        groups = zerocore.param_groups(model, 0.1)
+        names = {id(param): name for name, param in model.named_parameters()}
+        after = [[names[id(p)] for p in group["params"]] for group in groups]
+        assert before == [
+            ["conv.weight", "head.weight"],
+            ["scale", "conv.bias", "norm.weight", "norm.bias", "head.bias"],
+        ]
+        assert after == [before[0], before[1][1:]]
+        assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+        torch.optim.AdamW(groups)
+    assert len(zerocore.param_groups(nn.Linear(2, 2, bias=False), 0.1)) == 1
+    with pytest.raises(ValueError, match="Linear has no parameters that require grad"):
+        zerocore.param_groups(nn.Linear(2, 2).requires_grad_(False), 0.1)
+
+
+def train(model: nn.Module, no_sync: Any) -> list[float]:
+    """Three steps of two micro-batches, an evaluation behind each."""
+    rank = dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    figures = []
+    for step in range(3):
+        for index in range(2):
+            with no_sync(model) if index == 0 else nullcontext():
+                loss = model(sample(rank, 2 * step + index)).square().mean()
+                loss.backward()
+            figures.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            figures.append(model(sample(rank, 99)).square().mean().item())
+        model.train()
+    return figures
+
+
+def sync_buffers() -> None:
+    ddp = DistributedDataParallel(Net())
+    expected = train(ddp, DistributedDataParallel.no_sync)
+    for stage in range(4):
+        model = zerocore.shard(Net(), stage=stage, sync_buffers=True)
+        torch.testing.assert_close(train(model, zerocore.no_sync), expected)
+        torch.testing.assert_close(dict(model.named_buffers()), dict(ddp.module.named_buffers()))
+    apart = zerocore.shard(Net(), stage=3)
+    train(apart, zerocore.no_sync)
+    means = [torch.empty(4) for _ in range(2)]
+    dist.all_gather(means, apart.norm.running_mean)
+    assert not torch.allclose(*means)  # without the option ranks differ
+
+
+def divide_gradients() -> None:
+    for stage in range(4):
+        for factor in (None, 1.0, 5.0):
+            model = zerocore.shard(Net(), stage=stage, gradient_divide_factor=factor)
+            total = Net()
+            model(sample(dist.get_rank(), 0)).square().mean().backward()
+            for rank in range(2):
+                total(sample(rank, 0)).square().mean().backward()
+            for param, whole in zip(model.parameters(), total.parameters(), strict=True):
+                expected = whole.grad / (factor or 2)
+                torch.testing.assert_close(param.grad.full_tensor(), expected)
+    for factor in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="gradient_divide_factor must be positive"):
+            zerocore.shard(Net(), gradient_divide_factor=factor)
+
+
+def average_of(model: nn.Module, decay: float) -> Any:
+    """The recipe of docs/training.md."""
+    text = (REPOSITORY / "docs" / "training.md").read_text()
+    (block,) = re.findall(r"```python\n(from contextlib.*?)\n\naverage = ", text, re.DOTALL)
+    namespace: dict[str, Any] = {"torch": torch}
+    exec(block, namespace)
+    return namespace["MovingAverage"](model, decay)
+
+
+def moving_average(directory: str) -> None:
+    for stage in (0, 3):
+        plain = Net()
+        model = zerocore.shard(Net(), stage=stage)
+        averaged = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        averaged.update_parameters(plain)  # the first one copies
+        average = average_of(model, 0.9)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (plain, model)]
+        for step in range(3):
+            for net, optimizer in zip((plain, model), optimizers, strict=True):
+                net(sample(0, step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            averaged.update_parameters(plain)
+            average.update()
+        trained = zerocore.full_state_dict(model, rank0_only=False)
+        with average.shown():
+            shown = zerocore.full_state_dict(model, rank0_only=False)
+        for name, param in averaged.module.named_parameters():
+            torch.testing.assert_close(shown[name], param.detach())
+            assert not torch.equal(shown[name], trained[name])
+        torch.testing.assert_close(zerocore.full_state_dict(model, rank0_only=False), trained)
+        folder = Path(directory, str(stage))
+        zerocore.Checkpoints(folder, model, average=average, background=False).save(1)
+        again = average_of(model, 0.9)
+        zerocore.Checkpoints(folder, model, average=again).load()
+        for loaded, saved in zip(again.averages, average.averages, strict=True):
+            torch.testing.assert_close(loaded.local(), saved.local(), rtol=0, atol=0)
+
+
+def test_groups_by_shape() -> None:
+    groups_by_shape()  # on one rank
+    run_ranks(groups_by_shape, 2)
+
+
+def test_buffers_follow_rank_0_as_under_ddp() -> None:
+    run_ranks(sync_buffers, 2)
+
+
+def test_gradients_are_divided_as_asked() -> None:
+    run_ranks(divide_gradients, 2)
+    model = zerocore.shard(Net(), gradient_divide_factor=5.0)  # one rank
+    reference = Net()
+    for net in (model, reference):
+        net(sample(0, 0)).square().mean().backward()
+    for param, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), whole.grad / 5.0)
+
+
+def test_the_recipe_of_a_moving_average(tmp_path: Path) -> None:
+    run_ranks(moving_average, 2, str(tmp_path))

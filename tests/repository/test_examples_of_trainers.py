@@ -1,0 +1,44 @@
+"""The examples of other libraries' trainers: they run, save and go on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.repository.test_examples import EXAMPLES, run_python
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_hugging_faces_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    path = tmp_path / "run.json"
+    options = ["--every=2", "--context=32", "--batch-size=2", "--ranks=2", "--device=cpu"]
+    command = [EXAMPLES / "hf_trainer.py", *options, f"--output={tmp_path / 'out'}"]
+    for steps, resume in ((4, []), (6, ["--resume"])):
+        result = run_python(*command, f"--steps={steps}", f"--json={path}", *resume, timeout=190)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "generated: b'def " in result.stdout
+    figures = [entry for entry in json.loads(path.read_text()) if "loss" in entry]
+    assert [entry["step"] for entry in figures] == [1, 2, 3, 4, 5, 6]
+    assert figures[-1]["loss"] < figures[0]["loss"] - 0.3
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("trainer", ["accelerate", "fabric", "lightning"])
+def test_other_trainers(tmp_path: Path, trainer: str) -> None:
+    pytest.importorskip("accelerate" if trainer == "accelerate" else "lightning")
+    options = ["--steps=8", "--ranks=2", "--device=cpu", f"--output={tmp_path}"]
+    script = EXAMPLES / "other_trainers.py"
+    result = run_python(script, f"--trainer={trainer}", *options, timeout=250)
+    assert result.returncode == 0, result.stdout + result.stderr
+    first, last = re.findall(r"stage 3: ([\d.]+) -> ([\d.]+)", result.stdout)[0]
+    assert float(last) < float(first) - 0.3
+    assert (tmp_path / "zerocore" if trainer == "accelerate" else tmp_path / "last.ckpt").exists()

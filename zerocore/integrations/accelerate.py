@@ -1,0 +1,138 @@
+"""Accelerate's ``Accelerator`` for models that are sharded: no DDP, checkpoints of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zerocore.api import no_sync
+from zerocore.common.extras import missing
+from zerocore.integrations.precision import check_precision
+from zerocore.integrations.shard_folders import ShardFolders
+from zerocore.model.state import find_state
+from zerocore.state_dict import full_state_dict
+from zerocore.tensor.parameter import ShardedParameter
+
+try:
+    import accelerate
+except ModuleNotFoundError:
+    raise missing("accelerate", "hf", "zerocore.integrations.accelerate") from None
+
+
+class Accelerator(accelerate.Accelerator):
+    """As ``accelerate.Accelerator``; what ``zerocore.shard`` has sharded is left as it is.
+
+    Shard the model, build its optimizer, then prepare both. ``accumulate``, ``no_sync``,
+    ``backward``, ``clip_grad_norm_``, ``save_state``, ``load_state``, ``get_state_dict`` and
+    ``save_model`` know sharded models; other models are prepared as ever.
+    """
+
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Notes a sharded ``model`` and returns it.
+
+        Raises:
+            ValueError: ``mixed_precision`` of the accelerator is not that of the model, or the
+                accelerator compiles whole models.
+        """
+        state = find_state(model)
+        if state is None:
+            prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+            return prepared
+        check_precision(state, self.mixed_precision, "Accelerator")
+        if self.state.dynamo_plugin.backend.value.lower() not in ("no", ""):
+            raise ValueError(
+                "Accelerator is told to compile the whole model; compile the blocks of a sharded "
+                "one yourself, as docs/training.md shows, and leave dynamo_backend out"
+            )
+        if not any(known is model for known in self._models):
+            self._models.append(model)
+        model.__dict__["_is_accelerate_prepared"] = True
+        return model
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Accumulates gradients without communicating, as :func:`zerocore.no_sync`."""
+        if find_state(model) is not None:
+            return no_sync(model)
+        held: AbstractContextManager[None] = super().no_sync(model)
+        return held
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Full parameters on the CPU of rank 0, ``{}`` elsewhere; all ranks call."""
+        if find_state(model) is not None:
+            return full_state_dict(model)
+        values: dict[str, Any] = super().get_state_dict(model, unwrap)
+        return values
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Saves as ever what is not sharded, and sharded models with their optimizers as shards.
+
+        The latter as :class:`zerocore.Checkpoints` in ``zerocore`` within the folder, of which a
+        second save to the same folder keeps the newest. Any number of ranks loads them.
+        """
+        with self._without_sharded() as sharded:
+            folder = super().save_state(output_dir, *args, **kwargs)
+        for shards in self._shards(sharded):
+            shards.save(folder)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Loads what ``save_state`` has saved.
+
+        Raises:
+            FileNotFoundError: the folder has no shards, as that of another accelerator.
+        """
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
+            input_dir = str(max(folders, key=lambda path: int(path.name.split("_")[-1])))
+        with self._without_sharded() as sharded:
+            super().load_state(input_dir, *args, **kwargs)
+        for shards in self._shards(sharded):
+            shards.load(str(input_dir))
+
+    def _shards(self, sharded: list[tuple[nn.Module, Optimizer | None]]) -> list[ShardFolders]:
+        known = self.__dict__.setdefault("_shard_folders", {})
+        for index, (model, optimizer) in enumerate(sharded):
+            name = "zerocore" if index == 0 else f"zerocore_{index}"
+            if (index, id(optimizer)) not in known:
+                known[index, id(optimizer)] = ShardFolders(model, optimizer, name)
+        return [known[index, id(optimizer)] for index, (_, optimizer) in enumerate(sharded)]
+
+    @contextmanager
+    def _without_sharded(self) -> Iterator[list[tuple[nn.Module, Optimizer | None]]]:
+        """Hides sharded models and their optimizers; yields them in pairs."""
+        models, optimizers = self._models, self._optimizers
+        sharded = [model for model in models if find_state(model) is not None]
+        owners = {id(model): [o for o in optimizers if _updates(o, model)] for model in sharded}
+        if any(len(owned) > 1 for owned in owners.values()):
+            raise ValueError("a sharded model with several optimizers cannot be saved or loaded")
+        taken = {id(o) for owned in owners.values() for o in owned}
+        self._models = [model for model in models if find_state(model) is None]
+        self._optimizers = [o for o in optimizers if id(o) not in taken]
+        try:
+            yield [
+                (model, next((o.optimizer for o in owners[id(model)]), None)) for model in sharded
+            ]
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+def _updates(optimizer: Any, model: nn.Module) -> bool:
+    state = find_state(model)
+    return any(
+        isinstance(param, ShardedParameter) and param.state_ref() is state
+        for group in optimizer.param_groups
+        for param in group["params"]
+    )

@@ -1,0 +1,156 @@
+"""Hugging Face's ``Trainer`` over a sharded model: no DDP around it, checkpoints of shards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerocore.api import shard
+from zerocore.common.extras import missing
+from zerocore.integrations.accelerate import Accelerator
+from zerocore.integrations.precision import check_precision, mixed_precision
+from zerocore.integrations.shard_folders import ShardFolders
+from zerocore.model.state import find_state
+from zerocore.state_dict import full_state_dict
+
+try:
+    import transformers
+    from transformers.trainer import SCHEDULER_NAME
+except ModuleNotFoundError:
+    raise missing("transformers", "hf", "zerocore.integrations.transformers") from None
+
+_REFUSED = {
+    "fp16": "use bf16=True",
+    "fp16_full_eval": "evaluate in the dtype that the model is sharded with",
+    "bf16_full_eval": "evaluate in the dtype that the model is sharded with",
+    "deepspeed": "zerocore takes its place",
+    "fsdp": "zerocore takes its place",
+    "torch_compile": "compile the model's blocks, block.compile()",
+    "auto_find_batch_size": "choose the batch size",
+}
+
+
+class ShardedTrainerMixin:
+    """Goes before ``transformers.Trainer``, or a subclass of it, in the bases of a trainer.
+
+    Args:
+        shard: options of :func:`zerocore.shard`, such as ``{"stage": 2}``. The trainer shards the
+            model that it is given, unless it is sharded; ``bf16=True`` becomes ``mixed_precision``.
+
+    Checkpoints have the model in Hugging Face's format, and a folder ``zerocore`` with shards of
+    weights and optimizer, from which training is resumed on any number of ranks.
+
+    Raises:
+        ValueError: an argument that cannot be followed, by name.
+    """
+
+    def __init__(self, *args: Any, shard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._shard_options = dict(shard or {})
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the accelerator one that leaves sharded models alone, then shards the model."""
+        trainer: Any = self
+        for name, advice in _REFUSED.items():
+            if getattr(trainer.args, name, None):
+                raise ValueError(f"{name} cannot be used with a sharded model; {advice}")
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        # The trainer names the class itself, and ours has no fields of its own.
+        trainer.accelerator.__class__ = Accelerator
+        if trainer.model is not None:
+            self._shard(trainer.model)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """The model of ``model_init``, sharded."""
+        model: nn.Module = super().call_model_init(trial)  # type: ignore[misc]
+        self._shard(model)
+        return model
+
+    def _shard(self, model: nn.Module) -> None:
+        trainer: Any = self
+        state = find_state(model)
+        if state is not None:
+            if self._shard_options:
+                raise ValueError(f"the model is sharded already; leave out {self._shard_options}")
+            check_precision(state, trainer.args.mixed_precision, "Trainer")
+        else:
+            options: dict[str, Any] = {
+                "mixed_precision": mixed_precision(trainer.args.mixed_precision),
+                "sync_buffers": bool(trainer.args.ddp_broadcast_buffers),
+            }
+            device = trainer.args.device  # makes the process group
+            if any(param.is_meta for param in model.parameters()):
+                options["device"] = device
+            else:
+                model.to(device)
+            shard(model, **{**options, **self._shard_options})
+        _sync_generate(model)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Writes the model in Hugging Face's format; all ranks call."""
+        trainer: Any = self
+        if state_dict is None:
+            state_dict = full_state_dict(
+                trainer.model, rank0_only=not trainer.args.save_on_each_node
+            )
+        if trainer.args.should_save:
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _shards(self) -> ShardFolders:
+        trainer: Any = self
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        known = self.__dict__.get("_shard_folders")
+        if known is None or known[0] is not optimizer:  # a second train() has another one
+            known = (optimizer, ShardFolders(trainer.model, optimizer))
+            self.__dict__["_shard_folders"] = known
+        return known[1]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        trainer: Any = self
+        self._shards().save(output_dir)
+        if trainer.args.should_save:
+            torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        # Shards are loaded with the optimizer, which does not exist yet.
+        if not ShardFolders.exist(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer: Any = self
+        if checkpoint is None or not ShardFolders.exist(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        self._shards().load(checkpoint)
+        path = os.path.join(checkpoint, SCHEDULER_NAME)
+        trainer.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+
+
+class Trainer(ShardedTrainerMixin, transformers.Trainer):
+    """``transformers.Trainer`` over a sharded model: see :class:`ShardedTrainerMixin`."""
+
+
+class Seq2SeqTrainer(ShardedTrainerMixin, transformers.Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` over a sharded model: see :class:`ShardedTrainerMixin`."""
+
+
+def _sync_generate(model: nn.Module) -> None:
+    """Ranks whose texts have ended go on until the last one's has: each token gathers the layers.
+
+    Hugging Face decides this by wrappers that it knows, and passes its answer on.
+    """
+    state = find_state(model)
+    generate = getattr(model, "generate", None)
+    if state is None or generate is None or state.world_size == 1 or state.config.stage < 3:
+        return
+
+    @wraps(generate)
+    def in_step(*args: Any, **kwargs: Any) -> Any:
+        return generate(*args, **{**kwargs, "synced_gpus": True})
+
+    model.__dict__["generate"] = in_step
