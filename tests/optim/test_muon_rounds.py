@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import zerocore
-from tests.distributed.whole_matrices import cut_into_small_rounds
 from zerocore.optim import muon_rounds
 from zerocore.planning import ownership
 
@@ -22,17 +21,11 @@ def sharded() -> nn.Sequential:
     return zerocore.shard(model, stage=3, units=["Linear"])
 
 
-@pytest.fixture
-def issued_before(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """All-to-alls that a step has issued when a Newton-Schulz iteration begins, and AdamW."""
-    monkeypatch.setattr(ownership, "_MIN_ROUND_NBYTES", ownership._MIN_ROUND_NBYTES)  # back again
-    cut_into_small_rounds()
-    return []
-
-
 def test_the_next_exchange_is_issued_before_this_round_is_computed(
-    issued_before: list[int], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(ownership, "_MIN_ROUND_NBYTES", 512)
+    issued_before: list[int] = []  # all-to-alls, when AdamW or Newton-Schulz iterations begin
     with zerocore.emulate(WORLD_SIZE, "1GB/s", "10us"):
         model = sharded()
         optimizer = zerocore.optim.Muon(model.named_parameters(), lr=0.02)
