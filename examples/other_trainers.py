@@ -63,7 +63,9 @@ def with_fabric(rank: Rank, options: argparse.Namespace) -> list[float]:
     from zerocore.integrations.lightning import ShardedFabricStrategy
 
     strategy = ShardedFabricStrategy(stage=options.stage)
-    fabric = lightning.Fabric(rank.device.type, devices=rank.world_size, strategy=strategy)
+    fabric = lightning.Fabric(
+        accelerator=rank.device.type, devices=rank.world_size, strategy=strategy
+    )
     fabric.launch()
     model = fabric.setup_module(GPT(CONFIG))  # shards it, so before the optimizer is built
     groups = zerocore.param_groups(model, 0.1)
