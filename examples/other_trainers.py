@@ -118,7 +118,8 @@ def with_lightning(rank: Rank, options: argparse.Namespace) -> list[float]:
         enable_checkpointing=False,
     )
     module = Module()
-    loader: Any = batches(rank, options.steps * ACCUMULATE)
+    data: Any = batches(rank, options.steps * ACCUMULATE)
+    loader = torch.utils.data.DataLoader(data, batch_size=None)  # they are batches already
     trainer.fit(module, loader)
     trainer.save_checkpoint(options.output / "last.ckpt")
     return module.losses
