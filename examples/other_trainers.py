@@ -63,7 +63,9 @@ def with_fabric(rank: Rank, options: argparse.Namespace) -> list[float]:
     from zerocore.integrations.lightning import ShardedFabricStrategy
 
     strategy = ShardedFabricStrategy(stage=options.stage)
-    fabric = lightning.Fabric(rank.device.type, devices=rank.world_size, strategy=strategy)
+    fabric = lightning.Fabric(
+        accelerator=rank.device.type, devices=rank.world_size, strategy=strategy
+    )
     fabric.launch()
     model = fabric.setup_module(GPT(CONFIG))  # shards it, so before the optimizer is built
     groups = zerocore.param_groups(model, 0.1)
@@ -116,7 +118,8 @@ def with_lightning(rank: Rank, options: argparse.Namespace) -> list[float]:
         enable_checkpointing=False,
     )
     module = Module()
-    loader: Any = batches(rank, options.steps * ACCUMULATE)
+    data: Any = batches(rank, options.steps * ACCUMULATE)
+    loader = torch.utils.data.DataLoader(data, batch_size=None)  # they are batches already
     trainer.fit(module, loader)
     trainer.save_checkpoint(options.output / "last.ckpt")
     return module.losses
