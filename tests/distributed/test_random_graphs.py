@@ -170,7 +170,9 @@ def train_block(first: int, count: int, shape: str, every_stage: bool) -> list[i
     while first < end:
         limit = 60.0 + 20.0 * (end - first)
         try:
-            run_ranks(compare, world_of(shape), first, end - first, shape, every_stage, timeout=limit)
+            run_ranks(
+                compare, world_of(shape), first, end - first, shape, every_stage, timeout=limit
+            )
             break
         except RanksFailed as error:
             print(error, flush=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -58,6 +59,10 @@ def detached(block: nn.Module, x: Tensor) -> Tensor:
     return result
 
 
+def read(block: Block, x: Tensor) -> Tensor:
+    return x + torch.tanh(F.linear(x, block.linear.weight))
+
+
 def several_units(m: Model, step: int, rank: int, x: Tensor) -> Tensor:
     return again(lambda x: m.c(m.b(m.a(x))), x)
 
@@ -76,6 +81,15 @@ def nested(m: Model, step: int, rank: int, x: Tensor) -> Tensor:
 
 def detached_inside(m: Model, step: int, rank: int, x: Tensor) -> Tensor:
     return unpacked(lambda x: detached(m.b, m.a(x)), detached(m.b, x))
+
+
+def read_inside(m: Model, step: int, rank: int, x: Tensor) -> Tensor:
+    x = again(lambda x: m.c(m.c(read(m.b, x))), x)
+    return m.a(again(m.b, x))
+
+
+def read_behind(m: Model, step: int, rank: int, x: Tensor) -> Tensor:
+    return again(lambda x: detached(m.c, read(m.b, x)), m.b(detached(m.a, x)))
 
 
 def nested_and_routed(m: Model, step: int, rank: int, x: Tensor) -> Tensor:
@@ -98,6 +112,8 @@ WAYS = (
     repeated,
     nested,
     detached_inside,
+    read_inside,
+    read_behind,
     nested_and_routed,
     shared_and_routed,
     unpacked_and_routed,
