@@ -1,8 +1,8 @@
 """Random models train as in one process that does every rank's part.
 
 Each graph is trained at one of the stages. `python -m tests.distributed.test_random_graphs FIRST
-COUNT [SHAPE ...]` trains each at all of them, and with `--one-stage` also at one; a SHAPE is a number
-of ranks, or replicas x shards.
+COUNT [SHAPE ...]` trains each at all of them, and with `--one-stage` at one, too; a SHAPE is a
+number of ranks, or replicas x shards. `30000 10000 --one-stage` is the run of CONTRIBUTING.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints around several units, inside of each other, and of units that are called elsewhere."""
+"""Checkpoints around several units, in each other, and of units that are called elsewhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Calls its blocks as `way` does, which is given this model, the step, the rank and an input."""
+    """Calls its blocks as `way` does, which is given model, step, rank and input."""
 
     def __init__(self, way: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -119,6 +119,8 @@ WAYS = (
     unpacked_and_routed,
 )
 
+CASES = ((3, None), (3, ("a", "b")), (3, ("b", "c")), (2, ("a", "b")))
+
 
 def make(way: Callable[..., Tensor], tied: tuple[str, str] | None) -> Model:
     torch.manual_seed(0)
@@ -154,16 +156,10 @@ def compare(way: Callable[..., Tensor], stage: int, tied: tuple[str, str] | None
 
 
 def compare_all() -> None:
-    failed = []
     for way in WAYS:
-        for tied in (None, ("a", "b"), ("b", "c")):
-            for stage in (3, 2):
-                print(way.__name__, stage, tied, flush=True)
-                try:
-                    compare(way, stage, tied)
-                except Exception as error:
-                    failed.append((way.__name__, stage, tied, str(error)[:150]))
-    assert not failed, failed
+        for stage, tied in CASES:
+            print(way.__name__, stage, tied, flush=True)
+            compare(way, stage, tied)
 
 
 def test_gradients() -> None:
