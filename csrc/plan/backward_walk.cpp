@@ -30,7 +30,6 @@ bool BackwardWalk::pre_backward(const CallHandle& call, Actions& out) {
     if (found != pass->steps.end()) {
       run_steps(*pass, static_cast<size_t>(found - pass->steps.begin()) + 1, out);
       residency_.uses(call.unit).in_backward = true;
-      units_[call.unit].ready = false;
       run_gathers(out);
       return true;
     }
@@ -92,7 +91,9 @@ void BackwardWalk::ready(UnitId unit, Actions& out) {
   ForwardPass* pass = passes_.find(pass_);
   while (pass != nullptr && pass->next < pass->steps.size()) {
     const Step& step = pass->steps[pass->next];
-    if (step.kind != StepKind::Reduce || !units_[step.unit].ready) {
+    const UnitState& next = units_[step.unit];
+    // Gradients of a call inside of the one that is to be left say nothing of it.
+    if (step.kind != StepKind::Reduce || !next.ready || next.call != step.call) {
       return;
     }
     run_steps(*pass, pass->next + 1, out);
@@ -168,6 +169,8 @@ void BackwardWalk::go_to_pass(ForwardPass& pass, Actions& out) {
 void BackwardWalk::do_step(const Step& step, Actions& out) {
   switch (step.kind) {
     case StepKind::Pre:
+      units_[step.unit].call = step.call;
+      units_[step.unit].ready = false;
       break;
     case StepKind::Gather:
       residency_.unshard(step.unit, out);

@@ -70,7 +70,8 @@ class BackwardWalk {
 
  private:
   struct UnitState {
-    bool ready = false;
+    int32_t call = -1; // whose backward began last
+    bool ready = false; // that call is
     bool muted = false; // in this backward
     bool due = false; // to be reduced in this backward, at its end at the latest
   };

@@ -6,28 +6,28 @@
 namespace zerocore {
 
 int64_t Ledger::begin(const char* op, const std::string& unit, int64_t nbytes) {
-  const std::lock_guard lock(mutex_);
-  slots_[next_ % kKept] = {op, &unit, nbytes, false};
-  return next_++;
+  const int64_t number = next_.load(std::memory_order_relaxed);
+  Slot& slot = slots_[number % kKept];
+  slot.op.store(op, std::memory_order_relaxed);
+  slot.unit.store(&unit, std::memory_order_relaxed);
+  slot.nbytes.store(nbytes, std::memory_order_relaxed);
+  slot.done.store(false, std::memory_order_relaxed);
+  next_.store(number + 1, std::memory_order_release);
+  return number;
 }
 
 void Ledger::begin_wait(int64_t number) {
-  const auto now = std::chrono::steady_clock::now();
-  const std::lock_guard lock(mutex_);
-  waiting_ = number;
-  waiting_since_ = now;
+  waiting_.store(number, std::memory_order_relaxed);
 }
 
 void Ledger::end_wait() {
-  const std::lock_guard lock(mutex_);
-  waiting_ = -1;
+  waiting_.store(-1, std::memory_order_relaxed);
 }
 
 void Ledger::finish(int64_t number) {
-  const std::lock_guard lock(mutex_);
-  waiting_ = -1;
-  if (number >= next_ - static_cast<int64_t>(kKept)) {
-    slots_[number % kKept].done = true;
+  end_wait();
+  if (number >= next_.load(std::memory_order_relaxed) - static_cast<int64_t>(kKept)) {
+    slots_[number % kKept].done.store(true, std::memory_order_relaxed);
   }
 }
 
@@ -42,26 +42,32 @@ void Ledger::set_trainable(size_t first, const std::vector<bool>& flags) {
 LedgerState Ledger::state(size_t count) const {
   const std::lock_guard lock(mutex_);
   LedgerState state;
-  state.waiting = waiting_;
-  state.waiting_since = waiting_since_;
+  state.waiting = waiting_.load(std::memory_order_relaxed);
   state.trainable = trainable_;
+  const int64_t next = next_.load(std::memory_order_acquire);
   const auto kept = static_cast<int64_t>(std::min(count, kKept));
-  for (int64_t number = std::max(oldest_, next_ - kept); number < next_; ++number) {
+  for (int64_t number = std::max(oldest_, next - kept); number < next; ++number) {
     const Slot& slot = slots_[number % kKept];
-    state.entries.push_back({number, slot.op, *slot.unit, slot.nbytes, slot.done});
+    state.entries.push_back(
+        {number, slot.op.load(), *slot.unit.load(), slot.nbytes.load(), slot.done.load()});
   }
   return state;
 }
 
-bool Ledger::is_stalled(std::chrono::steady_clock::duration limit) const {
-  const std::lock_guard lock(mutex_);
-  return waiting_ >= 0 && std::chrono::steady_clock::now() - waiting_since_ > limit;
+bool Ledger::is_stalled(std::chrono::steady_clock::duration limit) {
+  const auto now = std::chrono::steady_clock::now();
+  const int64_t waiting = waiting_.load(std::memory_order_relaxed);
+  if (waiting != seen_) {
+    seen_ = waiting;
+    seen_since_ = now;
+  }
+  return waiting >= 0 && now - seen_since_ > limit;
 }
 
 void Ledger::forget() {
   const std::lock_guard lock(mutex_);
-  oldest_ = next_;
-  waiting_ = -1;
+  oldest_ = next_.load(std::memory_order_relaxed);
+  end_wait();
 }
 
 } // namespace zerocore

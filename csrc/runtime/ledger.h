@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -28,13 +29,13 @@ struct LedgerEntry {
 struct LedgerState {
   std::vector<LedgerEntry> entries;
   int64_t waiting = -1; // number of the collective that the host waits in
-  std::chrono::steady_clock::time_point waiting_since;
   std::string trainable; // '1' or '0' for each parameter of the model
 };
 
-// A ring: nothing is allocated while training. Written by the thread that trains, read by the
-// watchdog. Numbers count the collectives of a model over all its groups: every rank issues them in
-// one order, so equal numbers are the same collective.
+// A ring: nothing is allocated while training. Written by the thread that trains, which takes no
+// lock and reads no clock for a collective; read by the watchdog, which may find a collective that
+// is just being noted half written. Numbers count the collectives of a model over all its groups:
+// every rank issues them in one order, so equal numbers are the same collective.
 class Ledger {
  public:
   // A collective is about to be issued; its number. `op` is a literal, `unit` outlives the ledger's
@@ -51,27 +52,30 @@ class Ledger {
   void set_trainable(size_t first, const std::vector<bool>& flags);
   // The last `count` entries at most.
   LedgerState state(size_t count) const;
-  // Whether the host has waited in one collective for longer than that.
-  bool is_stalled(std::chrono::steady_clock::duration limit) const;
+  // Whether the host has been seen to wait in one collective for longer than that. For the
+  // watchdog: it counts from the first call that finds the host there.
+  bool is_stalled(std::chrono::steady_clock::duration limit);
   // The units' names go away.
   void forget();
 
  private:
   static constexpr size_t kKept = 256;
   struct Slot {
-    const char* op = nullptr;
-    const std::string* unit = nullptr;
-    int64_t nbytes = 0;
-    bool done = false;
+    std::atomic<const char*> op = nullptr;
+    std::atomic<const std::string*> unit = nullptr;
+    std::atomic<int64_t> nbytes = 0;
+    std::atomic<bool> done = false;
   };
 
-  mutable std::mutex mutex_;
   std::array<Slot, kKept> slots_;
-  int64_t next_ = 0;
+  std::atomic<int64_t> next_ = 0;
+  std::atomic<int64_t> waiting_ = -1;
+  mutable std::mutex mutex_; // of what follows, and while names of units are read
   int64_t oldest_ = 0;
-  int64_t waiting_ = -1;
-  std::chrono::steady_clock::time_point waiting_since_;
   std::string trainable_;
+  // Of the watchdog alone.
+  int64_t seen_ = -1; // waited in
+  std::chrono::steady_clock::time_point seen_since_;
 };
 
 } // namespace zerocore

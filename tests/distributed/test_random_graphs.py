@@ -1,8 +1,8 @@
 """Random models train as in one process that does every rank's part.
 
 Each graph is trained at one of the stages. `python -m tests.distributed.test_random_graphs FIRST
-COUNT [SHAPE ...]` trains each at all of them, and with `--one-stage` also at one; a SHAPE is a number
-of ranks, or replicas x shards.
+COUNT [SHAPE ...]` trains each at all of them, and with `--one-stage` at one, too; a SHAPE is a
+number of ranks, or replicas x shards. `30000 10000 --one-stage` is the run of CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -170,7 +170,9 @@ def train_block(first: int, count: int, shape: str, every_stage: bool) -> list[i
     while first < end:
         limit = 60.0 + 20.0 * (end - first)
         try:
-            run_ranks(compare, world_of(shape), first, end - first, shape, every_stage, timeout=limit)
+            run_ranks(
+                compare, world_of(shape), first, end - first, shape, every_stage, timeout=limit
+            )
             break
         except RanksFailed as error:
             print(error, flush=True)

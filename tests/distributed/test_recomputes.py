@@ -1,4 +1,4 @@
-"""Checkpoints around several units, inside of each other, and of units that are called elsewhere."""
+"""Checkpoints around several units, in each other, and of units that are called elsewhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,7 +32,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Calls its blocks as `way` does, which is given this model, the step, the rank and an input."""
+    """Calls its blocks as `way` does, which is given model, step, rank and input."""
 
     def __init__(self, way: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -58,6 +59,10 @@ def detached(block: nn.Module, x: Tensor) -> Tensor:
     return result
 
 
+def read(block: Block, x: Tensor) -> Tensor:
+    return x + torch.tanh(F.linear(x, block.linear.weight))
+
+
 def several_units(m: Model, step: int, rank: int, x: Tensor) -> Tensor:
     return again(lambda x: m.c(m.b(m.a(x))), x)
 
@@ -76,6 +81,15 @@ def nested(m: Model, step: int, rank: int, x: Tensor) -> Tensor:
 
 def detached_inside(m: Model, step: int, rank: int, x: Tensor) -> Tensor:
     return unpacked(lambda x: detached(m.b, m.a(x)), detached(m.b, x))
+
+
+def read_inside(m: Model, step: int, rank: int, x: Tensor) -> Tensor:
+    x = again(lambda x: m.c(m.c(read(m.b, x))), x)
+    return m.a(again(m.b, x))
+
+
+def read_behind(m: Model, step: int, rank: int, x: Tensor) -> Tensor:
+    return again(lambda x: detached(m.c, read(m.b, x)), m.b(detached(m.a, x)))
 
 
 def nested_and_routed(m: Model, step: int, rank: int, x: Tensor) -> Tensor:
@@ -98,10 +112,14 @@ WAYS = (
     repeated,
     nested,
     detached_inside,
+    read_inside,
+    read_behind,
     nested_and_routed,
     shared_and_routed,
     unpacked_and_routed,
 )
+
+CASES = ((3, None), (3, ("a", "b")), (3, ("b", "c")), (2, ("a", "b")))
 
 
 def make(way: Callable[..., Tensor], tied: tuple[str, str] | None) -> Model:
@@ -138,16 +156,10 @@ def compare(way: Callable[..., Tensor], stage: int, tied: tuple[str, str] | None
 
 
 def compare_all() -> None:
-    failed = []
     for way in WAYS:
-        for tied in (None, ("a", "b"), ("b", "c")):
-            for stage in (3, 2):
-                print(way.__name__, stage, tied, flush=True)
-                try:
-                    compare(way, stage, tied)
-                except Exception as error:
-                    failed.append((way.__name__, stage, tied, str(error)[:150]))
-    assert not failed, failed
+        for stage, tied in CASES:
+            print(way.__name__, stage, tied, flush=True)
+            compare(way, stage, tied)
 
 
 def test_gradients() -> None:
