@@ -170,7 +170,6 @@ void register_setup(py::class_<PyEngine>& engine) {
           py::arg("grad"),
           py::arg("owners"),
           py::arg("local") = py::none())
-      .def("allocate", [](PyEngine& self, UnitId unit) { self.engine->unit(unit).allocate(); })
       .def("start", [](PyEngine& self, bool consistent) { self.engine->start(consistent); });
 }
 
@@ -265,15 +264,15 @@ void register_steps(py::class_<PyEngine>& engine) {
 void register_unit_controls(py::class_<PyEngine>& engine) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   engine.def(
-            "keep", [](PyEngine& self, UnitId unit) { self.engine->keep(unit); }, no_gil)
+            "keep", [](PyEngine& self, UnitId unit) { self.engine->set_kept(unit, true); }, no_gil)
       .def(
-          "show", [](PyEngine& self, UnitId unit) { self.engine->show(unit); }, no_gil)
+          "show", [](PyEngine& self, UnitId unit) { self.engine->in_use().use(unit); }, no_gil)
       .def(
-          "drop", [](PyEngine& self, UnitId unit) { self.engine->drop(unit); }, no_gil)
+          "drop", [](PyEngine& self, UnitId unit) { self.engine->set_kept(unit, false); }, no_gil)
       .def(
           "set_staying",
           [](PyEngine& self, UnitId unit, bool after_forward, bool after_backward) {
-            self.engine->set_staying(unit, {after_forward, after_backward});
+            self.engine->in_use().set_staying(unit, {after_forward, after_backward});
           },
           py::arg("unit"),
           py::kw_only(),
@@ -281,9 +280,11 @@ void register_unit_controls(py::class_<PyEngine>& engine) {
           py::arg("after_backward"))
       .def(
           "set_syncs",
-          [](PyEngine& self, UnitId unit, bool syncs) { self.engine->unit(unit).set_syncs(syncs); })
+          [](PyEngine& self, UnitId unit, bool syncs) {
+            self.engine->unit(unit).settings().syncs = syncs;
+          })
       .def("set_gradient_scale", [](PyEngine& self, UnitId unit, double scale) {
-        self.engine->unit(unit).set_gradient_scale(scale);
+        self.engine->unit(unit).settings().gradient_scale = scale;
       });
 }
 

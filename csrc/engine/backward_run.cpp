@@ -246,7 +246,7 @@ void BackwardRun::reduce_rest() {
   }
   for (UnitId id = 0; has_rest && id < parts_.num_units(); ++id) {
     if (rest[id]) {
-      parts_.reducer.reduce(id, parts_.sync && parts_.units[id]->syncs());
+      parts_.reducer.reduce(id, parts_.sync && parts_.units[id]->settings().syncs);
     }
   }
 }

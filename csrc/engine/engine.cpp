@@ -304,21 +304,9 @@ void Engine::release_unsharded(const std::vector<UnitId>& units, bool write_back
   }
 }
 
-void Engine::keep(UnitId id) {
+void Engine::set_kept(UnitId unit, bool kept) {
   recover();
-  if (in_use_.refresh(id)) {
-    in_use_.order_gathers();
-  }
-  parts_.schedule.keep(id, parts_.actions);
-  in_use_.run(parts_.actions);
-  leave_if_outside();
-}
-
-void Engine::drop(UnitId id) {
-  recover();
-  parts_.schedule.drop(id, parts_.actions);
-  in_use_.run(parts_.actions);
-  in_use_.update_registration(id);
+  in_use_.set_kept(unit, kept);
   leave_if_outside();
 }
 

@@ -95,15 +95,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Unshards the units and shows their full parameters until release_unsharded.
   void hold_unsharded(const std::vector<UnitId>& units);
   void release_unsharded(const std::vector<UnitId>& units, bool write_back);
-  // Unshards the unit ahead of its next forward; shows it, once it is there; reshards it if nothing
-  // uses it. On all ranks.
-  void keep(UnitId unit);
-  void show(UnitId unit) {
-    in_use_.use(unit);
-  }
-  void drop(UnitId unit);
-  void set_staying(UnitId unit, Staying staying) {
-    parts_.schedule.set_staying(unit, staying);
+  // Unshards the unit ahead of its next forward, or reshards it if nothing uses it. On all ranks.
+  void set_kept(UnitId unit, bool kept);
+  UnitsInUse& in_use() {
+    return in_use_;
   }
   Agreed agreed() const;
   // Sets and reads a unit's parameters; collective. See Unit.

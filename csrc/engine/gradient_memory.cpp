@@ -56,8 +56,7 @@ const at::Tensor& GradientMemory::own(GradPlace place) const {
 }
 
 at::Tensor GradientMemory::view(int64_t begin, at::IntArrayRef sizes) const {
-  return home().view(
-      region_, home_begin_ + begin, sizes, c10::TensorType::contiguousStridesOf(sizes));
+  return home().view(region_, home_begin_ + begin, sizes);
 }
 
 void GradientMemory::keep() {

@@ -36,7 +36,7 @@ void GradientPacker::pack(
     add_params(unit, step, reduction);
   }
   unit.context().streams->note_write(StreamRole::Compute, bucket, "packs", unit.name());
-  kernels::pack(bucket, segments_, unit.gradient_scale());
+  kernels::pack(bucket, segments_, unit.settings().gradient_scale);
 }
 
 void GradientPacker::add_params(

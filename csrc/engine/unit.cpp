@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "kernels/ops.h"
-
 namespace zerocore {
 
 Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
@@ -21,7 +19,7 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
           context.streams->device(),
           "unit '" + name_ + "'",
           /*hides=*/context.policy.shards_parameters()),
-      gradient_scale_(1.0 / static_cast<double>(context.world_size())),
+      settings_{1.0 / static_cast<double>(context.world_size())},
       versions_(params_, layout_),
       gathered_(layout_.regions().size(), -1) {
   if (context_.policy.shards_parameters()) {
@@ -33,12 +31,7 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
         "unit '" + name_ + "'");
   }
   if (layout_.copies_out()) {
-    staging_.emplace(
-        layout_,
-        layout_.all_regions(),
-        context_.shard,
-        context_.streams->device(),
-        "unit '" + name_ + "'");
+    staging_.emplace(id_, layout_, context_.shard, context_.streams->device(), name_);
   }
   if (const std::vector<int> regions = layout_.main_regions(); !regions.empty()) {
     main_.emplace(
@@ -58,14 +51,7 @@ at::Tensor Unit::make_full(int param) const {
 
 std::vector<int64_t> Unit::shard_sizes(int param) const {
   const int64_t numel = layout_.owned(param, context_.shard).size();
-  if (!context_.by_rows) {
-    return {numel};
-  }
-  const ParamSpec& spec = params_.at(param).spec;
-  const int64_t rows = spec.shape.front();
-  std::vector<int64_t> sizes = spec.shape;
-  sizes.front() = spec.numel() == 0 ? 0 : numel / (spec.numel() / rows);
-  return sizes;
+  return context_.by_rows ? params_[param].spec.rows_of(numel) : std::vector<int64_t>{numel};
 }
 
 at::Tensor Unit::make_shard(int param) const {
@@ -73,12 +59,7 @@ at::Tensor Unit::make_shard(int param) const {
   if (!has_main(region)) {
     return model_part(param);
   }
-  const std::vector<int64_t> sizes = shard_sizes(param);
-  return main_->view(
-      region,
-      layout_.offset_in_shard(param, context_.shard),
-      sizes,
-      c10::TensorType::contiguousStridesOf(sizes));
+  return main_->view(region, layout_.offset_in_shard(param, context_.shard), shard_sizes(param));
 }
 
 at::Tensor Unit::make_model_shard(int param) const {
@@ -96,13 +77,11 @@ void Unit::bind(int index, at::Tensor full, at::Tensor shard, at::Tensor local) 
 at::Tensor Unit::model_part(int param) const {
   const int region = layout_.places().at(param).region;
   const int64_t offset = layout_.offset_in_shard(param, context_.shard);
-  const std::vector<int64_t> sizes = shard_sizes(param);
-  const std::vector<int64_t> strides = c10::TensorType::contiguousStridesOf(sizes);
   if (shards_) {
-    return shards_->view(region, offset, sizes, strides);
+    return shards_->view(region, offset, shard_sizes(param));
   }
   const int64_t begin = layout_.regions()[region].shard_range(context_.shard).begin;
-  return bucket_.view(region, begin + offset, sizes, strides);
+  return bucket_.view(region, begin + offset, shard_sizes(param));
 }
 
 const at::Tensor& Unit::model_shard(int region) const {
@@ -134,7 +113,7 @@ void Unit::unshard() {
     take_bucket(StreamRole::AllGather);
   }
   if (staging_) {
-    take_staging();
+    staging_->take(*context_.pool);
   }
   if (shards_ && !in_use) {
     context_.trace->add(
@@ -158,15 +137,9 @@ void Unit::take_bucket(StreamRole user) {
   bucket_.attach(slot_.data);
 }
 
-void Unit::take_staging() {
-  staging_slot_ =
-      context_.pool->acquire({id_, BlockUse::Gathered}, staging_->nbytes(), StreamRole::AllGather);
-  staging_->attach(staging_slot_.data);
-}
-
 void Unit::gather(int region) {
   const at::Tensor& own = shards_ ? shards_->full_bytes(region) : bucket_.own_bytes(region);
-  const at::Tensor& full = (staging_ ? *staging_ : bucket_).full_bytes(region);
+  const at::Tensor& full = (staging_ ? staging_->bucket() : bucket_).full_bytes(region);
   const int64_t nbytes = context_.collectives->methods().gather.wire_nbytes(full.numel());
   gathers_.push_back(context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, nbytes)));
 }
@@ -177,36 +150,14 @@ void Unit::wait_for_unshard() {
   }
   wait_for_all(gathers_, *context_.streams);
   if (staging_) {
-    copy_out();
+    if (!bucket_.attached()) {
+      take_bucket(StreamRole::Compute);
+    }
+    staging_->copy_out(bucket_, *context_.streams, name_);
+    staging_->give_back(*context_.pool);
   }
   bucket_.show();
   set_state(UnitState::Unsharded);
-}
-
-// From the order of the wire to that of the layers, on the compute stream. See Note [Shards of
-// rows].
-void Unit::copy_out() {
-  if (!bucket_.attached()) {
-    take_bucket(StreamRole::Compute);
-  }
-  std::vector<kernels::Piece> pieces;
-  for (const int index : bucket_.regions()) {
-    const Region& region = layout_.regions()[index];
-    pieces.clear();
-    for (const int param : region.params) {
-      const ParamPlace& place = layout_.places()[param];
-      for (int64_t rank = 0; rank < layout_.num_shards(); ++rank) {
-        const Range rows = layout_.owned(param, rank);
-        const int64_t from = rank * region.shard_numel + place.shard_offset;
-        pieces.push_back({from, place.offset + rows.begin, rows.size()});
-      }
-    }
-    context_.streams->note_read(StreamRole::Compute, staging_->full(index), "copies out", name_);
-    context_.streams->note_write(StreamRole::Compute, bucket_.full(index), "copies out", name_);
-    kernels::copy_pieces(bucket_.full(index), staging_->full(index), pieces);
-  }
-  staging_->detach();
-  context_.pool->release(staging_slot_);
 }
 
 void Unit::note_use() const {

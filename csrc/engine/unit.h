@@ -14,6 +14,7 @@
 
 #include "engine/param_versions.h"
 #include "engine/peers.h"
+#include "engine/staging.h"
 #include "engine/unit_param.h"
 #include "plan/layout.h"
 #include "plan/stage_policy.h"
@@ -50,6 +51,12 @@ struct UnitContext {
   }
 };
 
+// What may be set for each unit.
+struct UnitSettings {
+  double gradient_scale = 1; // gradients are multiplied by it before they are summed over the ranks
+  bool syncs = true; // a backward reduces them
+};
+
 class Unit {
  public:
   Unit(UnitId id, UnitSpec spec, const UnitContext& context);
@@ -83,18 +90,11 @@ class Unit {
     return state_;
   }
 
-  // Whether a backward reduces the unit's gradients, and by what they are multiplied before.
-  bool syncs() const {
-    return syncs_;
+  UnitSettings& settings() {
+    return settings_;
   }
-  void set_syncs(bool syncs) {
-    syncs_ = syncs;
-  }
-  double gradient_scale() const {
-    return gradient_scale_;
-  }
-  void set_gradient_scale(double scale) {
-    gradient_scale_ = scale;
+  const UnitSettings& settings() const {
+    return settings_;
   }
   // Shape of this rank's part of a parameter: 1-D, or by rows all dimensions.
   std::vector<int64_t> shard_sizes(int param) const;
@@ -110,9 +110,8 @@ class Unit {
 
   // Allocates the persistent memory if there is none and fills it from `full`, the parameters'
   // values in the order of params(). With broadcast, rank 0's values win; others' may be undefined.
+  // By rows all are undefined: whoever binds the shards, which are zero, fills them.
   void materialize(const std::vector<at::Tensor>& full, bool broadcast);
-  // As materialize, of this rank's shards only, which are zero then: whoever binds them fills them.
-  void allocate();
   // The reverse: full parameters on every rank, in new memory; main weights where there are some.
   std::vector<at::Tensor> full_values() const;
 
@@ -168,18 +167,13 @@ class Unit {
   // Persistent memory, 1-D, this rank's part of a region: what gathers send, what is updated.
   const at::Tensor& model_shard(int region) const;
   const at::Tensor& updated_shard(int region) const;
-  Bucket make_staging() const;
   void allocate_persistent();
-  void fill(const Bucket& staging, const std::vector<at::Tensor>& full) const;
   void take(const Bucket& staging);
   bool is_gathered(int region) const {
     return gathered_[region] == versions_.of_region(region);
   }
   void gather(int region);
   void take_bucket(StreamRole user);
-  void take_staging();
-  void copy_out();
-  at::Tensor own_rows(int region) const;
 
   UnitId id_;
   std::string name_;
@@ -187,12 +181,11 @@ class Unit {
   UnitContext context_;
   Layout layout_;
   Bucket bucket_; // unsharded
-  std::optional<Bucket> staging_; // as it comes from the wire, where that is another order
+  std::optional<Staging> staging_; // as it comes from the wire, where that is another order
   std::optional<Bucket> shards_; // own memory where parameters are sharded
   std::optional<Bucket> main_; // the regions that have main weights
-  Slot slot_, staging_slot_;
-  bool syncs_ = true;
-  double gradient_scale_;
+  Slot slot_;
+  UnitSettings settings_;
   std::vector<PendingCollective> gathers_;
   UnitState state_ = UnitState::Sharded;
   ParamVersions versions_;

@@ -37,7 +37,7 @@ void UnitsInUse::run(Actions& actions) {
         unit.reshard();
         break;
       case ActionKind::Reduce:
-        parts_.reducer.reduce(action.unit, parts_.sync && unit.syncs());
+        parts_.reducer.reduce(action.unit, parts_.sync && unit.settings().syncs);
         break;
     }
     if (action.kind != ActionKind::Unshard) {
@@ -109,6 +109,20 @@ bool UnitsInUse::refresh(UnitId id) {
   unit.note_change();
   unit.cast_main();
   return true;
+}
+
+void UnitsInUse::set_kept(UnitId id, bool kept) {
+  if (!kept) {
+    parts_.schedule.drop(id, parts_.actions);
+    run(parts_.actions);
+    update_registration(id);
+    return;
+  }
+  if (refresh(id)) {
+    order_gathers();
+  }
+  parts_.schedule.keep(id, parts_.actions);
+  run(parts_.actions);
 }
 
 // Gathers begin behind the compute stream, on which the shards were written.

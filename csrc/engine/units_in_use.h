@@ -30,6 +30,11 @@ class UnitsInUse {
   void run(Actions& actions);
   // The compute stream works with the unit's full parameters from here on.
   void use(UnitId unit);
+  // See Engine::set_kept. The modules show a unit that is kept once use() has waited for it.
+  void set_kept(UnitId unit, bool kept);
+  void set_staying(UnitId unit, Staying staying) {
+    parts_.schedule.set_staying(unit, staying);
+  }
   // Shows in the modules what the schedule says: the unit's full parameters or its shards.
   void update_registration(UnitId unit);
   // Takes note of changed shards. True if there are: call order_gathers() before the next gather.

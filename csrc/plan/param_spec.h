@@ -34,6 +34,12 @@ struct ParamSpec {
     }
     return numel;
   }
+  // The shape of so many rows that they have `part` elements.
+  std::vector<int64_t> rows_of(int64_t part) const {
+    std::vector<int64_t> sizes = shape;
+    sizes.front() = part == 0 ? 0 : part / (numel() / shape.front());
+    return sizes;
+  }
 };
 
 } // namespace zerocore

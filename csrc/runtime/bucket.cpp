@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/util/strides.h>
 
 #include <utility>
 
@@ -107,6 +108,10 @@ at::Tensor Bucket::view(int region, int64_t offset, at::IntArrayRef sizes, at::I
   const auto itemsize = static_cast<int64_t>(c10::elementSize(dtypes_.at(region)));
   return tensor_over(
       leaf_storage_, dtypes_[region], offsets_.at(region) / itemsize + offset, sizes, strides);
+}
+
+at::Tensor Bucket::view(int region, int64_t offset, at::IntArrayRef sizes) const {
+  return view(region, offset, sizes, c10::contiguous_strides(sizes));
 }
 
 void Bucket::attach(void* data) {

@@ -71,6 +71,8 @@ class Bucket {
   // A new leaf over the bucket with its own version counter; `offset` counts elements of the
   // region.
   at::Tensor view(int region, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) const;
+  // The same, contiguous.
+  at::Tensor view(int region, int64_t offset, at::IntArrayRef sizes) const;
 
  private:
   at::Tensor flat(c10::ScalarType dtype, int64_t offset_nbytes, int64_t numel) const;

@@ -74,7 +74,8 @@ class FSDPModule(TorchFSDPModule):
         root = self._group().root
         if root is not None:
             root.release()  # moves replace tensors, which the engine holds
-        return super(TorchFSDPModule, self)._apply(*args, **kwargs)
+        original: Any = super(TorchFSDPModule, self)
+        return original._apply(*args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this module's own parameters, until its forward or :meth:`reshard`; collective.
@@ -215,10 +216,6 @@ class FSDPModule(TorchFSDPModule):
             _refuse("set_separate_reduce_scatter_group")
 
 
-leave_out_of_graphs(FSDPModule.__call__)
-leave_out_of_graphs(call)
-
-
 def _refuse(name: str) -> NoReturn:
     raise NotImplementedError(
         f"zerocore.fsdp does not support FSDPModule.{name}; leave the call out, or shard this "
@@ -235,6 +232,8 @@ def _check_modules(modules: Iterable[Any]) -> None:
 @cache
 def fsdp_class(cls: Any) -> Any:
     """The class of fully sharded modules that were of ``cls``: ``FSDP`` before its name."""
+    for function in (FSDPModule.__call__, call):
+        leave_out_of_graphs(function)
     return type(cls)(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 

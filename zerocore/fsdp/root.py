@@ -210,7 +210,7 @@ def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:
 
 def _bind(engine: Engine, group: Group) -> None:
     """Moves the group's rows into the engine's memory and shows the engine where they belong."""
-    engine.allocate(group.unit)
+    engine.materialize(group.unit, [None] * len(group.params), False)  # memory, zero
     for index, param in enumerate(group.params):
         shard = param.shard
         param.full = nn.Parameter(

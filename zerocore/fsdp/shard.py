@@ -65,7 +65,8 @@ def fully_shard(
         set_group(each, group)
         each._is_fsdp_managed_module = True  # what torch.compile asks for
         each._fsdp_use_orig_params = True
-        each.__class__ = fsdp_class(type(each))
+        cls: Any = type(each)
+        each.__class__ = fsdp_class(cls)
         each.register_state_dict_pre_hook(show_shards)
         each.register_load_state_dict_pre_hook(show_shards)
     watch_updates()
