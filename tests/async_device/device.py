@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -73,18 +72,29 @@ def _module(extension: Any) -> ModuleType:
     module.synchronize = lambda device=None: extension.synchronize()
     module.current_stream = lambda device=None: torch.accelerator.current_stream(DEVICE)
     module.Stream = lambda device=DEVICE: torch.Stream(device)
+    module.ExternalStream = lambda handle, device: _stream(extension.id_of_handle(handle))
     module.Event = lambda enable_timing=False: torch.Event(DEVICE, enable_timing=enable_timing)
-    module.stream = _use
-    module.device = _no_choice
+    module.stream = lambda stream: stream  # torch's streams are context managers
+    module.device = _NoChoice
+    # As CUDA's: cycles of about a nanosecond, and errors where the host waits.
+    module._sleep = lambda cycles: extension.sleep(cycles // 1000, extension.current_stream())
+    module.set_sync_debug_mode = lambda mode: extension.forbid_host_waits(mode == "error")
+    module.memory_stats = lambda device=None: {
+        "num_device_alloc": extension.num_device_allocations(),
+        "num_device_free": 0,
+        "num_alloc_retries": 0,
+    }
     return module
 
 
-def _use(stream: torch.Stream) -> AbstractContextManager[Any]:
-    """The stream is the current one within."""
-    return stream  # torch's streams are context managers themselves
+def _stream(stream_id: int) -> torch.Stream:
+    kind = torch.Stream(DEVICE)
+    return torch.Stream(
+        stream_id=stream_id, device_index=kind.device_index, device_type=kind.device_type
+    )
 
 
-class _no_choice:
+class _NoChoice:
     """There is one device, so choosing it changes nothing."""
 
     def __init__(self, device: Any) -> None:

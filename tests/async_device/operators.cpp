@@ -43,13 +43,10 @@ void keep_number(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Tensor on_meta(const at::Tensor& tensor) {
-  if (!tensor.defined()) {
-    return tensor;
+  if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+    return tensor; // numbers are the CPU's everywhere
   }
-  at::Tensor meta =
-      at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type());
-  keep_number(tensor, meta);
-  return meta;
+  return at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type());
 }
 
 // What a task reads of the host is as it was when the host issued it.

@@ -11,11 +11,11 @@ import zerocore
 from tests.gpu.training import (
     PRECISIONS,
     VARIANTS,
-    WORLD_SIZE,
     Branches,
     Stack,
     Variant,
     make_optimizer,
+    peers,
     run_step,
     shard,
     train,
@@ -40,7 +40,7 @@ def test_stages(device: torch.device, stage: int, variant: Variant, prefetch: in
     plain = Stack(variant).to(device)
     expected = train(plain, micro_batches=variant.micro_batches)
     assert expected[0] != expected[-1]
-    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+    with peers():
         model = shard(Stack(variant).to(device), stage, prefetch, variant.accumulate)
         losses = train(model, micro_batches=variant.micro_batches)
         # Single and half precision parts round, and a loss shows that; double alone does not.
@@ -53,7 +53,7 @@ def test_stages(device: torch.device, stage: int, variant: Variant, prefetch: in
 def test_stages_agree_in_mixed_precision(device: torch.device, variant: Variant) -> None:
     answers = []
     for stage in range(4):
-        with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+        with peers():
             model = shard(Stack(variant).to(device), stage, 1, variant.accumulate)
             losses = train(model, micro_batches=variant.micro_batches)
             answers.append((losses, zerocore.full_state_dict(model)))
@@ -95,7 +95,7 @@ def test_on_another_stream(cuda: torch.device, stage: int) -> None:
     """The compute stream is the one that is current, also if it changes between steps."""
     plain = Stack(VARIANTS[0]).to(cuda)
     expected = train(plain)
-    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+    with peers():
         model = shard(Stack(VARIANTS[0]).to(cuda), stage)
         optimizer = make_optimizer(model)
         losses = []
@@ -140,7 +140,7 @@ def test_a_failed_step_leaves_the_model_usable(
 
     plain = Stack(VARIANTS[0]).to(device)
     expected = train(plain)
-    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+    with peers():
         model = shard(Stack(VARIANTS[0]).to(device), stage)
         for _ in range(2):
             calls: list[str] = []
@@ -162,7 +162,7 @@ def test_a_failed_backward_needs_no_reset(device: torch.device) -> None:
         if place == "backward":
             raise FailureError
 
-    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+    with peers():
         model = shard(Stack(VARIANTS[0]).to(device), stage=3)
         optimizer = make_optimizer(model)
         for step in range(20):
