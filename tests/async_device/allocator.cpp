@@ -15,6 +15,9 @@ namespace async_device {
 namespace {
 
 constexpr size_t kAlignment = 512; // as CUDA's
+// Blocks of one size are allocated several at a time, as CUDA's allocator cuts them from a segment:
+// autograd's thread may let go of a gradient a moment later than it did in the last step.
+constexpr int kBlocksPerSegment = 4;
 
 struct Block {
   void* memory = nullptr;
@@ -86,9 +89,10 @@ class PoisoningAllocator final : public c10::DeviceAllocator {
     std::vector<Block*>& free = free_[{stream, nbytes}];
     if (free.empty()) {
       ++num_device_allocations_;
-      auto* block = new Block{std::aligned_alloc(kAlignment, nbytes), nbytes, stream, {}, {}};
-      std::memset(block->memory, kPoison, nbytes);
-      return block;
+      for (int i = 0; i < kBlocksPerSegment; ++i) {
+        free.push_back(new Block{std::aligned_alloc(kAlignment, nbytes), nbytes, stream, {}, {}});
+        std::memset(free.back()->memory, kPoison, nbytes);
+      }
     }
     Block* block = free.back();
     free.pop_back();

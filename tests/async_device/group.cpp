@@ -5,8 +5,11 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <algorithm>
+#include <cstring>
 #include <utility>
 
+#include "allocator.h"
 #include "device.h"
 #include "operators.h"
 
@@ -55,6 +58,8 @@ class AsyncWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+using Tensors = std::vector<at::Tensor>;
+
 std::vector<at::Tensor> all_on_cpu(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> aliases;
   for (const at::Tensor& tensor : tensors) {
@@ -71,6 +76,40 @@ void check_in_place(const at::Tensor& full, const at::Tensor& own, int rank) {
   TORCH_CHECK(
       own.nbytes() == 0 || !overlaps || at == begin + static_cast<size_t>(rank) * own.nbytes(),
       "in place, but not in this rank's slice");
+}
+
+bool overlaps(const at::Tensor& a, const at::Tensor& b) {
+  const auto begin = [](const at::Tensor& t) {
+    return static_cast<const char*>(t.const_data_ptr());
+  };
+  return begin(a) < begin(b) + b.nbytes() && begin(b) < begin(a) + a.nbytes();
+}
+
+// Inputs are read late, and outputs hold nothing until all is over. `transfer` gives to the ranks
+// what `inputs` hold and returns what is to be written.
+template <typename Transfer>
+void carry_out(const Tensors& outputs, Tensors& inputs, const Transfer& transfer) {
+  for (const at::Tensor& output : outputs) {
+    const bool in_place = std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& input) {
+      return overlaps(output, input);
+    });
+    if (!in_place) {
+      std::memset(output.mutable_data_ptr(), kPoison, output.nbytes());
+    }
+  }
+  working_queue().pause();
+  Tensors copies;
+  for (const at::Tensor& input : inputs) {
+    copies.push_back(input.clone());
+  }
+  const Tensors results = transfer(copies);
+  for (const at::Tensor& output : outputs) {
+    std::memset(output.mutable_data_ptr(), kPoison, output.nbytes());
+  }
+  working_queue().pause();
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    outputs[i].copy_(results[i].view(outputs[i].sizes()));
+  }
 }
 
 } // namespace
@@ -97,7 +136,7 @@ AsyncGroup::WorkPtr AsyncGroup::issue(c10d::OpType op, bool async, Tensors tenso
   if (last_ != nullptr) {
     queue(stream).wait_for(last_);
   }
-  queue(stream).push(std::move(task));
+  queue(stream).push(std::move(task), /*delayed=*/false); // it pauses by itself
   last_ = queue(stream).record();
   if (coalesces_) {
     coalesced_.insert(coalesced_.end(), tensors.begin(), tensors.end());
@@ -123,10 +162,13 @@ AsyncGroup::WorkPtr AsyncGroup::allreduce(Tensors& tensors, const c10d::Allreduc
       c10d::OpType::ALLREDUCE,
       options.asyncOp,
       tensors,
-      [wire = wire_, on_wire = all_on_cpu(tensors), op = options.reduceOp]() mutable {
-        c10d::AllreduceOptions same;
-        same.reduceOp = op;
-        wire->allreduce(on_wire, same)->wait();
+      [wire = wire_, own = all_on_cpu(tensors), op = options.reduceOp]() mutable {
+        carry_out(own, own, [&](Tensors& values) {
+          c10d::AllreduceOptions same;
+          same.reduceOp = op;
+          wire->allreduce(values, same)->wait();
+          return values;
+        });
       });
 }
 
@@ -135,8 +177,11 @@ AsyncGroup::WorkPtr AsyncGroup::broadcast(Tensors& tensors, const c10d::Broadcas
       c10d::OpType::BROADCAST,
       options.asyncOp,
       tensors,
-      [wire = wire_, on_wire = all_on_cpu(tensors), options]() mutable {
-        wire->broadcast(on_wire, options)->wait();
+      [wire = wire_, own = all_on_cpu(tensors), options]() mutable {
+        carry_out(own, own, [&](Tensors& values) {
+          wire->broadcast(values, options)->wait();
+          return values;
+        });
       });
 }
 
@@ -144,18 +189,21 @@ AsyncGroup::WorkPtr AsyncGroup::allgather(
     std::vector<Tensors>& outputs,
     Tensors& inputs,
     const c10d::AllgatherOptions& options) {
-  std::vector<Tensors> to;
-  Tensors tensors = inputs;
-  for (const Tensors& each : outputs) {
-    to.push_back(all_on_cpu(each));
-    tensors.insert(tensors.end(), each.begin(), each.end());
-  }
+  Tensors tensors = outputs.at(0);
+  tensors.push_back(inputs.at(0));
   return issue(
       c10d::OpType::ALLGATHER,
       options.asyncOp,
       tensors,
-      [wire = wire_, to, from = all_on_cpu(inputs)]() mutable {
-        wire->allgather(to, from, {})->wait();
+      [wire = wire_, to = all_on_cpu(outputs[0]), from = all_on_cpu(inputs)]() mutable {
+        carry_out(to, from, [&](Tensors& values) {
+          std::vector<Tensors> received(1);
+          for (const at::Tensor& each : to) {
+            received[0].push_back(at::empty_like(each));
+          }
+          wire->allgather(received, values, {})->wait();
+          return received[0];
+        });
       });
 }
 
@@ -168,12 +216,16 @@ AsyncGroup::WorkPtr AsyncGroup::_allgather_base(
       c10d::OpType::_ALLGATHER_BASE,
       options.asyncOp,
       {full, own},
-      [wire = wire_, to = on_cpu(full), from = on_cpu(own)]() mutable {
-        at::Tensor copy = from.clone();
-        wire->_allgather_base(to, copy, {})->wait();
+      [wire = wire_, to = Tensors{on_cpu(full)}, from = Tensors{on_cpu(own)}]() mutable {
+        carry_out(to, from, [&](Tensors& values) {
+          at::Tensor received = at::empty_like(to[0]);
+          wire->_allgather_base(received, values[0], {})->wait();
+          return Tensors{received};
+        });
       });
 }
 
+// The sum in the order of the ranks.
 AsyncGroup::WorkPtr AsyncGroup::_reduce_scatter_base(
     at::Tensor& own,
     at::Tensor& full,
@@ -184,16 +236,18 @@ AsyncGroup::WorkPtr AsyncGroup::_reduce_scatter_base(
       c10d::OpType::_REDUCE_SCATTER_BASE,
       options.asyncOp,
       {own, full},
-      [wire = wire_, to = on_cpu(own), from = on_cpu(full), size = size_]() mutable {
-        at::Tensor received = at::empty_like(from);
-        std::vector<int64_t> even;
-        wire->alltoall_base(received, from, even, even, {})->wait();
-        const std::vector<at::Tensor> parts = received.reshape(-1).chunk(size);
-        at::Tensor sum = parts[0];
-        for (size_t rank = 1; rank < parts.size(); ++rank) {
-          sum = sum + parts[rank];
-        }
-        to.copy_(sum.view(to.sizes()));
+      [wire = wire_, to = Tensors{on_cpu(own)}, from = Tensors{on_cpu(full)}, n = size_]() mutable {
+        carry_out(to, from, [&](Tensors& values) {
+          at::Tensor received = at::empty_like(values[0]);
+          std::vector<int64_t> even;
+          wire->alltoall_base(received, values[0], even, even, {})->wait();
+          const Tensors parts = received.reshape(-1).chunk(n);
+          at::Tensor sum = parts[0];
+          for (size_t rank = 1; rank < parts.size(); ++rank) {
+            sum = sum + parts[rank];
+          }
+          return Tensors{sum};
+        });
       });
 }
 
@@ -230,11 +284,15 @@ AsyncGroup::WorkPtr AsyncGroup::alltoall_base(
       options.asyncOp,
       {output, input},
       [wire = wire_,
-       to = on_cpu(output),
-       from = on_cpu(input),
+       to = Tensors{on_cpu(output)},
+       from = Tensors{on_cpu(input)},
        to_splits = output_splits,
        from_splits = input_splits]() mutable {
-        wire->alltoall_base(to, from, to_splits, from_splits, {})->wait();
+        carry_out(to, from, [&](Tensors& values) {
+          at::Tensor received = at::empty_like(to[0]);
+          wire->alltoall_base(received, values[0], to_splits, from_splits, {})->wait();
+          return Tensors{received};
+        });
       });
 }
 

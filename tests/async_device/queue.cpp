@@ -33,6 +33,7 @@ Shared& shared() {
 }
 
 thread_local int the_current_stream = 0;
+thread_local Queue* the_working_queue = nullptr;
 
 } // namespace
 
@@ -99,6 +100,15 @@ void Queue::set_lag(int us) {
   lag_us_ = us;
 }
 
+void Queue::pause() {
+  int us = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    us = draw_delay();
+  }
+  std::this_thread::sleep_for(std::chrono::microseconds(us));
+}
+
 int Queue::draw_delay() {
   int us = lag_us_;
   if (delays_.share > 0 && std::uniform_real_distribution<>(0, 1)(random_) < delays_.share) {
@@ -108,6 +118,7 @@ int Queue::draw_delay() {
 }
 
 void Queue::work() {
+  the_working_queue = this;
   at::set_num_threads(1); // sums have one order, and streams share the cores
   std::unique_lock lock(mutex_);
   while (true) {
@@ -141,6 +152,10 @@ Queue& queue(int id) {
     found->set_delays(all.delays);
   }
   return *found;
+}
+
+Queue& working_queue() {
+  return *the_working_queue;
 }
 
 int next_stream() {

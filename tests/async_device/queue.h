@@ -64,6 +64,8 @@ class Queue {
   void set_delays(const Delays& delays);
   // Every task from here on begins that much later; 0 ends it.
   void set_lag(int us);
+  // A task of this stream is late in the middle of its work.
+  void pause();
 
   const int id;
 
@@ -88,6 +90,8 @@ class Queue {
 
 // The process's streams. They are started when they are first asked for, and never end.
 Queue& queue(int id);
+// The stream whose task runs on this thread.
+Queue& working_queue();
 // The next stream of those that are lent in turn.
 int next_stream();
 void set_delays(const Delays& delays);

@@ -26,7 +26,7 @@ from zerocore.model import ranks
 def assert_same_state(actual: nn.Module, expected: nn.Module) -> None:
     """Equal to what each dtype can hold after a few steps; double to 1e-9."""
     state = {name: value.cpu() for name, value in expected.state_dict().items()}
-    full = zerocore.full_state_dict(actual)
+    full = zerocore.full_state_dict(actual, rank0_only=False)
     assert list(full) == list(state)
     for name, value in state.items():
         tight = {"rtol": 1e-9, "atol": 1e-9} if value.dtype == torch.float64 else {}
@@ -93,6 +93,7 @@ def test_a_real_group_of_one_rank(
 
 def test_on_another_stream(cuda: torch.device, stage: int) -> None:
     """The compute stream is the one that is current, also if it changes between steps."""
+    module = torch.get_device_module(cuda)
     plain = Stack(VARIANTS[0]).to(cuda)
     expected = train(plain)
     with peers():
@@ -100,11 +101,11 @@ def test_on_another_stream(cuda: torch.device, stage: int) -> None:
         optimizer = make_optimizer(model)
         losses = []
         for step in range(4):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            stream = module.Stream()
+            stream.wait_stream(module.current_stream())
+            with module.stream(stream):
                 losses += run_step(model, optimizer, step)
-            torch.cuda.current_stream().wait_stream(stream)
+            module.current_stream().wait_stream(stream)
         torch.testing.assert_close(torch.stack(losses).cpu(), expected, rtol=1e-9, atol=0.0)
         assert_same_state(model, plain)
 
