@@ -1,11 +1,13 @@
 """Leaves out one wait at a time, with the stream that is waited for late: does it show?
 
-`python -m tests.async_device.faults` tries every wait of a step and says what became of it.
+`python -m tests.async_device.faults BLOCKS [STAGE ...]` tries every wait of a step of a model of so
+many units, and says what became of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +19,8 @@ from tests.distributed.harness import run_ranks
 from zerocore.model.state import state_of
 
 # How late each task begins, of the stream that does not wait and of the others: what is not ordered
-# comes before the others have begun, or while they are at work.
-LAGS_US = ((0, 3_000), (200, 3_000))
+# comes before the others have begun, while they are at work, or lasts until they come.
+LAGS_US = ((0, 3_000), (1_000, 6_000), (10_000, 1_000))
 ROLES = ("all_gather", "reduce_scatter")
 
 
@@ -34,10 +36,12 @@ class Wait:
 class Trial:
     """Steps of a model, of which one may lack a wait."""
 
-    def __init__(self, device: torch.device, extension: Any, stage: int, prefetch: int) -> None:
+    def __init__(
+        self, device: torch.device, extension: Any, num_blocks: int, stage: int, prefetch: int
+    ) -> None:
         self.device, self.extension = device, extension
         self.model = zerocore.shard(
-            make_model(device, 3), stage=stage, units=[Block], prefetch=prefetch
+            make_model(device, num_blocks), stage=stage, units=[Block], prefetch=prefetch
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         engine = state_of(self.model).engine
@@ -83,33 +87,39 @@ class Trial:
         return torch.stack(losses).tolist(), found
 
 
-def try_waits(stage: int, prefetch: int, every: int) -> list[tuple[Wait, bool]]:
-    """Each wait of a step (or each `every`-th of a kind), and whether leaving it out shows."""
+def try_waits(
+    num_blocks: int, stage: int, prefetch: int, only_some: bool = False
+) -> list[tuple[Wait, bool]]:
+    """Each wait of a step (or the first and last of a kind), and whether leaving it out shows."""
     device, extension = start(on_device=True)
-    expected, waits = Trial(device, extension, stage, prefetch).run(None)
+
+    def run(*faults: Any) -> tuple[list[float], list[Wait]]:
+        return Trial(device, extension, num_blocks, stage, prefetch).run(*faults)
+
+    expected, waits = run(None)
 
     def shows(wait: Wait) -> bool:
-        trials = (Trial(device, extension, stage, prefetch).run(wait, lags) for lags in LAGS_US)
-        return any([repr(losses) != repr(expected) for losses, _ in trials])  # all ranks run all
+        trials = [run(wait, lags)[0] for lags in LAGS_US]  # on all ranks, whatever they show
+        return any(repr(losses) != repr(expected) for losses in trials)
 
-    return [(wait, shows(wait)) for wait in some_of_each_kind(waits, every)]
+    return [(wait, shows(wait)) for wait in (ends_of_each_kind(waits) if only_some else waits)]
 
 
-def some_of_each_kind(waits: list[Wait], every: int) -> Iterator[Wait]:
-    """Each `every`-th of those with the same roles."""
-    seen: dict[tuple[str, str], int] = {}
+def ends_of_each_kind(waits: list[Wait]) -> list[Wait]:
+    """The first and the last of those with the same roles."""
+    kinds: dict[tuple[str, str], list[Wait]] = {}
     for wait in waits:
-        kind = (wait.waiter, wait.source)
-        seen[kind] = seen.get(kind, 0) + 1
-        if (seen[kind] - 1) % every == 0:
-            yield wait
+        kinds.setdefault((wait.waiter, wait.source), []).append(wait)
+    return [wait for kind in kinds.values() for wait in dict.fromkeys((kind[0], kind[-1]))]
 
 
 def main() -> None:
     """A line for each wait."""
-    for stage in range(4):
+    num_blocks, *stages = (int(each) for each in sys.argv[1:])
+    for stage in stages or range(4):
         for prefetch in (0, 1) if stage else (1,):
-            ranks = run_ranks(try_waits, 2, stage, prefetch, 1, launch="torchrun", timeout=500)
+            arguments = (num_blocks, stage, prefetch)
+            ranks = run_ranks(try_waits, 2, *arguments, launch="torchrun", timeout=500)
             for (wait, *shown), (_, *other) in zip(*ranks, strict=True):
                 verdict = "shows" if any(shown + other) else "DOES NOT SHOW"
                 print(f"stage {stage} prefetch {prefetch}: {wait} {verdict}", flush=True)
