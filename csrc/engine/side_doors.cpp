@@ -3,7 +3,6 @@
 
 #include <ATen/record_function.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "common/math.h"
@@ -28,12 +27,16 @@ int64_t SideDoors::add(const RecordedCall& call) {
   }
   calls_ = mix(mix(calls_, static_cast<uint64_t>(call.call.unit)), call.last - call.first);
   thread_ = at::RecordFunction::currentThreadId();
-  visits_.push_back({call});
-  return first_visit_ + static_cast<int64_t>(visits_.size()) - 1;
+  return note(call, /*recomputed=*/false);
 }
 
 int64_t SideDoors::add_recomputed(const RecordedCall& call) {
-  visits_.push_back({call, /*recomputed=*/true});
+  recomputing_thread_ = at::RecordFunction::currentThreadId();
+  return note(call, /*recomputed=*/true);
+}
+
+int64_t SideDoors::note(const RecordedCall& call, bool recomputed) {
+  visits_.push_back({call, at::RecordFunction::currentThreadId(), recomputed});
   return first_visit_ + static_cast<int64_t>(visits_.size()) - 1;
 }
 
@@ -67,26 +70,24 @@ void SideDoors::announce(int64_t number) {
 }
 
 void SideDoors::see(uint64_t number, uint64_t thread) {
-  if (thread != thread_) {
-    return;
-  }
-  if (!in_backward_) {
+  if (thread == thread_ && !in_backward_) {
     begin_backward();
   }
-  if (watch_.is_on()) {
-    look_up(number);
+  if ((thread == thread_ || thread == recomputing_thread_) && watch_.is_on()) {
+    look_up(number, thread);
   }
 }
 
-void SideDoors::look_up(uint64_t number) {
-  const auto after = std::upper_bound(
-      visits_.begin(), visits_.end(), number, [](uint64_t node, const Visit& visit) {
-        return node < visit.recorded.last;
-      });
+void SideDoors::look_up(uint64_t number, uint64_t thread) {
   // The outermost call is left last and its backward comes first.
-  for (auto index = static_cast<int64_t>(visits_.size()) - 1; index >= after - visits_.begin();
-       --index) {
+  for (auto index = static_cast<int64_t>(visits_.size()) - 1; index >= 0; --index) {
     const Visit& visit = visits_[index];
+    if (visit.thread != thread) {
+      continue;
+    }
+    if (visit.recorded.last <= number) {
+      break; // as are those before it
+    }
     const bool contains = visit.recorded.first <= number;
     if (contains && (!visit.announced || !is_usable_(visit.recorded.call.unit))) {
       const RecordedCall recorded = visit.recorded;
@@ -113,6 +114,7 @@ void SideDoors::end_backward() {
   while (!visits_.empty() && visits_.back().recomputed) {
     visits_.pop_back();
   }
+  recomputing_thread_ = 0;
   in_backward_ = false;
   settled_ = true;
   expect_backward(); // through a graph that was retained
@@ -129,6 +131,7 @@ void SideDoors::reset() {
   first_visit_ += static_cast<int64_t>(visits_.size());
   visits_.clear();
   announced_.clear();
+  recomputing_thread_ = 0;
   in_backward_ = false;
   settled_ = true;
   watch_.set_on(false);

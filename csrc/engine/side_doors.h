@@ -66,19 +66,23 @@ class SideDoors {
  private:
   struct Visit {
     RecordedCall recorded;
+    uint64_t thread = 0; // that recorded it: each numbers its nodes by itself
     bool recomputed = false;
     bool announced = false; // in this backward
   };
 
+  int64_t note(const RecordedCall& call, bool recomputed);
   void see(uint64_t number, uint64_t thread);
-  void look_up(uint64_t number);
+  void look_up(uint64_t number, uint64_t thread);
 
   Enter enter_;
   std::function<bool(UnitId)> is_usable_;
-  std::deque<Visit> visits_; // in the order in which calls were left, so `last` only grows
+  std::deque<Visit>
+      visits_; // in the order in which calls were left, so `last` grows in each thread
   int64_t first_visit_ = 0; // number of the first one that is kept
   std::vector<int64_t> announced_; // numbers
   uint64_t thread_ = 0; // that records
+  uint64_t recomputing_thread_ = 0; // in this backward: on devices it is autograd's own
   uint64_t calls_ = 0; // shape of the calls since the last backward
   uint64_t shape_ = 0; // of the backward under way
   bool settled_ = true; // no call since the last backward

@@ -7,14 +7,14 @@
 namespace zerocore {
 
 std::optional<AllocatorCounts> allocator_counts(c10::Device device) {
-  if (!device.is_cuda()) {
+  if (device.is_cpu()) {
     return std::nullopt;
   }
   try {
     const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
     return AllocatorCounts{stats.num_alloc_retries, stats.num_device_alloc};
   } catch (const c10::Error&) {
-    return std::nullopt; // a plugged-in one has no statistics
+    return std::nullopt; // a plugged-in one has no statistics, and some devices have none
   }
 }
 

@@ -16,10 +16,10 @@ CYCLES = (10_000, 100_000, 1_000_000, 5_000_000)
 
 def sleep(device: torch.device, cycles: int) -> None:
     """Keeps the current stream busy; on the CPU, for a rehearsal, the host for a moment."""
-    if device.type == "cuda":
-        torch.cuda._sleep(cycles)
-    else:
+    if device.type == "cpu":
         time.sleep(1e-5)
+    else:
+        torch.get_device_module(device)._sleep(cycles)
 
 
 class RandomDelays:
@@ -40,9 +40,10 @@ class RandomDelays:
         self.num_delays += 1
         role = self.rng.choice(self.roles)
         cycles = self.rng.choice(CYCLES)
-        if role == "compute" or self.device.type != "cuda":
+        if role == "compute" or self.device.type == "cpu":
             sleep(self.device, cycles)
             return
         handle = self.engine.stream_handle(role)
-        with torch.cuda.stream(torch.cuda.ExternalStream(handle, self.device)):
+        module = torch.get_device_module(self.device)
+        with module.stream(module.ExternalStream(handle, self.device)):
             sleep(self.device, cycles)

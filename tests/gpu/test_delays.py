@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import zerocore
 from tests.gpu.delays import CYCLES, RandomDelays, sleep
-from tests.gpu.training import PRECISIONS, VARIANTS, WORLD_SIZE, Stack, Variant, shard, train
+from tests.gpu.training import PRECISIONS, VARIANTS, Stack, Variant, peers, shard, train
 from zerocore.model.state import state_of
 
 SEEDS = range(8)
@@ -18,7 +17,7 @@ def train_delayed(
     device: torch.device, variant: Variant, stage: int, prefetch: int, seed: int | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Losses and this rank's shards; without delays if there is no seed."""
-    with zerocore.emulate(WORLD_SIZE, "20GB/s", "10us"):
+    with peers("20GB/s", "10us"):
         model = shard(Stack(variant).to(device), stage, prefetch, variant.accumulate)
         if seed is not None:
             delays = RandomDelays(state_of(model).engine, device, seed)

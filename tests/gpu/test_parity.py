@@ -11,11 +11,11 @@ import zerocore
 from tests.gpu.training import (
     PRECISIONS,
     VARIANTS,
-    WORLD_SIZE,
     Branches,
     Stack,
     Variant,
     make_optimizer,
+    peers,
     run_step,
     shard,
     train,
@@ -26,7 +26,7 @@ from zerocore.model import ranks
 def assert_same_state(actual: nn.Module, expected: nn.Module) -> None:
     """Equal to what each dtype can hold after a few steps; double to 1e-9."""
     state = {name: value.cpu() for name, value in expected.state_dict().items()}
-    full = zerocore.full_state_dict(actual)
+    full = zerocore.full_state_dict(actual, rank0_only=False)
     assert list(full) == list(state)
     for name, value in state.items():
         tight = {"rtol": 1e-9, "atol": 1e-9} if value.dtype == torch.float64 else {}
@@ -40,7 +40,7 @@ def test_stages(device: torch.device, stage: int, variant: Variant, prefetch: in
     plain = Stack(variant).to(device)
     expected = train(plain, micro_batches=variant.micro_batches)
     assert expected[0] != expected[-1]
-    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+    with peers():
         model = shard(Stack(variant).to(device), stage, prefetch, variant.accumulate)
         losses = train(model, micro_batches=variant.micro_batches)
         # Single and half precision parts round, and a loss shows that; double alone does not.
@@ -53,7 +53,7 @@ def test_stages(device: torch.device, stage: int, variant: Variant, prefetch: in
 def test_stages_agree_in_mixed_precision(device: torch.device, variant: Variant) -> None:
     answers = []
     for stage in range(4):
-        with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+        with peers():
             model = shard(Stack(variant).to(device), stage, 1, variant.accumulate)
             losses = train(model, micro_batches=variant.micro_batches)
             answers.append((losses, zerocore.full_state_dict(model)))
@@ -93,18 +93,19 @@ def test_a_real_group_of_one_rank(
 
 def test_on_another_stream(cuda: torch.device, stage: int) -> None:
     """The compute stream is the one that is current, also if it changes between steps."""
+    module = torch.get_device_module(cuda)
     plain = Stack(VARIANTS[0]).to(cuda)
     expected = train(plain)
-    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+    with peers():
         model = shard(Stack(VARIANTS[0]).to(cuda), stage)
         optimizer = make_optimizer(model)
         losses = []
         for step in range(4):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            stream = module.Stream()
+            stream.wait_stream(module.current_stream())
+            with module.stream(stream):
                 losses += run_step(model, optimizer, step)
-            torch.cuda.current_stream().wait_stream(stream)
+            module.current_stream().wait_stream(stream)
         torch.testing.assert_close(torch.stack(losses).cpu(), expected, rtol=1e-9, atol=0.0)
         assert_same_state(model, plain)
 
@@ -140,7 +141,7 @@ def test_a_failed_step_leaves_the_model_usable(
 
     plain = Stack(VARIANTS[0]).to(device)
     expected = train(plain)
-    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+    with peers():
         model = shard(Stack(VARIANTS[0]).to(device), stage)
         for _ in range(2):
             calls: list[str] = []
@@ -162,7 +163,7 @@ def test_a_failed_backward_needs_no_reset(device: torch.device) -> None:
         if place == "backward":
             raise FailureError
 
-    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+    with peers():
         model = shard(Stack(VARIANTS[0]).to(device), stage=3)
         optimizer = make_optimizer(model)
         for step in range(20):

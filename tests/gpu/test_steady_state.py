@@ -23,6 +23,7 @@ from tests.gpu.training import (
     Stack,
     Variant,
     make_optimizer,
+    peers,
     run_step,
     shard,
 )
@@ -98,7 +99,7 @@ def received(model: Stack, stage: int, micro_batches: int) -> Counter[int]:
 def test_host_and_copies(cuda: torch.device, stage: int, name: str, tmp_path: Path) -> None:
     variant = BY_NAME[name]
     plain = record_steps(Stack(variant).to(cuda), variant, tmp_path)
-    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+    with peers():
         model = shard(Stack(variant).to(cuda), stage, accumulate=variant.accumulate)
         timeline = record_steps(model, variant, tmp_path)
         expected = received(model, stage, variant.micro_batches)
@@ -124,7 +125,8 @@ def test_host_and_copies(cuda: torch.device, stage: int, name: str, tmp_path: Pa
 def test_nothing_waits_or_allocates(
     cuda: torch.device, stage: int, variant: Variant, clip: object
 ) -> None:
-    with zerocore.emulate(WORLD_SIZE, "100GB/s", "5us"):
+    module = torch.get_device_module(cuda)
+    with peers():
         model = shard(Stack(variant).to(cuda), stage, accumulate=variant.accumulate)
         engine = state_of(model).engine
         optimizer = make_optimizer(model)
@@ -136,15 +138,15 @@ def test_nothing_waits_or_allocates(
         model.pause = pause
         for step in range(2):
             run_step(model, optimizer, step, variant.micro_batches)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_stats(cuda)
+        module.synchronize()
+        before = module.memory_stats(cuda)
         slots = engine.pool_stats.num_allocations
-        torch.cuda.set_sync_debug_mode("error")
+        module.set_sync_debug_mode("error")
         for step in range(3):
             run_step(model, optimizer, step, variant.micro_batches)
-        torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-        after = torch.cuda.memory_stats(cuda)
+        module.set_sync_debug_mode("default")
+        module.synchronize()
+        after = module.memory_stats(cuda)
         assert {k: after[k] for k in DEVICE_COUNTERS} == {k: before[k] for k in DEVICE_COUNTERS}
         assert engine.pool_stats.num_allocations == slots
         assert engine.pool_stats.in_use_nbytes == 0

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -136,6 +137,15 @@ class Stack(nn.Module):
 
     def _pause_backward(self, grad: Tensor) -> None:
         self.pause("backward")
+
+
+def peers(
+    bandwidth: str = "100GB/s", latency: str = "5us"
+) -> AbstractContextManager[zerocore.Emulation | None]:
+    """The ranks to train with: those of the default group, or `WORLD_SIZE` on an emulated link."""
+    if dist.is_initialized():
+        return nullcontext()
+    return zerocore.emulate(WORLD_SIZE, bandwidth, latency)
 
 
 def shard(model: Stack, stage: int, prefetch: int = 1, accumulate: str = "sharded") -> Stack:

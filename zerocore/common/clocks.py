@@ -30,7 +30,7 @@ class HostClock:
         return mark
 
 
-class CudaClock:
+class StreamClock:
     """Marks are events on the current stream: what was issued before them is done by then.
 
     The device's time is tied to the host's when the clock is made, for which the host waits.
@@ -38,18 +38,19 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        torch.cuda.synchronize(device)
+        self._module = torch.get_device_module(device)
+        self._module.synchronize(device)
         self._base = self.mark()
         self._base.synchronize()
         self._base_ns = time.perf_counter_ns()
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
         """An event on the current stream; the host does not wait."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(self._device))
         return event
 
-    def read_ns(self, mark: torch.cuda.Event) -> int:
+    def read_ns(self, mark: Any) -> int:
         """Waits until the device has come by the mark."""
         mark.synchronize()
         return self._base_ns + round(self._base.elapsed_time(mark) * 1e6)
@@ -57,4 +58,4 @@ class CudaClock:
 
 def clock_of(device: torch.device) -> Clock:
     """The clock by which modules on ``device`` compute."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    return HostClock() if device.type in ("cpu", "meta") else StreamClock(device)

@@ -113,8 +113,9 @@ def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> tor
     if device is not None:
         chosen = torch.device(device)
         # Memory of "cuda" without an index would count as of another device than "cuda:0".
-        if chosen.type == "cuda" and chosen.index is None:
-            chosen = torch.device("cuda", torch.cuda.current_device())
+        if chosen.type not in ("cpu", "meta") and chosen.index is None:
+            index = torch.get_device_module(chosen).current_device()
+            chosen = torch.device(chosen.type, index)
         return chosen
     if found:
         return next(iter(found))

@@ -1,0 +1,14 @@
+"""The device is compiled once, by the tests' own process; its ranks load it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.async_device.build import COMPILER, compile_device, has_compiler
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    if not has_compiler():
+        pytest.skip(f"there is no {COMPILER} to compile the device with")
+    compile_device()

@@ -1,0 +1,107 @@
+"""The device in torch: `load()` once in a process of its own, as nothing takes it out again.
+
+Torch knows it as ``torch.asyncdev``, and as a backend of torch.distributed of the same name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.async_device.build import NAME, compile_device
+
+DEVICE = "asyncdev"
+
+
+def load() -> Any:
+    """The extension module, known to torch.
+
+    Raises:
+        RuntimeError: it cannot be compiled.
+    """
+    if NAME in sys.modules:
+        return sys.modules[NAME]
+    spec = importlib.util.spec_from_file_location(NAME, compile_device())
+    assert spec is not None and spec.loader is not None
+    extension = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    sys.modules[NAME] = extension
+    torch.utils.rename_privateuse1_backend(DEVICE)
+    torch._register_device_module(DEVICE, _module(extension))
+    dist.Backend.register_backend(DEVICE, _create_group, extended_api=True, devices=[DEVICE])
+    return extension
+
+
+def init_process_group(rank: int, world_size: int, store: dist.Store, seconds: float = 60) -> None:
+    """A default group whose collectives on the device are the device's own.
+
+    Gloo's own threads wait as long as their group says, so a rank that is missing is an error.
+    """
+    dist.init_process_group(
+        f"cpu:gloo,{DEVICE}:{DEVICE}",
+        rank=rank,
+        world_size=world_size,
+        store=store,
+        timeout=timedelta(seconds=seconds),
+    )
+
+
+def _create_group(options: Any, _: Any) -> Any:
+    wire = dist.ProcessGroupGloo(
+        options.store, options.group_rank, options.group_size, options.timeout
+    )
+    return sys.modules[NAME].AsyncGroup(wire)
+
+
+def _module(extension: Any) -> ModuleType:
+    """What torch and others look for in ``torch.<device>``."""
+    module: Any = ModuleType(f"torch.{DEVICE}")
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module.device_count = lambda: 1
+    module.current_device = lambda: 0
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.manual_seed = module.manual_seed_all = extension.manual_seed
+    module.synchronize = lambda device=None: extension.synchronize()
+    module.current_stream = lambda device=None: torch.accelerator.current_stream(DEVICE)
+    module.Stream = lambda device=DEVICE: torch.Stream(device)
+    module.ExternalStream = lambda handle, device: _stream(extension.id_of_handle(handle))
+    module.Event = lambda enable_timing=False: torch.Event(DEVICE, enable_timing=enable_timing)
+    module.stream = lambda stream: stream  # torch's streams are context managers
+    module.device = _NoChoice
+    # As CUDA's: cycles of about a nanosecond, and errors where the host waits.
+    module._sleep = lambda cycles: extension.sleep(cycles // 1000, extension.current_stream())
+    module.set_sync_debug_mode = lambda mode: extension.forbid_host_waits(mode == "error")
+    module.memory_stats = lambda device=None: {
+        "num_device_alloc": extension.num_device_allocations(),
+        "num_device_free": 0,
+        "num_alloc_retries": 0,
+    }
+    return module
+
+
+def _stream(stream_id: int) -> torch.Stream:
+    kind = torch.Stream(DEVICE)
+    return torch.Stream(
+        stream_id=stream_id, device_index=kind.device_index, device_type=kind.device_type
+    )
+
+
+class _NoChoice:
+    """There is one device, so choosing it changes nothing."""
+
+    def __init__(self, device: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        pass

@@ -1,0 +1,304 @@
+// A c10d backend of the device with NCCL's order of things.
+#include "group.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "allocator.h"
+#include "device.h"
+#include "operators.h"
+
+namespace async_device {
+
+namespace {
+
+// The current stream goes on behind it; the host does not wait.
+class AsyncWork final : public c10d::Work {
+ public:
+  AsyncWork(int rank, c10d::OpType op, PointPtr done, std::vector<at::Tensor> tensors)
+      : Work(rank, op),
+        done_(std::move(done)),
+        tensors_(std::move(tensors)),
+        future_(
+            c10::make_intrusive<c10::ivalue::Future>(
+                c10::ListType::create(c10::TensorType::get()),
+                std::vector<c10::Device>{kDevice})) {
+    future_->markCompleted(tensors_);
+  }
+
+  bool wait(std::chrono::milliseconds /*timeout*/) override {
+    synchronize();
+    return true;
+  }
+  void synchronize() override {
+    queue(current_stream()).wait_for(done_);
+    tensors_.clear();
+  }
+  bool isCompleted() override {
+    return done_->is_reached();
+  }
+  bool isSuccess() const override {
+    return done_->is_reached();
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    return future_;
+  }
+  std::vector<at::Tensor> result() override {
+    return tensors_;
+  }
+
+ private:
+  PointPtr done_;
+  std::vector<at::Tensor> tensors_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+using Tensors = std::vector<at::Tensor>;
+
+std::vector<at::Tensor> all_on_cpu(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> aliases;
+  for (const at::Tensor& tensor : tensors) {
+    aliases.push_back(on_cpu(tensor));
+  }
+  return aliases;
+}
+
+// As NCCL demands: memory that is both read and written is this rank's slice of the whole.
+void check_in_place(const at::Tensor& full, const at::Tensor& own, int rank) {
+  const auto begin = reinterpret_cast<uintptr_t>(full.const_data_ptr());
+  const auto at = reinterpret_cast<uintptr_t>(own.const_data_ptr());
+  const bool overlaps = at + own.nbytes() > begin && at < begin + full.nbytes();
+  TORCH_CHECK(
+      own.nbytes() == 0 || !overlaps || at == begin + static_cast<size_t>(rank) * own.nbytes(),
+      "in place, but not in this rank's slice");
+}
+
+bool overlaps(const at::Tensor& a, const at::Tensor& b) {
+  const auto begin = [](const at::Tensor& t) {
+    return static_cast<const char*>(t.const_data_ptr());
+  };
+  return begin(a) < begin(b) + b.nbytes() && begin(b) < begin(a) + a.nbytes();
+}
+
+// Inputs are read late, and outputs hold nothing until all is over. `transfer` gives to the ranks
+// what `inputs` hold and returns what is to be written.
+template <typename Transfer>
+void carry_out(const Tensors& outputs, Tensors& inputs, const Transfer& transfer) {
+  for (const at::Tensor& output : outputs) {
+    const bool in_place = std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& input) {
+      return overlaps(output, input);
+    });
+    if (!in_place) {
+      std::memset(output.mutable_data_ptr(), kPoison, output.nbytes());
+    }
+  }
+  working_queue().pause();
+  Tensors copies;
+  for (const at::Tensor& input : inputs) {
+    copies.push_back(input.clone());
+  }
+  const Tensors results = transfer(copies);
+  for (const at::Tensor& output : outputs) {
+    std::memset(output.mutable_data_ptr(), kPoison, output.nbytes());
+  }
+  working_queue().pause();
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    outputs[i].copy_(results[i].view(outputs[i].sizes()));
+  }
+}
+
+} // namespace
+
+AsyncGroup::AsyncGroup(c10::intrusive_ptr<c10d::Backend> wire)
+    : Backend(wire->getRank(), wire->getSize()), wire_(std::move(wire)), stream_(next_stream()) {}
+
+AsyncGroup::WorkPtr AsyncGroup::work(
+    c10d::OpType op,
+    int stream,
+    const PointPtr& done,
+    Tensors tensors) const {
+  const c10::StreamGuard guard(
+      c10::Stream(c10::Stream::UNSAFE, kDevice, stream)); // the future's events
+  return c10::make_intrusive<AsyncWork>(rank_, op, done, std::move(tensors));
+}
+
+AsyncGroup::WorkPtr AsyncGroup::issue(c10d::OpType op, bool async, Tensors tensors, Task task) {
+  const std::lock_guard lock(mutex_);
+  const int stream = async || coalesces_ ? stream_ : current_stream();
+  if (stream != current_stream()) {
+    queue(stream).wait_for(queue(current_stream()).record());
+  }
+  if (last_ != nullptr) {
+    queue(stream).wait_for(last_);
+  }
+  queue(stream).push(std::move(task), /*delayed=*/false); // it pauses by itself
+  last_ = queue(stream).record();
+  if (coalesces_) {
+    coalesced_.insert(coalesced_.end(), tensors.begin(), tensors.end());
+    return nullptr;
+  }
+  return async ? work(op, stream, last_, std::move(tensors)) : nullptr;
+}
+
+void AsyncGroup::startCoalescing() {
+  coalesces_ = true;
+}
+
+AsyncGroup::WorkPtr AsyncGroup::endCoalescing() {
+  coalesces_ = false;
+  if (last_ == nullptr) {
+    return nullptr;
+  }
+  return work(c10d::OpType::COALESCED, stream_, last_, std::exchange(coalesced_, {}));
+}
+
+AsyncGroup::WorkPtr AsyncGroup::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return issue(
+      c10d::OpType::ALLREDUCE,
+      options.asyncOp,
+      tensors,
+      [wire = wire_, own = all_on_cpu(tensors), op = options.reduceOp]() mutable {
+        carry_out(own, own, [&](Tensors& values) {
+          c10d::AllreduceOptions same;
+          same.reduceOp = op;
+          wire->allreduce(values, same)->wait();
+          return values;
+        });
+      });
+}
+
+AsyncGroup::WorkPtr AsyncGroup::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return issue(
+      c10d::OpType::BROADCAST,
+      options.asyncOp,
+      tensors,
+      [wire = wire_, own = all_on_cpu(tensors), options]() mutable {
+        carry_out(own, own, [&](Tensors& values) {
+          wire->broadcast(values, options)->wait();
+          return values;
+        });
+      });
+}
+
+AsyncGroup::WorkPtr AsyncGroup::allgather(
+    std::vector<Tensors>& outputs,
+    Tensors& inputs,
+    const c10d::AllgatherOptions& options) {
+  Tensors tensors = outputs.at(0);
+  tensors.push_back(inputs.at(0));
+  return issue(
+      c10d::OpType::ALLGATHER,
+      options.asyncOp,
+      tensors,
+      [wire = wire_, to = all_on_cpu(outputs[0]), from = all_on_cpu(inputs)]() mutable {
+        carry_out(to, from, [&](Tensors& values) {
+          std::vector<Tensors> received(1);
+          for (const at::Tensor& each : to) {
+            received[0].push_back(at::empty_like(each));
+          }
+          wire->allgather(received, values, {})->wait();
+          return received[0];
+        });
+      });
+}
+
+AsyncGroup::WorkPtr AsyncGroup::_allgather_base(
+    at::Tensor& full,
+    at::Tensor& own,
+    const c10d::AllgatherOptions& options) {
+  check_in_place(full, own, rank_);
+  return issue(
+      c10d::OpType::_ALLGATHER_BASE,
+      options.asyncOp,
+      {full, own},
+      [wire = wire_, to = Tensors{on_cpu(full)}, from = Tensors{on_cpu(own)}]() mutable {
+        carry_out(to, from, [&](Tensors& values) {
+          at::Tensor received = at::empty_like(to[0]);
+          wire->_allgather_base(received, values[0], {})->wait();
+          return Tensors{received};
+        });
+      });
+}
+
+// The sum in the order of the ranks.
+AsyncGroup::WorkPtr AsyncGroup::_reduce_scatter_base(
+    at::Tensor& own,
+    at::Tensor& full,
+    const c10d::ReduceScatterOptions& options) {
+  TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM, "only sums are scattered");
+  check_in_place(full, own, rank_);
+  return issue(
+      c10d::OpType::_REDUCE_SCATTER_BASE,
+      options.asyncOp,
+      {own, full},
+      [wire = wire_, to = Tensors{on_cpu(own)}, from = Tensors{on_cpu(full)}, n = size_]() mutable {
+        carry_out(to, from, [&](Tensors& values) {
+          at::Tensor received = at::empty_like(values[0]);
+          std::vector<int64_t> even;
+          wire->alltoall_base(received, values[0], even, even, {})->wait();
+          const Tensors parts = received.reshape(-1).chunk(n);
+          at::Tensor sum = parts[0];
+          for (size_t rank = 1; rank < parts.size(); ++rank) {
+            sum = sum + parts[rank];
+          }
+          return Tensors{sum};
+        });
+      });
+}
+
+AsyncGroup::WorkPtr AsyncGroup::allgather_into_tensor_coalesced(
+    Tensors& outputs,
+    Tensors& inputs,
+    const c10d::AllgatherOptions& options) {
+  WorkPtr last;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    last = _allgather_base(outputs[i], inputs[i], options);
+  }
+  return last;
+}
+
+AsyncGroup::WorkPtr AsyncGroup::reduce_scatter_tensor_coalesced(
+    Tensors& outputs,
+    Tensors& inputs,
+    const c10d::ReduceScatterOptions& options) {
+  WorkPtr last;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    last = _reduce_scatter_base(outputs[i], inputs[i], options);
+  }
+  return last;
+}
+
+AsyncGroup::WorkPtr AsyncGroup::alltoall_base(
+    at::Tensor& output,
+    at::Tensor& input,
+    std::vector<int64_t>& output_splits,
+    std::vector<int64_t>& input_splits,
+    const c10d::AllToAllOptions& options) {
+  return issue(
+      c10d::OpType::ALLTOALL_BASE,
+      options.asyncOp,
+      {output, input},
+      [wire = wire_,
+       to = Tensors{on_cpu(output)},
+       from = Tensors{on_cpu(input)},
+       to_splits = output_splits,
+       from_splits = input_splits]() mutable {
+        carry_out(to, from, [&](Tensors& values) {
+          at::Tensor received = at::empty_like(to[0]);
+          wire->alltoall_base(received, values[0], to_splits, from_splits, {})->wait();
+          return Tensors{received};
+        });
+      });
+}
+
+AsyncGroup::WorkPtr AsyncGroup::barrier(const c10d::BarrierOptions& /*options*/) {
+  return issue(
+      c10d::OpType::BARRIER, /*async=*/true, {}, [wire = wire_] { wire->barrier({})->wait(); });
+}
+
+} // namespace async_device

@@ -1,0 +1,69 @@
+// A c10d backend of the device with NCCL's order of things; bytes travel over gloo.
+//
+// A collective is a task of a stream: of the current one, or, if it is asynchronous, of the
+// communicator's own, behind the current one. Collectives of a communicator run in the order in
+// which the host issued them, whatever their streams. Without asyncOp there is no Work to wait for;
+// with it the Work keeps what is read and written until someone waits.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "queue.h"
+
+namespace async_device {
+
+class AsyncGroup final : public c10d::Backend {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  // `wire` carries tensors of the CPU between the same ranks.
+  explicit AsyncGroup(c10::intrusive_ptr<c10d::Backend> wire);
+
+  const std::string getBackendName() const override {
+    return "asyncdev";
+  }
+  bool supportsCoalescing() const override {
+    return true;
+  }
+  // The calls in between return null; their common Work comes at the end.
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
+  WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override;
+  WorkPtr allgather(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions&) override;
+  WorkPtr _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions&) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors&, const c10d::AllgatherOptions&)
+      override;
+  WorkPtr _reduce_scatter_base(at::Tensor&, at::Tensor&, const c10d::ReduceScatterOptions&)
+      override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors&, Tensors&, const c10d::ReduceScatterOptions&)
+      override;
+  WorkPtr alltoall_base(
+      at::Tensor&,
+      at::Tensor&,
+      std::vector<int64_t>&,
+      std::vector<int64_t>&,
+      const c10d::AllToAllOptions&) override;
+  WorkPtr barrier(const c10d::BarrierOptions&) override;
+
+ private:
+  // `tensors` are what is written, then what is read.
+  WorkPtr issue(c10d::OpType op, bool async, Tensors tensors, Task task);
+  WorkPtr work(c10d::OpType op, int stream, const PointPtr& done, Tensors tensors) const;
+
+  c10::intrusive_ptr<c10d::Backend> wire_;
+  const int stream_;
+  std::mutex mutex_;
+  PointPtr last_; // of the communicator
+  bool coalesces_ = false;
+  Tensors coalesced_;
+};
+
+} // namespace async_device

@@ -1,0 +1,63 @@
+// What tests ask of the device, in Python.
+#include <torch/csrc/utils/pybind.h>
+
+#include "allocator.h"
+#include "generator.h"
+#include "group.h"
+#include "queue.h"
+
+namespace py = pybind11;
+
+namespace async_device {
+
+namespace {
+
+void set_delays_of_all(uint64_t seed, double share, int longest_us) {
+  set_delays({seed, share, longest_us});
+}
+
+std::vector<std::pair<int, int>> end_noted_waits() {
+  std::vector<std::pair<int, int>> waits;
+  for (const Wait& wait : end_waits()) {
+    waits.emplace_back(wait.waiter, wait.source);
+  }
+  return waits;
+}
+
+int id_of_handle(intptr_t handle) {
+  return reinterpret_cast<Queue*>(handle)->id;
+}
+
+void sleep(int us, int stream) {
+  queue(stream).push(
+      [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); }, /*delayed=*/false);
+}
+
+} // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  module.def("current_stream", &current_stream);
+  module.def("id_of_handle", &id_of_handle);
+  module.def("synchronize", &wait_for_device, no_gil);
+  module.def("sleep", &sleep, py::arg("us"), py::arg("stream"));
+  module.def(
+      "set_delays", &set_delays_of_all, py::arg("seed"), py::arg("share"), py::arg("longest_us"));
+  module.def("set_lag", [](int stream, int us) { queue(stream).set_lag(us); });
+  module.def("host_waits", &host_waits);
+  module.def("forbid_host_waits", &forbid_host_waits);
+  module.def("begin_waits", &begin_waits, py::arg("dropped"));
+  module.def("end_waits", &end_noted_waits);
+  module.def(
+      "num_device_allocations", [] { return allocator().getDeviceStats(0).num_device_alloc; });
+  module.def("manual_seed", [](uint64_t seed) {
+    at::Generator generator = default_generator();
+    generator.set_current_seed(seed);
+  });
+  py::class_<AsyncGroup, c10d::Backend, c10::intrusive_ptr<AsyncGroup>>(module, "AsyncGroup")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Backend>& wire) {
+        return c10::make_intrusive<AsyncGroup>(wire);
+      }));
+}
+
+} // namespace async_device

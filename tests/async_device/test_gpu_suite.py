@@ -1,0 +1,111 @@
+"""Tests of `tests/gpu`, as they are, on real ranks of the device instead of an emulated link."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+import zerocore
+from tests.async_device.training import start
+from tests.distributed.harness import run_ranks
+from tests.gpu import test_delays, test_events, test_parity, test_steady_state
+from tests.gpu.training import PRECISIONS, VARIANTS
+
+Case = dict[str, Any]
+STAGES = range(4)
+CLIPS = (None, torch.nn.utils.clip_grad_norm_, zerocore.clip_grad_norm_)
+DELAYED = ("plain", "all", "accumulates_sharded", "bf16_reduced", "bf16_full")
+
+
+def run_cases(test: Callable[..., None], cases: list[Case], fixture: str, share: float) -> int:
+    """All cases one after the other, on this rank; what fails says which one it was."""
+    device, extension = start(on_device=True)
+    extension.set_delays(1, share, 300)
+    for case in cases:
+        try:
+            test(**{fixture: device}, **case)
+        except Exception as error:
+            raise AssertionError(f"{test.__name__} of {case}") from error
+    return len(cases)
+
+
+def check(
+    test: Callable[..., None],
+    num_ranks: int,
+    cases: Iterable[Case],
+    fixture: str = "device",
+    share: float = 0.1,
+) -> None:
+    run_ranks(
+        run_cases, num_ranks, test, list(cases), fixture, share, launch="torchrun", timeout=240
+    )
+
+
+def parity_cases(variants: Iterable[Any]) -> list[Case]:
+    """The first and last variant at every stage, others at 2 and 3; the prefetch takes turns."""
+    prefetch = itertools.cycle(range(3))
+    return [
+        {"variant": variant, "stage": stage, "prefetch": next(prefetch)}
+        for variant in variants
+        for stage in (STAGES if variant in (VARIANTS[0], VARIANTS[-1]) else (2, 3))
+    ]
+
+
+@pytest.mark.parametrize(("num_ranks", "variants"), [(1, VARIANTS[-1:]), (2, VARIANTS)])
+def test_parity_of_stages(num_ranks: int, variants: tuple[Any, ...]) -> None:
+    check(test_parity.test_stages, num_ranks, parity_cases(variants))
+
+
+def test_parity_in_mixed_precision() -> None:
+    test = test_parity.test_stages_agree_in_mixed_precision
+    check(test, 2, [{"variant": variant} for variant in PRECISIONS])
+
+
+def test_parity_after_failures() -> None:
+    cases = [
+        {"stage": stage, "where": where, "at": 2}
+        for stage in (0, 3)
+        for where in ("forward", "backward")
+    ]
+    check(test_parity.test_a_failed_step_leaves_the_model_usable, 2, cases)
+    check(test_parity.test_a_failed_backward_needs_no_reset, 2, [{}])
+    check(test_parity.test_from_the_meta_device, 2, [{}])
+
+
+def test_parity_on_another_stream() -> None:
+    cases = [{"stage": stage} for stage in STAGES]
+    check(test_parity.test_on_another_stream, 2, cases, fixture="cuda")
+
+
+@pytest.mark.parametrize(("num_ranks", "names"), [(2, DELAYED), (3, ("plain",))])
+def test_delays_change_nothing(num_ranks: int, names: tuple[str, ...]) -> None:
+    prefetch = itertools.cycle(range(3))
+    cases = [
+        {"stage": stage, "prefetch": next(prefetch), "name": name}
+        for name in names
+        for stage in (3, 2)
+    ]
+    check(test_delays.test_delays_change_nothing, num_ranks, cases, share=0.0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_nothing_waits_or_allocates(num_ranks: int) -> None:
+    clips = itertools.cycle(CLIPS)
+    cases = [
+        {"stage": stage, "variant": variant, "clip": next(clips)}
+        for variant in (*VARIANTS, *PRECISIONS)
+        for stage in ((1, 3) if num_ranks == 2 else (3,))
+    ]
+    test = test_steady_state.test_nothing_waits_or_allocates
+    check(test, num_ranks, cases, fixture="cuda", share=0.0)
+
+
+def test_event_times() -> None:
+    cases = [{"stage": stage, "prefetch": 1} for stage in STAGES]
+    check(test_events.test_times_are_in_order, 2, cases)
+    check(test_events.test_modules_are_on_the_clock_of_the_collectives, 2, [{}])
+    check(test_events.test_a_trace_can_be_taken_twice, 2, [{}])

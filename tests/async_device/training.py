@@ -1,0 +1,71 @@
+"""What ranks on the device do, and what the same ranks do on the CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerocore
+from tests.async_device.device import DEVICE, init_process_group, load
+
+WIDTH = 32
+
+
+def start(on_device: bool) -> tuple[torch.device, Any]:
+    """This rank's device and, unless it is the CPU, what tests may ask of it."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)
+    if on_device:
+        extension = load()
+        init_process_group(rank, world_size, store)
+        return torch.device(DEVICE, 0), extension
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+    return torch.device("cpu"), None
+
+
+class Block(nn.Module):
+    """A unit: two layers, so that a backward has several gradients to pack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.down(self.up(x).tanh())
+        return x + hidden
+
+
+def make_model(device: torch.device, num_blocks: int = 4) -> nn.Sequential:
+    """The same weights on each rank and device."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(num_blocks))).to(device)
+
+
+def train(
+    model: nn.Module, device: torch.device, steps: int = 3, lr: float = 1e-2
+) -> list[torch.Tensor]:
+    """Losses of this rank's own data, on the device: nothing waits for them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses = []
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for step in range(steps):
+        generator = torch.Generator(device).manual_seed(1000 * step + rank)
+        x = torch.randn(4, WIDTH, generator=generator, device=device)
+        loss = (model(x) - x.flip(1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def train_sharded(device: torch.device, stage: int, prefetch: int = 1) -> list[float]:
+    """The losses of some steps at a stage."""
+    model = zerocore.shard(make_model(device), stage=stage, units=[Block], prefetch=prefetch)
+    return torch.stack(train(model, device)).tolist()
