@@ -6,11 +6,9 @@
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 #include "engine/autograd.h"
-#include "runtime/issue_guard.h"
 
 namespace zerocore {
 
@@ -291,19 +289,6 @@ void Engine::hold_unsharded(const std::vector<UnitId>& units) {
   leave_if_outside();
 }
 
-void Engine::release_unsharded(const std::vector<UnitId>& units, bool write_back) {
-  const at::NoGradGuard no_grad;
-  for (const UnitId id : units) {
-    if (write_back) {
-      parts_.units[id]->write_back();
-    }
-    parts_.units[id]->versions().take_writes(); // kept or not, as asked
-    parts_.schedule.release_unsharded(id, parts_.actions);
-    in_use_.run(parts_.actions);
-    in_use_.update_registration(id);
-  }
-}
-
 void Engine::set_kept(UnitId unit, bool kept) {
   recover();
   in_use_.set_kept(unit, kept);
@@ -339,22 +324,6 @@ void Engine::mark_forked() {
   if (parts_.collectives != nullptr || parts_.replicas != nullptr) {
     parts_.thread_check.mark_forked();
   }
-}
-
-Agreed Engine::agreed() const {
-  Agreed result;
-  result.num_calls = parts_.schedule.calls().size();
-  result.num_shapes = backward_run_.num_shapes();
-  const Collectives* control = parts_.peers == nullptr ? nullptr : &parts_.peers->collectives();
-  const std::array<const Collectives*, 3> groups = {
-      parts_.context.collectives, parts_.context.replicas, control};
-  for (const Collectives* each : groups) {
-    if (each != nullptr && each->guard() != nullptr) {
-      result.num_points += each->guard()->num_points();
-      result.num_compared += each->guard()->num_compared();
-    }
-  }
-  return result;
 }
 
 } // namespace zerocore

@@ -18,14 +18,6 @@
 
 namespace zerocore {
 
-// Sizes of all that is kept of what ranks agree on, for tests: none of it grows for ever.
-struct Agreed {
-  size_t num_calls = 0; // in the order of a pass
-  size_t num_shapes = 0; // of backwards
-  size_t num_points = 0; // see Note [Known sequences]; of all groups
-  uint64_t num_compared = 0; // collectives that ranks compared before they issued them
-};
-
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   // `order` is the expected order of calls.
@@ -45,9 +37,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   Reducer& reducer() {
     return parts_.reducer;
-  }
-  const StagePolicy& policy() const {
-    return parts_.context.policy;
   }
   const Schedule& schedule() const {
     return parts_.schedule;
@@ -94,13 +83,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   // Unshards the units and shows their full parameters until release_unsharded.
   void hold_unsharded(const std::vector<UnitId>& units);
-  void release_unsharded(const std::vector<UnitId>& units, bool write_back);
+  void release_unsharded(const std::vector<UnitId>& units, bool write_back) {
+    in_use_.release_unsharded(units, write_back);
+  }
   // Unshards the unit ahead of its next forward, or reshards it if nothing uses it. On all ranks.
   void set_kept(UnitId unit, bool kept);
   UnitsInUse& in_use() {
     return in_use_;
   }
-  Agreed agreed() const;
+  Agreed agreed() const {
+    return agreement_.agreed(backward_run_.num_shapes());
+  }
   // Sets and reads a unit's parameters; collective. See Unit.
   void materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast);
   std::vector<at::Tensor> full_values(UnitId unit);

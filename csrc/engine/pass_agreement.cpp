@@ -3,9 +3,12 @@
 
 #include <c10/core/GradMode.h>
 
+#include <array>
 #include <exception>
 #include <utility>
 #include <vector>
+
+#include "runtime/issue_guard.h"
 
 namespace zerocore {
 
@@ -108,6 +111,22 @@ void PassAgreement::settle_pass() {
   }
   ranks_differ_ = ranks_differ_ || answer.skipped;
   parts_.schedule.settle_pass(calls, parts_.peers->rank());
+}
+
+Agreed PassAgreement::agreed(size_t num_backward_shapes) const {
+  Agreed result;
+  result.num_calls = parts_.schedule.calls().size();
+  result.num_shapes = num_backward_shapes;
+  const Collectives* control = parts_.peers == nullptr ? nullptr : &parts_.peers->collectives();
+  const std::array<const Collectives*, 3> groups = {
+      parts_.context.collectives, parts_.context.replicas, control};
+  for (const Collectives* each : groups) {
+    if (each != nullptr && each->guard() != nullptr) {
+      result.num_points += each->guard()->num_points();
+      result.num_compared += each->guard()->num_compared();
+    }
+  }
+  return result;
 }
 
 } // namespace zerocore

@@ -9,6 +9,14 @@
 
 namespace zerocore {
 
+// Sizes of all that is kept of what ranks agree on, for tests: none of it grows for ever.
+struct Agreed {
+  size_t num_calls = 0; // in the order of a pass
+  size_t num_shapes = 0; // of backwards
+  size_t num_points = 0; // see Note [Known sequences]; of all groups
+  uint64_t num_compared = 0; // collectives that ranks compared before they issued them
+};
+
 class PassAgreement {
  public:
   // Both outlive it.
@@ -48,6 +56,9 @@ class PassAgreement {
   void forget_failed() {
     failed_.reset();
   }
+
+  // `num_backward_shapes`: see BackwardRun.
+  Agreed agreed(size_t num_backward_shapes) const;
 
  private:
   EngineParts& parts_;

@@ -111,6 +111,19 @@ bool UnitsInUse::refresh(UnitId id) {
   return true;
 }
 
+void UnitsInUse::release_unsharded(const std::vector<UnitId>& units, bool write_back) {
+  const at::NoGradGuard no_grad;
+  for (const UnitId id : units) {
+    if (write_back) {
+      parts_.units[id]->write_back();
+    }
+    parts_.units[id]->versions().take_writes(); // kept or not, as asked
+    parts_.schedule.release_unsharded(id, parts_.actions);
+    run(parts_.actions);
+    update_registration(id);
+  }
+}
+
 void UnitsInUse::set_kept(UnitId id, bool kept) {
   if (!kept) {
     parts_.schedule.drop(id, parts_.actions);

@@ -30,6 +30,8 @@ class UnitsInUse {
   void run(Actions& actions);
   // The compute stream works with the unit's full parameters from here on.
   void use(UnitId unit);
+  // See Engine::hold_unsharded.
+  void release_unsharded(const std::vector<UnitId>& units, bool write_back);
   // See Engine::set_kept. The modules show a unit that is kept once use() has waited for it.
   void set_kept(UnitId unit, bool kept);
   void set_staying(UnitId unit, Staying staying) {

@@ -26,8 +26,8 @@ def test_each_rank_owns_the_rows_of_torch_chunk(params: list[tuple], world: int)
         full = torch.arange(torch.Size(shape).numel()).view(shape)
         chunks = [chunk.flatten().tolist() for chunk in full.chunk(world)]
         chunks += [[]] * (world - len(chunks))
-        owned = [list(range(*layout.owned(index, rank))) for rank in range(world)]
-        assert owned == chunks
+        parts = [layout.owned(index, rank) for rank in range(world)]
+        assert [list(range(part.begin, part.end)) for part in parts] == chunks
 
 
 @given(_params, _worlds)
@@ -47,11 +47,11 @@ def test_parts_of_a_shard_lie_apart_and_aligned(params: list[tuple], world: int)
         for rank in range(world):
             end = 0
             for param in region.params:
-                start, stop = layout.owned(param, rank)
-                if start < stop:
+                owned = layout.owned(param, rank)
+                if owned.begin < owned.end:
                     offset = layout.offset_in_shard(param, rank)
                     assert offset >= end
-                    end = offset + stop - start
+                    end = offset + owned.end - owned.begin
             assert end * region.itemsize <= region.shard_nbytes
 
 
