@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launch import LaunchError, Rank, run_on_ranks
+from launch import Rank, add_rank_options, run_parsed
 from text_data import Corpus, evenly_spaced_batches, load_corpus, random_batch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -264,18 +264,14 @@ def main() -> None:
     add("--clip", type=float, default=1.0, help="bound of the gradients' global norm")
     add("--eval-every", type=int, default=25, help="steps between two looks at held-out text")
     add("--seed", type=int, default=0)
-    add("--ranks", type=int, help="default: all GPUs, or 2")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add_rank_options(parser)
     add("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     if options.resume and not options.checkpoint:
         parser.error("--resume needs --checkpoint, the folder to resume from")
     if options.lora and importlib.util.find_spec("peft") is None:
         parser.error("--lora needs PEFT: pip install peft, or train all parameters without --lora")
-    try:
-        run_on_ranks(work, options, num_ranks=options.ranks, device_type=options.device)
-    except LaunchError as error:
-        parser.error(str(error))
+    run_parsed(work, options, parser)
 
 
 if __name__ == "__main__":

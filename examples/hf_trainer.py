@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from finetune import read_config
-from launch import LaunchError, Rank, run_on_ranks
+from launch import Rank, add_rank_options, run_parsed
 from text_data import evenly_spaced_batches, load_corpus
 from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainingArguments
@@ -81,14 +81,10 @@ def main() -> None:
     add("--accumulate", type=int, default=2, help="micro-batches of an update")
     add("--batch-size", type=int, default=8, help="sequences of a micro-batch on a rank")
     add("--context", type=int, default=128, help="bytes of a sequence")
-    add("--ranks", type=int, help="default: all GPUs, or 2")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add_rank_options(parser)
     add("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    try:
-        run_on_ranks(work, options, num_ranks=options.ranks, device_type=options.device)
-    except LaunchError as error:
-        parser.error(str(error))
+    run_parsed(work, options, parser)
 
 
 if __name__ == "__main__":

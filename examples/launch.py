@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import tempfile
@@ -33,6 +34,22 @@ class Rank:
     def is_first(self) -> bool:
         """True on the one rank that prints and writes files."""
         return self.rank == 0
+
+
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `run_parsed` reads: which ranks, and on what."""
+    parser.add_argument("--ranks", type=int, help="default: all GPUs, or 2")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+
+
+def run_parsed(
+    work: Callable[[Rank, Any], None], options: argparse.Namespace, parser: argparse.ArgumentParser
+) -> None:
+    """`run_on_ranks` with options of `add_rank_options`; what cannot be had is a usage error."""
+    try:
+        run_on_ranks(work, options, num_ranks=options.ranks, device_type=options.device)
+    except LaunchError as error:
+        parser.error(str(error))
 
 
 def run_on_ranks(

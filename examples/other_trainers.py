@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from gpt import GPT, GPTConfig
-from launch import LaunchError, Rank, run_on_ranks
+from launch import Rank, add_rank_options, run_parsed
 from text_data import load_corpus, random_batch
 from torch import Tensor
 
@@ -148,13 +148,9 @@ def main() -> None:
     add("--output", type=Path, default=Path("runs/other_trainers"), help="folder of checkpoints")
     add("--stage", type=int, default=3, choices=(0, 1, 2, 3), help="ZeRO stage")
     add("--steps", type=int, default=50, help="updates of the weights")
-    add("--ranks", type=int, help="default: all GPUs, or 2")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add_rank_options(parser)
     options = parser.parse_args()
-    try:
-        run_on_ranks(work, options, num_ranks=options.ranks, device_type=options.device)
-    except LaunchError as error:
-        parser.error(str(error))
+    run_parsed(work, options, parser)
 
 
 if __name__ == "__main__":
