@@ -1,7 +1,8 @@
 # Set-up, build, tests and demo, each in one command on a machine with Python, a C++ compiler and make.
 #
 #   make demo                      train a small GPT on all ranks of this machine
-#   make test ARGS="tests/plan"    run the tests, ARGS go to pytest
+#   make test                      run all tests, two for each core at a time
+#   make test ARGS="tests/plan"    run some of them: ARGS go to pytest
 #   PYTHON=/path/to/python make test   where that Python has a suitable torch, use it
 #
 # Everything is installed in .venv (scripts/setup_env.py says what); after `make distclean`,
@@ -11,6 +12,9 @@ PYTHON ?= python3
 VENV := $(CURDIR)/.venv
 PY := $(VENV)/bin/python
 CXX ?= g++
+# The tests of a file stay together, because they share what the first of them measures. Files begin
+# in the order of collection, which has the slow ones first.
+ALL_TESTS := -n auto --dist loadfile --no-loadscope-reorder
 CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 TEST_CXX_FILES = $(shell find tests -name '*.h' -o -name '*.cpp')
 
@@ -24,7 +28,7 @@ demo: $(VENV)/.built $(VENV)/.has-demo
 	$(PY) examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/.built $(VENV)/.has-test
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(or $(ARGS),$(ALL_TESTS))
 
 build: $(VENV)/.built
 
