@@ -184,9 +184,8 @@ class Checkpoints:
     def _start(self, step: int, save: Save) -> PendingSave:
         if not self._background:
             written: Future[None] = Future()
-            parts = (part.to("cpu") for part in save.saved.parts())
             try:
-                save.write(parts, self._delete_old)
+                save.write(None, self._delete_old)
             except Exception as error:
                 written.set_exception(error)
             else:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from zerocore.checkpoint.chunk_reads import locate, read_box
+from zerocore.checkpoint.io_threads import in_threads
 
 _PACKAGE = "torch.distributed.checkpoint."
 _ALLOWED = frozenset(
@@ -94,22 +96,31 @@ class SafeReader(FileSystemReader):
         self, path: Path, items: list[ReadItem], planner: LoadPlanner
     ) -> list[ReadItem]:
         """Reads what it can; returns the items that torch has to read."""
-        left, chunks = [], {}
         with open(path, "rb", buffering=0) as file:
-            for item in sorted(items, key=lambda i: self.storage_data[i.storage_index].offset):
+
+            def read(wanted: tuple[ReadItem, Tensor]) -> bool:
+                item, target = wanted
                 info = self.storage_data[item.storage_index]
-                if info.offset not in chunks:
-                    chunks[info.offset] = locate(file.fileno(), info.offset, info.length)
-                chunk = chunks[info.offset]
+                chunk = locate(file.fileno(), info.offset, info.length)
                 if chunk is None:
-                    left.append(item)
-                    continue
-                target = planner.resolve_tensor(item).detach()
+                    return False
                 try:
                     read_box(file.fileno(), chunk, item.storage_offsets, item.lengths, target)
                 except (OSError, RuntimeError) as error:
                     raise OSError(f"{path}: '{item.storage_index.fqn}': {error}") from error
-                planner.commit_tensor(item, target)
+                return True
+
+            ordered = sorted(items, key=lambda i: self.storage_data[i.storage_index].offset)
+            wanted = [(item, planner.resolve_tensor(item).detach()) for item in ordered]
+            on_cpu = all(target.device.type == "cpu" for _, target in wanted)
+            # A device's copies go to this thread's stream.
+            were_read = in_threads(read, wanted) if on_cpu else map(read, wanted)
+            left = []
+            for (item, target), was_read in zip(wanted, were_read, strict=True):
+                if was_read:
+                    planner.commit_tensor(item, target)
+                else:
+                    left.append(item)
         return left
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from zerocore.checkpoint import files
+from zerocore.checkpoint.io_threads import in_threads
 from zerocore.checkpoint.kept_plan import Facts, KeptPlan
 from zerocore.checkpoint.save_plan import Piece, SavePlan, box_strides
 from zerocore.checkpoint.torch_chunks import data_offset, frame
@@ -96,12 +97,16 @@ class SavedState:
     def parts(self) -> Iterator[Tensor]:
         """The memory that this rank writes, in the order in its file, in small parts."""
         for piece in self.plan.pieces_of(self.rank):
-            local, begin = self.tensors[piece.key]
-            start = piece.box.begin - begin
-            if piece.box.numel > 0:
-                yield from local[start : start + piece.box.numel].split(
-                    PART_NBYTES // local.element_size()
-                )
+            yield from self.parts_of(piece)
+
+    def parts_of(self, piece: Piece) -> Iterator[Tensor]:
+        """The memory of one piece of this rank."""
+        local, begin = self.tensors[piece.key]
+        start = piece.box.begin - begin
+        if piece.box.numel > 0:
+            yield from local[start : start + piece.box.numel].split(
+                PART_NBYTES // local.element_size()
+            )
 
 
 def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedState:
@@ -135,24 +140,43 @@ def _pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def write_rank_file(folder: Path, saved: SavedState, parts: Iterable[Tensor]) -> None:
+def write_rank_file(folder: Path, saved: SavedState, copies: Iterable[Tensor] | None) -> None:
     """Writes one rank's file and makes it durable.
 
     Args:
-        parts: as of ``saved.parts()``, on the CPU.
+        copies: of ``saved.parts()``, on the CPU; None to write from the tensors themselves.
     """
     file = files.create(folder / saved.plan.file_name(saved.rank))
     try:
         if saved.front:
             files.write(file, 0, saved.front)
-        waiting, plan = iter(parts), saved.plan
-        for piece in plan.pieces_of(saved.rank):
-            _write_piece(file, plan, piece, waiting)
-        for _ in waiting:  # its end says whether all was well
-            raise AssertionError("a part is left")
+        if copies is None:
+            _write_live(file, saved)
+        else:
+            _write_copies(file, saved, iter(copies))
         files.flush(file)
     finally:
         files.close(file)
+
+
+def _write_live(file: int, saved: SavedState) -> None:
+    """Writes several pieces at a time, which nobody changes meanwhile."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # other threads copy, which have streams of their own
+
+    def write(piece: Piece) -> None:
+        _write_piece(file, saved.plan, piece, (part.cpu() for part in saved.parts_of(piece)))
+
+    for _ in in_threads(write, saved.plan.pieces_of(saved.rank)):
+        pass
+
+
+def _write_copies(file: int, saved: SavedState, copies: Iterator[Tensor]) -> None:
+    """Writes piece after piece, as the copies come."""
+    for piece in saved.plan.pieces_of(saved.rank):
+        _write_piece(file, saved.plan, piece, copies)
+    for _ in copies:  # its end says whether all was well
+        raise AssertionError("a part is left")
 
 
 def _write_piece(file: int, plan: SavePlan, piece: Piece, parts: Iterator[Tensor]) -> None:

@@ -34,11 +34,11 @@ class Save:
     own: bytes
     group: dist.ProcessGroup | None
 
-    def write(self, parts: Iterable[Tensor], when_done: Callable[[], None]) -> None:
+    def write(self, copies: Iterable[Tensor] | None, when_done: Callable[[], None]) -> None:
         """Writes this rank's files, and on the first rank completes the checkpoint. Collective.
 
         Args:
-            parts: as of ``saved.parts()``, on the CPU.
+            copies: of ``saved.parts()``, on the CPU; None to write from the tensors themselves.
             when_done: called on the first rank when the checkpoint has its name.
 
         Raises:
@@ -50,7 +50,7 @@ class Save:
 
         def write_own() -> int:
             crc = files.write_file(temporary / own_name(rank), self.own)
-            write_rank_file(temporary, self.saved, parts)
+            write_rank_file(temporary, self.saved, copies)
             return crc
 
         crcs = self._together(write_own)

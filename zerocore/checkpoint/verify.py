@@ -12,6 +12,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from zlib import crc32
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zerocore.checkpoint.checksums import NAME, Sums, read_sums
+from zerocore.checkpoint.io_threads import in_threads
 from zerocore.checkpoint.safe_reader import SafeReader
 from zerocore.checkpoint.save_plan import FORMAT
 from zerocore.checkpoint.torch_chunks import is_intact
@@ -133,7 +135,7 @@ def _check_counts(folder: Path, metadata: Metadata) -> None:
 
 
 class _Part(io.RawIOBase):
-    """Some bytes of a file, as a file."""
+    """Some bytes of a file, as a file; several threads may have one each of the same file."""
 
     def __init__(self, file: Any, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
@@ -150,8 +152,8 @@ class _Part(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._offset + self._at)
-        data = self._file.read(min(len(buffer), max(0, self._length - self._at)))
+        count = min(len(buffer), max(0, self._length - self._at))
+        data = os.pread(self._file.fileno(), count, self._offset + self._at)
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -195,8 +197,10 @@ def check_sums(
     with open(folder / name, "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):  # the system reads further ahead
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        for item in items:
-            if not item.is_good(file):
+        chosen = list(items)
+        found = in_threads(partial(Stored.is_good, file=file), chosen)
+        for item, is_good in zip(chosen, found, strict=True):
+            if not is_good:
                 keys.append(item.key)
             advance(item.length)
     if keys:
