@@ -69,6 +69,16 @@ void register_io(py::module_& module) {
       py::arg("file"),
       py::arg("offset"),
       py::arg("nbytes"));
+  module.def(
+      "read_at",
+      [](int file, uintptr_t address, int64_t offset, size_t nbytes) {
+        void* memory = reinterpret_cast<void*>(address); // NOLINT(performance-no-int-to-ptr)
+        return with_os_errors([&] { return io::read_at(file, memory, offset, nbytes); });
+      },
+      py::arg("file"),
+      py::arg("address"),
+      py::arg("offset"),
+      py::arg("nbytes"));
 }
 
 } // namespace zerocore

@@ -14,14 +14,16 @@ import os
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
-from zerocore._C import crc32_at
+from zerocore._C import crc32_at, read_at
 
 MAX_NBYTES = 1 << 30  # of a chunk's data; zip files above 4 GiB have another form
 _HEAD_NBYTES = 768  # before the data; room for the shape of a tensor of 24 dimensions
@@ -106,18 +108,46 @@ def frame(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], crc:
 
 def is_intact(file: int, offset: int, data_nbytes: int) -> bool:
     """Whether a chunk that was framed here is as it was written, to the last bit."""
-    length = chunk_nbytes(data_nbytes)
-    head = os.pread(file, _HEAD_NBYTES, offset)
-    begin = offset + _HEAD_NBYTES
-    try:  # from the begin to the end, as the system reads ahead
-        crc = crc32_at(file, begin, data_nbytes)
+    try:
+        head, crc, tail = _read(file, offset, data_nbytes, partial(crc32_at, file))
     except OSError:
         return False
-    tail = os.pread(file, length - _HEAD_NBYTES - data_nbytes, begin + data_nbytes)
     at = _DATA_SUM_AT
     if len(tail) < _TAIL_NBYTES or tail[at : at + _SUM.size] != _SUM.pack(crc):
         return False
     return tail[-_SUM.size :] == _SUM.pack(crc32(tail[: -_SUM.size], crc32(head)))
+
+
+def read_intact(
+    file: int,
+    offset: int,
+    memory: Tensor,
+    form: tuple[torch.dtype, Sequence[int], Sequence[int]],
+) -> bool:
+    """Reads the data of a chunk; whether all of it is as :func:`frame` makes it for that data.
+
+    Args:
+        memory: plain, 1-D and contiguous, on the CPU; holds anything if the result is False.
+        form: dtype, sizes and strides of the tensor.
+    """
+    try:
+        read = partial(read_at, file, memory.data_ptr())
+        head, crc, tail = _read(file, offset, memory.nbytes, read)
+    except OSError:
+        return False
+    memory[:0].zero_()  # the version counter does not see what is read
+    return frame(*form, crc) == Frame(head, tail)
+
+
+def _read(
+    file: int, offset: int, data_nbytes: int, read_data: Callable[[int, int], int]
+) -> tuple[bytes, int, bytes]:
+    """Head, checksum of the data and tail, from the begin to the end, as the system reads ahead."""
+    head = os.pread(file, _HEAD_NBYTES, offset)
+    begin = offset + _HEAD_NBYTES
+    crc = read_data(begin, data_nbytes)
+    count = chunk_nbytes(data_nbytes) - _HEAD_NBYTES - data_nbytes
+    return head, crc, os.pread(file, count, begin + data_nbytes)
 
 
 def _local(name: bytes, crc: int, size: int, extra: bytes = b"") -> bytes:

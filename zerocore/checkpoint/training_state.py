@@ -91,7 +91,8 @@ def fit_optimizer(
 ) -> State:
     """The optimizer's states that the checkpoint has, on its own memory, and options of groups.
 
-    States are made where there are none yet. A parameter may lack its state as a whole.
+    States are made where there are none yet, and stay if this raises. A parameter may lack its
+    state as a whole.
 
     Args:
         groups: the saved ones. An option that they lack keeps its value.
@@ -107,14 +108,11 @@ def fit_optimizer(
         )
     saved = {key for key in metadata.state_dict_metadata if key.startswith("optim.state.")}
     stated = {key.removeprefix("optim.state.").rpartition(".")[0] for key in saved}
-    had = set(optimizer.state)
     make_states(optimizer)
     state = {k: v for k, v in _by_names(model, optimizer)["state"].items() if k in stated}
     own = dict(flat(state, "optim.state."))
     missing, unexpected = sorted(set(own) - saved), sorted(saved - set(own))
     if missing or unexpected:
-        for param in set(optimizer.state) - had:
-            del optimizer.state[param]
         raise ValueError(
             f"{folder} was saved with another kind of optimizer: missing {missing or 'nothing'}, "
             f"unexpected {unexpected or 'nothing'}"
@@ -122,6 +120,21 @@ def fit_optimizer(
     for key, value in own.items():
         _check_tensor(key, value, metadata, folder)
     return {"state": state, "param_groups": groups}
+
+
+def params_without_state(model: nn.Module, optimizer: Optimizer) -> set[str]:
+    """Names of the optimizer's parameters that have no state yet."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    names = zip(_names(model, optimizer), params, strict=True)
+    return {name for name, param in names if not optimizer.state.get(param)}
+
+
+def drop_states(model: nn.Module, optimizer: Optimizer, names: set[str]) -> None:
+    """Forgets the states of the parameters of these names."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for name, param in zip(_names(model, optimizer), params, strict=True):
+        if name in names:
+            optimizer.state.pop(param, None)
 
 
 def _outline(groups: list[State]) -> str:

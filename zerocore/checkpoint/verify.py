@@ -12,7 +12,6 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -176,8 +175,18 @@ def verify(folder: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> N
                 chosen.append(item)
             done += item.length
         check_sums(folder, name, chosen)
+    if part == 0:
+        check_wholes(folder)
+
+
+def check_wholes(folder: Path) -> None:
+    """Compares the checksums of the small files, where zerocore wrote them.
+
+    Raises:
+        ValueError: bytes have changed; names the file.
+    """
     sums = read_sums(folder)
-    if sums is not None and part == 0:
+    if sums is not None:
         for name in sums.wholes:
             sums.check_whole(folder, name)
 
@@ -187,8 +196,14 @@ def check_sums(
     name: str,
     items: Iterable[Stored],
     advance: Callable[[int], None] = lambda nbytes: None,
+    is_good: Callable[[Stored, Any], bool] = Stored.is_good,
 ) -> None:
-    """Compares the checksums of what lies in one file; ``advance`` is told of bytes.
+    """Compares the checksums of what lies in one file.
+
+    Args:
+        advance: is told of bytes.
+        is_good: says of an item and the open file whether it holds what was written; called by
+            several threads.
 
     Raises:
         ValueError: bytes have changed; names file and keys.
@@ -198,9 +213,9 @@ def check_sums(
         if hasattr(os, "posix_fadvise"):  # the system reads further ahead
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         chosen = list(items)
-        found = in_threads(partial(Stored.is_good, file=file), chosen)
-        for item, is_good in zip(chosen, found, strict=True):
-            if not is_good:
+        found = in_threads(lambda item: is_good(item, file), chosen)
+        for item, was_good in zip(chosen, found, strict=True):
+            if not was_good:
                 keys.append(item.key)
             advance(item.length)
     if keys:
