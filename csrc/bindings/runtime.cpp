@@ -1,7 +1,8 @@
-// Python face of the runtime layer: allocators' figures, the watchdog's last word, and the bucket
-// pool, for tests.
+// Python face of the runtime layer: allocators' figures, the watchdog's last word, host memory, and
+// the bucket pool, for tests.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <string>
@@ -9,6 +10,7 @@
 #include "bindings/bindings.h"
 #include "runtime/allocator_counts.h"
 #include "runtime/bucket_pool.h"
+#include "runtime/host_memory.h"
 #include "runtime/watchdog.h"
 
 namespace py = pybind11;
@@ -40,6 +42,14 @@ void register_runtime(py::module_& module) {
       "allocator_counts",
       [](const std::string& device) { return allocator_counts(c10::Device(device)); },
       py::arg("device"));
+  py::class_<HostMemory, std::shared_ptr<HostMemory>>(module, "HostMemory")
+      .def(py::init(&HostMemory::map), py::arg("nbytes"), py::arg("pinned") = false)
+      .def("view", &HostMemory::view, py::arg("offset"), py::arg("numel"), py::arg("dtype"))
+      .def_property_readonly("nbytes", &HostMemory::nbytes)
+      .def_property_readonly("is_pinned", &HostMemory::is_pinned)
+      .def_property_readonly("address", [](const HostMemory& memory) {
+        return reinterpret_cast<uintptr_t>(memory.data());
+      });
   py::class_<PoolStats>(module, "PoolStats")
       .def_readonly("in_use_nbytes", &PoolStats::in_use_nbytes)
       .def_readonly("peak_nbytes", &PoolStats::peak_nbytes)
