@@ -66,6 +66,33 @@ class HostMemory:
     is_pinned: bool
     address: int
 
+def use_host_threads(num_threads: int) -> None:
+    """How many threads share the CPU kernels that the calling thread runs; others keep theirs."""
+
+class SwappedUnits:
+    """Units in a file, of which some are in buffers of host memory; zeros at first.
+
+    ``acquire`` gives the first elements of a unit as a 1-D tensor, good until ``release``. Raises
+    OSError when the disk fails, which names file and unit, and again in every call afterwards.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        name: str,
+        unit_names: Sequence[str],
+        unit_nbytes: Sequence[int],
+        num_buffers: int = 3,
+        way: DiskWay = DiskWay.ANY,
+    ) -> None: ...
+    def expect(self, order: Sequence[int]) -> None: ...
+    def acquire(self, unit: int, numel: int, dtype: torch.dtype) -> Tensor: ...
+    def release(self, unit: int, changed: bool) -> None: ...
+    def finish(self) -> None: ...
+    memory_nbytes: int
+    file_nbytes: int
+    descriptor: int
+
 class Slot:
     """A block of pool memory."""
 

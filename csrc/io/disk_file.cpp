@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kMaxBlockNbytes = int64_t{4} << 20;
 constexpr size_t kMaxBlocks = 64; // under way at a time
-constexpr size_t kNumThreads = 4; // without io_uring
+constexpr size_t kNumThreads = 8; // without io_uring
 
 [[noreturn]] void fail_with(int code, const std::string& what) {
   throw std::system_error(code, std::generic_category(), what);
