@@ -241,3 +241,23 @@ def plan_memory(
     rank: int,
     optimizer_states: int,
 ) -> MemoryPlan: ...
+
+class SwapStep:
+    """A transfer that begins ("read", "write") between a buffer and a file, or its "await"."""
+
+    kind: str
+    unit: int
+    buffer: int
+
+class SwapRing:
+    """Which units are in which buffers; methods return the steps."""
+
+    def __init__(self, unit_nbytes: Sequence[int], num_buffers: int, alignment: int) -> None: ...
+    file_nbytes: int
+    buffer_nbytes: int
+    num_buffers: int
+    def range(self, unit: int) -> Range: ...
+    def expect(self, order: Sequence[int]) -> list[SwapStep]: ...
+    def acquire(self, unit: int) -> tuple[int, list[SwapStep]]: ...
+    def release(self, unit: int, changed: bool) -> list[SwapStep]: ...
+    def finish(self) -> list[SwapStep]: ...

@@ -1,11 +1,15 @@
-// Bytes of files and their checksums; memory is given by its address, and Python runs meanwhile.
+// Bytes of files and their checksums, and files to swap with; memory is given by its address, and
+// Python runs meanwhile.
 #include <pybind11/pybind11.h>
 
-#include <cerrno>
+#include <exception>
+#include <string>
 #include <system_error>
+#include <utility>
 
 #include "bindings/bindings.h"
 #include "io/crc32.h"
+#include "io/disk_file.h"
 #include "io/file_bytes.h"
 
 namespace py = pybind11;
@@ -13,26 +17,70 @@ namespace py = pybind11;
 namespace zerocore {
 namespace {
 
-const void* as_memory(uintptr_t address) {
-  return reinterpret_cast<const void*>(address); // NOLINT(performance-no-int-to-ptr)
+void* as_memory(uintptr_t address) {
+  return reinterpret_cast<void*>(address); // NOLINT(performance-no-int-to-ptr)
 }
 
+using Released = py::call_guard<py::gil_scoped_release>;
+
 // What the system refuses is an OSError with its errno, as of Python's own functions.
-template <typename Action>
-uint32_t with_os_errors(Action action) {
+void translate_os_error(std::exception_ptr caught) {
   try {
-    const py::gil_scoped_release released;
-    return action();
+    std::rethrow_exception(std::move(caught));
   } catch (const std::system_error& error) {
-    errno = error.code().value();
-    PyErr_SetFromErrno(PyExc_OSError);
-    throw py::error_already_set();
+    const auto said = py::make_tuple(error.code().value(), error.what());
+    PyErr_SetObject(PyExc_OSError, said.ptr());
   }
+}
+
+void register_disk_file(py::module_& module) {
+  using io::DiskFile;
+  module.attr("DISK_ALIGNMENT") = io::kDiskAlignment;
+  py::enum_<io::DiskWay>(module, "DiskWay")
+      .value("ANY", io::DiskWay::Any)
+      .value("IO_URING", io::DiskWay::IoUring)
+      .value("THREADS", io::DiskWay::Threads);
+  py::class_<DiskFile>(module, "DiskFile")
+      .def(
+          py::init<const std::string&, const std::string&, int64_t, io::DiskWay>(),
+          py::arg("folder"),
+          py::arg("name"),
+          py::arg("nbytes"),
+          py::arg("way") = io::DiskWay::Any,
+          Released())
+      .def(
+          "read",
+          [](DiskFile& self, int64_t offset, uintptr_t address, int64_t nbytes, std::string label) {
+            return self.read(offset, as_memory(address), nbytes, std::move(label));
+          },
+          py::arg("offset"),
+          py::arg("address"),
+          py::arg("nbytes"),
+          py::arg("label"),
+          Released())
+      .def(
+          "write",
+          [](DiskFile& self, int64_t offset, uintptr_t address, int64_t nbytes, std::string label) {
+            return self.write(offset, as_memory(address), nbytes, std::move(label));
+          },
+          py::arg("offset"),
+          py::arg("address"),
+          py::arg("nbytes"),
+          py::arg("label"),
+          Released())
+      .def("wait", &DiskFile::wait, py::arg("ticket"), Released())
+      .def_property_readonly("nbytes", &DiskFile::nbytes)
+      .def_property_readonly("path", &DiskFile::path)
+      .def_property_readonly("way", &DiskFile::way)
+      .def_property_readonly("is_direct", &DiskFile::is_direct)
+      .def_property_readonly("descriptor", &DiskFile::descriptor);
 }
 
 } // namespace
 
 void register_io(py::module_& module) {
+  py::register_local_exception_translator(&translate_os_error);
+  register_disk_file(module);
   module.def(
       "crc32",
       [](uintptr_t address, size_t nbytes, uint32_t crc, bool by_tables) {
@@ -53,32 +101,26 @@ void register_io(py::module_& module) {
   module.def(
       "write_at",
       [](int file, uintptr_t address, size_t nbytes, int64_t offset, uint32_t crc) {
-        return with_os_errors(
-            [&] { return io::write_at(file, as_memory(address), nbytes, offset, crc); });
+        return io::write_at(file, as_memory(address), nbytes, offset, crc);
       },
       py::arg("file"),
       py::arg("address"),
       py::arg("nbytes"),
       py::arg("offset"),
-      py::arg("crc") = 0);
+      py::arg("crc") = 0,
+      Released());
   module.def(
-      "crc32_at",
-      [](int file, int64_t offset, size_t nbytes) {
-        return with_os_errors([&] { return io::crc32_at(file, offset, nbytes); });
-      },
-      py::arg("file"),
-      py::arg("offset"),
-      py::arg("nbytes"));
+      "crc32_at", &io::crc32_at, py::arg("file"), py::arg("offset"), py::arg("nbytes"), Released());
   module.def(
       "read_at",
       [](int file, uintptr_t address, int64_t offset, size_t nbytes) {
-        void* memory = reinterpret_cast<void*>(address); // NOLINT(performance-no-int-to-ptr)
-        return with_os_errors([&] { return io::read_at(file, memory, offset, nbytes); });
+        return io::read_at(file, as_memory(address), offset, nbytes);
       },
       py::arg("file"),
       py::arg("address"),
       py::arg("offset"),
-      py::arg("nbytes"));
+      py::arg("nbytes"),
+      Released());
 }
 
 } // namespace zerocore

@@ -25,9 +25,9 @@ PYBIND11_MODULE(_C, module) {
   zerocore::register_plan(module);
   zerocore::register_reduction(module);
   zerocore::register_kernels(module);
+  zerocore::register_io(module);
   zerocore::register_runtime(module);
   zerocore::register_emulated(module);
-  zerocore::register_io(module);
   zerocore::register_engine_types(module);
   zerocore::register_engine(module);
   zerocore::register_shards(module);

@@ -1,14 +1,20 @@
-// Python face of the runtime layer: allocators' figures, the watchdog's last word, and the bucket
-// pool, for tests.
+// Python face of the runtime layer: allocators' figures, the watchdog's last word, threads and
+// memory of the host, and the bucket pool, for tests.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "runtime/allocator_counts.h"
 #include "runtime/bucket_pool.h"
+#include "runtime/host_memory.h"
+#include "runtime/host_threads.h"
+#include "runtime/swapped_units.h"
 #include "runtime/watchdog.h"
 
 namespace py = pybind11;
@@ -25,9 +31,65 @@ struct CpuPool {
   BucketPool pool;
 };
 
+void register_host(py::module_& module) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  module.def("use_host_threads", &use_host_threads, py::arg("num_threads"));
+  py::class_<HostMemory, std::shared_ptr<HostMemory>>(module, "HostMemory")
+      .def(py::init(&HostMemory::map), py::arg("nbytes"), py::arg("pinned") = false)
+      .def("view", &HostMemory::view, py::arg("offset"), py::arg("numel"), py::arg("dtype"))
+      .def_property_readonly("nbytes", &HostMemory::nbytes)
+      .def_property_readonly("is_pinned", &HostMemory::is_pinned)
+      .def_property_readonly("address", [](const HostMemory& memory) {
+        return reinterpret_cast<uintptr_t>(memory.data());
+      });
+  py::class_<SwappedUnits>(module, "SwappedUnits")
+      .def(
+          py::init([](std::string folder,
+                      std::string name,
+                      std::vector<std::string> unit_names,
+                      std::vector<int64_t> unit_nbytes,
+                      int num_buffers,
+                      io::DiskWay way) {
+            return std::make_unique<SwappedUnits>(SwapOptions{
+                std::move(folder),
+                std::move(name),
+                std::move(unit_names),
+                std::move(unit_nbytes),
+                num_buffers,
+                way});
+          }),
+          py::arg("folder"),
+          py::arg("name"),
+          py::arg("unit_names"),
+          py::arg("unit_nbytes"),
+          py::arg("num_buffers") = 3,
+          py::arg("way") = io::DiskWay::Any,
+          Released())
+      .def("expect", &SwappedUnits::expect, py::arg("order"), Released())
+      .def(
+          "acquire",
+          [](SwappedUnits& self, UnitId unit, int64_t numel, at::ScalarType dtype) {
+            const int64_t offset = self.acquire(unit) - self.memory()->data();
+            return self.memory()->view(offset, numel, dtype);
+          },
+          py::arg("unit"),
+          py::arg("numel"),
+          py::arg("dtype"),
+          Released())
+      .def("release", &SwappedUnits::release, py::arg("unit"), py::arg("changed"), Released())
+      .def("finish", &SwappedUnits::finish, Released())
+      .def_property_readonly(
+          "memory_nbytes", [](const SwappedUnits& self) { return self.memory()->nbytes(); })
+      .def_property_readonly(
+          "file_nbytes", [](const SwappedUnits& self) { return self.file().nbytes(); })
+      .def_property_readonly(
+          "descriptor", [](const SwappedUnits& self) { return self.file().descriptor(); });
+}
+
 } // namespace
 
 void register_runtime(py::module_& module) {
+  register_host(module);
   module.def(
       "note_end",
       [](const std::string& how) { Watchdog::of_process().note_end(how); },

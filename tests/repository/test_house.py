@@ -24,7 +24,7 @@ RESERVED = [
         r"torch/csrc/distributed/c10d/",
         r"runtime/(alarm|collectives|emulated_(group|link|work)|issue_guard)\.|engine/",
     ),
-    (r"(c10/|ATen/)?cuda", r"kernels/cuda/|runtime/emulated_timer\.cu"),
+    (r"(c10/|ATen/)?cuda", r"kernels/cuda/|runtime/(emulated_timer|page_pinning)\.cu"),
     (ANY_TORCH, r"(kernels|runtime|engine|bindings)/"),
 ]
 

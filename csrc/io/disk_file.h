@@ -1,0 +1,111 @@
+// A file of a fixed size that memory is swapped to and from, many requests at a time.
+//
+// Note [A file without a name]
+// The file's name is removed right after the file was made, and its space is reserved only then. So
+// nothing is left on the disk however the process ends, SIGKILL included, and nobody can remove the
+// file while it is in use. `df` shows its bytes, `du` does not.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "io/block_queue.h"
+
+namespace zerocore::io {
+
+// What offsets, sizes and addresses of requests are multiples of, as O_DIRECT needs it.
+constexpr int64_t kDiskAlignment = 4096;
+
+enum class DiskWay : uint8_t { Any, IoUring, Threads }; // Any: io_uring, else threads
+
+// Any thread, several at a time. Throws std::system_error with the errno of what failed, whose text
+// names file, offset and the request's label; std::invalid_argument for requests that make no
+// sense.
+class DiskFile {
+ public:
+  using Ticket = int64_t;
+
+  // Reserves `nbytes` in `folder`: past the page cache (O_DIRECT) where its file system has that.
+  // Throws ENOSPC, with the bytes wanted and free, where they are not there; EOPNOTSUPP for
+  // DiskWay::IoUring where the system has none.
+  DiskFile(const std::string& folder, const std::string& name, int64_t nbytes, DiskWay way);
+  // Waits for what is under way.
+  ~DiskFile();
+  DiskFile(const DiskFile&) = delete;
+  DiskFile& operator=(const DiskFile&) = delete;
+
+  // Begin a transfer of `nbytes` > 0 and return at once. The memory is the request's until wait().
+  // Requests of the same bytes have no order: wait for the first one. What was never written reads
+  // as zeros. Of all requests the first 256 MiB are under way; what is behind them is begun by the
+  // next call of any of the three.
+  Ticket read(int64_t offset, void* data, int64_t nbytes, std::string label);
+  Ticket write(int64_t offset, const void* data, int64_t nbytes, std::string label);
+  // Once for each ticket. Throws what went wrong with the request.
+  void wait(Ticket ticket);
+
+  int64_t nbytes() const {
+    return nbytes_;
+  }
+  const std::string& path() const { // that it was made under
+    return path_;
+  }
+  const char* way() const {
+    return queue_->name();
+  }
+  bool is_direct() const {
+    return is_direct_;
+  }
+  int descriptor() const {
+    return file_;
+  }
+
+ private:
+  struct Request {
+    bool writes = false;
+    char* data = nullptr;
+    int64_t offset = 0;
+    int64_t nbytes = 0;
+    std::string label;
+    int64_t begun_nbytes = 0; // handed to the queue
+    int num_blocks = 0; // under way
+    int error = 0; // errno of the first block that failed, which began at:
+    int64_t error_offset = 0;
+
+    bool is_done() const {
+      return num_blocks == 0 && (begun_nbytes == nbytes || error != 0);
+    }
+  };
+  struct BlockUnderWay {
+    Ticket ticket = 0;
+    Block block;
+  };
+
+  Ticket begin(Request request);
+  void feed();
+  void wait_for_some(std::unique_lock<std::mutex>& lock);
+  void account(const MovedBlock& moved);
+  [[noreturn]] void fail(const Request& request) const;
+
+  std::string path_;
+  int64_t nbytes_;
+  int file_ = -1;
+  bool is_direct_ = false;
+  std::unique_ptr<BlockQueue> queue_;
+
+  std::mutex mutex_; // what follows
+  std::condition_variable changed_;
+  bool waiting_ = false; // some thread waits for the queue
+  std::map<Ticket, Request> requests_; // not waited for yet
+  std::deque<Ticket> unfed_; // requests with blocks that the queue does not have
+  std::vector<BlockUnderWay> blocks_; // by the block's id
+  std::vector<uint32_t> free_ids_;
+  Ticket next_ticket_ = 0;
+};
+
+} // namespace zerocore::io

@@ -1,0 +1,86 @@
+// The mapping, its pages and its views.
+#include "runtime/host_memory.h"
+
+#include <ATen/ops/from_blob.h>
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "runtime/page_pinning.h"
+
+namespace zerocore {
+
+namespace {
+
+char* map_zeros(int64_t nbytes) {
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
+  void* data = ::mmap(nullptr, static_cast<size_t>(nbytes), PROT_READ | PROT_WRITE, kFlags, -1, 0);
+  TORCH_CHECK(
+      data != MAP_FAILED,
+      "cannot take ",
+      nbytes,
+      " bytes of host memory: ",
+      std::strerror(errno),
+      ". Is there a limit on this process (ulimit -v, ulimit -d)?");
+  return static_cast<char*>(data);
+}
+
+// Advice that a system may not know; nothing depends on it.
+void advise([[maybe_unused]] void* data, [[maybe_unused]] int64_t nbytes) {
+#ifdef __linux__
+  // A pass over gigabytes in pages of 4 KiB spends its time on looking up pages.
+  ::madvise(data, static_cast<size_t>(nbytes), MADV_HUGEPAGE);
+  // Pages shared with the child of a fork (a worker of a data loader) are copied when either
+  // writes: the next step would take all of it twice, and leave pinned pages to the child.
+  ::madvise(data, static_cast<size_t>(nbytes), MADV_DONTFORK);
+#endif
+}
+
+} // namespace
+
+HostMemory::HostMemory(int64_t nbytes) : nbytes_(nbytes) {
+  if (nbytes > 0) {
+    data_ = map_zeros(nbytes);
+    advise(data_, nbytes);
+  }
+}
+
+HostMemory::~HostMemory() {
+  if (is_pinned_) {
+    page_pinning()->unpin(data_);
+  }
+  if (data_ != nullptr) {
+    ::munmap(data_, static_cast<size_t>(nbytes_));
+  }
+}
+
+std::shared_ptr<HostMemory> HostMemory::map(int64_t nbytes, bool pinned) {
+  TORCH_CHECK_VALUE(nbytes >= 0, "host memory: expected 0 bytes or more, got ", nbytes);
+  const std::shared_ptr<HostMemory> memory(new HostMemory(nbytes));
+  if (pinned && nbytes > 0) {
+    TORCH_CHECK(page_pinning() != nullptr, "pinned host memory needs a build with CUDA");
+    page_pinning()->pin(memory->data_, static_cast<size_t>(nbytes));
+    memory->is_pinned_ = true;
+  }
+  return memory;
+}
+
+at::Tensor HostMemory::view(int64_t offset, int64_t numel, c10::ScalarType dtype) {
+  const auto itemsize = static_cast<int64_t>(c10::elementSize(dtype));
+  TORCH_CHECK_VALUE(
+      offset >= 0 && numel >= 0 && offset % itemsize == 0 && offset <= nbytes_ &&
+          numel <= (nbytes_ - offset) / itemsize,
+      "host memory of ",
+      nbytes_,
+      " bytes has no view of ",
+      numel,
+      " elements of ",
+      dtype,
+      " at byte ",
+      offset);
+  auto keep = [memory = shared_from_this()](void*) {};
+  return at::from_blob(data_ + offset, {numel}, keep, at::TensorOptions().dtype(dtype));
+}
+
+} // namespace zerocore

@@ -1,0 +1,39 @@
+"""Threads by the cores that a process may run on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from zerocore.common.cores import host_threads, num_cores
+
+CHILD = """
+import os
+from zerocore.common.cores import host_threads
+cores = sorted(os.sched_getaffinity(0))
+shared = [host_threads(ranks) for ranks in (1, 2, 1000)]
+os.sched_setaffinity(0, cores[:1])
+print(*shared, host_threads(1000))
+"""
+
+
+def test_processors_of_one_core_count_once(tmp_path: Path) -> None:
+    for processor in range(8):
+        folder = tmp_path / f"cpu{processor}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{processor % 4},{processor % 4 + 4}\n")
+    assert num_cores(range(8), tmp_path) == 4
+    assert num_cores([0, 4], tmp_path) == 1
+    assert num_cores([0, 5], tmp_path) == 2
+    assert num_cores([0, 4], tmp_path / "nowhere") == 2
+
+
+def test_ranks_share_the_cores_that_they_are_not_bound_to() -> None:
+    """A child that may run where its parent may, then on one core only."""
+    command = [sys.executable, "-c", CHILD]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    cores = num_cores(os.sched_getaffinity(0))
+    assert [int(n) for n in done.stdout.split()] == [cores, max(1, cores // 2), 1, 1]
+    assert 1 <= host_threads(1) <= cores

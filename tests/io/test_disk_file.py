@@ -1,0 +1,209 @@
+"""Files to swap with: bytes come back, errors name what failed, nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from zerocore._C import DISK_ALIGNMENT, DiskFile, DiskWay, HostMemory
+
+MIB = 1 << 20
+NUM_UNDER_WAY = 64  # blocks of 4 MiB, csrc/io/disk_file.cpp
+
+
+def make_file(folder: Path, nbytes: int, way: DiskWay) -> DiskFile:
+    """Skips the test where the system has no io_uring."""
+    try:
+        return DiskFile(str(folder), "states", nbytes, way)
+    except OSError as error:
+        if error.errno == errno.EOPNOTSUPP:
+            pytest.skip(str(error))
+        raise
+
+
+def random_bytes(nbytes: int) -> Tensor:
+    """Memory that begins on a page."""
+    memory = HostMemory(nbytes).view(0, nbytes, torch.uint8)
+    return memory.random_()
+
+
+both_ways = pytest.mark.parametrize("way", [DiskWay.IO_URING, DiskWay.THREADS])
+
+
+@both_ways
+def test_bytes_come_back(way: DiskWay, tmp_path: Path) -> None:
+    """Requests of all sizes, more than can be under way, waited for in any order."""
+    sizes = [1, 2, 3, 1023, 1024, 1025, 3000, *[1] * (3 * NUM_UNDER_WAY)]
+    ends = torch.tensor(sizes).cumsum(0).mul(DISK_ALIGNMENT).tolist()
+    ranges = list(zip([0, *ends], ends, strict=False))
+    random.Random(0).shuffle(ranges)
+    source, found = random_bytes(ends[-1]), random_bytes(ends[-1])
+    file = make_file(tmp_path, ends[-1], way)
+    assert (file.way, file.nbytes) == (way.name.lower(), ends[-1])
+    for begin, memory in ((file.write, source), (file.read, found)):
+        tickets = [begin(a, memory.data_ptr() + a, b - a, "a unit") for a, b in ranges]
+        for ticket in random.Random(1).sample(tickets, len(tickets)):
+            file.wait(ticket)
+    assert torch.equal(source, found)
+    with pytest.raises(ValueError, match="was waited for"):
+        file.wait(tickets[0])
+
+
+@both_ways
+def test_several_threads(way: DiskWay, tmp_path: Path) -> None:
+    nbytes, num_threads = 6 * MIB, 4
+    source, found = (random_bytes(num_threads * nbytes) for _ in range(2))
+    file = make_file(tmp_path, num_threads * nbytes, way)
+
+    def round_trip(thread: int) -> None:
+        begin = thread * nbytes
+        for _ in range(5):
+            file.wait(file.write(begin, source.data_ptr() + begin, nbytes, "x"))
+            file.wait(file.read(begin, found.data_ptr() + begin, nbytes, "x"))
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(round_trip, range(num_threads)))
+    assert torch.equal(source, found)
+
+
+def replace_by(path: str) -> Callable[[DiskFile], None]:
+    """Makes the file's descriptor that of another one."""
+
+    def replace(file: DiskFile) -> None:
+        other = os.open(path, os.O_RDWR)
+        os.dup2(other, file.descriptor)
+        os.close(other)
+
+    return replace
+
+
+def cut_off(file: DiskFile) -> None:
+    """In the middle of a page of its second block."""
+    os.truncate(f"/proc/self/fd/{file.descriptor}", 4 * MIB + 100)
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("damage", "request_name", "code", "offset"),
+    [
+        (replace_by("/dev/full"), "write", errno.ENOSPC, 0),
+        (replace_by("/proc/self/mem"), "read", errno.EIO, 0),  # nothing is mapped at 0
+        (cut_off, "read", errno.ENODATA, 4 * MIB),
+    ],
+)
+def test_errors_name_file_and_unit(
+    way: DiskWay,
+    damage: Callable[[DiskFile], None],
+    request_name: str,
+    code: int,
+    offset: int,
+    tmp_path: Path,
+) -> None:
+    memory = random_bytes(8 * MIB)
+    file = make_file(tmp_path, 8 * MIB, way)
+    damage(file)
+    ticket = getattr(file, request_name)(0, memory.data_ptr(), 8 * MIB, "unit 'blocks.3'")
+    with pytest.raises(OSError, match=r"unit 'blocks\.3'") as caught:
+        file.wait(ticket)
+    assert caught.value.errno == code
+    said = str(caught.value)
+    assert f"cannot {request_name}" in said and file.path in said
+    if code != errno.ENOSPC and request_name == "read":  # blocks of /dev/full fail in any order
+        assert f"at byte {offset} " in said
+
+
+def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"has \d+ bytes free, 1125899906842624 are wanted") as caught:
+        DiskFile(str(tmp_path), "states", 1 << 50)
+    assert caught.value.errno == errno.ENOSPC and str(tmp_path) in str(caught.value)
+    with pytest.raises(FileNotFoundError, match="nowhere/states"):
+        DiskFile(str(tmp_path / "nowhere"), "states", DISK_ALIGNMENT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_space_is_reserved(tmp_path: Path) -> None:
+    file = DiskFile(str(tmp_path), "states", 3 * MIB)
+    status = os.fstat(file.descriptor)
+    assert status.st_size == 3 * MIB and status.st_blocks * 512 >= 3 * MIB
+    assert status.st_nlink == 0
+
+
+def test_requests_that_make_no_sense(tmp_path: Path) -> None:
+    memory, page = random_bytes(8 * DISK_ALIGNMENT), DISK_ALIGNMENT
+    file = DiskFile(str(tmp_path), "states", 4 * page)
+    address = memory.data_ptr()
+    for offset, where, nbytes in (
+        (1, address, page),
+        (0, address + 8, page),
+        (0, address, page - 1),
+        (0, address, 0),
+        (0, address, 5 * page),
+        (4 * page, address, page),
+        (-page, address, page),
+    ):
+        with pytest.raises(ValueError, match=r"states.*a unit"):
+            file.read(offset, where, nbytes, "a unit")
+    with pytest.raises(ValueError, match="multiple of 4096 bytes, got 5"):
+        DiskFile(str(tmp_path), "states", 5)
+
+
+def test_a_folder_that_is_removed_takes_nothing_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    source, found = random_bytes(MIB), random_bytes(MIB)
+    file = DiskFile(str(folder), "states", MIB)
+    file.wait(file.write(0, source.data_ptr(), MIB, "x"))
+    shutil.rmtree(folder)
+    file.wait(file.read(0, found.data_ptr(), MIB, "x"))
+    assert torch.equal(source, found)
+
+
+KILLED = """
+import os, signal, sys
+from zerocore._C import DiskFile, HostMemory
+memory = HostMemory(64 << 20)
+file = DiskFile(sys.argv[1], "states", memory.nbytes)
+file.write(0, memory.address, memory.nbytes, "x")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+# A filter of system calls that answers EPERM to io_uring_setup (425 on every processor).
+FORBIDDEN = """
+import ctypes, struct, sys
+from zerocore._C import DiskFile, HostMemory
+libc = ctypes.CDLL(None, use_errno=True)
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+program = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
+assert libc.prctl(38, 1, 0, 0, 0) == 0, "PR_SET_NO_NEW_PRIVS"
+assert libc.prctl(22, 2, program) == 0, "PR_SET_SECCOMP"
+memory = HostMemory(1 << 20)
+file = DiskFile(sys.argv[1], "states", 1 << 20)
+file.wait(file.write(0, memory.address, 1 << 20, "x"))
+print(file.way)
+"""
+
+
+def test_where_io_uring_is_forbidden(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORBIDDEN, str(tmp_path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout == "threads\n"

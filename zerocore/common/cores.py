@@ -1,0 +1,29 @@
+"""The cores that this process may run on, and how many threads its work on the host gets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+_PROCESSORS = Path("/sys/devices/system/cpu")
+
+
+def num_cores(processors: Iterable[int], folder: Path = _PROCESSORS) -> int:
+    """Physical cores behind logical processors; each is one where the system does not tell."""
+    siblings = set()
+    for processor in processors:
+        path = folder / f"cpu{processor}" / "topology" / "thread_siblings_list"
+        siblings.add(path.read_text() if path.exists() else f"{processor}")
+    return len(siblings)
+
+
+def host_threads(local_ranks: int) -> int:
+    """Threads for one rank's work on the host: at least 1, at most one for each physical core.
+
+    A rank that was bound to cores (by ``numactl``, ``taskset``, a scheduler) has those to itself.
+    One that may run wherever its launcher may shares the cores with the other ``local_ranks``.
+    """
+    own, parent = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
+    cores = num_cores(own)
+    return cores if own < parent else max(1, cores // local_ranks)
