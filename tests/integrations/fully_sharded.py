@@ -31,7 +31,9 @@ def let_accelerate_shard_on_cpu() -> None:
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
 
 
-def check_close(found: list[float], expected: list[float]) -> None:
+def check_close(
+    found: list[float], expected: list[float], rtol: float = 1e-5, atol: float = 1e-6
+) -> None:
     """As the tests of ``zerocore.fsdp``: sums of gradients may be rounded otherwise."""
     assert len(found) == len(expected) > 0
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
