@@ -16,7 +16,7 @@ from tests.integrations.fully_sharded import (
     engine,
     let_accelerate_shard_on_cpu,
 )
-from tests.integrations.language_model import build_model, samples
+from tests.integrations.language_model import VOCABULARY, build_model, samples
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -58,13 +58,43 @@ def arguments(folder: Path, files: str, **changes: Any) -> dict[str, Any]:
     return {**options, **changes}
 
 
-def make_trainer(model: Any, options: dict[str, Any]) -> Any:
+def make_plain(options: dict[str, Any], model: Any = None) -> Any:
     import transformers
 
-    let_accelerate_shard_on_cpu()
     args = transformers.TrainingArguments(**options)
     data = {"train_dataset": samples(32), "eval_dataset": samples(6, seed=2)}
-    return transformers.Trainer(model, args, **data)
+    return transformers.Trainer(model or build_model(), args, **data)
+
+
+def make_adapted(options: dict[str, Any]) -> Any:
+    """Over a model with adapters at the attention's projections; all else is frozen."""
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return make_plain(options, peft.get_peft_model(build_model(), config))
+
+
+def make_sft(options: dict[str, Any]) -> Any:
+    """TRL's, with its own defaults: it recomputes activations."""
+    import datasets
+    import tokenizers
+    import transformers
+    import trl
+
+    words = {str(index): index for index in range(VOCABULARY)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "0")),
+        eos_token="0",
+        pad_token="0",
+    )
+    rows = {
+        name: datasets.Dataset.from_list(
+            [{"input_ids": row["input_ids"].tolist()} for row in samples(count, seed=seed)]
+        )
+        for name, count, seed in (("train_dataset", 32, 1), ("eval_dataset", 6, 2))
+    }
+    args = trl.SFTConfig(**options, bf16=False)
+    return trl.SFTTrainer(build_model(), args, processing_class=tokenizer, **rows)
 
 
 def figures(trainer: Any) -> list[float]:
@@ -76,8 +106,8 @@ def figures(trainer: Any) -> list[float]:
 def compare(
     directory: str,
     files: str,
+    make: Any = make_plain,
     pairs: tuple[tuple[str, str], ...] = (("zerocore", "zerocore"),),
-    make: Any = build_model,
     tolerance: dict[str, float] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
@@ -85,8 +115,8 @@ def compare(
     trainers = {}
     for name in ENGINES:
         with engine(name):
-            options = arguments(Path(directory, name), files, **changes)
-            trainers[name] = make_trainer(make(), options)
+            let_accelerate_shard_on_cpu()
+            trainers[name] = make(arguments(Path(directory, name), files, **changes))
             trainers[name].train()
             check_engine(trainers[name].model, name)
     expected = figures(trainers["torch"])
@@ -94,7 +124,8 @@ def compare(
     for writer, reader in pairs:
         with engine(reader):
             folder = Path(directory, f"{reader}-after-{writer}")
-            resumed = make_trainer(make(), arguments(folder, files, **changes))
+            let_accelerate_shard_on_cpu()
+            resumed = make(arguments(folder, files, **changes))
             path = Path(directory, writer, f"checkpoint-{SAVED}")
             resumed.train(resume_from_checkpoint=str(path))
             check_close(figures(resumed), expected, **(tolerance or {}))
@@ -114,7 +145,7 @@ def check_values(trainers: dict[str, Any]) -> None:
 
 def train_in_float32(directory: str) -> None:
     pairs = (("torch", "zerocore"), ("zerocore", "zerocore"), ("zerocore", "torch"))
-    trainers = compare(directory, FULL, pairs)
+    trainers = compare(directory, FULL, pairs=pairs)
     check_values(trainers)
     trainer = trainers["zerocore"]
     prompt = torch.tensor([[1, 2, 3]])
@@ -145,16 +176,8 @@ def test_bf16_and_checkpoints_of_shards_are_those_of_fsdp2(tmp_path: Path) -> No
     run_ranks(train_in_bf16, 2, str(tmp_path), launch="torchrun", timeout=200)
 
 
-def build_adapted() -> Any:
-    """Adapters of the attention's projections; all else is frozen."""
-    import peft
-
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    return peft.get_peft_model(build_model(), config)
-
-
 def train_adapters(directory: str) -> None:
-    trainers = compare(directory, FULL, make=build_adapted)
+    trainers = compare(directory, FULL, make_adapted)
     check_values(trainers)
     trainer = trainers["zerocore"]
     trainer.save_model(directory)
@@ -169,3 +192,12 @@ def train_adapters(directory: str) -> None:
 def test_adapters_of_peft_are_those_of_fsdp2(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     run_ranks(train_adapters, 2, str(tmp_path), launch="torchrun", timeout=200)
+
+
+def train_sft(directory: str) -> None:
+    compare(directory, FULL, make_sft)
+
+
+def test_trl_fine_tunes_as_over_fsdp2(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    run_ranks(train_sft, 2, str(tmp_path), launch="torchrun", timeout=200)
