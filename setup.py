@@ -133,4 +133,14 @@ def make_extension() -> Extension:
     )
 
 
-setup(ext_modules=[make_extension()], cmdclass={"build_ext": BuildExtension})
+def torch_requirement() -> str:
+    """The releases of torch that the extension loads into: those of the one it is built with."""
+    major, minor = torch.__version__.split(".")[:2]
+    return f"torch=={major}.{minor}.*"
+
+
+setup(
+    ext_modules=[make_extension()],
+    install_requires=[torch_requirement()],
+    cmdclass={"build_ext": BuildExtension},
+)
