@@ -171,6 +171,22 @@ def groups_modules(fsdp: Any, model: Any) -> Trained:
     return train(fsdp.fully_shard(model))
 
 
+def uses_less_later(fsdp: Any, model: Any) -> Trained:
+    """From the fourth step on one block is called and left out of the loss, on all ranks."""
+    shard_blocks(fsdp, model)
+    forward = model.blocks[2].forward
+
+    def step(model: Any, index: int) -> float:
+        if index == 3:
+            model.blocks[2].forward = lambda x: x + 0 * forward(x).detach()
+        loss = loss_of(model, tokens_of(index))
+        loss.backward()
+        assert all((param.grad is None) == (index > 2) for param in model.blocks[2].parameters())
+        return loss.item()
+
+    return train(model, step)
+
+
 def train_with_all() -> None:
     for run in (
         options(reshard_after_forward=False),
@@ -184,6 +200,7 @@ def train_with_all() -> None:
         calls_a_method,
         checkpoints,
         groups_modules,
+        uses_less_later,
     ):
         check_same(train_both(run))
     for run in (

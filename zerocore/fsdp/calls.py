@@ -48,6 +48,7 @@ def call(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> 
         if group.unit >= 0:
             engine.enter(group.unit)
             entered = True
+            group.show_views(engine)
         output = _run(group, function, args, kwargs)
     except BaseException:
         _fail(engine, group.unit if entered else -1, begun)

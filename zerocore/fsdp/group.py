@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -9,11 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from zerocore._C import Engine
-from zerocore.fsdp.mesh import shard_rows
+from zerocore.fsdp.rows import Rows, shard_rows
 
+PlacementOf = Callable[[nn.Parameter], Shard | None]
 _GROUP = "_zerocore_fsdp_group"
 _MANAGED = "_zerocore_fsdp_name"  # on a parameter that was replaced by rows: its name
 
@@ -25,15 +27,19 @@ class RowParam:
     Attributes:
         owners: modules and the name in each; more than one if tied.
         shard: the DTensor that is registered between steps and that optimizers update.
+        rows: which part of the parameter that is.
         local: its memory in the engine, once there is one.
-        full: what layers compute with then.
+        full: what the engine gathers into then.
+        shown: what layers compute with, a view of that, where it is not that itself.
     """
 
     owners: list[tuple[nn.Module, str]]
     shard: nn.Parameter
     fqn: str
+    rows: Rows
     local: torch.Tensor | None = None
     full: nn.Parameter | None = None
+    shown: torch.Tensor | None = None
 
     def registered(self) -> Any:
         """What the first owner has in its place."""
@@ -43,8 +49,13 @@ class RowParam:
     def is_in_place(self) -> bool:
         """Whether the engine and the modules have the same tensors."""
         found = self.registered()
-        return (found is self.shard or found is self.full) and (
+        return self._knows(found) and (
             self.shard._local_tensor is self.local  # type: ignore[attr-defined]
+        )
+
+    def _knows(self, found: Any) -> bool:
+        return found is not None and any(
+            found is known for known in (self.shard, self.full, self.shown)
         )
 
     def take_registered(self) -> None:
@@ -54,7 +65,7 @@ class RowParam:
             ValueError: it is no DTensor of the same shape on the same mesh.
         """
         found = self.registered()
-        if found is self.full and found is not None:
+        if found is not self.shard and self._knows(found):
             return
         old: Any = self.shard
         if not isinstance(found, DTensor) or (
@@ -75,6 +86,7 @@ class Tree(Protocol):
     """The root that a group belongs to, as the group sees it."""
 
     group: Group
+    groups: list[tuple[str, Group]]
     engine: Engine | None
     is_provisional: bool
 
@@ -97,12 +109,14 @@ class Group:
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None  # None: unless it is the root's
     params: list[RowParam] = field(default_factory=list)
+    viewed: list[tuple[int, RowParam]] = field(default_factory=list)  # where modules see views
     reshard_after_backward: bool = True
     reduces: bool = True
     reduces_across: bool = True  # over replicas, too
     divide_factor: float | None = None
     root: Tree | None = None
     unit: int = -1  # in the root's engine; -1 without parameters
+    state: Any = None  # what readers of FSDP2's state are given, see state.py
 
     @property
     def syncs(self) -> bool:
@@ -116,8 +130,19 @@ class Group:
             return self.root is not None and self.root.group is self
         return not self.reshard_after_forward
 
-    def shard_params(self, ignored: set[nn.Parameter]) -> None:
-        """Puts DTensors in the place of all parameters that belong to the group."""
+    def show_views(self, engine: Engine) -> None:
+        """After the engine has unsharded the group: makes the views that modules see."""
+        for index, param in self.viewed:
+            assert param.full is not None
+            param.shown = param.rows.show(param.full)
+            engine.show_view(self.unit, index, param.shown)
+
+    def shard_params(self, ignored: set[nn.Parameter], placement_of: PlacementOf | None) -> None:
+        """Puts DTensors in the place of all parameters that belong to the group.
+
+        Raises:
+            ValueError, AssertionError, NotImplementedError: a parameter cannot be sharded, named.
+        """
         owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         names: dict[nn.Parameter, str] = {}
         for name, module in _managed_modules(self.modules):
@@ -127,12 +152,17 @@ class Group:
                     names.setdefault(param, f"{name}.{key}" if name else key)
         for param in owners:
             _check_param(param, names[param])
+        shards = {
+            param: shard_rows(param, self.mesh, placement_of and placement_of(param))
+            for param in owners
+        }
         for param, places in owners.items():
-            shard = shard_rows(param, self.mesh)
+            shard, rows = shards[param]
             setattr(param, _MANAGED, names[param])
             for owner, key in places:
                 owner._parameters[key] = shard
-            self.params.append(RowParam(places, shard, names[param]))
+            self.params.append(RowParam(places, shard, names[param], rows))
+        self.viewed = [each for each in enumerate(self.params) if not each[1].rows.is_plain]
 
     def move_buffers(self, device: torch.device) -> None:
         """Buffers go where the parameters are; those on the meta device stay."""
@@ -184,11 +214,6 @@ def _check_param(param: nn.Parameter, name: str) -> None:
             f"Parameter '{name}' is shared with a parameter already managed by another FSDP group "
             f"('{getattr(param, _MANAGED)}'). For shared/tied parameters, use "
             "fully_shard([module_a, module_b]) to place them in the same FSDP group."
-        )
-    if isinstance(param, DTensor):
-        raise NotImplementedError(
-            f"parameter '{name}' is a DTensor already ({param.placements}): tensor parallelism "
-            "below zerocore.fsdp is not supported; use torch.distributed.fsdp for this model"
         )
     if param.dim() == 0:
         raise ValueError(

@@ -20,7 +20,8 @@ from zerocore._C import (
 from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds, watch_end
 from zerocore.fsdp.group import Group, RowParam, groups_below
-from zerocore.fsdp.mesh import as_dtensor, device_of
+from zerocore.fsdp.mesh import device_of
+from zerocore.fsdp.rows import as_dtensor
 from zerocore.hooks.backward_calls import watch_backward_calls
 from zerocore.hooks.pipelines import refuse_split_backward
 from zerocore.model.ranks import Ranks, control_group, find_ranks
@@ -80,8 +81,7 @@ class Root:
             self.engine.reset()
             self.engine = None
             for param in self.params():
-                param.full = None
-                param.local = None
+                param.full = param.shown = param.local = None
 
     def _make(self) -> None:
         ranks = find_ranks(self.group.mesh, self.module)
@@ -192,7 +192,7 @@ def _options(ranks: Ranks, name: str) -> EngineOptions:
             replicas=None if ranks.replicas is None else ranks.replicas.group_name,
             control=None if control is None else control.group_name,
         ),
-        agree_on_used=False,
+        agree_on_used=True,  # what is unused may be other parameters in each backward
         alarm_name="" if control is None else name,
         stall_seconds=stall_seconds(),
     )
@@ -202,7 +202,8 @@ def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:
     own, policy = param.shard.dtype, group.policy
     narrow = policy.param_dtype if own.is_floating_point else None
     model = narrow or own
-    like = torch.empty(param.shard.shape, dtype=model, device="meta")
+    like = param.rows.inward(torch.empty(param.rows.shape, dtype=model, device="meta"))
+    like = torch.empty(like.shape, dtype=model, device="meta")
     like.requires_grad_(param.shard.requires_grad)
     reduce = (policy.reduce_dtype or model) if own.is_floating_point else own
     return UnitParam(fqn, like, main=own, reduce=reduce, grad=own, lacks_main=False)
@@ -217,12 +218,13 @@ def _bind(engine: Engine, group: Group) -> None:
             engine.make_full(group.unit, index), requires_grad=shard.requires_grad
         )
         local = engine.make_shard(group.unit, index)
+        param.local = param.rows.outward(local)
         with torch.no_grad():
-            local.copy_(shard._local_tensor)  # type: ignore[attr-defined]
-        shard._local_tensor = param.local = local  # type: ignore[attr-defined]
+            param.local.copy_(shard._local_tensor)  # type: ignore[attr-defined]
+        shard._local_tensor = param.local  # type: ignore[attr-defined]
         grad = None
         if shard.is_floating_point():
-            grad = as_dtensor(engine.make_grad(group.unit, index), shard)
+            grad = as_dtensor(param.rows.outward(engine.make_grad(group.unit, index)), shard)
         owners = [ParamOwner(owner._parameters, name) for owner, name in param.owners]
         for owner, name in param.owners:
             owner._parameters[name] = shard
