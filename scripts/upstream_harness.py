@@ -163,9 +163,12 @@ def _limit_ranks(cls: Any, num_ranks: int) -> None:
     if stock is None or "device_count" not in inspect.getsource(stock.fget):
         return
 
+    named = re.search(r"WorldSize(\d+)$", cls.__name__)
+
     def world_size(self: Any) -> int:
         test = getattr(type(self), self._testMethodName)
-        return min(stock.fget(self), max(num_ranks, getattr(test, "needed_ranks", 1)))
+        needed = int(named[1]) if named else getattr(test, "needed_ranks", 1)
+        return min(stock.fget(self), max(num_ranks, needed))
 
     cls.world_size = property(world_size)
 

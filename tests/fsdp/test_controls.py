@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -213,6 +214,39 @@ def train_with_all() -> None:
 
 def test_controls_are_those_of_fsdp2() -> None:
     run_ranks(train_with_all, 2, timeout=180)
+
+
+def test_ddp_leaves_sharded_modules_alone() -> None:
+    run_ranks(replicate_around, 2, timeout=60)
+
+
+def replicate_around() -> None:
+    """DDP takes what is left of a model whose blocks are sharded, and nothing of those."""
+
+    def run(fsdp: Any, model: Any) -> Trained:
+        for block in model.blocks:
+            fsdp.fully_shard(block)
+        replicate(model)
+
+        def step(model: Any, index: int) -> float:
+            loss = loss_of(model, tokens_of(index))
+            loss.backward()
+            return loss.item()
+
+        trained = []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        for index in range(3):
+            trained.append(step(model, index))
+            optimizer.step()
+            optimizer.zero_grad()
+        values = {
+            name: param.full_tensor() if isinstance(param, DTensor) else param.detach()
+            for name, param in model.named_parameters()
+        }
+        assert not isinstance(model.head.weight, DTensor)
+        return Trained(trained, [], values)
+
+    check_same(train_both(run))
 
 
 def train_hybrid() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -180,6 +181,8 @@ def group_of(module: nn.Module) -> Group | None:
 def set_group(module: nn.Module, group: Group) -> None:
     """``module`` is one of ``group.modules`` from now on."""
     module.__dict__[_GROUP] = group
+    # DDP asks for it, and leaves the module alone.
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 def groups_below(module: nn.Module) -> list[tuple[str, Group]]:
@@ -197,7 +200,10 @@ def _managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
     found: dict[nn.Module, str] = {}
 
     def visit(name: str, module: nn.Module) -> None:
-        if module in found or (module not in roots and group_of(module) is not None):
+        if module in found:
+            return
+        others = (group_of(module), "replicate" in module.__dict__.get(REGISTRY_KEY, ()))
+        if module not in roots and any(others):
             return
         found[module] = name
         for key, child in module.named_children():
