@@ -33,10 +33,7 @@ MOST_RANKS = 8
 # Ports of the files to other devices are turned back to the one that there is.
 CURRENT = r"device_type.type, torch.get_device_module\(device_type\).current_device\(\)"
 PORTS = (
-    (
-        rf"torch.device\(\s*device_type.type, {CURRENT}\s*\)",
-        "torch.device(device_type.type)",
-    ),
+    (rf"torch.device\(\s*{CURRENT}\s*\)", "torch.device(device_type.type)"),
     (r"^(import torch_npu|from torch_npu\..*)$", ""),
     (r"^ *@SupportedDevices\(.*\)$", ""),
     (r"\bFSDPNPUTest\b", "FSDPTest"),

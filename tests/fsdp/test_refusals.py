@@ -59,8 +59,11 @@ def use_in_vain() -> None:
     tied = make_net()
     tied.blocks[1].out.weight = tied.blocks[0].out.weight
     fully_shard(tied.blocks[0])
-    with pytest.raises(ValueError, match="shared with a parameter already managed"):
-        fully_shard(tied)
+    fully_shard(tied)
+    with pytest.raises(
+        ValueError, match=r"'blocks\.1\.out.*'blocks\.0\.out|'blocks.0.out.*'blocks.1"
+    ):
+        loss_of(tied, tokens_of(0))
     model = shard_blocks(zerocore.fsdp, make_net())
     with pytest.raises(AssertionError, match="applied to a module once"):
         fully_shard(model)
@@ -114,6 +117,10 @@ def read_states() -> None:
     states[0]._lazy_init()
     assert [state._is_root for state in states] == [True, False, False, False]
     assert states[3]._state_ctx.all_states == states
+    with pytest.raises(RuntimeError, match="requires a single root module"):
+        several = fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])
+        several[0].unshard()  # may be before the root is known
+        several[0](torch.ones(2))
     params = states[2]._fsdp_param_group
     assert params._module_fqn == "blocks.1"
     assert params.fsdp_params[-1]._param_fqn == "blocks.1.down.bias"

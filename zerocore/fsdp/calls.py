@@ -22,14 +22,15 @@ def root_of(group: Group, is_provisional: bool = False) -> Tree:
     ``is_provisional``: another one may be called later.
 
     Raises:
-        RuntimeError: a module below has been called as a root before.
+        RuntimeError: a module below has been called as a root before, or it is one of several that
+            are gathered together.
     """
     if group.root is None:
-        Root(group).is_provisional = is_provisional
+        Root(group)
     root = group.root
     assert root is not None
     if not is_provisional:
-        root.is_provisional = False
+        root.settle()
     return root
 
 

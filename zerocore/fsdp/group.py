@@ -18,7 +18,7 @@ from zerocore.fsdp.rows import Rows, shard_rows
 
 PlacementOf = Callable[[nn.Parameter], Shard | None]
 _GROUP = "_zerocore_fsdp_group"
-_MANAGED = "_zerocore_fsdp_name"  # on a parameter that was replaced by rows: its name
+_ORIGIN = "_zerocore_fsdp_origin"  # on a parameter that was replaced by rows: what it was
 
 
 @dataclass(eq=False)
@@ -29,6 +29,7 @@ class RowParam:
         owners: modules and the name in each; more than one if tied.
         shard: the DTensor that is registered between steps and that optimizers update.
         rows: which part of the parameter that is.
+        origin: the same as another's if both were one parameter.
         local: its memory in the engine, once there is one.
         full: what the engine gathers into then.
         shown: what layers compute with, a view of that, where it is not that itself.
@@ -38,6 +39,7 @@ class RowParam:
     shard: nn.Parameter
     fqn: str
     rows: Rows
+    origin: object = None
     local: torch.Tensor | None = None
     full: nn.Parameter | None = None
     shown: torch.Tensor | None = None
@@ -88,8 +90,11 @@ class Tree(Protocol):
 
     group: Group
     groups: list[tuple[str, Group]]
-    engine: Engine | None
     is_provisional: bool
+    engine: Engine | None
+
+    def settle(self) -> None:
+        """It is the root; no other one will be called."""
 
     def with_params(self) -> list[Group]:
         """The groups that are units of the engine, in their order."""
@@ -159,10 +164,10 @@ class Group:
         }
         for param, places in owners.items():
             shard, rows = shards[param]
-            setattr(param, _MANAGED, names[param])
+            origin = param.__dict__.setdefault(_ORIGIN, object())
             for owner, key in places:
                 owner._parameters[key] = shard
-            self.params.append(RowParam(places, shard, names[param], rows))
+            self.params.append(RowParam(places, shard, names[param], rows, origin))
         self.viewed = [each for each in enumerate(self.params) if not each[1].rows.is_plain]
 
     def move_buffers(self, device: torch.device) -> None:
@@ -185,13 +190,14 @@ def set_group(module: nn.Module, group: Group) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
-def groups_below(module: nn.Module) -> list[tuple[str, Group]]:
-    """The groups of the module and of those in it, each once with its first name."""
+def groups_below(*modules: nn.Module) -> list[tuple[str, Group]]:
+    """The groups of the modules and of those in them, each once with its first name."""
     found: dict[Group, str] = {}
-    for name, inner in module.named_modules():
-        group = group_of(inner)
-        if group is not None:
-            found.setdefault(group, name)
+    for module in modules:
+        for name, inner in module.named_modules():
+            group = group_of(inner)
+            if group is not None:
+                found.setdefault(group, name)
     return [(name, group) for group, name in found.items()]
 
 
@@ -215,12 +221,6 @@ def _managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def _check_param(param: nn.Parameter, name: str) -> None:
-    if hasattr(param, _MANAGED):
-        raise ValueError(
-            f"Parameter '{name}' is shared with a parameter already managed by another FSDP group "
-            f"('{getattr(param, _MANAGED)}'). For shared/tied parameters, use "
-            "fully_shard([module_a, module_b]) to place them in the same FSDP group."
-        )
     if param.dim() == 0:
         raise ValueError(
             f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with "

@@ -34,14 +34,11 @@ class Root:
     """A module that is called from outside, and all groups below it."""
 
     def __init__(self, group: Group) -> None:
-        if len(group.modules) > 1:
-            names = ", ".join(type(module).__name__ for module in group.modules)
-            raise RuntimeError(f"FSDP requires a single root module but got [{names}]")
         self.group = group
         self.module = group.modules[0]
         self.engine: Engine | None = None
-        self.is_provisional = False
-        self.groups = groups_below(self.module)
+        self.is_provisional = True  # another one may be called later
+        self.groups = groups_below(*group.modules)
         for name, inner in self.groups:
             if inner.root is not None and not inner.root.is_provisional:
                 raise RuntimeError(
@@ -53,6 +50,18 @@ class Root:
                 inner.root.release()
             inner.root = self
         _live.add(self)
+
+    def settle(self) -> None:
+        """It is the root.
+
+        Raises:
+            RuntimeError: it is a group of several modules.
+        """
+        modules = self.group.modules
+        if self.is_provisional and len(modules) > 1:
+            names = ", ".join(type(module).__name__ for module in modules)
+            raise RuntimeError(f"FSDP requires a single root module but got [{names}]")
+        self.is_provisional = False
 
     def params(self) -> list[RowParam]:
         """Those of all groups, in the order of the units."""
@@ -99,7 +108,7 @@ class Root:
             _options(ranks, name),
             device=device,
             units=[self._spec(name, group) for name, group in self.groups if group.params],
-            order=call_order(self.module),
+            order=call_order(self.group.modules),
         )
         for group in self.with_params():
             _bind(engine, group)
@@ -111,6 +120,7 @@ class Root:
         refuse_split_backward()
 
     def _check(self) -> None:
+        self._check_ties()
         for name, group in self.groups:
             if group.mesh != self.group.mesh:
                 raise ValueError(
@@ -119,7 +129,24 @@ class Root:
                 )
             for param in group.params:
                 param.take_registered()
-        on_meta = [param.fqn for param in self.params() if param.shard.is_meta]
+            self._check_device(name, group)
+
+    def _check_ties(self) -> None:
+        names: dict[object, str] = {}
+        for name, group in self.groups:
+            for param in group.params:
+                fqn = f"{name}.{param.fqn}" if name else param.fqn
+                if param.origin in names:
+                    raise ValueError(
+                        f"Parameter '{fqn}' is shared with a parameter already managed by another "
+                        f"FSDP group ('{names[param.origin]}'). For shared/tied parameters, use "
+                        "fully_shard([module_a, module_b]) to place them in the same FSDP group."
+                    )
+                names[param.origin] = fqn
+
+    def _check_device(self, name: str, group: Group) -> None:
+        prefix = f"{name}." if name else ""
+        on_meta = [f"{prefix}{param.fqn}" for param in group.params if param.shard.is_meta]
         if on_meta:
             raise RuntimeError(
                 "FSDP parameters should be materialized from meta device before training, but the "
@@ -161,10 +188,10 @@ def live_roots() -> list[Root]:
     return list(_live)
 
 
-def call_order(module: nn.Module) -> list[CallEvent]:
+def call_order(modules: list[nn.Module]) -> list[CallEvent]:
     """Enters and exits of the units if modules are called in order of registration."""
     order: list[CallEvent] = []
-    firsts = {group.modules[0]: group.unit for _, group in groups_below(module) if group.params}
+    firsts = {group.modules[0]: group.unit for _, group in groups_below(*modules) if group.params}
     seen: set[nn.Module] = set()
 
     def visit(inner: nn.Module) -> None:
@@ -179,7 +206,8 @@ def call_order(module: nn.Module) -> list[CallEvent]:
         if unit is not None:
             order.append(CallEvent(False, unit))
 
-    visit(module)
+    for module in modules:
+        visit(module)
     return order
 
 
