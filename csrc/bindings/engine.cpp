@@ -170,6 +170,14 @@ void register_setup(py::class_<PyEngine>& engine) {
           py::arg("grad"),
           py::arg("owners"),
           py::arg("local") = py::none())
+      .def(
+          "show_view",
+          [](PyEngine& self, UnitId unit, int index, py::object view) {
+            self.registrar->show_view(unit, index, std::move(view));
+          },
+          py::arg("unit"),
+          py::arg("param"),
+          py::arg("view"))
       .def("start", [](PyEngine& self, bool consistent) { self.engine->start(consistent); });
 }
 

@@ -20,6 +20,7 @@ struct RegisteredParam {
   pybind11::object full;
   pybind11::object shard;
   std::vector<ParamOwner> owners;
+  pybind11::object view = {}; // of the full one, which modules see in its place
 };
 
 class DictRegistrar final : public Registrar {
@@ -38,23 +39,41 @@ class DictRegistrar final : public Registrar {
 
   void show(UnitId unit, bool full) override {
     const pybind11::gil_scoped_acquire gil;
-    for (const RegisteredParam& param : units_[unit]) {
-      for (const ParamOwner& owner : param.owners) {
-        PyObject* value = full ? param.full.ptr() : param.shard.ptr();
-        PyObject* hidden = full ? param.shard.ptr() : param.full.ptr();
-        // Another one was put there for a while (torch.func.functional_call): it is the one to use.
-        PyObject* current = PyDict_GetItemWithError(owner.parameters.ptr(), owner.name.ptr());
-        if (current != hidden && current != nullptr) {
-          continue;
-        }
-        if (PyDict_SetItem(owner.parameters.ptr(), owner.name.ptr(), value) != 0) {
-          throw pybind11::error_already_set();
-        }
+    for (RegisteredParam& param : units_[unit]) {
+      const pybind11::object& unsharded = param.view ? param.view : param.full;
+      if (full) {
+        replace(param, param.shard, unsharded);
+      } else {
+        replace(param, unsharded, param.shard);
+        param.view = {};
       }
     }
   }
 
+  // While the unit is shown: modules see `view` of the full parameter until it is sharded again.
+  void show_view(UnitId unit, int index, pybind11::object view) {
+    RegisteredParam& param = units_.at(unit).at(index);
+    replace(param, param.view ? param.view : param.full, view);
+    param.view = std::move(view);
+  }
+
  private:
+  // Another one that was put there for a while (torch.func.functional_call) is the one to use.
+  static void replace(
+      const RegisteredParam& param,
+      const pybind11::object& hidden,
+      const pybind11::object& value) {
+    for (const ParamOwner& owner : param.owners) {
+      PyObject* current = PyDict_GetItemWithError(owner.parameters.ptr(), owner.name.ptr());
+      if (current != hidden.ptr() && current != nullptr) {
+        continue;
+      }
+      if (PyDict_SetItem(owner.parameters.ptr(), owner.name.ptr(), value.ptr()) != 0) {
+        throw pybind11::error_already_set();
+      }
+    }
+  }
+
   std::vector<std::vector<RegisteredParam>> units_;
 };
 

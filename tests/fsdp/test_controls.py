@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -171,6 +172,22 @@ def groups_modules(fsdp: Any, model: Any) -> Trained:
     return train(fsdp.fully_shard(model))
 
 
+def uses_less_later(fsdp: Any, model: Any) -> Trained:
+    """From the fourth step on one block is called and left out of the loss, on all ranks."""
+    shard_blocks(fsdp, model)
+    forward = model.blocks[2].forward
+
+    def step(model: Any, index: int) -> float:
+        if index == 3:
+            model.blocks[2].forward = lambda x: x + 0 * forward(x).detach()
+        loss = loss_of(model, tokens_of(index))
+        loss.backward()
+        assert all((param.grad is None) == (index > 2) for param in model.blocks[2].parameters())
+        return loss.item()
+
+    return train(model, step)
+
+
 def train_with_all() -> None:
     for run in (
         options(reshard_after_forward=False),
@@ -184,6 +201,7 @@ def train_with_all() -> None:
         calls_a_method,
         checkpoints,
         groups_modules,
+        uses_less_later,
     ):
         check_same(train_both(run))
     for run in (
@@ -196,6 +214,39 @@ def train_with_all() -> None:
 
 def test_controls_are_those_of_fsdp2() -> None:
     run_ranks(train_with_all, 2, timeout=180)
+
+
+def test_ddp_leaves_sharded_modules_alone() -> None:
+    run_ranks(replicate_around, 2, timeout=60)
+
+
+def replicate_around() -> None:
+    """DDP takes what is left of a model whose blocks are sharded, and nothing of those."""
+
+    def run(fsdp: Any, model: Any) -> Trained:
+        for block in model.blocks:
+            fsdp.fully_shard(block)
+        replicate(model)
+
+        def step(model: Any, index: int) -> float:
+            loss = loss_of(model, tokens_of(index))
+            loss.backward()
+            return loss.item()
+
+        trained = []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        for index in range(3):
+            trained.append(step(model, index))
+            optimizer.step()
+            optimizer.zero_grad()
+        values = {
+            name: param.full_tensor() if isinstance(param, DTensor) else param.detach()
+            for name, param in model.named_parameters()
+        }
+        assert not isinstance(model.head.weight, DTensor)
+        return Trained(trained, [], values)
+
+    check_same(train_both(run))
 
 
 def train_hybrid() -> None:

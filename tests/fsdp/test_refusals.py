@@ -10,7 +10,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zerocore
 import zerocore.fsdp
@@ -28,8 +28,14 @@ def shard_in_vain() -> None:
         fully_shard(nn.ModuleList([model]), mesh=mesh)
     with pytest.raises(TypeError, match=r"expects an nn\.Module"):
         fully_shard(model.weight, mesh=mesh)
-    with pytest.raises(NotImplementedError, match="return None or Shard"):
-        fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(param.dim() - 1))
+    with pytest.raises(AssertionError, match="Shard dim 1 is invalid for 1D tensor"):
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(1))
+    with pytest.raises(NotImplementedError, match="uneven sharding on dim 1"):
+        fully_shard(
+            nn.Linear(3, 4), mesh=mesh, shard_placement_fn=lambda param: Shard(param.dim() - 1)
+        )
+    with pytest.raises(NotImplementedError, match=r"takes Shard\(dim\) or None"):
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Replicate())
     with pytest.raises(NotImplementedError, match="dp_mesh_dims"):
         fully_shard(model, mesh=mesh, dp_mesh_dims=("dp",))
     with pytest.raises(ValueError, match="factor of 2"):
@@ -45,9 +51,6 @@ def shard_in_vain() -> None:
     strange.weight = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="scalar parameters"):
         fully_shard(strange, mesh=mesh)
-    strange.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
-    with pytest.raises(NotImplementedError, match="DTensor already"):
-        fully_shard(strange, mesh=mesh)
     assert type(model) is nn.Linear
     assert not isinstance(model.weight, DTensor)
 
@@ -56,10 +59,13 @@ def use_in_vain() -> None:
     tied = make_net()
     tied.blocks[1].out.weight = tied.blocks[0].out.weight
     fully_shard(tied.blocks[0])
-    with pytest.raises(ValueError, match="shared with a parameter already managed"):
-        fully_shard(tied)
+    fully_shard(tied)
+    with pytest.raises(
+        ValueError, match=r"'blocks\.1\.out.*'blocks\.0\.out|'blocks.0.out.*'blocks.1"
+    ):
+        loss_of(tied, tokens_of(0))
     model = shard_blocks(zerocore.fsdp, make_net())
-    with pytest.raises(ValueError, match="before"):
+    with pytest.raises(AssertionError, match="applied to a module once"):
         fully_shard(model)
     with pytest.raises(AssertionError, match="does not support deepcopy"):
         copy.deepcopy(model)
@@ -100,6 +106,27 @@ def look_at_classes() -> None:
         loss_of(model, tokens_of(0)).backward()
     assert weight.grad.placements == (Shard(0),)
     assert weight.grad.to_local().shape == expected.shape
+
+
+def read_states() -> None:
+    """By the names of FSDP2's own state, as torch.distributed.pipelining reads it."""
+    model = shard_blocks(zerocore.fsdp, make_net())
+    states = [fully_shard.state(module) for module in (model, *model.blocks)]
+    assert fully_shard.state(model.head) is None
+    assert states[0] is model._get_fsdp_state()
+    states[0]._lazy_init()
+    assert [state._is_root for state in states] == [True, False, False, False]
+    assert states[3]._state_ctx.all_states == states
+    with pytest.raises(RuntimeError, match="requires a single root module"):
+        several = fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])
+        several[0].unshard()  # may be before the root is known
+        several[0](torch.ones(2))
+    params = states[2]._fsdp_param_group
+    assert params._module_fqn == "blocks.1"
+    assert params.fsdp_params[-1]._param_fqn == "blocks.1.down.bias"
+    assert not params.is_unsharded
+    model.blocks[1].unshard()
+    assert params.is_unsharded
 
 
 def fail_and_go_on() -> None:
@@ -152,6 +179,7 @@ def run_installed() -> None:
 def run_all() -> None:
     shard_in_vain()
     use_in_vain()
+    read_states()
     fail_and_go_on()
     leave_some_unused()
     run_installed()

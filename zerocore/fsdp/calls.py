@@ -22,14 +22,15 @@ def root_of(group: Group, is_provisional: bool = False) -> Tree:
     ``is_provisional``: another one may be called later.
 
     Raises:
-        RuntimeError: a module below has been called as a root before.
+        RuntimeError: a module below has been called as a root before, or it is one of several that
+            are gathered together.
     """
     if group.root is None:
-        Root(group).is_provisional = is_provisional
+        Root(group)
     root = group.root
     assert root is not None
     if not is_provisional:
-        root.is_provisional = False
+        root.settle()
     return root
 
 
@@ -48,6 +49,7 @@ def call(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> 
         if group.unit >= 0:
             engine.enter(group.unit)
             entered = True
+            group.show_views(engine)
         output = _run(group, function, args, kwargs)
     except BaseException:
         _fail(engine, group.unit if entered else -1, begun)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from zerocore._C import Engine
-from zerocore.fsdp.mesh import shard_rows
+from zerocore.fsdp.rows import Rows, shard_rows
 
+PlacementOf = Callable[[nn.Parameter], Shard | None]
 _GROUP = "_zerocore_fsdp_group"
-_MANAGED = "_zerocore_fsdp_name"  # on a parameter that was replaced by rows: its name
+_ORIGIN = "_zerocore_fsdp_origin"  # on a parameter that was replaced by rows: what it was
 
 
 @dataclass(eq=False)
@@ -25,15 +28,21 @@ class RowParam:
     Attributes:
         owners: modules and the name in each; more than one if tied.
         shard: the DTensor that is registered between steps and that optimizers update.
+        rows: which part of the parameter that is.
+        origin: the same as another's if both were one parameter.
         local: its memory in the engine, once there is one.
-        full: what layers compute with then.
+        full: what the engine gathers into then.
+        shown: what layers compute with, a view of that, where it is not that itself.
     """
 
     owners: list[tuple[nn.Module, str]]
     shard: nn.Parameter
     fqn: str
+    rows: Rows
+    origin: object = None
     local: torch.Tensor | None = None
     full: nn.Parameter | None = None
+    shown: torch.Tensor | None = None
 
     def registered(self) -> Any:
         """What the first owner has in its place."""
@@ -43,8 +52,13 @@ class RowParam:
     def is_in_place(self) -> bool:
         """Whether the engine and the modules have the same tensors."""
         found = self.registered()
-        return (found is self.shard or found is self.full) and (
+        return self._knows(found) and (
             self.shard._local_tensor is self.local  # type: ignore[attr-defined]
+        )
+
+    def _knows(self, found: Any) -> bool:
+        return found is not None and any(
+            found is known for known in (self.shard, self.full, self.shown)
         )
 
     def take_registered(self) -> None:
@@ -54,7 +68,7 @@ class RowParam:
             ValueError: it is no DTensor of the same shape on the same mesh.
         """
         found = self.registered()
-        if found is self.full and found is not None:
+        if found is not self.shard and self._knows(found):
             return
         old: Any = self.shard
         if not isinstance(found, DTensor) or (
@@ -75,8 +89,12 @@ class Tree(Protocol):
     """The root that a group belongs to, as the group sees it."""
 
     group: Group
-    engine: Engine | None
+    groups: list[tuple[str, Group]]
     is_provisional: bool
+    engine: Engine | None
+
+    def settle(self) -> None:
+        """It is the root; no other one will be called."""
 
     def with_params(self) -> list[Group]:
         """The groups that are units of the engine, in their order."""
@@ -97,12 +115,14 @@ class Group:
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None  # None: unless it is the root's
     params: list[RowParam] = field(default_factory=list)
+    viewed: list[tuple[int, RowParam]] = field(default_factory=list)  # where modules see views
     reshard_after_backward: bool = True
     reduces: bool = True
     reduces_across: bool = True  # over replicas, too
     divide_factor: float | None = None
     root: Tree | None = None
     unit: int = -1  # in the root's engine; -1 without parameters
+    state: Any = None  # what readers of FSDP2's state are given, see state.py
 
     @property
     def syncs(self) -> bool:
@@ -116,8 +136,19 @@ class Group:
             return self.root is not None and self.root.group is self
         return not self.reshard_after_forward
 
-    def shard_params(self, ignored: set[nn.Parameter]) -> None:
-        """Puts DTensors in the place of all parameters that belong to the group."""
+    def show_views(self, engine: Engine) -> None:
+        """After the engine has unsharded the group: makes the views that modules see."""
+        for index, param in self.viewed:
+            assert param.full is not None
+            param.shown = param.rows.show(param.full)
+            engine.show_view(self.unit, index, param.shown)
+
+    def shard_params(self, ignored: set[nn.Parameter], placement_of: PlacementOf | None) -> None:
+        """Puts DTensors in the place of all parameters that belong to the group.
+
+        Raises:
+            ValueError, AssertionError, NotImplementedError: a parameter cannot be sharded, named.
+        """
         owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         names: dict[nn.Parameter, str] = {}
         for name, module in _managed_modules(self.modules):
@@ -127,12 +158,17 @@ class Group:
                     names.setdefault(param, f"{name}.{key}" if name else key)
         for param in owners:
             _check_param(param, names[param])
+        shards = {
+            param: shard_rows(param, self.mesh, placement_of and placement_of(param))
+            for param in owners
+        }
         for param, places in owners.items():
-            shard = shard_rows(param, self.mesh)
-            setattr(param, _MANAGED, names[param])
+            shard, rows = shards[param]
+            origin = param.__dict__.setdefault(_ORIGIN, object())
             for owner, key in places:
                 owner._parameters[key] = shard
-            self.params.append(RowParam(places, shard, names[param]))
+            self.params.append(RowParam(places, shard, names[param], rows, origin))
+        self.viewed = [each for each in enumerate(self.params) if not each[1].rows.is_plain]
 
     def move_buffers(self, device: torch.device) -> None:
         """Buffers go where the parameters are; those on the meta device stay."""
@@ -150,15 +186,18 @@ def group_of(module: nn.Module) -> Group | None:
 def set_group(module: nn.Module, group: Group) -> None:
     """``module`` is one of ``group.modules`` from now on."""
     module.__dict__[_GROUP] = group
+    # DDP asks for it, and leaves the module alone.
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
-def groups_below(module: nn.Module) -> list[tuple[str, Group]]:
-    """The groups of the module and of those in it, each once with its first name."""
+def groups_below(*modules: nn.Module) -> list[tuple[str, Group]]:
+    """The groups of the modules and of those in them, each once with its first name."""
     found: dict[Group, str] = {}
-    for name, inner in module.named_modules():
-        group = group_of(inner)
-        if group is not None:
-            found.setdefault(group, name)
+    for module in modules:
+        for name, inner in module.named_modules():
+            group = group_of(inner)
+            if group is not None:
+                found.setdefault(group, name)
     return [(name, group) for group, name in found.items()]
 
 
@@ -167,7 +206,10 @@ def _managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
     found: dict[nn.Module, str] = {}
 
     def visit(name: str, module: nn.Module) -> None:
-        if module in found or (module not in roots and group_of(module) is not None):
+        if module in found:
+            return
+        others = (group_of(module), "replicate" in module.__dict__.get(REGISTRY_KEY, ()))
+        if module not in roots and any(others):
             return
         found[module] = name
         for key, child in module.named_children():
@@ -179,17 +221,6 @@ def _managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def _check_param(param: nn.Parameter, name: str) -> None:
-    if hasattr(param, _MANAGED):
-        raise ValueError(
-            f"Parameter '{name}' is shared with a parameter already managed by another FSDP group "
-            f"('{getattr(param, _MANAGED)}'). For shared/tied parameters, use "
-            "fully_shard([module_a, module_b]) to place them in the same FSDP group."
-        )
-    if isinstance(param, DTensor):
-        raise NotImplementedError(
-            f"parameter '{name}' is a DTensor already ({param.placements}): tensor parallelism "
-            "below zerocore.fsdp is not supported; use torch.distributed.fsdp for this model"
-        )
     if param.dim() == 0:
         raise ValueError(
             f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with "

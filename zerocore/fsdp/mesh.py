@@ -1,15 +1,10 @@
-"""The mesh that parameters are sharded over, and the rows of a parameter that a rank owns."""
+"""The mesh that parameters are sharded over."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 
 def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -44,54 +39,3 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(
         mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
     )
-
-
-def placements_on(mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """Those of parameters on a mesh that :func:`check_mesh` has passed."""
-    return (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
-
-
-def own_rows(param: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The rows of ``param`` that torch.chunk gives this rank, a view; there may be none."""
-    count, rank = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
-    size = -(-param.shape[0] // count)
-    begin = min(rank * size, param.shape[0])
-    return param.narrow(0, begin, min(size, param.shape[0] - begin))
-
-
-def as_dtensor(local: Tensor, like: Any) -> DTensor:
-    """A DTensor over ``local`` (this rank's rows), which is not copied.
-
-    Args:
-        local: a dense tensor without a gradient.
-        like: a DTensor whose shape, mesh and placements are taken.
-    """
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-
-
-def shard_rows(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """A parameter of the same values and the full shape, of which each rank holds its rows.
-
-    Nothing is communicated: every rank takes its rows of its own values.
-    """
-    device = param.device if param.is_meta else device_of(mesh)
-    with torch.no_grad():
-        rows = own_rows(param, mesh)
-        local = torch.empty_like(rows, device=device, memory_format=torch.contiguous_format)
-        local.copy_(rows)
-        sharded = DTensor.from_local(
-            local,
-            mesh,
-            placements_on(mesh),
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
-    return nn.Parameter(sharded, requires_grad=param.requires_grad)

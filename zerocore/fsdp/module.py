@@ -13,6 +13,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from zerocore.fsdp.calls import call, root_of
 from zerocore.fsdp.group import Group, group_of, groups_below
 from zerocore.fsdp.root import apply_settings
+from zerocore.fsdp.state import read_state
 from zerocore.model.unit_call import leave_out_of_graphs
 
 
@@ -27,6 +28,7 @@ class UnshardHandle(TorchUnshardHandle):
         group, self._group = self._group, None
         if group is not None and group.root is not None and group.root.engine is not None:
             group.root.engine.show(group.unit)
+            group.show_views(group.root.engine)
 
 
 class FSDPModule(TorchFSDPModule):
@@ -57,7 +59,7 @@ class FSDPModule(TorchFSDPModule):
         return group
 
     def _get_fsdp_state(self) -> Any:
-        return self._group()
+        return read_state(self._group())
 
     def _groups(self, recurse: bool) -> list[Group]:
         if not recurse:

@@ -20,7 +20,8 @@ from zerocore._C import (
 from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds, watch_end
 from zerocore.fsdp.group import Group, RowParam, groups_below
-from zerocore.fsdp.mesh import as_dtensor, device_of
+from zerocore.fsdp.mesh import device_of
+from zerocore.fsdp.rows import as_dtensor
 from zerocore.hooks.backward_calls import watch_backward_calls
 from zerocore.hooks.pipelines import refuse_split_backward
 from zerocore.model.ranks import Ranks, control_group, find_ranks
@@ -33,14 +34,11 @@ class Root:
     """A module that is called from outside, and all groups below it."""
 
     def __init__(self, group: Group) -> None:
-        if len(group.modules) > 1:
-            names = ", ".join(type(module).__name__ for module in group.modules)
-            raise RuntimeError(f"FSDP requires a single root module but got [{names}]")
         self.group = group
         self.module = group.modules[0]
         self.engine: Engine | None = None
-        self.is_provisional = False
-        self.groups = groups_below(self.module)
+        self.is_provisional = True  # another one may be called later
+        self.groups = groups_below(*group.modules)
         for name, inner in self.groups:
             if inner.root is not None and not inner.root.is_provisional:
                 raise RuntimeError(
@@ -52,6 +50,18 @@ class Root:
                 inner.root.release()
             inner.root = self
         _live.add(self)
+
+    def settle(self) -> None:
+        """It is the root.
+
+        Raises:
+            RuntimeError: it is a group of several modules.
+        """
+        modules = self.group.modules
+        if self.is_provisional and len(modules) > 1:
+            names = ", ".join(type(module).__name__ for module in modules)
+            raise RuntimeError(f"FSDP requires a single root module but got [{names}]")
+        self.is_provisional = False
 
     def params(self) -> list[RowParam]:
         """Those of all groups, in the order of the units."""
@@ -80,8 +90,7 @@ class Root:
             self.engine.reset()
             self.engine = None
             for param in self.params():
-                param.full = None
-                param.local = None
+                param.full = param.shown = param.local = None
 
     def _make(self) -> None:
         ranks = find_ranks(self.group.mesh, self.module)
@@ -99,7 +108,7 @@ class Root:
             _options(ranks, name),
             device=device,
             units=[self._spec(name, group) for name, group in self.groups if group.params],
-            order=call_order(self.module),
+            order=call_order(self.group.modules),
         )
         for group in self.with_params():
             _bind(engine, group)
@@ -111,6 +120,7 @@ class Root:
         refuse_split_backward()
 
     def _check(self) -> None:
+        self._check_ties()
         for name, group in self.groups:
             if group.mesh != self.group.mesh:
                 raise ValueError(
@@ -119,7 +129,24 @@ class Root:
                 )
             for param in group.params:
                 param.take_registered()
-        on_meta = [param.fqn for param in self.params() if param.shard.is_meta]
+            self._check_device(name, group)
+
+    def _check_ties(self) -> None:
+        names: dict[object, str] = {}
+        for name, group in self.groups:
+            for param in group.params:
+                fqn = f"{name}.{param.fqn}" if name else param.fqn
+                if param.origin in names:
+                    raise ValueError(
+                        f"Parameter '{fqn}' is shared with a parameter already managed by another "
+                        f"FSDP group ('{names[param.origin]}'). For shared/tied parameters, use "
+                        "fully_shard([module_a, module_b]) to place them in the same FSDP group."
+                    )
+                names[param.origin] = fqn
+
+    def _check_device(self, name: str, group: Group) -> None:
+        prefix = f"{name}." if name else ""
+        on_meta = [f"{prefix}{param.fqn}" for param in group.params if param.shard.is_meta]
         if on_meta:
             raise RuntimeError(
                 "FSDP parameters should be materialized from meta device before training, but the "
@@ -161,10 +188,10 @@ def live_roots() -> list[Root]:
     return list(_live)
 
 
-def call_order(module: nn.Module) -> list[CallEvent]:
+def call_order(modules: list[nn.Module]) -> list[CallEvent]:
     """Enters and exits of the units if modules are called in order of registration."""
     order: list[CallEvent] = []
-    firsts = {group.modules[0]: group.unit for _, group in groups_below(module) if group.params}
+    firsts = {group.modules[0]: group.unit for _, group in groups_below(*modules) if group.params}
     seen: set[nn.Module] = set()
 
     def visit(inner: nn.Module) -> None:
@@ -179,7 +206,8 @@ def call_order(module: nn.Module) -> list[CallEvent]:
         if unit is not None:
             order.append(CallEvent(False, unit))
 
-    visit(module)
+    for module in modules:
+        visit(module)
     return order
 
 
@@ -192,7 +220,7 @@ def _options(ranks: Ranks, name: str) -> EngineOptions:
             replicas=None if ranks.replicas is None else ranks.replicas.group_name,
             control=None if control is None else control.group_name,
         ),
-        agree_on_used=False,
+        agree_on_used=True,  # what is unused may be other parameters in each backward
         alarm_name="" if control is None else name,
         stall_seconds=stall_seconds(),
     )
@@ -202,7 +230,8 @@ def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:
     own, policy = param.shard.dtype, group.policy
     narrow = policy.param_dtype if own.is_floating_point else None
     model = narrow or own
-    like = torch.empty(param.shard.shape, dtype=model, device="meta")
+    like = param.rows.inward(torch.empty(param.rows.shape, dtype=model, device="meta"))
+    like = torch.empty(like.shape, dtype=model, device="meta")
     like.requires_grad_(param.shard.requires_grad)
     reduce = (policy.reduce_dtype or model) if own.is_floating_point else own
     return UnitParam(fqn, like, main=own, reduce=reduce, grad=own, lacks_main=False)
@@ -217,12 +246,13 @@ def _bind(engine: Engine, group: Group) -> None:
             engine.make_full(group.unit, index), requires_grad=shard.requires_grad
         )
         local = engine.make_shard(group.unit, index)
+        param.local = param.rows.outward(local)
         with torch.no_grad():
-            local.copy_(shard._local_tensor)  # type: ignore[attr-defined]
-        shard._local_tensor = param.local = local  # type: ignore[attr-defined]
+            param.local.copy_(shard._local_tensor)  # type: ignore[attr-defined]
+        shard._local_tensor = param.local  # type: ignore[attr-defined]
         grad = None
         if shard.is_floating_point():
-            grad = as_dtensor(engine.make_grad(group.unit, index), shard)
+            grad = as_dtensor(param.rows.outward(engine.make_grad(group.unit, index)), shard)
         owners = [ParamOwner(owner._parameters, name) for owner, name in param.owners]
         for owner, name in param.owners:
             owner._parameters[name] = shard

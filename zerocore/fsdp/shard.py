@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
-from zerocore.fsdp.group import Group, group_of, set_group
+from zerocore.fsdp.group import Group, PlacementOf, group_of, set_group
 from zerocore.fsdp.mesh import check_mesh, device_of
 from zerocore.fsdp.module import fsdp_class, show_shards
+from zerocore.fsdp.state import state_of
 from zerocore.fsdp.updates import watch_updates
 from zerocore.tensor.parameter import ShardedParameter
 
@@ -40,7 +41,8 @@ def fully_shard(
         reshard_after_forward: whether full parameters are given back after the forward; by default
             unless the module is the root. A number of ranks to reshard to counts as True, 1 as
             False.
-        shard_placement_fn: may only answer None or ``Shard(0)``.
+        shard_placement_fn: says ``Shard(dim)`` for a parameter, or None for the first dimension;
+            other dimensions must divide evenly.
         mp_policy: dtypes of parameters in layers, of gradients on the wire, of inputs and outputs.
         offload_policy: that of keeping everything where it is; on the CPU any.
         ignored_params: stay as they are.
@@ -50,16 +52,16 @@ def fully_shard(
         ``module`` itself.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: an argument or parameter, named.
+        ValueError, TypeError, AssertionError, NotImplementedError: an argument or parameter, named;
+            the types are torch's.
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
     mesh = check_mesh(mesh)
     _check_modules(modules)
     _check_options(mesh, offload_policy, dp_mesh_dims)
     ignored = set() if ignored_params is None else ignored_params
-    _check_placements(modules, ignored, shard_placement_fn)
     group = Group(modules, mesh, mp_policy, _reshards(reshard_after_forward, mesh.size(-1)))
-    group.shard_params(ignored)
+    group.shard_params(ignored, _placement_of(shard_placement_fn))
     group.move_buffers(device_of(mesh))
     for each in modules:
         set_group(each, group)
@@ -73,7 +75,7 @@ def fully_shard(
     return module
 
 
-fully_shard.state = group_of  # type: ignore[attr-defined]  # as torch's has it
+fully_shard.state = state_of  # type: ignore[attr-defined]  # as torch's has it
 
 
 def _check_modules(modules: list[Any]) -> None:
@@ -88,7 +90,10 @@ def _check_modules(modules: list[Any]) -> None:
                 f"fully_shard does not support containers that do not implement forward: {module}"
             )
         if group_of(module) is not None:
-            raise ValueError(f"fully_shard was called for this {type(module).__name__} before")
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"fully_shard was called for this {type(module).__name__} before"
+            )
         if any(isinstance(param, ShardedParameter) for param in module.parameters()):
             raise TypeError(
                 f"fully_shard of a {type(module).__name__} that zerocore.shard has sharded; "
@@ -109,21 +114,20 @@ def _check_options(mesh: DeviceMesh, offload: OffloadPolicy, dp_mesh_dims: Any) 
         )
 
 
-def _check_placements(
-    modules: list[nn.Module],
-    ignored: set[nn.Parameter],
-    placement_fn: Callable[[nn.Parameter], Any] | None,
-) -> None:
+def _placement_of(placement_fn: Callable[[nn.Parameter], Any] | None) -> PlacementOf | None:
     if placement_fn is None:
-        return
-    for module in modules:
-        for name, param in module.named_parameters():
-            placement = None if param in ignored else placement_fn(param)
-            if placement is not None and placement != Shard(0):
-                raise NotImplementedError(
-                    f"shard_placement_fn: {placement} for parameter '{name}'; zerocore.fsdp shards "
-                    "the first dimension only, return None or Shard(0)"
-                )
+        return None
+
+    def placement_of(param: nn.Parameter) -> Shard | None:
+        placement = placement_fn(param)
+        if placement is not None and not isinstance(placement, Shard):
+            raise NotImplementedError(
+                f"shard_placement_fn: {placement!r} for a parameter of shape {list(param.shape)}; "
+                "zerocore.fsdp takes Shard(dim) or None, on the mesh of the call"
+            )
+        return placement
+
+    return placement_of
 
 
 def _reshards(reshard: bool | int | None, num_shards: int) -> bool | None:

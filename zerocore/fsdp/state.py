@@ -1,0 +1,92 @@
+"""What readers of FSDP2's own state of a module find: names and places, to read only."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from zerocore.fsdp.calls import root_of
+from zerocore.fsdp.group import Group, Tree, group_of
+
+
+class FSDPState:
+    """Of the modules of one call of ``fully_shard``, by the names of torch's own."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._modules_to_run_forward: set[nn.Module] = set()  # what is waited for: calls wait
+
+    def _lazy_init(self) -> None:
+        root_of(self._group)
+
+    @property
+    def _root(self) -> Tree | None:
+        return self._group.root
+
+    @property
+    def _is_root(self) -> bool | None:
+        return None if self._root is None else self._root.group is self._group
+
+    @property
+    def _state_ctx(self) -> Any:
+        groups = [self._group] if self._root is None else [group for _, group in self._root.groups]
+        return SimpleNamespace(all_states=[read_state(group) for group in groups])
+
+    @property
+    def _fsdp_param_group(self) -> FSDPParams | None:
+        return FSDPParams(self._group) if self._group.params else None
+
+    @property
+    def _fsdp_param_groups(self) -> list[FSDPParams]:
+        return [FSDPParams(self._group)] if self._group.params else []
+
+
+class FSDPParams:
+    """The parameters of a state."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    @property
+    def _module_fqn(self) -> str | None:
+        groups = [] if self._group.root is None else self._group.root.groups
+        return next((name for name, group in groups if group is self._group), None)
+
+    @property
+    def fsdp_params(self) -> list[Any]:
+        """With name and sharded parameter of each."""
+        prefix = f"{self._module_fqn}." if self._module_fqn else ""
+        return [
+            SimpleNamespace(_param_fqn=f"{prefix}{param.fqn}", sharded_param=param.shard)
+            for param in self._group.params
+        ]
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether modules have the full parameters."""
+        return any(param.registered() is not param.shard for param in self._group.params)
+
+    @property
+    def mesh_info(self) -> Any:
+        """With the mesh and the group of ranks that parameters are sharded over."""
+        mesh = self._group.mesh
+        return SimpleNamespace(
+            mesh=mesh,
+            shard_process_group=mesh.get_group(mesh.ndim - 1),
+            shard_mesh_size=mesh.size(-1),
+        )
+
+
+def read_state(group: Group) -> FSDPState:
+    """The one of the group, always the same."""
+    if group.state is None:
+        group.state = FSDPState(group)
+    return group.state
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """That of a module ``fully_shard`` was called with, else None."""
+    group = group_of(module)
+    return None if group is None else read_state(group)
