@@ -19,6 +19,7 @@ from rich.progress import track
 from bench.lib.links import Link, open_link
 from bench.lib.results import RESULTS_FOLDER, write_results
 from bench.lib.tables import Table, make_console
+from bench.overlap.lookups import lookups
 from bench.overlap.report import comparison, draw_sweep, find, requirements, sweep
 from bench.overlap.run import COMPARED, GOAL_RATIO, HYBRID, OTHER_PREFETCH, WORKLOADS, OverlapRun
 from zerocore import Timeline, trace
@@ -83,7 +84,7 @@ def main(
     link = open_link()
     run = measure(link, quick, rounds)
     timeline = one_step(run)
-    tables = report(run)
+    tables = [*report(run), lookups(link, quick)]
     raw = {"load_at_start": load, **run.raw()}
     if link.is_main:
         console = make_console()

@@ -134,16 +134,19 @@ void register_layout(py::module_& module) {
 void register_schedule(py::module_& module) {
   py::class_<CallEvent>(module, "CallEvent")
       .def(
-          py::init([](bool enter, UnitId unit, bool needs_backward) {
-            return CallEvent{enter ? EventKind::Enter : EventKind::Exit, unit, needs_backward};
+          py::init([](bool enter, UnitId unit, bool needs_backward, bool reads) {
+            const EventKind kind = enter ? EventKind::Enter : EventKind::Exit;
+            return CallEvent{kind, unit, needs_backward, -1, reads};
           }),
           py::arg("enter"),
           py::arg("unit"),
-          py::arg("needs_backward") = true)
+          py::arg("needs_backward") = true,
+          py::arg("reads") = true)
       .def_property_readonly(
           "enter", [](const CallEvent& event) { return event.kind == EventKind::Enter; })
       .def_readonly("unit", &CallEvent::unit)
-      .def_readonly("needs_backward", &CallEvent::needs_backward);
+      .def_readonly("needs_backward", &CallEvent::needs_backward)
+      .def_readonly("reads", &CallEvent::reads);
   py::class_<CallHandle>(module, "CallHandle").def_readonly("unit", &CallHandle::unit);
   py::class_<PassCall>(module, "PassCall")
       .def_readonly("unit", &PassCall::unit)
@@ -175,12 +178,13 @@ void register_schedule(py::module_& module) {
           py::arg("grad") = true)
       .def(
           "exit",
-          [](S& s, UnitId unit, bool needs_backward) {
-            const CallHandle call = s.schedule.exit(unit, needs_backward, s.actions);
+          [](S& s, UnitId unit, bool needs_backward, bool reads) {
+            const CallHandle call = s.schedule.exit(unit, needs_backward, reads, s.actions);
             return ScheduledExit{call, std::exchange(s.actions, {})};
           },
           py::arg("unit"),
-          py::arg("needs_backward") = true)
+          py::arg("needs_backward") = true,
+          py::arg("reads") = true)
       .def("end_pass", [](S& s) { return s.run([&] { s.schedule.end_pass(s.actions); }); })
       .def("is_expected", [](const S& s, UnitId unit) { return s.schedule.is_expected(unit); })
       .def("finish_order", [](S& s) { return s.run([&] { s.schedule.finish_order(s.actions); }); })

@@ -22,7 +22,10 @@ BackwardRun::BackwardRun(EngineParts& parts, UnitsInUse& in_use, PassAgreement& 
       agreement_(agreement),
       side_doors_(
           [this](const RecordedCall& recorded) { enter_by_side_door(recorded); },
-          [this](UnitId id) { return is_done(id) || parts_.schedule.is_resident(id); }) {
+          [this](const CallHandle& call) {
+            return is_done(call.unit) || parts_.schedule.is_resident(call.unit) ||
+                !parts_.schedule.reads(call);
+          }) {
   for (const auto& unit : parts.units) {
     progress_.push_back({0, -1, std::vector<uint8_t>(unit->params().size(), 0), {}});
   }
@@ -108,7 +111,9 @@ void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
     forget_fired(id);
   }
   in_use_.run(parts_.actions);
-  in_use_.use(id);
+  if (parts_.schedule.is_here(id)) {
+    in_use_.use(id);
+  }
 }
 
 // Of a backward within another one all gradients of the unit come, so none that came before count.

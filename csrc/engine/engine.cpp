@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "engine/autograd.h"
+#include "engine/saved_values.h"
 
 namespace zerocore {
 
@@ -210,7 +211,8 @@ void Engine::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep)
   RecordedCall recorded{entered.again, 0, entered.first_node, next_node()};
   recorded.call.unit = id;
   if (!entered.recomputing) {
-    leave_forward(recorded, has_output, keep);
+    const bool reads = may_read(outputs, recorded.first, recorded.last, *parts_.units[id]);
+    leave_forward(recorded, has_output, reads, keep);
   }
   recorded.version = parts_.units[id]->version();
   const int64_t number = note_call(recorded, entered);
@@ -220,7 +222,7 @@ void Engine::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep)
 }
 
 // Sets the call's handle.
-void Engine::leave_forward(RecordedCall& recorded, bool has_output, bool keep) {
+void Engine::leave_forward(RecordedCall& recorded, bool has_output, bool reads, bool keep) {
   const UnitId id = recorded.call.unit;
   // Outputs that are nowhere to be found, see Note [Side doors]; and without grad mode in a pass
   // that records: reentrant checkpointing, whose backward comes.
@@ -228,7 +230,7 @@ void Engine::leave_forward(RecordedCall& recorded, bool has_output, bool keep) {
       c10::GradMode::is_enabled() ? recorded.last > recorded.first : in_use_.num_trainable(id) > 0;
   in_use_.keep_writes(id);
   parts_.units[id]->note_use();
-  recorded.call = parts_.schedule.exit(id, has_output || wanted, parts_.actions, keep);
+  recorded.call = parts_.schedule.exit(id, has_output || wanted, reads, parts_.actions, keep);
   in_use_.run(parts_.actions);
   in_use_.update_registration(id);
 }

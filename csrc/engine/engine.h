@@ -138,7 +138,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   CallHandle recompute(UnitId unit);
   void leave_adopted(const std::vector<at::Tensor>& outputs);
   void leave(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep);
-  void leave_forward(RecordedCall& recorded, bool has_output, bool keep);
+  void leave_forward(RecordedCall& recorded, bool has_output, bool reads, bool keep);
   int64_t note_call(const RecordedCall& recorded, const Call& entered);
   Call pop_call();
 

@@ -20,13 +20,14 @@ enum Field : uint8_t { Wanted, Changed, Skipped, Failed, kNumFields };
 
 // One number a call: 0 for one that the rank did not make.
 int32_t encode(const PassCall& call) {
-  return call.made ? 1 + 2 * call.last + (call.needs_backward ? 1 : 0) : 0;
+  return call.made ? 1 + 4 * call.last + (call.reads ? 2 : 0) + (call.needs_backward ? 1 : 0) : 0;
 }
 
 void decode(int32_t code, PassCall& call) {
   call.made = code > 0;
   if (call.made) {
-    call.last = (code - 1) / 2;
+    call.last = (code - 1) / 4;
+    call.reads = (code - 1) / 2 % 2 != 0;
     call.needs_backward = (code - 1) % 2 != 0;
   }
 }

@@ -16,7 +16,7 @@ constexpr size_t kMaxShapes = 4096; // a model whose shape never repeats stays w
 
 } // namespace
 
-SideDoors::SideDoors(Enter enter, std::function<bool(UnitId)> is_usable)
+SideDoors::SideDoors(Enter enter, std::function<bool(const CallHandle&)> is_usable)
     : enter_(std::move(enter)),
       is_usable_(std::move(is_usable)),
       watch_([this](uint64_t number, uint64_t thread) { see(number, thread); }) {}
@@ -89,7 +89,7 @@ void SideDoors::look_up(uint64_t number, uint64_t thread) {
       break; // as are those before it
     }
     const bool contains = visit.recorded.first <= number;
-    if (contains && (!visit.announced || !is_usable_(visit.recorded.call.unit))) {
+    if (contains && (!visit.announced || !is_usable_(visit.recorded.call))) {
       const RecordedCall recorded = visit.recorded;
       announce(first_visit_ + index);
       enter_(recorded);

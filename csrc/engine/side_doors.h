@@ -43,8 +43,8 @@ class SideDoors {
   // `enter` announces a call's backward.
   using Enter = std::function<void(const RecordedCall&)>;
 
-  // `is_usable` tells whether a unit's parameters are there.
-  SideDoors(Enter enter, std::function<bool(UnitId)> is_usable);
+  // `is_usable` tells whether what the call's backward needs is there.
+  SideDoors(Enter enter, std::function<bool(const CallHandle&)> is_usable);
 
   // A call has been left; returns its number.
   int64_t add(const RecordedCall& call);
@@ -76,7 +76,7 @@ class SideDoors {
   void look_up(uint64_t number, uint64_t thread);
 
   Enter enter_;
-  std::function<bool(UnitId)> is_usable_;
+  std::function<bool(const CallHandle&)> is_usable_;
   std::deque<Visit>
       visits_; // in the order in which calls were left, so `last` grows in each thread
   int64_t first_visit_ = 0; // number of the first one that is kept

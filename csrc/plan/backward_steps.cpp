@@ -1,7 +1,6 @@
 // Builds the step list of a backward.
 #include "plan/backward_steps.h"
 
-#include <algorithm>
 #include <unordered_map>
 
 namespace zerocore {
@@ -13,10 +12,23 @@ std::vector<Step> pre_steps(const std::vector<CallEvent>& events) {
   std::vector<Step> steps;
   for (int32_t i = static_cast<int32_t>(events.size()) - 1; i >= 0; --i) {
     if (events[i].kind == EventKind::Exit && events[i].needs_backward) {
-      steps.push_back({StepKind::Pre, events[i].unit, events[i].call});
+      steps.push_back({StepKind::Pre, events[i].unit, events[i].call, events[i].reads});
     }
   }
   return steps;
+}
+
+// The call's own unit, and those of the next `ahead` calls that read parameters.
+void add_gathers(const std::vector<Step>& pre, size_t call, int ahead, std::vector<Step>& steps) {
+  if (pre[call].reads) {
+    steps.push_back({StepKind::Gather, pre[call].unit});
+  }
+  for (size_t next = call + 1; next < pre.size() && ahead > 0; ++next) {
+    if (pre[next].reads) {
+      steps.push_back({StepKind::Gather, pre[next].unit});
+      --ahead;
+    }
+  }
 }
 
 std::unordered_map<UnitId, size_t> first_enters(const std::vector<CallEvent>& events) {
@@ -53,11 +65,7 @@ std::vector<Step> backward_steps(
     ++depth[event.unit];
     if (event.needs_backward) {
       steps.push_back(pre[next_pre]);
-      const size_t end = std::min(pre.size(), next_pre + 1 + static_cast<size_t>(prefetch));
-      for (size_t k = next_pre; k < end; ++k) {
-        steps.push_back({StepKind::Gather, pre[k].unit});
-      }
-      ++next_pre;
+      add_gathers(pre, next_pre++, prefetch, steps);
     }
   }
   return steps;

@@ -21,6 +21,7 @@ struct CallEvent {
   UnitId unit = -1;
   bool needs_backward = true; // of an Exit: its outputs require grad
   int32_t call = -1; // number of the call in its pass
+  bool reads = true; // of an Exit: the call's backward reads the unit's parameters
 
   bool is_enter(UnitId of) const {
     return kind == EventKind::Enter && unit == of;
@@ -38,6 +39,7 @@ struct Step {
   StepKind kind = StepKind::Pre;
   UnitId unit = -1;
   int32_t call = -1; // whose backward begins or ends; not of a Gather
+  bool reads = true; // of a Pre: the unit must be unsharded
 };
 
 // `reduces(unit)` says whether the unit's gradients are reduced when its first call is left.

@@ -35,7 +35,7 @@ bool BackwardWalk::pre_backward(const CallHandle& call, Actions& out) {
     }
   }
   // A second output of a call that is under way, or a call that no step list has.
-  if (!residency_.is_here(call.unit)) {
+  if (!residency_.is_here(call.unit) && passes_.reads(call)) {
     residency_.uses(call.unit).in_backward = true;
     residency_.unshard(call.unit, out);
   }
@@ -43,7 +43,7 @@ bool BackwardWalk::pre_backward(const CallHandle& call, Actions& out) {
 }
 
 bool BackwardWalk::is_out_of_turn(const CallHandle& call) const {
-  if (residency_.is_here(call.unit)) {
+  if (residency_.is_here(call.unit) || !passes_.reads(call)) {
     return false;
   }
   const ForwardPass* pass = passes_.find(call.pass);
@@ -152,7 +152,7 @@ void BackwardWalk::start_steps(ForwardPass& pass, Actions& out) {
   pass_ = pass.id;
   std::vector<UnitId> keep;
   for (const Step& step : pass.steps) {
-    if (step.kind == StepKind::Pre && static_cast<int>(keep.size()) <= prefetch_) {
+    if (step.kind == StepKind::Pre && step.reads && static_cast<int>(keep.size()) <= prefetch_) {
       keep.push_back(step.unit);
     }
   }
@@ -193,12 +193,12 @@ void BackwardWalk::do_step(const Step& step, Actions& out) {
   }
 }
 
-// Whether one of the next calls, within the prefetch window, is of this unit again.
+// Whether one of the next calls that read parameters, within the prefetch window, is of this unit.
 bool BackwardWalk::gathered_next(UnitId unit) const {
   const ForwardPass& pass = *passes_.find(pass_);
   int seen = 0;
   for (size_t i = pass.next; i < pass.steps.size() && seen < std::max(1, prefetch_); ++i) {
-    if (pass.steps[i].kind == StepKind::Pre) {
+    if (pass.steps[i].kind == StepKind::Pre && pass.steps[i].reads) {
       ++seen;
       if (pass.steps[i].unit == unit) {
         return true;

@@ -6,6 +6,15 @@
 
 namespace zerocore {
 
+namespace {
+
+// Whether the call has a backward, and whether that reads parameters, as one number.
+uint8_t needs_of(const PassCall& call) {
+  return call.needs_backward ? (call.reads ? 2 : 1) : 0;
+}
+
+} // namespace
+
 CallOrder::CallOrder(std::vector<CallEvent> events) {
   number_calls(events);
   take(std::move(events));
@@ -16,7 +25,7 @@ void CallOrder::take(std::vector<CallEvent> events) {
   expected_ = calls_of(events_);
   own_needs_.clear();
   for (const PassCall& call : expected_) {
-    own_needs_.push_back(call.needs_backward);
+    own_needs_.push_back(needs_of(call));
   }
 }
 
@@ -59,13 +68,14 @@ void CallOrder::enter(int32_t call) {
   last_made_ = call;
 }
 
-void CallOrder::leave(int32_t number, bool needs_backward) {
+void CallOrder::leave(int32_t number, bool needs_backward, bool reads) {
   PassCall& call = calls_.at(number);
   call.last = last_made_;
   call.needs_backward = needs_backward;
+  call.reads = reads;
   if (static_cast<size_t>(number) < expected_.size()) {
     const bool longer = call.last > expected_[number].last;
-    changed_ = changed_ || longer || (grad_ && needs_backward != (own_needs_[number] != 0));
+    changed_ = changed_ || longer || (grad_ && needs_of(call) != own_needs_[number]);
   }
 }
 
@@ -79,7 +89,7 @@ std::vector<CallEvent> CallOrder::learn(const std::vector<PassCalls>& ranks, int
   take(events_of(next.calls));
   for (size_t i = 0; i < next.places.size(); ++i) {
     if (next.places[i] >= 0) {
-      own_needs_[next.places[i]] = ranks[own][i].needs_backward;
+      own_needs_[next.places[i]] = needs_of(ranks[own][i]);
     }
   }
   learned_ = true;

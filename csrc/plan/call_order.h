@@ -36,7 +36,7 @@ class CallOrder {
   int32_t add(UnitId unit);
   // This rank makes the call.
   void enter(int32_t call);
-  void leave(int32_t call, bool needs_backward);
+  void leave(int32_t call, bool needs_backward, bool reads);
 
   // -- its end
   // Whether the ranks have to compare what they did.
@@ -58,7 +58,7 @@ class CallOrder {
 
   std::vector<CallEvent> events_;
   PassCalls expected_; // the same as calls
-  std::vector<uint8_t> own_needs_; // of a backward, by this rank's calls, when last compared
+  std::vector<uint8_t> own_needs_; // in a backward, of this rank's calls, when last compared
   bool learned_ = false; // from a pass; else the order is that of registration
   // Of the pass under way.
   PassCalls calls_;

@@ -38,6 +38,14 @@ ForwardPass* ForwardPasses::find(int64_t id) {
   return const_cast<ForwardPass*>(std::as_const(*this).find(id));
 }
 
+bool ForwardPasses::reads(const CallHandle& call) const {
+  const ForwardPass* pass = find(call.pass);
+  return pass == nullptr ||
+      std::none_of(pass->events.begin(), pass->events.end(), [&](const CallEvent& event) {
+           return event.kind == EventKind::Exit && event.call == call.call && !event.reads;
+         });
+}
+
 void ForwardPasses::drop(int64_t id) {
   std::erase_if(passes_, [&](const ForwardPass& pass) { return pass.id == id; });
 }

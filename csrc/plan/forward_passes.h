@@ -52,6 +52,8 @@ class ForwardPasses {
   bool is_reducible(UnitId unit) const {
     return units_[unit].reducible;
   }
+  // Whether the call's backward reads the unit's parameters; so does a call that is not known.
+  bool reads(const CallHandle& call) const;
   // The unit's parameters changed: no backward comes through it for a pass before.
   void note_change(UnitId unit);
   // For each unit whether a pass before this one is still to go backward through it.

@@ -188,6 +188,7 @@ PassCalls calls_of(const std::vector<CallEvent>& events) {
     } else {
       calls.at(event.call).last = static_cast<int32_t>(calls.size()) - 1;
       calls.at(event.call).needs_backward = event.needs_backward;
+      calls.at(event.call).reads = event.reads;
     }
   }
   return calls;
@@ -202,7 +203,8 @@ std::vector<CallEvent> events_of(const PassCalls& calls) {
   for (size_t i = 0; i < calls.size(); ++i) {
     events.push_back({EventKind::Enter, calls[i].unit, true, static_cast<int32_t>(i)});
     for (auto call = left_after[i].rbegin(); call != left_after[i].rend(); ++call) {
-      events.push_back({EventKind::Exit, calls[*call].unit, calls[*call].needs_backward, *call});
+      const PassCall& left = calls[*call];
+      events.push_back({EventKind::Exit, left.unit, left.needs_backward, *call, left.reads});
     }
   }
   return events;
@@ -219,6 +221,7 @@ PassCalls unite(const std::vector<PassCalls>& ranks) {
       } else if (other.made) {
         call.last = std::max(call.last, other.last);
         call.needs_backward = call.needs_backward || other.needs_backward;
+        call.reads = call.reads || other.reads;
       }
     }
   }
@@ -235,7 +238,8 @@ NextCalls merge(const std::vector<PassCalls>& ranks, int own, bool keeps_unmade)
   }
   NextCalls next;
   for (const UnitId unit : merger.units()) {
-    next.calls.push_back({unit, static_cast<int32_t>(next.calls.size()), false});
+    const auto number = static_cast<int32_t>(next.calls.size());
+    next.calls.push_back({unit, number, false, false, /*reads=*/false});
   }
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     const PassCalls& calls = ranks[rank];
@@ -244,6 +248,7 @@ NextCalls merge(const std::vector<PassCalls>& ranks, int own, bool keeps_unmade)
       if (places[i] >= 0) {
         PassCall& call = next.calls[places[i]];
         call.needs_backward = call.needs_backward || calls[i].needs_backward;
+        call.reads = call.reads || calls[i].reads;
         call.last = calls[i].made ? std::max(call.last, places[calls[i].last]) : call.last;
       }
     }

@@ -121,13 +121,13 @@ int32_t Schedule::enter_in_order(UnitId unit, Actions& out) {
   return *call;
 }
 
-CallHandle Schedule::exit(UnitId unit, bool needs_backward, Actions& out, bool keep) {
+CallHandle Schedule::exit(UnitId unit, bool needs_backward, bool reads, Actions& out, bool keep) {
   TORCH_INTERNAL_ASSERT(!frames_.empty() && frames_.back().unit == unit, "unbalanced exit");
   const Frame frame = frames_.back();
   frames_.pop_back();
   --residency_.uses(unit).held;
   if (frame.follows) {
-    order_.leave(frame.call, needs_backward);
+    order_.leave(frame.call, needs_backward, reads);
     leave_calls(out);
     residency_.release_late(unit, out);
   } else {
@@ -191,7 +191,7 @@ void Schedule::go_through(const CallEvent& event, Actions& out) {
   if (event.kind == EventKind::Enter) {
     do_enter(event.unit, out);
   } else {
-    do_exit(event.unit, event.needs_backward, out);
+    do_exit(event, out);
   }
   if (order_.next() == nullptr) {
     residency_.release_all_but({retained_}, out);
@@ -212,14 +212,16 @@ void Schedule::do_enter(UnitId unit, Actions& out) {
   }
 }
 
-void Schedule::do_exit(UnitId unit, bool needs_backward, Actions& out) {
+void Schedule::do_exit(const CallEvent& event, Actions& out) {
+  const UnitId unit = event.unit;
   --residency_.uses(unit).active;
   residency_.leave_forward(unit);
   if (!options_.releases) {
     return;
   }
   const std::vector<UnitId> next = order_.upcoming(std::max(1, options_.prefetch));
-  const bool is_last = next.empty() && passes_.find(open_)->grad && needs_backward;
+  const bool is_read = passes_.find(open_)->grad && event.needs_backward && event.reads;
+  const bool is_last = next.empty() && is_read;
   if (is_last) {
     retained_ = unit;
   }

@@ -41,8 +41,9 @@ class Schedule {
   // Forward. A pass is rooted from begin_pass to end_pass; grad says whether it records a graph.
   void begin_pass(bool grad, Actions& out);
   void enter(UnitId unit, bool grad, Actions& out);
-  // `keep`: outside of a pass the unit stays unsharded until another one is entered.
-  CallHandle exit(UnitId unit, bool needs_backward, Actions& out, bool keep = false);
+  // `reads`: the call's backward reads the unit's parameters; outside of a pass that is taken for
+  // granted. `keep`: outside of a pass the unit stays unsharded until another one is entered.
+  CallHandle exit(UnitId unit, bool needs_backward, bool reads, Actions& out, bool keep = false);
   // close_pass, and learn where there are no other ranks to compare with.
   void end_pass(Actions& out);
 
@@ -162,7 +163,15 @@ class Schedule {
   }
   // The modules show the unsharded parameters.
   bool is_shown(UnitId unit) const {
-    return is_active(unit) || (residency_.uses(unit).stays && residency_.is_here(unit));
+    return residency_.is_here(unit) && (is_active(unit) || residency_.uses(unit).stays);
+  }
+  // This rank has the unit's full parameters, or they are on their way.
+  bool is_here(UnitId unit) const {
+    return residency_.is_here(unit);
+  }
+  // Whether the call's backward reads the unit's parameters.
+  bool reads(const CallHandle& call) const {
+    return passes_.reads(call);
   }
   // A call of the unit that this rank makes has not been left.
   bool is_entered(UnitId unit) const {
@@ -204,7 +213,7 @@ class Schedule {
   void leave_calls(Actions& out);
   int32_t enter_in_order(UnitId unit, Actions& out);
   void do_enter(UnitId unit, Actions& out);
-  void do_exit(UnitId unit, bool needs_backward, Actions& out);
+  void do_exit(const CallEvent& event, Actions& out);
 
   ScheduleOptions options_;
   CallOrder order_;

@@ -125,7 +125,7 @@ void StepSimulation::forward(Actions& actions) {
     if (event.kind == EventKind::Enter) {
       schedule_.enter(event.unit, true, actions);
     } else {
-      call = schedule_.exit(event.unit, event.needs_backward, actions);
+      call = schedule_.exit(event.unit, event.needs_backward, event.reads, actions);
     }
     calls_.emplace_back(event, call);
     run(actions);

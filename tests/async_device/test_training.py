@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-from tests.async_device.training import start, train_sharded
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerocore
+from tests.async_device.training import WIDTH, Block, make_model, start, train_sharded
 from tests.distributed.harness import run_ranks
 
 STAGES = range(4)
@@ -30,3 +36,58 @@ def test_losses_are_those_of_gloo(num_ranks: int) -> None:
     expected = run_ranks(train_all, num_ranks, False, seeds, launch="torchrun", timeout=150)
     found = run_ranks(train_all, num_ranks, True, seeds, launch="torchrun", timeout=150)
     assert found == expected
+
+
+class Streams:
+    """Two that work takes in turn, each behind the other; none on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = [torch.Stream(device) for _ in range(2)] if device.type != "cpu" else []
+
+    def next(self) -> AbstractContextManager[Any]:
+        if not self.streams:
+            return nullcontext()
+        self.streams.reverse()
+        self.streams[0].wait_stream(self.streams[1])
+        stream: AbstractContextManager[Any] = self.streams[0]
+        return stream
+
+
+def train_on_streams(device: torch.device, stage: int, prefetch: int) -> list[float]:
+    """Losses of steps of two micro-batches whose forwards, backwards and updates take turns."""
+    model = zerocore.shard(make_model(device), stage=stage, units=[Block], prefetch=prefetch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    inputs = torch.linspace(-1, 1, 8 * WIDTH, device=device).view(2, 4, WIDTH)
+    inputs = inputs * (1 + dist.get_rank())
+    streams, losses = Streams(device), []
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    for step in range(4):
+        for x in inputs:
+            with streams.next() as forward_stream:
+                loss = (model(x) - x.flip(1)).square().mean()
+            with streams.next() if step % 2 else forward_stream or nullcontext():
+                loss.backward()
+            losses.append(loss)  # its memory is not given back while another stream may read it
+        with streams.next():
+            optimizer.step()
+            optimizer.zero_grad()
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    return [loss.item() for loss in losses]
+
+
+def train_all_on_streams(on_device: bool, seeds: int) -> list[list[float]]:
+    device, extension = start(on_device)
+    losses = []
+    for seed in range(seeds):
+        if on_device:
+            extension.set_delays(seed, 0.3, 400)
+        losses += [train_on_streams(device, stage, seed % 3) for stage in STAGES]
+    return losses
+
+
+def test_compute_goes_from_stream_to_stream() -> None:
+    """The engine's events are those of the stream that is current when they are recorded."""
+    expected = run_ranks(train_all_on_streams, 2, False, 3, launch="torchrun", timeout=150)
+    assert run_ranks(train_all_on_streams, 2, True, 3, launch="torchrun", timeout=150) == expected

@@ -115,4 +115,9 @@ def test_quick_run(tmp_path: Path) -> None:
         assert len(rounds["0.0"]["step_ms"]) == results["workload"]["num_rounds"]
     lanes = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     assert {"compute", "all_gather", "reduce_scatter"} <= lanes
-    assert "EMULATED" in next(tmp_path.glob("*.md")).read_text()
+    markdown = next(tmp_path.glob("*.md")).read_text()
+    assert "EMULATED" in markdown
+    rows = [line.strip("| ").split("|") for line in markdown.splitlines() if "| its own" in line]
+    rows += [line.strip("| ").split("|") for line in markdown.splitlines() if "| tied" in line]
+    # Lookups: of tokens and of positions, each gathered once; a tied table for the head as well.
+    assert [int(row[3]) for row in rows] == [2, 3]

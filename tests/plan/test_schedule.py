@@ -89,6 +89,55 @@ def test_exact_events_of_a_chain() -> None:
     ]
 
 
+def backward_of(driver: Driver, num_units: int, unread: set[int]) -> list[tuple[str, int]]:
+    """What a step of a chain issues in its backward, in which some calls read no parameters."""
+    schedule, handles = driver.schedule, []
+    driver.apply(schedule.begin_pass(True))
+    for unit in range(num_units):
+        driver.apply(schedule.enter(unit))
+        left = schedule.exit(unit, reads=unit not in unread)
+        handles.append(left.call)
+        driver.apply(left.actions)
+    driver.apply(schedule.end_pass())
+    driver.collectives.clear()
+    schedule.begin_backward()
+    for unit in reversed(range(num_units)):
+        for _ in range(2):  # a call may have two outputs
+            driver.apply(schedule.pre_backward(handles[unit]))
+            assert (unit in driver.resident) == (unit not in unread)
+        driver.apply(schedule.ready(unit))
+    driver.apply(schedule.end_backward())
+    assert not driver.resident
+    return driver.collectives
+
+
+@pytest.mark.parametrize("prefetch", range(4))
+@pytest.mark.parametrize("unread", [{0}, {4}, {2}, {1, 2}, {0, 3, 4}, set(range(5))])
+def test_what_no_backward_reads_is_not_gathered(unread: set[int], prefetch: int) -> None:
+    driver = make(chain(5), 5, prefetch)
+    for _ in range(3):
+        issued = backward_of(driver, 5, unread)
+        # Only the last call keeps its parameters from the forward, and only if they are read.
+        gathers = [unit for unit in (4, 3, 2, 1, 0) if unit not in unread]
+        kept = gathers[:1] if 4 not in unread else []
+        assert [unit for op, unit in issued if op == "unshard"] == gathers[len(kept) :]
+        assert [unit for op, unit in issued if op == "reduce"] == [4, 3, 2, 1, 0]
+    assert driver.max_resident <= prefetch + 1
+
+
+def test_exact_gathers_look_past_what_is_not_read() -> None:
+    driver = make(chain(4), 4, 1)
+    backward_of(driver, 4, {2})
+    assert backward_of(driver, 4, {2}) == [
+        ("unshard", 1),
+        ("reduce", 3),
+        ("reduce", 2),
+        ("unshard", 0),
+        ("reduce", 1),
+        ("reduce", 0),
+    ]
+
+
 def test_without_grad_nothing_stays() -> None:
     driver = make(chain(3), 3, 2)
     driver.forward(chain(3), grad=False)

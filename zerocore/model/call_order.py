@@ -22,10 +22,19 @@ def call_order(model: nn.Module, planned: list[UnitPlanned]) -> list[CallEvent]:
         order.extend(CallEvent(True, unit) for unit in units)
         for child in module.children():
             visit(child)
-        order.extend(CallEvent(False, unit) for unit in units[::-1])
+        reads = backward_reads(module)
+        order.extend(CallEvent(False, unit, reads=reads) for unit in units[::-1])
 
     visit(model)
     return order
+
+
+def backward_reads(module: nn.Module) -> bool:
+    """Whether a backward through the module reads its parameters, as far as its class says.
+
+    The runtime looks at the graph of each call instead.
+    """
+    return not isinstance(module, nn.Embedding)
 
 
 def units_by_module(planned: list[UnitPlanned]) -> dict[int, tuple[int, ...]]:

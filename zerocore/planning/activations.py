@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from zerocore._C import BackwardEvent, CallEvent
-from zerocore.model.call_order import units_by_module
+from zerocore.model.call_order import backward_reads, units_by_module
 from zerocore.model.units import UnitPlanned
 from zerocore.planning.fake import fake_copy, fake_like
 from zerocore.planning.fake_mode import RepeatingFakeMode
@@ -156,7 +156,8 @@ class _Recorder:
     model: nn.Module
     entries: dict[str, tuple[int, ...]]
     fqns: list[list[str]]  # of each unit's parameters
-    events: list[list[Any]] = field(default_factory=list)  # [is enter, unit, needs backward]
+    # [is enter, unit, needs backward, reads parameters in it]
+    events: list[list[Any]] = field(default_factory=list)
     exits: dict[Any, list[int]] = field(default_factory=dict)  # by node of the graph
     first_nodes: list[int] = field(default_factory=list)  # of the calls not left
     backward: list[BackwardEvent] = field(default_factory=list)
@@ -190,20 +191,20 @@ class _Recorder:
             yield
         self.tracker.at(2 * len(self.events))
 
-    def _add(self, enter: bool, unit: int, needs_backward: bool = True) -> None:
+    def _add(self, enter: bool, unit: int, needs_backward: bool = True, reads: bool = True) -> None:
         self.tracker.at(len(self.events))
-        self.events.append([enter, unit, needs_backward])
+        self.events.append([enter, unit, needs_backward, reads])
 
     def _enter(self, units: tuple[int, ...], _module: nn.Module, _args: Any) -> None:
         self.first_nodes += [_next_node()] * len(units)
         for unit in units:
             self._add(True, unit)
 
-    def _exit(self, units: tuple[int, ...], _module: nn.Module, _args: Any, output: Any) -> None:
+    def _exit(self, units: tuple[int, ...], module: nn.Module, _args: Any, output: Any) -> None:
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         for unit in units:
             index = len(self.events)
-            self._add(False, unit, bool(outputs))
+            self._add(False, unit, bool(outputs), backward_reads(module))
             nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
             first = self.first_nodes.pop()
             # As in the runtime: a tensor that the unit only hands on is none of its outputs.
@@ -226,7 +227,7 @@ class _Recorder:
             self.backward.append(BackwardEvent(True, unit))
             for other in self.params[unit]:
                 other.grad = None
-            first = next(i for i, (enter, u, _) in enumerate(self.events) if enter and u == unit)
+            first = next(i for i, (enter, u, *_) in enumerate(self.events) if enter and u == unit)
             self.tracker.at(2 * len(self.events) - 1 - first)
 
     def _pack(self, tensor: Tensor) -> Tensor:

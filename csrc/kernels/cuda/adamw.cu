@@ -148,8 +148,15 @@ __device__ __forceinline__ Run<Weight, Grad, Model> block_run(
       static_cast<int>(span.end - span.begin)};
 }
 
+// Left alone, ptxas holds the kernel of nothing but floats to 40 registers, and spills.
+template <typename Weight, typename Grad, typename Model>
+constexpr bool kOnlyFloats =
+    std::is_same_v<Weight, float> && std::is_same_v<Grad, float> && std::is_same_v<Model, float>;
+template <typename Weight, typename Grad, typename Model>
+constexpr int kBlocksPerSm = kOnlyFloats<Weight, Grad, Model> ? 5 : 0; // 0: as many as come
+
 template <typename Weight, typename Grad, typename Model, int capacity>
-__global__ void __launch_bounds__(kThreads) adamw_kernel(
+__global__ void __launch_bounds__(kThreads, (kBlocksPerSm<Weight, Grad, Model>)) adamw_kernel(
     const __grid_constant__ AdamWTable<capacity> table,
     const AdamWOptions options,
     const AdamWScalars scalars,

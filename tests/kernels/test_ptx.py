@@ -1,0 +1,86 @@
+"""The compiled CUDA kernels: 16-byte accesses, no spills, few registers. Says nothing of times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.kernels.ptx import CSRC, WIDE, Kernel, compile_ptx, has_compiler, read_kernels
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="there is no nvcc on this machine")
+
+KERNELS = CSRC / "kernels" / "cuda"
+
+
+class Limits(NamedTuple):
+    """What is demanded of a kernel: wide accesses at least, registers at most."""
+
+    loads: int
+    stores: int
+    registers: int
+
+
+# Of 65,536 registers, 64 for each of 256 threads leave room for 4 blocks: half of the threads that
+# an SM may have, with 64 bytes or more of each in flight.
+LIMITS = {
+    "copy_kernel": Limits(4, 4, 64),
+    "accumulate_kernel": Limits(6, 1, 40),
+    "adamw_kernel": Limits(6, 6, 64),
+    "square_kernel": Limits(4, 0, 48),
+    "advance_kernel": Limits(0, 0, 32),
+    "total_kernel": Limits(0, 0, 32),
+}
+SOURCES = {
+    "copy": ["copy_kernel"],
+    "accumulate": ["accumulate_kernel"],
+    "adamw": ["adamw_kernel", "advance_kernel"],
+    "grad_norm": ["square_kernel", "total_kernel"],
+}
+
+
+def faults_of(kernel: Kernel) -> list[str]:
+    """What is wrong with a kernel, in words."""
+    family = kernel.name.split("<")[0]
+    limits = LIMITS[family]
+    if family == "accumulate_kernel" and kernel.name.endswith(", 1>"):
+        limits = limits._replace(loads=0, stores=0)  # the way of addresses that are not aligned
+    wrong = []
+    if kernel.loads[WIDE] < limits.loads or kernel.stores[WIDE] < limits.stores:
+        wrong.append("few wide accesses")
+    if kernel.registers > limits.registers:
+        wrong.append("many registers")
+    if kernel.spilled_nbytes > 0:
+        wrong.append("spills")
+    return [f"{kernel.name}: {each} ({kernel})" for each in wrong]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_kernels_are_compiled_well(source: str, tmp_path: Path) -> None:
+    kernels = read_kernels(compile_ptx(KERNELS / f"{source}.cu", tmp_path / "kernels.ptx"))
+    families = {kernel.name.split("<")[0] for kernel in kernels}
+    assert families == set(SOURCES[source])
+    assert [fault for kernel in kernels for fault in faults_of(kernel)] == []
+
+
+def test_worse_kernels_are_found(tmp_path: Path) -> None:
+    """Vectors that are not aligned are read by the element; too many blocks make kernels spill."""
+    folder = tmp_path / "kernels" / "cuda"
+    folder.mkdir(parents=True)
+    worse = {
+        "alignas(sizeof(T) * lanes < kVectorNbytes ? sizeof(T) * lanes : kVectorNbytes)": "",
+        "__launch_bounds__(kThreads)": "__launch_bounds__(kThreads, 8)",
+        '"kernels/cuda/': f'"{folder}/',
+    }
+    texts = [(KERNELS / name).read_text() for name in ("grad_norm.cu", "vector.cuh")]
+    assert all(any(right in text for text in texts) for right in worse)
+    for name in ("grad_norm.cu", "vector.cuh", "table.cuh", "loops.h"):
+        text = (KERNELS / name).read_text()
+        for right, wrong in worse.items():
+            text = text.replace(right, wrong)
+        (folder / name).write_text(text)
+    kernels = read_kernels(compile_ptx(folder / "grad_norm.cu", tmp_path / "kernels.ptx"))
+    squares = [faults_of(each) for each in kernels if each.name.startswith("square_kernel")]
+    assert squares and all("few wide accesses" in faults[0] for faults in squares)
+    assert any("spills" in fault for faults in squares for fault in faults)
