@@ -27,20 +27,24 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
         layout_.of_shard(context_.shard),
         layout_.all_regions(),
         0,
-        context_.streams->device(),
+        device_of(context_.tiers.parameters),
         "unit '" + name_ + "'");
   }
   if (layout_.copies_out()) {
     staging_.emplace(id_, layout_, context_.shard, context_.streams->device(), name_);
   }
-  if (const std::vector<int> regions = layout_.main_regions(); !regions.empty()) {
-    main_.emplace(
-        layout_.of_shard(context_.shard).retyped(&Region::main),
-        regions,
-        0,
-        context_.streams->device(),
-        "unit '" + name_ + "'");
+  const Layout own = layout_.of_shard(context_.shard);
+  if (const auto regions = context_.tiers.main_regions(layout_); !regions.empty()) {
+    const c10::Device device = device_of(context_.tiers.states);
+    main_.emplace(own.retyped(&Region::main), regions, 0, device, "unit '" + name_ + "'");
   }
+  if (const auto regions = context_.tiers.sent_regions(layout_); !regions.empty()) {
+    sent_.emplace(own, regions, 0, c10::kCPU, "unit '" + name_ + "'");
+  }
+}
+
+c10::Device Unit::device_of(Tier tier) const {
+  return tier == Tier::Host ? c10::Device(c10::kCPU) : context_.streams->device();
 }
 
 at::Tensor Unit::make_full(int param) const {
@@ -63,7 +67,12 @@ at::Tensor Unit::make_shard(int param) const {
 }
 
 at::Tensor Unit::make_model_shard(int param) const {
-  return has_main(layout_.places().at(param).region) ? model_part(param) : at::Tensor();
+  const int region = layout_.places().at(param).region;
+  if (sent_ && sent_->has(region)) {
+    return sent_->view(region, layout_.offset_in_shard(param, context_.shard), shard_sizes(param));
+  }
+  const bool is_sent = has_main(region) && context_.tiers.returns_weights();
+  return has_main(region) && !is_sent ? model_part(param) : at::Tensor();
 }
 
 void Unit::bind(int index, at::Tensor full, at::Tensor shard, at::Tensor local) {
@@ -138,7 +147,18 @@ void Unit::take_bucket(StreamRole user) {
 }
 
 void Unit::gather(int region) {
-  const at::Tensor& own = shards_ ? shards_->full_bytes(region) : bucket_.own_bytes(region);
+  if (context_.tiers.has_host_parameters()) {
+    const auto guard = context_.streams->use(StreamRole::AllGather);
+    bucket_.own_bytes(region).copy_(shards_->full_bytes(region), /*non_blocking=*/true);
+    context_.streams->note_write(StreamRole::AllGather, bucket_.own(region), "loads", name_);
+    const int64_t nbytes = bucket_.own_bytes(region).numel();
+    context_.trace->add(TraceOp::ToDevice, id_, nbytes, context_.pool->stats().in_use_nbytes);
+  }
+  if (context_.num_shards == 1) {
+    return; // the host had all of it
+  }
+  const bool in_place = !shards_ || context_.tiers.has_host_parameters();
+  const at::Tensor& own = in_place ? bucket_.own_bytes(region) : shards_->full_bytes(region);
   const at::Tensor& full = (staging_ ? staging_->bucket() : bucket_).full_bytes(region);
   const int64_t nbytes = context_.collectives->methods().gather.wire_nbytes(full.numel());
   gathers_.push_back(context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, nbytes)));
@@ -149,6 +169,9 @@ void Unit::wait_for_unshard() {
     return;
   }
   wait_for_all(gathers_, *context_.streams);
+  if (context_.num_shards == 1) {
+    context_.streams->order(StreamRole::Compute, StreamRole::AllGather);
+  }
   if (staging_) {
     if (!bucket_.attached()) {
       take_bucket(StreamRole::Compute);
@@ -200,7 +223,16 @@ bool Unit::is_gathered() const {
 }
 
 int64_t Unit::persistent_nbytes() const {
+  if (context_.tiers.has_host_parameters()) {
+    return 0;
+  }
   return shards_ ? shards_->nbytes() : bucket_.nbytes();
+}
+
+int64_t Unit::host_nbytes() const {
+  const Tiers& tiers = context_.tiers;
+  return (tiers.has_host_states() && main_ ? main_->nbytes() : 0) + (sent_ ? sent_->nbytes() : 0) +
+      (tiers.has_host_parameters() ? shards_->nbytes() : 0);
 }
 
 } // namespace zerocore

@@ -18,6 +18,7 @@
 #include "engine/unit_param.h"
 #include "plan/layout.h"
 #include "plan/stage_policy.h"
+#include "plan/tiers.h"
 #include "runtime/bucket.h"
 #include "runtime/bucket_pool.h"
 #include "runtime/collectives.h"
@@ -39,6 +40,7 @@ struct UnitContext {
   int64_t num_shards = 1;
   int64_t shard = 0; // this rank's
   bool by_rows = false; // see Note [Shards of rows]
+  Tiers tiers; // see Note [States on the host]
 
   // All ranks.
   int64_t world_size() const {
@@ -129,8 +131,16 @@ class Unit {
   // Copies this rank's part of the unsharded parameters to its shard. A main weight changes only
   // where its model weight was changed.
   void write_back();
-  // Casts changed main weights to model weights.
+  // Casts changed main weights to model weights, and sends them to the device.
   void cast_main();
+  // See Note [States on the host]: whether the parameter's weights are updated there.
+  bool is_updated_on_host(int param) const;
+  // Copies the weights of the host to the device: between what the compute stream was given and
+  // what it will be. Or in two parts, of which another thread may do the second.
+  void return_weights() const;
+  void order_send() const;
+  void send() const;
+  int64_t sent_nbytes() const;
   // The model weights are those of the main weights: whoever updated these has cast them.
   void mark_cast() {
     cast_version_ = version();
@@ -152,18 +162,24 @@ class Unit {
   int64_t gathered_version() const {
     return gathered_version_;
   }
-  // Bytes of parameters that stay on this rank between steps, without main weights.
+  // Bytes on the device that stay on this rank between steps: of parameters without main weights,
+  // and of these.
   int64_t persistent_nbytes() const;
   int64_t main_nbytes() const {
-    return main_ ? main_->nbytes() : 0;
+    return main_ && !context_.tiers.has_host_states() ? main_->nbytes() : 0;
   }
+  // Of parameters on the host.
+  int64_t host_nbytes() const;
 
  private:
   void set_state(UnitState next);
+  c10::Device device_of(Tier tier) const;
   bool has_main(int region) const {
     return main_ && main_->has(region);
   }
   at::Tensor model_part(int param) const;
+  // The host's weights of a region in the type that layers compute in.
+  const at::Tensor& returned_shard(int region) const;
   // Persistent memory, 1-D, this rank's part of a region: what gathers send, what is updated.
   const at::Tensor& model_shard(int region) const;
   const at::Tensor& updated_shard(int region) const;
@@ -184,6 +200,7 @@ class Unit {
   std::optional<Staging> staging_; // as it comes from the wire, where that is another order
   std::optional<Bucket> shards_; // own memory where parameters are sharded
   std::optional<Bucket> main_; // the regions that have main weights
+  std::optional<Bucket> sent_; // main weights on the host as layers compute with them
   Slot slot_;
   UnitSettings settings_;
   std::vector<PendingCollective> gathers_;
