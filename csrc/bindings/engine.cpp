@@ -154,11 +154,15 @@ void register_setup(py::class_<PyEngine>& engine) {
             for (const auto& value : full) {
               values.push_back(value.value_or(at::Tensor()));
             }
+            self.engine->offload().wait_updates();
             self.engine->materialize(unit, values, broadcast);
           })
       .def(
           "full_values",
-          [](PyEngine& self, UnitId unit) { return self.engine->full_values(unit); },
+          [](PyEngine& self, UnitId unit) {
+            self.engine->offload().wait_updates();
+            return self.engine->full_values(unit);
+          },
           py::call_guard<py::gil_scoped_release>())
       .def(
           "bind",
@@ -254,7 +258,12 @@ void register_steps(py::class_<PyEngine>& engine) {
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
       .def(
           "fail_backward", [](PyEngine& self) { self.engine->fail_backward(); }, no_gil)
-      .def("mark_forked", [](PyEngine& self) { self.engine->mark_forked(); })
+      .def(
+          "mark_forked",
+          [](PyEngine& self) {
+            self.engine->offload().mark_forked();
+            self.engine->mark_forked();
+          })
       .def("check_process", [](PyEngine& self) { self.engine->check_process(); })
       .def_property(
           "sync",
@@ -297,7 +306,7 @@ void register_offload(py::class_<PyEngine>& engine) {
       .def(
           "is_updated_on_host",
           [](PyEngine& self, UnitId unit, int param) {
-            return self.engine->unit(unit).is_updated_on_host(param);
+            return self.engine->offload().updates(unit, param);
           })
       .def(
           "update_on_host",
@@ -333,7 +342,7 @@ void register_figures(py::class_<PyEngine>& engine) {
           [](PyEngine& self) {
             int64_t nbytes = 0;
             for (UnitId id = 0; id < self.engine->num_units(); ++id) {
-              nbytes += self.engine->unit(id).main_nbytes();
+              nbytes += self.engine->unit(id).main().device_nbytes();
             }
             return nbytes;
           })

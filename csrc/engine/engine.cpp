@@ -298,14 +298,12 @@ void Engine::set_kept(UnitId unit, bool kept) {
 void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast) {
   recover();
   leave_if_outside();
-  parts_.offload.wait_updates();
   parts_.units.at(unit)->materialize(full, broadcast);
 }
 
 std::vector<at::Tensor> Engine::full_values(UnitId unit) {
   recover();
   leave_if_outside();
-  parts_.offload.wait_updates();
   return parts_.units.at(unit)->full_values();
 }
 
@@ -323,7 +321,6 @@ void Engine::leave_if_outside() {
 }
 
 void Engine::mark_forked() {
-  parts_.offload.mark_forked();
   if (parts_.collectives != nullptr || parts_.replicas != nullptr) {
     parts_.thread_check.mark_forked();
   }

@@ -38,6 +38,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Reducer& reducer() {
     return parts_.reducer;
   }
+  Offload& offload() {
+    return parts_.offload;
+  }
   const Schedule& schedule() const {
     return parts_.schedule;
   }
@@ -113,10 +116,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   at::Tensor arrived(Exchange& exchange) {
     return finish_exchange(parts_, exchange);
-  }
-  // Of a model with states on the host, see Offload.
-  Offload& offload() {
-    return parts_.offload;
   }
   // The call of a backward ended with an exception: as reset() if it came through this model.
   void fail_backward();

@@ -162,6 +162,11 @@ at::Tensor Offload::landed(UnitId id, int param, const at::Tensor& grad) {
 
 // -- updates --------------------------------------------------------------------------------
 
+bool Offload::updates(UnitId id, int param) const {
+  const Layout& layout = units_.at(id)->layout();
+  return !states_.empty() && layout.regions()[layout.places().at(param).region].requires_grad;
+}
+
 void Offload::update(HostUpdate given) {
   auto held = std::make_shared<HostUpdate>(std::move(given));
   int64_t nbytes = 0;
@@ -194,12 +199,12 @@ void Offload::send(UnitId id) {
     return;
   }
   const Unit& unit = *units_[id];
-  unit.order_send();
+  unit.main().order_send();
   if (link_ != nullptr) {
     send_over_link(id);
   } else {
-    const int64_t nbytes = unit.sent_nbytes();
-    state.sent_at = submit(TraceOp::ToDevice, id, nbytes, [&unit] { unit.send(); });
+    const int64_t nbytes = unit.main().sent_nbytes();
+    state.sent_at = submit(TraceOp::ToDevice, id, nbytes, [&unit] { unit.main().send(); });
   }
   state.updated_at = last_update_ = state.sent_at;
 }
@@ -207,11 +212,11 @@ void Offload::send(UnitId id) {
 // The worker goes on with the next unit meanwhile.
 void Offload::send_over_link(UnitId id) {
   const Unit& unit = *units_[id];
-  const int64_t nbytes = unit.sent_nbytes();
+  const int64_t nbytes = unit.main().sent_nbytes();
   const auto record =
       context_.trace->add(TraceOp::ToDevice, id, nbytes, context_.pool->stats().in_use_nbytes);
   states_[id].sent_at = submit([this, id, &unit, nbytes, record] {
-    const auto copy = [&unit] { unit.send(); };
+    const auto copy = [&unit] { unit.main().send(); };
     states_[id].arrived = link_->carry(/*to_host=*/false, nbytes, copy, record);
   });
 }
@@ -283,7 +288,7 @@ void Offload::wait_arrivals() {
 int64_t Offload::weight_nbytes() const {
   int64_t nbytes = 0;
   for (const auto& unit : units_) {
-    nbytes += unit->host_nbytes();
+    nbytes += unit->host_nbytes() + unit->main().host_nbytes();
   }
   return nbytes;
 }

@@ -56,6 +56,8 @@ class Offload {
   // The parameters of the unit show their gradients now.
   void note_shown(UnitId unit);
 
+  // Whether the parameter's states are on the host.
+  bool updates(UnitId unit, int param) const;
   // Updates parameters on the worker. Arguments are checked here; throws as kernels::AdamWUpdate.
   void update(HostUpdate update);
   // Behind the last update of a unit: sends its weights to the device.

@@ -19,6 +19,7 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
           context.streams->device(),
           "unit '" + name_ + "'",
           /*hides=*/context.policy.shards_parameters()),
+      main_(layout_, context_, name_),
       settings_{1.0 / static_cast<double>(context.world_size())},
       versions_(params_, layout_),
       gathered_(layout_.regions().size(), -1) {
@@ -27,24 +28,15 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
         layout_.of_shard(context_.shard),
         layout_.all_regions(),
         0,
-        device_of(context_.tiers.parameters),
+        context_.device_of(context_.tiers.parameters),
         "unit '" + name_ + "'");
   }
   if (layout_.copies_out()) {
     staging_.emplace(id_, layout_, context_.shard, context_.streams->device(), name_);
   }
-  const Layout own = layout_.of_shard(context_.shard);
-  if (const auto regions = context_.tiers.main_regions(layout_); !regions.empty()) {
-    const c10::Device device = device_of(context_.tiers.states);
-    main_.emplace(own.retyped(&Region::main), regions, 0, device, "unit '" + name_ + "'");
+  for (const int region : layout_.all_regions()) {
+    main_.set_model(region, model_shard(region));
   }
-  if (const auto regions = context_.tiers.sent_regions(layout_); !regions.empty()) {
-    sent_.emplace(own, regions, 0, c10::kCPU, "unit '" + name_ + "'");
-  }
-}
-
-c10::Device Unit::device_of(Tier tier) const {
-  return tier == Tier::Host ? c10::Device(c10::kCPU) : context_.streams->device();
 }
 
 at::Tensor Unit::make_full(int param) const {
@@ -60,19 +52,22 @@ std::vector<int64_t> Unit::shard_sizes(int param) const {
 
 at::Tensor Unit::make_shard(int param) const {
   const int region = layout_.places().at(param).region;
-  if (!has_main(region)) {
+  if (!main_.has(region)) {
     return model_part(param);
   }
-  return main_->view(region, layout_.offset_in_shard(param, context_.shard), shard_sizes(param));
+  return main_.view(region, layout_.offset_in_shard(param, context_.shard), shard_sizes(param));
 }
 
 at::Tensor Unit::make_model_shard(int param) const {
   const int region = layout_.places().at(param).region;
-  if (sent_ && sent_->has(region)) {
-    return sent_->view(region, layout_.offset_in_shard(param, context_.shard), shard_sizes(param));
+  if (!main_.has(region)) {
+    return {};
   }
-  const bool is_sent = has_main(region) && context_.tiers.returns_weights();
-  return has_main(region) && !is_sent ? model_part(param) : at::Tensor();
+  if (!context_.tiers.returns_weights()) {
+    return model_part(param);
+  }
+  const int64_t offset = layout_.offset_in_shard(param, context_.shard);
+  return main_.written_view(region, offset, shard_sizes(param));
 }
 
 void Unit::bind(int index, at::Tensor full, at::Tensor shard, at::Tensor local) {
@@ -98,7 +93,7 @@ const at::Tensor& Unit::model_shard(int region) const {
 }
 
 const at::Tensor& Unit::updated_shard(int region) const {
-  return has_main(region) ? main_->full(region) : model_shard(region);
+  return main_.has(region) ? main_.full(region) : model_shard(region);
 }
 
 void Unit::set_state(UnitState next) {
@@ -230,9 +225,7 @@ int64_t Unit::persistent_nbytes() const {
 }
 
 int64_t Unit::host_nbytes() const {
-  const Tiers& tiers = context_.tiers;
-  return (tiers.has_host_states() && main_ ? main_->nbytes() : 0) + (sent_ ? sent_->nbytes() : 0) +
-      (tiers.has_host_parameters() ? shards_->nbytes() : 0);
+  return context_.tiers.has_host_parameters() ? shards_->nbytes() : 0;
 }
 
 } // namespace zerocore

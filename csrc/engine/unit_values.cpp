@@ -1,12 +1,10 @@
 // Values of a unit's parameters: filled, read, cast, written back. See Note [Main and model
 // weights].
-#include <ATen/ops/where.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
 #include "engine/full_values.h"
 #include "engine/unit.h"
-#include "kernels/ops.h"
 #include "runtime/device_memory.h"
 
 namespace zerocore {
@@ -29,29 +27,20 @@ void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast_full)
 
 void Unit::allocate_persistent() {
   const c10::Device device = context_.streams->device();
-  if (main_ && !main_->attached()) {
-    main_->attach(allocate_memory(device_of(context_.tiers.states), main_->nbytes()));
-  }
+  main_.allocate();
   if (shards_ && !shards_->attached()) {
-    shards_->attach(allocate_memory(device_of(context_.tiers.parameters), shards_->nbytes()));
+    shards_->attach(
+        allocate_memory(context_.device_of(context_.tiers.parameters), shards_->nbytes()));
   } else if (!shards_ && !bucket_.attached()) {
     bucket_.attach(allocate_memory(device, bucket_.nbytes()));
     state_ = UnitState::Unsharded;
-  }
-  if (sent_ && !sent_->attached()) {
-    sent_->attach(allocate_memory(c10::kCPU, sent_->nbytes()));
   }
 }
 
 void Unit::take(const Bucket& staging) {
   note_change();
   for (const int region : staging.regions()) {
-    if (has_main(region)) {
-      main_->full(region).copy_(staging.own(region));
-    }
-    if (sent_ && sent_->has(region)) {
-      sent_->full(region).copy_(staging.own(region)); // an update may leave some of it alone
-    }
+    main_.fill(region, staging.own(region));
     if (shards_) {
       shards_->full(region).copy_(staging.own(region));
     } else {
@@ -67,24 +56,16 @@ std::vector<at::Tensor> Unit::full_values() const {
   const at::NoGradGuard no_grad;
   const FullValues values(layout_, context_.shard, *context_.streams, name_);
   const Bucket& staging = values.bucket();
-  const bool from_host = context_.tiers.has_host_states() || context_.tiers.has_host_parameters();
   for (const int region : staging.regions()) {
-    if (from_host && context_.num_shards > 1) {
-      staging.own(region).copy_(updated_shard(region));
-    }
+    staging.own(region).copy_(updated_shard(region));
   }
   context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
   std::vector<PendingCollective> pending;
   for (const int region : staging.regions()) {
-    if (context_.num_shards == 1) {
-      staging.full(region).copy_(updated_shard(region));
-    } else {
-      const Bucket& own = has_main(region) ? *main_ : shards_ ? *shards_ : bucket_;
+    if (context_.num_shards > 1) {
       const at::Tensor& full = staging.full_bytes(region);
       pending.push_back(context_.collectives->all_gather(
-          full,
-          from_host ? staging.own_bytes(region) : own.own_bytes(region),
-          tag(TraceOp::AllGather, full.numel())));
+          full, staging.own_bytes(region), tag(TraceOp::AllGather, full.numel())));
     }
   }
   wait_for_all(pending, *context_.streams);
@@ -92,60 +73,11 @@ std::vector<at::Tensor> Unit::full_values() const {
 }
 
 void Unit::cast_main() {
-  if (!main_ || cast_version_ == version()) {
+  if (main_.empty() || cast_version_ == version()) {
     return;
   }
-  for (const int region : main_->regions()) {
-    if (!context_.tiers.returns_weights()) {
-      context_.streams->note_read(StreamRole::Compute, main_->full(region), "is cast", name_);
-      context_.streams->note_write(StreamRole::Compute, model_shard(region), "is cast", name_);
-      kernels::cast(model_shard(region), {main_->full(region)}, {0});
-    } else if (sent_ && sent_->has(region)) {
-      kernels::cast(sent_->full(region), {main_->full(region)}, {0});
-    }
-  }
-  if (context_.tiers.returns_weights()) {
-    return_weights();
-  }
+  main_.cast();
   mark_cast();
-}
-
-void Unit::return_weights() const {
-  order_send();
-  send();
-  context_.streams->order(StreamRole::Compute, StreamRole::HostToDevice);
-}
-
-bool Unit::is_updated_on_host(int param) const {
-  return context_.tiers.has_host_states() &&
-      layout_.regions()[layout_.places().at(param).region].requires_grad;
-}
-
-const at::Tensor& Unit::returned_shard(int region) const {
-  return sent_ && sent_->has(region) ? sent_->full(region) : main_->full(region);
-}
-
-void Unit::order_send() const {
-  context_.streams->order(StreamRole::HostToDevice, StreamRole::Compute);
-  for (const int region : main_ ? main_->regions() : std::vector<int>()) {
-    const at::Tensor& to = model_shard(region);
-    context_.streams->note_write(StreamRole::HostToDevice, to, "is sent", name_);
-  }
-}
-
-void Unit::send() const {
-  const auto guard = context_.streams->use(StreamRole::HostToDevice);
-  for (const int region : main_ ? main_->regions() : std::vector<int>()) {
-    model_shard(region).copy_(returned_shard(region), /*non_blocking=*/true);
-  }
-}
-
-int64_t Unit::sent_nbytes() const {
-  int64_t nbytes = 0;
-  for (const int region : main_ ? main_->regions() : std::vector<int>()) {
-    nbytes += layout_.regions()[region].shard_nbytes();
-  }
-  return nbytes;
 }
 
 void Unit::write_back() {
@@ -153,10 +85,8 @@ void Unit::write_back() {
   note_change();
   for (const int region : bucket_.regions()) {
     const at::Tensor own = own_part(layout_, bucket_, region, context_.shard);
-    if (has_main(region)) {
-      const at::Tensor& main = main_->full(region);
-      const at::Tensor here = own.to(main.device());
-      main.copy_(at::where(main.to(own.scalar_type()).eq(here), main, here.to(main.scalar_type())));
+    if (main_.has(region)) {
+      main_.take_changes(region, own);
     }
     if (shards_) {
       shards_->full(region).copy_(own);

@@ -172,7 +172,7 @@ void UnitsInUse::settle() {
 void UnitsInUse::keep_writes(UnitId id) {
   Unit& unit = *parts_.units[id];
   if (unit.versions().take_writes() &&
-      (parts_.context.policy.shards_parameters() || unit.main_nbytes() > 0)) {
+      (parts_.context.policy.shards_parameters() || !unit.main().empty())) {
     const at::NoGradGuard no_grad;
     unit.write_back();
   }
@@ -209,7 +209,7 @@ void UnitsInUse::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
       unit.versions().mark_updated();
     }
     if (casts && !parts_.offload.take_sent(updated.unit)) {
-      unit.return_weights(); // the optimizer has updated the host's weights itself
+      unit.main().return_weights(); // the optimizer has updated the host's weights itself
     }
     if (casts) {
       unit.mark_cast();

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.async_device.training import start, train_sharded
+import zerocore
+from tests.async_device.training import start, train_offloaded, train_sharded
 from tests.distributed.harness import run_ranks
 
 STAGES = range(4)
@@ -29,4 +30,24 @@ def test_losses_are_those_of_gloo(num_ranks: int) -> None:
     seeds = 3 if num_ranks == 2 else 1
     expected = run_ranks(train_all, num_ranks, False, seeds, launch="torchrun", timeout=150)
     found = run_ranks(train_all, num_ranks, True, seeds, launch="torchrun", timeout=150)
+    assert found == expected
+
+
+def train_all_offloaded(on_device: bool) -> list[list[float]]:
+    """As train_all, with states on the host; and parameters, at stage 3."""
+    device, extension = start(on_device)
+    losses = []
+    for seed in range(2):
+        if on_device:
+            extension.set_delays(seed, 0.3 if seed else 0.0, 400)
+        for stage in STAGES:
+            losses.append(train_offloaded(device, stage, zerocore.Offload(states="cpu")))
+        everything = zerocore.Offload(states="cpu", parameters="cpu")
+        losses.append(train_offloaded(device, 3, everything))
+    return losses
+
+
+def test_losses_with_states_on_the_host_are_those_of_gloo() -> None:
+    expected = run_ranks(train_all_offloaded, 2, False, launch="torchrun", timeout=150)
+    found = run_ranks(train_all_offloaded, 2, True, launch="torchrun", timeout=150)
     assert found == expected

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import zerocore
 from tests.distributed.harness import run_ranks
@@ -125,7 +126,8 @@ def compare_all() -> None:
             run = partial(train, case, stage, options.pop("make"), **options)
             expected = run(None)
             offloads = offloads_of(stage)
-            for offload in {offloads[number % len(offloads)], offloads[-1 - number % 2]}:
+            turn = number % len(offloads)
+            for offload in {offloads[turn], offloads[-1 - turn]}:
                 what = f"stage {stage}, {name}, {offload}"
                 print(what, flush=True)
                 assert_same_bits(run(offload), expected, what)
@@ -190,6 +192,55 @@ def backward(model: nn.Module) -> torch.Tensor:
     loss: torch.Tensor = model(x).square().mean()
     loss.backward()
     return loss.detach()
+
+
+class Clamped(Block):
+    """Changes its weights in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return out
+
+
+def trained_blocks(kind: str, stage: int, offload: Offload | None) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Clamped() if kind == "clamped" else Block() for _ in range(3)))
+    if kind == "checkpointed":
+        model = nn.Sequential(*map(Checkpointed, model))
+    model = zerocore.shard(model, stage=stage, units=[Block], offload=offload)
+    if kind == "compiled":
+        for block in model:
+            block.compile(backend="eager")
+    optimizer = adamw(model.parameters(), clip_grad_norm=1.0)
+    losses = []
+    for _ in range(3):
+        losses.append(backward(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    full: dict[str, torch.Tensor] = zerocore.full_state_dict(model, rank0_only=False)
+    return {"losses": torch.stack(losses), **full}
+
+
+def compare_blocks() -> None:
+    for kind in ("clamped", "checkpointed", "compiled"):
+        for stage, offload in ((0, STATES), (2, STATES), (3, ALL)):
+            expected = trained_blocks(kind, stage, None)
+            assert_same_bits(trained_blocks(kind, stage, offload), expected, f"{kind}, {stage}")
+
+
+def test_bits_of_changed_checkpointed_and_compiled_blocks() -> None:
+    run_ranks(compare_blocks, 2, timeout=120.0)
 
 
 def record_step(stage: int, offload: Offload) -> list[zerocore.Event]:
