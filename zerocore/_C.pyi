@@ -162,6 +162,7 @@ class EngineOptions:
         log_hand_overs: bool = False,
         alarm_name: str = "",
         stall_seconds: float = 0.0,
+        host_link: LinkModel | None = None,
     ) -> None: ...
 
 class UnitParam:
@@ -208,6 +209,34 @@ class TraceRecord:
     issued_ns: int
     done_ns: int
     wait_ns: int
+
+class HostUpdate:
+    """A step of AdamW for parameters of one unit, whose states are on the host.
+
+    ``casts`` are pairs of what is written behind it, and from what.
+    """
+
+    def __init__(
+        self,
+        unit: int,
+        params: Sequence[int],
+        weights: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        steps: Sequence[Tensor],
+        model_weights: Sequence[Tensor],
+        casts: Sequence[tuple[Tensor, Tensor]],
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        maximize: bool,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None: ...
 
 class OpCounter:
     """How often one operation was done, and the bytes of its buckets."""
@@ -286,6 +315,10 @@ class Engine:
     def check_process(self) -> None: ...
     def begin_update(self, units: Sequence[int], casts: bool) -> None: ...
     def end_update(self, units: Sequence[UpdatedUnit], casts: bool) -> None: ...
+    def is_updated_on_host(self, unit: int, param: int) -> bool: ...
+    def update_on_host(self, update: HostUpdate) -> None: ...
+    def send_weights(self, unit: int) -> None: ...
+    def synchronize(self) -> None: ...
     def fail_backward(self) -> None: ...
     def any_rank(self, flags: Sequence[bool]) -> list[bool]: ...
     def exchange(
@@ -304,6 +337,8 @@ class Engine:
     parameter_nbytes: int
     main_nbytes: int
     gradient_nbytes: int
+    host_weight_nbytes: int
+    host_gradient_nbytes: int
     def start_trace(self, align: bool = True) -> None: ...
     def pause_trace(self) -> None: ...
     def stop_trace(self) -> list[TraceRecord]: ...

@@ -174,10 +174,18 @@ class Reduction:
     def kept_nbytes(self, unit: int) -> int: ...
 
 class ShardOptions:
-    """The options that an engine and its plan share: stage, gathers ahead, full sums, rows."""
+    """The options that an engine and its plan share: stage, gathers ahead, sums, rows, memories."""
 
     def __init__(
-        self, *, stage: int, prefetch: int = 1, hold_full: bool = False, by_rows: bool = False
+        self,
+        *,
+        stage: int,
+        prefetch: int = 1,
+        hold_full: bool = False,
+        by_rows: bool = False,
+        host_states: bool = False,
+        host_gradients: bool = False,
+        host_parameters: bool = False,
     ) -> None: ...
 
 class PlanOptions:
@@ -221,6 +229,14 @@ class PlannedEvent:
     moment: int
     across: bool
 
+class HostBytes:
+    """Predicted bytes on the host for one rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    total: int
+
 class MemoryPlan:
     """Predicted bytes on one rank."""
 
@@ -230,6 +246,7 @@ class MemoryPlan:
     optimizer: int
     pool: int
     pool_reserved: int
+    host: HostBytes
     total: int
 
 def plan_layouts(units: Sequence[UnitPlan], options: PlanOptions) -> list[Layout]: ...

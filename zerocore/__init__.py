@@ -13,6 +13,7 @@ from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.emulated import Emulation, emulate
 from zerocore.install import hook_into_torch
 from zerocore.model.config import ShardConfig
+from zerocore.model.offload import Offload
 from zerocore.model.precision import MixedPrecision
 from zerocore.optim.clipping import NonFiniteGradError, clip_grad_norm_
 from zerocore.optim.groups import param_groups
@@ -47,6 +48,7 @@ __all__ = [
     "MemoryBytes",
     "MixedPrecision",
     "NonFiniteGradError",
+    "Offload",
     "OutOfMemory",
     "PendingSave",
     "Place",

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zerocore.model.config import ShardConfig
 from zerocore.model.materialize import InitFn
+from zerocore.model.offload import Offload
 from zerocore.model.precision import MixedPrecision
 from zerocore.model.ranks import find_ranks
 from zerocore.model.state import state_of
@@ -39,6 +40,7 @@ def shard(
     optimizer: Optimizer | None = None,
     memory_budget: str | int | None = None,
     mixed_precision: MixedPrecision | None = None,
+    offload: Offload | None = None,
 ) -> nn.Module:
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
@@ -69,6 +71,7 @@ def shard(
             the states of Adam and the bucket pool would take more. Activations are not counted.
         mixed_precision: layers compute in a narrow dtype over main weights in a wide one; see
             :class:`MixedPrecision`.
+        offload: what leaves the device's memory for the host's; see :class:`Offload`.
 
     Returns:
         ``model`` itself.
@@ -86,6 +89,7 @@ def shard(
         sync_buffers=sync_buffers,
         gradient_divide_factor=gradient_divide_factor,
         mixed_precision=mixed_precision,
+        offload=offload,
     )
     request = validate(
         model,

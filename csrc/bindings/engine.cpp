@@ -154,11 +154,15 @@ void register_setup(py::class_<PyEngine>& engine) {
             for (const auto& value : full) {
               values.push_back(value.value_or(at::Tensor()));
             }
+            self.engine->offload().wait_updates();
             self.engine->materialize(unit, values, broadcast);
           })
       .def(
           "full_values",
-          [](PyEngine& self, UnitId unit) { return self.engine->full_values(unit); },
+          [](PyEngine& self, UnitId unit) {
+            self.engine->offload().wait_updates();
+            return self.engine->full_values(unit);
+          },
           py::call_guard<py::gil_scoped_release>())
       .def(
           "bind",
@@ -225,14 +229,16 @@ void register_steps(py::class_<PyEngine>& engine) {
             self.engine->begin_update(units, casts);
           },
           py::arg("units"),
-          py::arg("casts"))
+          py::arg("casts"),
+          py::call_guard<py::gil_scoped_release>())
       .def(
           "end_update",
           [](PyEngine& self, const std::vector<UpdatedUnit>& units, bool casts) {
             self.engine->end_update(units, casts);
           },
           py::arg("units"),
-          py::arg("casts"))
+          py::arg("casts"),
+          py::call_guard<py::gil_scoped_release>())
       .def(
           "any_rank",
           [](PyEngine& self, const std::vector<bool>& flags) {
@@ -260,7 +266,12 @@ void register_steps(py::class_<PyEngine>& engine) {
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
       .def(
           "fail_backward", [](PyEngine& self) { self.engine->fail_backward(); }, no_gil)
-      .def("mark_forked", [](PyEngine& self) { self.engine->mark_forked(); })
+      .def(
+          "mark_forked",
+          [](PyEngine& self) {
+            self.engine->offload().mark_forked();
+            self.engine->mark_forked();
+          })
       .def("check_process", [](PyEngine& self) { self.engine->check_process(); })
       .def_property(
           "sync",
@@ -296,6 +307,28 @@ void register_unit_controls(py::class_<PyEngine>& engine) {
       });
 }
 
+// Steps of states on the host.
+void register_offload(py::class_<PyEngine>& engine) {
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  engine
+      .def(
+          "is_updated_on_host",
+          [](PyEngine& self, UnitId unit, int param) {
+            return self.engine->offload().updates(unit, param);
+          })
+      .def(
+          "update_on_host",
+          [](PyEngine& self, HostUpdate update) {
+            self.engine->offload().update(std::move(update));
+          },
+          no_gil)
+      .def(
+          "send_weights",
+          [](PyEngine& self, UnitId unit) { self.engine->offload().send(unit); },
+          no_gil)
+      .def("synchronize", [](PyEngine& self) { self.engine->offload().synchronize(); }, no_gil);
+}
+
 void register_figures(py::class_<PyEngine>& engine) {
   engine.def("layout", [](PyEngine& self, UnitId unit) { return self.engine->unit(unit).layout(); })
       .def_property_readonly(
@@ -317,10 +350,16 @@ void register_figures(py::class_<PyEngine>& engine) {
           [](PyEngine& self) {
             int64_t nbytes = 0;
             for (UnitId id = 0; id < self.engine->num_units(); ++id) {
-              nbytes += self.engine->unit(id).main_nbytes();
+              nbytes += self.engine->unit(id).main().device_nbytes();
             }
             return nbytes;
           })
+      .def_property_readonly(
+          "host_weight_nbytes",
+          [](PyEngine& self) { return self.engine->offload().weight_nbytes(); })
+      .def_property_readonly(
+          "host_gradient_nbytes",
+          [](PyEngine& self) { return self.engine->offload().gradient_nbytes(); })
       .def_property_readonly(
           "gradient_nbytes",
           [](PyEngine& self) { return self.engine->reducer().persistent_nbytes(); })
@@ -343,7 +382,13 @@ void register_figures(py::class_<PyEngine>& engine) {
           [](PyEngine& self, bool align) { self.engine->trace().start(align); },
           py::arg("align") = true)
       .def("pause_trace", [](PyEngine& self) { self.engine->trace().pause(); })
-      .def("stop_trace", [](PyEngine& self) { return self.engine->trace().stop(); })
+      .def(
+          "stop_trace",
+          [](PyEngine& self) {
+            self.engine->offload().synchronize(); // it completes the records
+            return self.engine->trace().stop();
+          },
+          py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("agreed", &agreed)
       .def_property_readonly("counters", &counters);
 }
@@ -364,6 +409,7 @@ void register_engine(py::module_& module) {
   register_setup(engine);
   register_steps(engine);
   register_unit_controls(engine);
+  register_offload(engine);
   register_figures(engine);
 }
 

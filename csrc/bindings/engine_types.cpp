@@ -69,14 +69,16 @@ void register_engine_options(py::module_& module) {
                       bool agree_on_used,
                       bool log_hand_overs,
                       std::string alarm_name,
-                      double stall_seconds) {
+                      double stall_seconds,
+                      std::optional<LinkModel> host_link) {
             return EngineOptions{
                 sharding,
                 std::move(groups),
                 agree_on_used,
                 log_hand_overs,
                 std::move(alarm_name),
-                stall_seconds};
+                stall_seconds,
+                host_link};
           }),
           py::kw_only(),
           py::arg("sharding"),
@@ -84,7 +86,8 @@ void register_engine_options(py::module_& module) {
           py::arg("agree_on_used"),
           py::arg("log_hand_overs") = false,
           py::arg("alarm_name") = "",
-          py::arg("stall_seconds") = 0.0);
+          py::arg("stall_seconds") = 0.0,
+          py::arg("host_link") = py::none());
 }
 
 void register_units(py::module_& module) {
@@ -115,6 +118,60 @@ void register_units(py::module_& module) {
           }),
           py::arg("unit"),
           py::arg("params") = py::none());
+}
+
+void register_host_update(py::module_& module) {
+  using Tensors = std::vector<at::Tensor>;
+  py::class_<HostUpdate>(module, "HostUpdate")
+      .def(
+          py::init([](UnitId unit,
+                      std::vector<int> params,
+                      Tensors weights,
+                      Tensors grads,
+                      Tensors exp_avgs,
+                      Tensors exp_avg_sqs,
+                      Tensors steps,
+                      Tensors model_weights,
+                      std::vector<std::pair<at::Tensor, at::Tensor>> casts,
+                      double lr,
+                      double beta1,
+                      double beta2,
+                      double eps,
+                      double weight_decay,
+                      bool maximize,
+                      std::optional<at::Tensor> grad_scale,
+                      std::optional<at::Tensor> found_inf) {
+            return HostUpdate{
+                unit,
+                std::move(params),
+                std::move(weights),
+                std::move(grads),
+                std::move(exp_avgs),
+                std::move(exp_avg_sqs),
+                std::move(steps),
+                std::move(model_weights),
+                {lr, beta1, beta2, eps, weight_decay, maximize},
+                {std::nullopt, std::move(grad_scale), std::move(found_inf)},
+                std::move(casts)};
+          }),
+          py::arg("unit"),
+          py::arg("params"),
+          py::arg("weights"),
+          py::arg("grads"),
+          py::arg("exp_avgs"),
+          py::arg("exp_avg_sqs"),
+          py::arg("steps"),
+          py::arg("model_weights"),
+          py::arg("casts"),
+          py::kw_only(),
+          py::arg("lr"),
+          py::arg("beta1"),
+          py::arg("beta2"),
+          py::arg("eps"),
+          py::arg("weight_decay"),
+          py::arg("maximize"),
+          py::arg("grad_scale"),
+          py::arg("found_inf"));
 }
 
 void register_figures_of_engine(py::module_& module) {
@@ -162,6 +219,7 @@ void register_hand_overs(py::module_& module) {
 void register_engine_types(py::module_& module) {
   register_engine_options(module);
   register_units(module);
+  register_host_update(module);
   register_figures_of_engine(module);
   register_hand_overs(module);
 }

@@ -219,6 +219,11 @@ void register_schedule(py::module_& module) {
 }
 
 void register_options(py::module_& module) {
+  py::class_<HostBytes>(module, "HostBytes")
+      .def_readonly("weights", &HostBytes::weights)
+      .def_readonly("gradients", &HostBytes::gradients)
+      .def_readonly("optimizer", &HostBytes::optimizer)
+      .def_property_readonly("total", &HostBytes::total);
   py::class_<MemoryPlan>(module, "MemoryPlan")
       .def_readonly("parameters", &MemoryPlan::parameters)
       .def_readonly("main_weights", &MemoryPlan::main_weights)
@@ -226,17 +231,29 @@ void register_options(py::module_& module) {
       .def_readonly("optimizer", &MemoryPlan::optimizer)
       .def_readonly("pool", &MemoryPlan::pool)
       .def_readonly("pool_reserved", &MemoryPlan::pool_reserved)
+      .def_readonly("host", &MemoryPlan::host)
       .def_property_readonly("total", &MemoryPlan::total);
   py::class_<ShardOptions>(module, "ShardOptions")
       .def(
-          py::init([](int64_t stage, int prefetch, bool hold_full, bool by_rows) {
-            return ShardOptions{stage, prefetch, hold_full, by_rows};
+          py::init([](int64_t stage,
+                      int prefetch,
+                      bool hold_full,
+                      bool by_rows,
+                      bool host_states,
+                      bool host_gradients,
+                      bool host_parameters) {
+            const auto tier = [](bool host) { return host ? Tier::Host : Tier::Device; };
+            const Tiers tiers{tier(host_states), tier(host_gradients), tier(host_parameters)};
+            return ShardOptions{stage, prefetch, hold_full, by_rows, tiers};
           }),
           py::kw_only(),
           py::arg("stage"),
           py::arg("prefetch") = 1,
           py::arg("hold_full") = false,
-          py::arg("by_rows") = false);
+          py::arg("by_rows") = false,
+          py::arg("host_states") = false,
+          py::arg("host_gradients") = false,
+          py::arg("host_parameters") = false);
   py::class_<PlanOptions>(module, "PlanOptions")
       .def(
           py::init([](const ShardOptions& sharding,

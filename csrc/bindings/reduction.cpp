@@ -46,6 +46,8 @@ const char* kind_name(GradStepKind kind) {
       return "wait_across";
     case GradStepKind::Zero:
       return "zero";
+    case GradStepKind::Leave:
+      return "leave";
     case GradStepKind::Sum:
       return "sum";
   }
@@ -105,7 +107,7 @@ ReductionOptions make_options(
     bool counts_kept) {
   ReductionOptions options;
   options.sharding = sharding;
-  options.policy = StagePolicy::from_stage(sharding.stage, world_size);
+  options.policy = StagePolicy::of(sharding, world_size);
   options.world_size = world_size;
   options.num_replicas = num_replicas;
   options.method = WireMethods::of_backend(backend).reduce;

@@ -8,8 +8,8 @@ namespace zerocore {
 using UnitId = int32_t;
 
 // Work of one role runs in order; between roles events order it.
-enum class StreamRole : uint8_t { Compute, AllGather, ReduceScatter };
-inline constexpr int kNumStreamRoles = 3;
+enum class StreamRole : uint8_t { Compute, AllGather, ReduceScatter, DeviceToHost, HostToDevice };
+inline constexpr int kNumStreamRoles = 5;
 
 inline const char* stream_role_name(StreamRole role) {
   switch (role) {
@@ -19,13 +19,29 @@ inline const char* stream_role_name(StreamRole role) {
       return "all_gather";
     case StreamRole::ReduceScatter:
       return "reduce_scatter";
+    case StreamRole::DeviceToHost:
+      return "device_to_host";
+    case StreamRole::HostToDevice:
+      return "host_to_device";
   }
   return "";
 }
 
 // The runtime does these, and the planner predicts them.
-// AllToAll is an optimizer's, and only run.
-enum class TraceOp : uint8_t { AllGather, ReduceScatter, AllReduce, AllToAll, Unshard, Reshard };
+// AllToAll is an optimizer's, and only run. So are the last three, of states on the host: gradients
+// come there, weights are updated there, and go back.
+enum class TraceOp : uint8_t {
+  AllGather,
+  ReduceScatter,
+  AllReduce,
+  AllToAll,
+  Unshard,
+  Reshard,
+  ToHost,
+  HostUpdate,
+  ToDevice
+};
+inline constexpr int kNumTraceOps = static_cast<int>(TraceOp::ToDevice) + 1;
 
 inline const char* trace_op_name(TraceOp op) {
   switch (op) {
@@ -41,6 +57,12 @@ inline const char* trace_op_name(TraceOp op) {
       return "unshard";
     case TraceOp::Reshard:
       return "reshard";
+    case TraceOp::ToHost:
+      return "to_host";
+    case TraceOp::HostUpdate:
+      return "host_update";
+    case TraceOp::ToDevice:
+      return "to_device";
   }
   return "";
 }

@@ -38,6 +38,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Reducer& reducer() {
     return parts_.reducer;
   }
+  Offload& offload() {
+    return parts_.offload;
+  }
   const Schedule& schedule() const {
     return parts_.schedule;
   }

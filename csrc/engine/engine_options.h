@@ -5,6 +5,7 @@
 #include <string>
 
 #include "plan/shard_options.h"
+#include "runtime/link_model.h"
 
 namespace zerocore {
 
@@ -22,6 +23,7 @@ struct EngineOptions {
   bool log_hand_overs = false; // on the CPU: as if there were streams
   std::string alarm_name; // see AlarmOptions; empty for no alarm
   double stall_seconds = 0;
+  std::optional<LinkModel> host_link; // emulated, between the device and the host
 };
 
 } // namespace zerocore

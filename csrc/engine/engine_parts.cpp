@@ -26,21 +26,20 @@ std::unique_ptr<Peers> make_peers(const std::optional<std::string>& name, Alarm*
 }
 
 UnitContext make_context(
-    const ShardOptions& sharding,
+    ShardOptions sharding,
     Collectives* collectives,
     Collectives* replicas,
     Peers* peers,
     Streams& streams,
     BucketPool& pool,
     Trace& trace) {
-  int64_t stage = sharding.stage;
   if (collectives == nullptr) {
     std::swap(collectives, replicas); // nothing to shard: replicas of everything
-    stage = 0;
+    sharding.stage = 0;
   }
   UnitContext context;
   const int64_t world_size = collectives == nullptr ? 1 : collectives->size();
-  context.policy = StagePolicy::from_stage(stage, world_size);
+  context.policy = StagePolicy::of(sharding, world_size);
   context.collectives = collectives;
   context.replicas = replicas;
   context.peers = peers;
@@ -50,6 +49,10 @@ UnitContext make_context(
   context.num_shards = context.policy.shards_optimizer() ? world_size : 1;
   context.shard = context.policy.shards_optimizer() ? collectives->rank() : 0;
   context.by_rows = sharding.by_rows;
+  context.tiers = sharding.tiers;
+  if (sharding.tiers.has_host_states()) {
+    streams.add_copy_streams();
+  }
   return context;
 }
 
@@ -96,15 +99,19 @@ EngineParts::EngineParts(
           streams,
           pool,
           trace)),
+      host_link(
+          engine_options.host_link ? std::make_unique<HostLink>(*engine_options.host_link)
+                                   : nullptr),
       stays(find_stays(specs)),
       units(make_units(std::move(specs), context)),
+      offload(units, context, host_link.get()),
       schedule(
           ScheduleOptions::of(
               static_cast<int>(units.size()),
               engine_options.sharding,
               context.policy),
           std::move(order)),
-      reducer(units, context, engine_options),
+      reducer(units, context, engine_options, offload),
       registrar(std::move(registrar_)),
       thread_check(/*backward_threads=*/device.type() != c10::DeviceType::CPU) {
   for (size_t unit = 0; unit < stays.size(); ++unit) {

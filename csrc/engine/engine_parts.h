@@ -6,10 +6,12 @@
 
 #include "engine/alarm_setup.h"
 #include "engine/engine_options.h"
+#include "engine/offload.h"
 #include "engine/reducer.h"
 #include "engine/thread_check.h"
 #include "engine/unit.h"
 #include "plan/schedule.h"
+#include "runtime/host_link.h"
 
 namespace zerocore {
 
@@ -44,8 +46,10 @@ struct EngineParts {
   std::unique_ptr<Collectives> collectives, replicas;
   std::unique_ptr<Peers> peers;
   UnitContext context;
+  std::unique_ptr<HostLink> host_link; // emulated; null for none
   std::vector<bool> stays; // by unit: as it was made
   std::vector<std::unique_ptr<Unit>> units;
+  Offload offload;
   Schedule schedule;
   Reducer reducer;
   std::unique_ptr<Registrar> registrar;

@@ -24,12 +24,13 @@ GradientMemory::GradientMemory(const Unit& unit, int index)
   const Region& region = unit.layout().regions()[index];
   const Layout kept = unit.layout().retyped(&Region::grad);
   const Layout sent = unit.layout().retyped(&Region::reduce);
+  const bool on_host = context.tiers.gradients == Tier::Host;
   const auto make = [&](GradPlace place, const Layout& layout, int64_t shard) {
     buckets_[static_cast<size_t>(place)].emplace(
         layout,
         std::vector<int>{index},
         shard,
-        context.streams->device(),
+        place == home_ && on_host ? c10::Device(c10::kCPU) : context.streams->device(),
         "the gradient of unit '" + unit.name() + "'");
   };
   make(GradPlace::Full, kept, context.shard);

@@ -44,14 +44,17 @@ std::vector<const Layout*> layouts_of(const std::vector<std::unique_ptr<Unit>>& 
 Reducer::Reducer(
     const std::vector<std::unique_ptr<Unit>>& units,
     const UnitContext& context,
-    const EngineOptions& options)
+    const EngineOptions& options,
+    Offload& offload)
     : units_(units),
       context_(context),
+      offload_(offload),
       reduction_(reduction_options(context, options.sharding), layouts_of(units)),
       shown_(units, context, reduction_, options.agree_on_used),
       memory_(units.size()),
       touched_(units.size()),
-      reduced_(units.size()) {
+      reduced_(units.size()),
+      leaves_(units.size()) {
   for (const auto& unit : units_) {
     const auto num_regions = static_cast<int>(unit->layout().regions().size());
     in_flight_.emplace_back(num_regions);
@@ -76,9 +79,11 @@ at::Tensor Reducer::make_grad(UnitId id, int param) const {
 void Reducer::reduce(UnitId id, bool sync) {
   const at::NoGradGuard no_grad;
   if (!touched_[id]) {
+    offload_.recall(id);
     shown_.take_changes(id, memory_[id]);
     touched_[id] = true;
   }
+  leaves_[id] = sync;
   note_trainable(id);
   shown_.note_used(id);
   const bool is_reduced = reduction_.reduce(id, sync, *this);
@@ -122,6 +127,7 @@ void Reducer::finish() {
     if (touched_[id]) {
       note_use(id);
       shown_.show(id, reduced_[id]);
+      offload_.note_shown(id);
     }
   }
   forget_backward();
@@ -184,6 +190,8 @@ void Reducer::run(const GradStep& step) {
       return;
     case GradStepKind::Sum:
       return sum(step);
+    case GradStepKind::Leave:
+      return leave(step);
   }
 }
 
@@ -227,6 +235,13 @@ void Reducer::sum(const GradStep& step) {
   context_.streams->note_read(StreamRole::Compute, from, "sums", name);
   context_.streams->note_write(StreamRole::Compute, to, "sums", name);
   kernels::accumulate(to, from, step.parts, step.adds);
+}
+
+void Reducer::leave(const GradStep& step) {
+  if (leaves_[step.unit]) {
+    const GradientMemory& memory = memory_[step.unit][step.region];
+    offload_.leave(step.unit, step.region, memory.own(GradPlace::Kept));
+  }
 }
 
 // The optimizer may read and write the gradients from here on.

@@ -12,6 +12,7 @@
 #include "engine/engine_options.h"
 #include "engine/gradient_memory.h"
 #include "engine/gradient_packer.h"
+#include "engine/offload.h"
 #include "engine/shown_gradients.h"
 #include "engine/unit.h"
 #include "plan/reduction.h"
@@ -23,7 +24,8 @@ class Reducer final : private GradSteps {
   Reducer(
       const std::vector<std::unique_ptr<Unit>>& units,
       const UnitContext& context,
-      const EngineOptions& options);
+      const EngineOptions& options,
+      Offload& offload);
 
   // A tensor over the memory of a parameter's gradient shard, 1-D; memory comes with the first
   // gradient. Undefined where there is no gradient.
@@ -61,6 +63,7 @@ class Reducer final : private GradSteps {
   PendingCollective start(const GradStep& step);
   PendingCollective start_across(const GradStep& step);
   void sum(const GradStep& step);
+  void leave(const GradStep& step);
   void note_trainable(UnitId unit);
   void clear_full_grads(UnitId unit);
   void forget_backward();
@@ -68,12 +71,14 @@ class Reducer final : private GradSteps {
 
   const std::vector<std::unique_ptr<Unit>>& units_;
   UnitContext context_;
+  Offload& offload_;
   Reduction reduction_;
   ShownGradients shown_;
   GradientPacker packer_;
   std::vector<std::vector<GradientMemory>> memory_; // by unit and region
   std::vector<std::vector<InFlight>> in_flight_; // by unit and region
   std::vector<bool> touched_, reduced_; // units, in this backward
+  std::vector<bool> leaves_; // units whose gradients the ranks are not to add to in this step
 };
 
 } // namespace zerocore

@@ -19,6 +19,7 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
           context.streams->device(),
           "unit '" + name_ + "'",
           /*hides=*/context.policy.shards_parameters()),
+      main_(layout_, context_, name_),
       settings_{1.0 / static_cast<double>(context.world_size())},
       versions_(params_, layout_),
       gathered_(layout_.regions().size(), -1) {
@@ -27,19 +28,14 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
         layout_.of_shard(context_.shard),
         layout_.all_regions(),
         0,
-        context_.streams->device(),
+        context_.device_of(context_.tiers.parameters),
         "unit '" + name_ + "'");
   }
   if (layout_.copies_out()) {
     staging_.emplace(id_, layout_, context_.shard, context_.streams->device(), name_);
   }
-  if (const std::vector<int> regions = layout_.main_regions(); !regions.empty()) {
-    main_.emplace(
-        layout_.of_shard(context_.shard).retyped(&Region::main),
-        regions,
-        0,
-        context_.streams->device(),
-        "unit '" + name_ + "'");
+  for (const int region : layout_.all_regions()) {
+    main_.set_model(region, model_shard(region));
   }
 }
 
@@ -56,14 +52,22 @@ std::vector<int64_t> Unit::shard_sizes(int param) const {
 
 at::Tensor Unit::make_shard(int param) const {
   const int region = layout_.places().at(param).region;
-  if (!has_main(region)) {
+  if (!main_.has(region)) {
     return model_part(param);
   }
-  return main_->view(region, layout_.offset_in_shard(param, context_.shard), shard_sizes(param));
+  return main_.view(region, layout_.offset_in_shard(param, context_.shard), shard_sizes(param));
 }
 
 at::Tensor Unit::make_model_shard(int param) const {
-  return has_main(layout_.places().at(param).region) ? model_part(param) : at::Tensor();
+  const int region = layout_.places().at(param).region;
+  if (!main_.has(region)) {
+    return {};
+  }
+  if (!context_.tiers.returns_weights()) {
+    return model_part(param);
+  }
+  const int64_t offset = layout_.offset_in_shard(param, context_.shard);
+  return main_.written_view(region, offset, shard_sizes(param));
 }
 
 void Unit::bind(int index, at::Tensor full, at::Tensor shard, at::Tensor local) {
@@ -89,7 +93,7 @@ const at::Tensor& Unit::model_shard(int region) const {
 }
 
 const at::Tensor& Unit::updated_shard(int region) const {
-  return has_main(region) ? main_->full(region) : model_shard(region);
+  return main_.has(region) ? main_.full(region) : model_shard(region);
 }
 
 void Unit::set_state(UnitState next) {
@@ -138,7 +142,18 @@ void Unit::take_bucket(StreamRole user) {
 }
 
 void Unit::gather(int region) {
-  const at::Tensor& own = shards_ ? shards_->full_bytes(region) : bucket_.own_bytes(region);
+  if (context_.tiers.has_host_parameters()) {
+    const auto guard = context_.streams->use(StreamRole::AllGather);
+    bucket_.own_bytes(region).copy_(shards_->full_bytes(region), /*non_blocking=*/true);
+    context_.streams->note_write(StreamRole::AllGather, bucket_.own(region), "loads", name_);
+    const int64_t nbytes = bucket_.own_bytes(region).numel();
+    context_.trace->add(TraceOp::ToDevice, id_, nbytes, context_.pool->stats().in_use_nbytes);
+  }
+  if (context_.num_shards == 1) {
+    return; // the host had all of it
+  }
+  const bool in_place = !shards_ || context_.tiers.has_host_parameters();
+  const at::Tensor& own = in_place ? bucket_.own_bytes(region) : shards_->full_bytes(region);
   const at::Tensor& full = (staging_ ? staging_->bucket() : bucket_).full_bytes(region);
   const int64_t nbytes = context_.collectives->methods().gather.wire_nbytes(full.numel());
   gathers_.push_back(context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, nbytes)));
@@ -149,6 +164,9 @@ void Unit::wait_for_unshard() {
     return;
   }
   wait_for_all(gathers_, *context_.streams);
+  if (context_.num_shards == 1) {
+    context_.streams->order(StreamRole::Compute, StreamRole::AllGather);
+  }
   if (staging_) {
     if (!bucket_.attached()) {
       take_bucket(StreamRole::Compute);
@@ -200,7 +218,14 @@ bool Unit::is_gathered() const {
 }
 
 int64_t Unit::persistent_nbytes() const {
+  if (context_.tiers.has_host_parameters()) {
+    return 0;
+  }
   return shards_ ? shards_->nbytes() : bucket_.nbytes();
+}
+
+int64_t Unit::host_nbytes() const {
+  return context_.tiers.has_host_parameters() ? shards_->nbytes() : 0;
 }
 
 } // namespace zerocore

@@ -1,9 +1,4 @@
 // One unit: its parameters, sharded and unsharded, and the moves between the two states.
-//
-// Note [Main and model weights]
-// Layers compute with model weights, which gathers move. Where the optimizer is to update another
-// dtype, this rank also holds main weights, its shard only; they are cast to model weights once
-// after every change, not once for every gather. What is loaded and saved are main weights.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,50 +7,18 @@
 #include <string>
 #include <vector>
 
+#include "engine/main_weights.h"
 #include "engine/param_versions.h"
-#include "engine/peers.h"
 #include "engine/staging.h"
+#include "engine/unit_context.h"
 #include "engine/unit_param.h"
 #include "plan/layout.h"
-#include "plan/stage_policy.h"
 #include "runtime/bucket.h"
-#include "runtime/bucket_pool.h"
-#include "runtime/collectives.h"
 
 namespace zerocore {
 
 // SHARDED > UNSHARDING > UNSHARDED > SHARDED
 enum class UnitState : uint8_t { Sharded, Unsharding, Unsharded };
-
-// Shared by the units of a model; outlives them.
-struct UnitContext {
-  StagePolicy policy;
-  Collectives* collectives = nullptr; // of the ranks that share a shard each; null on one rank
-  Collectives* replicas = nullptr; // of the ranks that hold the same shard; null if there is one
-  Peers* peers = nullptr; // all ranks; null where there is one or the others are simulated
-  Streams* streams = nullptr;
-  BucketPool* pool = nullptr;
-  Trace* trace = nullptr;
-  int64_t num_shards = 1;
-  int64_t shard = 0; // this rank's
-  bool by_rows = false; // see Note [Shards of rows]
-
-  // All ranks.
-  int64_t world_size() const {
-    return (collectives == nullptr ? 1 : collectives->size()) *
-        (replicas == nullptr ? 1 : replicas->size());
-  }
-  // For each flag whether it is set on any rank; blocks the host.
-  std::vector<bool> any_rank(const std::vector<bool>& flags) const {
-    return peers == nullptr ? flags : peers->any_rank(flags);
-  }
-};
-
-// What may be set for each unit.
-struct UnitSettings {
-  double gradient_scale = 1; // gradients are multiplied by it before they are summed over the ranks
-  bool syncs = true; // a backward reduces them
-};
 
 class Unit {
  public:
@@ -129,7 +92,7 @@ class Unit {
   // Copies this rank's part of the unsharded parameters to its shard. A main weight changes only
   // where its model weight was changed.
   void write_back();
-  // Casts changed main weights to model weights.
+  // Casts changed main weights to model weights, and sends them to the device.
   void cast_main();
   // The model weights are those of the main weights: whoever updated these has cast them.
   void mark_cast() {
@@ -152,17 +115,16 @@ class Unit {
   int64_t gathered_version() const {
     return gathered_version_;
   }
-  // Bytes of parameters that stay on this rank between steps, without main weights.
+  // Bytes that stay on this rank between steps, without main weights: on the device, on the host.
   int64_t persistent_nbytes() const;
-  int64_t main_nbytes() const {
-    return main_ ? main_->nbytes() : 0;
+  int64_t host_nbytes() const;
+  // The weights that the optimizer updates, where they are no part of the unit's own memory.
+  const MainWeights& main() const {
+    return main_;
   }
 
  private:
   void set_state(UnitState next);
-  bool has_main(int region) const {
-    return main_ && main_->has(region);
-  }
   at::Tensor model_part(int param) const;
   // Persistent memory, 1-D, this rank's part of a region: what gathers send, what is updated.
   const at::Tensor& model_shard(int region) const;
@@ -183,7 +145,7 @@ class Unit {
   Bucket bucket_; // unsharded
   std::optional<Staging> staging_; // as it comes from the wire, where that is another order
   std::optional<Bucket> shards_; // own memory where parameters are sharded
-  std::optional<Bucket> main_; // the regions that have main weights
+  MainWeights main_;
   Slot slot_;
   UnitSettings settings_;
   std::vector<PendingCollective> gathers_;

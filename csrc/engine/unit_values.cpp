@@ -1,12 +1,10 @@
 // Values of a unit's parameters: filled, read, cast, written back. See Note [Main and model
 // weights].
-#include <ATen/ops/where.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
 #include "engine/full_values.h"
 #include "engine/unit.h"
-#include "kernels/ops.h"
 #include "runtime/device_memory.h"
 
 namespace zerocore {
@@ -29,11 +27,10 @@ void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast_full)
 
 void Unit::allocate_persistent() {
   const c10::Device device = context_.streams->device();
-  if (main_ && !main_->attached()) {
-    main_->attach(allocate_memory(device, main_->nbytes()));
-  }
+  main_.allocate();
   if (shards_ && !shards_->attached()) {
-    shards_->attach(allocate_memory(device, shards_->nbytes()));
+    shards_->attach(
+        allocate_memory(context_.device_of(context_.tiers.parameters), shards_->nbytes()));
   } else if (!shards_ && !bucket_.attached()) {
     bucket_.attach(allocate_memory(device, bucket_.nbytes()));
     state_ = UnitState::Unsharded;
@@ -43,9 +40,7 @@ void Unit::allocate_persistent() {
 void Unit::take(const Bucket& staging) {
   note_change();
   for (const int region : staging.regions()) {
-    if (has_main(region)) {
-      main_->full(region).copy_(staging.own(region));
-    }
+    main_.fill(region, staging.own(region));
     if (shards_) {
       shards_->full(region).copy_(staging.own(region));
     } else {
@@ -61,16 +56,16 @@ std::vector<at::Tensor> Unit::full_values() const {
   const at::NoGradGuard no_grad;
   const FullValues values(layout_, context_.shard, *context_.streams, name_);
   const Bucket& staging = values.bucket();
+  for (const int region : staging.regions()) {
+    staging.own(region).copy_(updated_shard(region));
+  }
   context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
   std::vector<PendingCollective> pending;
   for (const int region : staging.regions()) {
-    if (context_.num_shards == 1) {
-      staging.full(region).copy_(updated_shard(region));
-    } else {
-      const Bucket& own = has_main(region) ? *main_ : shards_ ? *shards_ : bucket_;
+    if (context_.num_shards > 1) {
       const at::Tensor& full = staging.full_bytes(region);
       pending.push_back(context_.collectives->all_gather(
-          full, own.own_bytes(region), tag(TraceOp::AllGather, full.numel())));
+          full, staging.own_bytes(region), tag(TraceOp::AllGather, full.numel())));
     }
   }
   wait_for_all(pending, *context_.streams);
@@ -78,14 +73,10 @@ std::vector<at::Tensor> Unit::full_values() const {
 }
 
 void Unit::cast_main() {
-  if (!main_ || cast_version_ == version()) {
+  if (main_.empty() || cast_version_ == version()) {
     return;
   }
-  for (const int region : main_->regions()) {
-    context_.streams->note_read(StreamRole::Compute, main_->full(region), "is cast", name_);
-    context_.streams->note_write(StreamRole::Compute, model_shard(region), "is cast", name_);
-    kernels::cast(model_shard(region), {main_->full(region)}, {0});
-  }
+  main_.cast();
   mark_cast();
 }
 
@@ -94,9 +85,8 @@ void Unit::write_back() {
   note_change();
   for (const int region : bucket_.regions()) {
     const at::Tensor own = own_part(layout_, bucket_, region, context_.shard);
-    if (has_main(region)) {
-      const at::Tensor& main = main_->full(region);
-      main.copy_(at::where(main.to(own.scalar_type()).eq(own), main, own.to(main.scalar_type())));
+    if (main_.has(region)) {
+      main_.take_changes(region, own);
     }
     if (shards_) {
       shards_->full(region).copy_(own);

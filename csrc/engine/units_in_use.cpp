@@ -31,6 +31,7 @@ void UnitsInUse::run(Actions& actions) {
     Unit& unit = *parts_.units[action.unit];
     switch (action.kind) {
       case ActionKind::Unshard:
+        parts_.offload.wait_weights(action.unit);
         unit.unshard();
         break;
       case ActionKind::Reshard:
@@ -47,6 +48,8 @@ void UnitsInUse::run(Actions& actions) {
 }
 
 void UnitsInUse::use(UnitId id) {
+  parts_.offload.wait_weights(id);
+  parts_.offload.check();
   parts_.units[id]->wait_for_unshard();
   parts_.units[id]->note_use();
   update_registration(id);
@@ -140,7 +143,8 @@ void UnitsInUse::set_kept(UnitId id, bool kept) {
 
 // Gathers begin behind the compute stream, on which the shards were written.
 void UnitsInUse::order_gathers() {
-  if (parts_.context.policy.shards_optimizer()) {
+  const StagePolicy& policy = parts_.context.policy;
+  if (policy.shards_optimizer() || policy.shards_parameters()) {
     parts_.streams.order(StreamRole::AllGather, StreamRole::Compute);
   }
 }
@@ -168,7 +172,7 @@ void UnitsInUse::settle() {
 void UnitsInUse::keep_writes(UnitId id) {
   Unit& unit = *parts_.units[id];
   if (unit.versions().take_writes() &&
-      (parts_.context.policy.shards_parameters() || unit.main_nbytes() > 0)) {
+      (parts_.context.policy.shards_parameters() || !unit.main().empty())) {
     const at::NoGradGuard no_grad;
     unit.write_back();
   }
@@ -187,6 +191,7 @@ void UnitsInUse::check_homes(UnitId id) const {
 
 void UnitsInUse::begin_update(const std::vector<UnitId>& units, bool casts) {
   const at::NoGradGuard no_grad;
+  parts_.offload.wait_updates();
   for (const UnitId id : units) {
     check_homes(id);
     if (casts) { // what the update leaves alone must be right already
@@ -202,6 +207,9 @@ void UnitsInUse::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
       unit.versions().mark_updated(*updated.params);
     } else {
       unit.versions().mark_updated();
+    }
+    if (casts && !parts_.offload.take_sent(updated.unit)) {
+      unit.main().return_weights(); // the optimizer has updated the host's weights itself
     }
     if (casts) {
       unit.mark_cast();

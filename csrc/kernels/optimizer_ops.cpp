@@ -156,33 +156,50 @@ void check_moments(const AdamWTensors& tensors) {
 
 } // namespace
 
-void adamw(AdamWTensors tensors, const AdamWOptions& options, const AdamWScalarTensors& scalars) {
-  check_counts(tensors);
-  const std::vector<at::Tensor> grads = in_order(tensors);
-  tensors.grads = grads;
+AdamWUpdate::AdamWUpdate(
+    const AdamWTensors& given,
+    const AdamWOptions& options,
+    const AdamWScalarTensors& scalars)
+    : options_(options) {
+  check_counts(given);
+  grads_ = in_order(given);
+  AdamWTensors tensors = given;
+  tensors.grads = grads_;
   if (tensors.weights.empty()) {
     return;
   }
-  const AdamWTypes types = checked_types(tensors);
+  first_ = tensors.weights[0];
+  types_ = checked_types(tensors);
   check_moments(tensors);
-  const at::Tensor& first = tensors.weights[0];
-  const auto device = first.device();
-  const AdamWScalars numbers{
+  const auto device = first_.device();
+  numbers_ = {
       scalar("lr", scalars.lr, device),
       scalar("grad_scale", scalars.grad_scale, device),
       scalar("found_inf", scalars.found_inf, device)};
-  AdamWList list;
   for (size_t i = 0; i < tensors.weights.size(); ++i) {
-    list.push(make_segment(tensors, i));
+    list_.push(make_segment(tensors, i));
   }
   for (const at::Tensor& weight : tensors.weights) {
     weight.unsafeGetTensorImpl()->bump_version(); // autograd sees that it was written
   }
+}
+
+void AdamWUpdate::run() const {
+  if (!first_.defined()) {
+    return;
+  }
   constexpr int64_t numbers_each = sizeof(BiasCorrection) / sizeof(double);
   const at::Tensor corrections =
-      at::empty({numbers_each * list.size()}, first.options().dtype(at::kDouble));
+      at::empty({numbers_each * list_.size()}, first_.options().dtype(at::kDouble));
   auto* room = reinterpret_cast<BiasCorrection*>(Memory(corrections).data);
-  loops_of(device).adamw({device, types, list, options, numbers, room});
+  loops_of(first_.device()).adamw({first_.device(), types_, list_, options_, numbers_, room});
+}
+
+void adamw(
+    const AdamWTensors& tensors,
+    const AdamWOptions& options,
+    const AdamWScalarTensors& scalars) {
+  AdamWUpdate(tensors, options, scalars).run();
 }
 
 } // namespace zerocore::kernels

@@ -4,8 +4,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <vector>
 
 #include "kernels/adamw.h"
+#include "kernels/adamw_list.h"
+#include "kernels/loops.h"
 
 namespace zerocore::kernels {
 
@@ -27,10 +30,34 @@ struct AdamWScalarTensors {
   std::optional<at::Tensor> found_inf; // not zero: nothing is changed
 };
 
+// One step of AdamW whose arguments are checked, and whose weights' versions are counted up
+// already. run() may be called by another thread; the tensors' memory must live until then.
+class AdamWUpdate {
+ public:
+  // Throws c10::ValueError or c10::TypeError for wrong arguments.
+  AdamWUpdate(
+      const AdamWTensors& tensors,
+      const AdamWOptions& options,
+      const AdamWScalarTensors& scalars);
+
+  void run() const;
+
+ private:
+  std::vector<at::Tensor> grads_; // copied where their elements lay in another order
+  at::Tensor first_; // weight
+  AdamWTypes types_{};
+  AdamWList list_;
+  AdamWOptions options_;
+  AdamWScalars numbers_;
+};
+
 // One step of AdamW on every tensor, in one pass: weights, moments, steps and model weights are
 // written. On CUDA two launches (the steps are a small one of their own) on the current stream for
 // up to about 500 tensors; nothing waits for the device. See Note [The arithmetic of torch]. Throws
 // c10::ValueError or c10::TypeError for wrong arguments.
-void adamw(AdamWTensors tensors, const AdamWOptions& options, const AdamWScalarTensors& scalars);
+void adamw(
+    const AdamWTensors& tensors,
+    const AdamWOptions& options,
+    const AdamWScalarTensors& scalars);
 
 } // namespace zerocore::kernels

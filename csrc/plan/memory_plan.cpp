@@ -17,16 +17,22 @@ void add_unit(
     const Layout& layout,
     const PlanOptions& options,
     int64_t rank) {
-  const StagePolicy policy = StagePolicy::from_stage(options.sharding.stage, options.world_size);
+  const StagePolicy policy = StagePolicy::of(options.sharding, options.world_size);
   const int64_t shard = policy.shards_optimizer() ? rank : 0;
-  plan.parameters += policy.shards_parameters() ? layout.of_shard(rank).nbytes() : layout.nbytes();
-  plan.main_weights +=
-      layout.of_shard(shard).retyped(&Region::main).nbytes_of(layout.main_regions());
+  const Tiers& tiers = options.sharding.tiers;
+  const Layout own = layout.of_shard(shard);
+  int64_t& parameters = tiers.has_host_parameters() ? plan.host.weights : plan.parameters;
+  parameters += policy.shards_parameters() ? own.nbytes() : layout.nbytes();
+  int64_t& main_weights = tiers.has_host_states() ? plan.host.weights : plan.main_weights;
+  main_weights += own.retyped(&Region::main).nbytes_of(tiers.main_regions(layout));
+  plan.host.weights += own.nbytes_of(tiers.sent_regions(layout));
+  plan.host.gradients += own.retyped(&Region::grad).nbytes_of(tiers.landing_regions(layout));
   for (int i = 0; i < static_cast<int>(unit.params.size()); ++i) {
     const bool unused = std::find(unit.unused.begin(), unit.unused.end(), i) != unit.unused.end();
     if (unit.params[i].requires_grad && !unused) {
       const Region& region = layout.regions()[layout.places()[i].region];
-      plan.optimizer += region.main.itemsize * layout.owned(i, shard).size();
+      int64_t& optimizer = tiers.has_host_states() ? plan.host.optimizer : plan.optimizer;
+      optimizer += region.main.itemsize * layout.owned(i, shard).size();
     }
   }
 }
@@ -34,7 +40,7 @@ void add_unit(
 } // namespace
 
 std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanOptions& options) {
-  const StagePolicy policy = StagePolicy::from_stage(options.sharding.stage, options.world_size);
+  const StagePolicy policy = StagePolicy::of(options.sharding, options.world_size);
   std::vector<Layout> layouts;
   layouts.reserve(units.size());
   for (const UnitPlan& unit : units) {
@@ -79,11 +85,14 @@ MemoryPlan plan_memory(
   StepSimulation simulation(units, order, options, plan_pool(units, order, options));
   simulation.run_steps();
   MemoryPlan plan;
+  const bool on_host = options.sharding.tiers.gradients == Tier::Host;
+  int64_t& gradients = on_host ? plan.host.gradients : plan.gradients;
   for (size_t i = 0; i < units.size(); ++i) {
     add_unit(plan, units[i], simulation.layout(i), options, rank);
-    plan.gradients += simulation.kept_gradients(i);
+    gradients += simulation.kept_gradients(i);
   }
   plan.optimizer *= optimizer_states;
+  plan.host.optimizer *= optimizer_states;
   plan.pool = simulation.pool().stats().peak_nbytes;
   plan.pool_reserved = simulation.pool().stats().peak_reserved_nbytes;
   return plan;

@@ -55,6 +55,17 @@ struct PlannedEvent {
   bool operator==(const PlannedEvent& other) const = default;
 };
 
+// Bytes on the host for one rank, see plan/tiers.h.
+struct HostBytes {
+  int64_t weights = 0; // main weights, these as layers compute with them, shards of parameters
+  int64_t gradients = 0; // kept there, or sent there for the update
+  int64_t optimizer = 0;
+
+  int64_t total() const {
+    return weights + gradients + optimizer;
+  }
+};
+
 // Bytes on one rank, between steps except for the pool.
 struct MemoryPlan {
   int64_t parameters = 0;
@@ -63,6 +74,7 @@ struct MemoryPlan {
   int64_t optimizer = 0;
   int64_t pool = 0; // peak of what is in use
   int64_t pool_reserved = 0; // peak of what is taken from the device's allocator
+  HostBytes host;
 
   // All that is taken from the device's allocator.
   int64_t total() const {

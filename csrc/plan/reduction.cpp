@@ -56,6 +56,11 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
     for (ParamState& param : units_[unit].params) {
       param = {/*valid=*/param.valid || param.local, /*local=*/false};
     }
+    for (int region = 0; region < num_regions; ++region) {
+      if (state_of({unit, region}).trainable) {
+        leave({unit, region}, steps);
+      }
+    }
   }
   return !holds;
 }
@@ -74,7 +79,10 @@ void Reduction::finish(GradSteps& steps) {
   complete_all(steps);
   for (UnitId unit = 0; sums_across() && unit < static_cast<UnitId>(units_.size()); ++unit) {
     for (int region = 0; region < static_cast<int>(units_[unit].regions.size()); ++region) {
-      wait_across({unit, region}, steps);
+      if (state_of({unit, region}).across) {
+        wait_across({unit, region}, steps);
+        leave({unit, region}, steps);
+      }
     }
   }
 }
@@ -222,6 +230,15 @@ void Reduction::complete(Key key, GradSteps& steps) {
   give_back(key, GradPlace::Full, state.full, steps);
   for (const int param : region_of(key).params) {
     units_[key.first].params[param] = {/*valid=*/true, /*local=*/false};
+  }
+  if (!state.across) {
+    leave(key, steps);
+  }
+}
+
+void Reduction::leave(Key key, GradSteps& steps) {
+  if (options_.sharding.tiers.has_host_states()) {
+    steps.run(make_step(GradStepKind::Leave, key));
   }
 }
 

@@ -57,6 +57,7 @@ enum class GradStepKind : uint8_t {
   WaitAcross, // for StartAcross
   Zero, // the kept gradient of `param`, whose memory still holds an old value
   Sum, // the sum of the `parts` of `from` goes to this rank's part of `to`
+  Leave, // the kept gradient is complete; the host may have it
 };
 
 struct GradStep {
@@ -186,6 +187,7 @@ class Reduction {
   void complete_across(Key key, GradSteps& steps);
   void start_across(Key key, GradPlace place, GradSteps& steps);
   void wait_across(Key key, GradSteps& steps);
+  void leave(Key key, GradSteps& steps);
   void add_to_kept(Key key, GradPlace from, int64_t parts, GradSteps& steps);
   void take(Key key, GradPlace place, bool& held, GradSteps& steps);
   void give_back(Key key, GradPlace place, bool& held, GradSteps& steps);

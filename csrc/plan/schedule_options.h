@@ -29,7 +29,8 @@ struct ScheduleOptions {
       int num_units,
       const ShardOptions& sharding,
       const StagePolicy& policy) {
-    return {num_units, sharding.prefetch, policy.shards_optimizer(), policy.shards_parameters()};
+    const bool gathers = policy.shards_optimizer() || policy.shards_parameters();
+    return {num_units, sharding.prefetch, gathers, policy.shards_parameters()};
   }
 };
 

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "plan/tiers.h"
+
 namespace zerocore {
 
 // Each is read where it acts; what lies between hands the struct on.
@@ -12,6 +14,7 @@ struct ShardOptions {
   int prefetch = 1; // units gathered ahead
   bool hold_full = false; // stages 2, 3: full sums of gradients are kept while not syncing
   bool by_rows = false; // a shard is some rows of each parameter, see plan/layout.h
+  Tiers tiers;
 };
 
 } // namespace zerocore

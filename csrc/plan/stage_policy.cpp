@@ -24,4 +24,12 @@ StagePolicy StagePolicy::from_stage(int64_t stage, int64_t world_size) {
   return world_size == 1 ? kStages[0] : kStages[stage];
 }
 
+StagePolicy StagePolicy::of(const ShardOptions& sharding, int64_t world_size) {
+  StagePolicy policy = from_stage(sharding.stage, world_size);
+  if (sharding.tiers.has_host_parameters()) {
+    policy.parameters = Placement::Sharded;
+  }
+  return policy;
+}
+
 } // namespace zerocore

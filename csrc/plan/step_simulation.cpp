@@ -58,7 +58,7 @@ StepSimulation::StepSimulation(
     : options_(options),
       order_(order),
       backward_(options.backward.empty() ? mirrored(order) : options.backward),
-      policy_(StagePolicy::from_stage(options.sharding.stage, options.world_size)),
+      policy_(StagePolicy::of(options.sharding, options.world_size)),
       schedule_(
           ScheduleOptions::of(static_cast<int>(units.size()), options.sharding, policy_),
           options.first_order.empty() ? order : options.first_order),
@@ -186,7 +186,10 @@ void StepSimulation::unshard(UnitId unit, const Layout& layout) {
   }
   // Where full parameters stay, those that nothing updates are not gathered again.
   for (const Region& region : layout.regions()) {
-    if (policy_.shards_parameters() || region.requires_grad) {
+    if (options_.sharding.tiers.has_host_parameters()) {
+      add(TraceOp::ToDevice, unit, region.shard_nbytes());
+    }
+    if (layout.num_shards() > 1 && (policy_.shards_parameters() || region.requires_grad)) {
       add(TraceOp::AllGather, unit, options_.methods.gather.wire_nbytes(region.nbytes()));
     }
   }
@@ -222,8 +225,18 @@ void StepSimulation::run(const GradStep& step) {
     case GradStepKind::StartAcross:
       add(step.op, step.unit, step.nbytes, /*across=*/true);
       break;
+    case GradStepKind::Leave:
+      leave(step);
+      break;
     default:
       break; // moves values, not bytes
+  }
+}
+
+void StepSimulation::leave(const GradStep& step) {
+  if (sync_) {
+    const Region& region = layouts_[step.unit].regions()[step.region];
+    add(TraceOp::ToHost, step.unit, region.grad.itemsize * region.shard_numel);
   }
 }
 

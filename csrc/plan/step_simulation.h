@@ -53,6 +53,7 @@ class StepSimulation final : private GradSteps {
   void wait_for_unshard(UnitId unit);
   void reshard(UnitId unit);
   void run(const GradStep& step) override;
+  void leave(const GradStep& step);
   void take(const BlockKey& key, int64_t nbytes);
   void give_back(const BlockKey& key, int64_t nbytes);
   void add(TraceOp op, UnitId unit, int64_t nbytes, bool across = false);

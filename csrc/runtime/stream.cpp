@@ -24,12 +24,24 @@ Streams::Streams(c10::Device device, HandOverLog* log) : device_(device), log_(l
   }
 }
 
+void Streams::add_copy_streams() {
+  if (all_gather_) {
+    const c10::impl::VirtualGuardImpl guard(device_.type());
+    device_to_host_ = guard.getStreamFromGlobalPool(device_, /*isHighPriority=*/false);
+    host_to_device_ = guard.getStreamFromGlobalPool(device_, /*isHighPriority=*/false);
+  }
+}
+
 c10::Stream Streams::stream(StreamRole role) const {
   switch (role) {
     case StreamRole::AllGather:
       return *all_gather_;
     case StreamRole::ReduceScatter:
       return *reduce_scatter_;
+    case StreamRole::DeviceToHost:
+      return device_to_host_.value();
+    case StreamRole::HostToDevice:
+      return host_to_device_.value();
     case StreamRole::Compute:
       break;
   }

@@ -45,6 +45,9 @@ class Streams {
   // With a log nothing is asynchronous, and the log says what the streams would have done.
   explicit Streams(c10::Device device, HandOverLog* log = nullptr);
 
+  // From now on there are streams for copies between the device and the host.
+  void add_copy_streams();
+
   // Marks the end of what the role's stream was given so far.
   StreamEvent record(StreamRole role) const;
   // As record, with a time that elapsed_ms() can read.
@@ -122,6 +125,7 @@ class Streams {
   std::shared_ptr<Unused> unused_ = std::make_shared<Unused>();
   std::optional<c10::Stream> all_gather_;
   std::optional<c10::Stream> reduce_scatter_;
+  std::optional<c10::Stream> device_to_host_, host_to_device_;
   // Clocks hold for one compute stream; another one begins a new epoch.
   mutable std::array<StreamClock, kNumStreamRoles> clocks_ = {};
   mutable std::optional<c10::Stream> compute_;

@@ -34,8 +34,6 @@ struct OpenRecord : TraceRecord {
   StreamEvent begin, end, wait_begin, wait_end; // device only
 };
 
-inline constexpr int kNumTraceOps = static_cast<int>(TraceOp::Reshard) + 1;
-
 // How often one operation was done, and the bytes of its buckets, since the engine was made.
 struct OpCounter {
   int64_t count = 0;

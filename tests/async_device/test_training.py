@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 
 import zerocore
-from tests.async_device.training import WIDTH, Block, make_model, start, train_sharded
+from tests.async_device.training import (
+    WIDTH,
+    Block,
+    make_model,
+    start,
+    train_offloaded,
+    train_sharded,
+)
 from tests.distributed.harness import run_ranks
 
 STAGES = range(4)
@@ -91,3 +98,23 @@ def test_compute_goes_from_stream_to_stream() -> None:
     """The engine's events are those of the stream that is current when they are recorded."""
     expected = run_ranks(train_all_on_streams, 2, False, 3, launch="torchrun", timeout=150)
     assert run_ranks(train_all_on_streams, 2, True, 3, launch="torchrun", timeout=150) == expected
+
+
+def train_all_offloaded(on_device: bool) -> list[list[float]]:
+    """As train_all, with states on the host; and parameters, at stage 3."""
+    device, extension = start(on_device)
+    losses = []
+    for seed in range(2):
+        if on_device:
+            extension.set_delays(seed, 0.3 if seed else 0.0, 400)
+        for stage in STAGES:
+            losses.append(train_offloaded(device, stage, zerocore.Offload(states="cpu")))
+        everything = zerocore.Offload(states="cpu", parameters="cpu")
+        losses.append(train_offloaded(device, 3, everything))
+    return losses
+
+
+def test_losses_with_states_on_the_host_are_those_of_gloo() -> None:
+    expected = run_ranks(train_all_offloaded, 2, False, launch="torchrun", timeout=150)
+    found = run_ranks(train_all_offloaded, 2, True, launch="torchrun", timeout=150)
+    assert found == expected

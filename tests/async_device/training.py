@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,10 +49,14 @@ def make_model(device: torch.device, num_blocks: int = 4) -> nn.Sequential:
 
 
 def train(
-    model: nn.Module, device: torch.device, steps: int = 3, lr: float = 1e-2
+    model: nn.Module,
+    device: torch.device,
+    steps: int = 3,
+    lr: float = 1e-2,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> list[torch.Tensor]:
     """Losses of this rank's own data, on the device: nothing waits for them."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = make_optimizer(model.parameters(), lr=lr)
     losses = []
     rank = dist.get_rank() if dist.is_initialized() else 0
     for step in range(steps):
@@ -69,3 +74,14 @@ def train_sharded(device: torch.device, stage: int, prefetch: int = 1) -> list[f
     """The losses of some steps at a stage."""
     model = zerocore.shard(make_model(device), stage=stage, units=[Block], prefetch=prefetch)
     return torch.stack(train(model, device)).tolist()
+
+
+def train_offloaded(
+    device: torch.device, stage: int, offload: zerocore.Offload, **options: Any
+) -> list[float]:
+    """The same with states on the host, which that updates."""
+    model = zerocore.shard(
+        make_model(device), stage=stage, units=[Block], offload=offload, **options
+    )
+    losses = train(model, device, make_optimizer=zerocore.optim.AdamW)
+    return torch.stack(losses).tolist()

@@ -104,6 +104,13 @@ def plan(
         str, typer.Option(help="Operations per second that layers reach.")
     ] = "400TFLOP/s",
     rank: _Rank = 0,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(help="Memory of a machine beside its GPUs, such as 512GiB: which offload."),
+    ] = None,
+    host_bandwidth: Annotated[
+        str, typer.Option(help="What the host reads and writes in a second.")
+    ] = "400GB/s",
     as_json: _Json = False,
 ) -> None:
     """Plan each stage's memory and time, and say which one to choose; needs no GPU."""
@@ -131,6 +138,8 @@ def plan(
             replica_link=replica_link,
             flops=flops,
             rank=rank,
+            host_memory=host_memory,
+            host_bandwidth=host_bandwidth,
         )
     if as_json:
         _print_json(result.to_dict())

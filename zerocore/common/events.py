@@ -11,6 +11,8 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 """Those of units; the planner predicts them."""
 EXCHANGE = "all_to_all"
 """An optimizer of whole matrices issues it; its events belong to no unit."""
+HOST = ("to_host", "host_update", "to_device")
+"""Those of states on the host: gradients come, weights are updated, and go back."""
 OPTIMIZER = "optimizer"
 """Such events have it in the place of a unit's name."""
 
@@ -21,7 +23,8 @@ class Event:
 
     Attributes:
         op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``unshard`` or ``reshard``; or
-            ``all_to_all``, of an optimizer of whole matrices.
+            ``all_to_all``, of an optimizer of whole matrices, and ``to_host``, ``host_update``,
+            ``to_device``, of states on the host.
         unit: name of the unit, or ``optimizer``.
         nbytes: bytes of the full bucket; of an all-to-all those that this rank sends.
         pool_nbytes: bytes of the bucket pool in use right after.

@@ -1,4 +1,4 @@
-"""Bytes on one rank, by what holds them."""
+"""Bytes of one rank, by what holds them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ class MemoryBytes:
         main_weights: the optimizer's copies of parameters that compute in another dtype.
         pool_reserved: most bytes that the bucket pool took from the device's allocator; kept once
             taken.
+        host_weights: on the host: weights that the optimizer updates, and parameters.
+        host_gradients: on the host: gradients that stay there, or are sent for the update.
+        host_optimizer: on the host: states.
     """
 
     parameters: int
@@ -25,6 +28,14 @@ class MemoryBytes:
     pool: int
     main_weights: int = 0
     pool_reserved: int = 0
+    host_weights: int = 0
+    host_gradients: int = 0
+    host_optimizer: int = 0
+
+    @property
+    def host(self) -> int:
+        """Bytes on the host; all others are on the device."""
+        return self.host_weights + self.host_gradients + self.host_optimizer
 
     @property
     def model_state(self) -> int:

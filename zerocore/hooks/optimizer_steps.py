@@ -123,8 +123,26 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     casts = getattr(optimizer, "casts_model_weights", False)
     for updated in _updates[optimizer][1]:
         if (state := updated.state_ref()) is not None:
+            _check_offload(optimizer, state)
             state.finish_reads()
             state.engine.begin_update(updated.units, casts)
+
+
+def _check_offload(optimizer: Optimizer, state: ShardState) -> None:
+    """Raises ValueError if the optimizer cannot update what has left the device."""
+    offload, name = state.config.offload, type(optimizer).__name__
+    if offload is None or getattr(optimizer, "updates_on_host", False):
+        return
+    if getattr(optimizer, "moves_matrices", False):
+        raise ValueError(
+            f"{name} moves whole matrices between ranks, which is not built for a model with "
+            "offload=; use zerocore.optim.AdamW, or leave offload= out"
+        )
+    if state.device.type != "cpu":
+        raise ValueError(
+            f"{name} does not know that the model's {offload} has left the device; use "
+            "zerocore.optim.AdamW"
+        )
 
 
 def _is_shown_full(state: ShardState | None) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from zerocore._C import ShardOptions
 from zerocore.common.checks import require_int
+from zerocore.model.offload import Offload, leaves
 from zerocore.model.precision import MixedPrecision
 from zerocore.model.stages import STAGES
 
@@ -30,6 +32,7 @@ class ShardConfig:
         gradient_divide_factor: what the sum of the ranks' gradients is divided by; None for the
             number of ranks, which averages them, 1 to sum them.
         mixed_precision: dtypes of parameters and gradients; None leaves all as they are.
+        offload: what lies in the host's memory; None leaves all on the device.
 
     Raises:
         ValueError: an option is out of range.
@@ -44,11 +47,27 @@ class ShardConfig:
     sync_buffers: bool = False
     gradient_divide_factor: float | None = None
     mixed_precision: MixedPrecision | None = None
+    offload: Offload | None = None
 
     @property
     def holds_full(self) -> bool:
         """Whether full gradients are held while ranks do not communicate."""
         return self.accumulate == "full"
+
+    def leaves(self, part: str) -> bool:
+        """Whether a part of the state, named as in :class:`Offload`, leaves the device."""
+        return leaves(self.offload, part)
+
+    def shard_options(self) -> ShardOptions:
+        """What an engine and its plan want to know."""
+        return ShardOptions(
+            stage=self.stage,
+            prefetch=self.prefetch,
+            hold_full=self.holds_full,
+            host_states=self.leaves("states"),
+            host_gradients=self.leaves("gradients"),
+            host_parameters=self.leaves("parameters"),
+        )
 
     def __post_init__(self) -> None:
         for name in ("stage", "prefetch"):
@@ -70,3 +89,7 @@ class ShardConfig:
             raise ValueError(
                 f"accumulate must be one of {ACCUMULATE_MODES}, got {self.accumulate!r}"
             )
+        if self.offload is not None:
+            if not isinstance(self.offload, Offload):
+                raise TypeError(f"offload must be a zerocore.Offload, got {self.offload!r}")
+            self.offload.check_stage(self.stage)

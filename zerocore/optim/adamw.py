@@ -18,6 +18,7 @@ from zerocore.hooks.optimizer_states import without_state
 from zerocore.optim.flat_states import adopt_states, allocate_states, check_loaded
 from zerocore.optim.kernel_calls import UpdatePlan, global_norm, make_plan
 from zerocore.reporting.out_of_memory import explain_step
+from zerocore.tensor import updates
 from zerocore.tensor.parameter import ShardedParameter
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -69,6 +70,7 @@ class AdamW(Optimizer):
 
     _step_supports_amp_scaling = True
     casts_model_weights = True  # which zerocore.hooks.optimizer_steps looks for
+    updates_on_host = True  # the same
     clip_grad_norm: float | None = None
     grad_norm: Tensor | None = None
     _plan: UpdatePlan | None = None
@@ -143,6 +145,19 @@ class AdamW(Optimizer):
         grad_scale, found_inf = (factor, None) if factor is not None else self._factors(plan, grads)
         for batch in plan.batches:
             batch.run(grads, grad_scale, found_inf)
+            if batch.host is not None:
+                updates.begin(batch.host.state_ref)
+
+    def synchronize(self) -> None:
+        """Blocks until a step on the host is done, which may go on after :meth:`step` has returned.
+
+        Forwards, state dicts, torch functions of parameters and the next step wait by themselves;
+        call it before ``state`` is read by hand.
+
+        Raises:
+            RuntimeError: what went wrong in the step.
+        """
+        updates.finish()
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -175,6 +190,11 @@ class AdamW(Optimizer):
         return factor, is_bad if found_inf is None else is_bad + found_inf.to(norm.device)
 
     # -- state dicts ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ``torch.optim.Optimizer.state_dict``; waits for a step on the host."""
+        self.synchronize()
+        return super().state_dict()
 
     def make_states(self) -> None:
         """Makes the states of all parameters that have none yet, as the first step would."""
@@ -267,6 +287,7 @@ class AdamW(Optimizer):
         return {**super().__getstate__(), "clip_grad_norm": self.clip_grad_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        updates.finish()
         groups, loaded = state["param_groups"], state["state"]
         params = [param for group in groups for param in group["params"]]
         for group in groups:

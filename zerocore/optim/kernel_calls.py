@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,18 +10,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerocore._C import HostUpdate
 from zerocore.optim.flat_states import State
 from zerocore.tensor.parameter import ShardedParameter
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
+@dataclass(frozen=True)
+class HostUnit:
+    """A unit whose states are on the host, which updates it while Python goes on."""
+
+    state_ref: Callable[[], Any]
+    unit: int
+
+
 @dataclass
 class Batch:
-    """Tensors that one call of the kernel updates: one group, device, and dtype of each kind."""
+    """Tensors that one call of the kernel updates: one group, device, and dtype of each kind.
+
+    Those on the host are of one unit; the last batch of a unit sends its weights to the device.
+    """
 
     group: dict[str, Any]
     device: torch.device
+    host: HostUnit | None = None
+    is_last: bool = False
+    positions: list[int] = field(default_factory=list)  # in the unit, on the host
     indices: list[int] = field(default_factory=list)  # among all parameters
     weights: list[Tensor] = field(default_factory=list)
     exp_avgs: list[Tensor] = field(default_factory=list)
@@ -37,6 +52,7 @@ class Batch:
         self.exp_avgs.append(state["exp_avg"])
         self.exp_avg_sqs.append(state["exp_avg_sq"])
         self.steps.append(state["step"])
+        self.positions.append(getattr(param, "position", -1))
         if model_weight is None:
             return
         if param.dtype == torch.float32 and model_weight.dtype in _HALF_TYPES:
@@ -48,6 +64,9 @@ class Batch:
         self, grads: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
         """One step; ``grads`` are those of all parameters."""
+        if self.host is not None:
+            self._run_on_host(self.host, grads, grad_scale, found_inf)
+            return
         group = self.group
         lr, lr_tensor = group["lr"], None
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
@@ -55,7 +74,7 @@ class Batch:
         beta1, beta2 = group["betas"]
         torch.ops.zerocore.adamw(
             self.weights,
-            [grads[index] for index in self.indices],
+            [_on(self.device, grads[index]) for index in self.indices],
             self.exp_avgs,
             self.exp_avg_sqs,
             self.steps,
@@ -72,6 +91,39 @@ class Batch:
         )
         for model_weight, weight in self.other_casts:
             model_weight.copy_(weight)
+
+    def _run_on_host(
+        self,
+        host: HostUnit,
+        grads: Sequence[Tensor],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Asks for one step and returns; what it needs is taken now."""
+        beta1, beta2 = self.group["betas"]
+        update = HostUpdate(
+            host.unit,
+            self.positions,
+            self.weights,
+            [grads[index] for index in self.indices],
+            self.exp_avgs,
+            self.exp_avg_sqs,
+            self.steps,
+            self.model_weights,
+            self.other_casts,
+            lr=float(self.group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=self.group["eps"],
+            weight_decay=self.group["weight_decay"],
+            maximize=self.group["maximize"],
+            grad_scale=_copied(grad_scale),
+            found_inf=_copied(found_inf),
+        )
+        engine = host.state_ref().engine
+        engine.update_on_host(update)
+        if self.is_last:
+            engine.send_weights(host.unit)
 
 
 # Gradients on a device whose squares are summed over the ranks of a group (None: each rank has
@@ -104,21 +156,60 @@ def make_plan(
             continue
         model_weight = getattr(param, "model_weight", None)
         model_dtype = None if model_weight is None else model_weight.dtype
-        key = (id(group), param.device, param.dtype, kinds[index], model_dtype)
-        batch = batches.setdefault(key, Batch(group, param.device))
+        host = _host_unit(param)
+        key = (id(group), param.device, param.dtype, kinds[index], model_dtype, host)
+        batch = batches.setdefault(key, Batch(group, param.device, host))
         batch.add(index, param, states[param], model_weight)
-    return UpdatePlan(kinds, len(states), list(batches.values()), squares)
+    return UpdatePlan(kinds, len(states), _in_order(list(batches.values())), squares)
+
+
+def _host_unit(param: Tensor) -> HostUnit | None:
+    if isinstance(param, ShardedParameter) and param.on_host:
+        return HostUnit(param.state_ref, param.unit)
+    return None
+
+
+def _in_order(batches: list[Batch]) -> list[Batch]:
+    """Those of units on the host in the order of the forward, behind the others."""
+    orders: dict[Any, list[int]] = {}
+    for host in (batch.host for batch in batches):
+        if host is not None and host.state_ref not in orders:
+            orders[host.state_ref] = [event.unit for event in host.state_ref().engine.order]
+
+    def place(batch: Batch) -> tuple[int, int, int]:
+        if batch.host is None:
+            return -1, 0, 0
+        order, unit = orders[batch.host.state_ref], batch.host.unit
+        called = order.index(unit) if unit in order else len(order)
+        return list(orders).index(batch.host.state_ref), called, unit
+
+    ordered = sorted(batches, key=place)
+    for batch, following in zip(ordered, [*ordered[1:], None], strict=True):
+        batch.is_last = following is None or following.host != batch.host
+    return ordered
 
 
 def squares_of(params: Sequence[Tensor], grads: Sequence[Any]) -> Squares:
     """Which gradients' squares are summed where, by their numbers."""
     squares: Squares = {}
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        group = param.place.group if isinstance(param, ShardedParameter) else None
-        found = squares.setdefault((group, param.device), [])
+        group, device = None, param.device
+        if isinstance(param, ShardedParameter):
+            group, device = param.place.group, param.grad_device
+        found = squares.setdefault((group, device), [])
         if grad is not None:
             found.append(index)
     return squares
+
+
+def _on(device: torch.device, grad: Tensor) -> Tensor:
+    """The gradient on the device; one that is kept on the host is copied."""
+    return grad if grad.device == device else grad.to(device)
+
+
+def _copied(number: Tensor | None) -> Tensor | None:
+    """A float32 scalar on the host of its own: whoever owns the other may change it meanwhile."""
+    return None if number is None else number.to("cpu", torch.float32, copy=True)
 
 
 def _scalar_on(device: torch.device, number: Any) -> Tensor | None:

@@ -68,6 +68,7 @@ class Muon(Optimizer):
     """
 
     casts_model_weights = True  # which zerocore.hooks.optimizer_steps looks for
+    moves_matrices = True  # the same
     clip_grad_norm: float | None = None
     grad_norm: Tensor | None = None
 

@@ -64,6 +64,8 @@ class OwnedOptimizer(Optimizer):
         inner: the optimizer of the full parameters that this rank owns.
     """
 
+    moves_matrices = True  # which zerocore.hooks.optimizer_steps looks for
+
     def __init__(
         self, optimizer_class: type[Optimizer], params: Any, options: dict[str, Any]
     ) -> None:

@@ -9,6 +9,7 @@ from zerocore.common.quantities import format_nbytes, format_seconds
 from zerocore.model.stages import HIGHEST_STAGE, placements_of
 from zerocore.planning.changes import Candidate, with_fewer_replicas, with_more_ranks
 from zerocore.planning.division import Division
+from zerocore.planning.offloading import advise_offload
 from zerocore.planning.planner import Planner
 from zerocore.planning.result import Plan, StagePlan
 
@@ -33,6 +34,11 @@ def advise(plan: Plan, planner: Planner) -> list[str]:
             )
     if fit is None or fit.stage == HIGHEST_STAGE or not roomy:  # what one would choose
         lines += _slow_links(plan, planner)
+    setting = plan.setting
+    if setting.host is not None:
+        lines.append(
+            advise_offload(plan.offloads, setting.host, setting.world_size, setting.flops_per_s)
+        )
     return lines
 
 

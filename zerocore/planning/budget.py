@@ -37,6 +37,7 @@ def check_budget(
         ranks.num_replicas,
         config.prefetch,
         backend=ranks.backend,
+        offload=config.offload,
     )
     candidate = Candidate(planner, division)
     needed = candidate.nbytes

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zerocore.model.offload import Offload
 from zerocore.model.stages import HIGHEST_STAGE, placements_of, stages_above
 from zerocore.planning.division import Division
 from zerocore.planning.planner import Planner
@@ -46,7 +47,7 @@ class Candidate:
 
 
 def changes(now: Candidate, fits: Fits, narrow: Planner | None = None) -> Iterator[Change]:
-    """Changes, cheapest first: no extra traffic, then more, then precision, then ranks.
+    """Changes, cheapest first: no extra traffic, then more, precision, ranks, the host's memory.
 
     Args:
         now: how the model is sharded.
@@ -64,6 +65,9 @@ def changes(now: Candidate, fits: Fits, narrow: Planner | None = None) -> Iterat
         if more is not None:
             text = "" if stage == now.division.stage else f" at stage={stage}"
             yield Change(f"{more.division.ranks}{text}", more.nbytes)
+    if now.division.offload is None:
+        away = now.at(offload=Offload(states="cpu"))
+        yield Change("offload=zerocore.Offload(states='cpu') (updates on the host)", away.nbytes)
 
 
 def _higher_stages(now: Candidate) -> Iterator[Change]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zerocore.model.offload import Offload
 from zerocore.model.stages import Placements, placements_of
 
 
@@ -19,6 +20,7 @@ class Division:
         rank: whose bytes; rank 0 owns the most.
         backend: of the groups; the memory of a reduction depends on it.
         sums_on_host: sums over the replicas wait for the host, as on the CPU.
+        offload: what leaves the device.
     """
 
     stage: int
@@ -28,6 +30,7 @@ class Division:
     rank: int = 0
     backend: str = "nccl"
     sums_on_host: bool = False
+    offload: Offload | None = None
 
     @property
     def num_shards(self) -> int:

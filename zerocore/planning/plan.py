@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 from zerocore.common.checks import check_int
 from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import Link, default_link, find_link, traffic_nbytes
-from zerocore.common.quantities import parse_flops, parse_nbytes
+from zerocore.common.quantities import parse_bandwidth, parse_flops, parse_nbytes
 from zerocore.model.config import ShardConfig
 from zerocore.model.precision import MixedPrecision
 from zerocore.model.stages import STAGES
@@ -31,6 +31,7 @@ from zerocore.planning.checkpoint_bytes import checkpoint_bytes
 from zerocore.planning.division import Division
 from zerocore.planning.exchange import exchanged_nbytes
 from zerocore.planning.huggingface import build_model, config_dtype, load_config, sample_inputs
+from zerocore.planning.offloading import Host, OffloadPlan, plan_offloads
 from zerocore.planning.planner import (
     PlannedEvent,
     Planner,
@@ -43,6 +44,10 @@ from zerocore.planning.step_time import predict_timing
 
 DEFAULT_FLOPS = 400e12
 """Operations per second: about 40 % of an H100's 989e12 dense bf16 ones (NVIDIA's data sheet)."""
+
+DEFAULT_HOST_BANDWIDTH = 400e9
+"""Bytes per second: assumed of a server with two sockets, of about 600e9 that 16 channels of DDR5
+reach on paper."""
 
 # How fake tensors refuse what depends on values.
 _NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
@@ -72,6 +77,8 @@ def plan(
     replica_link: Link | str | float | None = None,
     flops: str | float = DEFAULT_FLOPS,
     rank: int = 0,
+    host_memory: str | int | None = None,
+    host_bandwidth: str | float = DEFAULT_HOST_BANDWIDTH,
 ) -> Plan:
     """Bytes, traffic and time of a training step at each stage, on one rank.
 
@@ -109,6 +116,9 @@ def plan(
             ``links`` it is ``nvlink4`` up to 8 ranks in all and ``ib400`` beyond.
         flops: operations per second that layers reach.
         rank: whose bytes, counted replica by replica; rank 0 owns the most.
+        host_memory: bytes of a machine beside its devices, such as ``"512GiB"``, which up to 8
+            ranks share: says which stage and ``offload=`` fit.
+        host_bandwidth: what the host reads and writes in a second, such as ``"400GB/s"``.
 
     Raises:
         ValueError, TypeError: an argument is out of range, the model is sharded already, or it
@@ -136,6 +146,7 @@ def plan(
         flops_per_s=parse_flops(flops),
         num_replicas=num_replicas,
         replica_link=across,
+        host=_find_host(host_memory, host_bandwidth),
     )
     num_states = optimizer_states(optimizer)
     module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
@@ -176,7 +187,27 @@ def _make_plan(
         checkpointed=checkpointed,
         note=note,
     )
+    result = replace(result, offloads=_offloads(planner, setting, run))
     return replace(result, advice=tuple(advise(result, planner)))
+
+
+def _find_host(memory: str | int | None, bandwidth: str | float) -> Host | None:
+    if memory is None:
+        return None
+    rate = parse_bandwidth(bandwidth, "host_bandwidth")
+    if not rate > 0:
+        raise ValueError(f"host_bandwidth must be positive, got {bandwidth!r}")
+    return Host(parse_nbytes(memory, "host_memory"), rate)
+
+
+def _offloads(
+    planner: Planner, setting: Setting, run: Activations | None
+) -> tuple[OffloadPlan, ...]:
+    if setting.host is None:
+        return ()
+    division = Division(0, setting.world_size, setting.num_replicas, setting.prefetch, setting.rank)
+    activations = 0 if run is None else run.peak_nbytes
+    return plan_offloads(planner, division, setting.host, setting.memory_nbytes, activations)
 
 
 def _check(loss: object, **counts: int) -> None:

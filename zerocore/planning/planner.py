@@ -11,6 +11,7 @@ from torch import nn
 from zerocore import _C
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.model.call_order import call_order
+from zerocore.model.offload import leaves
 from zerocore.model.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.model.units import ParamChoice, UnitPlanned
 from zerocore.planning.division import Division
@@ -120,6 +121,9 @@ class Planner:
             pool=plan.pool,
             main_weights=plan.main_weights,
             pool_reserved=plan.pool_reserved,
+            host_weights=plan.host.weights,
+            host_gradients=plan.host.gradients,
+            host_optimizer=plan.host.optimizer,
         )
 
     def layouts(self, division: Division) -> list[_C.Layout]:
@@ -149,7 +153,12 @@ class Planner:
     def _options(self, division: Division) -> _C.PlanOptions:
         return _C.PlanOptions(
             _C.ShardOptions(
-                stage=division.stage, prefetch=division.prefetch, hold_full=self.hold_full
+                stage=division.stage,
+                prefetch=division.prefetch,
+                hold_full=self.hold_full,
+                host_states=leaves(division.offload, "states"),
+                host_gradients=leaves(division.offload, "gradients"),
+                host_parameters=leaves(division.offload, "parameters"),
             ),
             world_size=division.num_shards,
             num_replicas=division.num_replicas,

@@ -51,6 +51,7 @@ def division_of(state: ShardState) -> Division:
         rank=state.rank,
         backend=state.ranks.backend,
         sums_on_host=state.device.type == "cpu",
+        offload=state.config.offload,
     )
 
 

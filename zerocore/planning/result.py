@@ -14,6 +14,7 @@ from zerocore.common.quantities import format_flops, format_nbytes, format_secon
 from zerocore.common.tables import render_table
 from zerocore.planning.activations import Activations
 from zerocore.planning.checkpoint_bytes import CheckpointBytes
+from zerocore.planning.offloading import Host, OffloadPlan
 from zerocore.planning.step_time import Timing
 
 LITTLE_HEADROOM = 0.2
@@ -40,6 +41,7 @@ class Setting:
     flops_per_s: float
     num_replicas: int = 1
     replica_link: Link | None = None
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         if self.world_size % self.num_replicas != 0:
@@ -106,6 +108,7 @@ class Plan:
         stages: stages 0 to 3.
         activations: measured without checkpointing; None where they could not be.
         checkpointed: measured with each block recomputed in the backward.
+        offloads: stages with what leaves the device; none where no host was given.
         note: why activations were not measured, if so.
         advice: sentences, most important first.
     """
@@ -119,6 +122,7 @@ class Plan:
     checkpointed: Activations | None
     note: str = ""
     advice: tuple[str, ...] = ()
+    offloads: tuple[OffloadPlan, ...] = ()
 
     @property
     def smallest_fit(self) -> StagePlan | None:
@@ -227,6 +231,7 @@ class Plan:
             "activations": _summary(self.activations),
             "checkpointed": _summary(self.checkpointed),
             "note": self.note,
+            "offloads": [asdict(each) for each in self.offloads],
             "advice": list(self.advice),
         }
 

@@ -21,21 +21,34 @@ def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> Memory
         ValueError: the model is not sharded.
         RuntimeError: this process was forked from the one that sharded it.
     """
-    engine = state_of(model).engine
-    states = 0
-    if optimizer is not None:
-        with torch._C.DisableTorchFunctionSubclass():  # of shards the elements of this rank count
-            for entry in optimizer.state.values():
-                states += sum(
-                    t.numel() * t.element_size()
-                    for t in entry.values()
-                    if isinstance(t, Tensor) and t.dim() > 0
-                )
+    state = state_of(model)
+    engine, on_host = state.engine, state.config.leaves("gradients")
+    states, host_states = (0, 0) if optimizer is None else _states_of(optimizer)
     return MemoryBytes(
         parameters=engine.parameter_nbytes,
-        gradients=engine.gradient_nbytes,
+        gradients=0 if on_host else engine.gradient_nbytes,
         optimizer=states,
         pool=engine.pool_stats.peak_nbytes,
         main_weights=engine.main_nbytes,
         pool_reserved=engine.pool_stats.peak_reserved_nbytes,
+        host_weights=engine.host_weight_nbytes,
+        host_gradients=engine.gradient_nbytes if on_host else engine.host_gradient_nbytes,
+        host_optimizer=host_states,
     )
+
+
+def _states_of(optimizer: Optimizer) -> tuple[int, int]:
+    """Bytes of an optimizer's states on the device and on the host."""
+    device = host = 0
+    with torch._C.DisableTorchFunctionSubclass():  # of shards the elements of this rank count
+        for param, entry in optimizer.state.items():
+            nbytes = sum(
+                t.numel() * t.element_size()
+                for t in entry.values()
+                if isinstance(t, Tensor) and t.dim() > 0
+            )
+            if getattr(param, "on_host", False):
+                host += nbytes
+            else:
+                device += nbytes
+    return device, host

@@ -16,10 +16,10 @@ from torch.optim.optimizer import (
 
 from zerocore.common.agreement import is_simulated
 from zerocore.common.clocks import Clock, clock_of
-from zerocore.common.events import Event, read_events
+from zerocore.common.events import HOST, Event, read_events
 from zerocore.model.state import ShardState, state_of
 from zerocore.model.unit_call import unit_call_of
-from zerocore.reporting.timeline import Box, Timeline, check_path, communication_boxes
+from zerocore.reporting.timeline import Box, Timeline, check_path, communication_boxes, host_boxes
 
 
 @contextmanager
@@ -64,8 +64,11 @@ def trace(model: nn.Module, *paths: str | Path) -> Iterator[Timeline]:
     recorder = _ModuleRecorder(clock_of(state.device))
     with record_events(model) as events, recorder.attached(model, state):
         yield timeline
-    timeline.boxes = recorder.boxes() + communication_boxes(events, state.device.type == "cpu")
-    timeline.pool = [(event.issued_ns, event.pool_nbytes) for event in events]
+    on_one_link = state.device.type == "cpu"
+    timeline.boxes = recorder.boxes() + communication_boxes(events, on_one_link)
+    timeline.boxes += host_boxes(events)
+    inside = [event for event in events if event.op not in HOST]  # those have times of their own
+    timeline.pool = [(event.issued_ns, event.pool_nbytes) for event in inside]
     for path in map(Path, paths):
         timeline.write(path)
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerocore.common.events import COLLECTIVES, EXCHANGE, Event, transfers
+from zerocore.common.events import COLLECTIVES, EXCHANGE, HOST, Event, transfers
 from zerocore.common.extras import missing
 
 WAIT = "exposed wait"
-LANES = ("compute", *COLLECTIVES, EXCHANGE, WAIT)
+LANES = ("compute", *COLLECTIVES, EXCHANGE, *HOST, WAIT)
 COLORS = {
     "forward": "tab:gray",
     "recompute": "tab:brown",
@@ -22,6 +22,9 @@ COLORS = {
     "reduce_scatter": "tab:green",
     "all_reduce": "tab:green",
     EXCHANGE: "tab:cyan",
+    "to_host": "tab:pink",
+    "host_update": "tab:purple",
+    "to_device": "tab:orange",
     WAIT: "tab:red",
 }
 NARROW = 0.012  # of the width: a label does not fit
@@ -99,6 +102,15 @@ def communication_boxes(events: Iterable[Event], one_link: bool) -> list[Box]:
             start_ns = event.done_ns - event.wait_ns
             boxes.append(Box(WAIT, event.unit, WAIT, start_ns, event.done_ns))
     return boxes
+
+
+def host_boxes(events: Iterable[Event]) -> list[Box]:
+    """Boxes of what goes to the host, is updated there and comes back."""
+    return [
+        Box(event.op, event.unit, event.op, event.issued_ns, event.done_ns)
+        for event in events
+        if event.op in HOST and event.done_ns >= 0
+    ]
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:

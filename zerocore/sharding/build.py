@@ -14,11 +14,11 @@ from zerocore._C import (
     EngineOptions,
     GroupNames,
     ParamOwner,
-    ShardOptions,
     UnitParam,
     UnitSpec,
 )
 from zerocore.common.alarm import watch_end
+from zerocore.common.host_link import emulated_host_link
 from zerocore.hooks.backward_calls import watch_backward_calls
 from zerocore.hooks.loads import watch_loads
 from zerocore.hooks.moves import keep_in_place
@@ -68,9 +68,7 @@ def _make_engine(request: ShardRequest, order: list[CallEvent]) -> Engine:
     control = control_group(ranks)
     watch_end()
     options = EngineOptions(
-        sharding=ShardOptions(
-            stage=config.stage, prefetch=config.prefetch, hold_full=config.holds_full
-        ),
+        sharding=config.shard_options(),
         groups=GroupNames(
             shard=_name_of(ranks.shard),
             replicas=_name_of(ranks.replicas),
@@ -79,6 +77,7 @@ def _make_engine(request: ShardRequest, order: list[CallEvent]) -> Engine:
         agree_on_used=config.find_unused_parameters,
         alarm_name="" if control is None else request.name,
         stall_seconds=request.stall_seconds,
+        host_link=emulated_host_link(),
     )
     units = [
         UnitSpec(unit.name, [_unit_param(choice, config) for choice in unit.params])
@@ -143,9 +142,11 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     shard = ShardedParameter.make(data, place, old.requires_grad, unit.index, ref(state), full)
     shard.position = position
     shard.model_weight = engine.make_model_shard(unit.index, position)
+    shard.on_host = engine.is_updated_on_host(unit.index, position)
     grad = None
     if old.is_floating_point():
         grad = ShardedGrad.make(engine.make_grad(unit.index, position), place)
+    shard.grad_device = shard.device if grad is None else grad.device
     owners = [ParamOwner(owner._parameters, name) for owner, name in choice.owners]
     engine.bind(unit.index, position, full, shard, grad, owners)
     for owner, name in choice.owners:

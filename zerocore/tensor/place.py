@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerocore.tensor import updates
 from zerocore.tensor.functions import has_operator
 
 
@@ -159,6 +160,7 @@ class PlacedParameter(Placed):
 
 def local_of(shard: Any) -> Tensor:
     """The elements of a shard as a plain tensor on the same memory, without gradient."""
+    updates.finish()
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.detach(shard).as_subclass(Tensor)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerocore.tensor import updates
 from zerocore.tensor.elementwise import NotLocal, apply, draw, fit
 from zerocore.tensor.full_reads import call_with_full, in_call, is_recorded
 from zerocore.tensor.functions import (
@@ -47,6 +48,9 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if name in SHAPES:
             outlines = {key: outline_of(value) for key, value in kwargs.items()}
             return func(*(outline_of(value) for value in args), **outlines)
+        updates.finish()
+        if name == "data" and not isinstance(args[0], PlacedParameter):
+            torch.autograd.graph.increment_version(args[0])  # what is changed through it counts
         if name in ON_THE_SHARD or (name in ("__eq__", "__ne__") and args[1] is None):
             result = func(*args, **kwargs)
             return keep_place(result, args[0]) if name in ("detach", "data") else result

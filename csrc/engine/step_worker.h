@@ -1,0 +1,47 @@
+// A thread that carries out work for units, one piece after the other.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace zerocore {
+
+// One thread submits and waits. The thread of the worker begins with the first piece of work.
+class StepWorker {
+ public:
+  using Work = std::function<void()>;
+  using Ticket = int64_t; // 0 is of no work
+
+  StepWorker() = default;
+  // Ends when all work is done.
+  ~StepWorker();
+  StepWorker(const StepWorker&) = delete;
+  StepWorker& operator=(const StepWorker&) = delete;
+
+  Ticket submit(Work work);
+  // Blocks until the work of that ticket, and all before it, is done, well or not.
+  void wait(Ticket ticket);
+  // What went wrong first, once; null for nothing.
+  std::exception_ptr take_error();
+
+ private:
+  void run();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Work> queue_;
+  // Freed by who waits: a tensor may belong to Python, whose lock that thread may hold.
+  std::vector<Work> spent_;
+  Ticket submitted_ = 0, done_ = 0;
+  std::exception_ptr error_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+} // namespace zerocore

@@ -1,0 +1,49 @@
+// What the units of a model share, and what may be set for each.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/peers.h"
+#include "plan/stage_policy.h"
+#include "plan/tiers.h"
+#include "runtime/bucket_pool.h"
+#include "runtime/collectives.h"
+
+namespace zerocore {
+
+// Shared by the units of a model; outlives them.
+struct UnitContext {
+  StagePolicy policy;
+  Collectives* collectives = nullptr; // of the ranks that share a shard each; null on one rank
+  Collectives* replicas = nullptr; // of the ranks that hold the same shard; null if there is one
+  Peers* peers = nullptr; // all ranks; null where there is one or the others are simulated
+  Streams* streams = nullptr;
+  BucketPool* pool = nullptr;
+  Trace* trace = nullptr;
+  int64_t num_shards = 1;
+  int64_t shard = 0; // this rank's
+  bool by_rows = false; // see Note [Shards of rows]
+  Tiers tiers; // see Note [States on the host]
+
+  c10::Device device_of(Tier tier) const {
+    return tier == Tier::Host ? c10::Device(c10::kCPU) : streams->device();
+  }
+  // All ranks.
+  int64_t world_size() const {
+    return (collectives == nullptr ? 1 : collectives->size()) *
+        (replicas == nullptr ? 1 : replicas->size());
+  }
+  // For each flag whether it is set on any rank; blocks the host.
+  std::vector<bool> any_rank(const std::vector<bool>& flags) const {
+    return peers == nullptr ? flags : peers->any_rank(flags);
+  }
+};
+
+// What may be set for each unit.
+struct UnitSettings {
+  double gradient_scale = 1; // gradients are multiplied by it before they are summed over the ranks
+  bool syncs = true; // a backward reduces them
+};
+
+} // namespace zerocore

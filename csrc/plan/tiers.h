@@ -1,0 +1,42 @@
+// Which memory holds a part of the training state: the device's or the host's.
+//
+// Note [States on the host]
+// What is trained then has main weights on the host, also where layers compute in the same type.
+// They are what the optimizer sees and updates there, beside its moments. The device keeps the
+// weights that layers compute with, and gets them anew after each update. Parameters that do not
+// require grad when the model is sharded have no states and stay as they are.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/layout.h"
+
+namespace zerocore {
+
+enum class Tier : uint8_t { Device, Host };
+
+struct Tiers {
+  Tier states = Tier::Device; // main weights, and what optimizers keep for them
+  Tier gradients = Tier::Device; // between steps
+  Tier parameters = Tier::Device; // shards of what layers compute with
+
+  bool has_host_states() const {
+    return states == Tier::Host;
+  }
+  bool has_host_parameters() const {
+    return parameters == Tier::Host;
+  }
+  // The device gets weights anew after an update.
+  bool returns_weights() const {
+    return has_host_states() && !has_host_parameters();
+  }
+  // Regions that have main weights.
+  std::vector<int> main_regions(const Layout& layout) const;
+  // Regions whose gradients are sent to memory of their own on the host.
+  std::vector<int> landing_regions(const Layout& layout) const;
+  // Regions whose weights the host keeps in the type that layers compute in as well, to be sent.
+  std::vector<int> sent_regions(const Layout& layout) const;
+};
+
+} // namespace zerocore

@@ -1,0 +1,64 @@
+"""What plan says of the host's memory: the least offload that fits, and when it is hidden."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zerocore
+from zerocore.planning.offloading import Host, call_of
+
+WIDTH = 256
+
+
+def planned(memory: int, host_memory: int) -> zerocore.Plan:
+    """Of 8 equal layers, each a unit, on 4 ranks."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+    return zerocore.plan(
+        model,
+        4,
+        units=list("01234567"),
+        memory=memory,
+        host_memory=host_memory,
+        inputs=torch.zeros(1, WIDTH),
+        loss=lambda net, x: net(x).sum(),
+    )
+
+
+def test_bytes_leave_the_device_for_the_host() -> None:
+    result = planned(1 << 30, 1 << 30)
+    by_offload = {(each.stage, call_of(each.offload)): each.memory for each in result.offloads}
+    for stage in result.stages:
+        states = by_offload[stage.stage, "offload=zerocore.Offload(states='cpu')"]
+        assert (states.optimizer, states.host_optimizer) == (0, stage.optimizer)
+        assert states.parameters == stage.parameters
+        assert states.host_weights == stage.optimizer // 2  # one number where Adam keeps two
+    call = "offload=zerocore.Offload(states='cpu', gradients='cpu', parameters='cpu')"
+    everything = by_offload[3, call]
+    assert everything.model_state == 0
+    assert everything.host == result.stages[3].model_state
+
+
+def test_the_least_that_fits_is_named() -> None:
+    roomy = planned(1 << 30, 1 << 30)
+    assert "stage 0 with offload=zerocore.Offload(states='cpu') is the least" in roomy.advice[-1]
+    least = min(each.device_nbytes for each in roomy.offloads)
+    tight = planned(least, 1 << 30)
+    assert [each.fits for each in tight.offloads].count(True) == 1
+    assert "stage 3 with offload=zerocore.Offload(states='cpu', gra" in tight.advice[-1]
+    # The ranks of a machine share its memory.
+    of_rank = tight.offloads[-1].memory.host
+    assert planned(least, 4 * of_rank).offloads[-1].fits
+    assert "no offload fits" in planned(least, 4 * of_rank - 4).advice[-1]
+
+
+def test_tokens_from_which_an_update_is_hidden() -> None:
+    """The parameters cancel: 28 bytes of memory against 6 operations a token."""
+    host = Host(1 << 40, 400e9)
+    assert host.hiding_tokens(8, 400e12) == 37_333
+    assert host.hiding_tokens(64, 400e12) == 37_333  # 8 ranks are on a machine
+    assert host.hiding_tokens(1, 400e12) == pytest.approx(37_333 / 8, abs=1)
+    with pytest.raises(ValueError, match="host_bandwidth"):
+        zerocore.plan(nn.Linear(2, 2), 1, host_memory="1GiB", host_bandwidth=0)

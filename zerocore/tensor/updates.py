@@ -1,0 +1,30 @@
+"""Updates of shards that go on in another thread; whoever reads or writes a shard waits for them.
+
+An optimizer whose step returns before all is updated says so here. Torch functions of shards, and
+what takes their memory, ask; a forward waits unit by unit in C++ and does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+# Each returns the state of a model, or None if there is none any more.
+_under_way: set[Callable[[], Any]] = set()
+
+
+def begin(state_ref: Callable[[], Any]) -> None:
+    """From now on shards of the model change until its engine is synchronised."""
+    _under_way.add(state_ref)
+
+
+def finish() -> None:
+    """Blocks until no shard changes any more.
+
+    Raises:
+        RuntimeError: what went wrong in an update.
+    """
+    while _under_way:
+        state = _under_way.pop()()
+        if state is not None:
+            state.engine.synchronize()
