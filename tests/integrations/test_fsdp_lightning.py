@@ -49,7 +49,7 @@ def make_module() -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.net = make_net()
-            self.losses: list[float] = []
+            self.figures: list[float] = []  # losses, and the norm of each step
 
         def configure_model(self) -> None:
             if not isinstance(self.net, torch.distributed.fsdp.FSDPModule):
@@ -57,8 +57,12 @@ def make_module() -> Any:
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             loss = loss_of(self.net, batch[0])
-            self.losses.append(loss.item())
+            self.figures.append(loss.item())
             return loss
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norm: Any = torch.nn.utils.get_total_norm([p.grad for p in self.parameters()])
+            self.figures.append(norm.full_tensor().item())
 
         def validation_step(self, batch: Tensor, index: int) -> None:
             self.log("held_out", loss_of(self.net, batch[0]), sync_dist=True)
@@ -101,15 +105,15 @@ def train_with_trainer(directory: str) -> None:
             check_engine(module.net, name)
             trainer.save_checkpoint(Path(directory, name))
             (held_out,) = trainer.validate(module, loader(4), verbose=False)
-            figures[name] = [*module.losses, held_out["held_out"]]
+            figures[name] = [*module.figures, held_out["held_out"]]
     check_close(figures["zerocore"], figures["torch"])
     rest = {}
     for writer, reader in (("torch", "torch"), *PAIRS):
         with engine(reader):
             module, trainer = fit(Path(directory), STEPS, Path(directory, writer))
             held_out = trainer.callback_metrics["held_out"].item()
-            rest[writer, reader] = [*module.losses, held_out]
-    assert len(module.losses) == (STEPS - SAVED) * MICRO_BATCHES
+            rest[writer, reader] = [*module.figures, held_out]
+    assert len(module.figures) == (STEPS - SAVED) * (MICRO_BATCHES + 1)
     for pair in PAIRS:
         check_close(rest[pair], rest["torch", "torch"])
 
