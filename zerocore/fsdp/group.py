@@ -221,6 +221,13 @@ def _managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def _check_param(param: nn.Parameter, name: str) -> None:
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    if hasattr(local, "fsdp_pre_all_gather"):
+        raise NotImplementedError(
+            f"parameter '{name}' is a {type(local).__name__}, which changes what is gathered "
+            "(fsdp_pre_all_gather); zerocore.fsdp gathers parameters as they are. Use a plain "
+            "parameter, or shard this model with torch.distributed.fsdp"
+        )
     if param.dim() == 0:
         raise ValueError(
             f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with "
