@@ -220,7 +220,23 @@ def _managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
     return [(name, module) for module, name in found.items()]
 
 
+def check_gathered_as_is(param: nn.Parameter, name: str) -> None:
+    """Refuses a parameter that changes what is gathered, which would be passed over in silence.
+
+    Raises:
+        NotImplementedError: it does.
+    """
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    if hasattr(local, "fsdp_pre_all_gather"):
+        raise NotImplementedError(
+            f"parameter '{name}' is a {type(local).__name__}, which changes what is gathered "
+            "(fsdp_pre_all_gather); zerocore.fsdp gathers parameters as they are. Use a plain "
+            "parameter, or shard this model with torch.distributed.fsdp"
+        )
+
+
 def _check_param(param: nn.Parameter, name: str) -> None:
+    check_gathered_as_is(param, name)
     if param.dim() == 0:
         raise ValueError(
             f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with "

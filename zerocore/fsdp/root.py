@@ -19,7 +19,7 @@ from zerocore._C import (
 )
 from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds, watch_end
-from zerocore.fsdp.group import Group, RowParam, groups_below
+from zerocore.fsdp.group import Group, RowParam, check_gathered_as_is, groups_below
 from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.rows import as_dtensor
 from zerocore.hooks.backward_calls import watch_backward_calls
@@ -129,6 +129,7 @@ class Root:
                 )
             for param in group.params:
                 param.take_registered()
+                check_gathered_as_is(param.shard, param.fqn)
             self._check_device(name, group)
 
     def _check_ties(self) -> None:
