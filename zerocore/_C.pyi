@@ -53,6 +53,33 @@ class AllocatorCounts:
 def note_end(how: str) -> None: ...
 def allocator_counts(device: str) -> AllocatorCounts | None: ...
 
+DISK_ALIGNMENT: int
+"""What offsets, sizes and addresses of requests to a disk file are multiples of."""
+
+class DiskWay:
+    """How a disk file moves bytes; ANY is io_uring where the system allows it."""
+
+    ANY: DiskWay
+    IO_URING: DiskWay
+    THREADS: DiskWay
+
+class DiskFile:
+    """A file without a name in a folder, of a fixed size, that memory is swapped to and from.
+
+    ``read`` and ``write`` return a ticket, to ``wait`` for once. Raises OSError that names the
+    file, the offset and the request's label; ValueError for requests that are not aligned.
+    """
+
+    def __init__(self, folder: str, name: str, nbytes: int, way: DiskWay = DiskWay.ANY) -> None: ...
+    def read(self, offset: int, address: int, nbytes: int, label: str) -> int: ...
+    def write(self, offset: int, address: int, nbytes: int, label: str) -> int: ...
+    def wait(self, ticket: int) -> None: ...
+    nbytes: int
+    path: str
+    way: str
+    is_direct: bool
+    descriptor: int
+
 class HostMemory:
     """One mapping of host memory, zeros at first; ``view`` is a 1-D tensor of bytes of it.
 
@@ -350,30 +377,3 @@ def write_at(file: int, address: int, nbytes: int, offset: int, crc: int = 0) ->
 def crc32_at(file: int, offset: int, nbytes: int) -> int: ...
 def read_at(file: int, address: int, offset: int, nbytes: int) -> int: ...
 def crc32_joined(first: int, second: int, second_nbytes: int) -> int: ...
-
-DISK_ALIGNMENT: int
-"""What offsets, sizes and addresses of requests to a disk file are multiples of."""
-
-class DiskWay:
-    """How a disk file moves bytes; ANY is io_uring where the system allows it."""
-
-    ANY: DiskWay
-    IO_URING: DiskWay
-    THREADS: DiskWay
-
-class DiskFile:
-    """A file without a name in a folder, of a fixed size, that memory is swapped to and from.
-
-    ``read`` and ``write`` return a ticket, to ``wait`` for once. Raises OSError that names the
-    file, the offset and the request's label; ValueError for requests that are not aligned.
-    """
-
-    def __init__(self, folder: str, name: str, nbytes: int, way: DiskWay = DiskWay.ANY) -> None: ...
-    def read(self, offset: int, address: int, nbytes: int, label: str) -> int: ...
-    def write(self, offset: int, address: int, nbytes: int, label: str) -> int: ...
-    def wait(self, ticket: int) -> None: ...
-    nbytes: int
-    path: str
-    way: str
-    is_direct: bool
-    descriptor: int

@@ -136,8 +136,10 @@ void SwapRing::replace(int index, UnitId unit, SwapSteps& steps) {
 }
 
 // The next units of the order, as long as there is a buffer whose unit is used later than they.
+// What is read earlier than it must be takes the buffer of one that may be used again before.
 void SwapRing::read_ahead(SwapSteps& steps) {
-  for (size_t use = next_; use < order_.size(); ++use) {
+  constexpr size_t kNumAhead = 2;
+  for (size_t use = next_; use < std::min(order_.size(), next_ + kNumAhead); ++use) {
     if (buffer_of(order_[use]).has_value()) {
       continue;
     }

@@ -1,0 +1,87 @@
+"""AdamW on the CPU by number of threads, and how fast as many threads move memory."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import torch
+
+from bench.kernels.contests import OWN
+from bench.lib.systems import is_installed
+from bench.lib.timing import Call, time_in_turns
+from bench.optimizer.contests import Weights
+from zerocore import _C
+
+OWN_THREADS = "zerocore, on threads that it starts"
+TORCH, DEEPSPEED = "torch fused", "DeepSpeedCPUAdam"
+NBYTES_EACH = 28  # fp32: weight, gradient and two moments read, weight and moments written
+MEMORY = ("memory: copy", "memory: scale in place", "memory: triad")
+
+
+@dataclass(frozen=True)
+class AdamWCell:
+    """Steps of so many fp32 parameters by so many threads, each with a core to itself."""
+
+    threads: int
+    numel: int
+    rounds: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of one pass over everything that is touched."""
+        return NBYTES_EACH * self.numel
+
+
+def measure_in_fresh_process(cell: AdamWCell) -> dict[str, list[float]]:
+    """Seconds of a step, or of moving as many bytes, one figure a round, by name.
+
+    A process of its own, as an OpenMP library reads its number of threads once and DeepSpeed has
+    another one than torch.
+    """
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(cores)[: cell.threads])
+    os.environ["OMP_NUM_THREADS"] = str(cell.threads)
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(_measure, cell).result()
+    finally:
+        os.sched_setaffinity(0, cores)
+        del os.environ["OMP_NUM_THREADS"]
+
+
+def _measure(cell: AdamWCell) -> dict[str, list[float]]:
+    torch.set_num_threads(cell.threads)
+    calls = {OWN: Weights(cell.numel, "cpu").zerocore_step()}
+    calls[OWN_THREADS] = _step_on_own_threads(cell)
+    calls[TORCH] = Weights(cell.numel, "cpu").torch_step()
+    if is_installed("deepspeed"):
+        calls[DEEPSPEED] = Weights(cell.numel, "cpu").deepspeed_step()
+    return time_in_turns(calls | _memory_calls(cell.nbytes), "cpu", cell.rounds)
+
+
+def _step_on_own_threads(cell: AdamWCell) -> Call:
+    """Each thread steps its share of the parameters, instead of all sharing torch's pool."""
+    steps = [
+        Weights(cell.numel // cell.threads, "cpu").zerocore_step() for _ in range(cell.threads)
+    ]
+    pool = ThreadPoolExecutor(cell.threads, initializer=_C.use_host_threads, initargs=(1,))
+    return lambda: list(pool.map(lambda step: step(), steps))
+
+
+def _memory_calls(nbytes: int) -> dict[str, Call]:
+    """As STREAM moves memory; bytes read plus bytes written are `nbytes`.
+
+    What is written but not read before is read by the processor all the same, which is not counted.
+    """
+    a, b = (torch.rand(nbytes // 8) for _ in range(2))
+    x, y, z = (torch.rand(nbytes // 12) for _ in range(3))
+    c = torch.rand(nbytes // 8)
+    calls: tuple[Call, ...] = (
+        lambda: a.copy_(b),
+        lambda: c.mul_(1.0),
+        lambda: torch.add(x, y, alpha=3.0, out=z),
+    )
+    return dict(zip(MEMORY, calls, strict=True))

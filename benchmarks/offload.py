@@ -1,0 +1,157 @@
+"""Measures what offload rests on: AdamW by threads beside memory, a disk file beside plain calls.
+
+Usage: python benchmarks/offload.py --folder /a/folder/on/the/disk
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+
+from bench.kernels.contests import OWN
+from bench.lib.results import write_results
+from bench.lib.systems import is_installed
+from bench.lib.tables import Table, make_console
+from bench.lib.timing import fastest, ratio
+from bench.offload.adamw import (
+    DEEPSPEED,
+    MEMORY,
+    OWN_THREADS,
+    TORCH,
+    AdamWCell,
+    measure_in_fresh_process,
+)
+from bench.offload.disk import MIB, WHAT, Disk
+from bench.offload.swapped import SwappedAdamW
+
+PEER_GOAL, MEMORY_GOAL, DISK_GOAL = 0.95, 0.9, 0.9
+ADAMW_NOTES = (
+    "GB/s: bytes read plus bytes written (28 a parameter in fp32) per time. Each thread has a core "
+    "to itself. Medians over rounds in which all take their turn; ratios are medians of ratios in "
+    "the same round.",
+    "Memory: the fastest of a copy, a scale in place and a triad of as many bytes by as many "
+    "threads. What is written but not read before is read by the processor all the same, which is "
+    "not counted.",
+)
+DISK_NOTES = (
+    "One file of this size in one request; read and write: one half each at the same time. Raw: "
+    "plain calls on the same file, of so many MiB, so many at a time; its rate is that of the "
+    "fastest. Medians over rounds in which all take their turn.",
+)
+SWAPPED_NOTES = (
+    "A step of AdamW in fp32 on units whose weights and moments are in a file, three units in "
+    "memory. GB/s: bytes read plus bytes written per time of the step, AdamW included; beside the "
+    "fastest plain calls that read and write at the same time.",
+)
+
+
+def adamw_table(cells: dict[AdamWCell, dict[str, list[float]]]) -> Table:
+    """Each system at each number of threads."""
+    columns = [
+        "threads",
+        "system",
+        "ms",
+        "GB/s",
+        "of torch's rate",
+        "of DeepSpeed's",
+        "of memory's",
+    ]
+    table = Table("AdamW on the CPU, fp32", columns, notes=list(ADAMW_NOTES))
+    for cell, seconds in cells.items():
+        best = fastest(seconds, list(MEMORY))
+        for name in (OWN, OWN_THREADS, TORCH, DEEPSPEED, *MEMORY):
+            if name not in seconds:
+                continue
+            time = median(seconds[name])
+            rate = f"{cell.nbytes / time / 1e9:.1f}"
+            peers = [peer if peer in seconds else None for peer in (TORCH, DEEPSPEED, best)]
+            shares = (f"{ratio(seconds, peer, name):.2f}" if peer else "" for peer in peers)
+            table.add(f"{cell.threads}", name, f"{time * 1e3:.2f}", rate, *shares)
+        table.add(f"{cell.threads}", "wanted", "", "", "", f">= {PEER_GOAL}", f">= {MEMORY_GOAL}")
+    if not is_installed("deepspeed"):
+        table.notes.append("DeepSpeed is not installed.")
+    return table
+
+
+def disk_table(disk: Disk, found: dict[str, dict[str, list[float]]]) -> Table:
+    """Each way beside the fastest raw one."""
+    path = "past the page cache" if disk.is_direct else "through the page cache"
+    title = f"a file of {disk.nbytes / MIB:.0f} MiB, {path}"
+    table = Table(title, ["what", "way", "s", "MB/s", "of the raw rate"], notes=list(DISK_NOTES))
+    for what in WHAT:
+        best = fastest(found[what], [name for name in found[what] if name.startswith("raw")])
+        for name, seconds in found[what].items():
+            time = median(seconds)
+            share = f"{ratio(found[what], best, name):.2f}"
+            table.add(what, name, f"{time:.3f}", f"{disk.nbytes / time / 1e6:.0f}", share)
+        table.add(what, "wanted of DiskFile", "", "", f">= {DISK_GOAL}")
+    return table
+
+
+def swapped_table(step: SwappedAdamW, seconds: list[float], raw_rate: float) -> Table:
+    """Steps that are bound by the disk."""
+    columns = ["units", "MB of each", "MB moved", "s", "MB/s", "of the raw rate", "wanted"]
+    table = Table("AdamW with weights and moments in a file", columns, notes=list(SWAPPED_NOTES))
+    rate = step.nbytes / median(seconds)
+    each = step.units.file_nbytes / step.num_units / 1e6
+    head = [f"{step.num_units}", f"{each:.0f}", f"{step.nbytes / 1e6:.0f}"]
+    table.add(*head, f"{median(seconds):.2f}", f"{rate / 1e6:.0f}", f"{rate / raw_rate:.2f}")
+    table.rows[-1][-1] = f">= {DISK_GOAL}"
+    return table
+
+
+def measure_disk(folder: str, mib: int, rounds: int) -> tuple[list[Table], dict[str, Any]]:
+    """A disk file, then steps of units in one of the same size."""
+    with tempfile.TemporaryDirectory(dir=folder or None) as place:
+        disk = Disk(Path(place), mib * MIB)
+        found = disk.measure(rounds)
+        table = disk_table(disk, found)
+        both = found[WHAT[-1]]
+        best = fastest(both, [name for name in both if name.startswith("raw")])
+        raw_rate = disk.nbytes / median(both[best])
+        del disk
+        step = SwappedAdamW(Path(place), 8, mib * MIB // 8 // 12)
+        seconds = step.time_steps(rounds)
+        tables = [table, swapped_table(step, seconds, raw_rate)]
+    return tables, {"mib": mib, "disk": found, "swapped": seconds, "swapped_nbytes": step.nbytes}
+
+
+def main(
+    folder: Annotated[str, typer.Option(help="On the disk; default: for temporary files.")] = "",
+    threads: Annotated[str, typer.Option(help="Numbers of AdamW's threads.")] = "1,2",
+    millions: Annotated[int, typer.Option(help="Parameters of AdamW.")] = 16,
+    mib: Annotated[int, typer.Option(help="Size of the file.")] = 2048,
+    rounds: Annotated[int, typer.Option(help="Rounds in which each takes its turn.")] = 9,
+    save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
+) -> None:
+    """Prints how fast the host steps and swaps."""
+    console, load = make_console(), os.getloadavg()[0]
+    counts = [int(count) for count in threads.split(",")]
+    usable = [count for count in counts if count <= len(os.sched_getaffinity(0))]
+    cells = [AdamWCell(count, millions * 10**6, rounds) for count in usable]
+    steps = {
+        cell: measure_in_fresh_process(cell)
+        for cell in track(cells, "AdamW", console=console, transient=True)
+    }
+    torch.set_num_threads(max(usable))
+    disk_tables, disk = measure_disk(folder, mib, rounds)
+    tables = [adamw_table(steps), *disk_tables]
+    tables[-1].notes.append(f"Load of the machine at the start: {load:.1f}.")
+    for table in tables:
+        table.show(console)
+    if save:
+        raw = {"load_at_start": load, "millions": millions, **disk}
+        raw["adamw"] = {str(cell.threads): seconds for cell, seconds in steps.items()}
+        paths = write_results("offload", raw, "\n".join(t.markdown() for t in tables))
+        console.print(f"written: {', '.join(path.name for path in paths)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
