@@ -364,8 +364,7 @@ class Engine:
     parameter_nbytes: int
     main_nbytes: int
     gradient_nbytes: int
-    host_weight_nbytes: int
-    host_gradient_nbytes: int
+    host_nbytes: tuple[int, int]
     def start_trace(self, align: bool = True) -> None: ...
     def pause_trace(self) -> None: ...
     def stop_trace(self) -> list[TraceRecord]: ...

@@ -266,12 +266,7 @@ void register_steps(py::class_<PyEngine>& engine) {
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
       .def(
           "fail_backward", [](PyEngine& self) { self.engine->fail_backward(); }, no_gil)
-      .def(
-          "mark_forked",
-          [](PyEngine& self) {
-            self.engine->offload().mark_forked();
-            self.engine->mark_forked();
-          })
+      .def("mark_forked", [](PyEngine& self) { self.engine->mark_forked(); })
       .def("check_process", [](PyEngine& self) { self.engine->check_process(); })
       .def_property(
           "sync",
@@ -355,11 +350,7 @@ void register_figures(py::class_<PyEngine>& engine) {
             return nbytes;
           })
       .def_property_readonly(
-          "host_weight_nbytes",
-          [](PyEngine& self) { return self.engine->offload().weight_nbytes(); })
-      .def_property_readonly(
-          "host_gradient_nbytes",
-          [](PyEngine& self) { return self.engine->offload().gradient_nbytes(); })
+          "host_nbytes", [](PyEngine& self) { return self.engine->offload().host_nbytes(); })
       .def_property_readonly(
           "gradient_nbytes",
           [](PyEngine& self) { return self.engine->reducer().persistent_nbytes(); })
@@ -382,13 +373,7 @@ void register_figures(py::class_<PyEngine>& engine) {
           [](PyEngine& self, bool align) { self.engine->trace().start(align); },
           py::arg("align") = true)
       .def("pause_trace", [](PyEngine& self) { self.engine->trace().pause(); })
-      .def(
-          "stop_trace",
-          [](PyEngine& self) {
-            self.engine->offload().synchronize(); // it completes the records
-            return self.engine->trace().stop();
-          },
-          py::call_guard<py::gil_scoped_release>())
+      .def("stop_trace", [](PyEngine& self) { return self.engine->trace().stop(); })
       .def_property_readonly("agreed", &agreed)
       .def_property_readonly("counters", &counters);
 }

@@ -89,9 +89,8 @@ void Engine::reset() {
   in_use_.settle();
   parts_.reducer.reset();
   for (UnitId id = 0; id < parts_.num_units(); ++id) {
-    if (parts_.streams.has_streams()) {
-      parts_.units[id]
-          ->wait_for_unshard(); // where nothing is resharded: the memory may be freed next
+    if (parts_.streams.has_streams()) { // where nothing is resharded: the memory may be freed next
+      parts_.units[id]->wait_for_unshard();
     }
   }
   backward_run_.forget_progress();
@@ -323,6 +322,7 @@ void Engine::leave_if_outside() {
 }
 
 void Engine::mark_forked() {
+  parts_.offload.mark_forked();
   if (parts_.collectives != nullptr || parts_.replicas != nullptr) {
     parts_.thread_check.mark_forked();
   }

@@ -108,8 +108,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void end_update(const std::vector<UpdatedUnit>& units, bool casts) {
     in_use_.end_update(units, casts);
   }
-  // For an optimizer of whole matrices; all ranks must call. For each flag whether it is set on any
-  // rank, which blocks the host; and an all-to-all, see start_exchange.
+  // For an optimizer of whole matrices, on all ranks: which flags any has set; an all-to-all.
   std::vector<bool> any_rank(const std::vector<bool>& flags);
   Exchange exchange(bool across, const at::Tensor& sent, MessageSizes sizes) {
     return start_exchange(parts_, across, sent, std::move(sizes));

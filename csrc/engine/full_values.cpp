@@ -47,6 +47,17 @@ void FullValues::broadcast(Collectives& collectives) const {
   wait_for_all(pending, streams_);
 }
 
+void FullValues::gather(Collectives& collectives, const std::function<CollectiveTag(int64_t)>& tag)
+    const {
+  streams_.order(StreamRole::AllGather, StreamRole::Compute);
+  std::vector<PendingCollective> pending;
+  for (const int region : bucket_.regions()) {
+    const at::Tensor& full = bucket_.full_bytes(region);
+    pending.push_back(collectives.all_gather(full, bucket_.own_bytes(region), tag(full.numel())));
+  }
+  wait_for_all(pending, streams_);
+}
+
 std::vector<at::Tensor> FullValues::of(const std::vector<UnitParam>& params) const {
   std::vector<at::Tensor> views;
   for (size_t i = 0; i < params.size(); ++i) {

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,8 @@ class FullValues {
   void fill(const std::vector<UnitParam>& params, const std::vector<at::Tensor>& values) const;
   // Rank 0's values to all.
   void broadcast(Collectives& collectives) const;
+  // This rank's part from each rank; `tag` is given the bytes of a collective.
+  void gather(Collectives& collectives, const std::function<CollectiveTag(int64_t)>& tag) const;
   // Views of the values, by parameter.
   std::vector<at::Tensor> of(const std::vector<UnitParam>& params) const;
   const Bucket& bucket() const {

@@ -71,7 +71,7 @@ void MainWeights::cast() const {
 
 void MainWeights::return_weights() const {
   order_send();
-  send();
+  send(/*blocks=*/true); // what it reads may change next
   context_.streams->order(StreamRole::Compute, StreamRole::HostToDevice);
 }
 
@@ -82,11 +82,11 @@ void MainWeights::order_send() const {
   }
 }
 
-void MainWeights::send() const {
+void MainWeights::send(bool blocks) const {
   const auto guard = context_.streams->use(StreamRole::HostToDevice);
   for (const int region : regions()) {
     const Bucket& from = is_cast_for_sending(region) ? *sent_ : *main_;
-    model_[region].copy_(from.full(region), /*non_blocking=*/true);
+    model_[region].copy_(from.full(region), /*non_blocking=*/!blocks);
   }
 }
 

@@ -57,10 +57,10 @@ class MainWeights {
   // Casts to model weights, on the compute stream; those on the host are sent.
   void cast() const;
   // Sends weights from the host to the device: between what the compute stream was given and what
-  // it will be. Or in two parts, of which another thread may do the second.
+  // it will be, and the host waits. Or in two parts, of which another thread may do the second.
   void return_weights() const;
   void order_send() const;
-  void send() const;
+  void send(bool blocks = false) const;
 
   // Bytes of main weights on the device; of all that is on the host; and of what is sent.
   int64_t device_nbytes() const;

@@ -285,20 +285,18 @@ void Offload::wait_arrivals() {
   }
 }
 
-int64_t Offload::weight_nbytes() const {
-  int64_t nbytes = 0;
+std::pair<int64_t, int64_t> Offload::host_nbytes() const {
+  int64_t weights = 0;
   for (const auto& unit : units_) {
-    nbytes += unit->host_nbytes() + unit->main().host_nbytes();
+    const bool has_shard = context_.tiers.has_host_parameters();
+    const int64_t shard = has_shard ? unit->layout().of_shard(context_.shard).nbytes() : 0;
+    weights += unit->main().host_nbytes() + shard;
   }
-  return nbytes;
-}
-
-int64_t Offload::gradient_nbytes() const {
-  int64_t nbytes = 0;
+  int64_t gradients = 0;
   for (const OffloadedUnit& state : states_) {
-    nbytes += state.landing ? state.landing->nbytes() : 0;
+    gradients += state.landing ? state.landing->nbytes() : 0;
   }
-  return nbytes;
+  return {weights, gradients};
 }
 
 } // namespace zerocore

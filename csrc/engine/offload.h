@@ -76,9 +76,8 @@ class Offload {
   void mark_forked() {
     static_cast<void>(worker_.release());
   }
-  // Bytes on the host: of weights, and of gradients that were sent there.
-  int64_t weight_nbytes() const;
-  int64_t gradient_nbytes() const;
+  // Bytes on the host: of weights, and for gradients that are sent there.
+  std::pair<int64_t, int64_t> host_nbytes() const;
 
  private:
   // A gradient's memory and version.

@@ -60,14 +60,11 @@ at::Tensor Unit::make_shard(int param) const {
 
 at::Tensor Unit::make_model_shard(int param) const {
   const int region = layout_.places().at(param).region;
-  if (!main_.has(region)) {
-    return {};
-  }
-  if (!context_.tiers.returns_weights()) {
-    return model_part(param);
-  }
   const int64_t offset = layout_.offset_in_shard(param, context_.shard);
-  return main_.written_view(region, offset, shard_sizes(param));
+  if (context_.tiers.returns_weights()) {
+    return main_.written_view(region, offset, shard_sizes(param));
+  }
+  return main_.has(region) ? model_part(param) : at::Tensor();
 }
 
 void Unit::bind(int index, at::Tensor full, at::Tensor shard, at::Tensor local) {
@@ -218,14 +215,8 @@ bool Unit::is_gathered() const {
 }
 
 int64_t Unit::persistent_nbytes() const {
-  if (context_.tiers.has_host_parameters()) {
-    return 0;
-  }
-  return shards_ ? shards_->nbytes() : bucket_.nbytes();
-}
-
-int64_t Unit::host_nbytes() const {
-  return context_.tiers.has_host_parameters() ? shards_->nbytes() : 0;
+  const bool on_host = context_.tiers.has_host_parameters();
+  return on_host ? 0 : shards_ ? shards_->nbytes() : bucket_.nbytes();
 }
 
 } // namespace zerocore

@@ -115,9 +115,8 @@ class Unit {
   int64_t gathered_version() const {
     return gathered_version_;
   }
-  // Bytes that stay on this rank between steps, without main weights: on the device, on the host.
+  // Bytes on the device that stay on this rank between steps, without main weights.
   int64_t persistent_nbytes() const;
-  int64_t host_nbytes() const;
   // The weights that the optimizer updates, where they are no part of the unit's own memory.
   const MainWeights& main() const {
     return main_;

@@ -55,20 +55,13 @@ std::vector<at::Tensor> Unit::full_values() const {
   const c10::InferenceMode normal(false);
   const at::NoGradGuard no_grad;
   const FullValues values(layout_, context_.shard, *context_.streams, name_);
-  const Bucket& staging = values.bucket();
-  for (const int region : staging.regions()) {
-    staging.own(region).copy_(updated_shard(region));
+  for (const int region : values.bucket().regions()) {
+    values.bucket().own(region).copy_(updated_shard(region));
   }
-  context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
-  std::vector<PendingCollective> pending;
-  for (const int region : staging.regions()) {
-    if (context_.num_shards > 1) {
-      const at::Tensor& full = staging.full_bytes(region);
-      pending.push_back(context_.collectives->all_gather(
-          full, staging.own_bytes(region), tag(TraceOp::AllGather, full.numel())));
-    }
+  if (context_.num_shards > 1) {
+    values.gather(
+        *context_.collectives, [this](int64_t nbytes) { return tag(TraceOp::AllGather, nbytes); });
   }
-  wait_for_all(pending, *context_.streams);
   return values.of(params_);
 }
 

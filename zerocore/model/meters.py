@@ -123,6 +123,7 @@ class Meters:
         try:
             yield records
         finally:
+            self._engine.synchronize()  # what the host does completes its records
             records += self._engine.stop_trace()
             self._recording = False
 
@@ -172,6 +173,7 @@ class Meters:
 
     def _read(self) -> None:
         if self._unread is not None:
+            self._engine.synchronize()
             self._unread.records = self._engine.stop_trace()
             self._unread = None
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from zerocore._C import Layout
 from zerocore.common.tables import render_table
+from zerocore.model.offload import FIRST_STAGE
 from zerocore.model.precision import ParamTypes
 from zerocore.model.state import state_of
 from zerocore.planning.division import Division
@@ -43,12 +44,13 @@ class Description:
     world_size: int
     rank: int
     units: tuple[UnitDescription, ...]
+    offload: str = ""  # what leaves the device
 
     def title(self) -> str:
         """One line: model, stage, ranks."""
         return (
             f"{self.model}: stage {self.stage}, rank {self.rank} of {self.world_size}, "
-            f"{len(self.units)} units"
+            f"{len(self.units)} units{self.offload and f', {self.offload} on the host'}"
         )
 
     def rows(self) -> list[list[str]]:
@@ -93,7 +95,12 @@ def describe(model: nn.Module | Optimizer) -> Any:
         for unit in state.units
     )
     return Description(
-        type(model).__name__, state.config.stage, state.world_size, state.rank, units
+        type(model).__name__,
+        state.config.stage,
+        state.world_size,
+        state.rank,
+        units,
+        ", ".join(part for part in FIRST_STAGE if state.config.leaves(part)),
     )
 
 

@@ -23,7 +23,8 @@ def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> Memory
     """
     state = state_of(model)
     engine, on_host = state.engine, state.config.leaves("gradients")
-    states, host_states = (0, 0) if optimizer is None else _states_of(optimizer)
+    host_weights, host_gradients = engine.host_nbytes
+    states, host_states = (0, 0) if optimizer is None else states_of(optimizer)
     return MemoryBytes(
         parameters=engine.parameter_nbytes,
         gradients=0 if on_host else engine.gradient_nbytes,
@@ -31,13 +32,13 @@ def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> Memory
         pool=engine.pool_stats.peak_nbytes,
         main_weights=engine.main_nbytes,
         pool_reserved=engine.pool_stats.peak_reserved_nbytes,
-        host_weights=engine.host_weight_nbytes,
-        host_gradients=engine.gradient_nbytes if on_host else engine.host_gradient_nbytes,
+        host_weights=host_weights,
+        host_gradients=engine.gradient_nbytes if on_host else host_gradients,
         host_optimizer=host_states,
     )
 
 
-def _states_of(optimizer: Optimizer) -> tuple[int, int]:
+def states_of(optimizer: Optimizer) -> tuple[int, int]:
     """Bytes of an optimizer's states on the device and on the host."""
     device = host = 0
     with torch._C.DisableTorchFunctionSubclass():  # of shards the elements of this rank count

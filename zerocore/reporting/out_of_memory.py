@@ -17,7 +17,7 @@ from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.state import ShardState, Unit, state_of
 from zerocore.planning.changes import Candidate, changes
 from zerocore.planning.prediction import division_of, planner_of
-from zerocore.reporting.memory_usage import memory_usage
+from zerocore.reporting.memory_usage import memory_usage, states_of
 from zerocore.tensor.parameter import ShardedParameter
 
 NUM_BUCKETS = 3  # that are listed
@@ -167,13 +167,19 @@ def _held(model: nn.Module) -> dict[str, int]:
         held["activations and the rest"] = max(0, allocated - sum(held.values()))
         reserved = torch.cuda.memory_reserved(state.device)
         held["free in torch's allocator"] = reserved - allocated
+    if usage.host > 0:
+        held["on the host, by offload"] = usage.host
     return held
 
 
 def _usage(model: nn.Module) -> MemoryBytes:
     optimizers = optimizers_of(state_of(model))
-    states = sum(memory_usage(model, optimizer).optimizer for optimizer in optimizers)
-    return replace(memory_usage(model), optimizer=states)
+    found = [states_of(optimizer) for optimizer in optimizers]
+    return replace(
+        memory_usage(model),
+        optimizer=sum(device for device, _ in found),
+        host_optimizer=sum(host for _, host in found),
+    )
 
 
 def _units_in_use(state: ShardState) -> list[Unit]:

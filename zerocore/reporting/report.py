@@ -16,8 +16,10 @@ from torch import nn
 from zerocore._C import allocator_counts
 from zerocore.common.events import read_events
 from zerocore.common.tables import render_table
+from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.meters import Step
 from zerocore.model.state import ShardState, state_of
+from zerocore.reporting.memory_usage import states_of
 from zerocore.reporting.recording import source_of
 from zerocore.reporting.step_figures import (
     Communication,
@@ -180,7 +182,9 @@ def _memory(state: ShardState) -> MemoryFigures:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if allocator_counts(str(state.device)) is None:
         counted = (None, None, None, None)
-        return MemoryFigures(stats.peak_nbytes, stats.reserved_nbytes, *counted, resident)
+        return MemoryFigures(
+            stats.peak_nbytes, stats.reserved_nbytes, *counted, resident, _host_nbytes(state)
+        )
     counts = torch.cuda.memory_stats(state.device)
     return MemoryFigures(
         stats.peak_nbytes,
@@ -190,7 +194,16 @@ def _memory(state: ShardState) -> MemoryFigures:
         counts.get("num_alloc_retries", 0),
         counts.get("num_device_alloc", 0),
         resident,
+        _host_nbytes(state),
     )
+
+
+def _host_nbytes(state: ShardState) -> int:
+    if state.config.offload is None:
+        return 0
+    kept = state.engine.gradient_nbytes if state.config.leaves("gradients") else 0
+    states = sum(states_of(optimizer)[1] for optimizer in optimizers_of(state))
+    return sum(state.engine.host_nbytes) + kept + states
 
 
 def _known_peak(device: torch.device) -> float | None:
@@ -265,6 +278,8 @@ def _notes(found: Report) -> list[str]:
             f"allocator so far: {memory.num_retries} retries, "
             f"{memory.num_device_allocations} device allocations"
         )
+    if memory.host > 0:
+        lines.append(f"on the host, by offload: {memory.host / 2**20:,.1f} MiB")
     traced = sum(step.communication is not None for step in found.counted)
     lines.append(f"times of communication: mean of {traced} traced steps")
     if not found.steps:
