@@ -324,6 +324,14 @@ void register_offload(py::class_<PyEngine>& engine) {
       .def("synchronize", [](PyEngine& self) { self.engine->offload().synchronize(); }, no_gil);
 }
 
+int64_t sum_of_units(const PyEngine& self, int64_t (*nbytes_of)(const Unit&)) {
+  int64_t nbytes = 0;
+  for (UnitId id = 0; id < self.engine->num_units(); ++id) {
+    nbytes += nbytes_of(self.engine->unit(id));
+  }
+  return nbytes;
+}
+
 void register_figures(py::class_<PyEngine>& engine) {
   engine.def("layout", [](PyEngine& self, UnitId unit) { return self.engine->unit(unit).layout(); })
       .def_property_readonly(
@@ -334,20 +342,12 @@ void register_figures(py::class_<PyEngine>& engine) {
       .def_property_readonly(
           "parameter_nbytes",
           [](PyEngine& self) {
-            int64_t nbytes = 0;
-            for (UnitId id = 0; id < self.engine->num_units(); ++id) {
-              nbytes += self.engine->unit(id).persistent_nbytes();
-            }
-            return nbytes;
+            return sum_of_units(self, [](const Unit& unit) { return unit.persistent_nbytes(); });
           })
       .def_property_readonly(
           "main_nbytes",
           [](PyEngine& self) {
-            int64_t nbytes = 0;
-            for (UnitId id = 0; id < self.engine->num_units(); ++id) {
-              nbytes += self.engine->unit(id).main().device_nbytes();
-            }
-            return nbytes;
+            return sum_of_units(self, [](const Unit& unit) { return unit.main().device_nbytes(); });
           })
       .def_property_readonly(
           "host_nbytes", [](PyEngine& self) { return self.engine->offload().host_nbytes(); })
@@ -362,8 +362,7 @@ void register_figures(py::class_<PyEngine>& engine) {
             for (const StreamRole candidate :
                  {StreamRole::Compute, StreamRole::AllGather, StreamRole::ReduceScatter}) {
               if (role == stream_role_name(candidate)) {
-                void* handle = self.engine->streams().native_handle(candidate);
-                return reinterpret_cast<uintptr_t>(handle);
+                return reinterpret_cast<uintptr_t>(self.engine->streams().native_handle(candidate));
               }
             }
             throw py::value_error("a stream is compute, all_gather or reduce_scatter");

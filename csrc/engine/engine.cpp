@@ -88,10 +88,8 @@ void Engine::reset() {
   parts_.thread_check.leave_forward();
   in_use_.settle();
   parts_.reducer.reset();
-  for (UnitId id = 0; id < parts_.num_units(); ++id) {
-    if (parts_.streams.has_streams()) { // where nothing is resharded: the memory may be freed next
-      parts_.units[id]->wait_for_unshard();
-    }
+  if (parts_.streams.has_streams()) { // where nothing is resharded: the memory may be freed next
+    std::ranges::for_each(parts_.units, [](const auto& unit) { unit->wait_for_unshard(); });
   }
   backward_run_.forget_progress();
 }
