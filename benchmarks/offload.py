@@ -47,7 +47,7 @@ DISK_NOTES = (
 )
 SWAPPED_NOTES = (
     "A step of AdamW in fp32 on units whose weights and moments are in a file, three units in "
-    "memory. GB/s: bytes read plus bytes written per time of the step, AdamW included; beside the "
+    "memory. MB/s: bytes read plus bytes written per time of the step, AdamW included; beside the "
     "fastest plain calls that read and write at the same time.",
 )
 
