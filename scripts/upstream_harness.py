@@ -185,11 +185,10 @@ def run_case(case: Any, file: str, limit_s: float, logs: Path, resume: bool) -> 
     pid = os.fork()
     if pid == 0:
         _run_in_child(case, log, answer, limit_s)
-    ended = _wait(pid, limit_s)
-    if not ended:
-        return Row(file, name, "hung", limit_s, f"no end within {limit_s:.0f} s")
-    if not answer.exists():
-        return Row(file, name, "crashed", 0.0, "the process ended without an answer")
+    if not _wait(pid, limit_s):
+        answer.write_text(json.dumps(["hung", limit_s, f"no end within {limit_s:.0f} s"]))
+    elif not answer.exists():
+        answer.write_text(json.dumps(["crashed", 0.0, "the process ended without an answer"]))
     return Row(file, name, *json.loads(answer.read_text()))
 
 
