@@ -184,7 +184,7 @@ def _in_order(batches: list[Batch]) -> list[Batch]:
         return list(orders).index(batch.host.state_ref), called, unit
 
     ordered = sorted(batches, key=place)
-    for batch, following in zip(ordered, [*ordered[1:], None], strict=True):
+    for batch, following in zip(ordered, [*ordered[1:], None], strict=False):  # may be none
         batch.is_last = following is None or following.host != batch.host
     return ordered
 
