@@ -1,16 +1,35 @@
 // Counts operations and collects trace records.
 #include "runtime/trace.h"
 
+#include <limits>
+
 namespace zerocore {
 
 void Trace::start(bool align) {
   records_.clear();
   enabled_ = true;
   origin_ = streams_.record_timed(StreamRole::Compute);
-  if (align && origin_ != nullptr) {
-    Streams::synchronize(origin_);
-  }
   origin_ns_ = now_ns();
+  if (align && origin_ != nullptr) {
+    tie_clocks();
+  }
+}
+
+// The host may be interrupted before it reads its clock: of several readings the closest counts.
+void Trace::tie_clocks() {
+  constexpr int kReadings = 5;
+  int64_t closest = std::numeric_limits<int64_t>::max();
+  for (int reading = 0; reading < kReadings; ++reading) {
+    const int64_t begin = now_ns();
+    const StreamEvent event = streams_.record_timed(StreamRole::Compute);
+    Streams::synchronize(event);
+    const int64_t end = now_ns();
+    if (end - begin < closest) {
+      closest = end - begin;
+      origin_ = event;
+      origin_ns_ = end;
+    }
+  }
 }
 
 void Trace::read_events(OpenRecord& record) const {

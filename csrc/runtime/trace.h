@@ -53,7 +53,7 @@ class Trace {
     return enabled_;
   }
   // Begins to record. `align`: a device's times shall be on the host's clock, for which the host
-  // waits once; without, only their differences mean something.
+  // waits a few times; without, only their differences mean something.
   void start(bool align);
   // Ends recording and keeps the records for stop(). Never waits for the device.
   void pause() {
@@ -72,6 +72,7 @@ class Trace {
   std::shared_ptr<OpenRecord> add(TraceOp op, UnitId unit, int64_t nbytes, int64_t pool_nbytes);
 
  private:
+  void tie_clocks();
   void read_events(OpenRecord& record) const;
 
   const Streams& streams_;
