@@ -1,7 +1,7 @@
 # Set-up, build, tests and demo, each in one command on a machine with Python, a C++ compiler and make.
 #
 #   make demo                      train a small GPT on all ranks of this machine
-#   make test                      run all tests, two for each core at a time
+#   make test                      run all tests, one for each core at a time
 #   make test ARGS="tests/plan"    run some of them: ARGS go to pytest
 #   PYTHON=/path/to/python make test   where that Python has a suitable torch, use it
 #
@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 CXX ?= g++
 # The tests of a file stay together, because they share what the first of them measures. Files begin
 # in the order of collection, which has the slow ones first.
-ALL_TESTS := -n auto --dist loadfile --no-loadscope-reorder
+ALL_TESTS := -n logical --dist loadfile --no-loadscope-reorder
 CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 TEST_CXX_FILES = $(shell find tests -name '*.h' -o -name '*.cpp')
 

@@ -29,12 +29,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Two tests a core with ``-n auto``: ranks of a test wait for each other, links, limits."""
-    return min(2 * (os.cpu_count() or 1), 16)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts files with a slow test first: the last ones then end together."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}

@@ -18,7 +18,7 @@ GRADIENTS = Offload(states="device", gradients="cpu")
 BOTH = Offload(states="cpu", gradients="cpu")
 ALL = Offload(states="cpu", gradients="cpu", parameters="cpu")
 PARAMETERS = Offload(states="cpu", parameters="cpu")
-BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32)
 
 
 def adamw(params: Iterable[Any], **options: Any) -> Optimizer:
