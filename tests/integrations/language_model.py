@@ -7,6 +7,27 @@ from typing import Any
 import torch
 
 VOCABULARY = 64
+# Hugging Face's Trainer: two micro-batches a step, clipping, evaluation and a checkpoint every
+# second step.
+TRAINER_OPTIONS: dict[str, Any] = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_grad_norm": 0.5,
+    "learning_rate": 1e-2,
+    "adam_epsilon": 1e-5,
+    "weight_decay": 0.1,
+    "warmup_steps": 2,
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "load_best_model_at_end": True,
+    "report_to": [],
+    "disable_tqdm": True,
+    "seed": 3,
+}
 
 
 def build_model() -> Any:

@@ -12,12 +12,12 @@ from torch import Tensor
 from tests.distributed.harness import run_ranks
 from tests.fsdp.both import loss_of, make_net
 from tests.integrations.fully_sharded import ENGINES, check_close, check_engine, engine
+from tests.integrations.lightning_training import MICRO_BATCHES, make_trainer
 
 pytest.importorskip("lightning")
 
 STEPS = 5
 SAVED = 3
-MICRO_BATCHES = 2
 PAIRS = (("torch", "zerocore"), ("zerocore", "zerocore"), ENGINES[::-1])
 
 
@@ -75,23 +75,10 @@ def make_module() -> Any:
 
 def fit(folder: Path, steps: int, resume: Path | None = None, **options: Any) -> tuple[Any, Any]:
     """The module and trainer after some steps."""
-    import lightning
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-        max_steps=steps,
-        accumulate_grad_batches=MICRO_BATCHES,
-        gradient_clip_val=0.1,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        **options,
-    )
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    trainer = make_trainer(folder, strategy, steps, enable_model_summary=False, **options)
     module = make_module()
     trainer.fit(module, loader(), loader(4), ckpt_path=resume)
     return module, trainer

@@ -16,7 +16,7 @@ from tests.integrations.fully_sharded import (
     engine,
     let_accelerate_shard_on_cpu,
 )
-from tests.integrations.language_model import VOCABULARY, build_model, samples
+from tests.integrations.language_model import TRAINER_OPTIONS, VOCABULARY, build_model, samples
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -27,10 +27,10 @@ FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 
 
 def arguments(folder: Path, files: str, **changes: Any) -> dict[str, Any]:
-    """Two micro-batches a step, clipping, evaluation and a checkpoint every second step."""
-    options = {
+    """TRAINER_OPTIONS, and blocks that Accelerate shards."""
+    return {
+        **TRAINER_OPTIONS,
         "output_dir": str(folder),
-        "use_cpu": True,
         "accelerator_config": {"use_configured_state": True},
         "fsdp": True,
         "fsdp_config": {
@@ -38,24 +38,8 @@ def arguments(folder: Path, files: str, **changes: Any) -> dict[str, Any]:
             "state_dict_type": files,
         },
         "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_grad_norm": 0.5,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-5,
-        "weight_decay": 0.1,
-        "warmup_steps": 2,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "load_best_model_at_end": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        "seed": 3,
+        **changes,
     }
-    return {**options, **changes}
 
 
 def make_plain(options: dict[str, Any], model: Any = None) -> Any:

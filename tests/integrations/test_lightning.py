@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.harness import run_ranks
+from tests.integrations.lightning_training import MICRO_BATCHES, make_trainer
 
 pytest.importorskip("lightning")
 
 STEPS = 5
-MICRO_BATCHES = 2
 
 
 def build_net() -> nn.Sequential:
@@ -63,21 +63,7 @@ def make_module() -> Any:
 
 def fit(folder: Path, strategy: Any, steps: int, resume: Path | None = None, **options: Any) -> Any:
     """The module and trainer after some steps; the checkpoint lies in ``folder``."""
-    import lightning
-
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_steps=steps,
-        accumulate_grad_batches=MICRO_BATCHES,
-        gradient_clip_val=0.1,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        **options,
-    )
+    trainer = make_trainer(folder, strategy, steps, **options)
     module = make_module()
     loader = torch.utils.data.DataLoader(micro_batches())
     trainer.fit(module, loader, torch.utils.data.DataLoader(micro_batches()[:4]), ckpt_path=resume)

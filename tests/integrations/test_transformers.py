@@ -10,7 +10,7 @@ import torch
 
 import zerocore
 from tests.distributed.harness import run_ranks
-from tests.integrations.language_model import build_model, samples
+from tests.integrations.language_model import TRAINER_OPTIONS, build_model, samples
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -20,31 +20,11 @@ SAVED = 4  # the checkpoint that training is resumed from
 
 
 def arguments(folder: Path, **changes: Any) -> Any:
-    """Two micro-batches a step, clipping, evaluation and a checkpoint every second step."""
+    """TRAINER_OPTIONS as the trainer takes them."""
     from transformers import TrainingArguments
 
-    options: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_grad_norm": 0.5,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-5,
-        "weight_decay": 0.1,
-        "warmup_steps": 2,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "load_best_model_at_end": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        "seed": 3,
-    }
-    return TrainingArguments(**{**options, **changes})
+    options = {**TRAINER_OPTIONS, "output_dir": str(folder), "max_steps": STEPS, **changes}
+    return TrainingArguments(**options)
 
 
 def make_trainer(
