@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerocore.common.memory_bytes import MemoryBytes
-from zerocore.model.state import state_of
+from zerocore.model.state import ShardState, state_of
 
 
 def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> MemoryBytes:
@@ -21,24 +23,28 @@ def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> Memory
         ValueError: the model is not sharded.
         RuntimeError: this process was forked from the one that sharded it.
     """
-    state = state_of(model)
+    return usage_of(state_of(model), [] if optimizer is None else [optimizer])
+
+
+def usage_of(state: ShardState, optimizers: Iterable[Optimizer]) -> MemoryBytes:
+    """As :func:`memory_usage`, with the states of several optimizers."""
     engine, on_host = state.engine, state.config.leaves("gradients")
     host_weights, host_gradients = engine.host_nbytes
-    states, host_states = (0, 0) if optimizer is None else states_of(optimizer)
+    found = [_states_of(optimizer) for optimizer in optimizers]
     return MemoryBytes(
         parameters=engine.parameter_nbytes,
         gradients=0 if on_host else engine.gradient_nbytes,
-        optimizer=states,
+        optimizer=sum(device for device, _ in found),
         pool=engine.pool_stats.peak_nbytes,
         main_weights=engine.main_nbytes,
         pool_reserved=engine.pool_stats.peak_reserved_nbytes,
         host_weights=host_weights,
         host_gradients=engine.gradient_nbytes if on_host else host_gradients,
-        host_optimizer=host_states,
+        host_optimizer=sum(host for _, host in found),
     )
 
 
-def states_of(optimizer: Optimizer) -> tuple[int, int]:
+def _states_of(optimizer: Optimizer) -> tuple[int, int]:
     """Bytes of an optimizer's states on the device and on the host."""
     device = host = 0
     with torch._C.DisableTorchFunctionSubclass():  # of shards the elements of this rank count

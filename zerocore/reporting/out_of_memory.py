@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -17,7 +17,7 @@ from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.state import ShardState, Unit, state_of
 from zerocore.planning.changes import Candidate, changes
 from zerocore.planning.prediction import division_of, planner_of
-from zerocore.reporting.memory_usage import memory_usage, states_of
+from zerocore.reporting.memory_usage import usage_of
 from zerocore.tensor.parameter import ShardedParameter
 
 NUM_BUCKETS = 3  # that are listed
@@ -173,13 +173,8 @@ def _held(model: nn.Module) -> dict[str, int]:
 
 
 def _usage(model: nn.Module) -> MemoryBytes:
-    optimizers = optimizers_of(state_of(model))
-    found = [states_of(optimizer) for optimizer in optimizers]
-    return replace(
-        memory_usage(model),
-        optimizer=sum(device for device, _ in found),
-        host_optimizer=sum(host for _, host in found),
-    )
+    state = state_of(model)
+    return usage_of(state, optimizers_of(state))
 
 
 def _units_in_use(state: ShardState) -> list[Unit]:

@@ -19,7 +19,7 @@ from zerocore.common.tables import render_table
 from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.meters import Step
 from zerocore.model.state import ShardState, state_of
-from zerocore.reporting.memory_usage import states_of
+from zerocore.reporting.memory_usage import usage_of
 from zerocore.reporting.recording import source_of
 from zerocore.reporting.step_figures import (
     Communication,
@@ -199,11 +199,7 @@ def _memory(state: ShardState) -> MemoryFigures:
 
 
 def _host_nbytes(state: ShardState) -> int:
-    if state.config.offload is None:
-        return 0
-    kept = state.engine.gradient_nbytes if state.config.leaves("gradients") else 0
-    states = sum(states_of(optimizer)[1] for optimizer in optimizers_of(state))
-    return sum(state.engine.host_nbytes) + kept + states
+    return 0 if state.config.offload is None else usage_of(state, optimizers_of(state)).host
 
 
 def _known_peak(device: torch.device) -> float | None:
