@@ -10,6 +10,7 @@ import struct
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import OPTIMIZERS, assert_equal, full_states, make, train, trained
+from zerocore.checkpoint import loading
+from zerocore.checkpoint.torch_files import load_tensors
 from zerocore.checkpoint.verify import read_metadata
 
 COMMON = (ValueError, RuntimeError)
@@ -222,11 +225,20 @@ def read_once(folder: Path) -> None:
     optimizer.step()
     zerocore.Checkpoints(folder, model, optimizer).save(1).wait()
     own = sum(param.nbytes for param in model.parameters()) // dist.get_world_size()
-    found = []
+    found, rest = [], []
+
+    def load_rest(state: Any, folder: Path) -> None:
+        rest.append(state)
+        load_tensors(state, folder)
+
     for loaded in (optimizer, torch.optim.AdamW(model.parameters())):
         before = bytes_asked()
-        zerocore.Checkpoints(folder, model, loaded).load()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loading, "load_tensors", load_rest)
+            zerocore.Checkpoints(folder, model, loaded).load()
         found.append((bytes_asked() - before) / own)
+    steps = {name: {"step": ANY} for name, _ in model.named_parameters()}
+    assert rest == [{"model": {}, "optim": {"state": steps}}] * 2  # no shard is left to torch
     # Compared, then read: 3 parts twice. New moments are read while they are compared.
     assert found == [pytest.approx(6, abs=0.1), pytest.approx(4, abs=0.1)]
     assert_equal(full_states(model, loaded), full_states(model, optimizer))

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from zerocore.checkpoint.checksums import read_sums
 from zerocore.checkpoint.commit import on_all_ranks
 from zerocore.checkpoint.kept_plan import KeptPlan
+from zerocore.checkpoint.own_file import Target, own_targets, read_rest, verify_own
 from zerocore.checkpoint.saved_state import SavedState, saved_state
 from zerocore.checkpoint.saving import own_name
-from zerocore.checkpoint.single_pass import Target, own_targets, verify_own
 from zerocore.checkpoint.torch_files import load_tensors
 from zerocore.checkpoint.training_state import (
     check_model,
@@ -31,7 +31,6 @@ from zerocore.checkpoint.training_state import (
 )
 from zerocore.checkpoint.verify import check_files, check_wholes, is_ours, read_metadata, verify
 from zerocore.model.state import ShardState
-from zerocore.tensor.place import Placed, local_of
 
 _log = logging.getLogger("zerocore")
 
@@ -66,63 +65,77 @@ def load_training_state(
     try:
         on_all_ranks(state, check)
         on_all_ranks(state, check_optimizer)
-        read = _verify(folder, found[0], state, own, stateless) if checksums else set()
+        ready = _verify(folder, found[0], state, own, stateless) if checksums else None
     except Exception:
         if optimizer is not None:
             drop_states(model, optimizer, stateless)
         raise
-    tensors = {"model": own["model"]}
-    if optimizer is not None:
-        tensors["optim"] = {"state": _without(own["optim"]["state"], read)}
     state.finish_reads()
-    on_all_ranks(state, lambda: load_tensors(tensors, folder))
-    model.load_state_dict(tensors["model"])
+    on_all_ranks(state, lambda: _read(folder, own, ready))
+    model.load_state_dict(own["model"])
     if optimizer is not None:
         load_optimizer(model, optimizer, own["optim"])
 
 
+_Ready = tuple[SavedState, dict[int, Target]]
+
+
 def _verify(
     folder: Path, metadata: Metadata, state: ShardState, own: dict[str, Any], new: set[str]
-) -> set[str]:
-    """Compares all checksums; the keys of what it read of the states of ``new``. Collective.
+) -> _Ready | None:
+    """Compares all checksums; where this rank has a file, what it needs of it. Collective.
+
+    The states of ``new`` may have been read.
 
     Raises:
-        ValueError: bytes have changed; names file and keys.
+        ValueError: bytes have changed; names files and keys.
     """
-    kept: list[SavedState] = []
-    found: list[dict[int, Target] | None] = []
-    read: set[str] = set()
+    found: list[_Ready] = []
 
     def plan() -> bool:
-        kept.append(saved_state(KeptPlan(state), own, copy=False))
+        saved = saved_state(KeptPlan(state), own, copy=False)
         keys = {
             f"optim.state.{name}.{what}"
             for name, values in own.get("optim", {"state": {}})["state"].items()
-            for what, value in values.items()
-            if name in new and isinstance(value, Placed) and local_of(value).is_cpu
+            for what in values
+            if name in new
         }
-        found.append(own_targets(kept[0], metadata, keys))
-        return found[0] is not None
+        targets = own_targets(saved, metadata, keys)
+        if targets is not None:
+            found.append((saved, targets))
+        return bool(found)
 
     def verify_all() -> None:
-        if found[0] is None or not all(have_own):
+        if not all(have_own):
             verify(folder, metadata, state.rank, state.world_size)
             return
         if state.rank == 0:
             check_wholes(folder)
-        read.update(verify_own(folder, metadata, kept[0], found[0]))
+        verify_own(folder, metadata, *found[0])
 
     have_own = on_all_ranks(state, plan)
     on_all_ranks(state, verify_all)
-    return read
+    return found[0] if found else None
 
 
-def _without(states: dict[str, Any], keys: set[str]) -> dict[str, Any]:
-    """The states of each parameter but those whose keys in the checkpoint are ``keys``."""
-    return {
-        name: {what: v for what, v in values.items() if f"optim.state.{name}.{what}" not in keys}
-        for name, values in states.items()
-    }
+def _read(folder: Path, own: dict[str, Any], ready: _Ready | None) -> None:
+    """Reads what is not read yet: from this rank's file, and with torch's reader from any."""
+    read = set() if ready is None else read_rest(folder, *ready)
+    tensors = {"model": _without(own["model"], "model.", read)}
+    if "optim" in own:
+        states = own["optim"]["state"]
+        tensors["optim"] = {
+            "state": {
+                name: _without(values, f"optim.state.{name}.", read)
+                for name, values in states.items()
+            }
+        }
+    load_tensors(tensors, folder)
+
+
+def _without(values: dict[str, Any], prefix: str, keys: set[str]) -> dict[str, Any]:
+    """The values but those whose keys in the checkpoint are in ``keys``."""
+    return {name: value for name, value in values.items() if f"{prefix}{name}" not in keys}
 
 
 def read_groups(folder: Path, metadata: Metadata) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -129,8 +130,13 @@ def make_states(optimizer: Optimizer) -> None:
         make()
         return
     for group in optimizer.param_groups:
+        probed: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = {}
         for param in without_state(group["params"], optimizer.state):
-            state = dict(_first_states(optimizer, group, param))
+            local = local_of(param)
+            kind = (local.dtype, local.device)
+            if kind not in probed:
+                probed[kind] = _probed_state(optimizer, group, local)
+            state = dict(_first_states(param, probed[kind]))
             if state:
                 optimizer.state[param] = state
 
@@ -140,18 +146,21 @@ def without_state(params: Iterable[_P], states: Mapping[Any, Any]) -> list[_P]:
     return [param for param in params if param.requires_grad and not states.get(param)]
 
 
-def _first_states(
-    optimizer: Optimizer, group: dict[str, Any], param: Any
-) -> Iterator[tuple[str, Any]]:
-    """Names and first values of the states, as a step gives them to a parameter of one element."""
-    local = local_of(param)
+def _probed_state(optimizer: Optimizer, group: dict[str, Any], local: Tensor) -> dict[str, Any]:
+    """The state that a step gives to a parameter of one element like those of ``local``."""
     probe = nn.Parameter(torch.zeros(1, dtype=local.dtype, device=local.device))
     probe.grad = torch.zeros_like(probe)
-    for key, value in stepped_state(optimizer, group, probe).items():
+    return stepped_state(optimizer, group, probe)
+
+
+def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Names and first values of the states, from those of a parameter of one element."""
+    local = local_of(param)
+    for key, value in probed.items():
         if not isinstance(value, Tensor):
-            yield key, 0 if key == "step" else value
-        elif value.shape != probe.shape:
-            yield key, torch.zeros_like(value) if key == "step" else value
+            yield key, 0 if key == "step" else deepcopy(value)
+        elif value.shape != (1,):
+            yield key, torch.zeros_like(value) if key == "step" else value.clone()
         else:
             full = torch.full_like(local, value.item(), dtype=value.dtype)
             yield key, as_shard(full, param.place) if isinstance(param, Placed) else full

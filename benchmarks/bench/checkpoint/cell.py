@@ -101,6 +101,7 @@ class _Peer:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+        self._optimizer = new_optimizer(self._model)
         weights, states = get_state_dict(self._model, self._optimizer)
         state = {"model": weights, "optim": states}
         dcp.load(state, checkpoint_id=folder)
@@ -125,6 +126,7 @@ class _Own:
         self.open(folder, background=False).save(1)
 
     def load(self, folder: Path) -> None:
+        self._optimizer = new_optimizer(self._model)
         self.open(folder).load()
 
 
@@ -136,9 +138,14 @@ def trained(system: str, num_blocks: int) -> tuple[nn.Module, torch.optim.Optimi
         apply_fsdp2(model, model.blocks, reshard=True)  # type: ignore[arg-type]
     else:
         model = import_zerocore().shard(model, stage=3)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = new_optimizer(model)
     step(model, optimizer)
     return model, optimizer
+
+
+def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Without states, as a training has it that resumes."""
+    return torch.optim.AdamW(model.parameters(), fused=True)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -48,7 +48,8 @@ def command_line() -> str:
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     launcher = f"torchrun --nproc-per-node {ranks}" if under_torchrun else "python"
-    return " ".join([launcher, f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    script = Path(sys.argv[0]).resolve()
+    return " ".join([launcher, f"{script.parent.name}/{script.name}", *sys.argv[1:]])
 
 
 def versions() -> dict[str, str]:

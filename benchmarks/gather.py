@@ -1,0 +1,77 @@
+"""Times gathers of zerocore's two front ends and of FSDP2, in one interleaved run on real ranks.
+
+Usage: python benchmarks/gather.py --ranks 2
+
+`zerocore.shard` gathers in place into flat shards; `zerocore.fsdp` has the shards of FSDP2, rows of
+each parameter, and copies them out after one gather of all.
+"""
+
+from __future__ import annotations
+
+import os
+from statistics import median
+from typing import Annotated
+
+import typer
+from rich.progress import track
+
+from bench.gather.run import FORWARDS, MIB, NUM_PARAMS, NUM_UNITS, gather_on_this_rank, medians
+from bench.lib.ranks import run_on_ranks
+from bench.lib.results import write_results
+from bench.lib.systems import System
+from bench.lib.tables import Table, make_console
+from bench.lib.timing import ratio
+
+SHARD = System("zerocore", 3, "zerocore stage 3")
+FULLY_SHARD = System("fully_shard", 3, "zerocore.fsdp")
+FSDP2 = System("fsdp2", 3, "FSDP2")
+SYSTEMS = [SHARD, FULLY_SHARD, FSDP2]
+SIZES_MIB = (0.2, 1.0, 4.0, 16.0, 64.0)
+TIMEOUT_S = 180.0
+NOTES = (
+    f"Milliseconds a unit: a forward without gradients of {NUM_UNITS} units of {NUM_PARAMS} "
+    "parameters that compute nothing, so what it takes is gathers, hooks and copies. In a round "
+    f"each system takes its turn, the fastest of {FORWARDS} forwards counts; median over the "
+    "rounds, ratios within a round.",
+    "Wanted: zerocore.fsdp / shard <= 1.35.",
+)
+
+Times = dict[str, list[float]]
+
+
+def gather_table(results: dict[float, Times], ranks: int) -> Table:
+    """Time of each system and the two ratios, one row a size."""
+    columns = ["MiB a unit", *(system.label for system in SYSTEMS), "fsdp / shard", "fsdp / FSDP2"]
+    table = Table(f"gathering a unit, ms, {ranks} ranks, gloo", columns)
+    for size, times in results.items():
+        cells = [f"{median(times[system.label]):.3f}" for system in SYSTEMS]
+        own = [ratio(times, FULLY_SHARD.label, other.label) for other in (SHARD, FSDP2)]
+        table.add(f"{size:g}", *cells, *(f"{value:.2f}" for value in own))
+    return table
+
+
+def main(
+    ranks: Annotated[int, typer.Option(help="Processes, one thread each.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Turns of each system.")] = 20,
+    save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
+) -> None:
+    """Prints what gathering a unit takes, by its size."""
+    load = os.getloadavg()[0]
+    results = {
+        size: medians(
+            run_on_ranks(gather_on_this_rank, ranks, (SYSTEMS, int(size * MIB), rounds), TIMEOUT_S)
+        )
+        for size in track(SIZES_MIB, description="measuring", transient=True)
+    }
+    table = gather_table(results, ranks)
+    table.notes = [*NOTES, f"Load of the machine when the run began: {load:.1f}."]
+    console = make_console()
+    table.show(console)
+    if save:
+        raw = {"ranks": ranks, "load_at_start": load, "ms_per_unit": results}
+        paths = write_results("gather", raw, table.markdown())
+        console.print(f"written: {', '.join(path.name for path in paths)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
