@@ -1,34 +1,29 @@
-"""Runs a function on real gloo ranks, each one a fresh process.
+"""Runs a function on real gloo ranks.
 
-The processes are forked from a server that has imported torch, the models and zerocore once, so a
-call on four ranks costs about 0.2 s and nothing is left over from the test before it.
+The processes are forked from a server that has imported torch, the models and zerocore once. One
+that has run a function and holds nothing of it runs the next one (tests/distributed/rank.py), in a
+process group of its own: a call on two ranks then costs a few hundredths of a second.
 """
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
+import atexit
+import itertools
 import os
 import pickle
 import signal
 import socket
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import cache
 from multiprocessing import connection, get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
+from tests.distributed.rank import Job, Launch, serve
 from tests.zoo import PRELOAD
-
-Launch = Literal["group", "torchrun", "none"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 10.0  # what the other ranks get to end after one has failed
@@ -48,34 +43,23 @@ class Outcome:
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class Job:
-    """Shared by every rank of one call."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    world_size: int
-    launch: Launch
-    directory: str
-    port: int
-    group_timeout: float
-
-
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
     timeout: float = 60.0,
     launch: Launch = "group",
+    fresh: bool = False,
 ) -> list[Any]:
     """Calls `function(*args)` on every rank and returns the values in rank order.
 
     `function` is a module-level function. `launch` says what a rank finds: a default process
-    "group" of all ranks, the environment of "torchrun", or "none" of the two.
+    "group" of all ranks, the environment of "torchrun", or "none" of the two. Ranks with a "group"
+    may have run other functions before; `fresh` ones have not, for what is about the process.
 
     Raises RanksFailed if a rank raises, dies, or has not ended after `timeout` seconds.
     """
-    outcomes = run_to_end(function, world_size, *args, timeout=timeout, launch=launch)
+    outcomes = run_to_end(function, world_size, *args, timeout=timeout, launch=launch, fresh=fresh)
     errors = [f"--- rank {o.rank} of {world_size} ---\n{o.error}" for o in outcomes if o.error]
     if errors:
         raise RanksFailed("\n".join(["", *errors]))
@@ -89,29 +73,88 @@ def run_to_end(
     timeout: float = 60.0,
     launch: Launch = "group",
     group_timeout: float = GROUP_TIMEOUT_SECONDS,
+    fresh: bool = True,
 ) -> list[Outcome]:
     """As run_ranks, but returns what became of each rank instead of raising."""
-    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        job = Job(function, args, world_size, launch, directory, find_free_port(), group_timeout)
-        ranks = [_Rank(job, rank) for rank in range(world_size)]
-        try:
-            return _collect(ranks, time.monotonic() + timeout)
-        finally:
-            for rank in ranks:
-                rank.end()
+    fresh = fresh or launch != "group"
+    ranks = _fresh_ranks(world_size) if fresh else _take_ranks(world_size)
+    store, port = str(_folder() / f"store{next(_numbers)}"), find_free_port()
+    kept: list[_Rank] = []
+    try:
+        for rank, each in enumerate(ranks):
+            job = Job(function, args, rank, world_size, launch, store, port, group_timeout)
+            each.begin(job)
+        outcomes = _collect(ranks, time.monotonic() + timeout)
+        if not fresh and not any(outcome.error for outcome in outcomes):
+            kept = _clean_up(ranks)
+        return outcomes
+    finally:
+        for each in ranks:
+            if each not in kept:
+                each.end()
+        _idle[:0] = kept
+        Path(store).unlink(missing_ok=True)
+
+
+_idle: list[_Rank] = []  # processes without a function
+_numbers = itertools.count()
+
+
+def _take_ranks(number: int) -> list[_Rank]:
+    """Those that were used last, in the order of their ranks, and as many more as it takes."""
+    taken = [rank for rank in _idle[:number] if rank.process.is_alive()]
+    del _idle[:number]
+    return taken + _fresh_ranks(number - len(taken))
+
+
+def _fresh_ranks(number: int) -> list[_Rank]:
+    return [_Rank() for _ in range(number)]
+
+
+def _clean_up(ranks: Sequence[_Rank]) -> list[_Rank]:
+    """Lets all ranks end their groups; returns those that can run another function."""
+    for rank in ranks:
+        rank.pipe.send_bytes(b"all have answered")
+    return [rank for rank in ranks if rank.is_as_before()]
+
+
+def idle_processes() -> set[Any]:
+    """Those that wait for a function to run."""
+    return {rank.process for rank in _idle}
+
+
+def end_idle_ranks() -> None:
+    """Ends the processes that wait for a function to run."""
+    while _idle:
+        _idle.pop().end()
+
+
+atexit.register(end_idle_ranks)  # before multiprocessing waits for its processes
+
+
+@cache
+def _folder() -> Path:
+    """For logs and stores; removed with this process."""
+    folder = tempfile.TemporaryDirectory(prefix="ranks-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 class _Rank:
-    """The parent's side of one rank."""
+    """The parent's side of one process that is a rank, of one call after the other."""
 
-    def __init__(self, job: Job, rank: int) -> None:
+    def __init__(self) -> None:
         context = _warm_context()
-        self.rank = rank
-        self.log = Path(job.directory, f"rank{rank}.log")
+        self.rank = -1
+        self.log = _folder() / f"rank{next(_numbers)}.log"
         self.pipe, pipe_of_rank = context.Pipe()
-        self.process = context.Process(target=_run_rank, args=(job, rank, pipe_of_rank))
+        self.process = context.Process(target=serve, args=(pipe_of_rank, self.log))
         self.process.start()
         pipe_of_rank.close()  # so that the death of the rank is the end of the pipe
+
+    def begin(self, job: Job) -> None:
+        self.rank = job.rank
+        self.pipe.send_bytes(pickle.dumps(job))
 
     def receive(self) -> Outcome:
         try:
@@ -121,6 +164,13 @@ class _Rank:
             error = f"died, exit code {self.process.exitcode}"
             value = None
         return Outcome(self.rank, value, error and f"{error}\n{self.output()}")
+
+    def is_as_before(self) -> bool:
+        """Whether the process has ended its group and holds nothing of the function, in time."""
+        try:
+            return self.pipe.poll(GRACE_SECONDS) and pickle.loads(self.pipe.recv_bytes())
+        except EOFError:
+            return False
 
     def dump_stack(self) -> None:
         if self.process.is_alive() and self.process.pid:
@@ -135,6 +185,7 @@ class _Rank:
         if self.process.is_alive():
             self.process.kill()
         self.process.join()
+        self.log.unlink(missing_ok=True)
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float) -> list[Outcome]:
@@ -172,47 +223,3 @@ def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _run_rank(job: Job, rank: int, pipe: Any) -> None:
-    with open(Path(job.directory, f"rank{rank}.log"), "w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
-        faulthandler.enable(file=log)
-        torch.set_num_threads(1)
-        try:
-            _launch(job, rank)
-            answer = (job.function(*job.args), None)
-        except BaseException:
-            answer = (None, traceback.format_exc())
-        sys.stdout.flush()
-        pipe.send_bytes(pickle.dumps(answer))
-        _wait_for_end(pipe)
-        # No teardown: a failed rank may hold a collective that will never end.
-        os._exit(0)
-
-
-def _wait_for_end(pipe: Any) -> None:
-    """Stays until all ranks have answered: one that leaves early would fail the others."""
-    with contextlib.suppress(EOFError):
-        pipe.recv_bytes()
-
-
-def _launch(job: Job, rank: int) -> None:
-    if job.launch == "group":
-        store = dist.FileStore(str(Path(job.directory, "store")), job.world_size)
-        timeout = timedelta(seconds=job.group_timeout)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=job.world_size, timeout=timeout
-        )
-    elif job.launch == "torchrun":
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(job.port),
-            WORLD_SIZE=str(job.world_size),
-            LOCAL_WORLD_SIZE=str(job.world_size),
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            TORCHELASTIC_RUN_ID="tests",
-        )

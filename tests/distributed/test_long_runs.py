@@ -91,7 +91,7 @@ def check_growth(before: dict[str, int], after: dict[str, int], world_size: int)
 
 @pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (3, 3)])
 def test_random_routing_does_not_grow(stage: int, world_size: int) -> None:
-    for before, after in run_ranks(route, world_size, stage, 150, timeout=120):
+    for before, after in run_ranks(route, world_size, stage, 150, timeout=120, fresh=True):
         check_growth(before, after, world_size)
 
 
@@ -109,13 +109,13 @@ def steady(stage: int, leaves_out: bool, num_steps: int) -> list[int]:
 
 def test_steady_training_compares_nothing(stage: int) -> None:
     """From the 18th step on: a point is known when the last 16 collectives have been seen."""
-    for compared in run_ranks(steady, 2, stage, False, 30):
+    for compared in run_ranks(steady, 2, stage, False, 30, fresh=True):
         assert 0 < compared[0] < compared[16]
         assert set(compared[17:]) == {compared[17]}
 
 
 def test_layers_that_ranks_leave_out_are_not_compared(stage: int) -> None:
-    for compared in run_ranks(steady, 3, stage, True, 40):
+    for compared in run_ranks(steady, 3, stage, True, 40, fresh=True):
         assert set(compared[20:]) == {compared[20]}
 
 

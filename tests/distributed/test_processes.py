@@ -123,7 +123,7 @@ def use_in_a_fork(stage: int) -> None:
 
 
 def test_a_fork_that_uses_the_model_gets_an_error(stage: int) -> None:
-    run_ranks(use_in_a_fork, 2, stage)
+    run_ranks(use_in_a_fork, 2, stage, fresh=True)
 
 
 def forget_in_a_fork() -> None:
@@ -143,7 +143,7 @@ def forget_in_a_fork() -> None:
 
 
 def test_a_fork_that_drops_the_model_ends() -> None:
-    run_ranks(forget_in_a_fork, 2)
+    run_ranks(forget_in_a_fork, 2, fresh=True)
 
 
 def use_alone() -> None:
@@ -153,7 +153,7 @@ def use_alone() -> None:
 
 
 def test_a_world_of_one_may_fork() -> None:
-    run_ranks(use_alone, 1)
+    run_ranks(use_alone, 1, fresh=True)
     run_ranks(use_alone, 1, launch="none")
 
 

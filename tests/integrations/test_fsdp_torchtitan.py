@@ -147,4 +147,4 @@ def all_cases(directory: str) -> None:
 
 
 def test_its_decoders_train_as_over_fsdp2(tmp_path: Path) -> None:
-    run_ranks(all_cases, 2, str(tmp_path), timeout=120)
+    run_ranks(all_cases, 2, str(tmp_path), timeout=120, fresh=True)
