@@ -271,6 +271,12 @@ class OpCounter:
     count: int
     nbytes: int
 
+def set_device_timer(timer: Any) -> None:
+    """Lends the emulated link a ``DeviceTimer`` (``runtime/device_timer.h``) in a capsule."""
+
+def set_logged_compute_stream(stream: int) -> None:
+    """The compute stream of engines that log hand-overs, from here on; 0 at first."""
+
 class HandOver:
     """An access of a stream to memory, or an event that orders two streams.
 

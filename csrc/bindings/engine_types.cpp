@@ -202,11 +202,19 @@ const char* kind_name(HandOverKind kind) {
   return "";
 }
 
+std::string stream_name(StreamRole role, int compute) {
+  const std::string name = stream_role_name(role);
+  return role == StreamRole::Compute && compute > 0 ? name + " " + std::to_string(compute) : name;
+}
+
 void register_hand_overs(py::module_& module) {
+  module.def("set_logged_compute_stream", &HandOverLog::set_compute_stream, py::arg("stream"));
   py::class_<HandOver>(module, "HandOver")
       .def_property_readonly("kind", [](const HandOver& h) { return kind_name(h.kind); })
-      .def_property_readonly("stream", [](const HandOver& h) { return stream_role_name(h.role); })
-      .def_property_readonly("source", [](const HandOver& h) { return stream_role_name(h.source); })
+      .def_property_readonly(
+          "stream", [](const HandOver& h) { return stream_name(h.role, h.compute); })
+      .def_property_readonly(
+          "source", [](const HandOver& h) { return stream_name(h.source, h.source_compute); })
       .def_readonly("event", &HandOver::event)
       .def_readonly("begin", &HandOver::begin)
       .def_readonly("end", &HandOver::end)
