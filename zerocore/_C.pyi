@@ -173,9 +173,19 @@ def note_backward_call(roots: Any) -> None: ...
 def forget_backward_call() -> None: ...
 
 class GroupNames:
-    """Names of c10d groups: to shard over, with the same shards, and all ranks on the CPU."""
+    """Names of c10d groups: to shard over, with the same shards, and all ranks on the CPU.
 
-    def __init__(self, *, shard: str | None, replicas: str | None, control: str | None) -> None: ...
+    ``reductions``: another one of the ranks of ``shard``, for reductions; None for the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        shard: str | None,
+        replicas: str | None,
+        control: str | None,
+        reductions: str | None = None,
+    ) -> None: ...
 
 class EngineOptions:
     """How an engine shards, over which groups, and how long it waits for other ranks."""

@@ -55,13 +55,16 @@ void register_engine_options(py::module_& module) {
       .def(
           py::init([](std::optional<std::string> shard,
                       std::optional<std::string> replicas,
-                      std::optional<std::string> control) {
-            return GroupNames{std::move(shard), std::move(replicas), std::move(control)};
+                      std::optional<std::string> control,
+                      std::optional<std::string> reductions) {
+            return GroupNames{
+                std::move(shard), std::move(replicas), std::move(control), std::move(reductions)};
           }),
           py::kw_only(),
           py::arg("shard"),
           py::arg("replicas"),
-          py::arg("control"));
+          py::arg("control"),
+          py::arg("reductions") = py::none());
   py::class_<EngineOptions>(module, "EngineOptions")
       .def(
           py::init([](const ShardOptions& sharding,
