@@ -162,6 +162,8 @@ class EmulatedGroup(Backend):
 
     link: LinkModel
     def __init__(self, rank: int, size: int, link: LinkModel, timeout: float) -> None: ...
+    def beside(self) -> EmulatedGroup:
+        """Another communicator of the same ranks, over the same link."""
     def shutdown(self) -> None: ...
     @staticmethod
     def waited_ns() -> int: ...
@@ -173,9 +175,19 @@ def note_backward_call(roots: Any) -> None: ...
 def forget_backward_call() -> None: ...
 
 class GroupNames:
-    """Names of c10d groups: to shard over, with the same shards, and all ranks on the CPU."""
+    """Names of c10d groups: to shard over, with the same shards, and all ranks on the CPU.
 
-    def __init__(self, *, shard: str | None, replicas: str | None, control: str | None) -> None: ...
+    ``reductions``: another one of the ranks of ``shard``, for reductions; None for the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        shard: str | None,
+        replicas: str | None,
+        control: str | None,
+        reductions: str | None = None,
+    ) -> None: ...
 
 class EngineOptions:
     """How an engine shards, over which groups, and how long it waits for other ranks."""
@@ -270,6 +282,12 @@ class OpCounter:
 
     count: int
     nbytes: int
+
+def set_device_timer(timer: Any) -> None:
+    """Lends the emulated link a ``DeviceTimer`` (``runtime/device_timer.h``) in a capsule."""
+
+def set_logged_compute_stream(stream: int) -> None:
+    """The compute stream of engines that log hand-overs, from here on; 0 at first."""
 
 class HandOver:
     """An access of a stream to memory, or an event that orders two streams.

@@ -41,6 +41,7 @@ def shard(
     memory_budget: str | int | None = None,
     mixed_precision: MixedPrecision | None = None,
     offload: Offload | None = None,
+    overlap_reductions: bool = True,
 ) -> nn.Module:
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
@@ -72,6 +73,8 @@ def shard(
         mixed_precision: layers compute in a narrow dtype over main weights in a wide one; see
             :class:`MixedPrecision`.
         offload: what leaves the device's memory for the host's; see :class:`Offload`.
+        overlap_reductions: on NCCL, reductions of stage 3 have a communicator of their own; see
+            :class:`ShardConfig`.
 
     Returns:
         ``model`` itself.
@@ -90,6 +93,7 @@ def shard(
         gradient_divide_factor=gradient_divide_factor,
         mixed_precision=mixed_precision,
         offload=offload,
+        overlap_reductions=overlap_reductions,
     )
     request = validate(
         model,

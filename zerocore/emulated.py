@@ -173,8 +173,13 @@ def _backend_of(group: dist.ProcessGroup) -> EmulatedGroup:
     return backend
 
 
-def _create(options: Any, chosen: LinkModel | None) -> EmulatedGroup:
-    """Called by torch.distributed for each group; subgroups take the default group's link."""
+def _create(options: Any, chosen: LinkModel | EmulatedGroup | None) -> EmulatedGroup:
+    """Called by torch.distributed for each group; subgroups take the default group's link model.
+
+    A group in the place of a link: another communicator of its ranks, over its very link.
+    """
+    if isinstance(chosen, EmulatedGroup):
+        return chosen.beside()
     if chosen is None:
         chosen = _default_group_link() or link(default_link(options.group_size))
     if not isinstance(chosen, LinkModel):

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "runtime/device_timer.h"
 #include "runtime/emulated_group.h"
 #include "runtime/emulated_work.h"
 
@@ -29,16 +30,19 @@ std::vector<c10::weak_intrusive_ptr<EmulatedGroup>>& made_groups() {
   return groups;
 }
 
+c10::intrusive_ptr<EmulatedGroup> noted(c10::intrusive_ptr<EmulatedGroup> group) {
+  std::erase_if(made_groups(), [](const auto& made) { return made.expired(); });
+  made_groups().emplace_back(group);
+  return group;
+}
+
 c10::intrusive_ptr<EmulatedGroup> make_group(
     int rank,
     int size,
     const LinkModel& link,
     double timeout) {
   const auto limit = std::chrono::milliseconds(std::llround(timeout * 1e3));
-  auto group = c10::make_intrusive<EmulatedGroup>(rank, size, link, limit, &without_gil);
-  std::erase_if(made_groups(), [](const auto& made) { return made.expired(); });
-  made_groups().emplace_back(group);
-  return group;
+  return noted(c10::make_intrusive<EmulatedGroup>(rank, size, link, limit, &without_gil));
 }
 
 void shut_down_all() {
@@ -95,10 +99,15 @@ void register_emulated(py::module_& module) {
           py::arg("size"),
           py::arg("link"),
           py::arg("timeout"))
+      .def("beside", [](const EmulatedGroup& self) { return noted(self.beside()); })
       .def_property("link", &EmulatedGroup::link, &EmulatedGroup::set_link)
       .def("shutdown", &EmulatedGroup::shutdown)
       .def_static("waited_ns", &EmulatedWork::waited_ns)
       .def_static("shut_down_all", &shut_down_all);
+  // A device that is added to torch lends its own as a capsule.
+  module.def("set_device_timer", [](const py::capsule& timer) {
+    device_timer() = timer.get_pointer<const DeviceTimer>();
+  });
 }
 
 } // namespace zerocore

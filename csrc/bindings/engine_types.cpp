@@ -55,13 +55,16 @@ void register_engine_options(py::module_& module) {
       .def(
           py::init([](std::optional<std::string> shard,
                       std::optional<std::string> replicas,
-                      std::optional<std::string> control) {
-            return GroupNames{std::move(shard), std::move(replicas), std::move(control)};
+                      std::optional<std::string> control,
+                      std::optional<std::string> reductions) {
+            return GroupNames{
+                std::move(shard), std::move(replicas), std::move(control), std::move(reductions)};
           }),
           py::kw_only(),
           py::arg("shard"),
           py::arg("replicas"),
-          py::arg("control"));
+          py::arg("control"),
+          py::arg("reductions") = py::none());
   py::class_<EngineOptions>(module, "EngineOptions")
       .def(
           py::init([](const ShardOptions& sharding,
@@ -202,11 +205,19 @@ const char* kind_name(HandOverKind kind) {
   return "";
 }
 
+std::string stream_name(StreamRole role, int compute) {
+  const std::string name = stream_role_name(role);
+  return role == StreamRole::Compute && compute > 0 ? name + " " + std::to_string(compute) : name;
+}
+
 void register_hand_overs(py::module_& module) {
+  module.def("set_logged_compute_stream", &HandOverLog::set_compute_stream, py::arg("stream"));
   py::class_<HandOver>(module, "HandOver")
       .def_property_readonly("kind", [](const HandOver& h) { return kind_name(h.kind); })
-      .def_property_readonly("stream", [](const HandOver& h) { return stream_role_name(h.role); })
-      .def_property_readonly("source", [](const HandOver& h) { return stream_role_name(h.source); })
+      .def_property_readonly(
+          "stream", [](const HandOver& h) { return stream_name(h.role, h.compute); })
+      .def_property_readonly(
+          "source", [](const HandOver& h) { return stream_name(h.source, h.source_compute); })
       .def_readonly("event", &HandOver::event)
       .def_readonly("begin", &HandOver::begin)
       .def_readonly("end", &HandOver::end)

@@ -49,8 +49,10 @@ ModelAlarm::ModelAlarm(
       options.size *= groups.back()->getSize();
     }
   }
-  if (names.control && device.is_cpu()) {
-    groups.push_back(c10d::resolve_process_group(*names.control));
+  for (const auto& each : {names.reductions, device.is_cpu() ? names.control : std::nullopt}) {
+    if (each) {
+      groups.push_back(c10d::resolve_process_group(*each));
+    }
   }
   if (!groups.empty()) {
     alarm_ = std::make_shared<Alarm>(options, groups, device.type(), names_of(units));

@@ -11,14 +11,19 @@ namespace zerocore {
 
 namespace {
 
+c10::intrusive_ptr<c10d::ProcessGroup> find_group(const std::optional<std::string>& name) {
+  return name ? c10d::resolve_process_group(*name) : nullptr;
+}
+
 std::unique_ptr<Collectives> make_collectives(
     const std::optional<std::string>& name,
     const Streams& streams,
-    Alarm* alarm) {
-  if (!name) {
-    return nullptr;
-  }
-  return std::make_unique<Collectives>(c10d::resolve_process_group(*name), streams, alarm);
+    Alarm* alarm,
+    const std::optional<std::string>& reductions = std::nullopt) {
+  auto group = find_group(name);
+  return group
+      ? std::make_unique<Collectives>(std::move(group), streams, alarm, find_group(reductions))
+      : nullptr;
 }
 
 std::unique_ptr<Peers> make_peers(const std::optional<std::string>& name, Alarm* alarm) {
@@ -88,7 +93,11 @@ EngineParts::EngineParts(
       pool(streams),
       trace(streams),
       alarm(engine_options, device, specs),
-      collectives(make_collectives(engine_options.groups.shard, streams, alarm.get())),
+      collectives(make_collectives(
+          engine_options.groups.shard,
+          streams,
+          alarm.get(),
+          engine_options.groups.reductions)),
       replicas(make_collectives(engine_options.groups.replicas, streams, alarm.get())),
       peers(make_peers(engine_options.groups.control, alarm.get())),
       context(make_context(

@@ -87,6 +87,7 @@ void Reducer::reduce(UnitId id, bool sync) {
   note_trainable(id);
   shown_.note_used(id);
   const bool is_reduced = reduction_.reduce(id, sync, *this);
+  start_joint();
   clear_full_grads(id);
   reduced_[id] = reduced_[id] || is_reduced;
 }
@@ -134,6 +135,7 @@ void Reducer::finish() {
 }
 
 void Reducer::reset() {
+  joint_ = {};
   reduction_.reset(*this);
   for (UnitId id = 0; id < static_cast<UnitId>(units_.size()); ++id) {
     clear_full_grads(id);
@@ -161,7 +163,6 @@ int64_t Reducer::persistent_nbytes() const {
 
 void Reducer::run(const GradStep& step) {
   GradientMemory& memory = memory_[step.unit][step.region];
-  InFlight& in_flight = in_flight_[step.unit][step.region];
   switch (step.kind) {
     case GradStepKind::Keep:
       return memory.keep();
@@ -176,15 +177,13 @@ void Reducer::run(const GradStep& step) {
     case GradStepKind::Order:
       return context_.streams->order(StreamRole::ReduceScatter, StreamRole::Compute);
     case GradStepKind::Start:
-      in_flight.within = start(step);
-      return;
+      return start_within(step);
     case GradStepKind::StartAcross:
-      in_flight.across = start_across(step);
-      return;
+      return start_across(step);
     case GradStepKind::Wait:
-      return in_flight.within.wait(*context_.streams);
+      return in_flight_[step.unit][step.region].within.wait(*context_.streams);
     case GradStepKind::WaitAcross:
-      return in_flight.across.wait(*context_.streams);
+      return in_flight_[step.unit][step.region].across.wait(*context_.streams);
     case GradStepKind::Zero:
       shown_.grad(step.unit, step.param).zero_();
       return;
@@ -210,21 +209,53 @@ void Reducer::cast(const GradStep& step) {
   kernels::cast(to, {from}, {0});
 }
 
-PendingCollective Reducer::start(const GradStep& step) {
+void Reducer::start_within(const GradStep& step) {
   const GradientMemory& memory = memory_[step.unit][step.region];
-  Collectives& collectives = *context_.collectives;
-  CollectiveTag tag = units_[step.unit]->tag(step.op, step.nbytes);
   const at::Tensor& sent = memory.whole(step.from);
-  if (step.op == TraceOp::AllReduce) {
-    return collectives.all_reduce(sent, std::move(tag));
-  }
-  return collectives.reduce_scatter(memory.received(step.to, step.parts), sent, std::move(tag));
+  const at::Tensor& to =
+      step.op == TraceOp::AllReduce ? sent : memory.received(step.to, step.parts);
+  PendingCollective& pending = in_flight_[step.unit][step.region].within;
+  start(*context_.collectives, step, to, sent, pending);
 }
 
-PendingCollective Reducer::start_across(const GradStep& step) {
+void Reducer::start_across(const GradStep& step) {
   const at::Tensor& sum = memory_[step.unit][step.region].own(step.to);
-  return context_.replicas->all_reduce(
-      sum, units_[step.unit]->tag(TraceOp::AllReduce, step.nbytes));
+  PendingCollective& pending = in_flight_[step.unit][step.region].across;
+  start(*context_.replicas, step, sum, sum, pending);
+}
+
+// At once, or with the unit's others.
+void Reducer::start(
+    Collectives& collectives,
+    const GradStep& step,
+    const at::Tensor& to,
+    const at::Tensor& from,
+    PendingCollective& pending) {
+  if (joint_.collectives != &collectives) {
+    start_joint();
+  }
+  CollectiveTag tag = units_[step.unit]->tag(step.op, step.nbytes);
+  if (memory_[step.unit].size() > 1 && collectives.launches_together()) {
+    joint_.collectives = &collectives;
+    joint_.op = step.op;
+    joint_.calls.push_back({to, from, std::move(tag)});
+    joint_.pending.push_back(&pending);
+  } else if (step.op == TraceOp::AllReduce) {
+    pending = collectives.all_reduce(to, std::move(tag));
+  } else {
+    pending = collectives.reduce_scatter(to, from, std::move(tag));
+  }
+}
+
+void Reducer::start_joint() {
+  if (joint_.calls.empty()) {
+    return;
+  }
+  Joint joint = std::exchange(joint_, {});
+  auto started = joint.collectives->start_together(joint.op, std::move(joint.calls));
+  for (size_t i = 0; i < started.size(); ++i) {
+    *joint.pending[i] = std::move(started[i]);
+  }
 }
 
 void Reducer::sum(const GradStep& step) {

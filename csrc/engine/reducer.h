@@ -57,11 +57,26 @@ class Reducer final : private GradSteps {
     PendingCollective across; // the replicas
   };
 
+  // Reductions of a unit over the same ranks that are to be one launch, and where they belong.
+  struct Joint {
+    Collectives* collectives = nullptr;
+    TraceOp op = TraceOp::ReduceScatter;
+    std::vector<CollectiveCall> calls;
+    std::vector<PendingCollective*> pending;
+  };
+
   void run(const GradStep& step) override;
   void pack(const GradStep& step);
   void cast(const GradStep& step);
-  PendingCollective start(const GradStep& step);
-  PendingCollective start_across(const GradStep& step);
+  void start_within(const GradStep& step);
+  void start_across(const GradStep& step);
+  void start(
+      Collectives& collectives,
+      const GradStep& step,
+      const at::Tensor& to,
+      const at::Tensor& from,
+      PendingCollective& pending);
+  void start_joint();
   void sum(const GradStep& step);
   void leave(const GradStep& step);
   void note_trainable(UnitId unit);
@@ -77,6 +92,7 @@ class Reducer final : private GradSteps {
   GradientPacker packer_;
   std::vector<std::vector<GradientMemory>> memory_; // by unit and region
   std::vector<std::vector<InFlight>> in_flight_; // by unit and region
+  Joint joint_; // not started yet
   std::vector<bool> touched_, reduced_; // units, in this backward
   std::vector<bool> leaves_; // units whose gradients the ranks are not to add to in this step
 };

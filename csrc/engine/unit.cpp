@@ -122,14 +122,24 @@ void Unit::unshard() {
   }
   set_state(UnitState::Unsharding);
   gathered_version_ = version();
+  gather_regions();
+  if (in_use) {
+    wait_for_unshard();
+  }
+}
+
+void Unit::gather_regions() {
+  std::vector<CollectiveCall> together;
+  const bool joins = bucket_.regions().size() > 1 && context_.num_shards > 1 &&
+      context_.collectives->launches_together();
   for (const int region : bucket_.regions()) {
     if (shards_ || !is_gathered(region)) {
-      gather(region);
+      gather(region, joins ? &together : nullptr);
       gathered_[region] = versions_.of_region(region);
     }
   }
-  if (in_use) {
-    wait_for_unshard();
+  if (!together.empty()) {
+    gathers_ = context_.collectives->start_together(TraceOp::AllGather, std::move(together));
   }
 }
 
@@ -138,7 +148,7 @@ void Unit::take_bucket(StreamRole user) {
   bucket_.attach(slot_.data);
 }
 
-void Unit::gather(int region) {
+void Unit::gather(int region, std::vector<CollectiveCall>* together) {
   if (context_.tiers.has_host_parameters()) {
     const auto guard = context_.streams->use(StreamRole::AllGather);
     bucket_.own_bytes(region).copy_(shards_->full_bytes(region), /*non_blocking=*/true);
@@ -153,7 +163,12 @@ void Unit::gather(int region) {
   const at::Tensor& own = in_place ? bucket_.own_bytes(region) : shards_->full_bytes(region);
   const at::Tensor& full = (staging_ ? staging_->bucket() : bucket_).full_bytes(region);
   const int64_t nbytes = context_.collectives->methods().gather.wire_nbytes(full.numel());
-  gathers_.push_back(context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, nbytes)));
+  if (together != nullptr) {
+    together->push_back({full, own, tag(TraceOp::AllGather, nbytes)});
+  } else {
+    gathers_.push_back(
+        context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, nbytes)));
+  }
 }
 
 void Unit::wait_for_unshard() {

@@ -133,7 +133,9 @@ class Unit {
   bool is_gathered(int region) const {
     return gathered_[region] == versions_.of_region(region);
   }
-  void gather(int region);
+  void gather_regions();
+  // With others in `together`, if that is given; else at once.
+  void gather(int region, std::vector<CollectiveCall>* together);
   void take_bucket(StreamRole user);
 
   UnitId id_;

@@ -52,6 +52,7 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
         issue({unit, region}, steps);
       }
     }
+    start_across(unit, steps);
   } else if (!holds) {
     for (ParamState& param : units_[unit].params) {
       param = {/*valid=*/param.valid || param.local, /*local=*/false};
@@ -183,8 +184,17 @@ void Reduction::issue(Key key, GradSteps& steps) {
   step.nbytes = sent_nbytes(key, step.from);
   steps.run(step);
   in_flight_.push_back(key);
-  if (sums_across() && !options_.on_host) {
-    start_across(key, step.to, steps);
+}
+
+// On a device: behind all of the unit's reductions, which may be one launch.
+void Reduction::start_across(UnitId unit, GradSteps& steps) {
+  if (options_.on_host || !sums_across()) {
+    return;
+  }
+  for (int region = 0; region < static_cast<int>(units_[unit].regions.size()); ++region) {
+    if (state_of({unit, region}).trainable) {
+      start_across({unit, region}, state_of({unit, region}).result, steps);
+    }
   }
 }
 

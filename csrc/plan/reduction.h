@@ -17,9 +17,10 @@
 //
 // Note [Replicas]
 // With hybrid sharding the reduced shards are summed once more, over the ranks that hold the same
-// one. On a device that runs on the stream of the reduction, right behind it. On the CPU it starts
-// when the first sum is known, which is asked for when the next unit is reduced; where that sum is
-// in its final place the second one is only waited for at the end of the backward.
+// one. On a device that runs on the stream of the reductions of a unit, right behind them. On the
+// CPU it starts when the first sum is known, which is asked for when the next unit is reduced;
+// where that sum is in its final place the second one is only waited for at the end of the
+// backward.
 #pragma once
 
 #include <cstdint>
@@ -185,6 +186,7 @@ class Reduction {
   void wait(Key key, GradSteps& steps);
   void complete(Key key, GradSteps& steps);
   void complete_across(Key key, GradSteps& steps);
+  void start_across(UnitId unit, GradSteps& steps);
   void start_across(Key key, GradPlace place, GradSteps& steps);
   void wait_across(Key key, GradSteps& steps);
   void leave(Key key, GradSteps& steps);

@@ -69,6 +69,12 @@ struct CollectiveTag {
   std::optional<int64_t> nbytes = std::nullopt;
 };
 
+// A gather or a reduction that goes with others; of an all-reduce `from` is `to`.
+struct CollectiveCall {
+  at::Tensor to, from;
+  CollectiveTag tag;
+};
+
 // Bytes of the messages of an all-to-all, by rank.
 struct MessageSizes {
   std::vector<int64_t> sent, received;
@@ -77,11 +83,13 @@ struct MessageSizes {
 
 class Collectives {
  public:
-  // `alarm` may be null, and outlives the collectives otherwise.
+  // `alarm` may be null, and outlives the collectives otherwise. `reductions`: another communicator
+  // of the same ranks, for what runs on that role's stream; null for the same one.
   Collectives(
       c10::intrusive_ptr<c10d::ProcessGroup> group,
       const Streams& streams,
-      Alarm* alarm = nullptr);
+      Alarm* alarm = nullptr,
+      c10::intrusive_ptr<c10d::ProcessGroup> reductions = nullptr);
 
   int64_t rank() const {
     return rank_;
@@ -93,6 +101,13 @@ class Collectives {
   const WireMethods& methods() const {
     return methods_;
   }
+
+  // Several calls of one kind cost one launch if start_together() starts them.
+  bool launches_together() const {
+    return launches_together_;
+  }
+  // As all_gather, reduce_scatter or all_reduce of each, with one event behind all.
+  std::vector<PendingCollective> start_together(TraceOp op, std::vector<CollectiveCall> calls);
 
   // Gathers every rank's `own` into `full`, rank after rank. `own` may be this rank's slice of
   // `full` (in place) or other memory. Both are 1-D bytes.
@@ -149,13 +164,24 @@ class Collectives {
       Operands operands,
       CollectiveTag tag,
       const Issue& issue);
+  PendingCollective begin(
+      const char* op,
+      StreamRole role,
+      const Operands& operands,
+      CollectiveTag tag);
+  void finish(PendingCollective& pending, Operands operands, StreamRole role, StreamEvent done)
+      const;
+  c10d::Backend& backend_of(StreamRole role) const {
+    return role == StreamRole::AllGather ? *backend_ : *reductions_;
+  }
   void announce(PendingCollective& pending, UnitId id, int64_t nbytes);
   void compare(const PendingCollective& pending, uint64_t collective) const;
   void trace_completion(const PendingCollective& pending) const;
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  c10::intrusive_ptr<c10d::Backend> backend_;
+  c10::intrusive_ptr<c10d::Backend> backend_, reductions_;
   const Streams& streams_;
+  const bool launches_together_;
   int64_t rank_ = 0;
   int64_t size_ = 1;
   WireMethods methods_;

@@ -64,7 +64,12 @@ EmulatedGroup::EmulatedGroup(
     const LinkModel& link,
     std::chrono::milliseconds timeout,
     Unlocked unlocked)
-    : Backend(rank, size), link_(rank, link, timeout), unlocked_(std::move(unlocked)) {
+    : EmulatedGroup(
+          rank,
+          size,
+          std::make_shared<EmulatedLink>(rank, link, timeout),
+          0,
+          std::move(unlocked)) {
   TORCH_CHECK_VALUE(
       rank >= 0 && rank < size,
       "rank must be in 0..",
@@ -73,12 +78,30 @@ EmulatedGroup::EmulatedGroup(
       rank);
 }
 
+EmulatedGroup::EmulatedGroup(
+    int rank,
+    int size,
+    std::shared_ptr<EmulatedLink> link,
+    int communicator,
+    Unlocked unlocked)
+    : Backend(rank, size),
+      link_(std::move(link)),
+      communicator_(communicator),
+      unlocked_(std::move(unlocked)) {}
+
+c10::intrusive_ptr<EmulatedGroup> EmulatedGroup::beside() const {
+  return c10::make_intrusive<EmulatedGroup>(
+      getRank(), getSize(), link_, link_->add_communicator(), unlocked_);
+}
+
 EmulatedGroup::~EmulatedGroup() {
   EmulatedGroup::shutdown();
 }
 
 void EmulatedGroup::shutdown() {
-  unlocked_([this] { link_.stop(); });
+  if (communicator_ == 0) {
+    unlocked_([this] { link_->stop(); });
+  }
 }
 
 void EmulatedGroup::startCoalescing() {
@@ -96,7 +119,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::endCoalescing() {
   TORCH_CHECK(all, "endCoalescing() without startCoalescing()");
   all->op = c10d::OpType::COALESCED;
   ++sequence_;
-  return link_.carry(std::move(*all));
+  return link_->carry(std::move(*all), communicator_);
 }
 
 EmulatedGroup::WorkPtr EmulatedGroup::issue(Call call) {
@@ -114,7 +137,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::issue(Call call) {
     }
   }
   ++sequence_;
-  return link_.carry(std::move(one));
+  return link_->carry(std::move(one), communicator_);
 }
 
 // -- moves ----------------------------------------------------------------------------------
@@ -162,8 +185,15 @@ void EmulatedGroup::gather_slices(Call& call, const at::Tensor& full, const at::
       " elements, got ",
       full.numel());
   const at::Tensor slices = full.detach().view({size_, -1});
-  for (int64_t peer = 0; own.numel() > 0 && peer < size_; ++peer) {
-    add(call, slices[peer], own.detach().view(-1), {});
+  const at::Tensor sent = own.detach().view(-1);
+  const auto fill = [&](int64_t begin, int64_t end) {
+    add(call, slices.narrow(0, begin, end - begin), sent.expand({end - begin, sent.numel()}), {});
+  };
+  if (slices[rank_].data_ptr() == own.data_ptr()) {
+    fill(0, rank_);
+    fill(rank_ + 1, size_);
+  } else {
+    fill(0, size_);
   }
   call.transfer.outputs.push_back(full);
   call.nbytes += static_cast<int64_t>(full.nbytes());

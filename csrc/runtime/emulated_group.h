@@ -19,7 +19,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "runtime/emulated_link.h"
@@ -39,14 +38,25 @@ class EmulatedGroup final : public c10d::Backend {
       const LinkModel& link,
       std::chrono::milliseconds timeout,
       Unlocked unlocked);
+  // One more communicator of a link.
+  EmulatedGroup(
+      int rank,
+      int size,
+      std::shared_ptr<EmulatedLink> link,
+      int communicator,
+      Unlocked unlocked);
   ~EmulatedGroup() override;
 
+  // Another communicator of the same ranks, over the same link, see Note [Time on the link]. The
+  // link ends with the group that it was made for.
+  c10::intrusive_ptr<EmulatedGroup> beside() const;
+
   LinkModel link() const {
-    return link_.model();
+    return link_->model();
   }
   // For collectives issued from now on. Throws ValueError.
   void set_link(const LinkModel& link) {
-    link_.set_model(link);
+    link_->set_model(link);
   }
 
   const std::string getBackendName() const override {
@@ -120,7 +130,8 @@ class EmulatedGroup final : public c10d::Backend {
 
   WorkPtr issue(Call call);
 
-  EmulatedLink link_;
+  const std::shared_ptr<EmulatedLink> link_;
+  const int communicator_;
   const Unlocked unlocked_;
   std::mutex mutex_;
   std::optional<Transfer> coalesced_; // between startCoalescing() and endCoalescing()

@@ -2,10 +2,11 @@
 //
 // Note [Time on the link]
 // A collective lasts as long as runtime/link_model says, its real memory traffic included.
-// Collectives of a group share the link and go one after the other. On the CPU in the order of
-// issue, on one thread that mostly sleeps; on a device in the order in which the streams get to
-// them: kernels book the link and wait, on the current stream (asyncOp = false) or a stream of
-// the group's own.
+// On the CPU they go one after the other in the order of issue, on one thread that mostly sleeps.
+// On a device kernels book the link and wait, on the current stream (asyncOp = false) or a stream
+// of the communicator's own. Those of a communicator go in the order of issue, as NCCL's do,
+// whichever stream is late. Two communicators of the same ranks share the link: whose stream gets
+// to it first has it first.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +16,6 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
-#include <unordered_map>
 #include <vector>
 
 #include "runtime/emulated_work.h"
@@ -40,34 +40,47 @@ class EmulatedLink {
   // `rank` and `timeout` are those of the works. Throws ValueError for a model that makes no sense.
   EmulatedLink(int rank, const LinkModel& model, std::chrono::milliseconds timeout);
 
+  // Another communicator of the same ranks: its number. There is number 0 from the beginning.
+  int add_communicator();
   LinkModel model() const;
   // For collectives issued from now on. Throws ValueError.
   void set_model(const LinkModel& model);
-  WorkPtr carry(Transfer transfer);
+  WorkPtr carry(Transfer transfer, int communicator);
   // Fails what is under way and joins the thread; later collectives on the CPU throw.
   void stop() {
     worker_->stop();
   }
 
  private:
-  // The memory and the stream of a device's link; made by the first collective there.
+  struct Communicator {
+    c10::Stream stream; // for asyncOp = true
+    c10::Stream last_stream; // of its last collective
+    std::shared_ptr<c10::Event> last = nullptr; // behind that
+  };
+  // The memory of a device's link; made by the first collective there.
   struct DeviceLink {
     ~DeviceLink();
 
     c10::Device device;
-    c10::Stream stream; // for asyncOp = true
     c10::Stream home; // that the clock's memory was allocated on
     at::Tensor clock; // when the link is free, then a ring of deadlines; int64, nanoseconds
     int64_t next_deadline = 0;
-    std::unordered_map<c10::Stream, std::shared_ptr<c10::Event>> last = {}; // collective, by stream
+    std::vector<Communicator> communicators = {};
   };
 
   void carry_on_cpu(const WorkPtr& work, Transfer transfer, int64_t ns);
-  void carry_on_device(const WorkPtr& work, Transfer transfer, int64_t ns, c10::Device device);
+  void carry_on_device(
+      const WorkPtr& work,
+      Transfer transfer,
+      int64_t ns,
+      DeviceLink& link,
+      Communicator& communicator);
   DeviceLink& device_link(c10::Device device);
+  static Communicator& find(DeviceLink& link, int communicator);
 
   mutable std::mutex mutex_;
   const int rank_;
+  int num_communicators_ = 1;
   LinkModel model_;
   const std::chrono::milliseconds timeout_;
   std::shared_ptr<LinkWorker> worker_ = std::make_shared<LinkWorker>();

@@ -21,12 +21,23 @@ bool is_plain(const Move& move) {
       move.to.dtype() == move.from.dtype();
 }
 
+// One row goes to every row of a matrix.
+bool repeats_a_row(const Move& move) {
+  return move.to.is_cpu() && move.to.dim() == 2 && move.to.is_contiguous() &&
+      move.from.stride(0) == 0 && move.from.stride(1) == 1 && move.to.dtype() == move.from.dtype();
+}
+
 void copy(const Move& move) {
-  if (move.to.data_ptr() == move.from.data_ptr()) {
-    return;
-  }
   if (is_plain(move)) {
-    std::memcpy(move.to.data_ptr(), move.from.const_data_ptr(), move.to.nbytes());
+    if (move.to.data_ptr() != move.from.data_ptr()) {
+      std::memcpy(move.to.data_ptr(), move.from.const_data_ptr(), move.to.nbytes());
+    }
+  } else if (repeats_a_row(move)) { // not by copy_, which would use the cores that compute
+    const size_t nbytes = move.to.nbytes() / move.to.size(0);
+    for (int64_t row = 0; row < move.to.size(0); ++row) {
+      auto* to = static_cast<char*>(move.to.data_ptr()) + row * nbytes;
+      std::memcpy(to, move.from.const_data_ptr(), nbytes);
+    }
   } else {
     at::Tensor to = move.to;
     to.copy_(move.from, /*non_blocking=*/true);

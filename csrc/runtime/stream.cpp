@@ -48,13 +48,18 @@ c10::Stream Streams::stream(StreamRole role) const {
   return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
 }
 
-void Streams::follow_compute_stream() const {
+bool Streams::compute_stream_changed() const {
   if (!all_gather_) {
-    return;
+    return log_ != nullptr && log_->follow_compute_stream();
   }
   const c10::Stream current = stream(StreamRole::Compute);
-  if (compute_ != current) {
-    compute_ = current;
+  const bool changed = compute_ != current;
+  compute_ = current;
+  return changed;
+}
+
+void Streams::follow_compute_stream() const {
+  if (compute_stream_changed()) {
     clocks_ = {};
     ++epoch_;
   }
@@ -132,7 +137,7 @@ void Streams::wait(StreamRole role, const StreamEvent& event) const {
     event->event->block(stream(role));
   }
   if (log_ != nullptr) {
-    log_->add_wait(role, event->role, event->clock[source]);
+    log_->add_wait(role, event->role, event->clock[source], event->epoch);
   }
   for (size_t i = 0; comparable && i < clock.size(); ++i) {
     clock[i] = std::max(clock[i], event->clock[i]);

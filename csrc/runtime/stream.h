@@ -84,12 +84,14 @@ class Streams {
       const char* what,
       const std::string& unit) const {
     if (log_ != nullptr) {
+      follow_compute_stream();
       log_->add_access(role, /*write=*/false, tensor, what, unit);
     }
   }
   // The device's allocator gives or takes back memory; its other users are on the compute stream.
   void note_allocator(const void* memory, int64_t nbytes) const {
     if (log_ != nullptr) {
+      follow_compute_stream();
       log_->add_allocator(memory, nbytes);
     }
   }
@@ -99,6 +101,7 @@ class Streams {
       const char* what,
       const std::string& unit) const {
     if (log_ != nullptr) {
+      follow_compute_stream();
       log_->add_access(role, /*write=*/true, tensor, what, unit);
     }
   }
@@ -111,6 +114,7 @@ class Streams {
   c10::Stream stream(StreamRole role) const;
   StreamEvent make_event(StreamRole role, c10::EventFlag flag) const;
   std::shared_ptr<RecordedEvent> take_unused(c10::EventFlag flag) const;
+  bool compute_stream_changed() const;
   void follow_compute_stream() const;
 
   // Those that nobody holds any more, by whether they are timed: a new event of the driver takes

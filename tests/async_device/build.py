@@ -14,6 +14,7 @@ import torch
 from torch.utils.cpp_extension import include_paths
 
 HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
 CACHE = HERE.parents[1] / "build" / "async_device"
 COMPILER = "g++"
 NAME = "async_device_extension"
@@ -63,7 +64,7 @@ def _command() -> list[str]:
     libraries = Path(torch.__file__).parent / "lib"
     folders = [*include_paths(), sysconfig.get_path("include")]
     return [
-        *(COMPILER, *_flags(), "-shared", "-w", "-x", "c++", "-", f"-I{HERE}"),
+        *(COMPILER, *_flags(), "-shared", "-w", "-x", "c++", "-", f"-I{HERE}", f"-I{CSRC}"),
         *(f"-isystem{folder}" for folder in folders),
         *(f"-DTORCH_EXTENSION_NAME={NAME}", "-DUSE_C10D_GLOO"),
         *(f"-L{libraries}", f"-Wl,-rpath,{libraries}"),
@@ -72,6 +73,7 @@ def _command() -> list[str]:
 
 
 def _target() -> Path:
-    texts = [path.read_text() for path in sorted(HERE.glob("*.[ch]*"))]
+    sources = [*sorted(HERE.glob("*.[ch]*")), CSRC / "runtime" / "device_timer.h"]
+    texts = [path.read_text() for path in sources]
     key = "\n".join([*texts, *_flags(), torch.__version__, str(sysconfig.get_config_var("SOABI"))])
     return CACHE / hashlib.sha256(key.encode()).hexdigest()[:16] / f"{NAME}.so"

@@ -58,6 +58,26 @@ class AsyncWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// Launches, for tests.
+struct Noted {
+  std::mutex mutex;
+  int num_communicators = 0;
+  bool active = false;
+  std::vector<Launch> issued, finished;
+};
+
+Noted& noted() {
+  static auto& instance = *new Noted();
+  return instance;
+}
+
+void note(std::vector<Launch> Noted::* list, const Launch& launch) {
+  const std::lock_guard lock(noted().mutex);
+  if (noted().active) {
+    (noted().*list).push_back(launch);
+  }
+}
+
 using Tensors = std::vector<at::Tensor>;
 
 std::vector<at::Tensor> all_on_cpu(const std::vector<at::Tensor>& tensors) {
@@ -114,8 +134,28 @@ void carry_out(const Tensors& outputs, Tensors& inputs, const Transfer& transfer
 
 } // namespace
 
+void begin_launches() {
+  const std::lock_guard lock(noted().mutex);
+  noted().active = true;
+  noted().issued.clear();
+  noted().finished.clear();
+}
+
+std::vector<Launch> issued_launches() {
+  const std::lock_guard lock(noted().mutex);
+  return noted().issued;
+}
+
+std::vector<Launch> finished_launches() {
+  const std::lock_guard lock(noted().mutex);
+  return noted().finished;
+}
+
 AsyncGroup::AsyncGroup(c10::intrusive_ptr<c10d::Backend> wire)
-    : Backend(wire->getRank(), wire->getSize()), wire_(std::move(wire)), stream_(next_stream()) {}
+    : Backend(wire->getRank(), wire->getSize()),
+      wire_(std::move(wire)),
+      stream_(next_stream()),
+      number_(noted().num_communicators++) {}
 
 AsyncGroup::WorkPtr AsyncGroup::work(
     c10d::OpType op,
@@ -129,32 +169,59 @@ AsyncGroup::WorkPtr AsyncGroup::work(
 
 AsyncGroup::WorkPtr AsyncGroup::issue(c10d::OpType op, bool async, Tensors tensors, Task task) {
   const std::lock_guard lock(mutex_);
-  const int stream = async || coalesces_ ? stream_ : current_stream();
+  if (!coalesced_) {
+    return launch({op, c10d::opTypeToString(op), async, std::move(tensors), {std::move(task)}});
+  }
+  Collective& all = *coalesced_;
+  all.what += (all.what.empty() ? "" : " + ") + c10d::opTypeToString(op);
+  all.async = all.async || async;
+  all.tensors.insert(all.tensors.end(), tensors.begin(), tensors.end());
+  all.tasks.push_back(std::move(task));
+  return nullptr;
+}
+
+AsyncGroup::WorkPtr AsyncGroup::launch(Collective collective) {
+  const int stream = collective.async ? stream_ : current_stream();
   if (stream != current_stream()) {
     queue(stream).wait_for(queue(current_stream()).record());
   }
   if (last_ != nullptr) {
     queue(stream).wait_for(last_);
   }
-  queue(stream).push(std::move(task), /*delayed=*/false); // it pauses by itself
+  const Launch noted_as{number_, collective.what};
+  note(&Noted::issued, noted_as);
+  queue(stream).push(
+      [tasks = std::move(collective.tasks), noted_as] {
+        for (const Task& task : tasks) {
+          task();
+        }
+        note(&Noted::finished, noted_as);
+      },
+      /*delayed=*/false); // it pauses by itself
   last_ = queue(stream).record();
-  if (coalesces_) {
-    coalesced_.insert(coalesced_.end(), tensors.begin(), tensors.end());
-    return nullptr;
-  }
-  return async ? work(op, stream, last_, std::move(tensors)) : nullptr;
+  return collective.async ? work(collective.op, stream, last_, std::move(collective.tensors))
+                          : nullptr;
 }
 
 void AsyncGroup::startCoalescing() {
-  coalesces_ = true;
+  const std::lock_guard lock(mutex_);
+  coalesced_ = Collective{c10d::OpType::COALESCED, "", false, {}, {}};
 }
 
 AsyncGroup::WorkPtr AsyncGroup::endCoalescing() {
-  coalesces_ = false;
-  if (last_ == nullptr) {
+  const std::lock_guard lock(mutex_);
+  Collective all = std::exchange(coalesced_, std::nullopt).value();
+  return all.tasks.empty() ? nullptr : launch(std::move(all));
+}
+
+AsyncGroup::WorkPtr AsyncGroup::in_one_launch(const std::function<void()>& calls) {
+  if (coalesced_) { // within others
+    calls();
     return nullptr;
   }
-  return work(c10d::OpType::COALESCED, stream_, last_, std::exchange(coalesced_, {}));
+  startCoalescing();
+  calls();
+  return endCoalescing();
 }
 
 AsyncGroup::WorkPtr AsyncGroup::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
@@ -255,22 +322,22 @@ AsyncGroup::WorkPtr AsyncGroup::allgather_into_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
     const c10d::AllgatherOptions& options) {
-  WorkPtr last;
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    last = _allgather_base(outputs[i], inputs[i], options);
-  }
-  return last;
+  return in_one_launch([&] {
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      _allgather_base(outputs[i], inputs[i], options);
+    }
+  });
 }
 
 AsyncGroup::WorkPtr AsyncGroup::reduce_scatter_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
     const c10d::ReduceScatterOptions& options) {
-  WorkPtr last;
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    last = _reduce_scatter_base(outputs[i], inputs[i], options);
-  }
-  return last;
+  return in_one_launch([&] {
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      _reduce_scatter_base(outputs[i], inputs[i], options);
+    }
+  });
 }
 
 AsyncGroup::WorkPtr AsyncGroup::alltoall_base(

@@ -3,19 +3,32 @@
 // A collective is a task of a stream: of the current one, or, if it is asynchronous, of the
 // communicator's own, behind the current one. Collectives of a communicator run in the order in
 // which the host issued them, whatever their streams. Without asyncOp there is no Work to wait for;
-// with it the Work keeps what is read and written until someone waits.
+// with it the Work keeps what is read and written until someone waits. Coalesced ones are one task,
+// which is issued at the end.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "queue.h"
 
 namespace async_device {
+
+// A task of collectives: of which communicator, by number, and what they are.
+struct Launch {
+  int communicator;
+  std::string what;
+};
+
+// From now on launches are noted: as they are issued, and as they are over.
+void begin_launches();
+std::vector<Launch> issued_launches();
+std::vector<Launch> finished_launches();
 
 class AsyncGroup final : public c10d::Backend {
  public:
@@ -31,7 +44,8 @@ class AsyncGroup final : public c10d::Backend {
   bool supportsCoalescing() const override {
     return true;
   }
-  // The calls in between return null; their common Work comes at the end.
+  // The calls in between return null; their common Work, if they are asynchronous, comes at the
+  // end.
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
@@ -54,16 +68,25 @@ class AsyncGroup final : public c10d::Backend {
   WorkPtr barrier(const c10d::BarrierOptions&) override;
 
  private:
-  // `tensors` are what is written, then what is read.
+  struct Collective {
+    c10d::OpType op;
+    std::string what;
+    bool async;
+    Tensors tensors; // what is written, then what is read
+    std::vector<Task> tasks;
+  };
+
   WorkPtr issue(c10d::OpType op, bool async, Tensors tensors, Task task);
+  WorkPtr launch(Collective collective);
+  WorkPtr in_one_launch(const std::function<void()>& calls);
   WorkPtr work(c10d::OpType op, int stream, const PointPtr& done, Tensors tensors) const;
 
   c10::intrusive_ptr<c10d::Backend> wire_;
   const int stream_;
+  const int number_;
   std::mutex mutex_;
   PointPtr last_; // of the communicator
-  bool coalesces_ = false;
-  Tensors coalesced_;
+  std::optional<Collective> coalesced_; // between startCoalescing() and endCoalescing()
 };
 
 } // namespace async_device

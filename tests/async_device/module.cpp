@@ -4,6 +4,7 @@
 #include "allocator.h"
 #include "generator.h"
 #include "group.h"
+#include "link_timer.h"
 #include "queue.h"
 
 namespace py = pybind11;
@@ -33,6 +34,21 @@ void sleep(int us, int stream) {
       [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); }, /*delayed=*/false);
 }
 
+std::vector<std::pair<int, std::string>> in_python(const std::vector<Launch>& launches) {
+  std::vector<std::pair<int, std::string>> result;
+  for (const Launch& launch : launches) {
+    result.emplace_back(launch.communicator, launch.what);
+  }
+  return result;
+}
+
+// Nothing that the stream is given from now on begins before the gate is opened.
+PointPtr hold(int stream) {
+  auto gate = std::make_shared<Point>(-1);
+  queue(stream).push([gate] { gate->wait(); }, /*delayed=*/false);
+  return gate;
+}
+
 } // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -44,6 +60,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def(
       "set_delays", &set_delays_of_all, py::arg("seed"), py::arg("share"), py::arg("longest_us"));
   module.def("set_lag", [](int stream, int us) { queue(stream).set_lag(us); });
+  py::class_<Point, PointPtr>(module, "Gate").def("open", &Point::reach);
+  module.def("hold", &hold, py::arg("stream"));
+  module.def("wait_for_stream", &wait_for_stream, py::arg("stream"), no_gil);
+  module.def("begin_launches", &begin_launches);
+  module.def("issued_launches", [] { return in_python(issued_launches()); });
+  module.def("finished_launches", [] { return in_python(finished_launches()); });
+  module.def("device_timer", [] { return py::capsule(static_cast<const void*>(&link_timer())); });
+  module.def("booked", &booked_durations);
   module.def("host_waits", &host_waits);
   module.def("forbid_host_waits", &forbid_host_waits);
   module.def("begin_waits", &begin_waits, py::arg("dropped"));

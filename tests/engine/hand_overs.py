@@ -10,6 +10,7 @@ from zerocore._C import HandOver
 
 Clock = dict[str, int]
 
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 PAGE_NBYTES = 512  # accesses are kept by the pages that they touch
 
 
@@ -25,12 +26,16 @@ class Access:
     text: str
 
 
-def find_race(log: Sequence[HandOver], without: int = -1) -> str | None:
+def find_race(
+    log: Sequence[HandOver], without: int = -1, communicator: frozenset[str] = frozenset()
+) -> str | None:
     """The first two accesses to the same bytes, one a write, that no event orders.
 
     Args:
         log: entries in the order in which the host issued them.
         without: index of an entry to leave out.
+        communicator: streams whose collectives go by one, in the order of the host whatever
+            events say.
 
     Returns:
         The two accesses in words, or None.
@@ -41,6 +46,7 @@ def find_race(log: Sequence[HandOver], without: int = -1) -> str | None:
     clocks: dict[str, Clock] = defaultdict(lambda: defaultdict(int))
     events: dict[tuple[str, int], Clock] = {}
     accesses: dict[int, dict[tuple, Access]] = defaultdict(dict)
+    last_collective: Clock = {}
     for position, entry in enumerate(log):
         clock = clocks[entry.stream]
         event = (entry.source, entry.event)
@@ -50,10 +56,14 @@ def find_race(log: Sequence[HandOver], without: int = -1) -> str | None:
             events[event] = dict(clock)
         elif entry.kind == "wait":
             assert event in events, f"{entry.stream} waits for {event}, which nothing recorded"
-            for source, count in events[event].items():
-                clock[source] = max(clock[source], count)
+            _join(clock, events[event])
         else:
+            shared = entry.stream in communicator and entry.what in COLLECTIVES
+            if shared:
+                _join(clock, last_collective)
             clock[entry.stream] += 1
+            if shared:
+                last_collective = dict(clock)
             access = _access(entry, clock[entry.stream])
             for page in range(access.begin // PAGE_NBYTES, -(-access.end // PAGE_NBYTES)):
                 for other in accesses[page].values():
@@ -62,6 +72,11 @@ def find_race(log: Sequence[HandOver], without: int = -1) -> str | None:
                 # An older access of the same kind is ordered wherever the newer one is.
                 accesses[page][entry.stream, entry.kind, access.begin, access.end] = access
     return None
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for source, count in other.items():
+        clock[source] = max(clock[source], count)
 
 
 def _access(entry: HandOver, index: int) -> Access:

@@ -39,7 +39,10 @@ class Block(nn.Module):
             self.unused = nn.Parameter(torch.ones(7))
 
     def forward(self, x: Tensor, inside: Call, root: Graph) -> Tensor:
+        root.change_stream()
         y = root.run(inside, self.linear(x) * self.scale[0].float())
+        if y.requires_grad:
+            y.register_hook(lambda _: root.change_stream())
         return x + y.tanh()
 
 
@@ -53,6 +56,11 @@ class Graph(nn.Module):
         self.blocks = nn.ModuleList(Block(rng) for _ in range(num_units))
         self.reentrant = {u: rng.random() < 0.3 for u in range(num_units) if rng.random() < 0.4}
         self.skipped: set[int] = set()
+        self.streams: random.Random | None = None  # draws the one that computes from here on
+
+    def change_stream(self) -> None:
+        if self.streams is not None:
+            _C.set_logged_compute_stream(self.streams.randrange(2))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(tuple(self.calls), x)
@@ -137,6 +145,80 @@ def shard(seed: int, stage: int, mesh: Mesh) -> Graph:
         mixed_precision=POLICIES[seed % 3],
         group=mesh if seed % 4 == 0 else None,
     )
+
+
+@pytest.fixture
+def one_stream_at_the_end() -> Iterator[None]:
+    yield
+    _C.set_logged_compute_stream(0)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.usefixtures("one_stream_at_the_end")
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("seed", range(24))
+def test_compute_goes_from_stream_to_stream(seed: int, stage: int, mesh: Mesh) -> None:
+    """Between forward and backward, in the middle of them, and where gradients accumulate.
+
+    Each stream is ordered behind the one before, as torch and users have to.
+    """
+    model = shard(seed, stage, mesh)
+    model.streams = random.Random(seed)
+    for unit, block in enumerate(model.blocks):
+        for param in block.parameters():
+            if param.requires_grad and unit % 2:
+                full = param.full
+                full.register_hook(lambda _: model.change_stream())  # before it accumulates
+    assert find_race(train(model, seed)) is None
+
+
+def steps_of_five(
+    stage: int, streams: random.Random | None = None
+) -> tuple[list[_C.HandOver], int]:
+    """The log of four steps of five blocks in a row, and where they begin in it."""
+    model = Graph(0, 5)
+    model.calls, model.reentrant = [(unit, ()) for unit in range(5)], {}
+    zerocore.shard(model, stage=stage, units=[Block])
+    setup = len(state_of(model).engine.hand_overs)
+    model.streams = streams
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model).engine.hand_overs, setup
+
+
+@pytest.mark.usefixtures("one_stream_at_the_end")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_events_of_either_stream_are_needed(stage: int) -> None:
+    """Of both directions, and where the one is left for the other."""
+    log, _ = steps_of_five(stage, random.Random(0))
+    assert find_race(log) is None
+    needed = {
+        (log[i].stream, log[i].source) for i in waits(log) if find_race(log, without=i) is not None
+    }
+    computes = ("compute", "compute 1")
+    roles = ("all_gather", "reduce_scatter")
+    assert needed >= {(role, compute) for role in roles for compute in computes}
+    assert needed >= {(compute, role) for role in roles for compute in computes}
+    assert needed >= {computes, computes[::-1]}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_communicator_of_two_roles_hides_waits(stage: int) -> None:
+    """Where gathers and reductions go by one, a gather is behind what the reduction before it is.
+
+    So at stage 3 some of its waits for compute would not be missed. They are where it goes by two.
+    """
+    log, setup = steps_of_five(stage)
+    made = [i for i in waits(log) if i >= setup]
+    both = frozenset(("all_gather", "reduce_scatter"))
+    hidden = [i for i in made if find_race(log, without=i, communicator=both) is None]
+    kinds = {(log[i].stream, log[i].source) for i in hidden}
+    assert kinds == ({("all_gather", "compute")} if stage == 3 else set())
+    assert find_race(log) is None
+    assert all(find_race(log, without=i) is not None for i in made)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

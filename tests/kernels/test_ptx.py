@@ -31,12 +31,16 @@ LIMITS = {
     "square_kernel": Limits(4, 0, 48),
     "advance_kernel": Limits(0, 0, 32),
     "total_kernel": Limits(0, 0, 32),
+    # They do next to nothing: of what they hold, registers are to be left to others.
+    "book_kernel": Limits(0, 0, 16),
+    "hold_kernel": Limits(0, 0, 16),
 }
 SOURCES = {
-    "copy": ["copy_kernel"],
-    "accumulate": ["accumulate_kernel"],
-    "adamw": ["adamw_kernel", "advance_kernel"],
-    "grad_norm": ["square_kernel", "total_kernel"],
+    KERNELS / "copy.cu": ["copy_kernel"],
+    KERNELS / "accumulate.cu": ["accumulate_kernel"],
+    KERNELS / "adamw.cu": ["adamw_kernel", "advance_kernel"],
+    KERNELS / "grad_norm.cu": ["square_kernel", "total_kernel"],
+    CSRC / "runtime" / "emulated_timer.cu": ["book_kernel", "hold_kernel"],
 }
 
 
@@ -56,9 +60,9 @@ def faults_of(kernel: Kernel) -> list[str]:
     return [f"{kernel.name}: {each} ({kernel})" for each in wrong]
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_kernels_are_compiled_well(source: str, tmp_path: Path) -> None:
-    kernels = read_kernels(compile_ptx(KERNELS / f"{source}.cu", tmp_path / "kernels.ptx"))
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_kernels_are_compiled_well(source: Path, tmp_path: Path) -> None:
+    kernels = read_kernels(compile_ptx(source, tmp_path / "kernels.ptx"))
     families = {kernel.name.split("<")[0] for kernel in kernels}
     assert families == set(SOURCES[source])
     assert [fault for kernel in kernels for fault in faults_of(kernel)] == []

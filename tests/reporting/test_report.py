@@ -17,7 +17,7 @@ import zerocore
 from tests.distributed.chain import WIDTH, Chain
 from tests.distributed.harness import run_ranks
 from zerocore._C import allocator_counts
-from zerocore.common.events import Event, transfers
+from zerocore.common.events import ONE_QUEUE, Event, queues_of_device, transfers
 from zerocore.common.tables import render_table
 from zerocore.model.meters import KEPT_STEPS, SAMPLE_EVERY, increase
 from zerocore.model.state import state_of
@@ -277,12 +277,15 @@ def test_link_times() -> None:
         event("all_gather", "c", 3, -1e-6, 0),  # not known when it was done
         event("reduce_scatter", "a", 50, 60, 4),
     ]
-    begins = [begin / 1e6 for _, begin in transfers(events, one_link=True)]
+    begins = [begin / 1e6 for _, begin in transfers(events, ONE_QUEUE)]
     assert begins == [0, 10, 50]  # the link was busy until 10
     replicas = [event("all_reduce", "a", 4, 30, 0), event("all_reduce", "b", 5, 40, 0)]
-    begins = [begin / 1e6 for _, begin in transfers([*events[:3], *replicas], one_link=False)]
+    begins = [
+        begin / 1e6
+        for _, begin in transfers([*events[:3], *replicas], queues_of_device(own_reductions=False))
+    ]
     assert begins == [0, 10, 4, 30]  # they have a communicator of their own
-    assert times_by_unit(events, one_link=True) == {
+    assert times_by_unit(events, ONE_QUEUE) == {
         "a": Communication(10, 10, 14),
         "b": Communication(10, 0, 0),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zerocore._C import TraceRecord
@@ -58,17 +58,30 @@ def read_events(records: Iterable[TraceRecord], names: Sequence[str]) -> list[Ev
     ]
 
 
-def transfers(events: Iterable[Event], *, one_link: bool) -> Iterator[tuple[Event, int]]:
+Queues = Mapping[str, str]
+"""The names of the queues in which collectives take turns, by operation; "" for those not named."""
+ONE_QUEUE: Queues = {}
+"""On the host."""
+
+
+def queues_of_device(own_reductions: bool) -> Queues:
+    """On a GPU collectives of one communicator take turns.
+
+    Sums over replicas have one of their own, and so may reductions.
+    """
+    across = {"all_reduce": "across"}
+    return {**across, "reduce_scatter": "own", EXCHANGE: "own"} if own_reductions else across
+
+
+def transfers(events: Iterable[Event], queues: Queues) -> Iterator[tuple[Event, int]]:
     """Each finished collective with the time it began to move bytes, ns.
 
-    One that was issued before the last was done begins when that was done: on the host all
-    collectives take turns on ``one_link``; on a GPU those of one communicator do, and sums over
-    replicas have one of their own.
+    One that was issued before the last of its queue was done begins when that was done.
     """
     free_ns: dict[str, int] = {}
     for event in events:
         if event.op not in (*COLLECTIVES, EXCHANGE) or event.done_ns < 0:
             continue
-        link = "" if one_link or event.op != "all_reduce" else event.op
-        yield event, min(max(event.issued_ns, free_ns.get(link, 0)), event.done_ns)
-        free_ns[link] = event.done_ns
+        queue = queues.get(event.op, "")
+        yield event, min(max(event.issued_ns, free_ns.get(queue, 0)), event.done_ns)
+        free_ns[queue] = event.done_ns

@@ -120,6 +120,7 @@ class Group:
     reduces: bool = True
     reduces_across: bool = True  # over replicas, too
     divide_factor: float | None = None
+    overlaps_reductions: bool = True
     root: Tree | None = None
     unit: int = -1  # in the root's engine; -1 without parameters
     state: Any = None  # what readers of FSDP2's state are given, see state.py

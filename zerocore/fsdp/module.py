@@ -213,9 +213,16 @@ class FSDPModule(TorchFSDPModule):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Refused where it is switched on: one group serves both kinds of collectives."""
-        if enable:
-            _refuse("set_separate_reduce_scatter_group")
+        """Whether reductions have a communicator of their own, as they have by default on NCCL.
+
+        All modules below a root share one, so what is off for any of them is off for all. The
+        engine is made anew in the next forward.
+        """
+        for group in self._groups(recurse):
+            if group.overlaps_reductions != enable:
+                group.overlaps_reductions = enable
+                if group.root is not None:
+                    group.root.release()
 
 
 def _refuse(name: str) -> NoReturn:

@@ -24,7 +24,7 @@ from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.rows import as_dtensor
 from zerocore.hooks.backward_calls import watch_backward_calls
 from zerocore.hooks.pipelines import refuse_split_backward
-from zerocore.model.ranks import Ranks, control_group, find_ranks
+from zerocore.model.ranks import Ranks, control_group, find_ranks, with_reductions
 from zerocore.reporting.out_of_memory import explain_backward
 
 _live: WeakSet[Root] = WeakSet()
@@ -101,6 +101,8 @@ class Root:
             error = caught
         device = device_of(self.group.mesh)
         name = agree(ranks.groups, error, self._facts(), device)
+        if all(group.overlaps_reductions for _, group in self.groups):
+            ranks = with_reductions(ranks, device)
         watch_end()
         for unit, group in enumerate(self.with_params()):
             group.unit = unit
@@ -220,6 +222,7 @@ def _options(ranks: Ranks, name: str) -> EngineOptions:
             shard=None if ranks.shard is None else ranks.shard.group_name,
             replicas=None if ranks.replicas is None else ranks.replicas.group_name,
             control=None if control is None else control.group_name,
+            reductions=None if ranks.reductions is None else ranks.reductions.group_name,
         ),
         agree_on_used=True,  # what is unused may be other parameters in each backward
         alarm_name="" if control is None else name,

@@ -33,6 +33,9 @@ class ShardConfig:
             number of ranks, which averages them, 1 to sum them.
         mixed_precision: dtypes of parameters and gradients; None leaves all as they are.
         offload: what lies in the host's memory; None leaves all on the device.
+        overlap_reductions: at stage 3, reductions have a communicator of their own where one runs
+            its collectives one after the other (NCCL), so that none waits for a gather. It takes
+            device memory of its own; off, reductions and gathers share one.
 
     Raises:
         ValueError: an option is out of range.
@@ -48,6 +51,7 @@ class ShardConfig:
     gradient_divide_factor: float | None = None
     mixed_precision: MixedPrecision | None = None
     offload: Offload | None = None
+    overlap_reductions: bool = True
 
     @property
     def holds_full(self) -> bool:

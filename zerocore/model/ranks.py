@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,14 @@ class Ranks:
         shard: ranks that share the state between them; None for one.
         replicas: ranks that hold the same shards (hybrid sharding); None for one.
         members: numbers of all of them in the default group.
+        reductions: another communicator of the ranks of ``shard``, for their reductions; None
+            where these go by ``shard``.
     """
 
     shard: dist.ProcessGroup | None = None
     replicas: dist.ProcessGroup | None = None
     members: tuple[int, ...] = ()
+    reductions: dist.ProcessGroup | None = None
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -113,10 +116,57 @@ def control_group(ranks: Ranks) -> dist.ProcessGroup | None:
     if not ranks.groups or any(is_simulated(group) for group in ranks.groups):
         return None
     group = _control_groups.get(ranks.members)
-    if group is None or group not in dist.distributed_c10d._world.pg_map:  # destroyed since
+    if group is None or not _exists(group):
         group = dist.new_group(list(ranks.members), backend="gloo", use_local_synchronization=True)
         _control_groups[ranks.members] = group
     return group
+
+
+_reduction_groups: dict[str, dist.ProcessGroup] = {}
+
+
+def with_reductions(ranks: Ranks, device: torch.device) -> Ranks:
+    """The ranks with a communicator of its own for reductions, where that helps; collective.
+
+    Collectives of one communicator go one after the other in the order of the host (NCCL), so a
+    reduction would wait for the gather before it although it has a stream of its own. Models that
+    share a group share the second one.
+    """
+    shard = ranks.shard
+    if shard is None or not _takes_turns(shard, device):
+        return ranks
+    group = _reduction_groups.get(shard.group_name)
+    if group is None or not _exists(group):
+        backend = shard._get_backend(device)
+        name = backend.name()
+        group = dist.new_group(
+            dist.get_process_group_ranks(shard),
+            backend=name,
+            timeout=backend.options._timeout if name == "nccl" else None,
+            pg_options=backend if name == "emulated" else None,  # it shares the link
+            use_local_synchronization=True,
+            group_desc="zerocore_reductions",
+        )
+        _reduction_groups[shard.group_name] = group
+    return replace(ranks, reductions=group)
+
+
+def _takes_turns(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether collectives of one communicator do, and another one can be made by its ranks alone.
+
+    Where the default group is bound to a device, NCCL splits its communicator for each other
+    group, which all ranks would have to join. A new group has its ranks in ascending order.
+    """
+    if device.type in ("cpu", "meta") or group._get_backend(device).name() in ("gloo", "fake"):
+        return False
+    world, members = dist.group.WORLD, dist.get_process_group_ranks(group)
+    splits = world is not None and world.bound_device_id is not None
+    in_order = members == sorted(members)
+    return in_order and (not splits or len(members) == dist.get_world_size())
+
+
+def _exists(group: dist.ProcessGroup) -> bool:
+    return group in dist.distributed_c10d._world.pg_map  # not destroyed since
 
 
 def _unless_one(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -16,7 +16,14 @@ from torch.optim.optimizer import (
 
 from zerocore.common.agreement import is_simulated
 from zerocore.common.clocks import Clock, clock_of
-from zerocore.common.events import HOST, Event, read_events
+from zerocore.common.events import (
+    HOST,
+    ONE_QUEUE,
+    Event,
+    Queues,
+    queues_of_device,
+    read_events,
+)
 from zerocore.model.state import ShardState, state_of
 from zerocore.model.unit_call import unit_call_of
 from zerocore.reporting.timeline import Box, Timeline, check_path, communication_boxes, host_boxes
@@ -64,8 +71,7 @@ def trace(model: nn.Module, *paths: str | Path) -> Iterator[Timeline]:
     recorder = _ModuleRecorder(clock_of(state.device))
     with record_events(model) as events, recorder.attached(model, state):
         yield timeline
-    on_one_link = state.device.type == "cpu"
-    timeline.boxes = recorder.boxes() + communication_boxes(events, on_one_link)
+    timeline.boxes = recorder.boxes() + communication_boxes(events, queues_of(state))
     timeline.boxes += host_boxes(events)
     inside = [event for event in events if event.op not in HOST]  # those have times of their own
     timeline.pool = [(event.issued_ns, event.pool_nbytes) for event in inside]
@@ -77,6 +83,13 @@ def source_of(state: ShardState) -> str:
     """``"emulated"`` where the group's peers do not exist, else ``"measured"``."""
     simulated = any(is_simulated(group) for group in state.ranks.groups)
     return "emulated" if simulated else "measured"
+
+
+def queues_of(state: ShardState) -> Queues:
+    """The queues in which the model's collectives take turns."""
+    if state.device.type == "cpu":
+        return ONE_QUEUE
+    return queues_of_device(own_reductions=state.ranks.reductions is not None)
 
 
 def _label(model: nn.Module, state: ShardState) -> str:

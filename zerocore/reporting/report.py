@@ -20,7 +20,7 @@ from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.meters import Step
 from zerocore.model.state import ShardState, state_of
 from zerocore.reporting.memory_usage import usage_of
-from zerocore.reporting.recording import source_of
+from zerocore.reporting.recording import queues_of, source_of
 from zerocore.reporting.step_figures import (
     Communication,
     MemoryFigures,
@@ -174,7 +174,7 @@ def _figures(
 def _read_trace(step: Step, state: ShardState) -> dict[str, Communication]:
     """Times of a traced step by unit."""
     events = read_events(step.records or (), [unit.name for unit in state.units])
-    return times_by_unit(events, one_link=state.device.type == "cpu")
+    return times_by_unit(events, queues_of(state))
 
 
 def _memory(state: ShardState) -> MemoryFigures:

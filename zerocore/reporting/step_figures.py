@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
-from zerocore.common.events import EXCHANGE, Event, transfers
+from zerocore.common.events import EXCHANGE, Event, Queues, transfers
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ class MemoryFigures:
     host: int = 0
 
 
-def times_by_unit(events: Sequence[Event], *, one_link: bool) -> dict[str, Communication]:
-    """Link time and exposed time of each unit's collectives; ``one_link`` as for ``transfers``."""
+def times_by_unit(events: Sequence[Event], queues: Queues) -> dict[str, Communication]:
+    """Link time and exposed time of each unit's collectives; ``queues`` as for ``transfers``."""
     found: dict[str, Communication] = defaultdict(Communication)
-    for event, begin_ns in transfers(events, one_link=one_link):
+    for event, begin_ns in transfers(events, queues):
         own, busy_ms = found[event.unit], (event.done_ns - begin_ns) / 1e6
         field = {"all_gather": "all_gather_ms", EXCHANGE: "exchange_ms"}.get(event.op, "reduce_ms")
         busy = {field: getattr(own, field) + busy_ms}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerocore.common.events import COLLECTIVES, EXCHANGE, HOST, Event, transfers
+from zerocore.common.events import COLLECTIVES, EXCHANGE, HOST, Event, Queues, transfers
 from zerocore.common.extras import missing
 
 WAIT = "exposed wait"
@@ -93,10 +93,10 @@ def _import_figure() -> Any:
     return Figure
 
 
-def communication_boxes(events: Iterable[Event], one_link: bool) -> list[Box]:
-    """Boxes of collectives and of the waits for them; ``one_link`` as for ``transfers``."""
+def communication_boxes(events: Iterable[Event], queues: Queues) -> list[Box]:
+    """Boxes of collectives and of the waits for them; ``queues`` as for ``transfers``."""
     boxes = []
-    for event, begin_ns in transfers(events, one_link=one_link):
+    for event, begin_ns in transfers(events, queues):
         boxes.append(Box(event.op, event.unit, event.op, begin_ns, event.done_ns))
         if event.wait_ns > 0:
             start_ns = event.done_ns - event.wait_ns

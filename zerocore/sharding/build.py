@@ -31,7 +31,7 @@ from zerocore.model.casting import cast_around_kept
 from zerocore.model.config import ShardConfig
 from zerocore.model.materialize import InitFn, full_values, materialize_buffers
 from zerocore.model.precision import MixedPrecision, param_types
-from zerocore.model.ranks import control_group
+from zerocore.model.ranks import Ranks, control_group, with_reductions
 from zerocore.model.state import Param, ShardState, Unit, set_state
 from zerocore.model.unit_call import UnitCall, set_unit_call
 from zerocore.model.units import ParamChoice, UnitPlanned
@@ -45,8 +45,11 @@ from zerocore.tensor.replaced import replace
 def build(request: ShardRequest) -> ShardState:
     """Shards ``request.model`` in place and returns its state; on all ranks alike."""
     model, config, planned = request.model, request.config, request.planned
-    engine = _make_engine(request, call_order(model, planned))
-    state = ShardState(engine, config, request.ranks, request.device)
+    ranks = request.ranks
+    if config.stage == 3 and config.overlap_reductions:
+        ranks = with_reductions(ranks, request.device)
+    engine = _make_engine(request, ranks, call_order(model, planned))
+    state = ShardState(engine, config, ranks, request.device)
     if config.mixed_precision is not None:
         cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
     for index, unit in enumerate(planned):
@@ -63,8 +66,8 @@ def build(request: ShardRequest) -> ShardState:
     return state
 
 
-def _make_engine(request: ShardRequest, order: list[CallEvent]) -> Engine:
-    config, ranks = request.config, request.ranks
+def _make_engine(request: ShardRequest, ranks: Ranks, order: list[CallEvent]) -> Engine:
+    config = request.config
     control = control_group(ranks)
     watch_end()
     options = EngineOptions(
@@ -73,6 +76,7 @@ def _make_engine(request: ShardRequest, order: list[CallEvent]) -> Engine:
             shard=_name_of(ranks.shard),
             replicas=_name_of(ranks.replicas),
             control=_name_of(control),
+            reductions=_name_of(ranks.reductions),
         ),
         agree_on_used=config.find_unused_parameters,
         alarm_name="" if control is None else request.name,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -9,12 +11,30 @@ from bench.lib.links import Link
 from bench.lib.models import GPT, GPT_SIZES
 from bench.lib.systems import import_zerocore
 from bench.lib.tables import Table
+from zerocore.common.events import COLLECTIVES
 
 QUICK, WHOLE = "small", "29m"
 
 
-def gathers_by_unit(link: Link, tied: bool, size_name: str) -> dict[str, list[int]]:
-    """Bytes of each gather of a steady step, by unit; of a GPT whose head may be its embedding."""
+@dataclass(frozen=True)
+class Sent:
+    """Bytes of a steady step: its collectives of units, and of which unit each gather is."""
+
+    gathers: dict[str, list[int]]
+    total_nbytes: int
+    exposed_nbytes: int  # of the first gather and the last reduction
+
+    def of_embeddings(self) -> list[list[int]]:
+        """Sizes of the gathers of each."""
+        return [s for unit, s in self.gathers.items() if "tokens" in unit or "positions" in unit]
+
+    def most_hidden(self, spared_nbytes: int = 0) -> float:
+        """Percent of the bytes that a schedule can hide, were those spared not spared."""
+        return 100 * (1 - self.exposed_nbytes / (self.total_nbytes + spared_nbytes))
+
+
+def sent_in_a_step(link: Link, tied: bool, size_name: str) -> Sent:
+    """By a GPT whose head may be its embedding, at stage 3."""
     size = GPT_SIZES[size_name]
     model: nn.Module = GPT(size).to(link.device)
     if tied:
@@ -23,37 +43,45 @@ def gathers_by_unit(link: Link, tied: bool, size_name: str) -> dict[str, list[in
     model = zerocore.shard(model, stage=3, units=[type(model.blocks[0]), nn.Embedding])
     tokens = torch.randint(size.vocab_size, (size.batch, size.sequence), device=link.device)
     for _ in range(2):
-        with zerocore.record_events(model) as events:
+        with zerocore.record_events(model) as recorded:
             loss: Tensor = model(tokens, tokens)
             loss.backward()
-    found: dict[str, list[int]] = {}
+    events = [event for event in recorded if event.op in COLLECTIVES]
+    gathers: dict[str, list[int]] = {}
     for event in events:
         if event.op == "all_gather":
-            found.setdefault(event.unit, []).append(event.nbytes)
-    return found
+            gathers.setdefault(event.unit, []).append(event.nbytes)
+    total = sum(event.nbytes for event in events)
+    return Sent(gathers, total, events[0].nbytes + events[-1].nbytes)
 
 
 def lookups(link: Link, quick: bool) -> Table:
     """A row for each way of using the embedding: what is gathered, and what is not any more."""
     name = QUICK if quick else WHOLE
+    hidden = ["can be hidden %", "with these"]
     table = Table(
         f"{link.label}: gathers of a step of a GPT ({name}) at stage 3",
-        ["head", "gathered MiB", "of embeddings", "gathers of them", "not gathered MiB"],
+        ["head", "gathered MiB", "of embeddings", "gathers of them", "not gathered MiB", *hidden],
     )
     for tied in (False, True):
-        gathers = gathers_by_unit(link, tied, name)
-        of_tables = [s for unit, s in gathers.items() if "tokens" in unit or "positions" in unit]
-        total = sum(sum(sizes) for sizes in gathers.values())
+        sent = sent_in_a_step(link, tied, name)
+        of_tables = sent.of_embeddings()
+        spared = sum(sizes[0] for sizes in of_tables)
         table.add(
             "tied" if tied else "its own",
-            f"{total / 2**20:.2f}",
-            f"{sum(sum(sizes) for sizes in of_tables) / 2**20:.2f}",
-            str(sum(len(sizes) for sizes in of_tables)),
-            f"{sum(sizes[0] for sizes in of_tables) / 2**20:.2f}",
+            f"{sum(map(sum, sent.gathers.values())) / 2**20:.2f}",
+            f"{sum(map(sum, of_tables)) / 2**20:.2f}",
+            str(sum(map(len, of_tables))),
+            f"{spared / 2**20:.2f}",
+            f"{sent.most_hidden():.1f}",
+            f"{sent.most_hidden(spared):.1f}",
         )
     table.notes = [
         "Not gathered: each embedding once, for a backward that reads no weight. Bytes of whole "
         "buckets, from the runtime's trace. A tied embedding is gathered for the lookup and for "
-        "the head, whose backward comes next."
+        "the head, whose backward comes next.",
+        "Can be hidden: the bound of the tables above, all but the first gather and the last "
+        "reduction, in bytes of this model. Without these gathers less is sent and as much is "
+        "exposed, so the share that can be hidden is lower.",
     ]
     return table

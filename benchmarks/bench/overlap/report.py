@@ -110,9 +110,10 @@ def notes(run: OverlapRun) -> list[str]:
         f"{work.batch} x {work.sequence} tokens, {work.dtype}, {run.block_nbytes / 2**20:.1f} MiB "
         f"each; ms. Compute alone: {compute.forward_ms:.1f} + {compute.backward_ms:.1f}.",
         "Hidden: communication that did not lengthen the step; possible: all but the first gather "
-        "and the last reduction. Waits: exposed time, independent of step times: from the timeline "
-        "of the runtime, for FSDP2 what it waited in the link's collectives (CPU; DDP waits for "
-        "futures, which do not tell); the columns after it follow from it.",
+        "and the last reduction. Blocks read their weights in backward; what a model's embeddings "
+        "move in this bound is in the last table. Waits: exposed time, independent of step times: "
+        "from the timeline of the runtime, for FSDP2 what it waited in the link's collectives "
+        "(CPU; DDP waits for futures, which do not tell); the columns after it follow from it.",
         "FSDP2, async: _set_unshard_async_op(True), prefetch lists one block ahead. On CPU it has "
         "no streams and waits for each reduction all the same. DDP: buckets of a block's size.",
     ]

@@ -1,0 +1,128 @@
+"""Reductions have a communicator of their own: none waits for a gather issued before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerocore
+import zerocore.fsdp
+from tests.async_device.device import DEVICE
+from tests.async_device.training import Block, make_model, start, train
+from tests.distributed.harness import run_ranks
+from zerocore.model.state import state_of
+
+Launches = list[tuple[int, str]]  # number of the communicator, and what was called
+GATHER, SCATTER = "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE"
+
+
+class Gate:
+    """Holds the stream of gathers in a backward, from the one of block 1 on."""
+
+    def __init__(self, extension: Any, model: nn.Sequential, waits: bool) -> None:
+        self.extension, self.waits = extension, waits
+        handle = state_of(model).engine.stream_handle
+        self.gathers, self.reductions = (
+            extension.id_of_handle(handle(role)) for role in ("all_gather", "reduce_scatter")
+        )
+        self.hooks = [
+            model[3].up.register_full_backward_hook(lambda *_: self.close()),
+            model[1].down.register_full_backward_hook(lambda *_: self.open()),
+        ]
+        self.gate: Any = None
+        self.issued: Launches = []
+        self.finished: Launches = []
+
+    def close(self) -> None:
+        self.gate = self.extension.hold(self.gathers)
+
+    def open(self) -> None:
+        """By now blocks 3 and 2 are being reduced."""
+        if self.waits:
+            self.issued = self.extension.issued_launches()
+            self.extension.wait_for_stream(self.reductions)
+            self.finished = self.extension.finished_launches()
+        self.gate.open()
+
+
+@dataclass(frozen=True)
+class Step:
+    """Its launches as they were issued, and as they were over, at a moment and at the end."""
+
+    issued: Launches
+    finished: Launches
+    issued_before: Launches
+    finished_before: Launches
+    losses: list[float]
+
+
+def launches_of_a_step(overlap: bool) -> Step:
+    """Those before: while a gather is held."""
+    device, extension = start(on_device=True)
+    model = make_model(device)
+    zerocore.shard(model, stage=3, units=[Block], overlap_reductions=overlap)
+    losses = train(model, device, steps=2)
+    gate = Gate(extension, model, waits=overlap)
+    extension.synchronize()
+    extension.begin_launches()
+    losses += train(model, device, steps=1)
+    extension.synchronize()
+    return Step(
+        extension.issued_launches(),
+        extension.finished_launches(),
+        gate.issued,
+        gate.finished,
+        torch.stack(losses).tolist(),
+    )
+
+
+def test_a_reduction_waits_for_no_gather() -> None:
+    """On one communicator it does: they end as they were issued."""
+    shared, separate = (
+        run_ranks(launches_of_a_step, 2, overlap, launch="torchrun", timeout=100)
+        for overlap in (False, True)
+    )
+    for one, two in zip(shared, separate, strict=True):
+        assert {number for number, _ in one.issued} == {0} and one.finished == one.issued
+        assert [what for _, what in two.issued] == [what for _, what in one.issued]
+        assert set(two.issued) == {(0, GATHER), (1, SCATTER)}
+        # All reductions are over, one of them although a gather before it has not begun.
+        reductions = [launch for launch in two.issued_before if launch == (1, SCATTER)]
+        assert two.finished_before.count((1, SCATTER)) == len(reductions) > 0
+        last = len(two.issued_before) - two.issued_before[::-1].index((1, SCATTER))
+        before = two.issued_before[:last]
+        assert two.finished_before.count((0, GATHER)) < before.count((0, GATHER))
+        assert two.losses == one.losses
+
+
+def share_communicators() -> list[int]:
+    """Of two models, one of a stage that has no use for it, and rows."""
+    device, extension = start(on_device=True)
+    models = [
+        zerocore.shard(make_model(device, 2), stage=stage, units=[Block]) for stage in (3, 3, 2)
+    ]
+    rows = make_model(device, 2)
+    mesh = dist.device_mesh.DeviceMesh.from_group(dist.group.WORLD, DEVICE)
+    for block in rows:
+        zerocore.fsdp.fully_shard(block, mesh=mesh)
+    zerocore.fsdp.fully_shard(rows, mesh=mesh)
+    numbers = []
+    for model in (*models, rows):
+        extension.begin_launches()
+        train(model, device, steps=1)
+        extension.synchronize()
+        numbers.append({number for number, what in extension.issued_launches() if SCATTER in what})
+    rows.set_separate_reduce_scatter_group(False)
+    extension.begin_launches()
+    train(rows, device, steps=1)
+    extension.synchronize()
+    numbers.append({number for number, what in extension.issued_launches() if SCATTER in what})
+    return [number for found in numbers for number in found]
+
+
+def test_models_of_the_same_ranks_share_it() -> None:
+    assert run_ranks(share_communicators, 2, launch="torchrun") == [[1, 1, 0, 1, 0]] * 2
