@@ -102,7 +102,7 @@ void Unit::set_state(UnitState next) {
   state_ = next;
 }
 
-void Unit::unshard() {
+void Unit::unshard(const std::shared_future<void>& after) {
   // At stages 1 and 2 a unit with stale parameters is gathered again in place; a rank that
   // skipped it may not have waited for the last gather yet.
   wait_for_unshard();
@@ -117,14 +117,13 @@ void Unit::unshard() {
     staging_->take(*context_.pool);
   }
   if (shards_ && !in_use) {
-    context_.trace->add(
-        TraceOp::Unshard, id_, bucket_.nbytes(), context_.pool->stats().in_use_nbytes);
+    context_.note(TraceOp::Unshard, id_, bucket_.nbytes());
   }
   set_state(UnitState::Unsharding);
   gathered_version_ = version();
   for (const int region : bucket_.regions()) {
     if (shards_ || !is_gathered(region)) {
-      gather(region);
+      gather(region, after);
       gathered_[region] = versions_.of_region(region);
     }
   }
@@ -138,22 +137,55 @@ void Unit::take_bucket(StreamRole user) {
   bucket_.attach(slot_.data);
 }
 
-void Unit::gather(int region) {
-  if (context_.tiers.has_host_parameters()) {
-    const auto guard = context_.streams->use(StreamRole::AllGather);
-    bucket_.own_bytes(region).copy_(shards_->full_bytes(region), /*non_blocking=*/true);
-    context_.streams->note_write(StreamRole::AllGather, bucket_.own(region), "loads", name_);
-    const int64_t nbytes = bucket_.own_bytes(region).numel();
-    context_.trace->add(TraceOp::ToDevice, id_, nbytes, context_.pool->stats().in_use_nbytes);
+// This rank's part comes from the host. Over the emulated link it is under way when this returns;
+// a device copies on the stream of the gather.
+std::shared_future<void> Unit::load(int region, const std::shared_future<void>& after) {
+  const at::Tensor& to = bucket_.own_bytes(region);
+  const at::Tensor& from = shards_->full_bytes(region);
+  const Streams& streams = *context_.streams;
+  const auto record = context_.note(TraceOp::ToDevice, id_, to.numel());
+  if (context_.host_link != nullptr && !streams.has_streams()) {
+    HostLink::Transfer transfer{false, to.numel(), [to, from] { to.copy_(from); }, record, after};
+    const auto arrival = transfer.arrival;
+    context_.host_link->carry(std::move(transfer));
+    return arrival->future();
   }
-  if (context_.num_shards == 1) {
-    return; // the host had all of it
+  if (after.valid()) {
+    after.get();
+  }
+  if (record != nullptr) {
+    record->begin = streams.record_timed(StreamRole::AllGather);
+  }
+  {
+    const auto guard = streams.use(StreamRole::AllGather);
+    to.copy_(from, /*non_blocking=*/true);
+  }
+  streams.note_write(StreamRole::AllGather, bucket_.own(region), "loads", name_);
+  if (record != nullptr) {
+    record->done_ns = now_ns(); // a device's events replace it
+    record->end = streams.record_timed(StreamRole::AllGather);
+  }
+  return {};
+}
+
+void Unit::gather(int region, std::shared_future<void> after) {
+  if (context_.tiers.has_host_parameters()) {
+    after = load(region, after);
+  }
+  if (context_.num_shards == 1) { // the host had all of it
+    loads_.push_back(std::move(after));
+    return;
+  }
+  if (after.valid() && !context_.collectives->holds()) {
+    after.get();
+    after = {};
   }
   const bool in_place = !shards_ || context_.tiers.has_host_parameters();
   const at::Tensor& own = in_place ? bucket_.own_bytes(region) : shards_->full_bytes(region);
   const at::Tensor& full = (staging_ ? staging_->bucket() : bucket_).full_bytes(region);
   const int64_t nbytes = context_.collectives->methods().gather.wire_nbytes(full.numel());
-  gathers_.push_back(context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, nbytes)));
+  gathers_.push_back(
+      context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, nbytes), after));
 }
 
 void Unit::wait_for_unshard() {
@@ -161,6 +193,11 @@ void Unit::wait_for_unshard() {
     return;
   }
   wait_for_all(gathers_, *context_.streams);
+  for (const std::shared_future<void>& load : std::exchange(loads_, {})) {
+    if (load.valid()) {
+      load.get();
+    }
+  }
   if (context_.num_shards == 1) {
     context_.streams->order(StreamRole::Compute, StreamRole::AllGather);
   }
@@ -193,8 +230,7 @@ void Unit::reshard() {
   set_state(UnitState::Sharded);
   bucket_.detach();
   context_.pool->release(slot_);
-  context_.trace->add(
-      TraceOp::Reshard, id_, bucket_.nbytes(), context_.pool->stats().in_use_nbytes);
+  context_.note(TraceOp::Reshard, id_, bucket_.nbytes());
 }
 
 void Unit::mark_fresh() {
