@@ -1,12 +1,15 @@
-"""Measures what offload rests on: AdamW by threads beside memory, a disk file beside plain calls.
+"""Measures offload: steps beside none and peers, AdamW by threads, a disk file beside plain calls.
 
 Usage: python benchmarks/offload.py --folder /a/folder/on/the/disk
+       python benchmarks/offload.py --parts steps
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -16,6 +19,7 @@ import typer
 from rich.progress import track
 
 from bench.kernels.contests import OWN
+from bench.lib.ranks import EMULATED
 from bench.lib.results import write_results
 from bench.lib.systems import is_installed
 from bench.lib.tables import Table, make_console
@@ -29,6 +33,7 @@ from bench.offload.adamw import (
     measure_in_fresh_process,
 )
 from bench.offload.disk import MIB, WHAT, Disk
+from bench.offload.steps import measure_steps, steps_table
 from bench.offload.swapped import SwappedAdamW
 
 PEER_GOAL, MEMORY_GOAL, DISK_GOAL = 0.95, 0.9, 0.9
@@ -123,32 +128,59 @@ def measure_disk(folder: str, mib: int, rounds: int) -> tuple[list[Table], dict[
     return tables, {"mib": mib, "disk": found, "swapped": seconds, "swapped_nbytes": step.nbytes}
 
 
+def measure_adamw(
+    counts: list[int], millions: int, rounds: int
+) -> tuple[list[Table], dict[str, Any]]:
+    """AdamW by each number of threads that there are cores for."""
+    usable = [count for count in counts if count <= len(os.sched_getaffinity(0))]
+    cells = [AdamWCell(count, millions * 10**6, rounds) for count in usable]
+    steps = {cell: measure_in_fresh_process(cell) for cell in cells}
+    torch.set_num_threads(max(usable))
+    raw = {str(cell.threads): seconds for cell, seconds in steps.items()}
+    return [adamw_table(steps)], {"millions": millions, "adamw": raw}
+
+
+def measure_training(rounds: int) -> tuple[list[Table], dict[str, Any]]:
+    """Steps of whole systems, on emulated links and over gloo."""
+    tables, raw = [], {}
+    for backend in (EMULATED, "gloo"):
+        found = measure_steps(backend, rounds)
+        tables.append(steps_table(backend, found))
+        raw[backend] = {system.label: asdict(measured) for system, measured in found.items()}
+    return tables, {"steps": raw}
+
+
 def main(
     folder: Annotated[str, typer.Option(help="On the disk; default: for temporary files.")] = "",
     threads: Annotated[str, typer.Option(help="Numbers of AdamW's threads.")] = "1,2",
     millions: Annotated[int, typer.Option(help="Parameters of AdamW.")] = 16,
     mib: Annotated[int, typer.Option(help="Size of the file.")] = 2048,
     rounds: Annotated[int, typer.Option(help="Rounds in which each takes its turn.")] = 9,
+    step_rounds: Annotated[int, typer.Option(help="The same of training steps.")] = 2,
+    parts: Annotated[str, typer.Option(help="Of steps,adamw,disk.")] = "steps,adamw,disk",
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
-    """Prints how fast the host steps and swaps."""
+    """Prints how fast the host steps and swaps, and what a training step with it takes."""
     console, load = make_console(), os.getloadavg()[0]
     counts = [int(count) for count in threads.split(",")]
-    usable = [count for count in counts if count <= len(os.sched_getaffinity(0))]
-    cells = [AdamWCell(count, millions * 10**6, rounds) for count in usable]
-    steps = {
-        cell: measure_in_fresh_process(cell)
-        for cell in track(cells, "AdamW", console=console, transient=True)
+    measures: dict[str, Callable[[], tuple[list[Table], dict[str, Any]]]] = {
+        "steps": lambda: measure_training(step_rounds),
+        "adamw": lambda: measure_adamw(counts, millions, rounds),
+        "disk": lambda: measure_disk(folder, mib, rounds),
     }
-    torch.set_num_threads(max(usable))
-    disk_tables, disk = measure_disk(folder, mib, rounds)
-    tables = [adamw_table(steps), *disk_tables]
+    wanted = parts.split(",")
+    if not set(wanted) <= set(measures):
+        raise typer.BadParameter(f"parts are {', '.join(measures)}")
+    tables: list[Table] = []
+    raw: dict[str, Any] = {"load_at_start": load}
+    for part in track(wanted, "offload", console=console, transient=True):
+        found, measured = measures[part]()
+        tables += found
+        raw |= measured
     tables[-1].notes.append(f"Load of the machine at the start: {load:.1f}.")
     for table in tables:
         table.show(console)
     if save:
-        raw = {"load_at_start": load, "millions": millions, **disk}
-        raw["adamw"] = {str(cell.threads): seconds for cell, seconds in steps.items()}
         paths = write_results("offload", raw, "\n".join(t.markdown() for t in tables))
         console.print(f"written: {', '.join(path.name for path in paths)}")
 

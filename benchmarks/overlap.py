@@ -20,6 +20,7 @@ from bench.lib.links import Link, open_link
 from bench.lib.results import RESULTS_FOLDER, write_results
 from bench.lib.tables import Table, make_console
 from bench.overlap.lookups import lookups
+from bench.overlap.offloaded import HostedRun
 from bench.overlap.report import comparison, draw_sweep, find, requirements, sweep
 from bench.overlap.run import COMPARED, GOAL_RATIO, HYBRID, OTHER_PREFETCH, WORKLOADS, OverlapRun
 from zerocore import Timeline, trace
@@ -86,6 +87,11 @@ def main(
     timeline = one_step(run)
     tables = [*report(run), lookups(link, quick)]
     raw = {"load_at_start": load, **run.raw()}
+    hosted = HostedRun(run) if link.is_emulated and link.device.type == "cpu" else None
+    if hosted is not None:
+        hosted.measure(run.workload.num_rounds)
+        tables.append(hosted.table())
+        raw["hosted"] = hosted.raw()
     if link.is_main:
         console = make_console()
         for table in tables:
@@ -94,7 +100,11 @@ def main(
             markdown = "\n".join(table.markdown() for table in tables)
             theme = f"overlap_{link.label}_{link.device.type}"
             paths = write_results(theme, raw, markdown, folder=out)
-            paths += write_pictures(run, timeline, paths[0].with_suffix(""))
+            stem = paths[0].with_suffix("")
+            paths += write_pictures(run, timeline, stem)
+            if hosted is not None:
+                paths.append(stem.with_name(stem.name + "_host_timeline.png"))
+                hosted.timeline().write(paths[-1])
             console.print(f"written: {', '.join(path.name for path in paths)}")
     if link.device.type == "cuda":
         torch.cuda.synchronize()

@@ -105,12 +105,11 @@ py::dict counters(PyEngine& self) {
 
 py::dict agreed(const PyEngine& self) {
   const Agreed counts = self.engine->agreed();
-  py::dict result;
-  result["num_calls"] = counts.num_calls;
-  result["num_shapes"] = counts.num_shapes;
-  result["num_points"] = counts.num_points;
-  result["num_compared"] = counts.num_compared;
-  return result;
+  return py::dict(
+      py::arg("num_calls") = counts.num_calls,
+      py::arg("num_shapes") = counts.num_shapes,
+      py::arg("num_points") = counts.num_points,
+      py::arg("num_compared") = counts.num_compared);
 }
 
 void register_setup(py::class_<PyEngine>& engine) {
@@ -321,6 +320,12 @@ void register_offload(py::class_<PyEngine>& engine) {
           "send_weights",
           [](PyEngine& self, UnitId unit) { self.engine->offload().send(unit); },
           no_gil)
+      .def(
+          "known_squares",
+          [](PyEngine& self, UnitId unit, int param) {
+            return self.engine->offload().known_squares(unit, param);
+          },
+          no_gil)
       .def("synchronize", [](PyEngine& self) { self.engine->offload().synchronize(); }, no_gil);
 }
 
@@ -359,13 +364,8 @@ void register_figures(py::class_<PyEngine>& engine) {
       .def(
           "stream_handle",
           [](const PyEngine& self, const std::string& role) {
-            for (const StreamRole candidate :
-                 {StreamRole::Compute, StreamRole::AllGather, StreamRole::ReduceScatter}) {
-              if (role == stream_role_name(candidate)) {
-                return reinterpret_cast<uintptr_t>(self.engine->streams().native_handle(candidate));
-              }
-            }
-            throw py::value_error("a stream is compute, all_gather or reduce_scatter");
+            const StreamRole found = stream_role_named(role);
+            return reinterpret_cast<uintptr_t>(self.engine->streams().native_handle(found));
           })
       .def(
           "start_trace",

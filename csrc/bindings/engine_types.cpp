@@ -73,7 +73,8 @@ void register_engine_options(py::module_& module) {
                       bool log_hand_overs,
                       std::string alarm_name,
                       double stall_seconds,
-                      std::optional<LinkModel> host_link) {
+                      std::optional<LinkModel> host_link,
+                      int host_threads) {
             return EngineOptions{
                 sharding,
                 std::move(groups),
@@ -81,7 +82,8 @@ void register_engine_options(py::module_& module) {
                 log_hand_overs,
                 std::move(alarm_name),
                 stall_seconds,
-                host_link};
+                host_link,
+                host_threads};
           }),
           py::kw_only(),
           py::arg("sharding"),
@@ -90,7 +92,8 @@ void register_engine_options(py::module_& module) {
           py::arg("log_hand_overs") = false,
           py::arg("alarm_name") = "",
           py::arg("stall_seconds") = 0.0,
-          py::arg("host_link") = py::none());
+          py::arg("host_link") = py::none(),
+          py::arg("host_threads") = 1);
 }
 
 void register_units(py::module_& module) {

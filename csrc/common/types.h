@@ -28,8 +28,8 @@ inline const char* stream_role_name(StreamRole role) {
 }
 
 // The runtime does these, and the planner predicts them.
-// AllToAll is an optimizer's, and only run. So are the last three, of states on the host: gradients
-// come there, weights are updated there, and go back.
+// AllToAll is an optimizer's, and only run. So are the last four, of states on the host: gradients
+// come there, are squared for their norm, weights are updated there, and go back.
 enum class TraceOp : uint8_t {
   AllGather,
   ReduceScatter,
@@ -38,6 +38,7 @@ enum class TraceOp : uint8_t {
   Unshard,
   Reshard,
   ToHost,
+  HostSquares,
   HostUpdate,
   ToDevice
 };
@@ -59,6 +60,8 @@ inline const char* trace_op_name(TraceOp op) {
       return "reshard";
     case TraceOp::ToHost:
       return "to_host";
+    case TraceOp::HostSquares:
+      return "host_squares";
     case TraceOp::HostUpdate:
       return "host_update";
     case TraceOp::ToDevice:

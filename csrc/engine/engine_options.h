@@ -25,6 +25,7 @@ struct EngineOptions {
   std::string alarm_name; // see AlarmOptions; empty for no alarm
   double stall_seconds = 0;
   std::optional<LinkModel> host_link; // emulated, between the device and the host
+  int host_threads = 1; // that share a unit's update on the host
 };
 
 } // namespace zerocore

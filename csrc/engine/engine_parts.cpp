@@ -37,7 +37,8 @@ UnitContext make_context(
     Peers* peers,
     Streams& streams,
     BucketPool& pool,
-    Trace& trace) {
+    Trace& trace,
+    HostLink* host_link) {
   if (collectives == nullptr) {
     std::swap(collectives, replicas); // nothing to shard: replicas of everything
     sharding.stage = 0;
@@ -51,6 +52,7 @@ UnitContext make_context(
   context.streams = &streams;
   context.pool = &pool;
   context.trace = &trace;
+  context.host_link = host_link;
   context.num_shards = context.policy.shards_optimizer() ? world_size : 1;
   context.shard = context.policy.shards_optimizer() ? collectives->rank() : 0;
   context.by_rows = sharding.by_rows;
@@ -100,6 +102,9 @@ EngineParts::EngineParts(
           engine_options.groups.reductions)),
       replicas(make_collectives(engine_options.groups.replicas, streams, alarm.get())),
       peers(make_peers(engine_options.groups.control, alarm.get())),
+      host_link(
+          engine_options.host_link ? std::make_unique<HostLink>(*engine_options.host_link)
+                                   : nullptr),
       context(make_context(
           engine_options.sharding,
           collectives.get(),
@@ -107,13 +112,11 @@ EngineParts::EngineParts(
           peers.get(),
           streams,
           pool,
-          trace)),
-      host_link(
-          engine_options.host_link ? std::make_unique<HostLink>(*engine_options.host_link)
-                                   : nullptr),
+          trace,
+          host_link.get())),
       stays(find_stays(specs)),
       units(make_units(std::move(specs), context)),
-      offload(units, context, host_link.get()),
+      offload(units, context, engine_options.host_threads),
       schedule(
           ScheduleOptions::of(
               static_cast<int>(units.size()),

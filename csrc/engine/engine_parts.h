@@ -45,8 +45,8 @@ struct EngineParts {
   ModelAlarm alarm;
   std::unique_ptr<Collectives> collectives, replicas;
   std::unique_ptr<Peers> peers;
-  UnitContext context;
   std::unique_ptr<HostLink> host_link; // emulated; null for none
+  UnitContext context;
   std::vector<bool> stays; // by unit: as it was made
   std::vector<std::unique_ptr<Unit>> units;
   Offload offload;

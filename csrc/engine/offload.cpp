@@ -1,6 +1,8 @@
 // A step whose states lie on the host.
 #include "engine/offload.h"
 
+#include <c10/util/ScopeExit.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -12,14 +14,14 @@ namespace zerocore {
 Offload::Offload(
     const std::vector<std::unique_ptr<Unit>>& units,
     const UnitContext& context,
-    HostLink* link)
-    : units_(units), context_(context), link_(link) {
+    int num_threads)
+    : units_(units), context_(context), worker_(std::make_unique<StepWorker>(num_threads)) {
   if (!context.tiers.has_host_states()) {
     return;
   }
   for (const auto& unit : units) {
     const Layout& layout = unit->layout();
-    OffloadedUnit& state = states_.emplace_back();
+    OffloadedUnit& state = states_.emplace_back(ArrivedSquares(layout, context.shard));
     state.left.resize(layout.regions().size());
     state.shown.resize(unit->params().size());
     const std::vector<int> regions = context.tiers.landing_regions(layout);
@@ -39,9 +41,8 @@ Offload::~Offload() {
   }
 }
 
-StepWorker::Ticket Offload::submit(TraceOp op, UnitId unit, int64_t nbytes, StepWorker::Work work) {
-  const auto record = context_.trace->add(op, unit, nbytes, context_.pool->stats().in_use_nbytes);
-  return submit([record, work = std::move(work)] {
+StepWorker::Ticket Offload::submit(std::shared_ptr<OpenRecord> record, StepWorker::Work work) {
+  return submit([record = std::move(record), work = std::move(work)] {
     if (record != nullptr) {
       record->issued_ns = now_ns();
     }
@@ -67,10 +68,12 @@ void Offload::leave(UnitId id, int region, const at::Tensor& kept) {
   if (!state.landing) {
     const auto nbytes = static_cast<int64_t>(kept.nbytes());
     state.left_at = bring(id, nbytes, [] {}); // it is kept on the host
+    square(id, region, kept);
   } else if (state.landing->has(region)) {
     make_landing(state);
     land(id, region, kept);
     state.left[region] = true;
+    square(id, region, state.landing->full(region));
   }
 }
 
@@ -98,7 +101,7 @@ void Offload::land(UnitId id, int region, const at::Tensor& kept) {
     host.copy_(kept, /*non_blocking=*/true);
   }
   const StreamEvent copied = streams.record(StreamRole::DeviceToHost);
-  state.left_at = submit(TraceOp::ToHost, id, nbytes, [copied] {
+  state.left_at = submit(context_.note(TraceOp::ToHost, id, nbytes), [copied] {
     if (copied->event) {
       copied->event->synchronize();
     }
@@ -106,13 +109,41 @@ void Offload::land(UnitId id, int region, const at::Tensor& kept) {
 }
 
 StepWorker::Ticket Offload::bring(UnitId id, int64_t nbytes, StepWorker::Work copy) {
-  if (link_ == nullptr) {
-    return submit(TraceOp::ToHost, id, nbytes, std::move(copy));
+  const auto record = context_.note(TraceOp::ToHost, id, nbytes);
+  if (context_.host_link == nullptr) {
+    return submit(record, std::move(copy));
   }
-  const auto record =
-      context_.trace->add(TraceOp::ToHost, id, nbytes, context_.pool->stats().in_use_nbytes);
-  const auto arrived = link_->carry(/*to_host=*/true, nbytes, std::move(copy), record);
+  HostLink::Transfer transfer{/*to_host=*/true, nbytes, std::move(copy), record};
+  const auto arrived = transfer.arrival->future();
+  context_.host_link->carry(std::move(transfer));
   return submit([arrived] { arrived.get(); });
+}
+
+// Behind the arrival.
+void Offload::square(UnitId id, int region, const at::Tensor& host) {
+  if (!takes_squares_ || context_.streams->has_streams()) {
+    return;
+  }
+  OffloadedUnit& state = states_[id];
+  const auto nbytes = static_cast<int64_t>(host.nbytes());
+  state.squares_record = context_.note(TraceOp::HostSquares, id, nbytes);
+  state.left_at = submit(state.squares_record, state.squares.take(region, host));
+}
+
+at::Tensor Offload::known_squares(UnitId id, int param) {
+  if (states_.empty()) {
+    return {};
+  }
+  takes_squares_ = true;
+  OffloadedUnit& state = states_.at(id);
+  const Unit& unit = *units_[id];
+  const at::Tensor& grad = gradient_of(unit.params()[param].shard);
+  const bool is_known = state.squares.has(unit.layout().places().at(param).region);
+  if (!is_known || as_shown(grad) != state.shown[param]) {
+    return {};
+  }
+  wait(state.left_at, state.squares_record);
+  return state.squares.of(param);
 }
 
 void Offload::recall(UnitId id) {
@@ -121,6 +152,7 @@ void Offload::recall(UnitId id) {
     wait(std::max(state.left_at, state.updated_at));
     context_.streams->order(StreamRole::Compute, StreamRole::DeviceToHost);
     state.left.assign(state.left.size(), false);
+    state.squares.forget();
   }
 }
 
@@ -182,43 +214,42 @@ void Offload::update(HostUpdate given) {
       held->steps,
       held->model_weights};
   kernels::AdamWUpdate step(tensors, held->options, held->scalars);
-  last_update_ = submit(TraceOp::HostUpdate, held->unit, nbytes, [held, step = std::move(step)] {
+  OffloadedUnit& state = states_[held->unit];
+  state.record = context_.note(TraceOp::HostUpdate, held->unit, nbytes);
+  last_update_ = submit(state.record, [held, step = std::move(step)] {
     step.run();
     for (const auto& [to, from] : held->casts) {
       to.copy_(from);
     }
   });
-  states_[held->unit].updated_at = last_update_;
+  state.updated_at = last_update_;
 }
 
 void Offload::send(UnitId id) {
   OffloadedUnit& state = states_.at(id);
   state.sent = true;
-  if (!context_.tiers.returns_weights()) {
-    state.sent_at = last_update_; // gathers load them from the host
+  state.arrival = std::make_shared<Arrival>();
+  const auto arrival = state.arrival;
+  if (!context_.tiers.returns_weights()) { // gathers load them from the host
+    state.sent_at = submit([arrival] { arrival->set(nullptr); });
     return;
   }
   const Unit& unit = *units_[id];
   unit.main().order_send();
-  if (link_ != nullptr) {
-    send_over_link(id);
+  const int64_t nbytes = unit.main().sent_nbytes();
+  const auto record = state.record = context_.note(TraceOp::ToDevice, id, nbytes);
+  if (HostLink* link = context_.host_link; link != nullptr) {
+    // The worker goes on with the next unit meanwhile.
+    state.sent_at = submit([link, &unit, nbytes, record, arrival] {
+      link->carry({false, nbytes, [&unit] { unit.main().send(); }, record, {}, arrival});
+    });
   } else {
-    const int64_t nbytes = unit.main().sent_nbytes();
-    state.sent_at = submit(TraceOp::ToDevice, id, nbytes, [&unit] { unit.main().send(); });
+    state.sent_at = submit(record, [&unit, arrival] {
+      const auto told = c10::make_scope_exit([&] { arrival->set(nullptr); });
+      unit.main().send();
+    });
   }
   state.updated_at = last_update_ = state.sent_at;
-}
-
-// The worker goes on with the next unit meanwhile.
-void Offload::send_over_link(UnitId id) {
-  const Unit& unit = *units_[id];
-  const int64_t nbytes = unit.main().sent_nbytes();
-  const auto record =
-      context_.trace->add(TraceOp::ToDevice, id, nbytes, context_.pool->stats().in_use_nbytes);
-  states_[id].sent_at = submit([this, id, &unit, nbytes, record] {
-    const auto copy = [&unit] { unit.main().send(); };
-    states_[id].arrived = link_->carry(/*to_host=*/false, nbytes, copy, record);
-  });
 }
 
 bool Offload::take_sent(UnitId id) {
@@ -233,15 +264,40 @@ void Offload::wait(StepWorker::Ticket ticket) {
   }
 }
 
+void Offload::wait(StepWorker::Ticket ticket, const std::shared_ptr<OpenRecord>& record) {
+  const int64_t begin = now_ns();
+  wait(ticket);
+  if (record != nullptr) {
+    record->wait_ns += now_ns() - begin;
+  }
+}
+
 void Offload::wait_weights(UnitId id) {
   if (states_.empty() || states_[id].sent_at == 0) {
     return;
   }
-  wait(std::exchange(states_[id].sent_at, 0));
+  OffloadedUnit& state = states_[id];
+  wait(std::exchange(state.sent_at, 0), state.record);
+  const int64_t begin = now_ns();
   wait_arrival(id);
+  if (const auto record = std::exchange(state.record, nullptr)) {
+    record->wait_ns += now_ns() - begin;
+  }
   for (const StreamRole role : {StreamRole::AllGather, StreamRole::Compute}) {
     context_.streams->order(role, StreamRole::HostToDevice);
   }
+}
+
+std::shared_future<void> Offload::before_gather(UnitId id) {
+  if (states_.empty() || states_[id].sent_at == 0) {
+    return {};
+  }
+  if (context_.collectives == nullptr || !context_.collectives->holds()) {
+    wait_weights(id);
+    return {};
+  }
+  const auto& arrival = states_[id].arrival; // none where all was waited for
+  return arrival == nullptr ? std::shared_future<void>() : arrival->future();
 }
 
 void Offload::check() {
@@ -252,6 +308,11 @@ void Offload::check() {
   if (const auto first = error != nullptr ? error : std::exchange(arrival_error_, nullptr)) {
     std::rethrow_exception(first);
   }
+}
+
+void Offload::begin_step() {
+  wait_updates();
+  takes_squares_ = false;
 }
 
 void Offload::wait_updates() {
@@ -270,9 +331,9 @@ void Offload::synchronize() {
 }
 
 void Offload::wait_arrival(UnitId id) {
-  if (states_[id].arrived.valid() && worker_ != nullptr) {
+  if (states_[id].arrival != nullptr && worker_ != nullptr) {
     try {
-      std::exchange(states_[id].arrived, {}).get();
+      std::exchange(states_[id].arrival, nullptr)->future().get();
     } catch (...) {
       arrival_error_ = std::current_exception();
     }

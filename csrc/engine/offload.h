@@ -4,11 +4,14 @@
 // Note [Order of an update]
 // One worker carries out what is submitted, in order. A region's gradient is sent when its
 // reduction is complete, under the rest of the backward; the host has it in memory of its own, or
-// it is kept there. An update of a unit is submitted behind it, then the return of its weights. The
-// next forward waits for a unit's weights before it gathers or uses them, so later units are
-// updated under the forward of earlier ones. Whoever else reads or writes the memory that an update
-// works on waits for all of them. Versions count when work is submitted: they are the same on all
-// ranks, whatever the worker has done.
+// it is kept there. Behind that its squares are summed, chunk by chunk, where a step has asked for
+// the norm before: the next step only adds what is known. That is on the CPU; a device with streams
+// sums its own gradients in the step, in one pass over memory that is much faster than the host's.
+// An update of a unit is submitted next, then the return of its weights. The next forward waits for
+// a unit's weights before it gathers or uses them, so later units are updated under the forward of
+// earlier ones. Whoever else reads or writes the memory that an update works on waits for all of
+// them. Versions count when work is submitted: they are the same on all ranks, whatever the worker
+// has done.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/arrived_squares.h"
 #include "engine/step_worker.h"
 #include "engine/unit.h"
 #include "kernels/optimizer_ops.h"
@@ -38,12 +42,12 @@ struct HostUpdate {
 
 class Offload {
  public:
-  // Units and the emulated link, null for none, outlive it. Does nothing where the states are on
-  // the device.
+  // Units outlive it. Does nothing where the states are on the device. `num_threads` share an
+  // update.
   Offload(
       const std::vector<std::unique_ptr<Unit>>& units,
       const UnitContext& context,
-      HostLink* link);
+      int num_threads);
   // Waits for all work.
   ~Offload();
   Offload(const Offload&) = delete;
@@ -56,6 +60,13 @@ class Offload {
   // The parameters of the unit show their gradients now.
   void note_shown(UnitId unit);
 
+  // The sums of squares of a parameter's gradient by chunk, as kernels::squares_by_chunk has them;
+  // undefined where they are not known, or the gradient has changed since. Blocks until they are
+  // there. From now to the next step they are taken as gradients arrive.
+  at::Tensor known_squares(UnitId unit, int param);
+
+  // An optimizer steps next. As wait_updates().
+  void begin_step();
   // Whether the parameter's states are on the host.
   bool updates(UnitId unit, int param) const;
   // Updates parameters on the worker. Arguments are checked here; throws as kernels::AdamWUpdate.
@@ -67,6 +78,8 @@ class Offload {
 
   // Blocks until a unit's weights are on the device, well or not: ranks gather them together.
   void wait_weights(UnitId unit);
+  // The same, unless the gather itself can wait: then for what is returned, if that is valid.
+  std::shared_future<void> before_gather(UnitId unit);
   // Throws what went wrong on the worker, once.
   void check();
   // Block until all updates are done, and until all work is; then as check().
@@ -88,34 +101,40 @@ class Offload {
     bool operator==(const Shown& other) const = default;
   };
   struct OffloadedUnit {
+    explicit OffloadedUnit(ArrivedSquares squares_) : squares(std::move(squares_)) {}
+
+    ArrivedSquares squares; // of the gradient that has come, or will be when the worker gets there
     std::optional<Bucket> landing; // gradients on the host, where they are kept on the device
     std::vector<bool> left; // by region: the landing has the gradient
     std::vector<Shown> shown; // by parameter: the gradient that the landing has
     StepWorker::Ticket left_at = 0, updated_at = 0;
     StepWorker::Ticket sent_at = 0; // 0 once it was waited for
     bool sent = false;
-    std::shared_future<void> arrived; // over the emulated link; set by the worker
+    std::shared_ptr<Arrival> arrival; // of its weights, since send()
+    std::shared_ptr<OpenRecord> record; // of what the next forward waits for
+    std::shared_ptr<OpenRecord> squares_record; // of what the next step waits for
   };
 
   static Shown as_shown(const at::Tensor& grad);
   void wait(StepWorker::Ticket ticket);
+  void wait(StepWorker::Ticket ticket, const std::shared_ptr<OpenRecord>& record);
   static void make_landing(OffloadedUnit& state);
   void land(UnitId unit, int region, const at::Tensor& kept);
   at::Tensor landed(UnitId unit, int param, const at::Tensor& grad);
-  StepWorker::Ticket submit(TraceOp op, UnitId unit, int64_t nbytes, StepWorker::Work work);
+  void square(UnitId unit, int region, const at::Tensor& host);
+  StepWorker::Ticket submit(std::shared_ptr<OpenRecord> record, StepWorker::Work work);
   StepWorker::Ticket submit(StepWorker::Work work);
   StepWorker::Ticket bring(UnitId unit, int64_t nbytes, StepWorker::Work copy);
-  void send_over_link(UnitId unit);
   void wait_arrival(UnitId unit);
   void wait_arrivals();
 
   const std::vector<std::unique_ptr<Unit>>& units_;
   UnitContext context_;
-  HostLink* link_;
   std::vector<OffloadedUnit> states_; // by unit; none without states on the host
   StepWorker::Ticket last_ = 0, last_update_ = 0;
+  bool takes_squares_ = false; // as gradients arrive
   std::exception_ptr arrival_error_; // of what the emulated link carried
-  std::unique_ptr<StepWorker> worker_ = std::make_unique<StepWorker>(); // ends first
+  std::unique_ptr<StepWorker> worker_; // ends first
 };
 
 } // namespace zerocore

@@ -6,6 +6,8 @@
 
 #include <utility>
 
+#include "runtime/host_threads.h"
+
 namespace zerocore {
 
 StepWorker::~StepWorker() {
@@ -44,6 +46,7 @@ std::exception_ptr StepWorker::take_error() {
 void StepWorker::run() {
   const c10::InferenceMode normal(false);
   const at::NoGradGuard no_grad;
+  use_host_threads(num_threads_);
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });

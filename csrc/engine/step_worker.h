@@ -12,13 +12,14 @@
 
 namespace zerocore {
 
-// One thread submits and waits. The thread of the worker begins with the first piece of work.
+// One thread submits and waits. The thread of the worker begins with the first piece of work, and
+// gives the CPU's loops to `num_threads`, itself included.
 class StepWorker {
  public:
   using Work = std::function<void()>;
   using Ticket = int64_t; // 0 is of no work
 
-  StepWorker() = default;
+  explicit StepWorker(int num_threads) : num_threads_(num_threads) {}
   // Ends when all work is done.
   ~StepWorker();
   StepWorker(const StepWorker&) = delete;
@@ -33,6 +34,7 @@ class StepWorker {
  private:
   void run();
 
+  const int num_threads_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Work> queue_;

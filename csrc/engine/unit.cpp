@@ -102,7 +102,7 @@ void Unit::set_state(UnitState next) {
   state_ = next;
 }
 
-void Unit::unshard() {
+void Unit::unshard(const std::shared_future<void>& after) {
   // At stages 1 and 2 a unit with stale parameters is gathered again in place; a rank that
   // skipped it may not have waited for the last gather yet.
   wait_for_unshard();
@@ -117,24 +117,23 @@ void Unit::unshard() {
     staging_->take(*context_.pool);
   }
   if (shards_ && !in_use) {
-    context_.trace->add(
-        TraceOp::Unshard, id_, bucket_.nbytes(), context_.pool->stats().in_use_nbytes);
+    context_.note(TraceOp::Unshard, id_, bucket_.nbytes());
   }
   set_state(UnitState::Unsharding);
   gathered_version_ = version();
-  gather_regions();
+  gather_regions(after);
   if (in_use) {
     wait_for_unshard();
   }
 }
 
-void Unit::gather_regions() {
+void Unit::gather_regions(const std::shared_future<void>& after) {
   std::vector<CollectiveCall> together;
   const bool joins = bucket_.regions().size() > 1 && context_.num_shards > 1 &&
       context_.collectives->launches_together();
   for (const int region : bucket_.regions()) {
     if (shards_ || !is_gathered(region)) {
-      gather(region, joins ? &together : nullptr);
+      gather(region, after, joins ? &together : nullptr);
       gathered_[region] = versions_.of_region(region);
     }
   }
@@ -148,16 +147,51 @@ void Unit::take_bucket(StreamRole user) {
   bucket_.attach(slot_.data);
 }
 
-void Unit::gather(int region, std::vector<CollectiveCall>* together) {
-  if (context_.tiers.has_host_parameters()) {
-    const auto guard = context_.streams->use(StreamRole::AllGather);
-    bucket_.own_bytes(region).copy_(shards_->full_bytes(region), /*non_blocking=*/true);
-    context_.streams->note_write(StreamRole::AllGather, bucket_.own(region), "loads", name_);
-    const int64_t nbytes = bucket_.own_bytes(region).numel();
-    context_.trace->add(TraceOp::ToDevice, id_, nbytes, context_.pool->stats().in_use_nbytes);
+// This rank's part comes from the host. Over the emulated link it is under way when this returns;
+// a device copies on the stream of the gather.
+std::shared_future<void> Unit::load(int region, const std::shared_future<void>& after) {
+  const at::Tensor& to = bucket_.own_bytes(region);
+  const at::Tensor& from = shards_->full_bytes(region);
+  const Streams& streams = *context_.streams;
+  const auto record = context_.note(TraceOp::ToDevice, id_, to.numel());
+  if (context_.host_link != nullptr && !streams.has_streams()) {
+    HostLink::Transfer transfer{false, to.numel(), [to, from] { to.copy_(from); }, record, after};
+    const auto arrival = transfer.arrival;
+    context_.host_link->carry(std::move(transfer));
+    return arrival->future();
   }
-  if (context_.num_shards == 1) {
-    return; // the host had all of it
+  if (after.valid()) {
+    after.get();
+  }
+  if (record != nullptr) {
+    record->begin = streams.record_timed(StreamRole::AllGather);
+  }
+  {
+    const auto guard = streams.use(StreamRole::AllGather);
+    to.copy_(from, /*non_blocking=*/true);
+  }
+  streams.note_write(StreamRole::AllGather, bucket_.own(region), "loads", name_);
+  if (record != nullptr) {
+    record->done_ns = now_ns(); // a device's events replace it
+    record->end = streams.record_timed(StreamRole::AllGather);
+  }
+  return {};
+}
+
+void Unit::gather(
+    int region,
+    std::shared_future<void> after,
+    std::vector<CollectiveCall>* together) {
+  if (context_.tiers.has_host_parameters()) {
+    after = load(region, after);
+  }
+  if (context_.num_shards == 1) { // the host had all of it
+    loads_.push_back(std::move(after));
+    return;
+  }
+  if (after.valid() && !context_.collectives->holds()) {
+    after.get();
+    after = {};
   }
   const bool in_place = !shards_ || context_.tiers.has_host_parameters();
   const at::Tensor& own = in_place ? bucket_.own_bytes(region) : shards_->full_bytes(region);
@@ -167,7 +201,7 @@ void Unit::gather(int region, std::vector<CollectiveCall>* together) {
     together->push_back({full, own, tag(TraceOp::AllGather, nbytes)});
   } else {
     gathers_.push_back(
-        context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, nbytes)));
+        context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, nbytes), after));
   }
 }
 
@@ -176,6 +210,11 @@ void Unit::wait_for_unshard() {
     return;
   }
   wait_for_all(gathers_, *context_.streams);
+  for (const std::shared_future<void>& load : std::exchange(loads_, {})) {
+    if (load.valid()) {
+      load.get();
+    }
+  }
   if (context_.num_shards == 1) {
     context_.streams->order(StreamRole::Compute, StreamRole::AllGather);
   }
@@ -208,8 +247,7 @@ void Unit::reshard() {
   set_state(UnitState::Sharded);
   bucket_.detach();
   context_.pool->release(slot_);
-  context_.trace->add(
-      TraceOp::Reshard, id_, bucket_.nbytes(), context_.pool->stats().in_use_nbytes);
+  context_.note(TraceOp::Reshard, id_, bucket_.nbytes());
 }
 
 void Unit::mark_fresh() {

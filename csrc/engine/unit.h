@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <future>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -46,8 +48,7 @@ class Unit {
   }
   // Names a collective for the unit, and adds it to the trace.
   CollectiveTag tag(TraceOp op, int64_t nbytes) const {
-    return {
-        &name_, context_.trace->add(op, id_, nbytes, context_.pool->stats().in_use_nbytes), id_};
+    return {&name_, context_.note(op, id_, nbytes), id_};
   }
   UnitState state() const {
     return state_;
@@ -79,8 +80,8 @@ class Unit {
   std::vector<at::Tensor> full_values() const;
 
   // Sharded > Unsharding: issues the gathers. Where unsharded parameters stay, only of regions that
-  // have changed since.
-  void unshard();
+  // have changed since. This rank's part has its values when `after`, if it is valid, is ready.
+  void unshard(const std::shared_future<void>& after = {});
   // Unsharding > Unsharded: orders compute behind the gathers.
   void wait_for_unshard();
   // For the checker: the compute stream reads the unsharded parameters now.
@@ -133,9 +134,10 @@ class Unit {
   bool is_gathered(int region) const {
     return gathered_[region] == versions_.of_region(region);
   }
-  void gather_regions();
+  void gather_regions(const std::shared_future<void>& after);
   // With others in `together`, if that is given; else at once.
-  void gather(int region, std::vector<CollectiveCall>* together);
+  void gather(int region, std::shared_future<void> after, std::vector<CollectiveCall>* together);
+  std::shared_future<void> load(int region, const std::shared_future<void>& after);
   void take_bucket(StreamRole user);
 
   UnitId id_;
@@ -150,6 +152,7 @@ class Unit {
   Slot slot_;
   UnitSettings settings_;
   std::vector<PendingCollective> gathers_;
+  std::vector<std::shared_future<void>> loads_; // that no gather waits for
   UnitState state_ = UnitState::Sharded;
   ParamVersions versions_;
   std::vector<int64_t> gathered_; // version of each region that is in the buffer

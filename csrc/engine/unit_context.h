@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "engine/peers.h"
@@ -9,6 +10,7 @@
 #include "plan/tiers.h"
 #include "runtime/bucket_pool.h"
 #include "runtime/collectives.h"
+#include "runtime/host_link.h"
 
 namespace zerocore {
 
@@ -21,6 +23,7 @@ struct UnitContext {
   Streams* streams = nullptr;
   BucketPool* pool = nullptr;
   Trace* trace = nullptr;
+  HostLink* host_link = nullptr; // emulated; null for none
   int64_t num_shards = 1;
   int64_t shard = 0; // this rank's
   bool by_rows = false; // see Note [Shards of rows]
@@ -33,6 +36,10 @@ struct UnitContext {
   int64_t world_size() const {
     return (collectives == nullptr ? 1 : collectives->size()) *
         (replicas == nullptr ? 1 : replicas->size());
+  }
+  // Counts what happens to a unit now; null where it is not traced.
+  std::shared_ptr<OpenRecord> note(TraceOp op, UnitId unit, int64_t nbytes) const {
+    return trace->add(op, unit, nbytes, pool->stats().in_use_nbytes);
   }
   // For each flag whether it is set on any rank; blocks the host.
   std::vector<bool> any_rank(const std::vector<bool>& flags) const {

@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/ScopeExit.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "common/math.h"
@@ -27,12 +28,18 @@ void UnitsInUse::start(bool consistent, OnGradient on_gradient) {
 void UnitsInUse::run(Actions& actions) {
   // After an exception the rest is not done later: reset() sets right what is missing.
   const auto forget = c10::make_scope_exit([&] { actions.clear(); });
+  gather_late();
   for (const Action& action : actions) {
     Unit& unit = *parts_.units[action.unit];
+    if (action.kind != ActionKind::Unshard) {
+      gather_late();
+    } else if (gathers_later()) {
+      late_.push_back(action.unit);
+      continue;
+    }
     switch (action.kind) {
       case ActionKind::Unshard:
-        parts_.offload.wait_weights(action.unit);
-        unit.unshard();
+        unit.unshard(parts_.offload.before_gather(action.unit));
         break;
       case ActionKind::Reshard:
         unit.reshard();
@@ -47,7 +54,27 @@ void UnitsInUse::run(Actions& actions) {
   }
 }
 
+bool UnitsInUse::gathers_later() const {
+  return parts_.context.tiers.has_host_states() && parts_.streams.has_streams() &&
+      parts_.schedule.in_rooted_pass() && !parts_.backward;
+}
+
+// In order; up to a unit, if it is among them.
+void UnitsInUse::gather_late(std::optional<UnitId> last) {
+  auto end = late_.end();
+  if (last) {
+    const auto found = std::find(late_.begin(), late_.end(), *last);
+    end = found == late_.end() ? late_.begin() : found + 1;
+  }
+  const std::vector<UnitId> units(late_.begin(), end);
+  late_.erase(late_.begin(), end);
+  for (const UnitId id : units) {
+    parts_.units[id]->unshard(parts_.offload.before_gather(id));
+  }
+}
+
 void UnitsInUse::use(UnitId id) {
+  gather_late(id);
   parts_.offload.wait_weights(id);
   parts_.offload.check();
   parts_.units[id]->wait_for_unshard();
@@ -154,6 +181,7 @@ void UnitsInUse::order_gathers() {
 void UnitsInUse::settle() {
   parts_.schedule.abort(parts_.actions);
   parts_.actions.clear();
+  late_.clear();
   for (UnitId id = 0; id < parts_.num_units(); ++id) {
     Unit& unit = *parts_.units[id];
     if (parts_.context.policy.shards_parameters()) {
@@ -191,7 +219,7 @@ void UnitsInUse::check_homes(UnitId id) const {
 
 void UnitsInUse::begin_update(const std::vector<UnitId>& units, bool casts) {
   const at::NoGradGuard no_grad;
-  parts_.offload.wait_updates();
+  parts_.offload.begin_step();
   for (const UnitId id : units) {
     check_homes(id);
     if (casts) { // what the update leaves alone must be right already

@@ -1,5 +1,12 @@
 // Units as the calls, the backward and the optimizer use them: carries out the schedule's actions,
 // shows parameters in modules, and takes note of what the user changes.
+//
+// Note [Gathers behind a call]
+// A gather of weights that come back from the host cannot be issued before they are on their way,
+// for which the host waits. What is gathered ahead in a forward is therefore issued when the device
+// has been given what the running call computes: with the next call, or when this one ends. Whether
+// the weights are there is not asked, as ranks must issue collectives in one order. On the CPU
+// nothing computes behind the host, so there it would only come late.
 #pragma once
 
 #include <cstdint>
@@ -67,10 +74,13 @@ class UnitsInUse {
   };
 
   void sync_requires_grad(UnitId unit);
+  bool gathers_later() const;
+  void gather_late(std::optional<UnitId> last = std::nullopt);
 
   EngineParts& parts_;
   OnGradient on_gradient_;
   std::vector<Use> uses_; // by unit
+  std::vector<UnitId> late_; // to be gathered; see Note [Gathers behind a call]
   uint64_t trainable_ = 0; // sum of the units' hashes
 };
 

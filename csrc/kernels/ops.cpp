@@ -22,6 +22,50 @@ void run_copy(const at::Tensor& like, Pair pair, const SegmentList& list, double
   }
 }
 
+// Both sums of each chunk of a list, whose segments have in `dst` what is known of them.
+void find_squares(
+    c10::Device device,
+    Element element,
+    const SegmentList& list,
+    SquareSum* squares) {
+  const Loops& loops = loops_of(device);
+  const auto is_known = [](const Segment& segment) { return segment.dst != nullptr; };
+  if (std::none_of(list.begin(), list.end(), is_known)) {
+    loops.square({device, element, list, squares});
+    return;
+  }
+  for (const Segment& segment : list) {
+    SquareSum* to = squares + segment.first_chunk;
+    if (is_known(segment)) {
+      const auto* known = static_cast<const SquareSum*>(segment.dst);
+      std::copy_n(known, num_chunks_of(segment.numel), to);
+    } else {
+      SegmentList one;
+      one.push(nullptr, segment.src, segment.numel);
+      loops.square({device, element, one, to});
+    }
+  }
+}
+
+// What is known of shard `index`; null for nothing.
+void* known_squares(const std::vector<at::Tensor>& known, size_t index, const at::Tensor& shard) {
+  if (known.empty() || !known[index].defined()) {
+    return nullptr;
+  }
+  TORCH_CHECK_VALUE(
+      shard.is_cpu() && known[index].is_cpu() && known[index].scalar_type() == at::kDouble &&
+          known[index].numel() == 2 * num_chunks_of(shard.numel()),
+      "sum_of_squares: what is known of shard ",
+      index,
+      " must be float64 of ",
+      2 * num_chunks_of(shard.numel()),
+      " elements on the CPU, got ",
+      known[index].toString(),
+      " of ",
+      known[index].numel());
+  return Memory(known[index]).data;
+}
+
 // The partial sums of the element types follow each other.
 void run_sum_of_squares(const at::Tensor& out, const std::array<SegmentList, kNumElements>& lists) {
   const int64_t num_partials = std::accumulate(
@@ -34,7 +78,7 @@ void run_sum_of_squares(const at::Tensor& out, const std::array<SegmentList, kNu
   int64_t done = 0;
   for (size_t i = 0; i < lists.size(); ++i) {
     if (lists[i].size() > 0) {
-      loops.square({out.device(), static_cast<Element>(i), lists[i], sums + done});
+      find_squares(out.device(), static_cast<Element>(i), lists[i], sums + done);
       done += lists[i].num_chunks();
     }
   }
@@ -139,8 +183,17 @@ void cast(const at::Tensor& bucket, at::TensorList sources, at::IntArrayRef offs
   run_copy(bucket, pair, list, 1.0);
 }
 
-void sum_of_squares(const at::Tensor& out, at::TensorList shards) {
+void sum_of_squares(
+    const at::Tensor& out,
+    at::TensorList shards,
+    const std::vector<at::Tensor>& known) {
   check_flat("sum_of_squares", "out", out);
+  check_count(
+      "sum_of_squares",
+      "known",
+      known.empty() ? shards.size() : known.size(),
+      "shards",
+      shards.size());
   TORCH_CHECK_VALUE(
       out.numel() == 2 && out.scalar_type() == at::kDouble,
       "sum_of_squares: out must be float64 of 2 elements, got ",
@@ -159,9 +212,24 @@ void sum_of_squares(const at::Tensor& out, at::TensorList shards) {
         shards[i].scalar_type(),
         ", expected float32, float16, bfloat16 or float64");
     SegmentList& list = lists[static_cast<size_t>(*element)];
-    list.push(nullptr, Source(shards[i]).data, shards[i].numel());
+    list.push(known_squares(known, i, shards[i]), Source(shards[i]).data, shards[i].numel());
   }
   run_sum_of_squares(out, lists);
+}
+
+void squares_by_chunk(const at::Tensor& squares, at::TensorList shards) {
+  SegmentList list;
+  for (size_t i = 0; i < shards.size(); ++i) {
+    check_member("squares_by_chunk", "shard", i, shards[i], squares, shards[0].scalar_type());
+    list.push(nullptr, Source(shards[i]).data, shards[i].numel());
+  }
+  TORCH_INTERNAL_ASSERT(squares.numel() == 2 * list.num_chunks());
+  if (list.size() > 0) {
+    const auto element = element_of(shards[0].scalar_type());
+    TORCH_INTERNAL_ASSERT(element.has_value());
+    auto* sums = reinterpret_cast<SquareSum*>(Memory(squares).data);
+    loops_of(squares.device()).square({squares.device(), *element, list, sums});
+  }
 }
 
 } // namespace zerocore::kernels

@@ -50,7 +50,16 @@ void accumulate(
 void cast(const at::Tensor& bucket, at::TensorList sources, at::IntArrayRef offsets);
 
 // out[0] = sum of the squares of all elements, out[1] = number of NaN and infinite ones. `out` is
-// float64 [2] on the shards' device, so that one all-reduce sums both. The same bits on every call.
-void sum_of_squares(const at::Tensor& out, at::TensorList shards);
+// float64 [2] on the shards' device, so that one all-reduce sums both. The same bits on every call,
+// also where `known`, empty or a tensor for each shard, has what squares_by_chunk() found of a
+// shard; undefined where nothing is known. Only on the CPU.
+void sum_of_squares(
+    const at::Tensor& out,
+    at::TensorList shards,
+    const std::vector<at::Tensor>& known = {});
+
+// Both sums of each chunk of each shard, float64 [2 * num_chunks]; see Note [Chunks]. Shards are of
+// one dtype.
+void squares_by_chunk(const at::Tensor& squares, at::TensorList shards);
 
 } // namespace zerocore::kernels

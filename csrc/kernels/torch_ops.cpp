@@ -59,6 +59,17 @@ void accumulate_chunks(
   accumulate(out, chunks, num_chunks, add, scale);
 }
 
+void sum_of_known_squares(
+    const at::Tensor& out,
+    at::TensorList shards,
+    const std::optional<c10::List<std::optional<at::Tensor>>>& known) {
+  std::vector<at::Tensor> squares;
+  for (size_t i = 0; known && i < known->size(); ++i) {
+    squares.push_back(known->get(i).value_or(at::Tensor()));
+  }
+  sum_of_squares(out, shards, squares);
+}
+
 void adamw_lists(
     at::TensorList weights,
     at::TensorList grads,
@@ -118,7 +129,7 @@ void implement(torch::Library& library) {
   library.impl("pack", &pack_gradients);
   library.impl("accumulate", &accumulate_chunks);
   library.impl("cast", &cast);
-  library.impl("sum_of_squares", &sum_of_squares);
+  library.impl("sum_of_squares", &sum_of_known_squares);
   library.impl("adamw", &adamw_lists);
 }
 
@@ -132,7 +143,7 @@ TORCH_LIBRARY(zerocore, library) {
       "accumulate(Tensor(a!) out, Tensor chunks, int num_chunks=1, *, bool add=False, "
       "float scale=1.0) -> ()");
   library.def("cast(Tensor(a!) bucket, Tensor[] sources, int[] offsets) -> ()");
-  library.def("sum_of_squares(Tensor(a!) out, Tensor[] shards) -> ()");
+  library.def("sum_of_squares(Tensor(a!) out, Tensor[] shards, *, Tensor?[]? known=None) -> ()");
   library.def(
       "adamw(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] exp_avgs, "
       "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps, Tensor(e!)[] model_weights, *, float lr, "
@@ -154,7 +165,7 @@ TORCH_LIBRARY_IMPL(zerocore, Meta, library) {
   library.impl("pack", &OnMeta<&pack_gradients>::call);
   library.impl("accumulate", &OnMeta<&accumulate_chunks>::call);
   library.impl("cast", &OnMeta<&cast>::call);
-  library.impl("sum_of_squares", &OnMeta<&sum_of_squares>::call);
+  library.impl("sum_of_squares", &OnMeta<&sum_of_known_squares>::call);
   library.impl("adamw", &OnMeta<&adamw_lists>::call);
 }
 

@@ -10,6 +10,7 @@
 
 #include "common/math.h"
 #include "runtime/alarm.h"
+#include "runtime/emulated_group.h"
 #include "runtime/issue_guard.h"
 #include "runtime/wire_calls.h"
 
@@ -104,6 +105,9 @@ Collectives::Collectives(
       size_(group_->getSize()),
       methods_(WireMethods::of_backend(backend_->getBackendName())),
       alarm_(alarm) {
+  if (!streams_.has_streams()) {
+    emulated_ = dynamic_cast<EmulatedGroup*>(backend_.get());
+  }
   if (backend_->getBackendName() == "gloo") {
     guard_ = IssueGuard::of(backend_);
     user_ = guard_->add_user();
@@ -259,7 +263,12 @@ void Collectives::trace_completion(const PendingCollective& pending) const {
 PendingCollective Collectives::all_gather(
     const at::Tensor& full,
     const at::Tensor& own,
-    CollectiveTag tag) {
+    CollectiveTag tag,
+    const std::shared_future<void>& after) {
+  if (after.valid()) {
+    TORCH_INTERNAL_ASSERT(holds());
+    emulated_->hold_next(after);
+  }
   return start(
       "all_gather", StreamRole::AllGather, {{own}, {full}}, std::move(tag), [&](bool async) {
         return wire::gather(*backend_, methods_.gather, full, own, async);

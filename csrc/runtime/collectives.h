@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <future>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,6 +23,7 @@
 namespace zerocore {
 
 class Alarm;
+class EmulatedGroup;
 class IssueGuard;
 
 class PendingCollective {
@@ -110,8 +112,17 @@ class Collectives {
   std::vector<PendingCollective> start_together(TraceOp op, std::vector<CollectiveCall> calls);
 
   // Gathers every rank's `own` into `full`, rank after rank. `own` may be this rank's slice of
-  // `full` (in place) or other memory. Both are 1-D bytes.
-  PendingCollective all_gather(const at::Tensor& full, const at::Tensor& own, CollectiveTag tag);
+  // `full` (in place) or other memory. Both are 1-D bytes. Begins when `after` is ready, if it is
+  // valid, which it may be where the ranks' group holds().
+  PendingCollective all_gather(
+      const at::Tensor& full,
+      const at::Tensor& own,
+      CollectiveTag tag,
+      const std::shared_future<void>& after = {});
+  // Whether a collective can be issued that begins when something on the host is done.
+  bool holds() const {
+    return emulated_ != nullptr;
+  }
 
   // Leaves in `received` what methods().reduce says of this rank's slice of the sum of `full` over
   // the ranks: as many parts of the slice's size. One part is the sum itself, and `received` may
@@ -180,6 +191,7 @@ class Collectives {
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::intrusive_ptr<c10d::Backend> backend_, reductions_;
+  EmulatedGroup* emulated_ = nullptr; // the backend, on the CPU
   const Streams& streams_;
   const bool launches_together_;
   int64_t rank_ = 0;

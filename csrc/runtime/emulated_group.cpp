@@ -104,6 +104,11 @@ void EmulatedGroup::shutdown() {
   }
 }
 
+void EmulatedGroup::hold_next(std::shared_future<void> after) {
+  const std::lock_guard lock(mutex_);
+  after_ = std::move(after);
+}
+
 void EmulatedGroup::startCoalescing() {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!coalesced_, "startCoalescing() was called twice");
@@ -127,6 +132,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::issue(Call call) {
   one.ns = transfer_ns(link(), call.traffic, call.nbytes, size_);
   {
     const std::lock_guard lock(mutex_);
+    one.after = std::exchange(after_, {});
     if (coalesced_) {
       Transfer& all = *coalesced_;
       all.ns += one.ns;

@@ -15,6 +15,7 @@
 
 #include <atomic>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -58,6 +59,9 @@ class EmulatedGroup final : public c10d::Backend {
   void set_link(const LinkModel& link) {
     link_->set_model(link);
   }
+
+  // The next collective begins behind `after`, as on a device where a stream waits for it.
+  void hold_next(std::shared_future<void> after);
 
   const std::string getBackendName() const override {
     return "emulated";
@@ -112,7 +116,9 @@ class EmulatedGroup final : public c10d::Backend {
   // A collective as it is put together.
   struct Call {
     Call(c10d::OpType op, Traffic traffic_, bool async, int64_t nbytes_ = 0, Tensors outputs = {})
-        : traffic(traffic_), nbytes(nbytes_), transfer{op, async, std::move(outputs), {}, 0.0} {}
+        : traffic(traffic_),
+          nbytes(nbytes_),
+          transfer{op, async, std::move(outputs), {}, 0.0, {}} {}
 
     Traffic traffic;
     int64_t nbytes;
@@ -135,6 +141,7 @@ class EmulatedGroup final : public c10d::Backend {
   const Unlocked unlocked_;
   std::mutex mutex_;
   std::optional<Transfer> coalesced_; // between startCoalescing() and endCoalescing()
+  std::shared_future<void> after_; // of the next collective
   std::atomic<uint64_t> sequence_ = 0;
 };
 

@@ -13,15 +13,12 @@ HostLink::~HostLink() {
   from_host_->stop();
 }
 
-std::shared_future<void> HostLink::carry(
-    bool to_host,
-    int64_t nbytes,
-    std::function<void()> copy,
-    std::shared_ptr<OpenRecord> record) {
-  const auto done = std::make_shared<std::promise<void>>();
+void HostLink::carry(Transfer transfer) {
   LinkWorker::Job job;
-  job.duration_ns = duration_ns(model_, transfer_ns(model_, Traffic::Broadcast, nbytes, 2));
-  job.transfer = [copy = std::move(copy), record] {
+  job.duration_ns =
+      duration_ns(model_, transfer_ns(model_, Traffic::Broadcast, transfer.nbytes, 2));
+  job.after = std::move(transfer.after);
+  job.transfer = [copy = std::move(transfer.copy), record = transfer.record] {
     const c10::InferenceMode normal(false);
     const at::NoGradGuard no_grad;
     if (record != nullptr) {
@@ -29,18 +26,14 @@ std::shared_future<void> HostLink::carry(
     }
     copy();
   };
-  job.finish = [done, record](std::exception_ptr error) {
+  job.finish = [arrival = transfer.arrival,
+                record = transfer.record](const std::exception_ptr& error) {
     if (record != nullptr) {
       record->done_ns = now_ns();
     }
-    if (error != nullptr) {
-      done->set_exception(error);
-    } else {
-      done->set_value();
-    }
+    arrival->set(error);
   };
-  (to_host ? to_host_ : from_host_)->submit(std::move(job));
-  return done->get_future().share();
+  (transfer.to_host ? to_host_ : from_host_)->submit(std::move(job));
 }
 
 } // namespace zerocore

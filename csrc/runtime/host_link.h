@@ -16,21 +16,41 @@
 
 namespace zerocore {
 
+// Something that others wait for; any thread.
+class Arrival {
+ public:
+  void set(const std::exception_ptr& error) {
+    error != nullptr ? promise_.set_exception(error) : promise_.set_value();
+  }
+  // Ready when it has come, or has the error.
+  const std::shared_future<void>& future() const {
+    return future_;
+  }
+
+ private:
+  std::promise<void> promise_;
+  std::shared_future<void> future_ = promise_.get_future().share();
+};
+
 class HostLink {
  public:
+  struct Transfer {
+    bool to_host = false; // or from it
+    int64_t nbytes = 0;
+    std::function<void()> copy; // moves them
+    std::shared_ptr<OpenRecord> record; // gets its times; null for none
+    std::shared_future<void> after = {}; // begins behind it; not valid for at once
+    std::shared_ptr<Arrival> arrival = std::make_shared<Arrival>();
+  };
+
   explicit HostLink(const LinkModel& model) : model_(model) {}
   // Fails what is under way.
   ~HostLink();
   HostLink(const HostLink&) = delete;
   HostLink& operator=(const HostLink&) = delete;
 
-  // Carries `nbytes`, which `copy` moves, to the host or from it. The record, if there is one, gets
-  // its times. Any thread; what is returned is ready when all has come, or has the error.
-  std::shared_future<void> carry(
-      bool to_host,
-      int64_t nbytes,
-      std::function<void()> copy,
-      std::shared_ptr<OpenRecord> record);
+  // Any thread. Its arrival is set when all has come.
+  void carry(Transfer transfer);
 
  private:
   LinkModel model_;

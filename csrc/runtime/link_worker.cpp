@@ -77,10 +77,14 @@ void LinkWorker::run() {
 }
 
 void LinkWorker::carry_out(Queued queued) {
-  const auto start = std::max(queued.submitted, free_at_);
-  free_at_ = start + std::chrono::nanoseconds(queued.job.duration_ns);
+  auto start = std::max(queued.submitted, free_at_);
   std::exception_ptr error;
   try {
+    if (queued.job.after.valid()) {
+      queued.job.after.get();
+      start = std::max(start, Clock::now());
+    }
+    free_at_ = start + std::chrono::nanoseconds(queued.job.duration_ns);
     queued.job.transfer();
   } catch (...) {
     error = std::current_exception();

@@ -15,6 +15,15 @@ size_t index(StreamRole role) {
 
 } // namespace
 
+StreamRole stream_role_named(const std::string& name) {
+  for (int role = 0; role < kNumStreamRoles; ++role) {
+    if (name == stream_role_name(static_cast<StreamRole>(role))) {
+      return static_cast<StreamRole>(role);
+    }
+  }
+  TORCH_CHECK_VALUE(false, "no stream is called '", name, "'");
+}
+
 Streams::Streams(c10::Device device, HandOverLog* log) : device_(device), log_(log) {
   if (device.type() != c10::DeviceType::CPU) {
     const c10::impl::VirtualGuardImpl guard(device.type());

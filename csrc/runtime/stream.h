@@ -29,6 +29,9 @@ namespace zerocore {
 // By StreamRole: how many events of that stream lie behind.
 using StreamClock = std::array<int64_t, kNumStreamRoles>;
 
+// Throws ValueError for what is no name of a role.
+StreamRole stream_role_named(const std::string& name);
+
 // A point in a stream's work.
 struct RecordedEvent {
   std::optional<c10::Event> event; // none on a recording device

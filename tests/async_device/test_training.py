@@ -15,10 +15,12 @@ from tests.async_device.training import (
     Block,
     make_model,
     start,
+    train,
     train_offloaded,
     train_sharded,
 )
 from tests.distributed.harness import run_ranks
+from zerocore.model.state import state_of
 
 STAGES = range(4)
 PREFETCH = (0, 1, 2)
@@ -118,3 +120,26 @@ def test_losses_with_states_on_the_host_are_those_of_gloo() -> None:
     expected = run_ranks(train_all_offloaded, 2, False, launch="torchrun", timeout=150)
     found = run_ranks(train_all_offloaded, 2, True, launch="torchrun", timeout=150)
     assert found == expected
+
+
+def gathers_before_each_call(on_device: bool, offload: zerocore.Offload | None) -> list[int]:
+    """How many gathers the host has issued in a forward when each block begins to compute."""
+    device, _ = start(on_device)
+    model = zerocore.shard(make_model(device), stage=3, units=[Block], offload=offload)
+    train(model, device, make_optimizer=zerocore.optim.AdamW)
+    found: list[int] = []
+    before = state_of(model).engine.counters["all_gather"].count
+    for block in model:
+        block.up.register_forward_pre_hook(
+            lambda *_: found.append(state_of(model).engine.counters["all_gather"].count - before)
+        )
+    model(torch.ones(4, WIDTH, device=device)).sum().backward()
+    return found
+
+
+def test_a_device_computes_before_the_host_waits_for_weights() -> None:
+    """See Note [Gathers behind a call]."""
+    for offload in (zerocore.Offload(), zerocore.Offload(parameters="cpu")):
+        (found, _) = run_ranks(gathers_before_each_call, 2, True, offload, launch="torchrun")
+        assert found == [1, 2, 3, 4]
+    assert run_ranks(gathers_before_each_call, 2, True, None, launch="torchrun")[0] == [2, 3, 4, 4]

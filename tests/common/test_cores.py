@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from zerocore.common.cores import host_threads, num_cores
+import pytest
+import torch
+
+from zerocore.common.cores import host_threads, num_cores, update_threads
 
 CHILD = """
 import os
@@ -37,3 +40,16 @@ def test_ranks_share_the_cores_that_they_are_not_bound_to() -> None:
     cores = num_cores(os.sched_getaffinity(0))
     assert [int(n) for n in done.stdout.split()] == [cores, max(1, cores // 2), 1, 1]
     assert 1 <= host_threads(1) <= cores
+
+
+def test_threads_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One core is left to who feeds a device; torch's own number is the most beside the CPU."""
+    monkeypatch.setattr("zerocore.common.cores.num_cores", lambda _: 12)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    cpu, device = torch.device("cpu"), torch.device("cuda", 0)
+    assert (update_threads(cpu), update_threads(device)) == (5, 11)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert (update_threads(cpu), update_threads(device)) == (3, 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")
+    assert (update_threads(cpu), update_threads(device)) == (1, 1)

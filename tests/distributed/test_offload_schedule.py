@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,10 +32,12 @@ from zerocore.common.host_link import set_emulated_host_link
 from zerocore.model.state import state_of
 
 
-def record_step(stage: int, offload: Offload) -> list[zerocore.Event]:
+def record_step(
+    stage: int, offload: Offload, link: str = "1GB/s,20ms", **options: Any
+) -> list[zerocore.Event]:
     """Events from a backward to the next forward, over a slow link."""
-    set_emulated_host_link(emulated.link("1GB/s,20ms"))
-    model, optimizer = blocks(stage, offload)
+    set_emulated_host_link(emulated.link(link))
+    model, optimizer = blocks(stage, offload, **options)
     for _ in range(2):
         backward(model)
         optimizer.step()
@@ -67,12 +71,116 @@ def check_order() -> None:
             assert sent.done_ns <= by_op["all_gather", unit].issued_ns
         # The forward began when its first unit had come back; the others were on their way.
         assert by_op["all_gather", "0"].issued_ns < by_op["to_device", "3"].issued_ns
+        # Squares are summed as each gradient arrives; all are known when the first unit is updated.
+        assert [unit for op, unit in first if op == "host_squares"] == names[::-1]
+        squares = {
+            event.unit: event for event in events[: len(first)] if event.op == "host_squares"
+        }
+        arrived = {event.unit: event for event in events[: len(first)] if event.op == "to_host"}
+        for unit in names:
+            assert arrived[unit].done_ns <= squares[unit].issued_ns
+            assert squares[unit].done_ns <= by_op["host_update", "0"].issued_ns
+        # Under the backward: the last unit's before the first one's gradient has come.
+        assert squares["3"].done_ns <= arrived["0"].done_ns
         # The next unit is updated while weights return.
         assert by_op["host_update", "1"].issued_ns < by_op["to_device", "0"].done_ns
 
 
 def test_units_leave_and_return_one_by_one() -> None:
     run_ranks(check_order, 2)
+
+
+def arrivals_and_gathers(offload: Offload) -> Iterator[tuple[zerocore.Event, zerocore.Event]]:
+    """What comes from the host after a step, and the first gather of it."""
+    events = record_step(3, offload)
+    begin = next(index for index, event in enumerate(events) if event.op == "host_update")
+    for unit in ("0", "1", "2", "3"):
+        of_unit = [event for event in events[begin:] if event.unit == unit]
+        arrival = next(event for event in of_unit if event.op == "to_device")
+        yield arrival, next(event for event in of_unit if event.op == "all_gather")
+
+
+def check_loads() -> None:
+    """Loads of parameters take the link's time; their gathers begin behind them."""
+    for load, gather in arrivals_and_gathers(ALL):
+        assert load.done_ns - load.issued_ns >= 19e6
+        assert gather.issued_ns >= load.done_ns  # gloo has no way to wait: the host does
+
+
+def test_loads_take_the_time_of_the_link() -> None:
+    run_ranks(check_loads, 2)
+
+
+def test_on_the_emulated_link_the_host_does_not_wait() -> None:
+    """A gather is issued at once and begins when its part is loaded, or its weights are back."""
+    with zerocore.emulate(4, "10GB/s", "1ms"):
+        for offload in (ALL, STATES):
+            arrivals = list(arrivals_and_gathers(offload))
+            assert all(arrival.done_ns < gather.done_ns for arrival, gather in arrivals)
+            # Of the first units: the link is slow, so later ones are issued when they are used.
+            assert all(gather.issued_ns < arrival.done_ns for arrival, gather in arrivals[:2])
+        # Squares of gradients are summed only where a step asks for their norm.
+        model, optimizer = blocks(3, STATES)
+        optimizer.clip_grad_norm = None
+        for _ in range(2):
+            backward(model)
+            optimizer.step()
+        assert state_of(model).engine.counters["host_squares"].count == 0
+
+
+def norms_of_changed_gradients(offload: Offload | None) -> list[torch.Tensor]:
+    """With gradients that are changed between a backward and its step, each in another way."""
+    changes: list[Callable[[Any], Any]] = [
+        lambda param: None,
+        lambda param: param.grad.mul_(3),
+        lambda param: setattr(param, "grad", param.grad * 2),
+        lambda param: param.grad.local().fill_(0.25),
+        lambda param: setattr(param, "grad", None),
+        lambda param: None,
+    ]
+    model, optimizer = blocks(2, offload)
+    norms = []
+    for change in changes:
+        backward(model)
+        change(next(iter(model.parameters())))
+        optimizer.step()
+        assert isinstance(optimizer.grad_norm, torch.Tensor)
+        norms.append(optimizer.grad_norm.clone())
+        optimizer.zero_grad()
+    return [*norms, *zerocore.full_state_dict(model, rank0_only=False).values()]
+
+
+def check_changed_gradients() -> None:
+    expected = norms_of_changed_gradients(None)
+    for offload in (STATES, BOTH):
+        assert all(map(torch.equal, norms_of_changed_gradients(offload), expected)), offload
+
+
+def test_squares_of_changed_gradients_are_summed_again() -> None:
+    run_ranks(check_changed_gradients, 2)
+
+
+def num_threads_of_update(threads: int | None) -> int:
+    """Threads that a step starts: the worker, and those that share its loops."""
+    model = zerocore.shard(nn.Linear(512, 1024), stage=1, offload=Offload(threads=threads))
+    optimizer = zerocore.optim.AdamW(model.parameters(), lr=1e-3)
+    gc.collect()  # models of before, and their threads
+    tasks = Path("/proc/self/task")
+    before = len(list(tasks.iterdir()))
+    model(torch.randn(1, 512)).square().mean().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    return len(list(tasks.iterdir())) - before
+
+
+def check_threads() -> None:
+    torch.set_num_threads(1)  # as many as an update has where the CPU computes
+    num_threads_of_update(1)  # what else the first step of a process starts
+    assert [num_threads_of_update(threads) for threads in (1, 3, 5, None)] == [1, 3, 5, 1]
+
+
+def test_an_update_has_as_many_threads_as_asked() -> None:
+    run_ranks(check_threads, 1)
 
 
 def check_readers() -> None:
@@ -192,7 +300,8 @@ def refuse_all() -> list[str]:
 
     for stage, offload in ((1, GRADIENTS), (2, ALL), (3, "cpu")):
         refused(lambda stage=stage, offload=offload: blocks(stage, offload))
-    for options in ({"states": "disk"}, {"states": "host"}, {"states": 1}, {"path": "/tmp"}):
+    wrong: list[dict[str, Any]] = [{"states": "disk"}, {"states": "host"}, {"states": 1}]
+    for options in (*wrong, {"path": "/tmp"}, {"threads": 0}, {"threads": 1.0}):
         refused(lambda options=options: Offload(**options))
     refused(lambda: Offload(states="device", parameters="cpu"))
     refused(lambda: Offload(states="device"))
@@ -208,6 +317,7 @@ def test_refusals_are_named_on_every_rank() -> None:
     assert errors == other
     parts = ["gradients='cpu' needs stage 2", "parameters='cpu' needs stage 3", "zerocore.Offload"]
     parts += ["not built yet", "'device' or 'cpu', got 'host'", "got 1", "path"]
+    parts += ["threads must be at least 1, got 0", "threads must be an int, got 1.0"]
     parts += ["goes with states='cpu'", "nothing leaves", "Muon moves whole matrices"]
     for error, part in zip(errors, parts, strict=True):
         assert part in error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.kernels.cases import COUNTS, NARROW, check_sum_of_squares, filled, ops
 
@@ -37,3 +38,23 @@ def test_a_square_that_overflows_is_no_bad_value() -> None:
     out = torch.empty(2, dtype=torch.float64)
     ops.sum_of_squares(out, [torch.tensor([1e30])])
     assert out.tolist() == [float("inf"), 0]
+
+
+def test_known_squares_give_the_same_bits() -> None:
+    """Some shards' are known, of each dtype; a shard of one chunk has one pair of sums."""
+    dtypes = (*NARROW, torch.float64)
+    sizes = (8192, 100, 0, 20_000, 3)
+    shards = [filled(n + i, dtype, "cpu") for i, n in enumerate(sizes) for dtype in dtypes]
+    expected, found = torch.empty(2, dtype=torch.float64), torch.empty(2, dtype=torch.float64)
+    ops.sum_of_squares(expected, shards)
+    known: list[Tensor | None] = []
+    for index, shard in enumerate(shards):
+        squares = torch.empty(2 if shard.numel() else 0, dtype=torch.float64)
+        if shard.numel() > 0:
+            ops.sum_of_squares(squares, [shard])
+        known.append(squares if index % 3 and shard.numel() <= 8192 else None)
+    ops.sum_of_squares(found, shards, known=known)
+    assert torch.equal(found, expected)
+    next(squares for squares in known if squares is not None)[0] += 1000.0
+    ops.sum_of_squares(found, shards, known=known)
+    assert found[0] > expected[0]

@@ -108,6 +108,8 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: ops.cast(ONES, [ONES], [2]), ValueError, r"\[2, 6\)"),
     (lambda: ops.sum_of_squares(ONES, [ONES]), ValueError, "must be float64 of 2 elements"),
     (lambda: ops.sum_of_squares(SUMS, [ONES.int()]), TypeError, "shard 0 is Int"),
+    (lambda: ops.sum_of_squares(SUMS, [ONES], known=[ONES]), ValueError, "float64 of 2 elements"),
+    (lambda: ops.sum_of_squares(SUMS, [ONES], known=[SUMS, SUMS]), ValueError, "got 2 known for 1"),
     (lambda: ops.cast(ONES, [ONES.to("meta")], [0]), ValueError, "is on meta, expected cpu"),
 ]
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from zerocore.common.cores import local_ranks
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _MOST = 8  # one thread moves about 2 GB/s through the page cache: more than a node's disks need
@@ -15,7 +17,7 @@ _MOST = 8  # one thread moves about 2 GB/s through the page cache: more than a n
 def num_threads() -> int:
     """This rank's share of the processors that it may use, from 2 to 8."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST, max(2, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return min(_MOST, max(2, cpus // local_ranks()))
 
 
 def in_threads(call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

@@ -6,7 +6,14 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
 _PROCESSORS = Path("/sys/devices/system/cpu")
+
+
+def local_ranks() -> int:
+    """Ranks of this machine, as torchrun says; 1 where nobody does."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def num_cores(processors: Iterable[int], folder: Path = _PROCESSORS) -> int:
@@ -27,3 +34,15 @@ def host_threads(local_ranks: int) -> int:
     own, parent = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
     cores = num_cores(own)
     return cores if own < parent else max(1, cores // local_ranks)
+
+
+def update_threads(device: torch.device) -> int:
+    """Threads that share an update on the host while ``device`` computes.
+
+    One core is left to the thread that feeds a device. Where the CPU computes as well, the update
+    has as many threads as torch computes with, which is what a user has set for that.
+    """
+    cores = host_threads(local_ranks())
+    if device.type == "cpu":
+        return min(cores, torch.get_num_threads())
+    return max(1, cores - 1)

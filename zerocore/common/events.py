@@ -11,8 +11,9 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 """Those of units; the planner predicts them."""
 EXCHANGE = "all_to_all"
 """An optimizer of whole matrices issues it; its events belong to no unit."""
-HOST = ("to_host", "host_update", "to_device")
-"""Those of states on the host: gradients come, weights are updated, and go back."""
+HOST = ("to_host", "host_squares", "host_update", "to_device")
+"""Those of states on the host: gradients come, are squared for their norm, weights are updated, and
+go back."""
 OPTIMIZER = "optimizer"
 """Such events have it in the place of a unit's name."""
 
@@ -23,8 +24,8 @@ class Event:
 
     Attributes:
         op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``unshard`` or ``reshard``; or
-            ``all_to_all``, of an optimizer of whole matrices, and ``to_host``, ``host_update``,
-            ``to_device``, of states on the host.
+            ``all_to_all``, of an optimizer of whole matrices, and ``to_host``, ``host_squares``,
+            ``host_update``, ``to_device``, of states on the host.
         unit: name of the unit, or ``optimizer``.
         nbytes: bytes of the full bucket; of an all-to-all those that this rank sends.
         pool_nbytes: bytes of the bucket pool in use right after.
@@ -76,12 +77,18 @@ def queues_of_device(own_reductions: bool) -> Queues:
 def transfers(events: Iterable[Event], queues: Queues) -> Iterator[tuple[Event, int]]:
     """Each finished collective with the time it began to move bytes, ns.
 
-    One that was issued before the last of its queue was done begins when that was done.
+    One that was issued before the last of its queue was done begins when that was done. A gather
+    begins when what it sends has come from the host.
     """
     free_ns: dict[str, int] = {}
+    there_ns: dict[str, int] = {}  # by unit
     for event in events:
+        if event.op == "to_device":
+            there_ns[event.unit] = event.done_ns
         if event.op not in (*COLLECTIVES, EXCHANGE) or event.done_ns < 0:
             continue
         queue = queues.get(event.op, "")
-        yield event, min(max(event.issued_ns, free_ns.get(queue, 0)), event.done_ns)
+        ready_ns = there_ns.get(event.unit, 0) if event.op == "all_gather" else 0
+        begin_ns = max(event.issued_ns, free_ns.get(queue, 0), ready_ns)
+        yield event, min(begin_ns, event.done_ns)
         free_ns[queue] = event.done_ns

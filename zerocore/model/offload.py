@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zerocore.common.checks import check_int
+
 PLACES = ("device", "cpu", "disk")
 FIRST_STAGE = {"states": 0, "gradients": 2, "parameters": 3}
 """The lowest stage at which each part can leave the device."""
@@ -21,16 +23,21 @@ class Offload:
         parameters: what layers compute with, at stage 3 and with ``states="cpu"``: each gather
             loads its part from the host.
         path: folder of what is on ``"disk"``.
+        threads: that share a unit's update on the host. None for this rank's share of the cores
+            that it may run on, less one for the thread that feeds a device; where the CPU computes,
+            no more than torch computes with. The numbers do not depend on it.
 
     Raises:
-        ValueError: no such place, a part that cannot be there, or nothing that leaves the device.
-        TypeError: a part or ``path`` that is no string.
+        ValueError: no such place, a part that cannot be there, nothing that leaves the device, or
+            ``threads`` below 1.
+        TypeError: a part or ``path`` that is no string, or ``threads`` that is no int.
     """
 
     states: str = "cpu"
     gradients: str = "device"
     parameters: str = "device"
     path: str | None = None
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         for name in FIRST_STAGE:
@@ -39,6 +46,8 @@ class Offload:
             raise TypeError(f"offload: path must be a string or None, got {self.path!r}")
         if self.path is not None:
             raise ValueError("offload: path goes with 'disk', which is not built yet; leave it out")
+        if self.threads is not None:
+            check_int("threads", self.threads, 1)
         if self.parameters == "cpu" and self.states != "cpu":
             raise ValueError(
                 "offload: parameters='cpu' goes with states='cpu', as the optimizer updates them "

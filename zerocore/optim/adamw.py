@@ -180,7 +180,7 @@ class AdamW(Optimizer):
         factor = None if scaled_by is None else scaled_by.double().reciprocal()
         if self.clip_grad_norm is None or not plan.squares:
             return factor, found_inf
-        norm = global_norm(plan.squares, grads)
+        norm = global_norm(plan.squares, grads, plan.on_host)
         if factor is not None:
             norm = norm * factor.to(norm.device, non_blocking=True)
         self.grad_norm = norm.float()

@@ -129,6 +129,8 @@ class Batch:
 # Gradients on a device whose squares are summed over the ranks of a group (None: each rank has
 # all). A group is here without gradients too: other ranks may have some, and would wait.
 Squares = dict[tuple[dist.ProcessGroup | None, torch.device], list[int]]
+# By number: unit and place in it of each parameter whose states are on the host.
+OnHost = dict[int, tuple[HostUnit, int]]
 
 
 @dataclass
@@ -139,6 +141,7 @@ class UpdatePlan:
     num_states: int  # of the optimizer, when the plan was made
     batches: list[Batch]
     squares: Squares
+    on_host: OnHost
 
 
 def make_plan(
@@ -151,16 +154,19 @@ def make_plan(
     batches: dict[Hashable, Batch] = {}
     places = [(param, group) for group in groups for param in group["params"]]
     squares = squares_of([param for param, _ in places], grads)
+    on_host: OnHost = {}
     for index, ((param, group), grad) in enumerate(zip(places, grads, strict=True)):
         if grad is None:
             continue
         model_weight = getattr(param, "model_weight", None)
         model_dtype = None if model_weight is None else model_weight.dtype
         host = _host_unit(param)
+        if host is not None:
+            on_host[index] = host, param.position
         key = (id(group), param.device, param.dtype, kinds[index], model_dtype, host)
         batch = batches.setdefault(key, Batch(group, param.device, host))
         batch.add(index, param, states[param], model_weight)
-    return UpdatePlan(kinds, len(states), _in_order(list(batches.values())), squares)
+    return UpdatePlan(kinds, len(states), _in_order(list(batches.values())), squares, on_host)
 
 
 def _host_unit(param: Tensor) -> HostUnit | None:
@@ -202,6 +208,14 @@ def squares_of(params: Sequence[Tensor], grads: Sequence[Any]) -> Squares:
     return squares
 
 
+def _known_squares(place: tuple[HostUnit, int] | None) -> Tensor | None:
+    if place is None:
+        return None
+    host, position = place
+    known: Tensor | None = host.state_ref().engine.known_squares(host.unit, position)
+    return known
+
+
 def _on(device: torch.device, grad: Tensor) -> Tensor:
     """The gradient on the device; one that is kept on the host is copied."""
     return grad if grad.device == device else grad.to(device)
@@ -217,12 +231,17 @@ def _scalar_on(device: torch.device, number: Any) -> Tensor | None:
     return None if number is None else number.to(device, torch.float32, non_blocking=True)
 
 
-def global_norm(squares: Squares, grads: Sequence[Any]) -> Tensor:
-    """2-norm of all gradients, float64; one all-reduce for each process group."""
+def global_norm(squares: Squares, grads: Sequence[Any], on_host: OnHost | None = None) -> Tensor:
+    """2-norm of all gradients, float64; one all-reduce for each process group.
+
+    Squares of gradients that have come to the host may be known already, chunk by chunk.
+    """
     sums: list[Tensor] = []
     for (group, device), indices in squares.items():
         square = torch.zeros(2, dtype=torch.float64, device=device)
-        torch.ops.zerocore.sum_of_squares(square, [grads[index] for index in indices])
+        known = [_known_squares(on_host.get(index)) for index in indices] if on_host else []
+        given = None if all(each is None for each in known) else known
+        torch.ops.zerocore.sum_of_squares(square, [grads[i] for i in indices], known=given)
         if group is not None:
             dist.all_reduce(square[:1], group=group)
         sums.append(square[0])

@@ -23,6 +23,7 @@ COLORS = {
     "all_reduce": "tab:green",
     EXCHANGE: "tab:cyan",
     "to_host": "tab:pink",
+    "host_squares": "tab:cyan",
     "host_update": "tab:purple",
     "to_device": "tab:orange",
     WAIT: "tab:red",

@@ -18,6 +18,7 @@ from zerocore._C import (
     UnitSpec,
 )
 from zerocore.common.alarm import watch_end
+from zerocore.common.cores import update_threads
 from zerocore.common.host_link import emulated_host_link
 from zerocore.hooks.backward_calls import watch_backward_calls
 from zerocore.hooks.loads import watch_loads
@@ -82,6 +83,7 @@ def _make_engine(request: ShardRequest, ranks: Ranks, order: list[CallEvent]) ->
         alarm_name="" if control is None else request.name,
         stall_seconds=request.stall_seconds,
         host_link=emulated_host_link(),
+        host_threads=_host_threads(config, request.device),
     )
     units = [
         UnitSpec(unit.name, [_unit_param(choice, config) for choice in unit.params])
@@ -92,6 +94,11 @@ def _make_engine(request: ShardRequest, ranks: Ranks, order: list[CallEvent]) ->
         for unit in range(len(units)):
             engine.set_gradient_scale(unit, 1.0 / config.gradient_divide_factor)
     return engine
+
+
+def _host_threads(config: ShardConfig, device: torch.device) -> int:
+    given = None if config.offload is None else config.offload.threads
+    return update_threads(device) if given is None else given
 
 
 def _name_of(group: ProcessGroup | None) -> str | None:

@@ -26,7 +26,7 @@ def build_step(
     `blocks` are the repeated blocks inside `model`; FSDP2 has to be told about them.
     """
     if system.peer == "deepspeed":
-        return _deepspeed_step(model, lr, system.stage, recipe)
+        return _deepspeed_step(model, lr, system, recipe)
     model = wrap_model(system, model, blocks, recipe=recipe)
     if system.peer == "zerocore" and recipe.optimizer == "zerocore":
         optimizer = import_zerocore().optim.AdamW(
@@ -77,13 +77,21 @@ def _sync(system: System, model: Any, is_last: bool) -> AbstractContextManager[A
     return no_sync
 
 
-def _deepspeed_step(model: nn.Module, lr: float, stage: int | None, recipe: Recipe) -> Step:
+def _deepspeed_step(model: nn.Module, lr: float, system: System, recipe: Recipe) -> Step:
     deepspeed = importlib.import_module("deepspeed")
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    zero: dict[str, Any] = {"stage": system.stage}
+    if system.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        adam: Any = importlib.import_module("deepspeed.ops.adam")
+        optimizer = adam.DeepSpeedCPUAdam(
+            model.parameters(), lr=lr, weight_decay=0.01, adamw_mode=True
+        )
     config: dict[str, Any] = {
         # DeepSpeed insists on knowing the batch; nothing here depends on it.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": recipe.accumulate,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": zero,
         # Its default clips to a norm of 1, which would make the losses differ from all the others.
         "gradient_clipping": recipe.clip or 0.0,
     }
@@ -91,7 +99,7 @@ def _deepspeed_step(model: nn.Module, lr: float, stage: int | None, recipe: Reci
         config |= {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=lr, fused=True),
+        optimizer=optimizer,
         config=config,
         dist_init_required=not dist.is_initialized(),
     )

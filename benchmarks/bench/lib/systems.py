@@ -21,6 +21,7 @@ class System:
 
     `overlap` asks FSDP2 for explicit prefetching, see `prefetch_in_order`; `prefetch` is the number
     of units that zerocore gathers ahead. A `hybrid` one shards within replicas, over a 2-D mesh.
+    With `offload` states are on the host.
     """
 
     peer: str
@@ -29,6 +30,7 @@ class System:
     overlap: bool = False
     prefetch: int = 1
     hybrid: bool = False
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,14 @@ def wrap_model(
             model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
         )
     if system.peer == "fsdp2":
-        apply_fsdp2(model, blocks, reshard=system.stage == 3, mesh=mesh, dtype=recipe.compute_dtype)
+        apply_fsdp2(
+            model,
+            blocks,
+            reshard=system.stage == 3,
+            mesh=mesh,
+            dtype=recipe.compute_dtype,
+            offload=system.offload,
+        )
         if system.overlap:
             prefetch_in_order(model, blocks)
     elif system.peer == "fully_shard":
@@ -142,6 +151,7 @@ def _shard(system: System, model: nn.Module, recipe: Recipe, mesh: Any) -> nn.Mo
         prefetch=system.prefetch,
         accumulate="sharded" if recipe.accumulate == 1 else "full",
         mixed_precision=mixed,
+        offload=zerocore.Offload(states="cpu") if system.offload else None,
     )
     return sharded
 
@@ -154,22 +164,27 @@ def apply_fsdp2(
     mesh: Any = None,
     dtype: torch.dtype | None = None,
     engine: str = "torch.distributed.fsdp",
+    offload: bool = False,
 ) -> None:
     """Shards each block and then the root in place, as FSDP2's manual advises.
 
     `engine` is FSDP2 itself or "zerocore.fsdp", which has its interface. With `reshard` the root
     keeps its default: it stays gathered after the forward, as the backward needs it at once. With
-    `dtype` layers compute in it and gradients are reduced in fp32.
+    `dtype` layers compute in it and gradients are reduced in fp32. With `offload` parameters,
+    gradients and states are in the host's memory, which is pinned where there is a GPU.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     fully_shard = importlib.import_module(engine).fully_shard
     reduce_dtype = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(block, reshard_after_forward=reshard, **options)
     last = None if reshard else False
-    fully_shard(model, mesh=mesh, reshard_after_forward=last, mp_policy=policy)
+    fully_shard(model, reshard_after_forward=last, **options)
 
 
 def prefetch_in_order(model: Any, blocks: Any) -> None:
