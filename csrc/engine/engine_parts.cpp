@@ -32,7 +32,8 @@ UnitContext make_context(
     Peers* peers,
     Streams& streams,
     BucketPool& pool,
-    Trace& trace) {
+    Trace& trace,
+    DiskStates* disk) {
   if (collectives == nullptr) {
     std::swap(collectives, replicas); // nothing to shard: replicas of everything
     sharding.stage = 0;
@@ -46,6 +47,7 @@ UnitContext make_context(
   context.streams = &streams;
   context.pool = &pool;
   context.trace = &trace;
+  context.disk = disk;
   context.num_shards = context.policy.shards_optimizer() ? world_size : 1;
   context.shard = context.policy.shards_optimizer() ? collectives->rank() : 0;
   context.by_rows = sharding.by_rows;
@@ -91,6 +93,7 @@ EngineParts::EngineParts(
       collectives(make_collectives(engine_options.groups.shard, streams, alarm.get())),
       replicas(make_collectives(engine_options.groups.replicas, streams, alarm.get())),
       peers(make_peers(engine_options.groups.control, alarm.get())),
+      disk(engine_options.sharding.tiers.uses_disk() ? std::make_unique<DiskStates>() : nullptr),
       context(make_context(
           engine_options.sharding,
           collectives.get(),
@@ -98,7 +101,8 @@ EngineParts::EngineParts(
           peers.get(),
           streams,
           pool,
-          trace)),
+          trace,
+          disk.get())),
       host_link(
           engine_options.host_link ? std::make_unique<HostLink>(*engine_options.host_link)
                                    : nullptr),

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "engine/autograd.h"
+#include "engine/disk_states.h"
 #include "runtime/device_memory.h"
 
 namespace zerocore {
@@ -182,20 +183,51 @@ void Offload::update(HostUpdate given) {
       held->steps,
       held->model_weights};
   kernels::AdamWUpdate step(tensors, held->options, held->scalars);
-  last_update_ = submit(TraceOp::HostUpdate, held->unit, nbytes, [held, step = std::move(step)] {
+  announce(held->unit);
+  DiskStates* disk = context_.disk;
+  auto work = [held, disk, step = std::move(step)] {
+    if (disk != nullptr) {
+      disk->bring(held->unit);
+    }
     step.run();
     for (const auto& [to, from] : held->casts) {
       to.copy_(from);
     }
-  });
+  };
+  last_update_ = submit(TraceOp::HostUpdate, held->unit, nbytes, std::move(work));
   states_[held->unit].updated_at = last_update_;
+}
+
+// A unit on disk is going to be updated; the first one of a step begins it.
+void Offload::announce(UnitId id) {
+  DiskStates* disk = context_.disk;
+  if (disk == nullptr) {
+    return;
+  }
+  disk->announce(id);
+  if (!std::exchange(is_open_, true)) {
+    submit([disk, order = std::exchange(order_, {})] { disk->begin_step(order); });
+  }
+}
+
+void Offload::give_back(UnitId id) {
+  if (DiskStates* disk = context_.disk) {
+    last_update_ = submit([disk, id] { disk->give_back(id); });
+  }
+}
+
+void Offload::end_step() {
+  if (std::exchange(is_open_, false) && worker_ != nullptr) {
+    last_update_ = submit([disk = context_.disk] { disk->end_step(); });
+  }
 }
 
 void Offload::send(UnitId id) {
   OffloadedUnit& state = states_.at(id);
   state.sent = true;
   if (!context_.tiers.returns_weights()) {
-    state.sent_at = last_update_; // gathers load them from the host
+    give_back(id);
+    state.sent_at = last_update_; // gathers load them from there
     return;
   }
   const Unit& unit = *units_[id];
@@ -207,6 +239,7 @@ void Offload::send(UnitId id) {
     state.sent_at = submit(TraceOp::ToDevice, id, nbytes, [&unit] { unit.main().send(); });
   }
   state.updated_at = last_update_ = state.sent_at;
+  give_back(id);
 }
 
 // The worker goes on with the next unit meanwhile.
@@ -248,25 +281,40 @@ void Offload::check() {
   if (states_.empty() || worker_ == nullptr) {
     return;
   }
-  const auto error = worker_->take_error();
-  if (const auto first = error != nullptr ? error : std::exchange(arrival_error_, nullptr)) {
-    std::rethrow_exception(first);
+  auto error = worker_->take_error();
+  error = error != nullptr ? error : std::exchange(arrival_error_, nullptr);
+  if (error == nullptr && context_.tiers.parameters == Tier::Disk) {
+    error = context_.disk->loads().take_failure();
+  }
+  if (error != nullptr) {
+    std::rethrow_exception(error);
   }
 }
 
 void Offload::wait_updates() {
+  end_step();
   wait(last_update_);
   wait_arrivals();
   check();
+  check_disk();
   if (!states_.empty()) {
     context_.streams->order(StreamRole::Compute, StreamRole::HostToDevice);
   }
 }
 
 void Offload::synchronize() {
+  end_step();
   wait(last_);
   wait_arrivals();
   check();
+  check_disk();
+}
+
+// What the disk has failed to do is lost: nobody gets to see what is there instead.
+void Offload::check_disk() const {
+  if (context_.disk != nullptr && worker_ != nullptr) {
+    context_.disk->check();
+  }
 }
 
 void Offload::wait_arrival(UnitId id) {
@@ -288,7 +336,7 @@ void Offload::wait_arrivals() {
 std::pair<int64_t, int64_t> Offload::host_nbytes() const {
   int64_t weights = 0;
   for (const auto& unit : units_) {
-    const bool has_shard = context_.tiers.has_host_parameters();
+    const bool has_shard = context_.tiers.parameters == Tier::Host;
     const int64_t shard = has_shard ? unit->layout().of_shard(context_.shard).nbytes() : 0;
     weights += unit->main().host_nbytes() + shard;
   }

@@ -67,6 +67,8 @@ class UnitsInUse {
   };
 
   void sync_requires_grad(UnitId unit);
+  void write_back_now(UnitId unit);
+  std::vector<UnitId> in_forward_order(const std::vector<UnitId>& units) const;
 
   EngineParts& parts_;
   OnGradient on_gradient_;

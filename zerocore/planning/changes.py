@@ -9,6 +9,7 @@ from typing import Any
 from zerocore.model.offload import Offload
 from zerocore.model.stages import HIGHEST_STAGE, placements_of, stages_above
 from zerocore.planning.division import Division
+from zerocore.planning.offloading import call_of, on_disk
 from zerocore.planning.planner import Planner
 
 MAX_RANKS = 65536  # where a search for enough ranks gives up
@@ -68,6 +69,12 @@ def changes(now: Candidate, fits: Fits, narrow: Planner | None = None) -> Iterat
     if now.division.offload is None:
         away = now.at(offload=Offload(states="cpu"))
         yield Change("offload=zerocore.Offload(states='cpu') (updates on the host)", away.nbytes)
+        all_away = now.at(stage=HIGHEST_STAGE, offload=on_disk("disk"))
+        yield Change(
+            f"stage={HIGHEST_STAGE}, {call_of(all_away.division.offload)} (each step reads and "
+            "writes a file)",
+            all_away.nbytes,
+        )
 
 
 def _higher_stages(now: Candidate) -> Iterator[Change]:

@@ -17,6 +17,7 @@ from zerocore._C import (
     UnitParam,
     UnitSpec,
 )
+from zerocore.common.agreement import agree
 from zerocore.common.alarm import watch_end
 from zerocore.common.host_link import emulated_host_link
 from zerocore.hooks.backward_calls import watch_backward_calls
@@ -46,6 +47,8 @@ def build(request: ShardRequest) -> ShardState:
     """Shards ``request.model`` in place and returns its state; on all ranks alike."""
     model, config, planned = request.model, request.config, request.planned
     engine = _make_engine(request, call_order(model, planned))
+    if config.offload is not None and config.offload.path is not None:
+        _open_disk(engine, request, config.offload.path)
     state = ShardState(engine, config, request.ranks, request.device)
     if config.mixed_precision is not None:
         cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
@@ -88,6 +91,16 @@ def _make_engine(request: ShardRequest, order: list[CallEvent]) -> Engine:
         for unit in range(len(units)):
             engine.set_gradient_scale(unit, 1.0 / config.gradient_divide_factor)
     return engine
+
+
+def _open_disk(engine: Engine, request: ShardRequest, folder: str) -> None:
+    """Takes the room of this rank's file; raises OSError if there is none for all ranks."""
+    error: OSError | None = None
+    try:
+        engine.open_disk(folder, f"states-of-rank-{request.ranks.rank}")
+    except OSError as caught:
+        error = caught
+    agree(request.ranks.groups, error, [], request.device)
 
 
 def _name_of(group: ProcessGroup | None) -> str | None:
@@ -143,6 +156,7 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     shard.position = position
     shard.model_weight = engine.make_model_shard(unit.index, position)
     shard.on_host = engine.is_updated_on_host(unit.index, position)
+    shard.on_disk = shard.on_host and state.config.place_of("states") == "disk"
     grad = None
     if old.is_floating_point():
         grad = ShardedGrad.make(engine.make_grad(unit.index, position), place)
