@@ -184,11 +184,8 @@ void Offload::update(HostUpdate given) {
       held->model_weights};
   kernels::AdamWUpdate step(tensors, held->options, held->scalars);
   announce(held->unit);
-  DiskStates* disk = context_.disk;
-  auto work = [held, disk, step = std::move(step)] {
-    if (disk != nullptr) {
-      disk->bring(held->unit);
-    }
+  auto work = [this, held, step = std::move(step)] {
+    bring_states(held->unit);
     step.run();
     for (const auto& [to, from] : held->casts) {
       to.copy_(from);
@@ -207,6 +204,13 @@ void Offload::announce(UnitId id) {
   disk->announce(id);
   if (!std::exchange(is_open_, true)) {
     submit([disk, order = std::exchange(order_, {})] { disk->begin_step(order); });
+  }
+}
+
+// By the worker. What it cannot bring from the disk it does not touch.
+void Offload::bring_states(UnitId id) const {
+  if (context_.disk != nullptr) {
+    context_.disk->bring(id);
   }
 }
 
@@ -236,7 +240,10 @@ void Offload::send(UnitId id) {
     send_over_link(id);
   } else {
     const int64_t nbytes = unit.main().sent_nbytes();
-    state.sent_at = submit(TraceOp::ToDevice, id, nbytes, [&unit] { unit.main().send(); });
+    state.sent_at = submit(TraceOp::ToDevice, id, nbytes, [this, id, &unit] {
+      bring_states(id);
+      unit.main().send();
+    });
   }
   state.updated_at = last_update_ = state.sent_at;
   give_back(id);
@@ -249,6 +256,7 @@ void Offload::send_over_link(UnitId id) {
   const auto record =
       context_.trace->add(TraceOp::ToDevice, id, nbytes, context_.pool->stats().in_use_nbytes);
   states_[id].sent_at = submit([this, id, &unit, nbytes, record] {
+    bring_states(id);
     const auto copy = [&unit] { unit.main().send(); };
     states_[id].arrived = link_->carry(/*to_host=*/false, nbytes, copy, record);
   });

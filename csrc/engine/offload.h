@@ -112,6 +112,7 @@ class Offload {
   StepWorker::Ticket submit(StepWorker::Work work);
   StepWorker::Ticket bring(UnitId unit, int64_t nbytes, StepWorker::Work copy);
   void announce(UnitId unit);
+  void bring_states(UnitId unit) const;
   void give_back(UnitId unit);
   void send_over_link(UnitId unit);
   void wait_arrival(UnitId unit);

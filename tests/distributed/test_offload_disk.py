@@ -113,11 +113,12 @@ def changed_by_hand(offload: Offload | None) -> dict[str, torch.Tensor]:
         optimizer.synchronize()
         for state in optimizer.state.values():
             state["exp_avg"].mul_(0.5)
-    del optimizer
+    del optimizer, state  # and with them the moments
     gc.collect()
     second = adamw(model.parameters())
     step(model, second)
-    loaded = adamw(blocks(3, None)[0].parameters())
+    other, _ = blocks(3, None)
+    loaded = adamw(other.parameters())
     loaded.load_state_dict(second.state_dict())
     for key, state in loaded.state_dict()["state"].items():
         found[f"moment {key}"] = state["exp_avg_sq"].local().clone()
@@ -249,6 +250,7 @@ def train_on(checkpoint: str, swap: str, steps: int, dies: bool) -> dict[str, to
             os.kill(os.getpid(), signal.SIGKILL)  # under the update
         optimizer.zero_grad()
         assert os.listdir(swap) == []
+    dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(swap)
     step(model, optimizer)

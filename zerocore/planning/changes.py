@@ -69,12 +69,10 @@ def changes(now: Candidate, fits: Fits, narrow: Planner | None = None) -> Iterat
     if now.division.offload is None:
         away = now.at(offload=Offload(states="cpu"))
         yield Change("offload=zerocore.Offload(states='cpu') (updates on the host)", away.nbytes)
-        all_away = now.at(stage=HIGHEST_STAGE, offload=on_disk("disk"))
-        yield Change(
-            f"stage={HIGHEST_STAGE}, {call_of(all_away.division.offload)} (each step reads and "
-            "writes a file)",
-            all_away.nbytes,
-        )
+        everything = on_disk("disk")
+        away = now.at(stage=HIGHEST_STAGE, offload=everything)
+        text = f"stage={HIGHEST_STAGE}, {call_of(everything)} (each step reads and writes a file)"
+        yield Change(text, away.nbytes)
 
 
 def _higher_stages(now: Candidate) -> Iterator[Change]:
