@@ -183,9 +183,9 @@ class ShardOptions:
         prefetch: int = 1,
         hold_full: bool = False,
         by_rows: bool = False,
-        host_states: bool = False,
-        host_gradients: bool = False,
-        host_parameters: bool = False,
+        states: str = "device",
+        gradients: str = "device",
+        parameters: str = "device",
     ) -> None: ...
 
 class PlanOptions:
@@ -230,11 +230,13 @@ class PlannedEvent:
     across: bool
 
 class HostBytes:
-    """Predicted bytes on the host for one rank."""
+    """Predicted bytes on the host for one rank, and in its file."""
 
     weights: int
     gradients: int
     optimizer: int
+    buffers: int
+    disk: int
     total: int
 
 class MemoryPlan:

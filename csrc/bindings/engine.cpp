@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "bindings/bindings.h"
-#include "bindings/registrar.h"
+#include "bindings/py_engine.h"
 #include "engine/autograd.h"
 #include "engine/engine.h"
 
@@ -48,12 +48,6 @@ std::vector<at::Tensor> collect_outputs(const py::object& value) {
   collect_outputs(value.ptr(), outputs);
   return outputs;
 }
-
-// The engine with the registrar it owns.
-struct PyEngine {
-  std::shared_ptr<Engine> engine;
-  DictRegistrar* registrar = nullptr;
-};
 
 // An exchange under way, and the engine that it needs to end.
 struct PyExchange {
@@ -299,34 +293,6 @@ void register_unit_controls(py::class_<PyEngine>& engine) {
       .def("set_gradient_scale", [](PyEngine& self, UnitId unit, double scale) {
         self.engine->unit(unit).settings().gradient_scale = scale;
       });
-}
-
-// Steps of states on the host.
-void register_offload(py::class_<PyEngine>& engine) {
-  const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  engine
-      .def(
-          "is_updated_on_host",
-          [](PyEngine& self, UnitId unit, int param) {
-            return self.engine->offload().updates(unit, param);
-          })
-      .def(
-          "update_on_host",
-          [](PyEngine& self, HostUpdate update) {
-            self.engine->offload().update(std::move(update));
-          },
-          no_gil)
-      .def(
-          "send_weights",
-          [](PyEngine& self, UnitId unit) { self.engine->offload().send(unit); },
-          no_gil)
-      .def(
-          "known_squares",
-          [](PyEngine& self, UnitId unit, int param) {
-            return self.engine->offload().known_squares(unit, param);
-          },
-          no_gil)
-      .def("synchronize", [](PyEngine& self) { self.engine->offload().synchronize(); }, no_gil);
 }
 
 int64_t sum_of_units(const PyEngine& self, int64_t (*nbytes_of)(const Unit&)) {

@@ -218,11 +218,17 @@ void register_schedule(py::module_& module) {
       .def_property_readonly("order", [](const S& s) { return s.schedule.order(); });
 }
 
+Tier tier_of(const std::string& place) {
+  return place == "device" ? Tier::Device : place == "cpu" ? Tier::Host : Tier::Disk;
+}
+
 void register_options(py::module_& module) {
   py::class_<HostBytes>(module, "HostBytes")
       .def_readonly("weights", &HostBytes::weights)
       .def_readonly("gradients", &HostBytes::gradients)
       .def_readonly("optimizer", &HostBytes::optimizer)
+      .def_readonly("buffers", &HostBytes::buffers)
+      .def_readonly("disk", &HostBytes::disk)
       .def_property_readonly("total", &HostBytes::total);
   py::class_<MemoryPlan>(module, "MemoryPlan")
       .def_readonly("parameters", &MemoryPlan::parameters)
@@ -239,11 +245,10 @@ void register_options(py::module_& module) {
                       int prefetch,
                       bool hold_full,
                       bool by_rows,
-                      bool host_states,
-                      bool host_gradients,
-                      bool host_parameters) {
-            const auto tier = [](bool host) { return host ? Tier::Host : Tier::Device; };
-            const Tiers tiers{tier(host_states), tier(host_gradients), tier(host_parameters)};
+                      const std::string& states,
+                      const std::string& gradients,
+                      const std::string& parameters) {
+            const Tiers tiers{tier_of(states), tier_of(gradients), tier_of(parameters)};
             return ShardOptions{stage, prefetch, hold_full, by_rows, tiers};
           }),
           py::kw_only(),
@@ -251,9 +256,9 @@ void register_options(py::module_& module) {
           py::arg("prefetch") = 1,
           py::arg("hold_full") = false,
           py::arg("by_rows") = false,
-          py::arg("host_states") = false,
-          py::arg("host_gradients") = false,
-          py::arg("host_parameters") = false);
+          py::arg("states") = "device",
+          py::arg("gradients") = "device",
+          py::arg("parameters") = "device");
   py::class_<PlanOptions>(module, "PlanOptions")
       .def(
           py::init([](const ShardOptions& sharding,

@@ -1,5 +1,6 @@
 // Python face of the runtime layer: allocators' figures, the watchdog's last word, threads and
 // memory of the host, and the bucket pool, for tests.
+#include <ATen/ops/from_blob.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "common/pages.h"
 #include "runtime/allocator_counts.h"
 #include "runtime/bucket_pool.h"
 #include "runtime/host_memory.h"
@@ -50,13 +52,15 @@ void register_host(py::module_& module) {
                       std::vector<int64_t> unit_nbytes,
                       int num_buffers,
                       io::DiskWay way) {
-            return std::make_unique<SwappedUnits>(SwapOptions{
-                std::move(folder),
-                std::move(name),
-                std::move(unit_names),
-                std::move(unit_nbytes),
-                num_buffers,
-                way});
+            const SwapRing packed(unit_nbytes, 1, page_nbytes());
+            SwapOptions options{std::move(folder), std::move(name), std::move(unit_names)};
+            for (size_t unit = 0; unit < unit_nbytes.size(); ++unit) {
+              options.ranges.push_back(packed.range(static_cast<UnitId>(unit)));
+            }
+            options.file_nbytes = packed.file_nbytes();
+            options.num_buffers = num_buffers;
+            options.way = way;
+            return std::make_unique<SwappedUnits>(options);
           }),
           py::arg("folder"),
           py::arg("name"),
@@ -69,8 +73,9 @@ void register_host(py::module_& module) {
       .def(
           "acquire",
           [](SwappedUnits& self, UnitId unit, int64_t numel, at::ScalarType dtype) {
-            const int64_t offset = self.acquire(unit) - self.memory()->data();
-            return self.memory()->view(offset, numel, dtype);
+            auto keep = [memory = self.memory()](void*) {};
+            return at::from_blob(
+                self.acquire(unit), {numel}, std::move(keep), at::TensorOptions().dtype(dtype));
           },
           py::arg("unit"),
           py::arg("numel"),
@@ -79,11 +84,10 @@ void register_host(py::module_& module) {
       .def("release", &SwappedUnits::release, py::arg("unit"), py::arg("changed"), Released())
       .def("finish", &SwappedUnits::finish, Released())
       .def_property_readonly(
-          "memory_nbytes", [](const SwappedUnits& self) { return self.memory()->nbytes(); })
+          "memory_nbytes", [](const SwappedUnits& self) { return self.buffers_nbytes(); })
+      .def_property_readonly("file_nbytes", [](SwappedUnits& self) { return self.file().nbytes(); })
       .def_property_readonly(
-          "file_nbytes", [](const SwappedUnits& self) { return self.file().nbytes(); })
-      .def_property_readonly(
-          "descriptor", [](const SwappedUnits& self) { return self.file().descriptor(); });
+          "descriptor", [](SwappedUnits& self) { return self.file().descriptor(); });
 }
 
 } // namespace

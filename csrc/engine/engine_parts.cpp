@@ -38,7 +38,8 @@ UnitContext make_context(
     Streams& streams,
     BucketPool& pool,
     Trace& trace,
-    HostLink* host_link) {
+    HostLink* host_link,
+    DiskStates* disk) {
   if (collectives == nullptr) {
     std::swap(collectives, replicas); // nothing to shard: replicas of everything
     sharding.stage = 0;
@@ -53,6 +54,7 @@ UnitContext make_context(
   context.pool = &pool;
   context.trace = &trace;
   context.host_link = host_link;
+  context.disk = disk;
   context.num_shards = context.policy.shards_optimizer() ? world_size : 1;
   context.shard = context.policy.shards_optimizer() ? collectives->rank() : 0;
   context.by_rows = sharding.by_rows;
@@ -105,6 +107,7 @@ EngineParts::EngineParts(
       host_link(
           engine_options.host_link ? std::make_unique<HostLink>(*engine_options.host_link)
                                    : nullptr),
+      disk(engine_options.sharding.tiers.uses_disk() ? std::make_unique<DiskStates>() : nullptr),
       context(make_context(
           engine_options.sharding,
           collectives.get(),
@@ -113,7 +116,8 @@ EngineParts::EngineParts(
           streams,
           pool,
           trace,
-          host_link.get())),
+          host_link.get(),
+          disk.get())),
       stays(find_stays(specs)),
       units(make_units(std::move(specs), context)),
       offload(units, context, engine_options.host_threads),

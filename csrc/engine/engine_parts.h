@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/alarm_setup.h"
+#include "engine/disk_states.h"
 #include "engine/engine_options.h"
 #include "engine/offload.h"
 #include "engine/reducer.h"
@@ -45,6 +46,7 @@ struct EngineParts {
   ModelAlarm alarm;
   std::unique_ptr<Collectives> collectives, replicas;
   std::unique_ptr<Peers> peers;
+  std::unique_ptr<DiskStates> disk; // null where nothing is on disk
   std::unique_ptr<HostLink> host_link; // emulated; null for none
   UnitContext context;
   std::vector<bool> stays; // by unit: as it was made

@@ -4,7 +4,6 @@
 #include <ATen/ops/where.h>
 
 #include "kernels/ops.h"
-#include "runtime/device_memory.h"
 
 namespace zerocore {
 
@@ -28,13 +27,13 @@ at::Tensor MainWeights::written_view(int region, int64_t offset, at::IntArrayRef
   return {};
 }
 
-void MainWeights::allocate() {
+void MainWeights::allocate(UnitId id) {
+  const Tier tier = context_.tiers.states;
   if (main_ && !main_->attached()) {
-    const c10::Device device = context_.device_of(context_.tiers.states);
-    main_->attach(allocate_memory(device, main_->nbytes()));
+    main_->attach(context_.memory_of(tier, id, DiskPart::Main, main_->nbytes()));
   }
   if (sent_ && !sent_->attached()) {
-    sent_->attach(allocate_memory(c10::kCPU, sent_->nbytes()));
+    sent_->attach(context_.memory_of(tier, id, DiskPart::Sent, sent_->nbytes()));
   }
 }
 
@@ -95,6 +94,9 @@ int64_t MainWeights::device_nbytes() const {
 }
 
 int64_t MainWeights::host_nbytes() const {
+  if (context_.tiers.states == Tier::Disk) {
+    return 0;
+  }
   return (main_ && on_host() ? main_->nbytes() : 0) + (sent_ ? sent_->nbytes() : 0);
 }
 

@@ -49,7 +49,7 @@ class MainWeights {
   at::Tensor written_view(int region, int64_t offset, at::IntArrayRef sizes) const;
 
   // Allocates the memory if there is none.
-  void allocate();
+  void allocate(UnitId id);
   // Takes values of a region.
   void fill(int region, const at::Tensor& own) const;
   // Takes those model weights of a region that are no rounded main weights.

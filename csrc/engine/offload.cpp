@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "engine/autograd.h"
+#include "engine/disk_states.h"
 #include "runtime/device_memory.h"
 
 namespace zerocore {
@@ -214,9 +215,11 @@ void Offload::update(HostUpdate given) {
       held->steps,
       held->model_weights};
   kernels::AdamWUpdate step(tensors, held->options, held->scalars);
+  announce(held->unit);
   OffloadedUnit& state = states_[held->unit];
   state.record = context_.note(TraceOp::HostUpdate, held->unit, nbytes);
-  last_update_ = submit(state.record, [held, step = std::move(step)] {
+  last_update_ = submit(state.record, [this, held, step = std::move(step)] {
+    bring_states(held->unit);
     step.run();
     for (const auto& [to, from] : held->casts) {
       to.copy_(from);
@@ -225,12 +228,44 @@ void Offload::update(HostUpdate given) {
   state.updated_at = last_update_;
 }
 
+// A unit on disk is going to be updated; the first one of a step begins it.
+void Offload::announce(UnitId id) {
+  DiskStates* disk = context_.disk;
+  if (disk == nullptr) {
+    return;
+  }
+  disk->announce(id);
+  if (!std::exchange(is_open_, true)) {
+    submit([disk, order = std::exchange(order_, {})] { disk->begin_step(order); });
+  }
+}
+
+// By the worker. What it cannot bring from the disk it does not touch.
+void Offload::bring_states(UnitId id) const {
+  if (context_.disk != nullptr) {
+    context_.disk->bring(id);
+  }
+}
+
+void Offload::give_back(UnitId id) {
+  if (DiskStates* disk = context_.disk) {
+    last_update_ = submit([disk, id] { disk->give_back(id); });
+  }
+}
+
+void Offload::end_step() {
+  if (std::exchange(is_open_, false) && worker_ != nullptr) {
+    last_update_ = submit([disk = context_.disk] { disk->end_step(); });
+  }
+}
+
 void Offload::send(UnitId id) {
   OffloadedUnit& state = states_.at(id);
   state.sent = true;
   state.arrival = std::make_shared<Arrival>();
   const auto arrival = state.arrival;
-  if (!context_.tiers.returns_weights()) { // gathers load them from the host
+  if (!context_.tiers.returns_weights()) { // gathers load them from the host or the disk
+    give_back(id);
     state.sent_at = submit([arrival] { arrival->set(nullptr); });
     return;
   }
@@ -240,16 +275,22 @@ void Offload::send(UnitId id) {
   const auto record = state.record = context_.note(TraceOp::ToDevice, id, nbytes);
   if (HostLink* link = context_.host_link; link != nullptr) {
     // The worker goes on with the next unit meanwhile.
-    state.sent_at = submit([link, &unit, nbytes, record, arrival] {
+    state.sent_at = submit([this, id, link, &unit, nbytes, record, arrival] {
+      bring_states(id);
       link->carry({false, nbytes, [&unit] { unit.main().send(); }, record, {}, arrival});
     });
   } else {
-    state.sent_at = submit(record, [&unit, arrival] {
+    state.sent_at = submit(record, [this, id, &unit, arrival] {
       const auto told = c10::make_scope_exit([&] { arrival->set(nullptr); });
+      bring_states(id);
       unit.main().send();
     });
   }
   state.updated_at = last_update_ = state.sent_at;
+  if (context_.disk != nullptr) { // which the link may still be reading from
+    submit([arrival] { arrival->future().wait(); });
+    give_back(id);
+  }
 }
 
 bool Offload::take_sent(UnitId id) {
@@ -304,9 +345,13 @@ void Offload::check() {
   if (states_.empty() || worker_ == nullptr) {
     return;
   }
-  const auto error = worker_->take_error();
-  if (const auto first = error != nullptr ? error : std::exchange(arrival_error_, nullptr)) {
-    std::rethrow_exception(first);
+  auto error = worker_->take_error();
+  error = error != nullptr ? error : std::exchange(arrival_error_, nullptr);
+  if (error == nullptr && context_.tiers.parameters == Tier::Disk) {
+    error = context_.disk->loads().take_failure();
+  }
+  if (error != nullptr) {
+    std::rethrow_exception(error);
   }
 }
 
@@ -316,18 +361,29 @@ void Offload::begin_step() {
 }
 
 void Offload::wait_updates() {
+  end_step();
   wait(last_update_);
   wait_arrivals();
   check();
+  check_disk();
   if (!states_.empty()) {
     context_.streams->order(StreamRole::Compute, StreamRole::HostToDevice);
   }
 }
 
 void Offload::synchronize() {
+  end_step();
   wait(last_);
   wait_arrivals();
   check();
+  check_disk();
+}
+
+// What the disk has failed to do is lost: nobody gets to see what is there instead.
+void Offload::check_disk() const {
+  if (context_.disk != nullptr && worker_ != nullptr) {
+    context_.disk->check();
+  }
 }
 
 void Offload::wait_arrival(UnitId id) {
@@ -349,7 +405,7 @@ void Offload::wait_arrivals() {
 std::pair<int64_t, int64_t> Offload::host_nbytes() const {
   int64_t weights = 0;
   for (const auto& unit : units_) {
-    const bool has_shard = context_.tiers.has_host_parameters();
+    const bool has_shard = context_.tiers.parameters == Tier::Host;
     const int64_t shard = has_shard ? unit->layout().of_shard(context_.shard).nbytes() : 0;
     weights += unit->main().host_nbytes() + shard;
   }

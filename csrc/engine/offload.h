@@ -71,6 +71,12 @@ class Offload {
   bool updates(UnitId unit, int param) const;
   // Updates parameters on the worker. Arguments are checked here; throws as kernels::AdamWUpdate.
   void update(HostUpdate update);
+  // Of a step that AdamW takes: the units that it may update, in order, and that it has updated
+  // all.
+  void order_updates(std::vector<UnitId> order) {
+    order_ = std::move(order);
+  }
+  void end_step();
   // Behind the last update of a unit: sends its weights to the device.
   void send(UnitId unit);
   // Whether that was asked for since the last call.
@@ -125,12 +131,18 @@ class Offload {
   StepWorker::Ticket submit(std::shared_ptr<OpenRecord> record, StepWorker::Work work);
   StepWorker::Ticket submit(StepWorker::Work work);
   StepWorker::Ticket bring(UnitId unit, int64_t nbytes, StepWorker::Work copy);
+  void announce(UnitId unit);
+  void bring_states(UnitId unit) const;
+  void give_back(UnitId unit);
   void wait_arrival(UnitId unit);
   void wait_arrivals();
+  void check_disk() const;
 
   const std::vector<std::unique_ptr<Unit>>& units_;
   UnitContext context_;
   std::vector<OffloadedUnit> states_; // by unit; none without states on the host
+  std::vector<UnitId> order_; // of a step that has not begun
+  bool is_open_ = false; // a step on disk has begun and not ended
   StepWorker::Ticket last_ = 0, last_update_ = 0;
   bool takes_squares_ = false; // as gradients arrive
   std::exception_ptr arrival_error_; // of what the emulated link carried

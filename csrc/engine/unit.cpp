@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/disk_states.h"
+
 namespace zerocore {
 
 Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
@@ -131,6 +133,12 @@ void Unit::gather_regions(const std::shared_future<void>& after) {
   std::vector<CollectiveCall> together;
   const bool joins = bucket_.regions().size() > 1 && context_.num_shards > 1 &&
       context_.collectives->launches_together();
+  if (context_.tiers.parameters == Tier::Disk) {
+    if (after.valid()) {
+      after.get();
+    }
+    context_.disk->loads().load(id_);
+  }
   for (const int region : bucket_.regions()) {
     if (shards_ || !is_gathered(region)) {
       gather(region, after, joins ? &together : nullptr);
@@ -147,14 +155,16 @@ void Unit::take_bucket(StreamRole user) {
   bucket_.attach(slot_.data);
 }
 
-// This rank's part comes from the host. Over the emulated link it is under way when this returns;
-// a device copies on the stream of the gather.
+// This rank's part comes from the host, or from what was read of the disk. Over the emulated link
+// it is under way when this returns; a device copies on the stream of the gather.
 std::shared_future<void> Unit::load(int region, const std::shared_future<void>& after) {
   const at::Tensor& to = bucket_.own_bytes(region);
-  const at::Tensor& from = shards_->full_bytes(region);
+  const bool on_disk = context_.tiers.parameters == Tier::Disk; // read by what comes next
+  const at::Tensor& shard = shards_->full_bytes(region);
+  const at::Tensor from = on_disk ? context_.disk->loads().loaded(shard) : shard;
   const Streams& streams = *context_.streams;
   const auto record = context_.note(TraceOp::ToDevice, id_, to.numel());
-  if (context_.host_link != nullptr && !streams.has_streams()) {
+  if (!on_disk && context_.host_link != nullptr && !streams.has_streams()) {
     HostLink::Transfer transfer{false, to.numel(), [to, from] { to.copy_(from); }, record, after};
     const auto arrival = transfer.arrival;
     context_.host_link->carry(std::move(transfer));
@@ -168,7 +178,7 @@ std::shared_future<void> Unit::load(int region, const std::shared_future<void>& 
   }
   {
     const auto guard = streams.use(StreamRole::AllGather);
-    to.copy_(from, /*non_blocking=*/true);
+    to.copy_(from, /*non_blocking=*/!on_disk);
   }
   streams.note_write(StreamRole::AllGather, bucket_.own(region), "loads", name_);
   if (record != nullptr) {

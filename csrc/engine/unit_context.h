@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "engine/peers.h"
+#include "plan/disk_layout.h"
 #include "plan/stage_policy.h"
 #include "plan/tiers.h"
 #include "runtime/bucket_pool.h"
@@ -13,6 +14,8 @@
 #include "runtime/host_link.h"
 
 namespace zerocore {
+
+class DiskStates;
 
 // Shared by the units of a model; outlives them.
 struct UnitContext {
@@ -28,10 +31,13 @@ struct UnitContext {
   int64_t shard = 0; // this rank's
   bool by_rows = false; // see Note [Shards of rows]
   Tiers tiers; // see Note [States on the host]
+  DiskStates* disk = nullptr; // null where nothing is on disk
 
   c10::Device device_of(Tier tier) const {
-    return tier == Tier::Host ? c10::Device(c10::kCPU) : streams->device();
+    return tier == Tier::Device ? streams->device() : c10::Device(c10::kCPU);
   }
+  // For a part of the unit that lies in that tier.
+  c10::DataPtr memory_of(Tier tier, UnitId unit, DiskPart part, int64_t nbytes) const;
   // All ranks.
   int64_t world_size() const {
     return (collectives == nullptr ? 1 : collectives->size()) *

@@ -27,10 +27,10 @@ void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast_full)
 
 void Unit::allocate_persistent() {
   const c10::Device device = context_.streams->device();
-  main_.allocate();
+  main_.allocate(id_);
   if (shards_ && !shards_->attached()) {
-    shards_->attach(
-        allocate_memory(context_.device_of(context_.tiers.parameters), shards_->nbytes()));
+    const Tier tier = context_.tiers.parameters;
+    shards_->attach(context_.memory_of(tier, id_, DiskPart::Parameters, shards_->nbytes()));
   } else if (!shards_ && !bucket_.attached()) {
     bucket_.attach(allocate_memory(device, bucket_.nbytes()));
     state_ = UnitState::Unsharded;

@@ -145,7 +145,7 @@ void UnitsInUse::release_unsharded(const std::vector<UnitId>& units, bool write_
   const at::NoGradGuard no_grad;
   for (const UnitId id : units) {
     if (write_back) {
-      parts_.units[id]->write_back();
+      write_back_now(id);
     }
     parts_.units[id]->versions().take_writes(); // kept or not, as asked
     parts_.schedule.release_unsharded(id, parts_.actions);
@@ -202,8 +202,27 @@ void UnitsInUse::keep_writes(UnitId id) {
   if (unit.versions().take_writes() &&
       (parts_.context.policy.shards_parameters() || !unit.main().empty())) {
     const at::NoGradGuard no_grad;
-    unit.write_back();
+    write_back_now(id);
   }
+}
+
+// What an update has brought from the disk is not to be written by hand before it is back there.
+void UnitsInUse::write_back_now(UnitId id) {
+  if (parts_.disk != nullptr) {
+    parts_.offload.wait_updates();
+  }
+  parts_.units[id]->write_back();
+}
+
+std::vector<UnitId> UnitsInUse::in_forward_order(const std::vector<UnitId>& units) const {
+  std::vector<UnitId> order;
+  for (const CallEvent& event : parts_.schedule.order()) {
+    const bool is_new = std::find(order.begin(), order.end(), event.unit) == order.end();
+    if (is_new && std::find(units.begin(), units.end(), event.unit) != units.end()) {
+      order.push_back(event.unit);
+    }
+  }
+  return order;
 }
 
 void UnitsInUse::check_homes(UnitId id) const {
@@ -226,6 +245,9 @@ void UnitsInUse::begin_update(const std::vector<UnitId>& units, bool casts) {
       parts_.units[id]->cast_main();
     }
   }
+  if (casts && parts_.disk != nullptr) {
+    parts_.offload.order_updates(in_forward_order(units));
+  }
 }
 
 void UnitsInUse::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
@@ -237,12 +259,16 @@ void UnitsInUse::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
       unit.versions().mark_updated();
     }
     if (casts && !parts_.offload.take_sent(updated.unit)) {
+      if (parts_.disk != nullptr) {
+        parts_.offload.wait_updates();
+      }
       unit.main().return_weights(); // the optimizer has updated the host's weights itself
     }
     if (casts) {
       unit.mark_cast();
     }
   }
+  parts_.offload.end_step();
 }
 
 void UnitsInUse::note_trainable(UnitId id) {

@@ -76,6 +76,8 @@ class UnitsInUse {
   void sync_requires_grad(UnitId unit);
   bool gathers_later() const;
   void gather_late(std::optional<UnitId> last = std::nullopt);
+  void write_back_now(UnitId unit);
+  std::vector<UnitId> in_forward_order(const std::vector<UnitId>& units) const;
 
   EngineParts& parts_;
   OnGradient on_gradient_;

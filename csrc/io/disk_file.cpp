@@ -35,12 +35,9 @@ int make_file(std::string& path) {
   return file;
 }
 
-// See Note [A file without a name].
+// See Note [A file without a name]. Some systems fill the disk before they say that it is full, so
+// they are asked first.
 void reserve(int file, const std::string& folder, int64_t nbytes) {
-  const int code = nbytes > 0 ? ::posix_fallocate(file, 0, nbytes) : 0;
-  if (code == 0) {
-    return;
-  }
   struct statvfs space{};
   const bool known = ::fstatvfs(file, &space) == 0;
   const auto free_nbytes = static_cast<int64_t>(space.f_bavail * space.f_frsize);
@@ -50,7 +47,10 @@ void reserve(int file, const std::string& folder, int64_t nbytes) {
         "folder '" + folder + "' has " + std::to_string(free_nbytes) + " bytes free, " +
             std::to_string(nbytes) + " are wanted");
   }
-  fail_with(code, "cannot reserve " + std::to_string(nbytes) + " bytes in '" + folder + "'");
+  const int code = nbytes > 0 ? ::posix_fallocate(file, 0, nbytes) : 0;
+  if (code != 0) {
+    fail_with(code, "cannot reserve " + std::to_string(nbytes) + " bytes in '" + folder + "'");
+  }
 }
 
 bool bypass_cache(int file) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "plan/disk_layout.h"
 #include "plan/stage_policy.h"
 #include "plan/step_simulation.h"
 
@@ -21,18 +22,23 @@ void add_unit(
   const int64_t shard = policy.shards_optimizer() ? rank : 0;
   const Tiers& tiers = options.sharding.tiers;
   const Layout own = layout.of_shard(shard);
-  int64_t& parameters = tiers.has_host_parameters() ? plan.host.weights : plan.parameters;
-  parameters += policy.shards_parameters() ? own.nbytes() : layout.nbytes();
-  int64_t& main_weights = tiers.has_host_states() ? plan.host.weights : plan.main_weights;
-  main_weights += own.retyped(&Region::main).nbytes_of(tiers.main_regions(layout));
-  plan.host.weights += own.nbytes_of(tiers.sent_regions(layout));
+  int64_t on_disk = 0; // the disk's layout counts it
+  const auto of = [&](Tier tier, int64_t& device, int64_t& host) -> int64_t& {
+    return tier == Tier::Device ? device : tier == Tier::Host ? host : on_disk;
+  };
+  of(tiers.parameters, plan.parameters, plan.host.weights) +=
+      policy.shards_parameters() ? own.nbytes() : layout.nbytes();
+  of(tiers.states, plan.main_weights, plan.host.weights) +=
+      own.retyped(&Region::main).nbytes_of(tiers.main_regions(layout));
+  of(tiers.states, plan.host.weights, plan.host.weights) +=
+      own.nbytes_of(tiers.sent_regions(layout));
   plan.host.gradients += own.retyped(&Region::grad).nbytes_of(tiers.landing_regions(layout));
   for (int i = 0; i < static_cast<int>(unit.params.size()); ++i) {
     const bool unused = std::find(unit.unused.begin(), unit.unused.end(), i) != unit.unused.end();
     if (unit.params[i].requires_grad && !unused) {
       const Region& region = layout.regions()[layout.places()[i].region];
-      int64_t& optimizer = tiers.has_host_states() ? plan.host.optimizer : plan.optimizer;
-      optimizer += region.main.itemsize * layout.owned(i, shard).size();
+      of(tiers.states, plan.optimizer, plan.host.optimizer) +=
+          region.main.itemsize * layout.owned(i, shard).size();
     }
   }
 }
@@ -87,12 +93,18 @@ MemoryPlan plan_memory(
   MemoryPlan plan;
   const bool on_host = options.sharding.tiers.gradients == Tier::Host;
   int64_t& gradients = on_host ? plan.host.gradients : plan.gradients;
+  const StagePolicy policy = StagePolicy::of(options.sharding, options.world_size);
+  DiskLayout disk(
+      options.sharding.tiers, policy.shards_parameters(), policy.shards_optimizer() ? rank : 0);
   for (size_t i = 0; i < units.size(); ++i) {
     add_unit(plan, units[i], simulation.layout(i), options, rank);
+    disk.add(simulation.layout(i));
     gradients += simulation.kept_gradients(i);
   }
   plan.optimizer *= optimizer_states;
   plan.host.optimizer *= optimizer_states;
+  plan.host.buffers = disk.buffers_nbytes();
+  plan.host.disk = disk.file_nbytes();
   plan.pool = simulation.pool().stats().peak_nbytes;
   plan.pool_reserved = simulation.pool().stats().peak_reserved_nbytes;
   return plan;

@@ -55,14 +55,16 @@ struct PlannedEvent {
   bool operator==(const PlannedEvent& other) const = default;
 };
 
-// Bytes on the host for one rank, see plan/tiers.h.
+// Bytes on the host for one rank, see plan/tiers.h; and in its file, see plan/disk_layout.h.
 struct HostBytes {
   int64_t weights = 0; // main weights, these as layers compute with them, shards of parameters
   int64_t gradients = 0; // kept there, or sent there for the update
   int64_t optimizer = 0;
+  int64_t buffers = 0; // for what is on disk
+  int64_t disk = 0;
 
   int64_t total() const {
-    return weights + gradients + optimizer;
+    return weights + gradients + optimizer + buffers;
   }
 };
 

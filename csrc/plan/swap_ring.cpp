@@ -73,9 +73,16 @@ void SwapRing::release(UnitId unit, bool changed, SwapSteps& steps) {
   read_ahead(steps);
 }
 
+void SwapRing::settle(UnitId unit, SwapSteps& steps) {
+  if (const auto index = buffer_of(unit)) {
+    await(*index, steps);
+  }
+}
+
 void SwapRing::finish(SwapSteps& steps) {
   for (int index = 0; index < num_buffers(); ++index) {
     await(index, steps);
+    buffers_[index] = {};
   }
 }
 

@@ -51,7 +51,9 @@ class SwapRing {
   int acquire(UnitId unit, SwapSteps& steps);
   // Writes what was changed, and reads ahead.
   void release(UnitId unit, bool changed, SwapSteps& steps);
-  // Nothing is under way afterwards, and the file has all that was changed.
+  // The last transfer of the unit is complete.
+  void settle(UnitId unit, SwapSteps& steps);
+  // Nothing is under way afterwards, the file has all that was changed, and buffers have no unit.
   void finish(SwapSteps& steps);
 
  private:

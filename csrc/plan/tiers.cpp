@@ -16,12 +16,15 @@ std::vector<int> Tiers::sent_regions(const Layout& layout) const {
   return returns_weights() ? layout.main_regions() : std::vector<int>();
 }
 
-std::vector<int> Tiers::landing_regions(const Layout& layout) const {
+std::vector<int> Tiers::trained_regions(const Layout& layout) {
   std::vector<int> indices = layout.all_regions();
-  const bool lands = has_host_states() && gradients == Tier::Device;
-  std::erase_if(
-      indices, [&](int index) { return !lands || !layout.regions()[index].requires_grad; });
+  std::erase_if(indices, [&](int index) { return !layout.regions()[index].requires_grad; });
   return indices;
+}
+
+std::vector<int> Tiers::landing_regions(const Layout& layout) const {
+  const bool lands = has_host_states() && gradients == Tier::Device;
+  return lands ? trained_regions(layout) : std::vector<int>();
 }
 
 } // namespace zerocore

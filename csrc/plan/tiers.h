@@ -1,10 +1,11 @@
-// Which memory holds a part of the training state: the device's or the host's.
+// Which memory holds a part of the training state: the device's, the host's or a file's.
 //
 // Note [States on the host]
 // What is trained then has main weights on the host, also where layers compute in the same type.
 // They are what the optimizer sees and updates there, beside its moments. The device keeps the
 // weights that layers compute with, and gets them anew after each update. Parameters that do not
-// require grad when the model is sharded have no states and stay as they are.
+// require grad when the model is sharded have no states and stay as they are. What is on disk is
+// memory of the host whose bytes are a file's, see Note [Memory of a file].
 #pragma once
 
 #include <cstdint>
@@ -14,23 +15,29 @@
 
 namespace zerocore {
 
-enum class Tier : uint8_t { Device, Host };
+enum class Tier : uint8_t { Device, Host, Disk };
 
 struct Tiers {
   Tier states = Tier::Device; // main weights, and what optimizers keep for them
   Tier gradients = Tier::Device; // between steps
   Tier parameters = Tier::Device; // shards of what layers compute with
 
+  // On the host or on disk.
   bool has_host_states() const {
-    return states == Tier::Host;
+    return states != Tier::Device;
   }
   bool has_host_parameters() const {
-    return parameters == Tier::Host;
+    return parameters != Tier::Device;
+  }
+  bool uses_disk() const {
+    return states == Tier::Disk || parameters == Tier::Disk;
   }
   // The device gets weights anew after an update.
   bool returns_weights() const {
     return has_host_states() && !has_host_parameters();
   }
+  // Regions that are trained.
+  static std::vector<int> trained_regions(const Layout& layout);
   // Regions that have main weights.
   std::vector<int> main_regions(const Layout& layout) const;
   // Regions whose gradients are sent to memory of their own on the host.

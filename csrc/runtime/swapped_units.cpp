@@ -1,20 +1,35 @@
 // Carries out the steps of the ring.
 #include "runtime/swapped_units.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace zerocore {
 
+namespace {
+
+std::vector<int64_t> sizes_of(const std::vector<Range>& ranges) {
+  std::vector<int64_t> sizes;
+  for (const Range& range : ranges) {
+    sizes.push_back(range.size());
+  }
+  return sizes;
+}
+
+} // namespace
+
 SwappedUnits::SwappedUnits(const SwapOptions& options)
-    : ring_(options.unit_nbytes, options.num_buffers, io::kDiskAlignment),
-      memory_(HostMemory::map(ring_.buffer_nbytes() * ring_.num_buffers(), false)),
+    : ring_(sizes_of(options.ranges), options.num_buffers, io::kDiskAlignment),
+      ranges_(options.ranges),
       tickets_(options.num_buffers),
+      brought_(options.num_buffers, -1),
       file_(
           std::make_unique<io::DiskFile>(
               options.folder,
               options.name,
-              ring_.file_nbytes(),
-              options.way)) {
+              options.file_nbytes,
+              options.way)),
+      memory_(FileMemory::map(file_->descriptor(), options.file_nbytes)) {
   for (const std::string& name : options.unit_names) {
     labels_.push_back(options.name + " of unit '" + name + "'");
   }
@@ -30,9 +45,9 @@ void SwappedUnits::expect(std::vector<UnitId> order) {
 char* SwappedUnits::acquire(UnitId unit) {
   check();
   SwapSteps steps;
-  const int buffer = ring_.acquire(unit, steps);
+  ring_.acquire(unit, steps);
   run(steps);
-  return memory_->data() + buffer * ring_.buffer_nbytes();
+  return memory_->data() + ranges_[unit].begin;
 }
 
 void SwappedUnits::release(UnitId unit, bool changed) {
@@ -42,11 +57,21 @@ void SwappedUnits::release(UnitId unit, bool changed) {
   run(steps);
 }
 
+void SwappedUnits::settle(UnitId unit) {
+  check();
+  SwapSteps steps;
+  ring_.settle(unit, steps);
+  run(steps);
+}
+
 void SwappedUnits::finish() {
   check();
   SwapSteps steps;
   ring_.finish(steps);
   run(steps);
+  for (int buffer = 0; buffer < ring_.num_buffers(); ++buffer) {
+    put_back(buffer);
+  }
 }
 
 void SwappedUnits::check() const {
@@ -71,12 +96,29 @@ void SwappedUnits::run(const SwapSteps& steps) {
 }
 
 void SwappedUnits::begin(const SwapStep& step) {
-  const Range& range = ring_.range(step.unit);
-  char* data = memory_->data() + step.buffer * ring_.buffer_nbytes();
+  const Range& range = ranges_[step.unit];
   const std::string& label = labels_.at(step.unit);
+  if (step.kind == SwapKind::Read) {
+    bring(step.unit, step.buffer);
+  }
+  char* data = memory_->data() + range.begin;
   tickets_[step.buffer] = step.kind == SwapKind::Read
       ? file_->read(range.begin, data, range.size(), label)
       : file_->write(range.begin, data, range.size(), label);
+}
+
+void SwappedUnits::bring(UnitId unit, int buffer) {
+  std::replace(brought_.begin(), brought_.end(), unit, -1); // an empty unit had taken its buffer
+  put_back(buffer);
+  memory_->bring(ranges_[unit]);
+  brought_[buffer] = unit;
+}
+
+void SwappedUnits::put_back(int buffer) {
+  if (brought_[buffer] >= 0) {
+    memory_->put_back(ranges_[brought_[buffer]]);
+    brought_[buffer] = -1;
+  }
 }
 
 } // namespace zerocore

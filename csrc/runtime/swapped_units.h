@@ -1,4 +1,4 @@
-// Units in a file, of which some are in buffers of host memory.
+// Units in a file, of which some are in memory to be worked on. See Note [Memory of a file].
 #pragma once
 
 #include <cstdint>
@@ -9,16 +9,17 @@
 
 #include "io/disk_file.h"
 #include "plan/swap_ring.h"
-#include "runtime/host_memory.h"
+#include "runtime/file_memory.h"
 
 namespace zerocore {
 
 struct SwapOptions {
   std::string folder; // where the file is
   std::string name; // of what is swapped, in errors
-  std::vector<std::string> unit_names;
-  std::vector<int64_t> unit_nbytes;
-  int num_buffers = 3; // see Note [Swapping]
+  std::vector<std::string> unit_names = {};
+  std::vector<Range> ranges = {}; // bytes of each unit in the file, whole pages
+  int64_t file_nbytes = 0;
+  int num_buffers = 3; // units in memory, see Note [Swapping]
   io::DiskWay way = io::DiskWay::Any;
 };
 
@@ -27,34 +28,53 @@ struct SwapOptions {
 class SwappedUnits {
  public:
   explicit SwappedUnits(const SwapOptions& options);
+  ~SwappedUnits() {
+    file_.reset(); // ends its transfers while there is memory
+  }
+  SwappedUnits(const SwappedUnits&) = delete;
+  SwappedUnits& operator=(const SwappedUnits&) = delete;
 
   // As SwapRing says; the reads are begun, not waited for.
   void expect(std::vector<UnitId> order);
-  // The unit's bytes, from a page on, until release().
+  // The unit's bytes, which are in memory until release(), at the same place each time.
   char* acquire(UnitId unit);
   // A changed unit is on its way to the file afterwards.
   void release(UnitId unit, bool changed);
-  // Everything is in the file.
+  // What was released of the unit is in the file.
+  void settle(UnitId unit);
+  // Everything is in the file, nothing in memory.
   void finish();
+  // Throws what went wrong.
+  void check() const;
 
-  const std::shared_ptr<HostMemory>& memory() const { // of the buffers
+  const std::shared_ptr<FileMemory>& memory() const { // of the whole file
     return memory_;
   }
-  const io::DiskFile& file() const {
+  // Most memory that units take.
+  int64_t buffers_nbytes() const {
+    return ring_.buffer_nbytes() * ring_.num_buffers();
+  }
+  io::DiskFile& file() {
     return *file_;
+  }
+  const std::string& label(UnitId unit) const { // in errors
+    return labels_.at(unit);
   }
 
  private:
-  void check() const;
   void run(const SwapSteps& steps);
   void begin(const SwapStep& step);
+  void bring(UnitId unit, int buffer);
+  void put_back(int buffer);
 
   SwapRing ring_;
+  std::vector<Range> ranges_;
   std::vector<std::string> labels_; // of units
-  std::shared_ptr<HostMemory> memory_;
   std::vector<io::DiskFile::Ticket> tickets_; // of each buffer's last transfer
+  std::vector<UnitId> brought_; // by buffer: which unit is in memory for it, -1 for none
   std::exception_ptr failure_;
-  std::unique_ptr<io::DiskFile> file_; // last: ends its transfers while there is memory
+  std::unique_ptr<io::DiskFile> file_;
+  std::shared_ptr<FileMemory> memory_;
 };
 
 } // namespace zerocore

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +20,12 @@ GRADIENTS = Offload(states="device", gradients="cpu")
 BOTH = Offload(states="cpu", gradients="cpu")
 ALL = Offload(states="cpu", gradients="cpu", parameters="cpu")
 PARAMETERS = Offload(states="cpu", parameters="cpu")
+FOLDER = tempfile.gettempdir()
+DISK = Offload(states="disk", path=FOLDER)
+DISK_BOTH = Offload(states="disk", gradients="cpu", path=FOLDER)
+ALL_ON_DISK = Offload(states="disk", gradients="cpu", parameters="disk", path=FOLDER)
+STATES_ON_DISK = Offload(states="disk", parameters="cpu", path=FOLDER)
+PARAMETERS_ON_DISK = Offload(states="cpu", parameters="disk", path=FOLDER)
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32)
 
 
@@ -50,6 +58,23 @@ def offloads_of(stage: int) -> list[Offload]:
     if stage >= 2:
         offloads += [GRADIENTS, BOTH]
     return offloads + ([PARAMETERS, ALL] if stage == 3 else [])
+
+
+def disks_of(stage: int) -> list[Offload]:
+    offloads = [DISK] if stage < 2 else [DISK, DISK_BOTH]
+    return offloads + ([ALL_ON_DISK, STATES_ON_DISK, PARAMETERS_ON_DISK] if stage == 3 else [])
+
+
+def disk_files() -> list[int]:
+    """Descriptors of this process that are files of states; the first reads and writes."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if "states-of-rank-" in os.readlink(f"/proc/self/fd/{name}"):
+                found.append(int(name))
+        except OSError:  # the folder's own
+            pass
+    return sorted(found)
 
 
 class Block(nn.Module):

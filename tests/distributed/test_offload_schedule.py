@@ -300,8 +300,15 @@ def refuse_all() -> list[str]:
 
     for stage, offload in ((1, GRADIENTS), (2, ALL), (3, "cpu")):
         refused(lambda stage=stage, offload=offload: blocks(stage, offload))
-    wrong: list[dict[str, Any]] = [{"states": "disk"}, {"states": "host"}, {"states": 1}]
-    for options in (*wrong, {"path": "/tmp"}, {"threads": 0}, {"threads": 1.0}):
+    for options in (
+        {"states": "disk"},
+        {"gradients": "disk", "path": "/tmp"},
+        {"states": "host"},
+        {"states": 1},
+        {"path": "/tmp"},
+        {"threads": 0},
+        {"threads": 1.0},
+    ):
         refused(lambda options=options: Offload(**options))
     refused(lambda: Offload(states="device", parameters="cpu"))
     refused(lambda: Offload(states="device"))
@@ -316,7 +323,8 @@ def test_refusals_are_named_on_every_rank() -> None:
     errors, other = run_ranks(refuse_all, 2)
     assert errors == other
     parts = ["gradients='cpu' needs stage 2", "parameters='cpu' needs stage 3", "zerocore.Offload"]
-    parts += ["not built yet", "'device' or 'cpu', got 'host'", "got 1", "path"]
+    parts += ["'disk' needs path=", "'device' or 'cpu', got 'disk'"]
+    parts += ["'device', 'cpu' or 'disk', got 'host'", "got 1", "path= goes with it"]
     parts += ["threads must be at least 1, got 0", "threads must be an int, got 1.0"]
     parts += ["goes with states='cpu'", "nothing leaves", "Muon moves whole matrices"]
     for error, part in zip(errors, parts, strict=True):

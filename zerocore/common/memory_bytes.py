@@ -20,6 +20,8 @@ class MemoryBytes:
         host_weights: on the host: weights that the optimizer updates, and parameters.
         host_gradients: on the host: gradients that stay there, or are sent for the update.
         host_optimizer: on the host: states.
+        host_buffers: on the host: most that what lies on disk takes while it is worked on.
+        disk: bytes of the file in ``Offload.path``.
     """
 
     parameters: int
@@ -31,11 +33,14 @@ class MemoryBytes:
     host_weights: int = 0
     host_gradients: int = 0
     host_optimizer: int = 0
+    host_buffers: int = 0
+    disk: int = 0
 
     @property
     def host(self) -> int:
-        """Bytes on the host; all others are on the device."""
-        return self.host_weights + self.host_gradients + self.host_optimizer
+        """Bytes on the host; all others but those on disk are on the device."""
+        stays = self.host_weights + self.host_gradients + self.host_optimizer
+        return stays + self.host_buffers
 
     @property
     def model_state(self) -> int:

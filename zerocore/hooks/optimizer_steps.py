@@ -138,6 +138,11 @@ def _check_offload(optimizer: Optimizer, state: ShardState) -> None:
             f"{name} moves whole matrices between ranks, which is not built for a model with "
             "offload=; use zerocore.optim.AdamW, or leave offload= out"
         )
+    if state.config.place_of("states") == "disk":
+        raise ValueError(
+            f"{name} keeps states in memory of its own; for a model with "
+            "offload=zerocore.Offload(states='disk') use zerocore.optim.AdamW"
+        )
     if state.device.type != "cpu":
         raise ValueError(
             f"{name} does not know that the model's {offload} has left the device; use "

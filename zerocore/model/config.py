@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zerocore._C import ShardOptions
 from zerocore.common.checks import require_int
-from zerocore.model.offload import Offload, leaves
+from zerocore.model.offload import Offload, leaves, place_of
 from zerocore.model.precision import MixedPrecision
 from zerocore.model.stages import STAGES
 
@@ -32,7 +32,7 @@ class ShardConfig:
         gradient_divide_factor: what the sum of the ranks' gradients is divided by; None for the
             number of ranks, which averages them, 1 to sum them.
         mixed_precision: dtypes of parameters and gradients; None leaves all as they are.
-        offload: what lies in the host's memory; None leaves all on the device.
+        offload: what lies in the host's memory or on disk; None leaves all on the device.
         overlap_reductions: at stage 3, reductions have a communicator of their own where one runs
             its collectives one after the other (NCCL), so that none waits for a gather. It takes
             device memory of its own; off, reductions and gathers share one.
@@ -62,15 +62,19 @@ class ShardConfig:
         """Whether a part of the state, named as in :class:`Offload`, leaves the device."""
         return leaves(self.offload, part)
 
+    def place_of(self, part: str) -> str:
+        """``"device"``, ``"cpu"`` or ``"disk"``: where a part of the state is."""
+        return place_of(self.offload, part)
+
     def shard_options(self) -> ShardOptions:
         """What an engine and its plan want to know."""
         return ShardOptions(
             stage=self.stage,
             prefetch=self.prefetch,
             hold_full=self.holds_full,
-            host_states=self.leaves("states"),
-            host_gradients=self.leaves("gradients"),
-            host_parameters=self.leaves("parameters"),
+            states=self.place_of("states"),
+            gradients=self.place_of("gradients"),
+            parameters=self.place_of("parameters"),
         )
 
     def __post_init__(self) -> None:

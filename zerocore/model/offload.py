@@ -1,7 +1,8 @@
-"""Which parts of the training state lie in the host's memory: a frozen dataclass."""
+"""Which parts of the training state leave the device for the host's memory or a disk."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from zerocore.common.checks import check_int
@@ -13,16 +14,18 @@ FIRST_STAGE = {"states": 0, "gradients": 2, "parameters": 3}
 
 @dataclass(frozen=True)
 class Offload:
-    """What leaves the device: each part is ``"device"`` or ``"cpu"``, for itself.
+    """What leaves the device: each part is ``"device"``, ``"cpu"`` or ``"disk"``, for itself.
 
     Attributes:
         states: what the optimizer keeps, and the weights that it updates. On ``"cpu"``
             ``model.parameters()`` lie there; ``zerocore.optim.AdamW`` updates them unit by unit
-            under the next forward, other optimizers of elements in their step.
-        gradients: between the steps, at stages 2 and 3.
-        parameters: what layers compute with, at stage 3 and with ``states="cpu"``: each gather
-            loads its part from the host.
-        path: folder of what is on ``"disk"``.
+            under the next forward, other optimizers of elements in their step. On ``"disk"`` they
+            are memory whose bytes are a file's, and ``zerocore.optim.AdamW`` is the only optimizer.
+        gradients: between the steps, at stages 2 and 3; not on ``"disk"``.
+        parameters: what layers compute with, at stage 3 and where ``states`` leave the device:
+            each gather loads its part from the host, or reads it from the disk.
+        path: folder of what is on ``"disk"``: a file without a name for each rank, which is gone
+            when the process is.
         threads: that share a unit's update on the host. None for this rank's share of the cores
             that it may run on, less one for the thread that feeds a device; where the CPU computes,
             no more than torch computes with. The numbers do not depend on it.
@@ -44,14 +47,15 @@ class Offload:
             self._check_place(name, getattr(self, name))
         if self.path is not None and not isinstance(self.path, str):
             raise TypeError(f"offload: path must be a string or None, got {self.path!r}")
-        if self.path is not None:
-            raise ValueError("offload: path goes with 'disk', which is not built yet; leave it out")
+        if (self.path is not None) != self.uses_disk:
+            needed = "needs path=, a folder" if self.uses_disk else "is missing: path= goes with it"
+            raise ValueError(f"offload: 'disk' {needed}")
         if self.threads is not None:
             check_int("threads", self.threads, 1)
-        if self.parameters == "cpu" and self.states != "cpu":
+        if self.parameters != "device" and self.states == "device":
             raise ValueError(
-                "offload: parameters='cpu' goes with states='cpu', as the optimizer updates them "
-                f"where they lie; got states={self.states!r}"
+                f"offload: parameters={self.parameters!r} goes with states='cpu' or 'disk', as the "
+                "optimizer updates them where they lie; got states='device'"
             )
         if self.places == {"device"}:
             raise ValueError("offload: nothing leaves the device; leave offload= out instead")
@@ -60,6 +64,11 @@ class Offload:
     def places(self) -> set[str]:
         """Where the parts are."""
         return {self.states, self.gradients, self.parameters}
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether a part is on disk."""
+        return "disk" in self.places
 
     def check_stage(self, stage: int) -> None:
         """Raises ValueError for a part that stays on the device at that stage."""
@@ -71,18 +80,26 @@ class Offload:
                     f"computes with all {name}; got stage {stage}"
                 )
 
-    @staticmethod
-    def _check_place(name: str, place: object) -> None:
+    def check_path(self) -> None:
+        """Raises ValueError if there is no folder that this process can write to."""
+        path = self.path
+        if path is not None and not (os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)):
+            raise ValueError(f"offload: path={path!r} is no folder that this process can write to")
+
+    def _check_place(self, name: str, place: object) -> None:
+        known = PLACES[:-1] if name == "gradients" else PLACES
+        expected = " or ".join([", ".join(map(repr, known[:-1])), repr(known[-1])])
         if not isinstance(place, str):
-            raise TypeError(f"offload: {name} must be 'device' or 'cpu', got {place!r}")
-        if place not in PLACES:
-            raise ValueError(f"offload: {name} must be 'device' or 'cpu', got {place!r}")
-        if place == "disk":
-            raise ValueError(
-                f"offload: {name}='disk' is not built yet; 'cpu' is the farthest there is"
-            )
+            raise TypeError(f"offload: {name} must be {expected}, got {place!r}")
+        if place not in known:
+            raise ValueError(f"offload: {name} must be {expected}, got {place!r}")
+
+
+def place_of(offload: Offload | None, part: str) -> str:
+    """Where a part of the state is, named as an attribute of :class:`Offload`."""
+    return "device" if offload is None else str(getattr(offload, part))
 
 
 def leaves(offload: Offload | None, part: str) -> bool:
-    """Whether a part of the state, named as an attribute of :class:`Offload`, leaves the device."""
-    return offload is not None and getattr(offload, part) != "device"
+    """Whether a part of the state leaves the device."""
+    return place_of(offload, part) != "device"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -21,12 +22,16 @@ def allocate_states(params: Sequence[Tensor]) -> list[State]:
 
     The parameters of one unit that have one dtype share an allocation for each of the three, and so
     do those that are not sharded; a parameter's moments are views with its shape, strides and
-    dtype, ``step`` is a float32 scalar on its device. Up to 12 bytes lie between two views.
+    dtype, ``step`` is a float32 scalar on its device. Up to 12 bytes lie between two views. Moments
+    on disk are the engine's: those of a second optimizer raise ValueError.
     """
     shared: dict[Hashable, list[int]] = {}
-    for index, param in enumerate(params):
-        shared.setdefault((_unit_of(param), param.device, param.dtype), []).append(index)
     states: list[State] = [{} for _ in params]
+    for index, param in enumerate(params):
+        if isinstance(param, ShardedParameter) and param.on_disk:
+            states[index] = _on_disk(param)
+        else:
+            shared.setdefault((_unit_of(param), param.device, param.dtype), []).append(index)
     for indices in shared.values():
         found = _allocate([params[index] for index in indices])
         for index, state in zip(indices, found, strict=True):
@@ -36,6 +41,16 @@ def allocate_states(params: Sequence[Tensor]) -> list[State]:
 
 def _unit_of(param: Tensor) -> Hashable:
     return (param.state_ref, param.unit) if isinstance(param, ShardedParameter) else None
+
+
+def _on_disk(param: ShardedParameter) -> State:
+    state: Any = param.state_ref()
+    try:
+        moments = state.engine.make_moments(param.unit, param.position)
+    except ValueError:  # an optimizer has them, which may be waiting for its end
+        gc.collect()
+        moments = state.engine.make_moments(param.unit, param.position)
+    return {"step": torch.zeros(()), **dict(zip(MOMENTS, moments, strict=True))}
 
 
 def _allocate(params: Sequence[Tensor]) -> list[State]:

@@ -9,6 +9,7 @@ from typing import Any
 from zerocore.model.offload import Offload
 from zerocore.model.stages import HIGHEST_STAGE, placements_of, stages_above
 from zerocore.planning.division import Division
+from zerocore.planning.offloading import call_of, on_disk
 from zerocore.planning.planner import Planner
 
 MAX_RANKS = 65536  # where a search for enough ranks gives up
@@ -68,6 +69,10 @@ def changes(now: Candidate, fits: Fits, narrow: Planner | None = None) -> Iterat
     if now.division.offload is None:
         away = now.at(offload=Offload(states="cpu"))
         yield Change("offload=zerocore.Offload(states='cpu') (updates on the host)", away.nbytes)
+        everything = on_disk("disk")
+        away = now.at(stage=HIGHEST_STAGE, offload=everything)
+        text = f"stage={HIGHEST_STAGE}, {call_of(everything)} (each step reads and writes a file)"
+        yield Change(text, away.nbytes)
 
 
 def _higher_stages(now: Candidate) -> Iterator[Change]:

@@ -17,6 +17,8 @@ UPDATE_NBYTES = 28
 """Host memory traffic for a parameter: AdamW in float32 reads four numbers and writes three."""
 STEP_OPERATIONS = 6
 """For a parameter and a token: two in the forward, four in the backward."""
+FOLDER = "..."
+"""In the place of a path that is not known."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,24 @@ def offloads_at(stage: int) -> Iterator[Offload]:
         yield Offload(states="cpu", gradients="cpu", parameters="cpu")
 
 
+def on_disk(parameters: str) -> Offload:
+    """Everything that a disk can take, with ``parameters`` there or in another place."""
+    return Offload(states="disk", gradients="cpu", parameters=parameters, path=FOLDER)
+
+
+def offloads_to_disk(stage: int) -> Iterator[Offload]:
+    """What can be on disk at a stage, least first."""
+    yield Offload(states="disk", path=FOLDER)
+    if stage >= 2:
+        yield on_disk("device")
+    if stage >= 3:
+        yield on_disk("disk")
+
+
 def plan_offloads(
     planner: Planner, division: Division, host: Host, memory: int, activations: int
 ) -> tuple[OffloadPlan, ...]:
-    """All stages with all offloads, the least first.
+    """All stages with all offloads, the least first: those to a disk behind those to the host.
 
     Args:
         planner: of the model.
@@ -85,12 +101,13 @@ def plan_offloads(
         activations: their peak, bytes.
     """
     share, plans = host.nbytes_of(division.world_size), []
-    for stage in STAGES:
-        for offload in offloads_at(stage):
-            found = planner.memory(replace(division, stage=stage, offload=offload))
-            on_device = found.reserved + activations
-            fits = on_device <= memory and found.host <= share
-            plans.append(OffloadPlan(stage, offload, found, on_device, fits))
+    for kind in (offloads_at, offloads_to_disk):
+        for stage in STAGES:
+            for offload in kind(stage):
+                found = planner.memory(replace(division, stage=stage, offload=offload))
+                on_device = found.reserved + activations
+                fits = on_device <= memory and found.host <= share
+                plans.append(OffloadPlan(stage, offload, found, on_device, fits))
     return tuple(plans)
 
 
@@ -109,6 +126,13 @@ def advise_offload(
             "the host"
         )
     tokens = host.hiding_tokens(world_size, flops_per_s)
+    if fit.memory.disk > 0:
+        return (
+            f"stage {fit.stage} with {call_of(fit.offload)} is the least offload that fits: "
+            f"{format_nbytes(fit.device_nbytes)} of the device, {format_nbytes(fit.memory.host)} "
+            f"of the {format_nbytes(share)} that a rank has on the host, and a file of "
+            f"{format_nbytes(fit.memory.disk)} for each rank, which every step reads and writes"
+        )
     return (
         f"stage {fit.stage} with {call_of(fit.offload)} is the least offload that fits: "
         f"{format_nbytes(fit.device_nbytes)} of the device, {format_nbytes(fit.memory.host)} of "
@@ -122,7 +146,7 @@ def call_of(offload: Offload) -> str:
     default = Offload()
     parts = [
         f"{name}={getattr(offload, name)!r}"
-        for name in ("states", "gradients", "parameters")
+        for name in ("states", "gradients", "parameters", "path")
         if getattr(offload, name) != getattr(default, name) or name == "states"
     ]
     return f"offload=zerocore.Offload({', '.join(parts)})"

@@ -11,7 +11,7 @@ from torch import nn
 from zerocore import _C
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.model.call_order import call_order
-from zerocore.model.offload import leaves
+from zerocore.model.offload import place_of
 from zerocore.model.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.model.units import ParamChoice, UnitPlanned
 from zerocore.planning.division import Division
@@ -124,6 +124,8 @@ class Planner:
             host_weights=plan.host.weights,
             host_gradients=plan.host.gradients,
             host_optimizer=plan.host.optimizer,
+            host_buffers=plan.host.buffers,
+            disk=plan.host.disk,
         )
 
     def layouts(self, division: Division) -> list[_C.Layout]:
@@ -156,9 +158,9 @@ class Planner:
                 stage=division.stage,
                 prefetch=division.prefetch,
                 hold_full=self.hold_full,
-                host_states=leaves(division.offload, "states"),
-                host_gradients=leaves(division.offload, "gradients"),
-                host_parameters=leaves(division.offload, "parameters"),
+                states=place_of(division.offload, "states"),
+                gradients=place_of(division.offload, "gradients"),
+                parameters=place_of(division.offload, "parameters"),
             ),
             world_size=division.num_shards,
             num_replicas=division.num_replicas,

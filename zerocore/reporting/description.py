@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from zerocore._C import Layout
 from zerocore.common.tables import render_table
+from zerocore.model.config import ShardConfig
 from zerocore.model.offload import FIRST_STAGE
 from zerocore.model.precision import ParamTypes
 from zerocore.model.state import state_of
@@ -44,13 +45,13 @@ class Description:
     world_size: int
     rank: int
     units: tuple[UnitDescription, ...]
-    offload: str = ""  # what leaves the device
+    offload: str = ""  # what leaves the device, and where it is
 
     def title(self) -> str:
         """One line: model, stage, ranks."""
         return (
             f"{self.model}: stage {self.stage}, rank {self.rank} of {self.world_size}, "
-            f"{len(self.units)} units{self.offload and f', {self.offload} on the host'}"
+            f"{len(self.units)} units{self.offload and f', {self.offload}'}"
         )
 
     def rows(self) -> list[list[str]]:
@@ -100,8 +101,17 @@ def describe(model: nn.Module | Optimizer) -> Any:
         state.world_size,
         state.rank,
         units,
-        ", ".join(part for part in FIRST_STAGE if state.config.leaves(part)),
+        _describe_offload(state.config),
     )
+
+
+def _describe_offload(config: ShardConfig) -> str:
+    places = {"cpu": "on the host", "disk": "on disk"}
+    parts = {
+        where: [part for part in FIRST_STAGE if config.place_of(part) == place]
+        for place, where in places.items()
+    }
+    return ", ".join(f"{' and '.join(names)} {where}" for where, names in parts.items() if names)
 
 
 def _describe_optimizer(optimizer: Optimizer) -> Any:

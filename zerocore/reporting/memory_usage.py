@@ -30,6 +30,7 @@ def usage_of(state: ShardState, optimizers: Iterable[Optimizer]) -> MemoryBytes:
     """As :func:`memory_usage`, with the states of several optimizers."""
     engine, on_host = state.engine, state.config.leaves("gradients")
     host_weights, host_gradients = engine.host_nbytes
+    disk, host_buffers = engine.disk_nbytes
     found = [_states_of(optimizer) for optimizer in optimizers]
     return MemoryBytes(
         parameters=engine.parameter_nbytes,
@@ -41,11 +42,13 @@ def usage_of(state: ShardState, optimizers: Iterable[Optimizer]) -> MemoryBytes:
         host_weights=host_weights,
         host_gradients=engine.gradient_nbytes if on_host else host_gradients,
         host_optimizer=sum(host for _, host in found),
+        host_buffers=host_buffers,
+        disk=disk,
     )
 
 
 def _states_of(optimizer: Optimizer) -> tuple[int, int]:
-    """Bytes of an optimizer's states on the device and on the host."""
+    """Bytes of an optimizer's states on the device and on the host; a file counts its own."""
     device = host = 0
     with torch._C.DisableTorchFunctionSubclass():  # of shards the elements of this rank count
         for param, entry in optimizer.state.items():
@@ -54,6 +57,8 @@ def _states_of(optimizer: Optimizer) -> tuple[int, int]:
                 for t in entry.values()
                 if isinstance(t, Tensor) and t.dim() > 0
             )
+            if getattr(param, "on_disk", False):
+                continue
             if getattr(param, "on_host", False):
                 host += nbytes
             else:

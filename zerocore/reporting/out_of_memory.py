@@ -169,6 +169,8 @@ def _held(model: nn.Module) -> dict[str, int]:
         held["free in torch's allocator"] = reserved - allocated
     if usage.host > 0:
         held["on the host, by offload"] = usage.host
+    if usage.disk > 0:
+        held["on disk, by offload"] = usage.disk
     return held
 
 

@@ -183,7 +183,7 @@ def _memory(state: ShardState) -> MemoryFigures:
     if allocator_counts(str(state.device)) is None:
         counted = (None, None, None, None)
         return MemoryFigures(
-            stats.peak_nbytes, stats.reserved_nbytes, *counted, resident, _host_nbytes(state)
+            stats.peak_nbytes, stats.reserved_nbytes, *counted, resident, *_offloaded(state)
         )
     counts = torch.cuda.memory_stats(state.device)
     return MemoryFigures(
@@ -194,12 +194,16 @@ def _memory(state: ShardState) -> MemoryFigures:
         counts.get("num_alloc_retries", 0),
         counts.get("num_device_alloc", 0),
         resident,
-        _host_nbytes(state),
+        *_offloaded(state),
     )
 
 
-def _host_nbytes(state: ShardState) -> int:
-    return 0 if state.config.offload is None else usage_of(state, optimizers_of(state)).host
+def _offloaded(state: ShardState) -> tuple[int, int]:
+    """Bytes on the host and on disk."""
+    if state.config.offload is None:
+        return 0, 0
+    usage = usage_of(state, optimizers_of(state))
+    return usage.host, usage.disk
 
 
 def _known_peak(device: torch.device) -> float | None:
@@ -276,6 +280,8 @@ def _notes(found: Report) -> list[str]:
         )
     if memory.host > 0:
         lines.append(f"on the host, by offload: {memory.host / 2**20:,.1f} MiB")
+    if memory.disk > 0:
+        lines.append(f"on disk, by offload: {memory.disk / 2**20:,.1f} MiB")
     traced = sum(step.communication is not None for step in found.counted)
     lines.append(f"times of communication: mean of {traced} traced steps")
     if not found.steps:

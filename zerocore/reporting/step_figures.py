@@ -98,6 +98,7 @@ class MemoryFigures:
         num_device_allocations: its calls to the device's own allocation; None on the CPU.
         resident_peak: most memory of the process that was resident.
         host: weights, gradients and states on the host, by ``offload=``; 0 without.
+        disk: bytes of this rank's file, by ``offload=``; 0 without.
     """
 
     pool_peak: int
@@ -108,6 +109,7 @@ class MemoryFigures:
     num_device_allocations: int | None
     resident_peak: int
     host: int = 0
+    disk: int = 0
 
 
 def times_by_unit(events: Sequence[Event], queues: Queues) -> dict[str, Communication]:

@@ -17,6 +17,7 @@ from zerocore._C import (
     UnitParam,
     UnitSpec,
 )
+from zerocore.common.agreement import agree
 from zerocore.common.alarm import watch_end
 from zerocore.common.cores import update_threads
 from zerocore.common.host_link import emulated_host_link
@@ -50,6 +51,8 @@ def build(request: ShardRequest) -> ShardState:
     if config.stage == 3 and config.overlap_reductions:
         ranks = with_reductions(ranks, request.device)
     engine = _make_engine(request, ranks, call_order(model, planned))
+    if config.offload is not None and config.offload.path is not None:
+        _open_disk(engine, request, config.offload.path)
     state = ShardState(engine, config, ranks, request.device)
     if config.mixed_precision is not None:
         cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
@@ -99,6 +102,16 @@ def _make_engine(request: ShardRequest, ranks: Ranks, order: list[CallEvent]) ->
 def _host_threads(config: ShardConfig, device: torch.device) -> int:
     given = None if config.offload is None else config.offload.threads
     return update_threads(device) if given is None else given
+
+
+def _open_disk(engine: Engine, request: ShardRequest, folder: str) -> None:
+    """Takes the room of this rank's file; raises OSError if there is none for all ranks."""
+    error: OSError | None = None
+    try:
+        engine.open_disk(folder, f"states-of-rank-{request.ranks.rank}")
+    except OSError as caught:
+        error = caught
+    agree(request.ranks.groups, error, [], request.device)
 
 
 def _name_of(group: ProcessGroup | None) -> str | None:
@@ -154,6 +167,7 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     shard.position = position
     shard.model_weight = engine.make_model_shard(unit.index, position)
     shard.on_host = engine.is_updated_on_host(unit.index, position)
+    shard.on_disk = shard.on_host and state.config.place_of("states") == "disk"
     grad = None
     if old.is_floating_point():
         grad = ShardedGrad.make(engine.make_grad(unit.index, position), place)

@@ -128,6 +128,8 @@ def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> tor
 
 
 def _check_offload(config: ShardConfig, device: torch.device) -> None:
+    if config.offload is not None:
+        config.offload.check_path()
     if config.leaves("gradients") and device.type != "cpu":
         raise ValueError(
             f"offload: gradients='cpu' is not built for devices such as {device} yet; with "

@@ -110,6 +110,7 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
     # The same elements as layers compute with; None where they compute with this parameter.
     model_weight: Tensor | None = None
     on_host: bool = False  # its optimizer's states are on the host, and so is it
+    on_disk: bool = False  # these bytes of the host's memory are a file's
     grad_device: torch.device  # where its gradient is
     aliases: list[ref[LocalShard]]  # what detach() and data have given
 

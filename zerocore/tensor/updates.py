@@ -24,7 +24,8 @@ def finish() -> None:
     Raises:
         RuntimeError: what went wrong in an update.
     """
-    while _under_way:
-        state = _under_way.pop()()
+    for state_ref in list(_under_way):
+        state = state_ref()
         if state is not None:
-            state.engine.synchronize()
+            state.engine.synchronize()  # where a disk has failed again and again
+        _under_way.discard(state_ref)

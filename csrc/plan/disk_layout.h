@@ -1,0 +1,63 @@
+// Where the bytes of units lie in a file, and how much memory it takes to use them; integers only.
+//
+// The parts of a unit lie one after the other, each from a page on. An update reads and writes them
+// from the first weight that is trained on; a gather reads the parameters alone.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "common/types.h"
+#include "plan/layout.h"
+#include "plan/tiers.h"
+
+namespace zerocore {
+
+// Parameters are what layers compute with, main weights what is updated, and Sent these as they are
+// sent to the device. The moments are those of AdamW.
+enum class DiskPart : uint8_t { Parameters, Main, Sent, ExpAvg, ExpAvgSq };
+inline constexpr int kNumDiskParts = 5;
+
+struct DiskUnit {
+  std::array<Range, kNumDiskParts> parts; // bytes of the file, empty for what is not on disk
+  Range updated; // bytes of the file that an update reads and writes
+
+  const Range& part(DiskPart which) const {
+    return parts[static_cast<size_t>(which)];
+  }
+};
+
+class DiskLayout {
+ public:
+  static constexpr int kNumUpdateBuffers = 3; // see Note [Swapping]
+  static constexpr int kNumLoadBuffers = 2; // one is copied from while the next is read
+
+  // Of no unit yet. `shards_parameters`: gathers load them from shards.
+  DiskLayout(const Tiers& tiers, bool shards_parameters, int64_t shard)
+      : tiers_(tiers), shards_parameters_(shards_parameters), shard_(shard) {}
+  // The next unit.
+  void add(const Layout& layout);
+
+  const std::vector<DiskUnit>& units() const {
+    return units_;
+  }
+  int64_t file_nbytes() const {
+    return file_nbytes_;
+  }
+  // Bytes of a unit's parameters at most, in pages.
+  int64_t load_nbytes() const;
+  // Memory that updates and loads take, at most.
+  int64_t buffers_nbytes() const;
+
+ private:
+  Range take(int64_t nbytes);
+
+  Tiers tiers_;
+  bool shards_parameters_;
+  int64_t shard_;
+  std::vector<DiskUnit> units_;
+  int64_t file_nbytes_ = 0;
+};
+
+} // namespace zerocore
