@@ -90,7 +90,7 @@ void bind_param(
 
 py::dict counters(PyEngine& self) {
   py::dict result;
-  const OpCounters& counters = self.engine->trace().counters();
+  const OpCounters& counters = self.engine->parts().trace.counters();
   for (int op = 0; op < kNumTraceOps; ++op) {
     result[trace_op_name(static_cast<TraceOp>(op))] = counters[op];
   }
@@ -147,13 +147,13 @@ void register_setup(py::class_<PyEngine>& engine) {
             for (const auto& value : full) {
               values.push_back(value.value_or(at::Tensor()));
             }
-            self.engine->offload().wait_updates();
+            self.engine->parts().offload.wait_updates();
             self.engine->materialize(unit, values, broadcast);
           })
       .def(
           "full_values",
           [](PyEngine& self, UnitId unit) {
-            self.engine->offload().wait_updates();
+            self.engine->parts().offload.wait_updates();
             return self.engine->full_values(unit);
           },
           py::call_guard<py::gil_scoped_release>())
@@ -308,8 +308,8 @@ void register_figures(py::class_<PyEngine>& engine) {
       .def_property_readonly(
           "order", [](const PyEngine& self) { return self.engine->schedule().order(); })
       .def_property_readonly(
-          "pool_stats", [](const PyEngine& self) { return self.engine->pool_stats(); })
-      .def("forget_recent_peak", [](PyEngine& self) { self.engine->forget_recent_peak(); })
+          "pool_stats", [](const PyEngine& self) { return self.engine->parts().pool.stats(); })
+      .def("forget_recent_peak", [](PyEngine& self) { self.engine->parts().pool.forget_recent_peak(); })
       .def_property_readonly(
           "parameter_nbytes",
           [](PyEngine& self) {
@@ -321,24 +321,22 @@ void register_figures(py::class_<PyEngine>& engine) {
             return sum_of_units(self, [](const Unit& unit) { return unit.main().device_nbytes(); });
           })
       .def_property_readonly(
-          "host_nbytes", [](PyEngine& self) { return self.engine->offload().host_nbytes(); })
-      .def_property_readonly(
           "gradient_nbytes",
           [](PyEngine& self) { return self.engine->reducer().persistent_nbytes(); })
       .def_property_readonly(
-          "hand_overs", [](const PyEngine& self) { return self.engine->hand_overs().entries(); })
+          "hand_overs", [](const PyEngine& self) { return self.engine->parts().hand_overs.entries(); })
       .def(
           "stream_handle",
           [](const PyEngine& self, const std::string& role) {
             const StreamRole found = stream_role_named(role);
-            return reinterpret_cast<uintptr_t>(self.engine->streams().native_handle(found));
+            return reinterpret_cast<uintptr_t>(self.engine->parts().streams.native_handle(found));
           })
       .def(
           "start_trace",
-          [](PyEngine& self, bool align) { self.engine->trace().start(align); },
+          [](PyEngine& self, bool align) { self.engine->parts().trace.start(align); },
           py::arg("align") = true)
-      .def("pause_trace", [](PyEngine& self) { self.engine->trace().pause(); })
-      .def("stop_trace", [](PyEngine& self) { return self.engine->trace().stop(); })
+      .def("pause_trace", [](PyEngine& self) { self.engine->parts().trace.pause(); })
+      .def("stop_trace", [](PyEngine& self) { return self.engine->parts().trace.stop(); })
       .def_property_readonly("agreed", &agreed)
       .def_property_readonly("counters", &counters);
 }

@@ -16,32 +16,32 @@ void register_offload(py::class_<PyEngine>& engine) {
       .def(
           "is_updated_on_host",
           [](PyEngine& self, UnitId unit, int param) {
-            return self.engine->offload().updates(unit, param);
+            return self.engine->parts().offload.updates(unit, param);
           })
       .def(
           "update_on_host",
           [](PyEngine& self, HostUpdate update) {
-            self.engine->offload().update(std::move(update));
+            self.engine->parts().offload.update(std::move(update));
           },
           no_gil)
       .def(
           "send_weights",
-          [](PyEngine& self, UnitId unit) { self.engine->offload().send(unit); },
+          [](PyEngine& self, UnitId unit) { self.engine->parts().offload.send(unit); },
           no_gil)
       .def(
           "known_squares",
           [](PyEngine& self, UnitId unit, int param) {
-            return self.engine->offload().known_squares(unit, param);
+            return self.engine->parts().offload.known_squares(unit, param);
           },
           no_gil)
       .def(
-          "synchronize", [](PyEngine& self) { self.engine->offload().synchronize(); }, no_gil)
+          "synchronize", [](PyEngine& self) { self.engine->parts().offload.synchronize(); }, no_gil)
       .def_property_readonly(
-          "host_nbytes", [](const PyEngine& self) { return self.engine->offload().host_nbytes(); })
+          "host_nbytes", [](const PyEngine& self) { return self.engine->parts().offload.host_nbytes(); })
       .def(
           "open_disk",
           [](PyEngine& self, std::string folder, std::string name) {
-            self.engine->open_disk({std::move(folder), std::move(name)});
+            self.engine->parts().open_disk({std::move(folder), std::move(name)});
           },
           py::arg("folder"),
           py::arg("name"),
@@ -49,11 +49,11 @@ void register_offload(py::class_<PyEngine>& engine) {
       .def(
           "make_moments",
           [](PyEngine& self, UnitId unit, int param) {
-            return self.engine->make_moments(unit, param);
+            return self.engine->parts().make_moments(unit, param);
           },
           no_gil)
       .def_property_readonly(
-          "disk_nbytes", [](const PyEngine& self) { return self.engine->disk_nbytes(); });
+          "disk_nbytes", [](const PyEngine& self) { return self.engine->parts().disk_nbytes(); });
 }
 
 } // namespace zerocore

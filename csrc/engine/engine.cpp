@@ -306,27 +306,6 @@ void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool 
   }
 }
 
-void Engine::open_disk(const DiskPlace& place) {
-  TORCH_CHECK_VALUE(parts_.disk != nullptr, "nothing of this model is on disk");
-  parts_.disk->open(place, parts_.units, parts_.context);
-}
-
-std::vector<at::Tensor> Engine::make_moments(UnitId unit, int param) {
-  if (parts_.disk == nullptr) {
-    return {};
-  }
-  if (parts_.disk->had_moments(unit, param)) {
-    parts_.offload.wait_updates(); // they are set to zero
-  }
-  return parts_.disk->make_moments(unit, param);
-}
-
-std::pair<int64_t, int64_t> Engine::disk_nbytes() const {
-  const DiskStates* disk = parts_.disk.get();
-  return disk == nullptr ? std::pair<int64_t, int64_t>()
-                         : std::pair(disk->file_nbytes(), disk->buffers_nbytes());
-}
-
 std::vector<at::Tensor> Engine::full_values(UnitId unit) {
   recover();
   leave_if_outside();

@@ -29,6 +29,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
       std::unique_ptr<Registrar> registrar);
   ~Engine();
 
+  // What is neither called nor stepped through the engine.
+  EngineParts& parts() {
+    return parts_;
+  }
   Unit& unit(UnitId id) {
     return *parts_.units.at(id);
   }
@@ -38,26 +42,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Reducer& reducer() {
     return parts_.reducer;
   }
-  Offload& offload() {
-    return parts_.offload;
-  }
   const Schedule& schedule() const {
     return parts_.schedule;
-  }
-  const PoolStats& pool_stats() const {
-    return parts_.pool.stats();
-  }
-  void forget_recent_peak() {
-    parts_.pool.forget_recent_peak();
-  }
-  const HandOverLog& hand_overs() const {
-    return parts_.hand_overs;
-  }
-  const Streams& streams() const {
-    return parts_.streams;
-  }
-  Trace& trace() {
-    return parts_.trace;
   }
 
   // All parameters are materialized and bound. `consistent`: all ranks hold the same values.
@@ -100,11 +86,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Sets and reads a unit's parameters; collective. See Unit.
   void materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast);
   std::vector<at::Tensor> full_values(UnitId unit);
-  // See DiskStates. The first before anything is materialized, where something is on disk; the
-  // second gives nothing where moments are not. Bytes on disk, and of memory to use them.
-  void open_disk(const DiskPlace& place);
-  std::vector<at::Tensor> make_moments(UnitId unit, int param);
-  std::pair<int64_t, int64_t> disk_nbytes() const;
   // Around an optimizer's update of main weights, which `casts` if it writes the model weights too.
   // The first throws if a shard has left its place in memory.
   void begin_update(const std::vector<UnitId>& units, bool casts) {

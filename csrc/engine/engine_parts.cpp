@@ -136,6 +136,26 @@ EngineParts::EngineParts(
   expect_step();
 }
 
+void EngineParts::open_disk(const DiskPlace& place) {
+  TORCH_CHECK_VALUE(disk != nullptr, "nothing of this model is on disk");
+  disk->open(place, units, context);
+}
+
+std::vector<at::Tensor> EngineParts::make_moments(UnitId unit, int param) {
+  if (disk == nullptr) {
+    return {};
+  }
+  if (disk->had_moments(unit, param)) {
+    offload.wait_updates(); // they are set to zero
+  }
+  return disk->make_moments(unit, param);
+}
+
+std::pair<int64_t, int64_t> EngineParts::disk_nbytes() const {
+  return disk == nullptr ? std::pair<int64_t, int64_t>()
+                         : std::pair(disk->file_nbytes(), disk->buffers_nbytes());
+}
+
 // Places in the pool for what the first step is going to take from it.
 void EngineParts::expect_step() {
   std::vector<UnitPlan> plans;

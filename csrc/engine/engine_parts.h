@@ -37,6 +37,12 @@ struct EngineParts {
   UnitId num_units() const {
     return static_cast<UnitId>(units.size());
   }
+  // See DiskStates. Before anything is materialized, where something is on disk.
+  void open_disk(const DiskPlace& place);
+  // None where moments are not on disk.
+  std::vector<at::Tensor> make_moments(UnitId unit, int param);
+  // Bytes on disk, and of memory to use them.
+  std::pair<int64_t, int64_t> disk_nbytes() const;
 
   EngineOptions options;
   HandOverLog hand_overs;
@@ -46,8 +52,8 @@ struct EngineParts {
   ModelAlarm alarm;
   std::unique_ptr<Collectives> collectives, replicas;
   std::unique_ptr<Peers> peers;
-  std::unique_ptr<DiskStates> disk; // null where nothing is on disk
   std::unique_ptr<HostLink> host_link; // emulated; null for none
+  std::unique_ptr<DiskStates> disk; // null where nothing is on disk
   UnitContext context;
   std::vector<bool> stays; // by unit: as it was made
   std::vector<std::unique_ptr<Unit>> units;

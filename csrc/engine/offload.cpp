@@ -6,9 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/autograd.h"
 #include "engine/disk_states.h"
-#include "runtime/device_memory.h"
 
 namespace zerocore {
 
@@ -20,18 +18,8 @@ Offload::Offload(
   if (!context.tiers.has_host_states()) {
     return;
   }
-  for (const auto& unit : units) {
-    const Layout& layout = unit->layout();
-    OffloadedUnit& state = states_.emplace_back(ArrivedSquares(layout, context.shard));
-    state.left.resize(layout.regions().size());
-    state.shown.resize(unit->params().size());
-    const std::vector<int> regions = context.tiers.landing_regions(layout);
-    if (!regions.empty()) {
-      const Layout kept = layout.of_shard(context.shard).retyped(&Region::grad);
-      const std::string owner = "the gradient of unit '" + unit->name() + "'";
-      state.landing.emplace(kept, regions, 0, c10::kCPU, owner);
-    }
-  }
+  states_.resize(units.size());
+  gradients_.emplace(units, context_, *worker_);
 }
 
 Offload::~Offload() {
@@ -42,155 +30,29 @@ Offload::~Offload() {
   }
 }
 
-StepWorker::Ticket Offload::submit(std::shared_ptr<OpenRecord> record, StepWorker::Work work) {
-  return submit([record = std::move(record), work = std::move(work)] {
-    if (record != nullptr) {
-      record->issued_ns = now_ns();
-    }
-    work();
-    if (record != nullptr) {
-      record->done_ns = now_ns();
-    }
-  });
-}
-
-StepWorker::Ticket Offload::submit(StepWorker::Work work) {
-  last_ = worker_->submit(std::move(work));
-  return last_;
-}
-
 // -- gradients ------------------------------------------------------------------------------
 
 void Offload::leave(UnitId id, int region, const at::Tensor& kept) {
-  if (states_.empty()) {
-    return;
+  if (gradients_) {
+    gradients_->leave(id, region, kept);
   }
-  OffloadedUnit& state = states_[id];
-  if (!state.landing) {
-    const auto nbytes = static_cast<int64_t>(kept.nbytes());
-    state.left_at = bring(id, nbytes, [] {}); // it is kept on the host
-    square(id, region, kept);
-  } else if (state.landing->has(region)) {
-    make_landing(state);
-    land(id, region, kept);
-    state.left[region] = true;
-    square(id, region, state.landing->full(region));
-  }
-}
-
-// Memory comes with the first gradient.
-void Offload::make_landing(OffloadedUnit& state) {
-  if (!state.landing->attached()) {
-    state.landing->attach(allocate_memory(c10::kCPU, state.landing->nbytes()));
-  }
-}
-
-// A device copies beside its other streams; on the CPU the worker does.
-void Offload::land(UnitId id, int region, const at::Tensor& kept) {
-  OffloadedUnit& state = states_[id];
-  const Streams& streams = *context_.streams;
-  const at::Tensor& host = state.landing->full(region);
-  const auto nbytes = static_cast<int64_t>(kept.nbytes());
-  if (!streams.has_streams()) {
-    state.left_at = bring(id, nbytes, [host, kept] { host.copy_(kept); });
-    return;
-  }
-  streams.order(StreamRole::DeviceToHost, StreamRole::Compute);
-  streams.note_read(StreamRole::DeviceToHost, kept, "leaves", units_[id]->name());
-  {
-    const auto guard = streams.use(StreamRole::DeviceToHost);
-    host.copy_(kept, /*non_blocking=*/true);
-  }
-  const StreamEvent copied = streams.record(StreamRole::DeviceToHost);
-  state.left_at = submit(context_.note(TraceOp::ToHost, id, nbytes), [copied] {
-    if (copied->event) {
-      copied->event->synchronize();
-    }
-  });
-}
-
-StepWorker::Ticket Offload::bring(UnitId id, int64_t nbytes, StepWorker::Work copy) {
-  const auto record = context_.note(TraceOp::ToHost, id, nbytes);
-  if (context_.host_link == nullptr) {
-    return submit(record, std::move(copy));
-  }
-  HostLink::Transfer transfer{/*to_host=*/true, nbytes, std::move(copy), record};
-  const auto arrived = transfer.arrival->future();
-  context_.host_link->carry(std::move(transfer));
-  return submit([arrived] { arrived.get(); });
-}
-
-// Behind the arrival.
-void Offload::square(UnitId id, int region, const at::Tensor& host) {
-  if (!takes_squares_ || context_.streams->has_streams()) {
-    return;
-  }
-  OffloadedUnit& state = states_[id];
-  const auto nbytes = static_cast<int64_t>(host.nbytes());
-  state.squares_record = context_.note(TraceOp::HostSquares, id, nbytes);
-  state.left_at = submit(state.squares_record, state.squares.take(region, host));
-}
-
-at::Tensor Offload::known_squares(UnitId id, int param) {
-  if (states_.empty()) {
-    return {};
-  }
-  takes_squares_ = true;
-  OffloadedUnit& state = states_.at(id);
-  const Unit& unit = *units_[id];
-  const at::Tensor& grad = gradient_of(unit.params()[param].shard);
-  const bool is_known = state.squares.has(unit.layout().places().at(param).region);
-  if (!is_known || as_shown(grad) != state.shown[param]) {
-    return {};
-  }
-  wait(state.left_at, state.squares_record);
-  return state.squares.of(param);
 }
 
 void Offload::recall(UnitId id) {
-  if (!states_.empty()) {
-    OffloadedUnit& state = states_[id];
-    wait(std::max(state.left_at, state.updated_at));
-    context_.streams->order(StreamRole::Compute, StreamRole::DeviceToHost);
-    state.left.assign(state.left.size(), false);
-    state.squares.forget();
+  if (gradients_) {
+    wait(states_[id].updated_at);
+    gradients_->recall(id);
   }
-}
-
-Offload::Shown Offload::as_shown(const at::Tensor& grad) {
-  if (!grad.defined() || grad.numel() == 0) {
-    return {};
-  }
-  const auto version = grad.unsafeGetTensorImpl()->version_counter().current_version();
-  return {grad.const_data_ptr(), version};
 }
 
 void Offload::note_shown(UnitId id) {
-  if (states_.empty()) {
-    return;
-  }
-  const auto& params = units_[id]->params();
-  for (size_t i = 0; i < params.size(); ++i) {
-    states_[id].shown[i] = as_shown(gradient_of(params[i].shard));
+  if (gradients_) {
+    gradients_->note_shown(id);
   }
 }
 
-// The gradient on the host. One that was changed since it was sent, or set by hand, is copied now.
-at::Tensor Offload::landed(UnitId id, int param, const at::Tensor& grad) {
-  OffloadedUnit& state = states_[id];
-  if (!state.landing) {
-    return grad;
-  }
-  make_landing(state);
-  const Unit& unit = *units_[id];
-  const int region = unit.layout().places()[param].region;
-  const int64_t begin = unit.layout().offset_in_shard(param, context_.shard);
-  const at::Tensor host = state.landing->view(region, begin, unit.shard_sizes(param));
-  if (host.numel() > 0 && (!state.left[region] || as_shown(grad) != state.shown[param])) {
-    wait(std::max(state.left_at, state.updated_at));
-    host.copy_(grad);
-  }
-  return host;
+at::Tensor Offload::known_squares(UnitId id, int param) {
+  return gradients_ ? gradients_->known_squares(id, param) : at::Tensor();
 }
 
 // -- updates --------------------------------------------------------------------------------
@@ -204,7 +66,7 @@ void Offload::update(HostUpdate given) {
   auto held = std::make_shared<HostUpdate>(std::move(given));
   int64_t nbytes = 0;
   for (size_t i = 0; i < held->grads.size(); ++i) {
-    held->grads[i] = landed(held->unit, held->params.at(i), held->grads[i]);
+    held->grads[i] = gradients_->landed(held->unit, held->params.at(i), held->grads[i]);
     nbytes += static_cast<int64_t>(held->weights.at(i).nbytes());
   }
   const kernels::AdamWTensors tensors{
@@ -218,7 +80,7 @@ void Offload::update(HostUpdate given) {
   announce(held->unit);
   OffloadedUnit& state = states_[held->unit];
   state.record = context_.note(TraceOp::HostUpdate, held->unit, nbytes);
-  last_update_ = submit(state.record, [this, held, step = std::move(step)] {
+  last_update_ = worker_->submit(state.record, [this, held, step = std::move(step)] {
     bring_states(held->unit);
     step.run();
     for (const auto& [to, from] : held->casts) {
@@ -236,7 +98,7 @@ void Offload::announce(UnitId id) {
   }
   disk->announce(id);
   if (!std::exchange(is_open_, true)) {
-    submit([disk, order = std::exchange(order_, {})] { disk->begin_step(order); });
+    worker_->submit([disk, order = std::exchange(order_, {})] { disk->begin_step(order); });
   }
 }
 
@@ -249,13 +111,13 @@ void Offload::bring_states(UnitId id) const {
 
 void Offload::give_back(UnitId id) {
   if (DiskStates* disk = context_.disk) {
-    last_update_ = submit([disk, id] { disk->give_back(id); });
+    last_update_ = worker_->submit([disk, id] { disk->give_back(id); });
   }
 }
 
 void Offload::end_step() {
   if (std::exchange(is_open_, false) && worker_ != nullptr) {
-    last_update_ = submit([disk = context_.disk] { disk->end_step(); });
+    last_update_ = worker_->submit([disk = context_.disk] { disk->end_step(); });
   }
 }
 
@@ -266,7 +128,7 @@ void Offload::send(UnitId id) {
   const auto arrival = state.arrival;
   if (!context_.tiers.returns_weights()) { // gathers load them from the host or the disk
     give_back(id);
-    state.sent_at = submit([arrival] { arrival->set(nullptr); });
+    state.sent_at = worker_->submit([arrival] { arrival->set(nullptr); });
     return;
   }
   const Unit& unit = *units_[id];
@@ -275,12 +137,12 @@ void Offload::send(UnitId id) {
   const auto record = state.record = context_.note(TraceOp::ToDevice, id, nbytes);
   if (HostLink* link = context_.host_link; link != nullptr) {
     // The worker goes on with the next unit meanwhile.
-    state.sent_at = submit([this, id, link, &unit, nbytes, record, arrival] {
+    state.sent_at = worker_->submit([this, id, link, &unit, nbytes, record, arrival] {
       bring_states(id);
       link->carry({false, nbytes, [&unit] { unit.main().send(); }, record, {}, arrival});
     });
   } else {
-    state.sent_at = submit(record, [this, id, &unit, arrival] {
+    state.sent_at = worker_->submit(record, [this, id, &unit, arrival] {
       const auto told = c10::make_scope_exit([&] { arrival->set(nullptr); });
       bring_states(id);
       unit.main().send();
@@ -288,7 +150,7 @@ void Offload::send(UnitId id) {
   }
   state.updated_at = last_update_ = state.sent_at;
   if (context_.disk != nullptr) { // which the link may still be reading from
-    submit([arrival] { arrival->future().wait(); });
+    worker_->submit([arrival] { arrival->future().wait(); });
     give_back(id);
   }
 }
@@ -299,17 +161,9 @@ bool Offload::take_sent(UnitId id) {
 
 // -- waits ----------------------------------------------------------------------------------
 
-void Offload::wait(StepWorker::Ticket ticket) {
-  if (worker_ != nullptr && ticket > 0) {
-    worker_->wait(ticket);
-  }
-}
-
 void Offload::wait(StepWorker::Ticket ticket, const std::shared_ptr<OpenRecord>& record) {
-  const int64_t begin = now_ns();
-  wait(ticket);
-  if (record != nullptr) {
-    record->wait_ns += now_ns() - begin;
+  if (worker_ != nullptr && ticket > 0) {
+    worker_->wait(ticket, record);
   }
 }
 
@@ -357,7 +211,9 @@ void Offload::check() {
 
 void Offload::begin_step() {
   wait_updates();
-  takes_squares_ = false;
+  if (gradients_) {
+    gradients_->begin_step();
+  }
 }
 
 void Offload::wait_updates() {
@@ -373,7 +229,7 @@ void Offload::wait_updates() {
 
 void Offload::synchronize() {
   end_step();
-  wait(last_);
+  wait(worker_ == nullptr ? 0 : worker_->last());
   wait_arrivals();
   check();
   check_disk();
@@ -409,11 +265,7 @@ std::pair<int64_t, int64_t> Offload::host_nbytes() const {
     const int64_t shard = has_shard ? unit->layout().of_shard(context_.shard).nbytes() : 0;
     weights += unit->main().host_nbytes() + shard;
   }
-  int64_t gradients = 0;
-  for (const OffloadedUnit& state : states_) {
-    gradients += state.landing ? state.landing->nbytes() : 0;
-  }
-  return {weights, gradients};
+  return {weights, gradients_ ? gradients_->host_nbytes() : 0};
 }
 
 } // namespace zerocore

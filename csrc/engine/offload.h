@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/arrived_squares.h"
+#include "engine/landed_gradients.h"
 #include "engine/step_worker.h"
 #include "engine/unit.h"
 #include "kernels/optimizer_ops.h"
@@ -99,38 +99,15 @@ class Offload {
   std::pair<int64_t, int64_t> host_nbytes() const;
 
  private:
-  // A gradient's memory and version.
-  struct Shown {
-    const void* data = nullptr;
-    uint32_t version = 0;
-
-    bool operator==(const Shown& other) const = default;
-  };
   struct OffloadedUnit {
-    explicit OffloadedUnit(ArrivedSquares squares_) : squares(std::move(squares_)) {}
-
-    ArrivedSquares squares; // of the gradient that has come, or will be when the worker gets there
-    std::optional<Bucket> landing; // gradients on the host, where they are kept on the device
-    std::vector<bool> left; // by region: the landing has the gradient
-    std::vector<Shown> shown; // by parameter: the gradient that the landing has
-    StepWorker::Ticket left_at = 0, updated_at = 0;
+    StepWorker::Ticket updated_at = 0;
     StepWorker::Ticket sent_at = 0; // 0 once it was waited for
     bool sent = false;
     std::shared_ptr<Arrival> arrival; // of its weights, since send()
     std::shared_ptr<OpenRecord> record; // of what the next forward waits for
-    std::shared_ptr<OpenRecord> squares_record; // of what the next step waits for
   };
 
-  static Shown as_shown(const at::Tensor& grad);
-  void wait(StepWorker::Ticket ticket);
-  void wait(StepWorker::Ticket ticket, const std::shared_ptr<OpenRecord>& record);
-  static void make_landing(OffloadedUnit& state);
-  void land(UnitId unit, int region, const at::Tensor& kept);
-  at::Tensor landed(UnitId unit, int param, const at::Tensor& grad);
-  void square(UnitId unit, int region, const at::Tensor& host);
-  StepWorker::Ticket submit(std::shared_ptr<OpenRecord> record, StepWorker::Work work);
-  StepWorker::Ticket submit(StepWorker::Work work);
-  StepWorker::Ticket bring(UnitId unit, int64_t nbytes, StepWorker::Work copy);
+  void wait(StepWorker::Ticket ticket, const std::shared_ptr<OpenRecord>& record = nullptr);
   void announce(UnitId unit);
   void bring_states(UnitId unit) const;
   void give_back(UnitId unit);
@@ -143,9 +120,9 @@ class Offload {
   std::vector<OffloadedUnit> states_; // by unit; none without states on the host
   std::vector<UnitId> order_; // of a step that has not begun
   bool is_open_ = false; // a step on disk has begun and not ended
-  StepWorker::Ticket last_ = 0, last_update_ = 0;
-  bool takes_squares_ = false; // as gradients arrive
+  StepWorker::Ticket last_update_ = 0;
   std::exception_ptr arrival_error_; // of what the emulated link carried
+  std::optional<LandedGradients> gradients_; // the same
   std::unique_ptr<StepWorker> worker_; // ends first
 };
 

@@ -31,6 +31,25 @@ StepWorker::Ticket StepWorker::submit(Work work) {
   return ++submitted_;
 }
 
+StepWorker::Ticket StepWorker::submit(std::shared_ptr<OpenRecord> record, Work work) {
+  if (record == nullptr) {
+    return submit(std::move(work));
+  }
+  return submit([record = std::move(record), work = std::move(work)] {
+    record->issued_ns = now_ns();
+    work();
+    record->done_ns = now_ns();
+  });
+}
+
+void StepWorker::wait(Ticket ticket, const std::shared_ptr<OpenRecord>& record) {
+  const int64_t begin = now_ns();
+  wait(ticket);
+  if (record != nullptr) {
+    record->wait_ns += now_ns() - begin;
+  }
+}
+
 void StepWorker::wait(Ticket ticket) {
   std::vector<Work> spent;
   std::unique_lock lock(mutex_);

@@ -6,9 +6,12 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "runtime/trace.h"
 
 namespace zerocore {
 
@@ -26,8 +29,16 @@ class StepWorker {
   StepWorker& operator=(const StepWorker&) = delete;
 
   Ticket submit(Work work);
+  // The same; `record`, if there is one, gets its times.
+  Ticket submit(std::shared_ptr<OpenRecord> record, Work work);
+  // Of what was submitted last.
+  Ticket last() const {
+    return submitted_;
+  }
   // Blocks until the work of that ticket, and all before it, is done, well or not.
   void wait(Ticket ticket);
+  // The same, and notes in `record`, if there is one, for how long.
+  void wait(Ticket ticket, const std::shared_ptr<OpenRecord>& record);
   // What went wrong first, once; null for nothing.
   std::exception_ptr take_error();
 

@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/disk_states.h"
-
 namespace zerocore {
 
 Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
@@ -22,6 +20,7 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
           "unit '" + name_ + "'",
           /*hides=*/context.policy.shards_parameters()),
       main_(layout_, context_, name_),
+      gathers_(id_, name_, context_),
       settings_{1.0 / static_cast<double>(context.world_size())},
       versions_(params_, layout_),
       gathered_(layout_.regions().size(), -1) {
@@ -123,30 +122,23 @@ void Unit::unshard(const std::shared_future<void>& after) {
   }
   set_state(UnitState::Unsharding);
   gathered_version_ = version();
-  gather_regions(after);
+  gather(after);
   if (in_use) {
     wait_for_unshard();
   }
 }
 
-void Unit::gather_regions(const std::shared_future<void>& after) {
-  std::vector<CollectiveCall> together;
-  const bool joins = bucket_.regions().size() > 1 && context_.num_shards > 1 &&
-      context_.collectives->launches_together();
-  if (context_.tiers.parameters == Tier::Disk) {
-    if (after.valid()) {
-      after.get();
-    }
-    context_.disk->loads().load(id_);
-  }
+void Unit::gather(const std::shared_future<void>& after) {
+  std::vector<int> regions;
   for (const int region : bucket_.regions()) {
     if (shards_ || !is_gathered(region)) {
-      gather(region, after, joins ? &together : nullptr);
-      gathered_[region] = versions_.of_region(region);
+      regions.push_back(region);
     }
   }
-  if (!together.empty()) {
-    gathers_ = context_.collectives->start_together(TraceOp::AllGather, std::move(together));
+  const Bucket& received = staging_ ? staging_->bucket() : bucket_;
+  gathers_.begin(regions, {bucket_, received, shards_ ? &*shards_ : nullptr}, after);
+  for (const int region : regions) {
+    gathered_[region] = versions_.of_region(region);
   }
 }
 
@@ -155,76 +147,11 @@ void Unit::take_bucket(StreamRole user) {
   bucket_.attach(slot_.data);
 }
 
-// This rank's part comes from the host, or from what was read of the disk. Over the emulated link
-// it is under way when this returns; a device copies on the stream of the gather.
-std::shared_future<void> Unit::load(int region, const std::shared_future<void>& after) {
-  const at::Tensor& to = bucket_.own_bytes(region);
-  const bool on_disk = context_.tiers.parameters == Tier::Disk; // read by what comes next
-  const at::Tensor& shard = shards_->full_bytes(region);
-  const at::Tensor from = on_disk ? context_.disk->loads().loaded(shard) : shard;
-  const Streams& streams = *context_.streams;
-  const auto record = context_.note(TraceOp::ToDevice, id_, to.numel());
-  if (!on_disk && context_.host_link != nullptr && !streams.has_streams()) {
-    HostLink::Transfer transfer{false, to.numel(), [to, from] { to.copy_(from); }, record, after};
-    const auto arrival = transfer.arrival;
-    context_.host_link->carry(std::move(transfer));
-    return arrival->future();
-  }
-  if (after.valid()) {
-    after.get();
-  }
-  if (record != nullptr) {
-    record->begin = streams.record_timed(StreamRole::AllGather);
-  }
-  {
-    const auto guard = streams.use(StreamRole::AllGather);
-    to.copy_(from, /*non_blocking=*/!on_disk);
-  }
-  streams.note_write(StreamRole::AllGather, bucket_.own(region), "loads", name_);
-  if (record != nullptr) {
-    record->done_ns = now_ns(); // a device's events replace it
-    record->end = streams.record_timed(StreamRole::AllGather);
-  }
-  return {};
-}
-
-void Unit::gather(
-    int region,
-    std::shared_future<void> after,
-    std::vector<CollectiveCall>* together) {
-  if (context_.tiers.has_host_parameters()) {
-    after = load(region, after);
-  }
-  if (context_.num_shards == 1) { // the host had all of it
-    loads_.push_back(std::move(after));
-    return;
-  }
-  if (after.valid() && !context_.collectives->holds()) {
-    after.get();
-    after = {};
-  }
-  const bool in_place = !shards_ || context_.tiers.has_host_parameters();
-  const at::Tensor& own = in_place ? bucket_.own_bytes(region) : shards_->full_bytes(region);
-  const at::Tensor& full = (staging_ ? staging_->bucket() : bucket_).full_bytes(region);
-  const int64_t nbytes = context_.collectives->methods().gather.wire_nbytes(full.numel());
-  if (together != nullptr) {
-    together->push_back({full, own, tag(TraceOp::AllGather, nbytes)});
-  } else {
-    gathers_.push_back(
-        context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, nbytes), after));
-  }
-}
-
 void Unit::wait_for_unshard() {
   if (state_ != UnitState::Unsharding) {
     return;
   }
-  wait_for_all(gathers_, *context_.streams);
-  for (const std::shared_future<void>& load : std::exchange(loads_, {})) {
-    if (load.valid()) {
-      load.get();
-    }
-  }
+  gathers_.wait();
   if (context_.num_shards == 1) {
     context_.streams->order(StreamRole::Compute, StreamRole::AllGather);
   }

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/gathers.h"
 #include "engine/main_weights.h"
 #include "engine/param_versions.h"
 #include "engine/staging.h"
@@ -134,10 +135,7 @@ class Unit {
   bool is_gathered(int region) const {
     return gathered_[region] == versions_.of_region(region);
   }
-  void gather_regions(const std::shared_future<void>& after);
-  // With others in `together`, if that is given; else at once.
-  void gather(int region, std::shared_future<void> after, std::vector<CollectiveCall>* together);
-  std::shared_future<void> load(int region, const std::shared_future<void>& after);
+  void gather(const std::shared_future<void>& after);
   void take_bucket(StreamRole user);
 
   UnitId id_;
@@ -149,10 +147,9 @@ class Unit {
   std::optional<Staging> staging_; // as it comes from the wire, where that is another order
   std::optional<Bucket> shards_; // own memory where parameters are sharded
   MainWeights main_;
+  Gathers gathers_;
   Slot slot_;
   UnitSettings settings_;
-  std::vector<PendingCollective> gathers_;
-  std::vector<std::shared_future<void>> loads_; // that no gather waits for
   UnitState state_ = UnitState::Sharded;
   ParamVersions versions_;
   std::vector<int64_t> gathered_; // version of each region that is in the buffer

@@ -25,14 +25,6 @@ const std::vector<at::Tensor>& only(const std::vector<std::vector<at::Tensor>>& 
   return lists[0];
 }
 
-// The name that torch 2.11 has; later ones keep it.
-double premul_factor(const c10d::ReduceOp& op) {
-  const auto* premul = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-  TORCH_CHECK_VALUE(premul != nullptr, "PREMUL_SUM came without its factor");
-  return premul->tensor_factor.defined() ? premul->tensor_factor.item<double>()
-                                         : premul->double_factor;
-}
-
 // Rows (of dimension 0) that go to or come from each rank; even ones if `splits` is empty.
 std::vector<int64_t> rows(
     const at::Tensor& tensor,
@@ -127,7 +119,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::endCoalescing() {
   return link_->carry(std::move(*all), communicator_);
 }
 
-EmulatedGroup::WorkPtr EmulatedGroup::issue(Call call) {
+EmulatedGroup::WorkPtr EmulatedGroup::issue(MirroredCall call) {
   Transfer& one = call.transfer;
   one.ns = transfer_ns(link(), call.traffic, call.nbytes, size_);
   {
@@ -146,93 +138,16 @@ EmulatedGroup::WorkPtr EmulatedGroup::issue(Call call) {
   return link_->carry(std::move(one), communicator_);
 }
 
-// -- moves ----------------------------------------------------------------------------------
-
-Combination EmulatedGroup::combination(const c10d::ReduceOp& op) const {
-  const auto n = static_cast<double>(size_);
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM:
-      return {Kind::Scale, n};
-    case c10d::ReduceOp::PREMUL_SUM:
-      return {Kind::Scale, n * premul_factor(op)};
-    case c10d::ReduceOp::PRODUCT:
-      return {Kind::Power, n};
-    case c10d::ReduceOp::BXOR:
-      return {size_ % 2 == 0 ? Kind::Zero : Kind::Copy, 1.0};
-    default:
-      return {Kind::Copy, 1.0};
-  }
-}
-
-void EmulatedGroup::add(Call& call, const at::Tensor& to, const at::Tensor& from, Combination how)
-    const {
-  TORCH_CHECK_VALUE(
-      to.numel() == from.numel() && to.dtype() == from.dtype(),
-      "the emulated link would move ",
-      from.numel(),
-      " elements of ",
-      from.dtype(),
-      " into ",
-      to.numel(),
-      " of ",
-      to.dtype(),
-      "; the tensors of a collective must match");
-  if (to.numel() == 0 || (how.kind == Kind::Copy && to.data_ptr() == from.data_ptr())) {
-    return;
-  }
-  call.transfer.moves.push_back({alias_storage(to), alias_storage(from).view_as(to), how});
-}
-
-void EmulatedGroup::gather_slices(Call& call, const at::Tensor& full, const at::Tensor& own) const {
-  TORCH_CHECK_VALUE(
-      full.is_contiguous() && full.numel() == own.numel() * size_,
-      "all_gather: the output must be contiguous with ",
-      own.numel() * size_,
-      " elements, got ",
-      full.numel());
-  const at::Tensor slices = full.detach().view({size_, -1});
-  const at::Tensor sent = own.detach().view(-1);
-  const auto fill = [&](int64_t begin, int64_t end) {
-    add(call, slices.narrow(0, begin, end - begin), sent.expand({end - begin, sent.numel()}), {});
-  };
-  if (slices[rank_].data_ptr() == own.data_ptr()) {
-    fill(0, rank_);
-    fill(rank_ + 1, size_);
-  } else {
-    fill(0, size_);
-  }
-  call.transfer.outputs.push_back(full);
-  call.nbytes += static_cast<int64_t>(full.nbytes());
-}
-
-void EmulatedGroup::reduce_slice(
-    Call& call,
-    const at::Tensor& shard,
-    const at::Tensor& full,
-    const c10d::ReduceOp& op) const {
-  TORCH_CHECK_VALUE(
-      full.is_contiguous() && full.numel() == shard.numel() * size_,
-      "reduce_scatter: the input must be contiguous with ",
-      shard.numel() * size_,
-      " elements, got ",
-      full.numel());
-  if (shard.numel() > 0) {
-    const at::Tensor own = full.detach().view({size_, -1})[rank_];
-    add(call, shard.detach().view(-1), own, combination(op));
-  }
-  call.transfer.outputs.push_back(shard);
-  call.nbytes += static_cast<int64_t>(full.nbytes());
-}
-
 // -- gathers --------------------------------------------------------------------------------
 
 EmulatedGroup::WorkPtr EmulatedGroup::allgather(
     std::vector<Tensors>& outputs,
     Tensors& inputs,
     const c10d::AllgatherOptions& options) {
-  Call call(OpType::ALLGATHER, Traffic::AllGather, options.asyncOp, 0, only(outputs));
+  MirroredCall call(
+      *this, OpType::ALLGATHER, Traffic::AllGather, options.asyncOp, 0, only(outputs));
   for (const at::Tensor& output : call.transfer.outputs) {
-    add(call, output, inputs.at(0), {});
+    call.add(output, inputs.at(0), {});
   }
   call.nbytes = nbytes_of(call.transfer.outputs);
   return issue(std::move(call));
@@ -242,8 +157,8 @@ EmulatedGroup::WorkPtr EmulatedGroup::_allgather_base(
     at::Tensor& output,
     at::Tensor& input,
     const c10d::AllgatherOptions& options) {
-  Call call(OpType::_ALLGATHER_BASE, Traffic::AllGather, options.asyncOp);
-  gather_slices(call, output, input);
+  MirroredCall call(*this, OpType::_ALLGATHER_BASE, Traffic::AllGather, options.asyncOp);
+  call.gather(output, input);
   return issue(std::move(call));
 }
 
@@ -251,10 +166,10 @@ EmulatedGroup::WorkPtr EmulatedGroup::allgather_coalesced(
     std::vector<Tensors>& outputs,
     Tensors& inputs,
     const c10d::AllgatherOptions& options) {
-  Call call(OpType::ALLGATHER_COALESCED, Traffic::AllGather, options.asyncOp);
+  MirroredCall call(*this, OpType::ALLGATHER_COALESCED, Traffic::AllGather, options.asyncOp);
   for (const Tensors& of_rank : outputs) {
     for (size_t i = 0; i < inputs.size(); ++i) {
-      add(call, of_rank.at(i), inputs[i], {});
+      call.add(of_rank.at(i), inputs[i], {});
       call.transfer.outputs.push_back(of_rank[i]);
     }
   }
@@ -266,9 +181,9 @@ EmulatedGroup::WorkPtr EmulatedGroup::allgather_into_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
     const c10d::AllgatherOptions& options) {
-  Call call(OpType::COALESCED, Traffic::AllGather, options.asyncOp);
+  MirroredCall call(*this, OpType::COALESCED, Traffic::AllGather, options.asyncOp);
   for (size_t i = 0; i < inputs.size(); ++i) {
-    gather_slices(call, outputs.at(i), inputs[i]);
+    call.gather(outputs.at(i), inputs[i]);
   }
   return issue(std::move(call));
 }
@@ -277,12 +192,12 @@ EmulatedGroup::WorkPtr EmulatedGroup::gather(
     std::vector<Tensors>& outputs,
     Tensors& inputs,
     const c10d::GatherOptions& options) {
-  Call call(OpType::GATHER, Traffic::Gather, options.asyncOp);
+  MirroredCall call(*this, OpType::GATHER, Traffic::Gather, options.asyncOp);
   call.nbytes = nbytes_of(inputs) * size_;
   if (options.rootRank == rank_) {
     call.transfer.outputs = only(outputs);
     for (const at::Tensor& output : call.transfer.outputs) {
-      add(call, output, inputs.at(0), {});
+      call.add(output, inputs.at(0), {});
     }
   }
   return issue(std::move(call));
@@ -293,9 +208,10 @@ EmulatedGroup::WorkPtr EmulatedGroup::gather(
 EmulatedGroup::WorkPtr EmulatedGroup::allreduce(
     Tensors& tensors,
     const c10d::AllreduceOptions& options) {
-  Call call(OpType::ALLREDUCE, Traffic::AllReduce, options.asyncOp, nbytes_of(tensors), tensors);
+  MirroredCall call(
+      *this, OpType::ALLREDUCE, Traffic::AllReduce, options.asyncOp, nbytes_of(tensors), tensors);
   for (const at::Tensor& tensor : tensors) {
-    add(call, tensor, tensor, combination(options.reduceOp));
+    call.add(tensor, tensor, call.combination(options.reduceOp));
   }
   return issue(std::move(call));
 }
@@ -307,10 +223,11 @@ EmulatedGroup::WorkPtr EmulatedGroup::allreduce_coalesced(
 }
 
 EmulatedGroup::WorkPtr EmulatedGroup::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  Call call(OpType::REDUCE, Traffic::Reduce, options.asyncOp, nbytes_of(tensors), tensors);
+  MirroredCall call(
+      *this, OpType::REDUCE, Traffic::Reduce, options.asyncOp, nbytes_of(tensors), tensors);
   for (const at::Tensor& tensor : tensors) {
     if (options.rootRank == rank_) {
-      add(call, tensor, tensor, combination(options.reduceOp));
+      call.add(tensor, tensor, call.combination(options.reduceOp));
     }
   }
   return issue(std::move(call));
@@ -320,9 +237,10 @@ EmulatedGroup::WorkPtr EmulatedGroup::reduce_scatter(
     Tensors& outputs,
     std::vector<Tensors>& inputs,
     const c10d::ReduceScatterOptions& options) {
-  Call call(OpType::REDUCE_SCATTER, Traffic::ReduceScatter, options.asyncOp, 0, outputs);
+  MirroredCall call(
+      *this, OpType::REDUCE_SCATTER, Traffic::ReduceScatter, options.asyncOp, 0, outputs);
   const Tensors& slices = only(inputs);
-  add(call, outputs.at(0), slices.at(rank_), combination(options.reduceOp));
+  call.add(outputs.at(0), slices.at(rank_), call.combination(options.reduceOp));
   call.nbytes = nbytes_of(slices);
   return issue(std::move(call));
 }
@@ -331,8 +249,8 @@ EmulatedGroup::WorkPtr EmulatedGroup::_reduce_scatter_base(
     at::Tensor& output,
     at::Tensor& input,
     const c10d::ReduceScatterOptions& options) {
-  Call call(OpType::_REDUCE_SCATTER_BASE, Traffic::ReduceScatter, options.asyncOp);
-  reduce_slice(call, output, input, options.reduceOp);
+  MirroredCall call(*this, OpType::_REDUCE_SCATTER_BASE, Traffic::ReduceScatter, options.asyncOp);
+  call.reduce(output, input, options.reduceOp);
   return issue(std::move(call));
 }
 
@@ -340,9 +258,9 @@ EmulatedGroup::WorkPtr EmulatedGroup::reduce_scatter_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
     const c10d::ReduceScatterOptions& options) {
-  Call call(OpType::COALESCED, Traffic::ReduceScatter, options.asyncOp);
+  MirroredCall call(*this, OpType::COALESCED, Traffic::ReduceScatter, options.asyncOp);
   for (size_t i = 0; i < inputs.size(); ++i) {
-    reduce_slice(call, outputs.at(i), inputs[i], options.reduceOp);
+    call.reduce(outputs.at(i), inputs[i], options.reduceOp);
   }
   return issue(std::move(call));
 }
@@ -352,8 +270,8 @@ EmulatedGroup::WorkPtr EmulatedGroup::reduce_scatter_tensor_coalesced(
 EmulatedGroup::WorkPtr EmulatedGroup::broadcast(
     Tensors& tensors,
     const c10d::BroadcastOptions& options) {
-  return issue(
-      Call(OpType::BROADCAST, Traffic::Broadcast, options.asyncOp, nbytes_of(tensors), tensors));
+  return issue(MirroredCall(
+      *this, OpType::BROADCAST, Traffic::Broadcast, options.asyncOp, nbytes_of(tensors), tensors));
 }
 
 EmulatedGroup::WorkPtr EmulatedGroup::scatter(
@@ -366,9 +284,9 @@ EmulatedGroup::WorkPtr EmulatedGroup::scatter(
       options.rootRank,
       " is not known here; scatter from rank ",
       rank_);
-  Call call(OpType::SCATTER, Traffic::Scatter, options.asyncOp, 0, outputs);
+  MirroredCall call(*this, OpType::SCATTER, Traffic::Scatter, options.asyncOp, 0, outputs);
   const Tensors& slices = only(inputs);
-  add(call, outputs.at(0), slices.at(rank_), {});
+  call.add(outputs.at(0), slices.at(rank_), {});
   call.nbytes = nbytes_of(slices);
   return issue(std::move(call));
 }
@@ -379,7 +297,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::alltoall_base(
     std::vector<int64_t>& output_splits,
     std::vector<int64_t>& input_splits,
     const c10d::AllToAllOptions& options) {
-  Call call(OpType::ALLTOALL_BASE, Traffic::AllToAll, options.asyncOp, 0, {output});
+  MirroredCall call(*this, OpType::ALLTOALL_BASE, Traffic::AllToAll, options.asyncOp, 0, {output});
   const std::vector<int64_t> sent = rows(input, input_splits, size_);
   const std::vector<int64_t> received = rows(output, output_splits, size_);
   const int64_t first = std::accumulate(sent.begin(), sent.begin() + rank_, int64_t{0});
@@ -389,9 +307,9 @@ EmulatedGroup::WorkPtr EmulatedGroup::alltoall_base(
   for (const int64_t count : received) {
     const at::Tensor part = output.detach().narrow(0, row, count);
     const int64_t common = std::min(count, sent[rank_]);
-    add(call, part.narrow(0, 0, common), own.narrow(0, 0, common), {});
+    call.add(part.narrow(0, 0, common), own.narrow(0, 0, common), {});
     const at::Tensor rest = part.narrow(0, common, count - common);
-    add(call, rest, rest, {Kind::Zero, 1.0});
+    call.add(rest, rest, {Kind::Zero, 1.0});
     row += count;
   }
   call.nbytes = static_cast<int64_t>(std::max(input.nbytes(), output.nbytes()));
@@ -402,15 +320,16 @@ EmulatedGroup::WorkPtr EmulatedGroup::alltoall(
     Tensors& outputs,
     Tensors& inputs,
     const c10d::AllToAllOptions& options) {
-  Call call(OpType::ALLTOALL, Traffic::AllToAll, options.asyncOp, nbytes_of(inputs), outputs);
+  MirroredCall call(
+      *this, OpType::ALLTOALL, Traffic::AllToAll, options.asyncOp, nbytes_of(inputs), outputs);
   for (const at::Tensor& output : outputs) {
-    add(call, output, inputs.at(rank_), {});
+    call.add(output, inputs.at(rank_), {});
   }
   return issue(std::move(call));
 }
 
 EmulatedGroup::WorkPtr EmulatedGroup::barrier(const c10d::BarrierOptions& options) {
-  return issue(Call(OpType::BARRIER, Traffic::Barrier, options.asyncOp));
+  return issue(MirroredCall(*this, OpType::BARRIER, Traffic::Barrier, options.asyncOp));
 }
 
 } // namespace zerocore

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "runtime/emulated_link.h"
+#include "runtime/mirrored_call.h"
 
 namespace zerocore {
 
@@ -113,28 +114,7 @@ class EmulatedGroup final : public c10d::Backend {
   }
 
  private:
-  // A collective as it is put together.
-  struct Call {
-    Call(c10d::OpType op, Traffic traffic_, bool async, int64_t nbytes_ = 0, Tensors outputs = {})
-        : traffic(traffic_),
-          nbytes(nbytes_),
-          transfer{op, async, std::move(outputs), {}, 0.0, {}} {}
-
-    Traffic traffic;
-    int64_t nbytes;
-    Transfer transfer; // its time follows from traffic and bytes
-  };
-
-  void gather_slices(Call& call, const at::Tensor& full, const at::Tensor& own) const;
-  void reduce_slice(
-      Call& call,
-      const at::Tensor& shard,
-      const at::Tensor& full,
-      const c10d::ReduceOp& op) const;
-  void add(Call& call, const at::Tensor& to, const at::Tensor& from, Combination how) const;
-  Combination combination(const c10d::ReduceOp& op) const;
-
-  WorkPtr issue(Call call);
+  WorkPtr issue(MirroredCall call);
 
   const std::shared_ptr<EmulatedLink> link_;
   const int communicator_;

@@ -1,0 +1,159 @@
+// Gradients on their way to the host.
+#include "engine/landed_gradients.h"
+
+#include <utility>
+
+#include "engine/autograd.h"
+#include "runtime/device_memory.h"
+
+namespace zerocore {
+
+LandedGradients::LandedGradients(
+    const std::vector<std::unique_ptr<Unit>>& units,
+    const UnitContext& context,
+    StepWorker& worker)
+    : units_(units), context_(context), worker_(worker) {
+  for (const auto& unit : units) {
+    const Layout& layout = unit->layout();
+    LandingUnit& state = states_.emplace_back(ArrivedSquares(layout, context.shard));
+    state.left.resize(layout.regions().size());
+    state.shown.resize(unit->params().size());
+    const std::vector<int> regions = context.tiers.landing_regions(layout);
+    if (!regions.empty()) {
+      const Layout kept = layout.of_shard(context.shard).retyped(&Region::grad);
+      const std::string owner = "the gradient of unit '" + unit->name() + "'";
+      state.landing.emplace(kept, regions, 0, c10::kCPU, owner);
+    }
+  }
+}
+
+void LandedGradients::leave(UnitId id, int region, const at::Tensor& kept) {
+  LandingUnit& state = states_[id];
+  if (!state.landing) {
+    const auto nbytes = static_cast<int64_t>(kept.nbytes());
+    state.left_at = bring(id, nbytes, [] {}); // it is kept on the host
+    square(id, region, kept);
+  } else if (state.landing->has(region)) {
+    make_landing(state);
+    land(id, region, kept);
+    state.left[region] = true;
+    square(id, region, state.landing->full(region));
+  }
+}
+
+// Memory comes with the first gradient.
+void LandedGradients::make_landing(LandingUnit& state) {
+  if (!state.landing->attached()) {
+    state.landing->attach(allocate_memory(c10::kCPU, state.landing->nbytes()));
+  }
+}
+
+// A device copies beside its other streams; on the CPU the worker does.
+void LandedGradients::land(UnitId id, int region, const at::Tensor& kept) {
+  LandingUnit& state = states_[id];
+  const Streams& streams = *context_.streams;
+  const at::Tensor& host = state.landing->full(region);
+  const auto nbytes = static_cast<int64_t>(kept.nbytes());
+  if (!streams.has_streams()) {
+    state.left_at = bring(id, nbytes, [host, kept] { host.copy_(kept); });
+    return;
+  }
+  streams.order(StreamRole::DeviceToHost, StreamRole::Compute);
+  streams.note_read(StreamRole::DeviceToHost, kept, "leaves", units_[id]->name());
+  {
+    const auto guard = streams.use(StreamRole::DeviceToHost);
+    host.copy_(kept, /*non_blocking=*/true);
+  }
+  const StreamEvent copied = streams.record(StreamRole::DeviceToHost);
+  state.left_at = worker_.submit(context_.note(TraceOp::ToHost, id, nbytes), [copied] {
+    if (copied->event) {
+      copied->event->synchronize();
+    }
+  });
+}
+
+StepWorker::Ticket LandedGradients::bring(UnitId id, int64_t nbytes, StepWorker::Work copy) {
+  const auto record = context_.note(TraceOp::ToHost, id, nbytes);
+  if (context_.host_link == nullptr) {
+    return worker_.submit(record, std::move(copy));
+  }
+  HostLink::Transfer transfer{/*to_host=*/true, nbytes, std::move(copy), record};
+  const auto arrived = transfer.arrival->future();
+  context_.host_link->carry(std::move(transfer));
+  return worker_.submit([arrived] { arrived.get(); });
+}
+
+// Behind the arrival.
+void LandedGradients::square(UnitId id, int region, const at::Tensor& host) {
+  if (!takes_squares_ || context_.streams->has_streams()) {
+    return;
+  }
+  LandingUnit& state = states_[id];
+  const auto nbytes = static_cast<int64_t>(host.nbytes());
+  state.squares_record = context_.note(TraceOp::HostSquares, id, nbytes);
+  state.left_at = worker_.submit(state.squares_record, state.squares.take(region, host));
+}
+
+at::Tensor LandedGradients::known_squares(UnitId id, int param) {
+  takes_squares_ = true;
+  LandingUnit& state = states_.at(id);
+  const Unit& unit = *units_[id];
+  const at::Tensor& grad = gradient_of(unit.params()[param].shard);
+  const bool is_known = state.squares.has(unit.layout().places().at(param).region);
+  if (!is_known || as_shown(grad) != state.shown[param]) {
+    return {};
+  }
+  worker_.wait(state.left_at, state.squares_record);
+  return state.squares.of(param);
+}
+
+void LandedGradients::recall(UnitId id) {
+  LandingUnit& state = states_[id];
+  worker_.wait(state.left_at);
+  context_.streams->order(StreamRole::Compute, StreamRole::DeviceToHost);
+  state.left.assign(state.left.size(), false);
+  state.squares.forget();
+}
+
+LandedGradients::Shown LandedGradients::as_shown(const at::Tensor& grad) {
+  if (!grad.defined() || grad.numel() == 0) {
+    return {};
+  }
+  const auto version = grad.unsafeGetTensorImpl()->version_counter().current_version();
+  return {grad.const_data_ptr(), version};
+}
+
+void LandedGradients::note_shown(UnitId id) {
+  const auto& params = units_[id]->params();
+  for (size_t i = 0; i < params.size(); ++i) {
+    states_[id].shown[i] = as_shown(gradient_of(params[i].shard));
+  }
+}
+
+// The gradient on the host. One that was changed since it was sent, or set by hand, is copied now.
+at::Tensor LandedGradients::landed(UnitId id, int param, const at::Tensor& grad) {
+  LandingUnit& state = states_[id];
+  if (!state.landing) {
+    return grad;
+  }
+  make_landing(state);
+  const Unit& unit = *units_[id];
+  const int region = unit.layout().places()[param].region;
+  const int64_t begin = unit.layout().offset_in_shard(param, context_.shard);
+  const at::Tensor host = state.landing->view(region, begin, unit.shard_sizes(param));
+  if (host.numel() > 0 && (!state.left[region] || as_shown(grad) != state.shown[param])) {
+    worker_.wait(state.left_at);
+    host.copy_(grad);
+  }
+  return host;
+}
+
+int64_t LandedGradients::host_nbytes() const {
+  int64_t nbytes = 0;
+  for (const LandingUnit& state : states_) {
+    nbytes += state.landing ? state.landing->nbytes() : 0;
+  }
+  return nbytes;
+}
+
+} // namespace zerocore

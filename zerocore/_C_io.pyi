@@ -1,0 +1,79 @@
+"""Types of files and of what is swapped with them, all in ``zerocore._C``; not for run time."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+DISK_ALIGNMENT: int
+"""What offsets, sizes and addresses of requests to a disk file are multiples of."""
+
+class DiskWay:
+    """How a disk file moves bytes; ANY is io_uring where the system allows it."""
+
+    ANY: DiskWay
+    IO_URING: DiskWay
+    THREADS: DiskWay
+
+class DiskFile:
+    """A file without a name in a folder, of a fixed size, that memory is swapped to and from.
+
+    ``read`` and ``write`` return a ticket, to ``wait`` for once. Raises OSError that names the
+    file, the offset and the request's label; ValueError for requests that are not aligned.
+    """
+
+    def __init__(self, folder: str, name: str, nbytes: int, way: DiskWay = DiskWay.ANY) -> None: ...
+    def read(self, offset: int, address: int, nbytes: int, label: str) -> int: ...
+    def write(self, offset: int, address: int, nbytes: int, label: str) -> int: ...
+    def wait(self, ticket: int) -> None: ...
+    nbytes: int
+    path: str
+    way: str
+    is_direct: bool
+    descriptor: int
+
+class HostMemory:
+    """One mapping of host memory, zeros at first; ``view`` is a 1-D tensor of bytes of it.
+
+    Raises RuntimeError where there is not enough, or nothing that pins it; ValueError for a view
+    that is not within it.
+    """
+
+    def __init__(self, nbytes: int, pinned: bool = False) -> None: ...
+    def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor: ...
+    nbytes: int
+    is_pinned: bool
+    address: int
+
+def use_host_threads(num_threads: int) -> None:
+    """How many threads share the CPU kernels that the calling thread runs; others keep theirs."""
+
+class SwappedUnits:
+    """Units in a file, of which some are in memory; zeros at first.
+
+    ``acquire`` gives the first elements of a unit as a 1-D tensor, good until ``release``. Raises
+    OSError when the disk fails, which names file and unit, and again in every call afterwards.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        name: str,
+        unit_names: Sequence[str],
+        unit_nbytes: Sequence[int],
+        num_buffers: int = 3,
+        way: DiskWay = DiskWay.ANY,
+    ) -> None: ...
+    def expect(self, order: Sequence[int]) -> None: ...
+    def acquire(self, unit: int, numel: int, dtype: torch.dtype) -> Tensor: ...
+    def release(self, unit: int, changed: bool) -> None: ...
+    def finish(self) -> None: ...
+    memory_nbytes: int
+    file_nbytes: int
+    descriptor: int
+
+def crc32(address: int, nbytes: int, crc: int = 0, by_tables: bool = False) -> int: ...
+def write_at(file: int, address: int, nbytes: int, offset: int, crc: int = 0) -> int: ...
+def crc32_at(file: int, offset: int, nbytes: int) -> int: ...
+def read_at(file: int, address: int, offset: int, nbytes: int) -> int: ...
+def crc32_joined(first: int, second: int, second_nbytes: int) -> int: ...
