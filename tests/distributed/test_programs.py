@@ -15,7 +15,7 @@ from tests.distributed.programs.table import Page, as_text, read_markdown, reaso
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 pytestmark = pytest.mark.timeout(1200)  # many reruns where many programs go wrong
-STAGES = tuple(system for system in SYSTEMS if system.startswith("stage"))
+OURS = tuple(system for system in SYSTEMS if system.startswith(("stage", "offload")))
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +26,13 @@ def programs() -> dict[str, Program]:
 
 @pytest.fixture(scope="module")
 def table(programs: dict[str, Program], page: Page) -> Table:
-    """Every program under every stage.
+    """Every program under every stage, and with offload.
 
     With another torch some programs differ: before 2.13 what nobody may read is a null pointer.
     """
     if page[0] != torch_version():
         pytest.skip(f"the page was written with torch {page[0]}")
-    measured = measure(list(programs), ["plain", *STAGES])
+    measured = measure(list(programs), ["plain", *OURS])
     print(as_text(measured, programs))
     return measured
 
@@ -77,7 +77,7 @@ def test_plain_runs_everything(table: Table) -> None:
 
 @pytest.mark.slow
 def test_zerocore_is_right_or_refuses(table: Table) -> None:
-    stages = {name: {stage: row[stage] for stage in STAGES} for name, row in table.items()}
+    stages = {name: {system: row[system] for system in OURS} for name, row in table.items()}
     bad = [
         f"{name}, {where}: {text}"
         for name, where, text in reasons(stages)
@@ -91,7 +91,7 @@ def test_refusals_where_fsdp2_is_exact_have_a_reason(table: Table, page: Page) -
     refused = {
         name
         for name, row in table.items()
-        if page[1][name]["fsdp2"] == "exact" and any(row[s].kind == "refused" for s in STAGES)
+        if page[1][name]["fsdp2"] == "exact" and any(row[s].kind == "refused" for s in OURS)
     }
     allowed = set(allowed_refusals((DOCS / "behaviour.md").read_text()))
     assert refused - allowed == set()

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 import zerocore
 
 WIDEST = torch.complex128
+OFFLOADED = {"states": 0, "gradients": 2, "parameters": 3}  # the first stage that offers it
 MUON_REST: dict[str, Any] = {"lr": 3e-3, "eps": 1e-5}  # of the AdamW beside Muon
 Units = Sequence[type[nn.Module]]
 State = dict[str, Tensor]
@@ -239,11 +240,26 @@ class ZerocoreRun(Run):
         ]
 
 
+class OffloadRun(ZerocoreRun):
+    """The same with all that can leave the device on the host, and AdamW by zerocore's thread."""
+
+    def __init__(self, seed: int, unused: bool, stage: int) -> None:
+        super().__init__(seed, unused, stage)
+        # A program asks for torch's, which updates before step() returns. A job plays one system.
+        torch.optim.AdamW = zerocore.optim.AdamW  # type: ignore[misc]
+
+    def wrap(self, model: nn.Module, units: Units | None) -> nn.Module:
+        parts = {name: "cpu" for name, least in OFFLOADED.items() if self.stage >= least}
+        offload = zerocore.Offload(**parts)
+        return zerocore.shard(model, stage=self.stage, units=units, offload=offload)
+
+
 SYSTEMS: dict[str, Callable[[int, bool], Run]] = {
     "plain": Run,
     "ddp": DdpRun,
     "fsdp2": Fsdp2Run,
     **{f"stage{stage}": partial(ZerocoreRun, stage=stage) for stage in range(4)},
+    **{f"offload{stage}": partial(OffloadRun, stage=stage) for stage in (0, 3)},
 }
 
 
