@@ -8,6 +8,10 @@ from contextlib import suppress
 
 import pytest
 
+# Read when OpenMP is loaded, with torch: threads that wait for each other sleep. More of them than
+# there are cores would else spin until the time slice of the one that they wait for comes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 def pytest_configure() -> None:
     """Processes that wake up do not preempt others: collectives take a fraction of the time.
@@ -23,9 +27,9 @@ def pytest_configure() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """For a second run of the tests, on another build or version of torch."""
     parser.addoption(
-        "--ends-only",
+        "--one-each",
         action="store_true",
-        help="run only the first and the last set of parameters of each test",
+        help="run only the last set of parameters of each test, as a rule stage 3",
     )
 
 
@@ -33,8 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Puts files with a slow test first: the last ones then end together."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-    if config.getoption("--ends-only"):
-        kept = ends(items)
+    if config.getoption("--one-each"):
+        kept = set({item.nodeid.partition("[")[0]: item for item in items}.values())
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 
@@ -43,11 +47,3 @@ def pytest_collection_finish() -> None:
     """Leaves what is imported by now out of the collections of garbage that tests cause."""
     gc.collect()
     gc.freeze()
-
-
-def ends(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of each test function the first and the last of `items`."""
-    by_function: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return {end for same in by_function.values() for end in (same[0], same[-1])}

@@ -138,11 +138,16 @@ def surroundings() -> dict[Any, Any]:
     return found | {
         "environment": dict(os.environ),
         "folder": os.getcwd(),
-        "threads": threading.active_count(),
+        "threads": _num_threads(),
         "torch": (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()),
         "warnings": list(warnings.filters),
         "log": list(logging.getLogger("zerocore").handlers),
     }
+
+
+def _num_threads() -> int:
+    """Without the one that torch's compiler leaves for its progress bars."""
+    return sum(thread.name != "tqdm_monitor" for thread in threading.enumerate())
 
 
 def changes(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:

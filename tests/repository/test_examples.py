@@ -16,6 +16,8 @@ import psutil
 import pytest
 import torch
 
+from tests.distributed.scripts import run_script
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
@@ -82,9 +84,7 @@ def short_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The JSON of twelve steps at stage 3 on two CPU ranks."""
     path = tmp_path_factory.mktemp("train_gpt") / "run.json"
     options = ("--steps", "12", "--ranks", "2", "--device", "cpu", "--json", path)
-    result = run_python(EXAMPLES / "train_gpt.py", *options, timeout=400)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "generated text" in result.stdout
+    assert "generated text" in run_example("train_gpt.py", *options, timeout=400)
     return json.loads(path.read_text())
 
 
@@ -116,7 +116,18 @@ def test_measured_figures_are_those_predicted(short_run: dict[str, Any], stage: 
         assert collective["nbytes"] == collective["predicted_nbytes"] > 0
 
 
-def finetune(folder: Path, *options: str | Path) -> dict[str, Any]:
+def run_example(script: str, *args: str | Path, timeout: float, forked: bool = False) -> str:
+    """What an example prints, run as a user would, or (`forked`) without importing torch again."""
+    if forked:
+        code, text = run_script(EXAMPLES / script, *args, timeout=timeout)
+    else:
+        done = run_python(EXAMPLES / script, *args, timeout=timeout)
+        code, text = done.returncode, done.stdout + done.stderr
+    assert code == 0, text
+    return text
+
+
+def finetune(folder: Path, *options: str | Path, forked: bool = False) -> dict[str, Any]:
     """The JSON of a few steps of fine-tuning on two CPU ranks."""
     path = folder / "run.json"
     sizes = [
@@ -127,9 +138,7 @@ def finetune(folder: Path, *options: str | Path) -> dict[str, Any]:
         "--ranks=2",
         "--device=cpu",
     ]
-    script = EXAMPLES / "finetune.py"
-    result = run_python(script, *sizes, "--json", path, *options, timeout=200)
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_example("finetune.py", *sizes, "--json", path, *options, timeout=200, forked=forked)
     return json.loads(path.read_text())
 
 
@@ -148,7 +157,8 @@ def test_fine_tuning_all_weights_then_adapters(tmp_path: Path) -> None:
     weights = torch.load(saved)
     assert {value.dtype for value in weights.values()} == {torch.float32}
     # Adapters start as zero, so what is measured first are the weights that were saved.
-    adapted = finetune(tmp_path, "--stage=1", "--load", saved, "--lora=4", "--lr=0.01")
+    options = ["--stage=1", "--load", saved, "--lora=4", "--lr=0.01"]
+    adapted = finetune(tmp_path, *options, forked=True)
     assert adapted["held_out"][0] == pytest.approx(min(full["held_out"]), rel=1e-3)
     assert min(adapted["held_out"]) < adapted["held_out"][0] - 0.01
 
@@ -159,7 +169,7 @@ def test_fine_tuning_all_weights_then_adapters(tmp_path: Path) -> None:
 def test_a_killed_run_is_resumed(tmp_path: Path) -> None:
     """Its losses are those of a run that was not killed, bit for bit."""
     folder, path = tmp_path / "checkpoints", tmp_path / "run.json"
-    script = EXAMPLES / "train_gpt.py"
+    script = "train_gpt.py"
     options = [
         "--ranks=2",
         "--device=cpu",
@@ -168,19 +178,18 @@ def test_a_killed_run_is_resumed(tmp_path: Path) -> None:
         "--save-every=2",
         f"--json={path}",
     ]
-    command = [sys.executable, str(script), *options, f"--checkpoint={folder}"]
+    checkpointed = [*options, f"--checkpoint={folder}"]
+    command = [sys.executable, str(EXAMPLES / script), *checkpointed]
     with subprocess.Popen(command, env=rank_environment(), stdout=subprocess.DEVNULL) as parent:
         try:
             wait_until(lambda: any(folder.glob("step-????????")), 200)
         finally:
             parent.kill()
     assert not path.exists()
-    resumed = run_python(*command[1:], "--resume", timeout=300)
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert "resumed at step: " in resumed.stdout and "step: None" not in resumed.stdout
+    resumed = run_example(script, *checkpointed, "--resume", timeout=300, forked=True)
+    assert "resumed at step: " in resumed and "step: None" not in resumed
     losses = json.loads(path.read_text())["losses"]
-    whole = run_python(script, *options, timeout=300)
-    assert whole.returncode == 0, whole.stdout + whole.stderr
+    run_example(script, *options, timeout=300, forked=True)
     assert losses == json.loads(path.read_text())["losses"]
 
 
@@ -226,9 +235,9 @@ def test_killed_parent_leaves_no_rank_behind(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("option", ["--stage=4", "--device=tpu", "--ranks=0"])
 def test_bad_options_are_refused(option: str) -> None:
-    result = run_python(EXAMPLES / "train_gpt.py", option, timeout=100)
-    assert result.returncode == 2
-    assert option.removeprefix("--").split("=")[0] in result.stderr
+    code, text = run_script(EXAMPLES / "train_gpt.py", option)
+    assert code == 2
+    assert option.removeprefix("--").split("=")[0] in text
 
 
 def test_no_position_sees_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:

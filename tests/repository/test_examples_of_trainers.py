@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository.test_examples import EXAMPLES, run_python
+from tests.repository.test_examples import run_example
 
 
 @pytest.mark.distributed
@@ -19,11 +19,11 @@ def test_hugging_faces_trainer(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     path = tmp_path / "run.json"
     options = ["--every=2", "--context=32", "--batch-size=2", "--ranks=2", "--device=cpu"]
-    command = [EXAMPLES / "hf_trainer.py", *options, f"--output={tmp_path / 'out'}"]
-    for steps, resume in ((4, []), (6, ["--resume"])):
-        result = run_python(*command, f"--steps={steps}", f"--json={path}", *resume, timeout=190)
-        assert result.returncode == 0, result.stdout + result.stderr
-        assert "generated: b'def " in result.stdout
+    options += [f"--output={tmp_path / 'out'}", f"--json={path}"]
+    for more in (["--steps=4"], ["--steps=6", "--resume"]):
+        forked = "--resume" in more
+        text = run_example("hf_trainer.py", *options, *more, timeout=190, forked=forked)
+        assert "generated: b'def " in text
     figures = [entry for entry in json.loads(path.read_text()) if "loss" in entry]
     assert [entry["step"] for entry in figures] == [1, 2, 3, 4, 5, 6]
     assert figures[-1]["loss"] < figures[0]["loss"] - 0.3
@@ -36,9 +36,8 @@ def test_hugging_faces_trainer(tmp_path: Path) -> None:
 def test_other_trainers(tmp_path: Path, trainer: str) -> None:
     pytest.importorskip("accelerate" if trainer == "accelerate" else "lightning")
     options = ["--steps=8", "--ranks=2", "--device=cpu", f"--output={tmp_path}"]
-    script = EXAMPLES / "other_trainers.py"
-    result = run_python(script, f"--trainer={trainer}", *options, timeout=250)
-    assert result.returncode == 0, result.stdout + result.stderr
-    first, last = re.findall(r"stage 3: ([\d.]+) -> ([\d.]+)", result.stdout)[0]
+    options += [f"--trainer={trainer}"]
+    text = run_example("other_trainers.py", *options, timeout=250)
+    first, last = re.findall(r"stage 3: ([\d.]+) -> ([\d.]+)", text)[0]
     assert float(last) < float(first) - 0.3
     assert (tmp_path / "zerocore" if trainer == "accelerate" else tmp_path / "last.ckpt").exists()

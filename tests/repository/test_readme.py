@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from typer.testing import CliRunner
 
 import zerocore
 from tests.cli.test_app import TINY
+from tests.distributed.scripts import run_script
 from zerocore.cli import app as cli
 from zerocore.planning.huggingface import preset_names
 
@@ -78,16 +76,9 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @cache
 def help_of(script: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / script), "--help"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    code, text = run_script(ROOT / script, "--help")
+    assert code == 0, text
+    return text
 
 
 @pytest.mark.parametrize(("page", "command"), [c for each in SCRIPTS for c in commands(each)])
