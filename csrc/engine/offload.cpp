@@ -139,7 +139,7 @@ at::Tensor Offload::known_squares(UnitId id, int param) {
   const Unit& unit = *units_[id];
   const at::Tensor& grad = gradient_of(unit.params()[param].shard);
   const bool is_known = state.squares.has(unit.layout().places().at(param).region);
-  if (!is_known || as_shown(grad) != state.shown[param]) {
+  if (!is_known || GradientVersion::of(grad) != state.shown[param]) {
     return {};
   }
   wait(state.left_at, state.squares_record);
@@ -156,21 +156,13 @@ void Offload::recall(UnitId id) {
   }
 }
 
-Offload::Shown Offload::as_shown(const at::Tensor& grad) {
-  if (!grad.defined() || grad.numel() == 0) {
-    return {};
-  }
-  const auto version = grad.unsafeGetTensorImpl()->version_counter().current_version();
-  return {grad.const_data_ptr(), version};
-}
-
 void Offload::note_shown(UnitId id) {
   if (states_.empty()) {
     return;
   }
   const auto& params = units_[id]->params();
   for (size_t i = 0; i < params.size(); ++i) {
-    states_[id].shown[i] = as_shown(gradient_of(params[i].shard));
+    states_[id].shown[i] = GradientVersion::of(gradient_of(params[i].shard));
   }
 }
 
@@ -185,7 +177,8 @@ at::Tensor Offload::landed(UnitId id, int param, const at::Tensor& grad) {
   const int region = unit.layout().places()[param].region;
   const int64_t begin = unit.layout().offset_in_shard(param, context_.shard);
   const at::Tensor host = state.landing->view(region, begin, unit.shard_sizes(param));
-  if (host.numel() > 0 && (!state.left[region] || as_shown(grad) != state.shown[param])) {
+  if (host.numel() > 0 &&
+      (!state.left[region] || GradientVersion::of(grad) != state.shown[param])) {
     wait(std::max(state.left_at, state.updated_at));
     host.copy_(grad);
   }
@@ -258,15 +251,11 @@ bool Offload::take_sent(UnitId id) {
 
 // -- waits ----------------------------------------------------------------------------------
 
-void Offload::wait(StepWorker::Ticket ticket) {
+void Offload::wait(StepWorker::Ticket ticket, const std::shared_ptr<OpenRecord>& record) {
+  const int64_t begin = now_ns();
   if (worker_ != nullptr && ticket > 0) {
     worker_->wait(ticket);
   }
-}
-
-void Offload::wait(StepWorker::Ticket ticket, const std::shared_ptr<OpenRecord>& record) {
-  const int64_t begin = now_ns();
-  wait(ticket);
   if (record != nullptr) {
     record->wait_ns += now_ns() - begin;
   }
@@ -277,8 +266,8 @@ void Offload::wait_weights(UnitId id) {
     return;
   }
   OffloadedUnit& state = states_[id];
-  wait(std::exchange(state.sent_at, 0), state.record);
   const int64_t begin = now_ns();
+  wait(std::exchange(state.sent_at, 0));
   wait_arrival(id);
   if (const auto record = std::exchange(state.record, nullptr)) {
     record->wait_ns += now_ns() - begin;

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "engine/arrived_squares.h"
+#include "engine/shown_gradients.h"
 #include "engine/step_worker.h"
 #include "engine/unit.h"
 #include "kernels/optimizer_ops.h"
@@ -93,20 +94,13 @@ class Offload {
   std::pair<int64_t, int64_t> host_nbytes() const;
 
  private:
-  // A gradient's memory and version.
-  struct Shown {
-    const void* data = nullptr;
-    uint32_t version = 0;
-
-    bool operator==(const Shown& other) const = default;
-  };
   struct OffloadedUnit {
     explicit OffloadedUnit(ArrivedSquares squares_) : squares(std::move(squares_)) {}
 
     ArrivedSquares squares; // of the gradient that has come, or will be when the worker gets there
     std::optional<Bucket> landing; // gradients on the host, where they are kept on the device
     std::vector<bool> left; // by region: the landing has the gradient
-    std::vector<Shown> shown; // by parameter: the gradient that the landing has
+    std::vector<GradientVersion> shown; // by parameter: the gradient that the landing has
     StepWorker::Ticket left_at = 0, updated_at = 0;
     StepWorker::Ticket sent_at = 0; // 0 once it was waited for
     bool sent = false;
@@ -115,9 +109,7 @@ class Offload {
     std::shared_ptr<OpenRecord> squares_record; // of what the next step waits for
   };
 
-  static Shown as_shown(const at::Tensor& grad);
-  void wait(StepWorker::Ticket ticket);
-  void wait(StepWorker::Ticket ticket, const std::shared_ptr<OpenRecord>& record);
+  void wait(StepWorker::Ticket ticket, const std::shared_ptr<OpenRecord>& record = nullptr);
   static void make_landing(OffloadedUnit& state);
   void land(UnitId unit, int region, const at::Tensor& kept);
   at::Tensor landed(UnitId unit, int param, const at::Tensor& grad);

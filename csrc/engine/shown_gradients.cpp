@@ -5,6 +5,14 @@
 
 namespace zerocore {
 
+GradientVersion GradientVersion::of(const at::Tensor& grad) {
+  if (!grad.defined() || grad.numel() == 0) {
+    return {};
+  }
+  const auto version = grad.unsafeGetTensorImpl()->version_counter().current_version();
+  return {grad.const_data_ptr(), version};
+}
+
 ShownGradients::ShownGradients(
     const std::vector<std::unique_ptr<Unit>>& units,
     const UnitContext& context,

@@ -24,6 +24,15 @@
 
 namespace zerocore {
 
+// A gradient's memory and the version of its values; equal ones have not been changed in place.
+struct GradientVersion {
+  const void* data = nullptr;
+  uint32_t version = 0;
+
+  static GradientVersion of(const at::Tensor& grad);
+  bool operator==(const GradientVersion& other) const = default;
+};
+
 class ShownGradients {
  public:
   // `agree_on_used`: the ranks ask each other in every backward which parameters took part.

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/parameter_load.h"
+
 namespace zerocore {
 
 Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
@@ -137,48 +139,14 @@ void Unit::take_bucket(StreamRole user) {
   bucket_.attach(slot_.data);
 }
 
-// This rank's part comes from the host. Over the emulated link it is under way when this returns;
-// a device copies on the stream of the gather.
-std::shared_future<void> Unit::load(int region, const std::shared_future<void>& after) {
-  const at::Tensor& to = bucket_.own_bytes(region);
-  const at::Tensor& from = shards_->full_bytes(region);
-  const Streams& streams = *context_.streams;
-  const auto record = context_.note(TraceOp::ToDevice, id_, to.numel());
-  if (context_.host_link != nullptr && !streams.has_streams()) {
-    HostLink::Transfer transfer{false, to.numel(), [to, from] { to.copy_(from); }, record, after};
-    const auto arrival = transfer.arrival;
-    context_.host_link->carry(std::move(transfer));
-    return arrival->future();
-  }
-  if (after.valid()) {
-    after.get();
-  }
-  if (record != nullptr) {
-    record->begin = streams.record_timed(StreamRole::AllGather);
-  }
-  {
-    const auto guard = streams.use(StreamRole::AllGather);
-    to.copy_(from, /*non_blocking=*/true);
-  }
-  streams.note_write(StreamRole::AllGather, bucket_.own(region), "loads", name_);
-  if (record != nullptr) {
-    record->done_ns = now_ns(); // a device's events replace it
-    record->end = streams.record_timed(StreamRole::AllGather);
-  }
-  return {};
-}
-
 void Unit::gather(int region, std::shared_future<void> after) {
   if (context_.tiers.has_host_parameters()) {
-    after = load(region, after);
+    const at::Tensor& own = bucket_.own_bytes(region);
+    after = load_parameters(context_, id_, name_, own, shards_->full_bytes(region), after);
   }
   if (context_.num_shards == 1) { // the host had all of it
     loads_.push_back(std::move(after));
     return;
-  }
-  if (after.valid() && !context_.collectives->holds()) {
-    after.get();
-    after = {};
   }
   const bool in_place = !shards_ || context_.tiers.has_host_parameters();
   const at::Tensor& own = in_place ? bucket_.own_bytes(region) : shards_->full_bytes(region);
@@ -193,11 +161,7 @@ void Unit::wait_for_unshard() {
     return;
   }
   wait_for_all(gathers_, *context_.streams);
-  for (const std::shared_future<void>& load : std::exchange(loads_, {})) {
-    if (load.valid()) {
-      load.get();
-    }
-  }
+  wait_for_all(loads_);
   if (context_.num_shards == 1) {
     context_.streams->order(StreamRole::Compute, StreamRole::AllGather);
   }

@@ -135,7 +135,6 @@ class Unit {
     return gathered_[region] == versions_.of_region(region);
   }
   void gather(int region, std::shared_future<void> after);
-  std::shared_future<void> load(int region, const std::shared_future<void>& after);
   void take_bucket(StreamRole user);
 
   UnitId id_;
