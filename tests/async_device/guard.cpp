@@ -94,9 +94,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     delete static_cast<Event*>(event);
   }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) {
-      note_host_wait("for an event");
-      wait_for_point(static_cast<Event*>(event)->point);
+    if (event == nullptr) {
+      return;
+    }
+    note_host_wait("for an event");
+    const PointPtr point = static_cast<Event*>(event)->point;
+    if (note_wait({kHost, point->stream})) {
+      wait_for_point(point);
     }
   }
   double elapsedTime(void* begin, void* end, c10::DeviceIndex /*one*/) const override {

@@ -70,7 +70,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("booked", &booked_durations);
   module.def("host_waits", &host_waits);
   module.def("forbid_host_waits", &forbid_host_waits);
-  module.def("begin_waits", &begin_waits, py::arg("dropped"));
+  module.def("begin_waits", &begin_waits, py::arg("dropped"), py::arg("dropped_of_host") = -1);
   module.def("end_waits", &end_noted_waits);
   module.def(
       "num_device_allocations", [] { return allocator().getDeviceStats(0).num_device_alloc; });

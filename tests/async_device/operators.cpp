@@ -330,6 +330,8 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
       note_host_wait("copy from the host");
     }
     queue(current_stream()).push([to = on_cpu(dst), from = for_task(self)] { to.copy_(from); });
+  } else if (non_blocking) { // the host's memory is as if it were pinned
+    queue(current_stream()).push([to = dst, from = on_cpu(self)] { to.copy_(from); });
   } else {
     note_host_wait("copy to the host");
     wait_for_stream(current_stream());

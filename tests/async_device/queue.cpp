@@ -23,8 +23,8 @@ struct Shared {
   bool waits_are_forbidden = false;
   std::map<std::string, int64_t> host_waits;
   bool notes_waits = false;
-  int64_t dropped = -1;
-  std::vector<Wait> waits;
+  int64_t dropped = -1, dropped_of_host = -1;
+  std::vector<Wait> waits, waits_of_host;
 };
 
 Shared& shared() {
@@ -225,17 +225,21 @@ void wait_for_device() {
   check_error();
 }
 
-void begin_waits(int64_t dropped) {
+void begin_waits(int64_t dropped, int64_t dropped_of_host) {
   const std::lock_guard lock(shared().mutex);
   shared().notes_waits = true;
   shared().dropped = dropped;
+  shared().dropped_of_host = dropped_of_host;
   shared().waits.clear();
+  shared().waits_of_host.clear();
 }
 
 std::vector<Wait> end_waits() {
   const std::lock_guard lock(shared().mutex);
   shared().notes_waits = false;
-  return std::move(shared().waits);
+  std::vector<Wait> all = std::move(shared().waits);
+  all.insert(all.end(), shared().waits_of_host.begin(), shared().waits_of_host.end());
+  return all;
 }
 
 bool note_wait(const Wait& wait) {
@@ -243,8 +247,11 @@ bool note_wait(const Wait& wait) {
   if (!shared().notes_waits || wait.waiter == wait.source) {
     return true;
   }
-  shared().waits.push_back(wait);
-  return static_cast<int64_t>(shared().waits.size()) - 1 != shared().dropped;
+  const bool is_host = wait.waiter == kHost;
+  std::vector<Wait>& waits = is_host ? shared().waits_of_host : shared().waits;
+  waits.push_back(wait);
+  const int64_t dropped = is_host ? shared().dropped_of_host : shared().dropped;
+  return static_cast<int64_t>(waits.size()) - 1 != dropped;
 }
 
 } // namespace async_device

@@ -115,14 +115,18 @@ void check_error(); // throws what a task threw
 // -- planted faults
 // --------------------------------------------------------------------------------
 
-// A wait that a stream was told to make for another.
+constexpr int kHost = -1; // that waits for an event
+
+// A wait that a stream was told to make for another, or that the host makes for one.
 struct Wait {
   int waiter;
   int source;
 };
 
-// From now on waits are noted; number `dropped` of them (-1: none) is not made.
-void begin_waits(int64_t dropped);
+// From now on waits are noted; number `dropped` of them (-1: none) is not made. Those of streams
+// come first; those of the host, which other threads may make meanwhile, are numbered by
+// themselves.
+void begin_waits(int64_t dropped, int64_t dropped_of_host);
 std::vector<Wait> end_waits();
 // True if the stream is to make this wait.
 bool note_wait(const Wait& wait);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.async_device.faults import try_waits
+from tests.async_device.faults import STATES, try_waits
 from tests.distributed.harness import run_ranks
 
 KINDS = {
@@ -21,7 +21,30 @@ def test_a_missing_wait_shows(stage: int) -> None:
 
     The others are for bytes that this small model takes in no turn in which it would matter.
     """
-    ranks = run_ranks(try_waits, 2, 3, stage, 1, True, launch="torchrun", timeout=200)
+    options = {"stage": stage, "prefetch": 1}
+    ranks = run_ranks(try_waits, 2, 3, options, True, launch="torchrun", timeout=200)
     assert {(wait.waiter, wait.source) for wait, _ in ranks[0]} == KINDS
     shown = {(wait.waiter, wait.source) for rank in ranks for wait, shows in rank if shows}
     assert shown == KINDS
+
+
+# By stage: what shows of the waits that copies add. Two kinds never do, as others order the same:
+# compute behind gradients on their way (before it adds to them, the host has waited for the copy),
+# and weights on their way back behind compute (their update has waited for its gradients).
+OF_COPIES = {
+    0: {("compute", "host_to_device")},
+    3: {
+        ("all_gather", "host_to_device"),
+        ("device_to_host", "compute"),
+        ("host", "device_to_host"),
+    },
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_missing_wait_of_offload_shows(stage: int) -> None:
+    """With states on the host, where the thread that updates them waits for events itself."""
+    options = {"stage": stage, "offload": STATES}
+    ranks = run_ranks(try_waits, 2, 3, options, True, launch="torchrun", timeout=200)
+    shown = {(wait.waiter, wait.source) for rank in ranks for wait, shows in rank if shows}
+    assert shown >= OF_COPIES[stage]

@@ -10,7 +10,7 @@ from bench.lib.systems import Recipe, System, is_installed
 from bench.lib.tables import Table
 from bench.step.run import RankReport, RunLength, run_on_this_rank
 
-SIZE, LENGTH, TIMEOUT_S = "29m", RunLength(num_warmup=3, num_steps=8), 100.0
+SIZE, LENGTH, TIMEOUT_S = "29m", RunLength(num_warmup=3, num_steps=8), 180.0
 HOST_LINK = "pcie5"
 RECIPE = Recipe(clip=1.0, optimizer="zerocore")
 STEP_GOAL = 1.05
