@@ -150,6 +150,9 @@ void register_setup(py::class_<PyEngine>& engine) {
             }
             self.engine->offload().wait_updates();
             self.engine->materialize(unit, values, broadcast);
+            if (DiskStates* disk = self.engine->disk()) {
+              disk->store(unit);
+            }
           })
       .def(
           "full_values",

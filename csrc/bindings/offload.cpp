@@ -35,7 +35,9 @@ void register_offload(py::class_<PyEngine>& engine) {
       .def(
           "open_disk",
           [](PyEngine& self, std::string folder, std::string name) {
-            self.engine->open_disk({std::move(folder), std::move(name)});
+            Engine& engine = *self.engine;
+            TORCH_CHECK_VALUE(engine.disk() != nullptr, "nothing of this model is on disk");
+            engine.disk()->open({std::move(folder), std::move(name)});
           },
           py::arg("folder"),
           py::arg("name"),
@@ -43,11 +45,21 @@ void register_offload(py::class_<PyEngine>& engine) {
       .def(
           "make_moments",
           [](PyEngine& self, UnitId unit, int param) {
-            return self.engine->make_moments(unit, param);
+            DiskStates* disk = self.engine->disk();
+            if (disk == nullptr) {
+              return std::vector<at::Tensor>();
+            }
+            if (disk->had_moments(unit, param)) {
+              self.engine->offload().wait_updates(); // they are set to zero
+            }
+            return disk->make_moments(unit, param);
           },
           no_gil)
-      .def_property_readonly(
-          "disk_nbytes", [](const PyEngine& self) { return self.engine->disk_nbytes(); });
+      .def_property_readonly("disk_nbytes", [](const PyEngine& self) {
+        const DiskStates* disk = self.engine->disk();
+        return disk == nullptr ? std::pair<int64_t, int64_t>()
+                               : std::pair(disk->file_nbytes(), disk->buffers_nbytes());
+      });
 }
 
 } // namespace zerocore

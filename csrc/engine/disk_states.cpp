@@ -11,14 +11,15 @@ c10::DataPtr UnitContext::memory_of(Tier tier, UnitId unit, DiskPart part, int64
   return tier == Tier::Disk ? disk->memory(unit, part) : allocate_memory(device_of(tier), nbytes);
 }
 
-void DiskStates::open(
-    const DiskPlace& place,
-    const std::vector<std::unique_ptr<Unit>>& units,
-    const UnitContext& context) {
-  DiskLayout layout(context.tiers, context.policy.shards_parameters(), context.shard);
+at::Tensor UnitContext::loaded(const at::Tensor& shard) const {
+  return tiers.parameters == Tier::Disk ? disk->loads().loaded(shard) : shard;
+}
+
+void DiskStates::open(const DiskPlace& place) {
+  DiskLayout layout(context_.tiers, context_.policy.shards_parameters(), context_.shard);
   SwapOptions options{place.folder, place.name, {}, {}, 0, DiskLayout::kNumUpdateBuffers};
   std::vector<Range> parameters;
-  for (const auto& unit : units) {
+  for (const auto& unit : units_) {
     layout.add(unit->layout());
     options.unit_names.push_back(unit->name());
     options.ranges.push_back(layout.units().back().updated);
@@ -26,9 +27,8 @@ void DiskStates::open(
   }
   options.file_nbytes = layout.file_nbytes();
   swapped_ = std::make_unique<SwappedUnits>(options);
-  units_ = &units;
-  brought_.resize(units.size());
-  coming_ = std::make_unique<std::atomic<bool>[]>(units.size());
+  brought_.resize(units_.size());
+  coming_ = std::make_unique<std::atomic<bool>[]>(units_.size());
   loads_ = std::make_unique<DiskLoads>(
       *swapped_, std::move(parameters), layout.load_nbytes(), version_of());
   layout_.emplace(std::move(layout));
@@ -37,19 +37,19 @@ void DiskStates::open(
 
 DiskLoads::VersionOf DiskStates::version_of() const {
   return [this](UnitId unit) -> std::optional<int64_t> {
-    return coming_[unit] ? std::nullopt : std::optional((*units_)[unit]->version());
+    return coming_[unit] ? std::nullopt : std::optional(units_[unit]->version());
   };
 }
 
 void DiskStates::make_buckets() {
-  for (const auto& unit : *units_) {
+  for (const auto& unit : units_) {
     Moments& moments = moments_.emplace_back();
     moments.given.resize(unit->params().size());
     const DiskUnit& place = layout_->units()[unit->id()];
     if (place.part(DiskPart::ExpAvg).empty()) {
       continue;
     }
-    const Layout main = unit->layout().of_shard(unit->context().shard).retyped(&Region::main);
+    const Layout main = unit->layout().of_shard(context_.shard).retyped(&Region::main);
     const std::vector<int> regions = Tiers::trained_regions(main);
     const std::string owner = "the moments of unit '" + unit->name() + "'";
     for (const DiskPart part : {DiskPart::ExpAvg, DiskPart::ExpAvgSq}) {
@@ -61,7 +61,7 @@ void DiskStates::make_buckets() {
 }
 
 c10::DataPtr DiskStates::memory(UnitId unit, DiskPart part) const {
-  TORCH_INTERNAL_ASSERT(units_ != nullptr, "the disk was not opened");
+  TORCH_INTERNAL_ASSERT(layout_, "the disk was not opened");
   return swapped_->memory()->at(layout_->units()[unit].part(part).begin);
 }
 
@@ -70,7 +70,7 @@ bool DiskStates::had_moments(UnitId unit, int param) const {
 }
 
 std::vector<at::Tensor> DiskStates::make_moments(UnitId id, int param) {
-  const Unit& unit = *units_->at(id);
+  const Unit& unit = *units_.at(id);
   Moments& moments = moments_.at(id);
   const int region = unit.layout().places().at(param).region;
   if (!moments.buckets[0] || !moments.buckets[0]->has(region)) {
@@ -83,7 +83,7 @@ std::vector<at::Tensor> DiskStates::make_moments(UnitId id, int param) {
       unit.params()[param].spec.fqn,
       "': an optimizer has its moments on disk, where there is room for those of one. Delete that "
       "optimizer first.");
-  const int64_t offset = unit.layout().offset_in_shard(param, unit.context().shard);
+  const int64_t offset = unit.layout().offset_in_shard(param, context_.shard);
   std::vector<at::Tensor> made;
   for (const auto& bucket : moments.buckets) {
     made.push_back(bucket->view(region, offset, unit.shard_sizes(param)));

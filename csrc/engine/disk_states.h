@@ -26,15 +26,14 @@ struct DiskPlace {
 
 class DiskStates {
  public:
-  DiskStates() = default; // of nothing until open()
+  // Of nothing until open(). The units, which come later, and the context outlive it.
+  DiskStates(const std::vector<std::unique_ptr<Unit>>& units, const UnitContext& context)
+      : units_(units), context_(context) {}
   DiskStates(const DiskStates&) = delete;
   DiskStates& operator=(const DiskStates&) = delete;
 
-  // Reserves the file. The units outlive it. Throws std::system_error where there is no room.
-  void open(
-      const DiskPlace& place,
-      const std::vector<std::unique_ptr<Unit>>& units,
-      const UnitContext& context);
+  // Reserves the file for the units as they are. Throws std::system_error where there is no room.
+  void open(const DiskPlace& place);
   // Of a unit's part, zeros at first.
   c10::DataPtr memory(UnitId unit, DiskPart part) const;
   // Moments of AdamW for a trained parameter, 1-D, zeros the first time; none where they are not on
@@ -64,18 +63,12 @@ class DiskStates {
   DiskLoads& loads() {
     return *loads_;
   }
-  // Anybody may have changed parameters since the last load.
-  void forget_loads() {
-    if (loads_ != nullptr) {
-      loads_->forget();
-    }
-  }
 
   int64_t file_nbytes() const {
-    return units_ == nullptr ? 0 : layout_->file_nbytes();
+    return !layout_ ? 0 : layout_->file_nbytes();
   }
   int64_t buffers_nbytes() const {
-    return units_ == nullptr ? 0 : layout_->buffers_nbytes();
+    return !layout_ ? 0 : layout_->buffers_nbytes();
   }
   // In the child of a fork: nothing is waited for.
   void mark_forked() {
@@ -93,7 +86,8 @@ class DiskStates {
   void make_buckets();
   DiskLoads::VersionOf version_of() const;
 
-  const std::vector<std::unique_ptr<Unit>>* units_ = nullptr;
+  const std::vector<std::unique_ptr<Unit>>& units_;
+  const UnitContext& context_;
   std::optional<DiskLayout> layout_;
   std::unique_ptr<SwappedUnits> swapped_;
   std::unique_ptr<DiskLoads> loads_; // ends before the file does

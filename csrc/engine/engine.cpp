@@ -78,9 +78,7 @@ void Engine::recover() {
     reset(); // as the rank that raised has done
   }
   parts_.thread_check.enter_forward();
-  if (parts_.disk != nullptr && !parts_.schedule.in_rooted_pass()) {
-    parts_.disk->forget_loads();
-  }
+  forget_loads(parts_);
 }
 
 void Engine::reset() {
@@ -301,30 +299,6 @@ void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool 
   recover();
   leave_if_outside();
   parts_.units.at(unit)->materialize(full, broadcast);
-  if (parts_.disk != nullptr) {
-    parts_.disk->store(unit);
-  }
-}
-
-void Engine::open_disk(const DiskPlace& place) {
-  TORCH_CHECK_VALUE(parts_.disk != nullptr, "nothing of this model is on disk");
-  parts_.disk->open(place, parts_.units, parts_.context);
-}
-
-std::vector<at::Tensor> Engine::make_moments(UnitId unit, int param) {
-  if (parts_.disk == nullptr) {
-    return {};
-  }
-  if (parts_.disk->had_moments(unit, param)) {
-    parts_.offload.wait_updates(); // they are set to zero
-  }
-  return parts_.disk->make_moments(unit, param);
-}
-
-std::pair<int64_t, int64_t> Engine::disk_nbytes() const {
-  const DiskStates* disk = parts_.disk.get();
-  return disk == nullptr ? std::pair<int64_t, int64_t>()
-                         : std::pair(disk->file_nbytes(), disk->buffers_nbytes());
 }
 
 std::vector<at::Tensor> Engine::full_values(UnitId unit) {
@@ -348,9 +322,6 @@ void Engine::leave_if_outside() {
 
 void Engine::mark_forked() {
   parts_.offload.mark_forked();
-  if (parts_.disk != nullptr) {
-    parts_.disk->mark_forked();
-  }
   if (parts_.collectives != nullptr || parts_.replicas != nullptr) {
     parts_.thread_check.mark_forked();
   }

@@ -41,6 +41,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Offload& offload() {
     return parts_.offload;
   }
+  DiskStates* disk() const { // null where nothing is on disk
+    return parts_.disk.get();
+  }
   const Schedule& schedule() const {
     return parts_.schedule;
   }
@@ -100,11 +103,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Sets and reads a unit's parameters; collective. See Unit.
   void materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast);
   std::vector<at::Tensor> full_values(UnitId unit);
-  // See DiskStates. The first before anything is materialized, where something is on disk; the
-  // second gives nothing where moments are not. Bytes on disk, and of memory to use them.
-  void open_disk(const DiskPlace& place);
-  std::vector<at::Tensor> make_moments(UnitId unit, int param);
-  std::pair<int64_t, int64_t> disk_nbytes() const;
   // Around an optimizer's update of main weights, which `casts` if it writes the model weights too.
   // The first throws if a shard has left its place in memory.
   void begin_update(const std::vector<UnitId>& units, bool casts) {

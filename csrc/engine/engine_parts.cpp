@@ -93,7 +93,9 @@ EngineParts::EngineParts(
       collectives(make_collectives(engine_options.groups.shard, streams, alarm.get())),
       replicas(make_collectives(engine_options.groups.replicas, streams, alarm.get())),
       peers(make_peers(engine_options.groups.control, alarm.get())),
-      disk(engine_options.sharding.tiers.uses_disk() ? std::make_unique<DiskStates>() : nullptr),
+      disk(
+          engine_options.sharding.tiers.uses_disk() ? std::make_unique<DiskStates>(units, context)
+                                                    : nullptr),
       context(make_context(
           engine_options.sharding,
           collectives.get(),
@@ -122,6 +124,12 @@ EngineParts::EngineParts(
     schedule.set_staying(static_cast<UnitId>(unit), {stays[unit], false});
   }
   expect_step();
+}
+
+void forget_loads(const EngineParts& parts) {
+  if (parts.options.sharding.tiers.parameters == Tier::Disk && !parts.schedule.in_rooted_pass()) {
+    parts.disk->loads().forget();
+  }
 }
 
 // Places in the pool for what the first step is going to take from it.

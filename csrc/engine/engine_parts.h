@@ -64,4 +64,7 @@ struct EngineParts {
   void expect_step();
 };
 
+// Before a use of units: outside of a pass anybody may have changed parameters since the last load.
+void forget_loads(const EngineParts& parts);
+
 } // namespace zerocore

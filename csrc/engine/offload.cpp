@@ -266,6 +266,13 @@ bool Offload::take_sent(UnitId id) {
   return states_.empty() || std::exchange(states_[id].sent, false);
 }
 
+void Offload::mark_forked() {
+  static_cast<void>(worker_.release());
+  if (context_.disk != nullptr) {
+    context_.disk->mark_forked();
+  }
+}
+
 // -- waits ----------------------------------------------------------------------------------
 
 void Offload::wait(StepWorker::Ticket ticket) {

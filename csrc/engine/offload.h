@@ -79,9 +79,7 @@ class Offload {
   void wait_updates();
   void synchronize();
   // In the child of a fork, where the worker has no thread: nothing is waited for or freed.
-  void mark_forked() {
-    static_cast<void>(worker_.release());
-  }
+  void mark_forked();
   // Bytes on the host: of weights, and for gradients that are sent there.
   std::pair<int64_t, int64_t> host_nbytes() const;
 

@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/disk_states.h"
-
 namespace zerocore {
 
 Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
@@ -124,9 +122,6 @@ void Unit::unshard() {
   }
   set_state(UnitState::Unsharding);
   gathered_version_ = version();
-  if (context_.tiers.parameters == Tier::Disk) {
-    context_.disk->loads().load(id_);
-  }
   for (const int region : bucket_.regions()) {
     if (shards_ || !is_gathered(region)) {
       gather(region);
@@ -146,10 +141,8 @@ void Unit::take_bucket(StreamRole user) {
 void Unit::gather(int region) {
   if (context_.tiers.has_host_parameters()) {
     const auto guard = context_.streams->use(StreamRole::AllGather);
-    const bool on_disk = context_.tiers.parameters == Tier::Disk; // read by what comes next
-    const at::Tensor& shard = shards_->full_bytes(region);
-    bucket_.own_bytes(region).copy_(
-        on_disk ? context_.disk->loads().loaded(shard) : shard, /*non_blocking=*/!on_disk);
+    const at::Tensor own = context_.loaded(shards_->full_bytes(region));
+    bucket_.own_bytes(region).copy_(own, /*non_blocking=*/!context_.tiers.uses_disk());
     context_.streams->note_write(StreamRole::AllGather, bucket_.own(region), "loads", name_);
     const int64_t nbytes = bucket_.own_bytes(region).numel();
     context_.trace->add(TraceOp::ToDevice, id_, nbytes, context_.pool->stats().in_use_nbytes);

@@ -35,6 +35,8 @@ struct UnitContext {
   }
   // For a part of the unit that lies in that tier.
   c10::DataPtr memory_of(Tier tier, UnitId unit, DiskPart part, int64_t nbytes) const;
+  // Bytes of a shard where a gather may read them: those on disk as DiskLoads has loaded them.
+  at::Tensor loaded(const at::Tensor& shard) const;
   // All ranks.
   int64_t world_size() const {
     return (collectives == nullptr ? 1 : collectives->size()) *

@@ -33,6 +33,9 @@ void UnitsInUse::run(Actions& actions) {
     switch (action.kind) {
       case ActionKind::Unshard:
         parts_.offload.wait_weights(action.unit);
+        if (parts_.options.sharding.tiers.parameters == Tier::Disk) {
+          parts_.disk->loads().load(action.unit);
+        }
         unit.unshard();
         break;
       case ActionKind::Reshard:
