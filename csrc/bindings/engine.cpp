@@ -150,7 +150,7 @@ void register_setup(py::class_<PyEngine>& engine) {
             }
             self.engine->offload().wait_updates();
             self.engine->materialize(unit, values, broadcast);
-            if (DiskStates* disk = self.engine->disk()) {
+            if (DiskStates* disk = self.engine->offload().disk()) {
               disk->store(unit);
             }
           })

@@ -35,9 +35,9 @@ void register_offload(py::class_<PyEngine>& engine) {
       .def(
           "open_disk",
           [](PyEngine& self, std::string folder, std::string name) {
-            Engine& engine = *self.engine;
-            TORCH_CHECK_VALUE(engine.disk() != nullptr, "nothing of this model is on disk");
-            engine.disk()->open({std::move(folder), std::move(name)});
+            DiskStates* disk = self.engine->offload().disk();
+            TORCH_CHECK_VALUE(disk != nullptr, "nothing of this model is on disk");
+            disk->open({std::move(folder), std::move(name)});
           },
           py::arg("folder"),
           py::arg("name"),
@@ -45,7 +45,7 @@ void register_offload(py::class_<PyEngine>& engine) {
       .def(
           "make_moments",
           [](PyEngine& self, UnitId unit, int param) {
-            DiskStates* disk = self.engine->disk();
+            DiskStates* disk = self.engine->offload().disk();
             if (disk == nullptr) {
               return std::vector<at::Tensor>();
             }
@@ -56,7 +56,7 @@ void register_offload(py::class_<PyEngine>& engine) {
           },
           no_gil)
       .def_property_readonly("disk_nbytes", [](const PyEngine& self) {
-        const DiskStates* disk = self.engine->disk();
+        const DiskStates* disk = self.engine->offload().disk();
         return disk == nullptr ? std::pair<int64_t, int64_t>()
                                : std::pair(disk->file_nbytes(), disk->buffers_nbytes());
       });

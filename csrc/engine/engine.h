@@ -41,9 +41,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Offload& offload() {
     return parts_.offload;
   }
-  DiskStates* disk() const { // null where nothing is on disk
-    return parts_.disk.get();
-  }
   const Schedule& schedule() const {
     return parts_.schedule;
   }

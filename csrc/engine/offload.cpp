@@ -10,6 +10,18 @@
 
 namespace zerocore {
 
+namespace {
+
+ShownGradient as_shown(const at::Tensor& grad) {
+  if (!grad.defined() || grad.numel() == 0) {
+    return {};
+  }
+  const auto version = grad.unsafeGetTensorImpl()->version_counter().current_version();
+  return {grad.const_data_ptr(), version};
+}
+
+} // namespace
+
 Offload::Offload(
     const std::vector<std::unique_ptr<Unit>>& units,
     const UnitContext& context,
@@ -123,14 +135,6 @@ void Offload::recall(UnitId id) {
     context_.streams->order(StreamRole::Compute, StreamRole::DeviceToHost);
     state.left.assign(state.left.size(), false);
   }
-}
-
-Offload::Shown Offload::as_shown(const at::Tensor& grad) {
-  if (!grad.defined() || grad.numel() == 0) {
-    return {};
-  }
-  const auto version = grad.unsafeGetTensorImpl()->version_counter().current_version();
-  return {grad.const_data_ptr(), version};
 }
 
 void Offload::note_shown(UnitId id) {
@@ -306,12 +310,19 @@ void Offload::check() {
   }
 }
 
-void Offload::wait_updates() {
-  end_step();
-  wait(last_update_);
+// What the disk has failed to do is lost: nobody gets to see what is there instead.
+void Offload::finish(StepWorker::Ticket ticket) {
+  wait(ticket);
   wait_arrivals();
   check();
-  check_disk();
+  if (context_.disk != nullptr && worker_ != nullptr) {
+    context_.disk->check();
+  }
+}
+
+void Offload::wait_updates() {
+  end_step();
+  finish(last_update_);
   if (!states_.empty()) {
     context_.streams->order(StreamRole::Compute, StreamRole::HostToDevice);
   }
@@ -319,17 +330,7 @@ void Offload::wait_updates() {
 
 void Offload::synchronize() {
   end_step();
-  wait(last_);
-  wait_arrivals();
-  check();
-  check_disk();
-}
-
-// What the disk has failed to do is lost: nobody gets to see what is there instead.
-void Offload::check_disk() const {
-  if (context_.disk != nullptr && worker_ != nullptr) {
-    context_.disk->check();
-  }
+  finish(last_);
 }
 
 void Offload::wait_arrival(UnitId id) {

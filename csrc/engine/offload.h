@@ -36,6 +36,14 @@ struct HostUpdate {
   std::vector<std::pair<at::Tensor, at::Tensor>> casts; // to, from: behind the update
 };
 
+// A gradient's memory and version.
+struct ShownGradient {
+  const void* data = nullptr;
+  uint32_t version = 0;
+
+  bool operator==(const ShownGradient& other) const = default;
+};
+
 class Offload {
  public:
   // Units and the emulated link, null for none, outlive it. Does nothing where the states are on
@@ -80,28 +88,23 @@ class Offload {
   void synchronize();
   // In the child of a fork, where the worker has no thread: nothing is waited for or freed.
   void mark_forked();
+  DiskStates* disk() const { // null where nothing is on disk
+    return context_.disk;
+  }
   // Bytes on the host: of weights, and for gradients that are sent there.
   std::pair<int64_t, int64_t> host_nbytes() const;
 
  private:
-  // A gradient's memory and version.
-  struct Shown {
-    const void* data = nullptr;
-    uint32_t version = 0;
-
-    bool operator==(const Shown& other) const = default;
-  };
   struct OffloadedUnit {
     std::optional<Bucket> landing; // gradients on the host, where they are kept on the device
     std::vector<bool> left; // by region: the landing has the gradient
-    std::vector<Shown> shown; // by parameter: the gradient that the landing has
+    std::vector<ShownGradient> shown; // by parameter: the gradient that the landing has
     StepWorker::Ticket left_at = 0, updated_at = 0;
     StepWorker::Ticket sent_at = 0; // 0 once it was waited for
     bool sent = false;
     std::shared_future<void> arrived; // over the emulated link; set by the worker
   };
 
-  static Shown as_shown(const at::Tensor& grad);
   void wait(StepWorker::Ticket ticket);
   static void make_landing(OffloadedUnit& state);
   void land(UnitId unit, int region, const at::Tensor& kept);
@@ -115,7 +118,7 @@ class Offload {
   void send_over_link(UnitId unit);
   void wait_arrival(UnitId unit);
   void wait_arrivals();
-  void check_disk() const;
+  void finish(StepWorker::Ticket ticket);
 
   const std::vector<std::unique_ptr<Unit>>& units_;
   UnitContext context_;
