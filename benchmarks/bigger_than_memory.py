@@ -168,9 +168,11 @@ def main(
     console, load = make_console(), os.getloadavg()[0]
     num_blocks = math.ceil((millions * 10**6 - 2 * VOCABULARY * WIDTH) / BLOCK_NUMEL)
     run = Run(int(limit_gb * 1e9))
-    resource.setrlimit(resource.RLIMIT_DATA, (run.limit_nbytes, run.limit_nbytes))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
     with tempfile.TemporaryDirectory(dir=folder or None) as place:
+        resource.setrlimit(resource.RLIMIT_DATA, (run.limit_nbytes, before[1]))
         train(Path(place), run, num_blocks, tokens, steps)
+        resource.setrlimit(resource.RLIMIT_DATA, before)
         measure_raw(Path(place), run)
     table = make_table(run)
     table.notes.append(f"Load of the machine at the start: {load:.1f}.")
