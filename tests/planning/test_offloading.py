@@ -46,12 +46,20 @@ def test_the_least_that_fits_is_named() -> None:
     assert "stage 0 with offload=zerocore.Offload(states='cpu') is the least" in roomy.advice[-1]
     least = min(each.device_nbytes for each in roomy.offloads)
     tight = planned(least, 1 << 30)
-    assert [each.fits for each in tight.offloads].count(True) == 1
+    on_host = [each for each in tight.offloads if not each.offload.uses_disk]
+    assert [each.fits for each in on_host].count(True) == 1
     assert "stage 3 with offload=zerocore.Offload(states='cpu', gra" in tight.advice[-1]
     # The ranks of a machine share its memory.
-    of_rank = tight.offloads[-1].memory.host
-    assert planned(least, 4 * of_rank).offloads[-1].fits
-    assert "no offload fits" in planned(least, 4 * of_rank - 4).advice[-1]
+    of_rank = on_host[-1].memory.host
+    assert "Offload(states='cpu', gra" in planned(least, 4 * of_rank).advice[-1]
+    # A disk takes what the host cannot, but for gradients and buffers.
+    smaller = planned(least, 4 * of_rank - 4)
+    everything = smaller.offloads[-1]
+    assert everything.fits and everything.memory.disk > 0
+    assert "parameters='disk', path='...') is the least offload that fits" in smaller.advice[-1]
+    assert "and a file of " in smaller.advice[-1]
+    nothing = planned(least, 4 * everything.memory.host - 4)
+    assert "no offload fits" in nothing.advice[-1]
 
 
 def test_tokens_from_which_an_update_is_hidden() -> None:
