@@ -94,11 +94,12 @@ class Trial:
             self.set_lags(dropped, lags)
 
         losses = [self.step(begin)]
+        zerocore_updates.finish()  # the host's waits of that step are not numbered
         number = -1 if dropped is None else dropped.number
         of_host = dropped is not None and dropped.waiter == HOST
         self.extension.begin_waits(*((-1, number) if of_host else (number, -1)))
         losses.append(self.step())
-        zerocore_updates.finish()  # the host's waits of this step are in its update
+        zerocore_updates.finish()  # those of this step are
         waits = self.extension.end_waits()
         self.extension.synchronize()
         self.set_lags(None, NO_LAGS)
