@@ -20,19 +20,19 @@ from tests.distributed.harness import run_ranks
 from zerocore.model.state import state_of
 from zerocore.tensor import updates as zerocore_updates
 
+Lags = tuple[int, int, int]
 # How late a task begins: of the stream that does not wait, of the one that it should wait for, and
 # of the others: what is not ordered comes before the others have begun, while they are at work, or
 # lasts until they come. Copies are few: those that should be waited for come when all else is done.
-LAGS_US = (
+LAGS_US: tuple[Lags, ...] = (
     *((0, 3_000, 3_000), (200, 3_000, 3_000)),
     *((1_000, 6_000, 6_000), (10_000, 1_000, 1_000)),
 )
-LAGS_OF_COPIES_US = ((0, 150_000, 0), (0, 3_000, 3_000), (20_000, 0, 0))
+LAGS_OF_COPIES_US: tuple[Lags, ...] = ((0, 150_000, 0), (0, 3_000, 3_000), (20_000, 0, 0))
 NO_LAGS = (0, 0, 0)
 ROLES = ("all_gather", "reduce_scatter")
 COPIES = ("device_to_host", "host_to_device")
 HOST = "host"
-Lags = tuple[int, int, int]
 STATES = zerocore.Offload(states="cpu")
 PARAMETERS = zerocore.Offload(states="cpu", parameters="cpu")
 
@@ -94,11 +94,12 @@ class Trial:
             self.set_lags(dropped, lags)
 
         losses = [self.step(begin)]
+        zerocore_updates.finish()  # the host's waits of that step are not numbered
         number = -1 if dropped is None else dropped.number
         of_host = dropped is not None and dropped.waiter == HOST
         self.extension.begin_waits(*((-1, number) if of_host else (number, -1)))
         losses.append(self.step())
-        zerocore_updates.finish()  # the host's waits of this step are in its update
+        zerocore_updates.finish()  # those of this step are
         waits = self.extension.end_waits()
         self.extension.synchronize()
         self.set_lags(None, NO_LAGS)
@@ -124,12 +125,13 @@ def try_waits(
         return Trial(device, extension, num_blocks, options).run(*faults)
 
     expected, waits = run(None)
-    lags_us: tuple[Lags, ...] = LAGS_US[:2] if only_some else LAGS_US
     if "offload" in options:
         waits = [wait for wait in waits if {wait.waiter, wait.source} & {*COPIES, HOST}]
-        lags_us = LAGS_OF_COPIES_US
 
     def shows(wait: Wait) -> bool:
+        lags_us = LAGS_OF_COPIES_US if wait.source in COPIES else LAGS_US
+        if only_some:
+            lags_us = lags_us[: 1 if "offload" in options else 2]
         trials = [run(wait, lags)[0] for lags in lags_us]  # on all ranks, whatever they show
         return any(repr(losses) != repr(expected) for losses in trials)
 
