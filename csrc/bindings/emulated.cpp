@@ -42,7 +42,14 @@ c10::intrusive_ptr<EmulatedGroup> make_group(
     const LinkModel& link,
     double timeout) {
   const auto limit = std::chrono::milliseconds(std::llround(timeout * 1e3));
-  return noted(c10::make_intrusive<EmulatedGroup>(rank, size, link, limit, &without_gil));
+  auto carrier = std::make_shared<EmulatedLink>(rank, link, limit);
+  return noted(c10::make_intrusive<EmulatedGroup>(rank, size, std::move(carrier), &without_gil));
+}
+
+c10::intrusive_ptr<EmulatedGroup> make_beside(const EmulatedGroup& group) {
+  return noted(
+      c10::make_intrusive<EmulatedGroup>(
+          group.getRank(), group.getSize(), group.shared_link(), &without_gil));
 }
 
 void shut_down_all() {
@@ -99,7 +106,7 @@ void register_emulated(py::module_& module) {
           py::arg("size"),
           py::arg("link"),
           py::arg("timeout"))
-      .def("beside", [](const EmulatedGroup& self) { return noted(self.beside()); })
+      .def("beside", &make_beside)
       .def_property("link", &EmulatedGroup::link, &EmulatedGroup::set_link)
       .def("shutdown", &EmulatedGroup::shutdown)
       .def_static("waited_ns", &EmulatedWork::waited_ns)

@@ -5,6 +5,8 @@
 #include <numeric>
 #include <utility>
 
+#include "common/types.h"
+
 namespace zerocore {
 
 namespace {
@@ -54,6 +56,15 @@ std::vector<int64_t> rows(
   return result;
 }
 
+// The slices that a gather fills: all but this rank's, if `sent` lies there already.
+std::vector<Range> slices_around(const at::Tensor& slices, const at::Tensor& sent, int64_t rank) {
+  const int64_t size = slices.size(0);
+  if (slices[rank].data_ptr() != sent.data_ptr()) {
+    return {{0, size}};
+  }
+  return {{0, rank}, {rank + 1, size}};
+}
+
 } // namespace
 
 // -- the group ------------------------------------------------------------------------------
@@ -61,15 +72,12 @@ std::vector<int64_t> rows(
 EmulatedGroup::EmulatedGroup(
     int rank,
     int size,
-    const LinkModel& link,
-    std::chrono::milliseconds timeout,
+    std::shared_ptr<EmulatedLink> link,
     Unlocked unlocked)
-    : EmulatedGroup(
-          rank,
-          size,
-          std::make_shared<EmulatedLink>(rank, link, timeout),
-          0,
-          std::move(unlocked)) {
+    : Backend(rank, size),
+      link_(std::move(link)),
+      communicator_(link_->add_communicator()),
+      unlocked_(std::move(unlocked)) {
   TORCH_CHECK_VALUE(
       rank >= 0 && rank < size,
       "rank must be in 0..",
@@ -78,30 +86,12 @@ EmulatedGroup::EmulatedGroup(
       rank);
 }
 
-EmulatedGroup::EmulatedGroup(
-    int rank,
-    int size,
-    std::shared_ptr<EmulatedLink> link,
-    int communicator,
-    Unlocked unlocked)
-    : Backend(rank, size),
-      link_(std::move(link)),
-      communicator_(communicator),
-      unlocked_(std::move(unlocked)) {}
-
-c10::intrusive_ptr<EmulatedGroup> EmulatedGroup::beside() const {
-  return c10::make_intrusive<EmulatedGroup>(
-      getRank(), getSize(), link_, link_->add_communicator(), unlocked_);
-}
-
 EmulatedGroup::~EmulatedGroup() {
   EmulatedGroup::shutdown();
 }
 
 void EmulatedGroup::shutdown() {
-  if (communicator_ == 0) {
-    unlocked_([this] { link_->stop(); });
-  }
+  unlocked_([this] { link_->stop(communicator_); });
 }
 
 void EmulatedGroup::startCoalescing() {
@@ -186,14 +176,9 @@ void EmulatedGroup::gather_slices(Call& call, const at::Tensor& full, const at::
       full.numel());
   const at::Tensor slices = full.detach().view({size_, -1});
   const at::Tensor sent = own.detach().view(-1);
-  const auto fill = [&](int64_t begin, int64_t end) {
-    add(call, slices.narrow(0, begin, end - begin), sent.expand({end - begin, sent.numel()}), {});
-  };
-  if (slices[rank_].data_ptr() == own.data_ptr()) {
-    fill(0, rank_);
-    fill(rank_ + 1, size_);
-  } else {
-    fill(0, size_);
+  for (const Range& range : slices_around(slices, sent, rank_)) {
+    const at::Tensor to = slices.narrow(0, range.begin, range.size());
+    add(call, to, sent.expand_as(to), {});
   }
   call.transfer.outputs.push_back(full);
   call.nbytes += static_cast<int64_t>(full.nbytes());

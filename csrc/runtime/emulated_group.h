@@ -32,25 +32,13 @@ class EmulatedGroup final : public c10d::Backend {
   // Calls a function that blocks without the locks that finish callbacks may need (Python's).
   using Unlocked = std::function<void(const std::function<void()>&)>;
 
-  EmulatedGroup(
-      int rank,
-      int size,
-      const LinkModel& link,
-      std::chrono::milliseconds timeout,
-      Unlocked unlocked);
-  // One more communicator of a link.
-  EmulatedGroup(
-      int rank,
-      int size,
-      std::shared_ptr<EmulatedLink> link,
-      int communicator,
-      Unlocked unlocked);
+  // A communicator of the link, which ends with its first one, see Note [Time on the link].
+  EmulatedGroup(int rank, int size, std::shared_ptr<EmulatedLink> link, Unlocked unlocked);
   ~EmulatedGroup() override;
 
-  // Another communicator of the same ranks, over the same link, see Note [Time on the link]. The
-  // link ends with the group that it was made for.
-  c10::intrusive_ptr<EmulatedGroup> beside() const;
-
+  const std::shared_ptr<EmulatedLink>& shared_link() const {
+    return link_;
+  }
   LinkModel link() const {
     return link_->model();
   }

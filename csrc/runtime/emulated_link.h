@@ -40,15 +40,18 @@ class EmulatedLink {
   // `rank` and `timeout` are those of the works. Throws ValueError for a model that makes no sense.
   EmulatedLink(int rank, const LinkModel& model, std::chrono::milliseconds timeout);
 
-  // Another communicator of the same ranks: its number. There is number 0 from the beginning.
+  // Another communicator of the same ranks: its number, from 0 on.
   int add_communicator();
   LinkModel model() const;
   // For collectives issued from now on. Throws ValueError.
   void set_model(const LinkModel& model);
   WorkPtr carry(Transfer transfer, int communicator);
-  // Fails what is under way and joins the thread; later collectives on the CPU throw.
-  void stop() {
-    worker_->stop();
+  // The first communicator ends: fails what is under way and joins the thread; later collectives on
+  // the CPU throw. The end of others changes nothing.
+  void stop(int communicator) {
+    if (communicator == 0) {
+      worker_->stop();
+    }
   }
 
  private:
@@ -80,7 +83,7 @@ class EmulatedLink {
 
   mutable std::mutex mutex_;
   const int rank_;
-  int num_communicators_ = 1;
+  int num_communicators_ = 0;
   LinkModel model_;
   const std::chrono::milliseconds timeout_;
   std::shared_ptr<LinkWorker> worker_ = std::make_shared<LinkWorker>();
