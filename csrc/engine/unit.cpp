@@ -6,6 +6,47 @@
 
 namespace zerocore {
 
+namespace {
+
+using Calls = std::vector<CollectiveCall>;
+
+bool is_legal(UnitState from, UnitState to) {
+  return (from == UnitState::Sharded && to == UnitState::Unsharding) ||
+      (from == UnitState::Unsharding && to == UnitState::Unsharded) ||
+      (from == UnitState::Unsharded && to != UnitState::Unsharded);
+}
+
+bool is_joint(const UnitContext& context, size_t num_regions) {
+  return num_regions > 1 && context.num_shards > 1 && context.collectives->launches_together();
+}
+
+// On the stream of gathers: what the host holds.
+void load(
+    const at::Tensor& to,
+    const at::Tensor& from,
+    const UnitContext& context,
+    const std::string& name) {
+  const auto guard = context.streams->use(StreamRole::AllGather);
+  to.copy_(from, /*non_blocking=*/true);
+  context.streams->note_write(StreamRole::AllGather, to, "loads", name);
+}
+
+// With others in `together`, if that is given; else at once.
+PendingCollective start_gather(
+    Collectives& collectives,
+    const at::Tensor& full,
+    const at::Tensor& own,
+    CollectiveTag tag,
+    Calls* together) {
+  if (together == nullptr) {
+    return collectives.all_gather(full, own, std::move(tag));
+  }
+  together->push_back({full, own, std::move(tag)});
+  return {};
+}
+
+} // namespace
+
 Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
     : id_(id),
       name_(std::move(spec.name)),
@@ -94,11 +135,7 @@ const at::Tensor& Unit::updated_shard(int region) const {
 }
 
 void Unit::set_state(UnitState next) {
-  const bool legal = (state_ == UnitState::Sharded && next == UnitState::Unsharding) ||
-      (state_ == UnitState::Unsharding && next == UnitState::Unsharded) ||
-      (state_ == UnitState::Unsharded && next != UnitState::Unsharded);
-  TORCH_INTERNAL_ASSERT(
-      legal, "unit ", name_, ": ", static_cast<int>(state_), " > ", static_cast<int>(next));
+  TORCH_INTERNAL_ASSERT(is_legal(state_, next), "unit ", name_, " has another state");
   state_ = next;
 }
 
@@ -117,8 +154,7 @@ void Unit::unshard() {
     staging_->take(*context_.pool);
   }
   if (shards_ && !in_use) {
-    context_.trace->add(
-        TraceOp::Unshard, id_, bucket_.nbytes(), context_.pool->stats().in_use_nbytes);
+    tag(TraceOp::Unshard, bucket_.nbytes());
   }
   set_state(UnitState::Unsharding);
   gathered_version_ = version();
@@ -129,9 +165,8 @@ void Unit::unshard() {
 }
 
 void Unit::gather_regions() {
-  std::vector<CollectiveCall> together;
-  const bool joins = bucket_.regions().size() > 1 && context_.num_shards > 1 &&
-      context_.collectives->launches_together();
+  Calls together;
+  const bool joins = is_joint(context_, bucket_.regions().size());
   for (const int region : bucket_.regions()) {
     if (shards_ || !is_gathered(region)) {
       gather(region, joins ? &together : nullptr);
@@ -148,13 +183,10 @@ void Unit::take_bucket(StreamRole user) {
   bucket_.attach(slot_.data);
 }
 
-void Unit::gather(int region, std::vector<CollectiveCall>* together) {
+void Unit::gather(int region, Calls* together) {
   if (context_.tiers.has_host_parameters()) {
-    const auto guard = context_.streams->use(StreamRole::AllGather);
-    bucket_.own_bytes(region).copy_(shards_->full_bytes(region), /*non_blocking=*/true);
-    context_.streams->note_write(StreamRole::AllGather, bucket_.own(region), "loads", name_);
-    const int64_t nbytes = bucket_.own_bytes(region).numel();
-    context_.trace->add(TraceOp::ToDevice, id_, nbytes, context_.pool->stats().in_use_nbytes);
+    load(bucket_.own_bytes(region), shards_->full_bytes(region), context_, name_);
+    tag(TraceOp::ToDevice, bucket_.own_bytes(region).numel());
   }
   if (context_.num_shards == 1) {
     return; // the host had all of it
@@ -163,12 +195,8 @@ void Unit::gather(int region, std::vector<CollectiveCall>* together) {
   const at::Tensor& own = in_place ? bucket_.own_bytes(region) : shards_->full_bytes(region);
   const at::Tensor& full = (staging_ ? staging_->bucket() : bucket_).full_bytes(region);
   const int64_t nbytes = context_.collectives->methods().gather.wire_nbytes(full.numel());
-  if (together != nullptr) {
-    together->push_back({full, own, tag(TraceOp::AllGather, nbytes)});
-  } else {
-    gathers_.push_back(
-        context_.collectives->all_gather(full, own, tag(TraceOp::AllGather, nbytes)));
-  }
+  gathers_.push_back(
+      start_gather(*context_.collectives, full, own, tag(TraceOp::AllGather, nbytes), together));
 }
 
 void Unit::wait_for_unshard() {
@@ -230,8 +258,7 @@ bool Unit::is_gathered() const {
 }
 
 int64_t Unit::persistent_nbytes() const {
-  const bool on_host = context_.tiers.has_host_parameters();
-  return on_host ? 0 : shards_ ? shards_->nbytes() : bucket_.nbytes();
+  return context_.tiers.has_host_parameters() ? 0 : shards_ ? shards_->nbytes() : bucket_.nbytes();
 }
 
 } // namespace zerocore

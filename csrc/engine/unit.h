@@ -134,7 +134,6 @@ class Unit {
     return gathered_[region] == versions_.of_region(region);
   }
   void gather_regions();
-  // With others in `together`, if that is given; else at once.
   void gather(int region, std::vector<CollectiveCall>* together);
   void take_bucket(StreamRole user);
 

@@ -22,7 +22,7 @@ RESERVED = [
     (r"pybind11/|torch/extension\.h$|torch/csrc/utils/pybind\.h$", r"bindings/"),
     (
         r"torch/csrc/distributed/c10d/",
-        r"runtime/(alarm|collectives|emulated_(group|link|work)|issue_guard)\.|engine/",
+        r"runtime/(alarm|collectives|emulated_(group|link|work)|issue_guard|wire_calls)\.|engine/",
     ),
     (r"(c10/|ATen/)?cuda", r"kernels/cuda/|runtime/(emulated_timer|page_pinning)\.cu"),
     (ANY_TORCH, r"(kernels|runtime|engine|bindings)/"),
