@@ -58,8 +58,8 @@ sanitize: $(VENV)/.has-test $(VENV)/.has-cpp
 
 # Two ranks on the test device of tests/async_device, under ThreadSanitizer: it sees the code of
 # zerocore and of the device, and of torch its locks only. Address layouts that it cannot map are
-# switched off (setarch -R). Most reports are of hand-overs that it cannot see, as torch and Python are
-# not compiled with it (the GIL, autograd's queue): they are to be read, and are no gate.
+# switched off (setarch -R). What it cannot see of torch is in tests/async_device/tsan.txt, with the
+# reason; it reports nothing else, so a report is to be read.
 tsan: $(VENV)/.has-test $(VENV)/.has-cpp
 	cmake -S . -B build/tsan -G Ninja -DZEROCORE_SANITIZE=thread -DPython_EXECUTABLE=$(PY)
 	cmake --build build/tsan

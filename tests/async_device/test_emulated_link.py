@@ -51,6 +51,7 @@ def check_order_of_a_communicator() -> None:
     group = _C.EmulatedGroup(1, 4, link("1GB/s", 0), 10.0)
     beside = group.beside()
     gather(group, 1)  # the first one has the host wait for memory
+    extension.synchronize()
     side = torch.Stream(DEVICE)
     for other, expected in ((group, [192, 96]), (beside, [96, 192])):
         booked = len(extension.booked())
