@@ -309,7 +309,9 @@ void register_figures(py::class_<PyEngine>& engine) {
           "order", [](const PyEngine& self) { return self.engine->schedule().order(); })
       .def_property_readonly(
           "pool_stats", [](const PyEngine& self) { return self.engine->parts().pool.stats(); })
-      .def("forget_recent_peak", [](PyEngine& self) { self.engine->parts().pool.forget_recent_peak(); })
+      .def(
+          "forget_recent_peak",
+          [](PyEngine& self) { self.engine->parts().pool.forget_recent_peak(); })
       .def_property_readonly(
           "parameter_nbytes",
           [](PyEngine& self) {
@@ -324,7 +326,8 @@ void register_figures(py::class_<PyEngine>& engine) {
           "gradient_nbytes",
           [](PyEngine& self) { return self.engine->reducer().persistent_nbytes(); })
       .def_property_readonly(
-          "hand_overs", [](const PyEngine& self) { return self.engine->parts().hand_overs.entries(); })
+          "hand_overs",
+          [](const PyEngine& self) { return self.engine->parts().hand_overs.entries(); })
       .def(
           "stream_handle",
           [](const PyEngine& self, const std::string& role) {
