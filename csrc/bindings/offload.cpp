@@ -37,7 +37,8 @@ void register_offload(py::class_<PyEngine>& engine) {
       .def(
           "synchronize", [](PyEngine& self) { self.engine->parts().offload.synchronize(); }, no_gil)
       .def_property_readonly(
-          "host_nbytes", [](const PyEngine& self) { return self.engine->parts().offload.host_nbytes(); })
+          "host_nbytes",
+          [](const PyEngine& self) { return self.engine->parts().offload.host_nbytes(); })
       .def(
           "open_disk",
           [](PyEngine& self, std::string folder, std::string name) {
