@@ -35,7 +35,7 @@ void translate_os_error(std::exception_ptr caught) {
 
 void register_disk_file(py::module_& module) {
   using io::DiskFile;
-  module.attr("DISK_ALIGNMENT") = io::kDiskAlignment;
+  module.attr("DISK_ALIGNMENT") = kDiskAlignment;
   py::enum_<io::DiskWay>(module, "DiskWay")
       .value("ANY", io::DiskWay::Any)
       .value("IO_URING", io::DiskWay::IoUring)

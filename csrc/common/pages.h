@@ -8,10 +8,12 @@
 
 namespace zerocore {
 
+// What offsets, sizes and addresses of direct transfers are multiples of, as O_DIRECT needs it.
+constexpr int64_t kDiskAlignment = 4096;
+
 // A multiple of both the pages of memory and what direct transfers are made of.
 inline int64_t page_nbytes() {
-  constexpr int64_t kBlock = 4096;
-  return std::max<int64_t>(kBlock, ::sysconf(_SC_PAGESIZE));
+  return std::max<int64_t>(kDiskAlignment, ::sysconf(_SC_PAGESIZE));
 }
 
 } // namespace zerocore

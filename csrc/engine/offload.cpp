@@ -138,7 +138,12 @@ void Offload::send(UnitId id) {
   if (HostLink* link = context_.host_link; link != nullptr) {
     // The worker goes on with the next unit meanwhile.
     state.sent_at = worker_->submit([this, id, link, &unit, nbytes, record, arrival] {
-      bring_states(id);
+      try {
+        bring_states(id);
+      } catch (...) {
+        arrival->set(nullptr); // nothing comes; the worker keeps the error
+        throw;
+      }
       link->carry({false, nbytes, [&unit] { unit.main().send(); }, record, {}, arrival});
     });
   } else {

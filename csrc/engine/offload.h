@@ -122,7 +122,7 @@ class Offload {
   bool is_open_ = false; // a step on disk has begun and not ended
   StepWorker::Ticket last_update_ = 0;
   std::exception_ptr arrival_error_; // of what the emulated link carried
-  std::optional<LandedGradients> gradients_; // the same
+  std::optional<LandedGradients> gradients_; // none without states on the host
   std::unique_ptr<StepWorker> worker_; // ends first
 };
 

@@ -15,12 +15,10 @@
 #include <string>
 #include <vector>
 
+#include "common/pages.h"
 #include "io/block_queue.h"
 
 namespace zerocore::io {
-
-// What offsets, sizes and addresses of requests are multiples of, as O_DIRECT needs it.
-constexpr int64_t kDiskAlignment = 4096;
 
 enum class DiskWay : uint8_t { Any, IoUring, Threads }; // Any: io_uring, else threads
 

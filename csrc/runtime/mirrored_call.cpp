@@ -66,13 +66,19 @@ void MirroredCall::add(const at::Tensor& to, const at::Tensor& from, Combination
   transfer.moves.push_back({alias_storage(to), alias_storage(from).view_as(to), how});
 }
 
-void MirroredCall::gather(const at::Tensor& full, const at::Tensor& own) {
+void MirroredCall::check_slices(const char* what, const at::Tensor& full, const at::Tensor& slice)
+    const {
   TORCH_CHECK_VALUE(
-      full.is_contiguous() && full.numel() == own.numel() * size_,
-      "all_gather: the output must be contiguous with ",
-      own.numel() * size_,
+      full.is_contiguous() && full.numel() == slice.numel() * size_,
+      what,
+      " must be contiguous with ",
+      slice.numel() * size_,
       " elements, got ",
       full.numel());
+}
+
+void MirroredCall::gather(const at::Tensor& full, const at::Tensor& own) {
+  check_slices("all_gather: the output", full, own);
   const at::Tensor slices = full.detach().view({size_, -1});
   const at::Tensor sent = own.detach().view(-1);
   const auto fill = [&](int64_t begin, int64_t end) {
@@ -92,12 +98,7 @@ void MirroredCall::reduce(
     const at::Tensor& shard,
     const at::Tensor& full,
     const c10d::ReduceOp& op) {
-  TORCH_CHECK_VALUE(
-      full.is_contiguous() && full.numel() == shard.numel() * size_,
-      "reduce_scatter: the input must be contiguous with ",
-      shard.numel() * size_,
-      " elements, got ",
-      full.numel());
+  check_slices("reduce_scatter: the input", full, shard);
   if (shard.numel() > 0) {
     const at::Tensor own = full.detach().view({size_, -1})[rank_];
     add(shard.detach().view(-1), own, combination(op));

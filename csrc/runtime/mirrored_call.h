@@ -38,6 +38,9 @@ class MirroredCall {
   Transfer transfer; // its time follows from traffic and bytes
 
  private:
+  // `full` has a slice for each rank.
+  void check_slices(const char* what, const at::Tensor& full, const at::Tensor& slice) const;
+
   int rank_, size_;
 };
 

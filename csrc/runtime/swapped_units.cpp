@@ -19,7 +19,7 @@ std::vector<int64_t> sizes_of(const std::vector<Range>& ranges) {
 } // namespace
 
 SwappedUnits::SwappedUnits(const SwapOptions& options)
-    : ring_(sizes_of(options.ranges), options.num_buffers, io::kDiskAlignment),
+    : ring_(sizes_of(options.ranges), options.num_buffers, kDiskAlignment),
       ranges_(options.ranges),
       tickets_(options.num_buffers),
       brought_(options.num_buffers, -1),

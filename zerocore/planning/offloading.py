@@ -125,19 +125,18 @@ def advise_offload(
             f"{format_nbytes(least.memory.host)} of the {format_nbytes(share)} that a rank has on "
             "the host"
         )
-    tokens = host.hiding_tokens(world_size, flops_per_s)
-    if fit.memory.disk > 0:
-        return (
-            f"stage {fit.stage} with {call_of(fit.offload)} is the least offload that fits: "
-            f"{format_nbytes(fit.device_nbytes)} of the device, {format_nbytes(fit.memory.host)} "
-            f"of the {format_nbytes(share)} that a rank has on the host, and a file of "
-            f"{format_nbytes(fit.memory.disk)} for each rank, which every step reads and writes"
-        )
-    return (
+    fits = (
         f"stage {fit.stage} with {call_of(fit.offload)} is the least offload that fits: "
         f"{format_nbytes(fit.device_nbytes)} of the device, {format_nbytes(fit.memory.host)} of "
-        f"the {format_nbytes(share)} that a rank has on the host; the update there is as long as "
-        f"the compute of {tokens:,} tokens a step on the machine (predicted)"
+        f"the {format_nbytes(share)} that a rank has on the host"
+    )
+    if fit.memory.disk > 0:
+        file = format_nbytes(fit.memory.disk)
+        return f"{fits}, and a file of {file} for each rank, which every step reads and writes"
+    tokens = host.hiding_tokens(world_size, flops_per_s)
+    return (
+        f"{fits}; the update there is as long as the compute of {tokens:,} tokens a step on the "
+        "machine (predicted)"
     )
 
 
