@@ -144,6 +144,8 @@ def _shard(system: System, model: nn.Module, recipe: Recipe, mesh: Any) -> nn.Mo
     mixed = None
     if recipe.compute_dtype is not None:
         mixed = zerocore.MixedPrecision(recipe.compute_dtype, reduce_dtype=torch.float32)
+    # Not named where there is none: a build from before it had the option is compared, too.
+    offload = {"offload": zerocore.Offload(states="cpu")} if system.offload else {}
     sharded: nn.Module = zerocore.shard(
         model,
         stage=system.stage,
@@ -151,7 +153,7 @@ def _shard(system: System, model: nn.Module, recipe: Recipe, mesh: Any) -> nn.Mo
         prefetch=system.prefetch,
         accumulate="sharded" if recipe.accumulate == 1 else "full",
         mixed_precision=mixed,
-        offload=zerocore.Offload(states="cpu") if system.offload else None,
+        **offload,
     )
     return sharded
 
