@@ -54,17 +54,19 @@ def serve(pipe: Connection, log: Path) -> None:
     _write_all_to(log)
     torch.set_num_threads(1)
     random_states = torch.get_rng_state(), random.getstate()
+    before = surroundings()
     while (message := _receive(pipe)) is not None:
         torch.set_rng_state(random_states[0])
         random.setstate(random_states[1])
-        found = surroundings()
         pipe.send_bytes(_run(message))
         if _receive(pipe) is None:
             break
         has_mesh = _has_mesh()
         _end_group()
         os.truncate(log, 0)
-        pipe.send_bytes(pickle.dumps(not has_mesh and not changes(found, surroundings())))
+        after = surroundings()
+        pipe.send_bytes(pickle.dumps(not has_mesh and not changes(before, after)))
+        before = after
     # No teardown: a failed rank may hold a collective that will never end.
     os._exit(0)
 
@@ -116,8 +118,12 @@ def _launch(job: Job) -> None:
 
 
 def _end_group() -> None:
-    """Models end first, as their engines use the group."""
+    """Models end first, as their engines use the group.
+
+    What is left are modules and caches: the collections of the next functions leave them out.
+    """
     gc.collect()
+    gc.freeze()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -66,18 +66,17 @@ def without_decay(make: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
     return optimizer
 
 
-def compare(name: str, make_optimizer: Any) -> None:
-    """Training with zerocore's AdamW equals that of one process with torch's."""
-    ours, torchs = partial(make_optimizer, AdamW), partial(make_optimizer, torch.optim.AdamW)
-    for stage in STAGES:
-        compare_with_one_process(name, stage, ours, torchs)
-
-
 def train_all() -> None:
-    for name in CASES:
-        compare(name, simple)
-    for make_optimizer in (scheduled, without_decay):
-        compare("plain", make_optimizer)
+    """Training with zerocore's AdamW equals that of one process with torch's.
+
+    At stage 3 always; at the others on every other number of ranks.
+    """
+    runs = [(name, simple) for name in CASES]
+    for number, (name, make) in enumerate([*runs, ("plain", scheduled), ("plain", without_decay)]):
+        ours, torchs = partial(make, AdamW), partial(make, torch.optim.AdamW)
+        for stage in STAGES:
+            if stage == 3 or (stage + number + dist.get_world_size()) % 2:
+                compare_with_one_process(name, stage, ours, torchs)
 
 
 def test_training_is_that_of_one_process(world_size: int) -> None:

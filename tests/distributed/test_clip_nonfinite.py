@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -44,23 +45,20 @@ def local_gradients(model: nn.Module) -> list[Tensor]:
 
 def name_it(stage: int) -> list[tuple[str, str | None, int | None]]:
     said = []
-    for norm_type in (1.0, 2.0, math.inf):
-        for value in (math.nan, math.inf):
-            for rank in range(RANKS):
-                model, name = spoiled(stage, value, rank)
-                before = local_gradients(model)
-                clip = partial(
-                    zerocore.clip_grad_norm_, model, 1.0, norm_type, error_if_nonfinite=True
-                )
-                with pytest.raises(zerocore.NonFiniteGradError) as caught:
-                    clip()
-                error = caught.value
-                assert (error.fqn, error.rank) == (name, rank if stage > 0 else None)
-                assert f"'{name}'" in str(error) and not math.isfinite(error.norm)
-                torch.testing.assert_close(
-                    local_gradients(model), before, rtol=0, atol=0, equal_nan=True
-                )
-                said.append((str(error), error.fqn, error.rank))
+    for value, rank in product((math.nan, math.inf), range(RANKS)):
+        model, name = spoiled(stage, value, rank)
+        before = local_gradients(model)
+        for norm_type in (1.0, 2.0, math.inf):
+            clip = partial(zerocore.clip_grad_norm_, model, 1.0, norm_type, error_if_nonfinite=True)
+            with pytest.raises(zerocore.NonFiniteGradError) as caught:
+                clip()
+            error = caught.value
+            assert (error.fqn, error.rank) == (name, rank if stage > 0 else None)
+            assert f"'{name}'" in str(error) and not math.isfinite(error.norm)
+            torch.testing.assert_close(
+                local_gradients(model), before, rtol=0, atol=0, equal_nan=True
+            )
+            said.append((str(error), error.fqn, error.rank))
     return said
 
 
@@ -72,13 +70,16 @@ def test_the_first_bad_gradient_is_named_on_every_rank(stage: int) -> None:
 def return_it(stage: int, function: str) -> list[str]:
     clip = {"torch": torch.nn.utils.clip_grad_norm_, "zerocore": zerocore.clip_grad_norm_}[function]
     norms = []
-    for norm_type in (1.0, 2.0, math.inf):
-        for value in (math.nan, math.inf):
-            for rank in range(RANKS):
-                model, _ = spoiled(stage, value, rank)
-                norm = clip(model.parameters(), 1.0, norm_type).item()
-                assert math.isnan(norm) == math.isnan(value) and not math.isfinite(norm)
-                norms.append(str(norm))
+    for value, rank in product((math.nan, math.inf), range(RANKS)):
+        model, _ = spoiled(stage, value, rank)
+        before = local_gradients(model)
+        for norm_type in (1.0, 2.0, math.inf):
+            norm = clip(model.parameters(), 1.0, norm_type).item()
+            assert math.isnan(norm) == math.isnan(value) and not math.isfinite(norm)
+            norms.append(str(norm))
+            given = [param.grad for param in model.parameters() if param.grad is not None]
+            for grad, values in zip(given, before, strict=True):  # which have been clipped
+                grad.local().copy_(values)
     return norms
 
 

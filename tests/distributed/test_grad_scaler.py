@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,21 @@ def make(case: Case, optimizer: str, scale: float, stage: int | None = None) -> 
     return Training(case, model, OPTIMIZERS[optimizer](model.parameters()), scaler, ranks, whole)
 
 
+@lru_cache(maxsize=64)
+def train_plain(
+    case_name: str,
+    optimizer: str,
+    spoiled: int | None,
+    max_norm: float | None,
+    dtype: torch.dtype,
+    scale: float,
+) -> tuple[Run, dict[str, torch.Tensor]]:
+    """One process that plays all ranks, and its weights; the same for all stages."""
+    plain = make(case_named(case_name), optimizer, scale)
+    run = plain.run(dtype, None if spoiled is None else Spoil(spoiled), max_norm)
+    return run, dict(plain.model.state_dict())
+
+
 def compare(
     stage: int,
     case_name: str,
@@ -125,15 +141,17 @@ def compare(
     spoil = None if spoiled is None else Spoil(spoiled)
     # In float16 an ulp may round a weight to another number, and that scale overflows.
     tolerance, scale = (1e-6, 2.0**10) if dtype == torch.float32 else (1e-3, 2.0**19)
-    plain = make(case, optimizer, scale)
-    expected = plain.run(dtype, spoil, max_norm)
+    shared: list[Any] = [None]
+    if dist.get_rank() == 0:
+        shared = [train_plain(case_name, optimizer, spoiled, max_norm, dtype, scale)]
+    dist.broadcast_object_list(shared)
+    expected, state = shared[0]
     sharded = make(case, optimizer, scale, stage)
     found = sharded.run(dtype, spoil, max_norm)
     assert found.scales == expected.scales
     losses = [[of_ranks[dist.get_rank()]] for of_ranks in expected.losses]
     torch.testing.assert_close(found.losses, losses, rtol=tolerance, atol=0.0)
     full = zerocore.full_state_dict(sharded.model, rank0_only=False)
-    state = dict(plain.model.state_dict())
     torch.testing.assert_close(full, state, rtol=0.0, atol=10 * tolerance)
     return found.scales
 

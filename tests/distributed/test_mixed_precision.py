@@ -105,6 +105,7 @@ def train(
 
 
 def compare_with_reference(name: str) -> None:
+    """Each policy at every other stage, the other one with one more rank."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     for number, mixed in enumerate((policy(reduce_dtype=FP32), policy())):
         reference = Reference(case_named(name), mixed)
@@ -112,9 +113,9 @@ def compare_with_reference(name: str) -> None:
         steps = [reference.step(step, world_size) for step in range(num_steps)] or [[]] * NUM_STEPS
         dist.broadcast_object_list(steps)
         expected = [losses[rank] for losses in steps]
-        for stage in STAGES:
-            # With one more rank each has the other one. Stages 0 and 1 have one way only.
-            mode = ("sharded", "full")[(stage + number + world_size) % 2] if stage >= 2 else "full"
+        for stage in STAGES[(number + world_size + CASES.index(name)) % 2 :: 2]:
+            # With two more ranks each has the other one. Stages 0 and 1 have one way only.
+            mode = ("sharded", "full")[(world_size // 2 + number) % 2] if stage >= 2 else "full"
             losses, state = train(name, stage, mixed, accumulate=mode)
             # Sums in another order round differently; a main weight on the edge of two model
             # weights then makes a difference of one bit of bfloat16 in one weight.

@@ -1,4 +1,7 @@
-"""Sharded training equals training in one process, for every model and stage, on 1 to 4 ranks."""
+"""Sharded training equals training in one process, for every model and stage, on 1 to 4 ranks.
+
+Stage 3 meets every model on every number of ranks, and any two of model, stage and number meet.
+"""
 
 from __future__ import annotations
 
@@ -15,35 +18,49 @@ from tests.distributed.training import (
 )
 from tests.zoo import CASES
 
-STAGES = (0, 1, 2, 3)
 # Where shards begin and end is for the models that are awkward; these are for how they are called.
 RANKS_OF_OTHERS = (2, 3)
-RUNS = [
-    (name, world_size)
-    for name in CASES
-    for world_size in (RANKS_OF_OTHERS if name.startswith("hf_") else (1, 2, 3, 4))
-]
 
 
-def train_all_stages(name: str) -> tuple[Trained | None, list[Trained]]:
+def runs_of(number: int, name: str) -> list[tuple[str, int, list[int]]]:
+    """The case, numbers of ranks, and at which stages it is trained on them."""
+    if name.startswith("hf_"):
+        more = {2: (0, 1), 3: (2,)}
+        return [(name, ranks, [*more[ranks], 3]) for ranks in RANKS_OF_OTHERS]
+    return [(name, ranks, sorted({(number + ranks) % 4, 3})) for ranks in (1, 2, 3, 4)]
+
+
+RUNS = [run for number, name in enumerate(CASES) for run in runs_of(number, name)]
+
+
+def train_stages(name: str, stages: list[int]) -> tuple[Trained | None, list[Trained]]:
     case = case_named(name)
     reference = None
     if dist.get_rank() == 0:
         reference = train_reference(case, dist.get_world_size())
-    return reference, [train_sharded(case, stage) for stage in STAGES]
+    return reference, [train_sharded(case, stage) for stage in stages]
 
 
-@pytest.mark.parametrize(("name", "world_size"), RUNS)
-def test_every_stage_equals_one_process(name: str, world_size: int) -> None:
-    answers = run_ranks(train_all_stages, world_size, name, timeout=120)
+@pytest.mark.parametrize(("name", "world_size", "stages"), RUNS)
+def test_stages_equal_one_process(name: str, world_size: int, stages: list[int]) -> None:
+    answers = run_ranks(train_stages, world_size, name, stages, timeout=120)
     reference = answers[0][0]
     assert reference is not None
     first = reference.losses[0]
     assert first[0] != first[-1], "the reference does not learn"
-    by_stage = [[stages[stage] for _, stages in answers] for stage in STAGES]
-    for stage in STAGES:
-        assert_same_training(by_stage[stage], reference)
+    by_stage = list(zip(*(trained for _, trained in answers), strict=True))
+    for ranks in by_stage:
+        assert_same_training(list(ranks), reference)
         # Stages agree with each other as closely as with the reference.
-        rank0 = by_stage[0][0]
         losses = [rank.losses[0] for rank in by_stage[0]]
-        assert_same_training(by_stage[stage], Trained(losses, rank0.state))
+        assert_same_training(list(ranks), Trained(losses, by_stage[0][0].state))
+
+
+def test_every_two_of_model_stage_and_ranks_meet() -> None:
+    trained = {(name, ranks, stage) for name, ranks, stages in RUNS for stage in stages}
+    others = {name for name in CASES if not name.startswith("hf_")}
+    models = {(name, stage) for name, _, stage in trained}
+    assert models == {(name, stage) for name in CASES for stage in range(4)}
+    numbers = {(ranks, stage) for name, ranks, stage in trained if name in others}
+    assert numbers == {(ranks, stage) for ranks in (1, 2, 3, 4) for stage in range(4)}
+    assert {(name, ranks, 3) for name in others for ranks in (1, 2, 3, 4)} <= trained

@@ -41,7 +41,7 @@ from tests.distributed.random_runs import (
 from zerocore.common.alarm import STALL_SECONDS
 
 SHAPES = ("1", "2", "3", "4", "2x2")
-GRAPHS_OF_A_SHAPE = 60
+GRAPHS_OF_A_SHAPE = 40
 
 
 @cache

@@ -135,8 +135,10 @@ def train_sharded(name: str, stage: int, prefetch: int) -> dict[str, Tensor]:
 
 
 def compare(name: str) -> None:
+    """Stage 3 always as it is by default, the rest on every other number of ranks."""
     expected = train_plain(name)
-    for stage, prefetch in ((0, 1), (1, 1), (2, 1), (3, 0), (3, 1), (3, 3)):
+    others = ((0, 1), (2, 1), (3, 0)) if dist.get_world_size() % 2 else ((1, 1), (2, 1), (3, 3))
+    for stage, prefetch in (*others, (3, 1)):
         print(f"{name} at stage {stage}, prefetch {prefetch}", flush=True)
         torch.testing.assert_close(
             train_sharded(name, stage, prefetch), expected, rtol=1e-5, atol=1e-6

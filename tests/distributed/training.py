@@ -151,18 +151,29 @@ def assert_gradients(model: nn.Module, case: Case, step: int = 0) -> None:
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter's full averaged gradient, on every rank; zeros where it is None."""
-    gradients = {}
+    own = {name: _own_gradient(parameter) for name, parameter in model.named_parameters()}
+    gradients = dict(own)
+    for dtype in dict.fromkeys(gradient.dtype for gradient in own.values()):
+        names = [name for name, gradient in own.items() if gradient.dtype == dtype]
+        flat = torch.cat([own[name] for name in names])  # one collective for all
+        parts = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, flat)
+        sums = torch.stack(parts).sum(0, dtype=dtype).split([own[name].numel() for name in names])
+        gradients.update(zip(names, sums, strict=True))
     for name, parameter in model.named_parameters():
-        full = torch.zeros(parameter.global_shape.numel(), dtype=parameter.dtype)
-        if parameter.grad is not None:
-            start, end = parameter.shard_range
-            full[start:end] = parameter.grad.local()
-        parts = [torch.empty_like(full) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, full)
         # Ranks own disjoint ranges, or (replicated gradients) all own the same.
-        whole = parameter.shard_range == (0, full.numel())
-        gradients[name] = (full if whole else sum(parts)).view(parameter.global_shape)
+        whole = parameter.shard_range == (0, own[name].numel())
+        gradients[name] = (own if whole else gradients)[name].view(parameter.global_shape)
     return gradients
+
+
+def _own_gradient(parameter: Any) -> Tensor:
+    """A vector of all of the parameter's elements, zeros where this rank has no gradient."""
+    full = torch.zeros(parameter.global_shape.numel(), dtype=parameter.dtype)
+    if parameter.grad is not None:
+        start, end = parameter.shard_range
+        full[start:end] = parameter.grad.local()
+    return full
 
 
 def assert_same_training(actual: list[Trained], expected: Trained) -> None:
