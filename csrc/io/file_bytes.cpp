@@ -97,18 +97,4 @@ uint32_t crc32_at(int file, int64_t offset, size_t nbytes) {
   return crc;
 }
 
-uint32_t read_at(int file, void* data, int64_t offset, size_t nbytes) {
-  auto* bytes = static_cast<uint8_t*>(data);
-  uint32_t crc = 0;
-  while (nbytes > 0) {
-    const size_t count = std::min(nbytes, kReadNbytes);
-    read_all(file, bytes, count, offset);
-    crc = crc32(crc, bytes, count);
-    bytes += count;
-    nbytes -= count;
-    offset += static_cast<int64_t>(count);
-  }
-  return crc;
-}
-
 } // namespace zerocore::io

@@ -15,7 +15,4 @@ uint32_t write_at(int file, const void* data, size_t nbytes, int64_t offset, uin
 // The checksum of `nbytes` of a file from `offset` on. Throws EIO if the file ends before.
 uint32_t crc32_at(int file, int64_t offset, size_t nbytes);
 
-// As crc32_at, and leaves the bytes in `data`.
-uint32_t read_at(int file, void* data, int64_t offset, size_t nbytes);
-
 } // namespace zerocore::io

@@ -86,8 +86,9 @@ class Checkpoints:
         background: ``save`` returns at once; threads copy the state and write it. The next step of
             the optimizer waits until all is copied.
         memory_budget: bytes of CPU memory that the copies may take at a time. Where the state is
-            larger, the next step also waits until what exceeds it is written. 2 GiB by default,
-            at least 16 MiB.
+            larger, the next step also waits until what exceeds it is written; and weights that
+            exceed it are read twice by ``load``, which keeps them beside the model until all files
+            are known to be good. 2 GiB by default, at least 16 MiB.
         verify: before loading, compare the checksums of all files.
         rng: save and load the random streams of each rank. With another number of ranks each rank
             begins a new stream, which a warning says.
@@ -267,23 +268,29 @@ class Checkpoints:
             restore_buffers,
             restore_own,
         )
+        from zerocore.checkpoint.own_file import OwnFile
+        from zerocore.checkpoint.save_plan import SavePlan
 
         own: dict[str, Any] = {}
+        state = self._state
+        file = OwnFile(folder / SavePlan({}, 1).file_name(state.rank), self._budget)
 
         def check() -> None:
-            own.update(read_own(folder, self._state.rank))
+            own.update(read_own(folder, state.rank))
+            if self._verify and own["world_size"] == state.world_size:
+                file.begin()  # the disk has something to do until that is asked for
             missing = sorted(set(self._stateful) - set(own["stateful"]))
             if missing:
                 raise ValueError(f"{folder} has no state of {missing}")
 
-        on_all_ranks(self._state, check)
-        load_training_state(folder, self._state, self._model, self._optimizer, self._verify)
+        on_all_ranks(state, check)
+        load_training_state(folder, state, self._model, self._optimizer, self._verify, file)
         for name, value in self._stateful.items():
             value.load_state_dict(own["stateful"][name])
-        if own["world_size"] == self._state.world_size:  # each rank its own, as it was
+        if own["world_size"] == state.world_size:  # each rank its own, as it was
             restore_buffers(self._model, own["buffers"])
         if self._rng:
-            restore_own(own, self._state.rank, self._state.world_size)
+            restore_own(own, state.rank, state.world_size)
 
 
 def _raise(error: Exception) -> None:

@@ -66,17 +66,6 @@ def delete_folder(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def write_file(path: Path, data: bytes) -> int:
-    """Writes a small file and makes its bytes durable; returns their CRC-32."""
-    file = create(path)
-    try:
-        crc = write(file, 0, data)
-        flush(file)
-    finally:
-        close(file)
-    return crc
-
-
 def close(file: int) -> None:
     """Closes what :func:`create` opened."""
     os.close(file)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zerocore.checkpoint.checksums import read_sums
 from zerocore.checkpoint.commit import on_all_ranks
 from zerocore.checkpoint.kept_plan import KeptPlan
-from zerocore.checkpoint.own_file import Target, own_targets, read_rest, verify_own
+from zerocore.checkpoint.own_file import OwnFile, Target, own_targets
 from zerocore.checkpoint.saved_state import SavedState, saved_state
 from zerocore.checkpoint.saving import own_name
 from zerocore.checkpoint.torch_files import load_tensors
@@ -41,8 +41,13 @@ def load_training_state(
     model: nn.Module,
     optimizer: Optimizer | None,
     checksums: bool,
+    own_file: OwnFile,
 ) -> None:
     """Loads model and optimizer. Collective.
+
+    Args:
+        checksums: whether to compare them before.
+        own_file: this rank's.
 
     Raises:
         ValueError: what does not fit or is damaged, by file and key, before anything is changed.
@@ -65,23 +70,23 @@ def load_training_state(
     try:
         on_all_ranks(state, check)
         on_all_ranks(state, check_optimizer)
-        ready = _verify(folder, found[0], state, own, stateless) if checksums else None
-    except Exception:
+        ready = _verify(own_file, found[0], state, own, stateless) if checksums else None
+        state.finish_reads()
+        on_all_ranks(state, lambda: _read(folder, own, ready))
+    except BaseException:
         if optimizer is not None:
-            drop_states(model, optimizer, stateless)
+            drop_states(model, optimizer, stateless)  # they may hold anything
         raise
-    state.finish_reads()
-    on_all_ranks(state, lambda: _read(folder, own, ready))
     model.load_state_dict(own["model"])
     if optimizer is not None:
         load_optimizer(model, optimizer, own["optim"])
 
 
-_Ready = tuple[SavedState, dict[int, Target]]
+_Ready = tuple[OwnFile, SavedState, dict[int, Target]]
 
 
 def _verify(
-    folder: Path, metadata: Metadata, state: ShardState, own: dict[str, Any], new: set[str]
+    file: OwnFile, metadata: Metadata, state: ShardState, own: dict[str, Any], new: set[str]
 ) -> _Ready | None:
     """Compares all checksums; where this rank has a file, what it needs of it. Collective.
 
@@ -91,6 +96,7 @@ def _verify(
         ValueError: bytes have changed; names files and keys.
     """
     found: list[_Ready] = []
+    folder = file.path.parent
 
     def plan() -> bool:
         saved = saved_state(KeptPlan(state), own, copy=False)
@@ -102,7 +108,7 @@ def _verify(
         }
         targets = own_targets(saved, metadata, keys)
         if targets is not None:
-            found.append((saved, targets))
+            found.append((file, saved, targets))
         return bool(found)
 
     def verify_all() -> None:
@@ -111,7 +117,7 @@ def _verify(
             return
         if state.rank == 0:
             check_wholes(folder)
-        verify_own(folder, metadata, *found[0])
+        file.verify(metadata, found[0][2])
 
     have_own = on_all_ranks(state, plan)
     on_all_ranks(state, verify_all)
@@ -120,7 +126,7 @@ def _verify(
 
 def _read(folder: Path, own: dict[str, Any], ready: _Ready | None) -> None:
     """Reads what is not read yet: from this rank's file, and with torch's reader from any."""
-    read = set() if ready is None else read_rest(folder, *ready)
+    read = set() if ready is None else ready[0].read_rest(*ready[1:])
     tensors = {"model": _without(own["model"], "model.", read)}
     if "optim" in own:
         states = own["optim"]["state"]
