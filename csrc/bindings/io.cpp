@@ -143,6 +143,7 @@ void register_io(py::module_& module) {
       py::arg("offset"),
       py::arg("crc") = 0,
       Released());
+  module.def("reserve", &io::reserve, py::arg("file"), py::arg("nbytes"), Released());
   module.def(
       "crc32_at", &io::crc32_at, py::arg("file"), py::arg("offset"), py::arg("nbytes"), Released());
 }

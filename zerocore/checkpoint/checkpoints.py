@@ -6,7 +6,7 @@ import io
 import os
 import re
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from zerocore.checkpoint import files
 from zerocore.checkpoint.commit import on_all_ranks
 from zerocore.checkpoint.snapshot import StreamedCopy
-from zerocore.common.agreement import is_simulated
+from zerocore.checkpoint.writer import writer_of
 from zerocore.common.quantities import parse_nbytes
-from zerocore.model.state import ShardState, state_of
+from zerocore.model.state import state_of
 from zerocore.planning.checkpoint_bytes import MEMORY_BUDGET
 from zerocore.tensor.place import Placed
 
@@ -133,11 +133,9 @@ class Checkpoints:
         self._model, self._optimizer, self._stateful = model, optimizer, stateful
         self._keep, self._background, self._verify, self._rng = keep, background, verify, rng
         self._state = state_of(model)
-        self._group = _own_group(self._state)
+        self._writer = writer_of(self._state)
         self._kept = KeptPlan(self._state)
         self._pending: PendingSave | None = None
-        # Kept: to start a thread is to wait for it, up to 5 ms while others hold the interpreter.
-        self._threads = ThreadPoolExecutor(2, "checkpoint")
 
     def steps(self) -> list[int]:
         """Steps of which there is a complete checkpoint, in order."""
@@ -174,9 +172,9 @@ class Checkpoints:
         try:
             if final.exists():
                 raise FileExistsError(f"{final} exists; checkpoints are never overwritten")
-            save = Save(final, *self._collect(step), self._group)
-        except Exception as error:
-            together(self._group, partial(_raise, error))  # or the others would wait for this one
+            save = Save(final, *self._collect(step), self._writer.group)
+        except Exception as error:  # without this the others would wait for this rank
+            wait([self._writer.submit(together, self._writer.group, partial(_raise, error))])
             raise
         self._pending = self._start(step, save)
         self._pending.stall_seconds += time.perf_counter() - began
@@ -184,24 +182,19 @@ class Checkpoints:
 
     def _start(self, step: int, save: Save) -> PendingSave:
         if not self._background:
-            written: Future[None] = Future()
-            try:
-                save.write(None, self._delete_old)
-            except Exception as error:
-                written.set_exception(error)
-            else:
-                written.set_result(None)
+            written = self._writer.submit(save.write, None, self._delete_old)
+            wait([written])
             return PendingSave(step, written)
         copy = StreamedCopy(
             save.saved.parts(), self._budget, self._state.device, save.saved.watch_changes()
         )
         # The last thing that is done here: the threads take the interpreter from this one.
-        pending = PendingSave(step, self._threads.submit(self._write, save, copy), copy)
+        pending = PendingSave(step, self._writer.submit(self._write, save, copy), copy)
         self._state.readers.append(pending.wait_read)
         return pending
 
     def _write(self, save: Save, copy: StreamedCopy) -> None:
-        self._threads.submit(copy.run)
+        self._writer.copies.submit(copy.run)
         try:
             save.write(copy, self._delete_old)
         finally:
@@ -295,18 +288,3 @@ class Checkpoints:
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def _own_group(state: ShardState) -> dist.ProcessGroup | None:
-    """A gloo group of the model's ranks: a thread's collectives must not meet the training's."""
-    groups = [group for group in state.ranks.groups if not is_simulated(group)]
-    if state.world_size > 1 and not groups:
-        raise ValueError("an emulated model has one rank's shards only: there is nothing to save")
-    ranks: list[int] = [dist.get_rank()] if groups else []
-    for group in groups:
-        gathered: list[list[int]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(gathered, ranks, group=group)
-        ranks = sorted(rank for part in gathered for rank in part)
-    if not groups:
-        return None
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

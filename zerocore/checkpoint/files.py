@@ -21,6 +21,11 @@ def create(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
+def reserve(file: int, nbytes: int) -> None:
+    """Takes the room of the bytes of a new file, where the system can; they are zeros then."""
+    _C.reserve(file, nbytes)
+
+
 def write(file: int, offset: int, data: Tensor | bytes, crc: int = 0) -> int:
     """Writes at byte ``offset``; returns the CRC-32 of what ``crc`` is that of, and of this.
 

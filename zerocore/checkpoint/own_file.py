@@ -1,9 +1,9 @@
 """Loads where each rank needs what its own file holds: no plan is needed, and bytes are read once.
 
 The file is read from its begin to its end, and each block is summed while the next ones come. A
-resumed run makes the states of its optimizer to load them: nothing is lost if they are filled before
-all ranks know that all files are good. What the model computes with is kept beside it until then, as
-far as memory is allowed for that, and else read once more.
+resumed run makes the states of its optimizer to load them: nothing is lost if they are filled
+before all ranks know that all files are good. What the model computes with is kept beside it until
+then, as far as memory is allowed for that, and else read once more.
 """
 
 from __future__ import annotations

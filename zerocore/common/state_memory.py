@@ -14,7 +14,7 @@ _is_filled = ContextVar("is_filled", default=False)
 
 @contextmanager
 def filled_later() -> Iterator[None]:
-    """Inside, :func:`state_memory` leaves memory as it is; whoever asks for it fills or drops it."""
+    """Inside, :func:`state_memory` leaves memory as it is; who asks for it fills or drops it."""
     token = _is_filled.set(True)
     try:
         yield
