@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerocore.checkpoint import files
-from zerocore.checkpoint.commit import on_all_ranks
+from zerocore.checkpoint.commit import from_first, on_all_ranks
 from zerocore.checkpoint.snapshot import StreamedCopy
 from zerocore.checkpoint.writer import writer_of
 from zerocore.common.quantities import parse_nbytes
@@ -211,10 +210,7 @@ class Checkpoints:
             ValueError: it does not fit or is damaged; names file and key, on every rank.
         """
         self.wait()
-        found: list[Any] = [self.steps()]
-        for group in reversed(self._state.ranks.groups):
-            dist.broadcast_object_list(found, group=group, group_src=0)
-        steps: list[int] = found[0]
+        steps: list[int] = from_first(self._state, self.steps())
         if step is None and not steps:
             return None
         chosen = steps[-1] if step is None else step

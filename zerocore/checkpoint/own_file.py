@@ -41,6 +41,7 @@ from zerocore.tensor.place import Place
 
 _AHEAD_NBYTES = 32 << 20  # what a disk gives while names and shapes are compared
 _ALIGNMENT = 64
+_VALUE_NBYTES, _VALUES_NBYTES = 1 << 10, 1 << 20  # of a small tensor, and of all of them
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Target:
         landing: what may be filled before all files are known to be good: ``memory`` where nobody
             has used it yet, or as much beside it; None if neither.
         is_read: whether ``landing`` holds what the file does, and in the end ``memory``.
+        is_value: whether the memory is no shard, but a copy of a small tensor that all ranks need.
     """
 
     key: str
@@ -61,6 +63,7 @@ class Target:
     form: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
     landing: Tensor | None
     is_read: bool = False
+    is_value: bool = False
 
     def read(self, file: Any, offset: int) -> None:
         """Fills the memory, if the chunk at ``offset``, which is intact, is of its form."""
@@ -101,15 +104,30 @@ def own_targets(
         if info is None or (info.relative_path, info.length) != place:
             return None
         is_same = isinstance(facts, TensorStorageMetadata) and facts.properties.dtype == dtype
+        if not is_same or piece.box.numel == 0:
+            continue
+        strides = tuple(box_strides(piece.box, spread.strides, spread.shape))
+        form = (dtype, tuple(piece.box.sizes), strides)
         local, begin = saved.tensors[piece.key]
-        is_shard = isinstance(saved.facts[piece.key][1], Place)
-        if is_shard and local.is_cpu and is_same and piece.box.numel > 0:
+        if not isinstance(saved.facts[piece.key][1], Place):
+            if local.nbytes <= _VALUE_NBYTES:
+                value = torch.empty(local.numel(), dtype=dtype)
+                targets[info.offset] = Target(piece.key, value, form, value, is_value=True)
+        elif local.is_cpu:
             memory = local[piece.box.begin - begin :][: piece.box.numel]
-            strides = tuple(box_strides(piece.box, spread.strides, spread.shape))
-            form = (dtype, tuple(piece.box.sizes), strides)
             landing = memory if piece.key in new else None
             targets[info.offset] = Target(piece.key, memory, form, landing)
     return targets
+
+
+def values_of(targets: dict[int, Target]) -> dict[str, Tensor]:
+    """The small tensors that were read, 1-D; together no larger than a message should be."""
+    values, nbytes = {}, 0
+    for target in targets.values():
+        nbytes += target.memory.nbytes if target.is_value else 0
+        if target.is_value and target.is_read and nbytes <= _VALUES_NBYTES:
+            values[target.key] = target.memory
+    return values
 
 
 def keep_beside(targets: Iterable[Target], budget: int) -> bool:
@@ -187,18 +205,19 @@ class OwnFile:
             raise damaged(self.path, [(c if isinstance(c, Stored) else c.item).key for c in bad])
 
     def read_rest(self, saved: SavedState, targets: dict[int, Target]) -> set[str]:
-        """Fills the memory of all targets, and says the keys of which all is read.
+        """Fills the memory of all shards, and says the keys of which all is read.
 
         Raises:
             OSError: the file is not there any more, or ends before.
         """
         self._stream = None
-        if targets:
+        shards = {at: target for at, target in targets.items() if not target.is_value}
+        if shards:
             with open(self.path, "rb", buffering=0) as file:
-                for _ in in_threads(lambda one: one[1].read(file, one[0]), targets.items()):
+                for _ in in_threads(lambda one: one[1].read(file, one[0]), shards.items()):
                     pass
         found: Counter[str] = Counter()
-        for target in targets.values():
+        for target in shards.values():
             found[target.key] += target.memory.numel() if target.is_read else 0
         return {key for key in found if found[key] == saved.tensors[key][0].numel()}
 
