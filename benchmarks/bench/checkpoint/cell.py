@@ -132,7 +132,11 @@ class _Own:
 
 
 class _DeepSpeed:
-    """DeepSpeed's own files, one for each rank; its writer is given an fsync, as it has none."""
+    """DeepSpeed's own files of each rank; its writer is given an fsync, as it has none.
+
+    The first run compiles its collectives in shared memory, which takes minutes. One that is killed
+    meanwhile leaves a file `lock` in `~/.cache/torch_extensions`, for which all later ones wait.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         torch.manual_seed(0)
