@@ -32,6 +32,31 @@ class DiskFile:
     is_direct: bool
     descriptor: int
 
+class StreamWay:
+    """How a file stream reads; ANY is past the page cache what is not in it and large."""
+
+    ANY: StreamWay
+    CACHED: StreamWay
+    DIRECT: StreamWay
+
+class FileStream:
+    """A file that several threads read once, from its begin to its end.
+
+    ``read`` takes ``(offset, bytes, address)`` of what goes where (address 0: is summed only), in
+    the order of the file, and returns the CRC-32 of each. The first ``ahead_nbytes`` may be read
+    before. Raises OSError that names the file; ValueError for another order and a second call.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        ahead_nbytes: int = 0,
+        num_threads: int = 2,
+        way: StreamWay = StreamWay.ANY,
+    ) -> None: ...
+    def read(self, runs: Sequence[tuple[int, int, int]]) -> list[int]: ...
+    is_direct: bool
+
 class HostMemory:
     """One mapping of host memory, zeros at first; ``view`` is a 1-D tensor of bytes of it.
 
@@ -74,6 +99,6 @@ class SwappedUnits:
 
 def crc32(address: int, nbytes: int, crc: int = 0, by_tables: bool = False) -> int: ...
 def write_at(file: int, address: int, nbytes: int, offset: int, crc: int = 0) -> int: ...
+def reserve(file: int, nbytes: int) -> None: ...
 def crc32_at(file: int, offset: int, nbytes: int) -> int: ...
-def read_at(file: int, address: int, offset: int, nbytes: int) -> int: ...
 def crc32_joined(first: int, second: int, second_nbytes: int) -> int: ...

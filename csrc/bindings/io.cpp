@@ -1,16 +1,20 @@
 // Bytes of files and their checksums, and files to swap with; memory is given by its address, and
 // Python runs meanwhile.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <exception>
 #include <string>
 #include <system_error>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "io/crc32.h"
 #include "io/disk_file.h"
 #include "io/file_bytes.h"
+#include "io/file_stream.h"
 
 namespace py = pybind11;
 
@@ -76,11 +80,41 @@ void register_disk_file(py::module_& module) {
       .def_property_readonly("descriptor", &DiskFile::descriptor);
 }
 
+using PythonRun = std::tuple<int64_t, int64_t, uintptr_t>; // offset, bytes, address
+
+std::vector<uint32_t> read_runs(io::FileStream& stream, const std::vector<PythonRun>& given) {
+  std::vector<io::Run> runs;
+  runs.reserve(given.size());
+  for (const auto& [offset, nbytes, address] : given) {
+    runs.push_back({offset, nbytes, static_cast<char*>(as_memory(address))});
+  }
+  return stream.read(std::move(runs));
+}
+
+void register_file_stream(py::module_& module) {
+  using io::FileStream;
+  py::enum_<io::StreamWay>(module, "StreamWay")
+      .value("ANY", io::StreamWay::Any)
+      .value("CACHED", io::StreamWay::Cached)
+      .value("DIRECT", io::StreamWay::Direct);
+  py::class_<FileStream>(module, "FileStream")
+      .def(
+          py::init<std::string, int64_t, size_t, io::StreamWay>(),
+          py::arg("path"),
+          py::arg("ahead_nbytes") = 0,
+          py::arg("num_threads") = 2,
+          py::arg("way") = io::StreamWay::Any,
+          Released())
+      .def("read", &read_runs, py::arg("runs"), Released())
+      .def_property_readonly("is_direct", &FileStream::is_direct);
+}
+
 } // namespace
 
 void register_io(py::module_& module) {
   py::register_local_exception_translator(&translate_os_error);
   register_disk_file(module);
+  register_file_stream(module);
   module.def(
       "crc32",
       [](uintptr_t address, size_t nbytes, uint32_t crc, bool by_tables) {
@@ -109,18 +143,9 @@ void register_io(py::module_& module) {
       py::arg("offset"),
       py::arg("crc") = 0,
       Released());
+  module.def("reserve", &io::reserve, py::arg("file"), py::arg("nbytes"), Released());
   module.def(
       "crc32_at", &io::crc32_at, py::arg("file"), py::arg("offset"), py::arg("nbytes"), Released());
-  module.def(
-      "read_at",
-      [](int file, uintptr_t address, int64_t offset, size_t nbytes) {
-        return io::read_at(file, as_memory(address), offset, nbytes);
-      },
-      py::arg("file"),
-      py::arg("address"),
-      py::arg("offset"),
-      py::arg("nbytes"),
-      Released());
 }
 
 } // namespace zerocore

@@ -84,6 +84,20 @@ uint32_t write_at(int file, const void* data, size_t nbytes, int64_t offset, uin
   return crc;
 }
 
+void reserve([[maybe_unused]] int file, [[maybe_unused]] int64_t nbytes) {
+#ifdef __linux__
+  // Not posix_fallocate, which writes to each block where the file system cannot.
+  while (nbytes > 0 && ::fallocate(file, 0, 0, nbytes) != 0) {
+    if (errno == ENOSPC || errno == EDQUOT || errno == EFBIG || errno == EIO) {
+      fail(errno, "fallocate");
+    }
+    if (errno != EINTR) {
+      return;
+    }
+  }
+#endif
+}
+
 uint32_t crc32_at(int file, int64_t offset, size_t nbytes) {
   const auto block = std::make_unique_for_overwrite<uint8_t[]>(std::min(nbytes, kReadNbytes));
   uint32_t crc = 0;
@@ -91,20 +105,6 @@ uint32_t crc32_at(int file, int64_t offset, size_t nbytes) {
     const size_t count = std::min(nbytes, kReadNbytes);
     read_all(file, block.get(), count, offset);
     crc = crc32(crc, block.get(), count);
-    nbytes -= count;
-    offset += static_cast<int64_t>(count);
-  }
-  return crc;
-}
-
-uint32_t read_at(int file, void* data, int64_t offset, size_t nbytes) {
-  auto* bytes = static_cast<uint8_t*>(data);
-  uint32_t crc = 0;
-  while (nbytes > 0) {
-    const size_t count = std::min(nbytes, kReadNbytes);
-    read_all(file, bytes, count, offset);
-    crc = crc32(crc, bytes, count);
-    bytes += count;
     nbytes -= count;
     offset += static_cast<int64_t>(count);
   }

@@ -17,6 +17,7 @@ from zerocore.checkpoint import files
 
 CALLS = (
     "create",
+    "reserve",
     "write",
     "flush",
     "close",
@@ -123,6 +124,9 @@ class Disk:
         if name == "create":
             folder, file = self.root.now[args[0].parent.name], _File()
             folder.now[args[0].name] = self._open[rank, result] = file
+        elif name == "reserve":
+            file = self._open[rank, args[0]]
+            file.now = file.now.ljust(args[1], b"\0")
         elif name == "write":
             file, (_, offset, data) = self._open[rank, args[0]], args
             file.now = (

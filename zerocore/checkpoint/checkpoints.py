@@ -6,23 +6,22 @@ import io
 import os
 import re
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerocore.checkpoint import files
-from zerocore.checkpoint.commit import on_all_ranks
+from zerocore.checkpoint.commit import from_first, on_all_ranks
 from zerocore.checkpoint.snapshot import StreamedCopy
-from zerocore.common.agreement import is_simulated
+from zerocore.checkpoint.writer import writer_of
 from zerocore.common.quantities import parse_nbytes
-from zerocore.model.state import ShardState, state_of
+from zerocore.model.state import state_of
 from zerocore.planning.checkpoint_bytes import MEMORY_BUDGET
 from zerocore.tensor.place import Placed
 
@@ -86,8 +85,9 @@ class Checkpoints:
         background: ``save`` returns at once; threads copy the state and write it. The next step of
             the optimizer waits until all is copied.
         memory_budget: bytes of CPU memory that the copies may take at a time. Where the state is
-            larger, the next step also waits until what exceeds it is written. 2 GiB by default,
-            at least 16 MiB.
+            larger, the next step also waits until what exceeds it is written; and weights that
+            exceed it are read twice by ``load``, which keeps them beside the model until all files
+            are known to be good. 2 GiB by default, at least 16 MiB.
         verify: before loading, compare the checksums of all files.
         rng: save and load the random streams of each rank. With another number of ranks each rank
             begins a new stream, which a warning says.
@@ -132,11 +132,9 @@ class Checkpoints:
         self._model, self._optimizer, self._stateful = model, optimizer, stateful
         self._keep, self._background, self._verify, self._rng = keep, background, verify, rng
         self._state = state_of(model)
-        self._group = _own_group(self._state)
+        self._writer = writer_of(self._state)
         self._kept = KeptPlan(self._state)
         self._pending: PendingSave | None = None
-        # Kept: to start a thread is to wait for it, up to 5 ms while others hold the interpreter.
-        self._threads = ThreadPoolExecutor(2, "checkpoint")
 
     def steps(self) -> list[int]:
         """Steps of which there is a complete checkpoint, in order."""
@@ -173,9 +171,9 @@ class Checkpoints:
         try:
             if final.exists():
                 raise FileExistsError(f"{final} exists; checkpoints are never overwritten")
-            save = Save(final, *self._collect(step), self._group)
-        except Exception as error:
-            together(self._group, partial(_raise, error))  # or the others would wait for this one
+            save = Save(final, *self._collect(step), self._writer.group)
+        except Exception as error:  # without this the others would wait for this rank
+            wait([self._writer.submit(together, self._writer.group, partial(_raise, error))])
             raise
         self._pending = self._start(step, save)
         self._pending.stall_seconds += time.perf_counter() - began
@@ -183,24 +181,19 @@ class Checkpoints:
 
     def _start(self, step: int, save: Save) -> PendingSave:
         if not self._background:
-            written: Future[None] = Future()
-            try:
-                save.write(None, self._delete_old)
-            except Exception as error:
-                written.set_exception(error)
-            else:
-                written.set_result(None)
+            written = self._writer.submit(save.write, None, self._delete_old)
+            wait([written])
             return PendingSave(step, written)
         copy = StreamedCopy(
             save.saved.parts(), self._budget, self._state.device, save.saved.watch_changes()
         )
         # The last thing that is done here: the threads take the interpreter from this one.
-        pending = PendingSave(step, self._threads.submit(self._write, save, copy), copy)
+        pending = PendingSave(step, self._writer.submit(self._write, save, copy), copy)
         self._state.readers.append(pending.wait_read)
         return pending
 
     def _write(self, save: Save, copy: StreamedCopy) -> None:
-        self._threads.submit(copy.run)
+        self._writer.copies.submit(copy.run)
         try:
             save.write(copy, self._delete_old)
         finally:
@@ -217,10 +210,7 @@ class Checkpoints:
             ValueError: it does not fit or is damaged; names file and key, on every rank.
         """
         self.wait()
-        found: list[Any] = [self.steps()]
-        for group in reversed(self._state.ranks.groups):
-            dist.broadcast_object_list(found, group=group, group_src=0)
-        steps: list[int] = found[0]
+        steps: list[int] = from_first(self._state, self.steps())
         if step is None and not steps:
             return None
         chosen = steps[-1] if step is None else step
@@ -267,39 +257,30 @@ class Checkpoints:
             restore_buffers,
             restore_own,
         )
+        from zerocore.checkpoint.own_file import OwnFile
+        from zerocore.checkpoint.save_plan import SavePlan
 
         own: dict[str, Any] = {}
+        state = self._state
+        file = OwnFile(folder / SavePlan({}, 1).file_name(state.rank), self._budget)
 
         def check() -> None:
-            own.update(read_own(folder, self._state.rank))
+            own.update(read_own(folder, state.rank))
+            if self._verify and own["world_size"] == state.world_size:
+                file.begin()  # the disk has something to do until that is asked for
             missing = sorted(set(self._stateful) - set(own["stateful"]))
             if missing:
                 raise ValueError(f"{folder} has no state of {missing}")
 
-        on_all_ranks(self._state, check)
-        load_training_state(folder, self._state, self._model, self._optimizer, self._verify)
+        on_all_ranks(state, check)
+        load_training_state(folder, state, self._model, self._optimizer, self._verify, file)
         for name, value in self._stateful.items():
             value.load_state_dict(own["stateful"][name])
-        if own["world_size"] == self._state.world_size:  # each rank its own, as it was
+        if own["world_size"] == state.world_size:  # each rank its own, as it was
             restore_buffers(self._model, own["buffers"])
         if self._rng:
-            restore_own(own, self._state.rank, self._state.world_size)
+            restore_own(own, state.rank, state.world_size)
 
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def _own_group(state: ShardState) -> dist.ProcessGroup | None:
-    """A gloo group of the model's ranks: a thread's collectives must not meet the training's."""
-    groups = [group for group in state.ranks.groups if not is_simulated(group)]
-    if state.world_size > 1 and not groups:
-        raise ValueError("an emulated model has one rank's shards only: there is nothing to save")
-    ranks: list[int] = [dist.get_rank()] if groups else []
-    for group in groups:
-        gathered: list[list[int]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(gathered, ranks, group=group)
-        ranks = sorted(rank for part in gathered for rank in part)
-    if not groups:
-        return None
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

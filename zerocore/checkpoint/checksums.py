@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
-from zerocore.checkpoint import files
-
 NAME = "checksums.json"
+METADATA = ".metadata"
 _DAMAGED = "is damaged: its checksum is another one than when it was written"
 
 
@@ -31,11 +30,11 @@ class Sums:
     wholes: Mapping[str, int]
     values: Mapping[str, int]
 
-    def write(self, folder: Path) -> None:
-        """Writes the list; it ends with its own checksum."""
+    def text(self) -> bytes:
+        """The list as a file, which ends with its own checksum."""
         facts = {"files": dict(self.sizes), "crc32": dict(self.wholes), "values": dict(self.values)}
         text = json.dumps(facts, indent=1)
-        files.write_file(folder / NAME, f"{text}\n{crc32(text.encode()):08x}\n".encode())
+        return f"{text}\n{crc32(text.encode()):08x}\n".encode()
 
     def check_whole(self, folder: Path, name: str) -> bytes:
         """The bytes of a small file.

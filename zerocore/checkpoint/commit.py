@@ -71,6 +71,16 @@ def gathered(state: ShardState, value: Any) -> list[Any]:
     return values
 
 
+def from_first(state: ShardState, value: Any) -> Any:
+    """The small picklable value of the first rank. Collective."""
+    values = [value]
+    with torch.cuda.device(state.device.index if state.device.type == "cuda" else -1):
+        for group in reversed(state.ranks.groups):
+            if not is_simulated(group):
+                dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
+
+
 def fsync_file(path: Path) -> None:
     """Makes the bytes of a file durable."""
     with open(path, "rb") as file:

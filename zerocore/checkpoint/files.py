@@ -21,6 +21,11 @@ def create(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
+def reserve(file: int, nbytes: int) -> None:
+    """Takes the room of the bytes of a new file, where the system can; they are zeros then."""
+    _C.reserve(file, nbytes)
+
+
 def write(file: int, offset: int, data: Tensor | bytes, crc: int = 0) -> int:
     """Writes at byte ``offset``; returns the CRC-32 of what ``crc`` is that of, and of this.
 
@@ -64,17 +69,6 @@ def rename(source: Path, target: Path) -> None:
 def delete_folder(path: Path) -> None:
     """Deletes a folder and what is in it."""
     shutil.rmtree(path)
-
-
-def write_file(path: Path, data: bytes) -> int:
-    """Writes a small file and makes its bytes durable; returns their CRC-32."""
-    file = create(path)
-    try:
-        crc = write(file, 0, data)
-        flush(file)
-    finally:
-        close(file)
-    return crc
 
 
 def close(file: int) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import io
 import logging
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from zerocore.checkpoint.checksums import read_sums
-from zerocore.checkpoint.commit import on_all_ranks
+from zerocore.checkpoint.commit import from_first, on_all_ranks
 from zerocore.checkpoint.kept_plan import KeptPlan
-from zerocore.checkpoint.own_file import Target, own_targets, read_rest, verify_own
+from zerocore.checkpoint.own_file import OwnFile, Target, own_targets, values_of
 from zerocore.checkpoint.saved_state import SavedState, saved_state
 from zerocore.checkpoint.saving import own_name
 from zerocore.checkpoint.torch_files import load_tensors
@@ -24,6 +25,7 @@ from zerocore.checkpoint.training_state import (
     check_model,
     drop_states,
     fit_optimizer,
+    flat,
     load_optimizer,
     params_without_state,
     set_random_state,
@@ -41,8 +43,13 @@ def load_training_state(
     model: nn.Module,
     optimizer: Optimizer | None,
     checksums: bool,
+    own_file: OwnFile,
 ) -> None:
     """Loads model and optimizer. Collective.
+
+    Args:
+        checksums: whether to compare them before.
+        own_file: this rank's.
 
     Raises:
         ValueError: what does not fit or is damaged, by file and key, before anything is changed.
@@ -65,23 +72,37 @@ def load_training_state(
     try:
         on_all_ranks(state, check)
         on_all_ranks(state, check_optimizer)
-        ready = _verify(folder, found[0], state, own, stateless) if checksums else None
-    except Exception:
+        ready = _verify(own_file, found[0], state, own, stateless) if checksums else None
+        state.finish_reads()
+        on_all_ranks(state, lambda: _read(folder, own, ready))
+    except BaseException:
         if optimizer is not None:
-            drop_states(model, optimizer, stateless)
+            drop_states(model, optimizer, stateless)  # they may hold anything
         raise
-    state.finish_reads()
-    on_all_ranks(state, lambda: _read(folder, own, ready))
     model.load_state_dict(own["model"])
     if optimizer is not None:
         load_optimizer(model, optimizer, own["optim"])
 
 
-_Ready = tuple[SavedState, dict[int, Target]]
+@dataclass
+class _Ready:
+    """What was read while checksums were compared.
+
+    Attributes:
+        file: this rank's.
+        saved: this rank's parts.
+        targets: their memory, by the place in the file.
+        values: small tensors that all ranks need, 1-D.
+    """
+
+    file: OwnFile
+    saved: SavedState
+    targets: dict[int, Target]
+    values: dict[str, Tensor] = field(default_factory=dict)
 
 
 def _verify(
-    folder: Path, metadata: Metadata, state: ShardState, own: dict[str, Any], new: set[str]
+    file: OwnFile, metadata: Metadata, state: ShardState, own: dict[str, Any], new: set[str]
 ) -> _Ready | None:
     """Compares all checksums; where this rank has a file, what it needs of it. Collective.
 
@@ -91,6 +112,7 @@ def _verify(
         ValueError: bytes have changed; names files and keys.
     """
     found: list[_Ready] = []
+    folder = file.path.parent
 
     def plan() -> bool:
         saved = saved_state(KeptPlan(state), own, copy=False)
@@ -102,7 +124,7 @@ def _verify(
         }
         targets = own_targets(saved, metadata, keys)
         if targets is not None:
-            found.append((saved, targets))
+            found.append(_Ready(file, saved, targets))
         return bool(found)
 
     def verify_all() -> None:
@@ -111,16 +133,22 @@ def _verify(
             return
         if state.rank == 0:
             check_wholes(folder)
-        verify_own(folder, metadata, *found[0])
+        file.verify(metadata, found[0].targets)
 
     have_own = on_all_ranks(state, plan)
     on_all_ranks(state, verify_all)
+    if all(have_own):
+        found[0].values = from_first(state, values_of(found[0].targets))
     return found[0] if found else None
 
 
 def _read(folder: Path, own: dict[str, Any], ready: _Ready | None) -> None:
     """Reads what is not read yet: from this rank's file, and with torch's reader from any."""
-    read = set() if ready is None else read_rest(folder, *ready)
+    read: set[str] = set()
+    if ready is not None:
+        read = ready.file.read_rest(ready.saved, ready.targets)
+        _set_values(own, ready.values)
+        read.update(ready.values)
     tensors = {"model": _without(own["model"], "model.", read)}
     if "optim" in own:
         states = own["optim"]["state"]
@@ -130,7 +158,15 @@ def _read(folder: Path, own: dict[str, Any], ready: _Ready | None) -> None:
                 for name, values in states.items()
             }
         }
-    load_tensors(tensors, folder)
+    if any(True for _ in flat(tensors, "")):
+        load_tensors(tensors, folder)
+
+
+@torch.no_grad()
+def _set_values(own: dict[str, Any], values: dict[str, Tensor]) -> None:
+    tensors = dict(flat(own, ""))
+    for key, value in values.items():
+        tensors[key].copy_(value.view(tensors[key].shape))
 
 
 def _without(values: dict[str, Any], prefix: str, keys: set[str]) -> dict[str, Any]:

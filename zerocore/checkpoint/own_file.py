@@ -1,17 +1,18 @@
-"""Loads where each rank needs what its own file holds: no plan is needed, and little is read twice.
+"""Loads where each rank needs what its own file holds: no plan is needed, and bytes are read once.
 
-A resumed run makes the states of its optimizer to load them: nothing is lost if they are filled
-while checksums are compared, before all ranks know that all files are good. What the model computes
-with is read after that, from the page cache.
+The file is read from its begin to its end, and each block is summed while the next ones come. A
+resumed run makes the states of its optimizer to load them: nothing is lost if they are filled
+before all ranks know that all files are good. What the model computes with is kept beside it until
+then, as far as memory is allowed for that, and else read once more.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +22,26 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from zerocore._C import FileStream, HostMemory, StreamWay
 from zerocore.checkpoint.byte_ranges import read_into
 from zerocore.checkpoint.chunk_reads import Chunk, locate
-from zerocore.checkpoint.io_threads import in_threads
+from zerocore.checkpoint.files import bytes_of
+from zerocore.checkpoint.io_threads import in_threads, num_threads
 from zerocore.checkpoint.save_plan import box_strides
 from zerocore.checkpoint.saved_state import SavedState
-from zerocore.checkpoint.torch_chunks import chunk_nbytes, data_offset, read_intact
-from zerocore.checkpoint.verify import Stored, check_files, check_sums, is_ours
+from zerocore.checkpoint.torch_chunks import (
+    chunk_nbytes,
+    data_offset,
+    has_form,
+    is_frame_of,
+    tail_nbytes,
+)
+from zerocore.checkpoint.verify import Stored, check_files, damaged, is_ours
 from zerocore.tensor.place import Place
+
+_AHEAD_NBYTES = 32 << 20  # what a disk gives while names and shapes are compared
+_ALIGNMENT = 64
+_VALUE_NBYTES, _VALUES_NBYTES = 1 << 10, 1 << 20  # of a small tensor, and of all of them
 
 
 @dataclass
@@ -39,23 +52,26 @@ class Target:
         key: of the state.
         memory: plain, 1-D and contiguous, on the CPU.
         form: dtype, sizes and strides that the chunk must have.
-        is_new: whether it may be filled before all files are known to be good.
-        is_read: whether it holds what the file does.
+        landing: what may be filled before all files are known to be good: ``memory`` where nobody
+            has used it yet, or as much beside it; None if neither.
+        is_read: whether ``landing`` holds what the file does, and in the end ``memory``.
+        is_value: whether the memory is no shard, but a copy of a small tensor that all ranks need.
     """
 
     key: str
     memory: Tensor
     form: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
-    is_new: bool
+    landing: Tensor | None
     is_read: bool = False
-
-    def read_checked(self, file: Any, offset: int) -> bool:
-        """Reads it; False if the chunk at ``offset`` is of another form, or damaged."""
-        self.is_read = read_intact(file.fileno(), offset, self.memory, self.form)
-        return self.is_read
+    is_value: bool = False
 
     def read(self, file: Any, offset: int) -> None:
-        """Reads it, if the chunk at ``offset``, which is intact, is of its form."""
+        """Fills the memory, if the chunk at ``offset``, which is intact, is of its form."""
+        if self.is_read:
+            if self.landing is not None and self.landing is not self.memory:
+                self.memory.copy_(self.landing)
+                self.landing = None
+            return
         chunk = locate(file.fileno(), offset, chunk_nbytes(self.memory.nbytes))
         if chunk == Chunk(*self.form, offset + data_offset()):
             read_into(file.fileno(), chunk.begin, chunk.dtype, self.memory)
@@ -88,48 +104,154 @@ def own_targets(
         if info is None or (info.relative_path, info.length) != place:
             return None
         is_same = isinstance(facts, TensorStorageMetadata) and facts.properties.dtype == dtype
+        if not is_same or piece.box.numel == 0:
+            continue
+        strides = tuple(box_strides(piece.box, spread.strides, spread.shape))
+        form = (dtype, tuple(piece.box.sizes), strides)
         local, begin = saved.tensors[piece.key]
-        is_shard = isinstance(saved.facts[piece.key][1], Place)
-        if is_shard and local.is_cpu and is_same and piece.box.numel > 0:
+        if not isinstance(saved.facts[piece.key][1], Place):
+            if local.nbytes <= _VALUE_NBYTES:
+                value = torch.empty(local.numel(), dtype=dtype)
+                targets[info.offset] = Target(piece.key, value, form, value, is_value=True)
+        elif local.is_cpu:
             memory = local[piece.box.begin - begin :][: piece.box.numel]
-            strides = tuple(box_strides(piece.box, spread.strides, spread.shape))
-            form = (dtype, tuple(piece.box.sizes), strides)
-            targets[info.offset] = Target(piece.key, memory, form, piece.key in new)
+            landing = memory if piece.key in new else None
+            targets[info.offset] = Target(piece.key, memory, form, landing)
     return targets
 
 
-def verify_own(
-    folder: Path, metadata: Metadata, saved: SavedState, targets: dict[int, Target]
-) -> None:
-    """Compares the checksums of this rank's file, and reads the new targets.
-
-    Raises:
-        ValueError: bytes have changed; names file and keys.
-    """
-    name = saved.plan.file_name(saved.rank)
-    items = check_files(folder, metadata).get(name, [])
-
-    def is_good(item: Stored, file: Any) -> bool:
-        target = targets.get(item.offset)
-        is_new = target is not None and target.is_new and target.read_checked(file, item.offset)
-        return is_new or item.is_good(file)
-
-    if items:
-        check_sums(folder, name, sorted(items, key=lambda item: item.offset), is_good=is_good)
-
-
-def read_rest(folder: Path, saved: SavedState, targets: dict[int, Target]) -> set[str]:
-    """Reads the other targets, and says the keys of which all is read.
-
-    Raises:
-        OSError: the file is not there any more, or ends before.
-    """
-    waiting = [(offset, target) for offset, target in targets.items() if not target.is_read]
-    if waiting:
-        with open(folder / saved.plan.file_name(saved.rank), "rb", buffering=0) as file:
-            for _ in in_threads(lambda one: one[1].read(file, one[0]), waiting):
-                pass
-    found: Counter[str] = Counter()
+def values_of(targets: dict[int, Target]) -> dict[str, Tensor]:
+    """The small tensors that were read, 1-D; together no larger than a message should be."""
+    values, nbytes = {}, 0
     for target in targets.values():
-        found[target.key] += target.memory.numel() if target.is_read else 0
-    return {key for key in found if found[key] == saved.tensors[key][0].numel()}
+        nbytes += target.memory.nbytes if target.is_value else 0
+        if target.is_value and target.is_read and nbytes <= _VALUES_NBYTES:
+            values[target.key] = target.memory
+    return values
+
+
+def keep_beside(targets: Iterable[Target], budget: int) -> bool:
+    """Gives memory to land in to the targets in use, as far as ``budget`` bytes go.
+
+    Returns whether all have some.
+    """
+    chosen, offsets, end, waiting = [], [], 0, 0
+    for target in targets:
+        if target.landing is not None:
+            continue
+        if end + target.memory.nbytes <= budget:
+            chosen.append(target)
+            offsets.append(end)
+            end += -(-target.memory.nbytes // _ALIGNMENT) * _ALIGNMENT
+        else:
+            waiting += 1
+    memory = HostMemory(end)
+    for target, offset in zip(chosen, offsets, strict=True):
+        target.landing = memory.view(offset, target.memory.numel(), target.memory.dtype)
+    return waiting == 0
+
+
+class _Chunk(NamedTuple):
+    """A chunk that is read, its head and tail in memory beside its data."""
+
+    item: Stored
+    target: Target | None
+    head: Tensor
+    tail: Tensor
+
+
+class OwnFile:
+    """This rank's file of a checkpoint, read once.
+
+    Args:
+        path: need not exist.
+        budget: bytes that may be kept beside the model.
+    """
+
+    def __init__(self, path: Path, budget: int) -> None:
+        self.path, self._budget = path, budget
+        self._stream: FileStream | None = None
+
+    def begin(self) -> None:
+        """Begins to read what :meth:`verify` will need; the file is known to be this rank's."""
+        # Of a larger one some may have to be read twice, the second time from the page cache.
+        if self.path.exists() and self.path.stat().st_size <= self._budget:
+            self._stream = self._open(StreamWay.ANY)
+
+    def _open(self, way: StreamWay) -> FileStream:
+        ahead = min(_AHEAD_NBYTES, self._budget)
+        return FileStream(str(self.path), ahead, num_threads(), way)
+
+    def verify(self, metadata: Metadata, targets: dict[int, Target]) -> None:
+        """Compares the checksums of all of the file, and reads what has memory to land in.
+
+        Raises:
+            ValueError: bytes have changed; names file and keys.
+            OSError: the file cannot be read.
+        """
+        items = check_files(self.path.parent, metadata).get(self.path.name, [])
+        if not items:
+            return
+        is_all = keep_beside(targets.values(), self._budget)
+        if self._stream is None:
+            self._stream = self._open(StreamWay.ANY if is_all else StreamWay.CACHED)
+        runs: list[tuple[int, int, int]] = []
+        chunks: list[_Chunk | Stored] = []
+        for item in sorted(items, key=lambda item: item.offset):
+            chunks.append(_add_runs(runs, item, targets.get(item.offset)))
+        sums = iter(self._stream.read(runs))
+        bad = [chunk for chunk in chunks if not _is_good(chunk, sums, self.path)]
+        if bad:
+            raise damaged(self.path, [(c if isinstance(c, Stored) else c.item).key for c in bad])
+
+    def read_rest(self, saved: SavedState, targets: dict[int, Target]) -> set[str]:
+        """Fills the memory of all shards, and says the keys of which all is read.
+
+        Raises:
+            OSError: the file is not there any more, or ends before.
+        """
+        self._stream = None
+        shards = {at: target for at, target in targets.items() if not target.is_value}
+        if shards:
+            with open(self.path, "rb", buffering=0) as file:
+                for _ in in_threads(lambda one: one[1].read(file, one[0]), shards.items()):
+                    pass
+        found: Counter[str] = Counter()
+        for target in shards.values():
+            found[target.key] += target.memory.numel() if target.is_read else 0
+        return {key for key in found if found[key] == saved.tensors[key][0].numel()}
+
+
+def _add_runs(
+    runs: list[tuple[int, int, int]], item: Stored, target: Target | None
+) -> _Chunk | Stored:
+    """Adds what is to be read of an item, and says where it will be."""
+    if item.data_nbytes is None:
+        runs.append((item.offset, item.length, 0))
+        return item
+    head = torch.empty(data_offset(), dtype=torch.uint8)
+    tail = torch.empty(tail_nbytes(item.data_nbytes), dtype=torch.uint8)
+    landing = None if target is None else target.landing
+    data = item.offset + data_offset()
+    runs.append((item.offset, head.nbytes, head.data_ptr()))
+    runs.append((data, item.data_nbytes, 0 if landing is None else landing.data_ptr()))
+    runs.append((data + item.data_nbytes, tail.nbytes, tail.data_ptr()))
+    return _Chunk(item, target, head, tail)
+
+
+def _is_good(chunk: _Chunk | Stored, sums: Any, path: Path) -> bool:
+    """Whether what was read is what was written, by the next of the sums; marks its target."""
+    if isinstance(chunk, Stored):
+        crc = next(sums)
+        if chunk.crc is not None:
+            return bool(crc == chunk.crc)
+        with open(path, "rb", buffering=0) as file:
+            return chunk.is_good(file)
+    _, crc, _ = next(sums), next(sums), next(sums)
+    head, tail, target = bytes_of(chunk.head), bytes_of(chunk.tail), chunk.target
+    if not is_frame_of(head, crc, tail):
+        return False
+    if target is not None and target.landing is not None and has_form(head, *target.form):
+        target.landing[:0].zero_()  # the version counter does not see what is read
+        target.is_read = True
+    return True

@@ -148,6 +148,7 @@ def write_rank_file(folder: Path, saved: SavedState, copies: Iterable[Tensor] | 
     """
     file = files.create(folder / saved.plan.file_name(saved.rank))
     try:
+        files.reserve(file, saved.plan.file_nbytes[saved.rank])
         if saved.front:
             files.write(file, 0, saved.front)
         if copies is None:

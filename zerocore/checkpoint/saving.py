@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from zlib import crc32
 import torch.distributed as dist
 from torch import Tensor
 
-from zerocore.checkpoint import files
-from zerocore.checkpoint.checksums import Sums
+from zerocore.checkpoint import checksums, files
+from zerocore.checkpoint.checksums import METADATA, Sums
 from zerocore.checkpoint.commit import common_result
 from zerocore.checkpoint.saved_state import SavedState, write_rank_file
 
@@ -45,49 +46,86 @@ class Save:
             Exception: what went wrong, on the rank where it did; RuntimeError on the others.
             ValueError: the ranks would save different tensors.
         """
-        temporary = self._begin()
-        rank = self.saved.rank
-
-        def write_own() -> int:
-            crc = files.write_file(temporary / own_name(rank), self.own)
-            write_rank_file(temporary, self.saved, copies)
-            return crc
-
-        crcs = self._together(write_own)
-        sums = {own_name(rank): crc for rank, crc in enumerate(crcs)}
+        temporary, sums = self._begin()
+        self._together(lambda: self._write_files(temporary, sums, copies))
 
         def commit() -> None:
-            if rank == 0:
-                self._commit(temporary, sums)
+            if self.saved.rank == 0:
+                self._commit(temporary)
                 when_done()
 
         self._together(commit)
 
-    def _begin(self) -> Path:
-        """Makes the folder, when all ranks want to save the same."""
+    def _begin(self) -> tuple[Path, dict[str, int]]:
+        """Makes the folder, when all ranks want to save the same.
+
+        Returns it, and the checksum of what each rank saves for itself.
+        """
         identity = uuid.uuid4().hex[:8]
 
-        def prepare() -> tuple[int, str, str]:
+        def prepare() -> tuple[int, str, str, int]:
             if self.saved.rank == 0:
                 _delete_remains(self.final.parent)
                 files.make_folder(_temporary(self.final, identity))
-            return self.saved.rank, identity, self.saved.digest()
+            return self.saved.rank, identity, self.saved.digest(), crc32(self.own)
 
         answers = self._together(prepare)
-        if len({digest for _, _, digest in answers}) > 1:
-            raise ValueError(f"the ranks would save different tensors: {answers}")
-        return _temporary(self.final, min(answers)[1])
+        digests = [digest for _, _, digest, _ in answers]
+        if len(set(digests)) > 1:
+            raise ValueError(f"the ranks would save different tensors: {digests}")
+        sums = {own_name(rank): crc for rank, _, _, crc in answers}
+        return _temporary(self.final, min(answers)[1]), sums
 
-    def _commit(self, temporary: Path, sums: dict[str, int]) -> None:
-        plan, values = self.saved.plan, self.saved.values
-        data = self.saved.metadata(temporary.name.rpartition("-")[2])
-        sizes = {plan.file_name(rank): size for rank, size in enumerate(plan.file_nbytes)}
-        for name, size in sizes.items():
-            found = (temporary / name).stat().st_size
+    def _write_files(
+        self, temporary: Path, sums: dict[str, int], copies: Iterable[Tensor] | None
+    ) -> None:
+        """This rank's files, and on the first rank those that tell of all.
+
+        The small ones are written beside the large one, and flushed behind it: what makes that one
+        durable does most of it for them, too.
+        """
+        small: list[int] = []
+        values = self.saved.values
+
+        def write_small() -> None:
+            for name, data in self._small_files(temporary, sums, values):
+                small.append(files.create(temporary / name))
+                files.write(small[-1], 0, data)
+
+        with ThreadPoolExecutor(1, "checkpoint-small") as thread:
+            written = thread.submit(write_small)
+            try:
+                write_rank_file(temporary, self.saved, copies)
+                written.result()
+                for file in small:
+                    files.flush(file)
+            finally:
+                wait([written])
+                for file in small:
+                    files.close(file)
+
+    def _small_files(
+        self, temporary: Path, sums: dict[str, int], values: dict[str, bytes]
+    ) -> Iterator[tuple[str, bytes]]:
+        """``(name, bytes)`` of each that this rank writes beside its tensors."""
+        yield own_name(self.saved.rank), self.own
+        if self.saved.rank == 0:
+            plan = self.saved.plan
+            data = self.saved.metadata(temporary.name.rpartition("-")[2])
+            yield METADATA, data
+            sizes = {plan.file_name(rank): size for rank, size in enumerate(plan.file_nbytes)}
+            sums = {**sums, METADATA: crc32(data)}
+            listed = {key: crc32(value) for key, value in values.items()}
+            yield checksums.NAME, Sums(sizes, sums, listed).text()
+
+    def _commit(self, temporary: Path) -> None:
+        """Gives the folder its name, when all ranks have flushed their files."""
+        plan = self.saved.plan
+        for rank, size in enumerate(plan.file_nbytes):
+            path = temporary / plan.file_name(rank)
+            found = path.stat().st_size
             if found != size:
-                raise OSError(f"{temporary / name} has {found} bytes, expected {size}")
-        sums[".metadata"] = files.write_file(temporary / ".metadata", data)
-        Sums(sizes, sums, {key: crc32(value) for key, value in values.items()}).write(temporary)
+                raise OSError(f"{path} has {found} bytes, expected {size}")
         files.flush_folder(temporary)
         files.rename(temporary, self.final)
         files.flush_folder(self.final.parent)

@@ -14,16 +14,15 @@ import os
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache
 from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor
 
-from zerocore._C import crc32_at, read_at
+from zerocore._C import crc32_at
 
 MAX_NBYTES = 1 << 30  # of a chunk's data; zip files above 4 GiB have another form
 _HEAD_NBYTES = 768  # before the data; room for the shape of a tensor of 24 dimensions
@@ -107,47 +106,39 @@ def frame(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], crc:
 
 
 def is_intact(file: int, offset: int, data_nbytes: int) -> bool:
-    """Whether a chunk that was framed here is as it was written, to the last bit."""
+    """Whether a chunk that was framed here is as it was written, to the last bit.
+
+    It is read from the begin to the end, as the system reads ahead.
+    """
     try:
-        head, crc, tail = _read(file, offset, data_nbytes, partial(crc32_at, file))
+        head = os.pread(file, _HEAD_NBYTES, offset)
+        begin = offset + _HEAD_NBYTES
+        crc = crc32_at(file, begin, data_nbytes)
+        tail = os.pread(file, tail_nbytes(data_nbytes), begin + data_nbytes)
     except OSError:
         return False
+    return is_frame_of(head, crc, tail)
+
+
+def tail_nbytes(data_nbytes: int) -> int:
+    """Bytes of a chunk behind the tensor's memory."""
+    return chunk_nbytes(data_nbytes) - _HEAD_NBYTES - data_nbytes
+
+
+def is_frame_of(head: bytes, crc: int, tail: bytes) -> bool:
+    """Whether head and tail are as they were written, and around data of the checksum ``crc``."""
     at = _DATA_SUM_AT
     if len(tail) < _TAIL_NBYTES or tail[at : at + _SUM.size] != _SUM.pack(crc):
         return False
     return tail[-_SUM.size :] == _SUM.pack(crc32(tail[: -_SUM.size], crc32(head)))
 
 
-def read_intact(
-    file: int,
-    offset: int,
-    memory: Tensor,
-    form: tuple[torch.dtype, Sequence[int], Sequence[int]],
+def has_form(
+    head: bytes, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...]
 ) -> bool:
-    """Reads the data of a chunk; whether all of it is as :func:`frame` makes it for that data.
-
-    Args:
-        memory: plain, 1-D and contiguous, on the CPU; holds anything if the result is False.
-        form: dtype, sizes and strides of the tensor.
-    """
-    try:
-        read = partial(read_at, file, memory.data_ptr())
-        head, crc, tail = _read(file, offset, memory.nbytes, read)
-    except OSError:
-        return False
-    memory[:0].zero_()  # the version counter does not see what is read
-    return frame(*form, crc) == Frame(head, tail)
-
-
-def _read(
-    file: int, offset: int, data_nbytes: int, read_data: Callable[[int, int], int]
-) -> tuple[bytes, int, bytes]:
-    """Head, checksum of the data and tail, from the begin to the end, as the system reads ahead."""
-    head = os.pread(file, _HEAD_NBYTES, offset)
-    begin = offset + _HEAD_NBYTES
-    crc = read_data(begin, data_nbytes)
-    count = chunk_nbytes(data_nbytes) - _HEAD_NBYTES - data_nbytes
-    return head, crc, os.pread(file, count, begin + data_nbytes)
+    """Whether a good head is that of a tensor of this form."""
+    begin = _LOCAL.size + len(_PICKLE_NAME)
+    return head.startswith(_pickled(dtype, sizes, strides, torch.Size(sizes).numel()), begin)
 
 
 def _local(name: bytes, crc: int, size: int, extra: bytes = b"") -> bytes:
@@ -174,6 +165,7 @@ class _Pickler(pickle.Pickler):
         return self.storage if isinstance(obj, _Storage) else None
 
 
+@lru_cache(4096)  # a weight and its moments have one form
 def _pickled(
     dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], numel: int
 ) -> bytes:

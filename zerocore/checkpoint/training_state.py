@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from zerocore.common.state_memory import filled_later
 from zerocore.hooks.optimizer_states import make_states
 
 State = dict[str, Any]
@@ -91,8 +92,8 @@ def fit_optimizer(
 ) -> State:
     """The optimizer's states that the checkpoint has, on its own memory, and options of groups.
 
-    States are made where there are none yet, and stay if this raises. A parameter may lack its
-    state as a whole.
+    States are made where there are none yet, of memory that holds anything, and stay if this
+    raises. A parameter may lack its state as a whole.
 
     Args:
         groups: the saved ones. An option that they lack keeps its value.
@@ -108,7 +109,10 @@ def fit_optimizer(
         )
     saved = {key for key in metadata.state_dict_metadata if key.startswith("optim.state.")}
     stated = {key.removeprefix("optim.state.").rpartition(".")[0] for key in saved}
-    make_states(optimizer)
+    new = params_without_state(model, optimizer)
+    with filled_later():
+        make_states(optimizer)
+    drop_states(model, optimizer, new - stated)
     state = {k: v for k, v in _by_names(model, optimizer)["state"].items() if k in stated}
     own = dict(flat(state, "optim.state."))
     missing, unexpected = sorted(set(own) - saved), sorted(saved - set(own))

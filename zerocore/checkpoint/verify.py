@@ -10,7 +10,7 @@ import io
 import os
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -196,14 +196,11 @@ def check_sums(
     name: str,
     items: Iterable[Stored],
     advance: Callable[[int], None] = lambda nbytes: None,
-    is_good: Callable[[Stored, Any], bool] = Stored.is_good,
 ) -> None:
     """Compares the checksums of what lies in one file.
 
     Args:
         advance: is told of bytes.
-        is_good: says of an item and the open file whether it holds what was written; called by
-            several threads.
 
     Raises:
         ValueError: bytes have changed; names file and keys.
@@ -213,13 +210,18 @@ def check_sums(
         if hasattr(os, "posix_fadvise"):  # the system reads further ahead
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         chosen = list(items)
-        found = in_threads(lambda item: is_good(item, file), chosen)
+        found = in_threads(lambda item: item.is_good(file), chosen)
         for item, was_good in zip(chosen, found, strict=True):
             if not was_good:
                 keys.append(item.key)
             advance(item.length)
     if keys:
-        raise ValueError(
-            f"{folder / name} is damaged: the checksum of {', '.join(map(repr, keys[:5]))} "
-            "is another one than when it was written"
-        )
+        raise damaged(folder / name, keys)
+
+
+def damaged(path: Path, keys: Sequence[str]) -> ValueError:
+    """What is said of a file in which the bytes of these keys have changed."""
+    return ValueError(
+        f"{path} is damaged: the checksum of {', '.join(map(repr, keys[:5]))} "
+        "is another one than when it was written"
+    )

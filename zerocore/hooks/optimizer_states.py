@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zerocore.common.state_memory import state_memory
 from zerocore.tensor.parameter import LocalShard, ShardedParameter
 from zerocore.tensor.place import Place, Placed, local_of
 
@@ -161,6 +162,9 @@ def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any
             yield key, 0 if key == "step" else deepcopy(value)
         elif value.shape != (1,):
             yield key, torch.zeros_like(value) if key == "step" else value.clone()
+        elif isinstance(param, Placed) and value.item() == 0:
+            zeros = state_memory(local.numel(), value.dtype, local.device)
+            yield key, as_shard(zeros, param.place)
         else:
             full = torch.full_like(local, value.item(), dtype=value.dtype)
             yield key, as_shard(full, param.place) if isinstance(param, Placed) else full

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerocore.common.state_memory import state_memory
 from zerocore.tensor.parameter import ShardedParameter
 
 State = dict[str, Tensor]
@@ -62,7 +63,7 @@ def _allocate(params: Sequence[Tensor]) -> list[State]:
     steps = torch.zeros(len(params), dtype=torch.float32, device=params[0].device)
     states: list[State] = [{"step": steps[index]} for index in range(len(params))]
     for name in MOMENTS:
-        flat = torch.zeros(end, dtype=params[0].dtype, device=params[0].device)
+        flat = state_memory(end, params[0].dtype, params[0].device)
         for param, offset, state in zip(params, offsets, states, strict=True):
             state[name] = flat.as_strided(param.shape, param.stride(), offset)
     return states

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import time
@@ -17,9 +18,9 @@ from torch import nn
 
 from bench.checkpoint.raw_disk import WAYS, RawDisk, filled_memory
 from bench.lib.models import BlockStack
-from bench.lib.systems import apply_fsdp2, import_zerocore
+from bench.lib.systems import apply_fsdp2, import_zerocore, is_installed
 
-OWN, PEER = "zerocore", "FSDP2 + DCP"
+OWN, PEER, DEEPSPEED = "zerocore", "FSDP2 + DCP", "DeepSpeed ZeRO-3"
 WIDTH, HEADS = 1024, 16
 BLOCK_NUMEL = 12 * WIDTH * WIDTH + 13 * WIDTH
 
@@ -130,6 +131,43 @@ class _Own:
         self.open(folder).load()
 
 
+class _DeepSpeed:
+    """DeepSpeed's own files of each rank; its writer is given an fsync, as it has none.
+
+    The first run compiles its collectives in shared memory, which takes minutes. One that is killed
+    meanwhile leaves a file `lock` in `~/.cache/torch_extensions`, for which all later ones wait.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        torch.manual_seed(0)
+        deepspeed: Any = importlib.import_module("deepspeed")
+        model = BlockStack(num_blocks, WIDTH, HEADS)
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=new_optimizer(model),
+            config=config,
+            dist_init_required=not dist.is_initialized(),
+        )
+        self._engine.backward(self._engine(torch.ones(1, 16, WIDTH)).sum())
+        self._engine.step()
+
+    def save(self, folder: Path) -> None:
+        self._engine.save_checkpoint(str(folder), tag="1")
+        for path in folder.rglob(f"*_rank_{dist.get_rank()}_*"):
+            fsync_file(path)
+
+    def load(self, folder: Path) -> None:
+        self._engine.load_checkpoint(str(folder), tag="1")
+
+
+def fsync_file(path: Path) -> None:
+    """Makes the bytes of a file durable."""
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.close(file)
+
+
 def trained(system: str, num_blocks: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model under a system and its optimizer after one step."""
     torch.manual_seed(0)
@@ -161,6 +199,8 @@ def _contestants(cell: CheckpointCell) -> Iterator[tuple[str, Any]]:
         yield way.name, RawDisk(way, memory)
     yield OWN, _Own(*trained(OWN, cell.num_blocks))
     yield PEER, _Peer(*trained(PEER, cell.num_blocks))
+    if is_installed("deepspeed"):
+        yield DEEPSPEED, _DeepSpeed(cell.num_blocks)
 
 
 def measure(cell: CheckpointCell) -> Figures:

@@ -1,0 +1,330 @@
+// The threads of a stream: each reads the next block, or sums one that has come.
+#include "io/file_stream.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "common/pages.h"
+#include "io/crc32.h"
+
+namespace zerocore::io {
+
+namespace {
+
+constexpr int64_t kBlockNbytes = int64_t{2} << 20; // a large page
+constexpr int64_t kSumNbytes = int64_t{256} << 10; // fits the second-level cache
+constexpr size_t kDirectThreads = 6; // most of them wait for the disk
+constexpr int64_t kNumSamples = 64;
+
+[[noreturn]] void fail(int code, const std::string& what) {
+  throw std::system_error(code, std::generic_category(), what);
+}
+
+int64_t num_blocks_of(int64_t nbytes) {
+  return (nbytes + kBlockNbytes - 1) / kBlockNbytes;
+}
+
+int open_to_read(const std::string& path) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) {
+    fail(errno, "cannot open '" + path + "'");
+  }
+  return file;
+}
+
+// Whether at most half of the pages of a file are in the cache, by some of them.
+bool is_mostly_cold(int file, int64_t nbytes) {
+  void* mapped = ::mmap(nullptr, static_cast<size_t>(nbytes), PROT_READ, MAP_SHARED, file, 0);
+  if (mapped == MAP_FAILED) {
+    return false;
+  }
+  const int64_t num_pages = nbytes / page_nbytes();
+  int64_t num_cold = 0;
+  for (int64_t i = 0; i < kNumSamples; ++i) {
+    char* page = static_cast<char*>(mapped) + num_pages * i / kNumSamples * page_nbytes();
+    unsigned char is_resident = 1;
+    ::mincore(page, 1, &is_resident);
+    num_cold += (is_resident & 1U) == 0 ? 1 : 0;
+  }
+  ::munmap(mapped, static_cast<size_t>(nbytes));
+  return num_cold * 2 >= kNumSamples;
+}
+
+bool set_direct([[maybe_unused]] int file, [[maybe_unused]] bool direct) {
+#ifdef O_DIRECT
+  return ::fcntl(file, F_SETFL, direct ? O_DIRECT : 0) == 0;
+#else
+  return !direct;
+#endif
+}
+
+// See Note [Past the page cache]. A file of few blocks is not worth it.
+bool choose_direct(int file, int64_t nbytes, StreamWay way) {
+  const bool wanted = way == StreamWay::Direct ||
+      (way == StreamWay::Any && num_blocks_of(nbytes) > int64_t{kDirectThreads} &&
+       is_mostly_cold(file, nbytes));
+  return wanted && set_direct(file, true);
+}
+
+} // namespace
+
+BlockRing::BlockRing(size_t num_blocks, size_t block_nbytes)
+    : num_blocks_(num_blocks), block_nbytes_(block_nbytes) {
+  // One block more, as the first one begins on a multiple of its size.
+  const size_t nbytes = (num_blocks + 1) * block_nbytes;
+  void* found = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (found == MAP_FAILED) {
+    fail(errno, "cannot take " + std::to_string(nbytes) + " bytes of memory to read into");
+  }
+  mapping_ = static_cast<char*>(found);
+#ifdef MADV_HUGEPAGE
+  ::madvise(found, nbytes, MADV_HUGEPAGE);
+#endif
+}
+
+BlockRing::~BlockRing() {
+  ::munmap(mapping_, (num_blocks_ + 1) * block_nbytes_);
+}
+
+std::vector<char*> BlockRing::blocks() const {
+  const size_t rest = reinterpret_cast<uintptr_t>(mapping_) % block_nbytes_;
+  std::vector<char*> found;
+  for (size_t i = num_blocks_; i > 0; --i) { // the first one is taken first
+    found.push_back(mapping_ + (block_nbytes_ - rest) + (i - 1) * block_nbytes_);
+  }
+  return found;
+}
+
+FileStream::FileStream(std::string path, int64_t ahead_nbytes, size_t num_threads, StreamWay way)
+    : path_(std::move(path)),
+      num_threads_(num_threads),
+      ring_(
+          std::max(kDirectThreads, num_threads) +
+              static_cast<size_t>(num_blocks_of(std::max<int64_t>(ahead_nbytes, 0))),
+          kBlockNbytes),
+      file_(open_to_read(path_)),
+      free_(ring_.blocks()) {
+  struct stat facts{};
+  ::fstat(file_, &facts);
+  file_nbytes_ = facts.st_size;
+  end_ = num_blocks_of(file_nbytes_);
+  is_direct_ = choose_direct(file_, file_nbytes_, way);
+  if (way == StreamWay::Direct && !is_direct_) {
+    ::close(file_);
+    fail(EINVAL, "no reads past the page cache of '" + path_ + "'");
+  }
+  if (is_direct_) {
+    num_threads_ = kDirectThreads;
+    start();
+  }
+}
+
+FileStream::~FileStream() {
+  stop();
+  ::close(file_);
+}
+
+void FileStream::start() {
+  for (size_t i = 0; i < num_threads_; ++i) {
+    threads_.emplace_back([this] { work(); });
+  }
+}
+
+void FileStream::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  for (std::thread& thread : threads_) {
+    thread.join();
+  }
+  threads_.clear();
+}
+
+std::vector<uint32_t> FileStream::read(std::vector<Run> runs) {
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const int64_t begin = i == 0 ? 0 : runs[i - 1].offset + runs[i - 1].nbytes;
+    if (runs[i].nbytes < 0 || runs[i].offset < begin) {
+      throw std::invalid_argument("'" + path_ + "': runs must come in the order of the file");
+    }
+  }
+  const int64_t end = runs.empty() ? 0 : runs.back().offset + runs.back().nbytes;
+  if (end > file_nbytes_) {
+    fail(EIO, "'" + path_ + "' ends at byte " + std::to_string(file_nbytes_));
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (asked_) {
+      throw std::invalid_argument("'" + path_ + "' was read already");
+    }
+    runs_ = std::move(runs);
+    end_ = num_blocks_of(end);
+    parts_.resize(static_cast<size_t>(std::max(end_, next_)));
+    asked_ = true;
+  }
+  changed_.notify_all();
+  if (threads_.empty()) {
+    start();
+  }
+  for (std::thread& thread : threads_) {
+    thread.join();
+  }
+  threads_.clear();
+  if (error_ != nullptr) {
+    std::rethrow_exception(error_);
+  }
+  return joined();
+}
+
+void FileStream::work() {
+  std::unique_lock lock(mutex_);
+  while (!stopping_ && error_ == nullptr) {
+    try {
+      if (may_read()) {
+        read_next(lock);
+      } else if (asked_ && !waiting_.empty()) {
+        sum_next(lock);
+      } else if (asked_ && next_ >= end_) {
+        return; // others sum what they read
+      } else {
+        changed_.wait(lock);
+      }
+    } catch (...) {
+      if (!lock.owns_lock()) {
+        lock.lock();
+      }
+      error_ = std::current_exception();
+      changed_.notify_all();
+    }
+  }
+}
+
+// The disk has always something to do; what comes from the cache is summed while it is in the
+// processor's.
+bool FileStream::may_read() const {
+  if (next_ >= end_ || (!asked_ && !is_direct_)) {
+    return false;
+  }
+  const bool is_busy = num_reads_ + 1 >= num_threads_ || !is_direct_;
+  if (asked_ && !waiting_.empty() && is_busy) {
+    return false;
+  }
+  return !free_.empty() || place_of(next_) != nullptr;
+}
+
+void FileStream::read_next(std::unique_lock<std::mutex>& lock) {
+  Block block{next_, place_of(next_), false};
+  if (block.data == nullptr) {
+    block.data = free_.back();
+    block.is_in_ring = true;
+    free_.pop_back();
+  }
+  ++next_;
+  ++num_reads_;
+  lock.unlock();
+  fill(block);
+  lock.lock();
+  --num_reads_;
+  waiting_.push_back(block);
+  changed_.notify_all();
+}
+
+void FileStream::sum_next(std::unique_lock<std::mutex>& lock) {
+  const Block block = waiting_.front();
+  waiting_.pop_front();
+  lock.unlock();
+  std::vector<Part> parts = sum(block);
+  lock.lock();
+  parts_[static_cast<size_t>(block.index)] = std::move(parts);
+  if (block.is_in_ring) {
+    free_.push_back(block.data);
+    changed_.notify_all();
+  }
+}
+
+// Where a block that lies within one run belongs; null for others, and past the page cache, where
+// memory must be aligned.
+char* FileStream::place_of(int64_t index) const {
+  const int64_t begin = index * kBlockNbytes;
+  const size_t at = is_direct_ || !asked_ ? runs_.size() : first_run_behind(begin);
+  if (at == runs_.size()) {
+    return nullptr;
+  }
+  const Run& run = runs_[at];
+  const bool is_inside = run.offset <= begin && begin + kBlockNbytes <= run.offset + run.nbytes;
+  return is_inside && run.data != nullptr ? run.data + (begin - run.offset) : nullptr;
+}
+
+void FileStream::fill(const Block& block) const {
+  const int64_t begin = block.index * kBlockNbytes;
+  const int64_t wanted = std::min(kBlockNbytes, file_nbytes_ - begin);
+  const int64_t asked = (wanted + kDiskAlignment - 1) / kDiskAlignment * kDiskAlignment;
+  int64_t done = 0;
+  while (done < wanted) {
+    const auto rest = static_cast<size_t>((block.is_in_ring ? asked : wanted) - done);
+    const ssize_t count = ::pread(file_, block.data + done, rest, begin + done);
+    if (count == 0) {
+      fail(EIO, "'" + path_ + "' ends at byte " + std::to_string(begin + done));
+    }
+    if (count < 0 && errno == EINVAL && is_direct_ && set_direct(file_, false)) {
+      continue; // its alignment is another one
+    }
+    if (count < 0 && errno != EINTR) {
+      fail(errno, "cannot read '" + path_ + "' at byte " + std::to_string(begin + done));
+    }
+    done += std::max<ssize_t>(count, 0);
+  }
+}
+
+// Sums what lies in a block, and copies it to its place.
+std::vector<FileStream::Part> FileStream::sum(const Block& block) const {
+  const int64_t begin = block.index * kBlockNbytes;
+  const int64_t end = begin + kBlockNbytes;
+  std::vector<Part> parts;
+  for (size_t at = first_run_behind(begin); at < runs_.size() && runs_[at].offset < end; ++at) {
+    const Run& run = runs_[at];
+    const int64_t last = std::min(end, run.offset + run.nbytes);
+    const int64_t first = std::max(begin, run.offset);
+    uint32_t crc = 0;
+    for (int64_t from = first; from < last; from += kSumNbytes) {
+      const char* data = block.data + (from - begin);
+      const auto nbytes = static_cast<size_t>(std::min(kSumNbytes, last - from));
+      crc = crc32(crc, data, nbytes);
+      if (block.is_in_ring && run.data != nullptr) {
+        std::memcpy(run.data + (from - run.offset), data, nbytes);
+      }
+    }
+    parts.push_back({at, crc, static_cast<uint64_t>(std::max<int64_t>(last - first, 0))});
+  }
+  return parts;
+}
+
+// The first run that has bytes behind `offset`, or ends the runs.
+size_t FileStream::first_run_behind(int64_t offset) const {
+  const auto found = std::partition_point(runs_.begin(), runs_.end(), [offset](const Run& run) {
+    return run.offset + run.nbytes <= offset;
+  });
+  return static_cast<size_t>(found - runs_.begin());
+}
+
+std::vector<uint32_t> FileStream::joined() const {
+  std::vector<uint32_t> sums(runs_.size(), 0);
+  for (const std::vector<Part>& parts : parts_) {
+    for (const Part& part : parts) {
+      sums[part.run] = crc32_joined(sums[part.run], part.crc, part.nbytes);
+    }
+  }
+  return sums;
+}
+
+} // namespace zerocore::io

@@ -1,0 +1,64 @@
+"""What saves of one model share: a group of its ranks, and threads that carry them out in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from zerocore.common.agreement import is_simulated
+from zerocore.model.state import ShardState
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Writer:
+    """Carries out saves one after the other: all ranks ask for them in the same order.
+
+    Attributes:
+        group: a gloo group of the model's ranks, in which only the thread of :meth:`submit`
+            communicates: its collectives must not meet the training's. None for one rank.
+        copies: a thread that copies for the save that is written.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        # Kept: to start a thread is to wait for it, up to 5 ms while others hold the interpreter.
+        self._writes = ThreadPoolExecutor(1, "checkpoint-write")
+        self.copies = ThreadPoolExecutor(1, "checkpoint-copy")
+
+    def submit(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Calls the function when all that were submitted before have ended."""
+        return self._writes.submit(function, *args, **kwargs)
+
+
+_writers: WeakKeyDictionary[ShardState, Writer] = WeakKeyDictionary()
+
+
+def writer_of(state: ShardState) -> Writer:
+    """The one of a model. Collective when it is asked for the first time.
+
+    Raises:
+        ValueError: the model's other ranks are emulated.
+    """
+    if state not in _writers:
+        _writers[state] = Writer(_own_group(state))
+    return _writers[state]
+
+
+def _own_group(state: ShardState) -> dist.ProcessGroup | None:
+    groups = [group for group in state.ranks.groups if not is_simulated(group)]
+    if state.world_size > 1 and not groups:
+        raise ValueError("an emulated model has one rank's shards only: there is nothing to save")
+    ranks: list[int] = [dist.get_rank()] if groups else []
+    for group in groups:
+        gathered: list[list[int]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(gathered, ranks, group=group)
+        ranks = sorted(rank for part in gathered for rank in part)
+    if not groups:
+        return None
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
