@@ -60,14 +60,15 @@ class FileStream:
 class HostMemory:
     """One mapping of host memory, zeros at first; ``view`` is a 1-D tensor of bytes of it.
 
+    A child of a fork has a copy if it is ``inherited``, but of the first bytes that are pinned.
     Raises RuntimeError where there is not enough, or nothing that pins it; ValueError for a view
-    that is not within it.
+    that is not within it, or more pinned bytes than there are.
     """
 
-    def __init__(self, nbytes: int, pinned: bool = False) -> None: ...
+    def __init__(self, nbytes: int, *, pinned_nbytes: int = 0, inherited: bool = False) -> None: ...
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor: ...
     nbytes: int
-    is_pinned: bool
+    pinned_nbytes: int
     address: int
 
 def use_host_threads(num_threads: int) -> None:

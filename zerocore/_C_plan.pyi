@@ -145,6 +145,7 @@ class GradStep:
     adds: bool
     param: int
     op: str
+    last_use: str
     added: list[Range]
 
 class ReductionOptions:

@@ -81,6 +81,8 @@ def shard(
 
     Raises:
         ValueError, TypeError: a mistake, named; on every rank, before anything could hang.
+        MemoryError: ``offload=`` wants more of the host's memory than this rank can have; a
+            RuntimeError that says so on the others.
     """
     config = partial(
         ShardConfig,

@@ -35,10 +35,32 @@ void register_offload(py::class_<PyEngine>& engine) {
           },
           no_gil)
       .def(
+          "arrived_gradient",
+          [](PyEngine& self, UnitId unit, int param) {
+            return self.engine->parts().offload.arrived_gradient(unit, param);
+          },
+          no_gil)
+      .def(
           "synchronize", [](PyEngine& self) { self.engine->parts().offload.synchronize(); }, no_gil)
       .def_property_readonly(
-          "host_nbytes",
-          [](const PyEngine& self) { return self.engine->parts().offload.host_nbytes(); })
+          "lands_gradients",
+          [](const PyEngine& self) { return self.engine->parts().context.lands_gradients(); })
+      .def_property_readonly(
+          "host_bytes", [](const PyEngine& self) { return self.engine->parts().host_bytes(); })
+      .def(
+          "map_host_memory", [](PyEngine& self) { self.engine->parts().map_host_memory(); }, no_gil)
+      .def_property_readonly(
+          "host_memory_nbytes",
+          [](const PyEngine& self) {
+            const auto& host = self.engine->parts().host;
+            return host == nullptr ? 0 : host->layout().nbytes();
+          })
+      .def_property_readonly(
+          "host_memory",
+          [](const PyEngine& self) {
+            const auto& host = self.engine->parts().host;
+            return host == nullptr ? nullptr : host->mapped();
+          })
       .def(
           "open_disk",
           [](PyEngine& self, std::string folder, std::string name) {
@@ -52,9 +74,7 @@ void register_offload(py::class_<PyEngine>& engine) {
           [](PyEngine& self, UnitId unit, int param) {
             return self.engine->parts().make_moments(unit, param);
           },
-          no_gil)
-      .def_property_readonly(
-          "disk_nbytes", [](const PyEngine& self) { return self.engine->parts().disk_nbytes(); });
+          no_gil);
 }
 
 } // namespace zerocore

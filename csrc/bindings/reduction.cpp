@@ -46,6 +46,8 @@ const char* kind_name(GradStepKind kind) {
       return "wait_across";
     case GradStepKind::Zero:
       return "zero";
+    case GradStepKind::Land:
+      return "land";
     case GradStepKind::Leave:
       return "leave";
     case GradStepKind::Sum:
@@ -107,7 +109,7 @@ ReductionOptions make_options(
     bool counts_kept) {
   ReductionOptions options;
   options.sharding = sharding;
-  options.policy = StagePolicy::of(sharding, world_size);
+  options.policy = StagePolicy::of(sharding, world_size, on_host);
   options.world_size = world_size;
   options.num_replicas = num_replicas;
   options.method = WireMethods::of_backend(backend).reduce;
@@ -129,6 +131,8 @@ void register_step(py::module_& module) {
       .def_property_readonly("adds", [](const R& r) { return r.step.adds; })
       .def_property_readonly("param", [](const R& r) { return r.step.param; })
       .def_property_readonly("op", [](const R& r) { return trace_op_name(r.step.op); })
+      .def_property_readonly(
+          "last_use", [](const R& r) { return stream_role_name(r.step.last_use); })
       .def_readonly("added", &R::added);
 }
 

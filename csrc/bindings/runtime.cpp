@@ -37,10 +37,17 @@ void register_host(py::module_& module) {
   using Released = py::call_guard<py::gil_scoped_release>;
   module.def("use_host_threads", &use_host_threads, py::arg("num_threads"));
   py::class_<HostMemory, std::shared_ptr<HostMemory>>(module, "HostMemory")
-      .def(py::init(&HostMemory::map), py::arg("nbytes"), py::arg("pinned") = false)
+      .def(
+          py::init([](int64_t nbytes, int64_t pinned_nbytes, bool inherited) {
+            return HostMemory::map({nbytes, pinned_nbytes, inherited});
+          }),
+          py::arg("nbytes"),
+          py::kw_only(),
+          py::arg("pinned_nbytes") = 0,
+          py::arg("inherited") = false)
       .def("view", &HostMemory::view, py::arg("offset"), py::arg("numel"), py::arg("dtype"))
       .def_property_readonly("nbytes", &HostMemory::nbytes)
-      .def_property_readonly("is_pinned", &HostMemory::is_pinned)
+      .def_property_readonly("pinned_nbytes", &HostMemory::pinned_nbytes)
       .def_property_readonly("address", [](const HostMemory& memory) {
         return reinterpret_cast<uintptr_t>(memory.data());
       });

@@ -33,10 +33,16 @@ void define_grad(const pybind11::type& type) {
   pybind11::setattr(type, "grad", attribute);
 }
 
+// Also one on another device, which torch would refuse.
+void show_grad(const at::Tensor& param, const at::Tensor& grad) {
+  param.mutable_grad() = grad;
+}
+
 } // namespace
 
 void register_shards(pybind11::module_& module) {
   module.def("define_grad", define_grad, pybind11::arg("type"));
+  module.def("show_grad", show_grad, pybind11::arg("param"), pybind11::arg("grad"));
 }
 
 } // namespace zerocore

@@ -14,7 +14,7 @@ DiskLoads::DiskLoads(
       ranges_(std::move(ranges)),
       nbytes_(nbytes),
       version_of_(std::move(version_of)),
-      memory_(HostMemory::map(nbytes * static_cast<int64_t>(buffers_.size()), false)) {}
+      memory_(HostMemory::map({nbytes * static_cast<int64_t>(buffers_.size())})) {}
 
 void DiskLoads::forget() {
   for (size_t buffer = 0; buffer < buffers_.size(); ++buffer) {

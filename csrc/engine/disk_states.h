@@ -1,10 +1,9 @@
-// What units have on disk: the memory of their buckets and of their moments, brought in for
-// updates and read for gathers. See Note [Memory of a file] and Note [Swapping].
+// What units have on disk: the memory of their buckets and moments, brought in for updates and
+// read for gathers. See Note [Memory of a file] and Note [Swapping].
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
 
-#include <array>
 #include <atomic>
 #include <memory>
 #include <optional>
@@ -36,12 +35,7 @@ class DiskStates {
       const std::vector<std::unique_ptr<Unit>>& units,
       const UnitContext& context);
   // Of a unit's part, zeros at first.
-  c10::DataPtr memory(UnitId unit, DiskPart part) const;
-  // Moments of AdamW for a trained parameter, 1-D, zeros the first time; none where they are not on
-  // disk. Throws c10::ValueError while another optimizer has them.
-  std::vector<at::Tensor> make_moments(UnitId unit, int param);
-  // Whether a tensor was made of them before.
-  bool had_moments(UnitId unit, int param) const;
+  c10::DataPtr memory(UnitId unit, StatePart part) const;
   // Writes what was filled by hand, and frees its memory.
   void store(UnitId unit);
   // Throws what went wrong with the file.
@@ -84,20 +78,12 @@ class DiskStates {
   }
 
  private:
-  using Given = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  struct Moments {
-    std::array<std::optional<Bucket>, 2> buckets; // exp_avg, exp_avg_sq
-    std::vector<std::optional<Given>> given; // by parameter
-  };
-
-  void make_buckets();
   DiskLoads::VersionOf version_of() const;
 
   const std::vector<std::unique_ptr<Unit>>* units_ = nullptr;
   std::optional<DiskLayout> layout_;
   std::unique_ptr<SwappedUnits> swapped_;
   std::unique_ptr<DiskLoads> loads_; // ends before the file does
-  std::vector<Moments> moments_; // by unit
   std::vector<bool> brought_; // by unit
   std::unique_ptr<std::atomic<bool>[]> coming_; // by unit: an update that the file does not have
 };

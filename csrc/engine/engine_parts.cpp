@@ -5,8 +5,6 @@
 
 #include <utility>
 
-#include "plan/memory_plan.h"
-
 namespace zerocore {
 
 namespace {
@@ -39,6 +37,7 @@ UnitContext make_context(
     BucketPool& pool,
     Trace& trace,
     HostLink* host_link,
+    HostStates* host,
     DiskStates* disk) {
   if (collectives == nullptr) {
     std::swap(collectives, replicas); // nothing to shard: replicas of everything
@@ -46,7 +45,7 @@ UnitContext make_context(
   }
   UnitContext context;
   const int64_t world_size = collectives == nullptr ? 1 : collectives->size();
-  context.policy = StagePolicy::of(sharding, world_size);
+  context.policy = StagePolicy::of(sharding, world_size, !streams.has_streams());
   context.collectives = collectives;
   context.replicas = replicas;
   context.peers = peers;
@@ -54,12 +53,13 @@ UnitContext make_context(
   context.pool = &pool;
   context.trace = &trace;
   context.host_link = host_link;
+  context.host = host;
   context.disk = disk;
   context.num_shards = context.policy.shards_optimizer() ? world_size : 1;
   context.shard = context.policy.shards_optimizer() ? collectives->rank() : 0;
   context.by_rows = sharding.by_rows;
   context.tiers = sharding.tiers;
-  if (sharding.tiers.has_host_states()) {
+  if (sharding.tiers.has_host_gradients()) {
     streams.add_copy_streams();
   }
   return context;
@@ -107,6 +107,9 @@ EngineParts::EngineParts(
       host_link(
           engine_options.host_link ? std::make_unique<HostLink>(*engine_options.host_link)
                                    : nullptr),
+      host(
+          engine_options.sharding.tiers.has_host_gradients() ? std::make_unique<HostStates>()
+                                                             : nullptr),
       disk(engine_options.sharding.tiers.uses_disk() ? std::make_unique<DiskStates>() : nullptr),
       context(make_context(
           engine_options.sharding,
@@ -117,6 +120,7 @@ EngineParts::EngineParts(
           pool,
           trace,
           host_link.get(),
+          host.get(),
           disk.get())),
       stays(find_stays(specs)),
       units(make_units(std::move(specs), context)),
@@ -133,27 +137,50 @@ EngineParts::EngineParts(
   for (size_t unit = 0; unit < stays.size(); ++unit) {
     schedule.set_staying(static_cast<UnitId>(unit), {stays[unit], false});
   }
+  if (host != nullptr) {
+    host->plan(units, context);
+  }
   expect_step();
 }
 
 void EngineParts::open_disk(const DiskPlace& place) {
   TORCH_CHECK_VALUE(disk != nullptr, "nothing of this model is on disk");
   disk->open(place, units, context);
+  if (context.tiers.states == Tier::Disk) {
+    moments.emplace(units, context);
+  }
+}
+
+void EngineParts::map_host_memory() {
+  TORCH_CHECK_VALUE(host != nullptr, "nothing of this model is on the host");
+  host->open();
+  if (context.tiers.states == Tier::Host) {
+    moments.emplace(units, context);
+  }
 }
 
 std::vector<at::Tensor> EngineParts::make_moments(UnitId unit, int param) {
-  if (disk == nullptr) {
+  if (!moments) {
     return {};
   }
-  if (disk->had_moments(unit, param)) {
+  if (moments->had(unit, param)) {
     offload.wait_updates(); // they are set to zero
   }
-  return disk->make_moments(unit, param);
+  return moments->make(unit, param);
 }
 
-std::pair<int64_t, int64_t> EngineParts::disk_nbytes() const {
-  return disk == nullptr ? std::pair<int64_t, int64_t>()
-                         : std::pair(disk->file_nbytes(), disk->buffers_nbytes());
+HostBytes EngineParts::host_bytes() const {
+  HostBytes bytes;
+  if (host != nullptr) {
+    bytes.weights = host->layout().weights_nbytes();
+    bytes.gradients = host->layout().gradients_nbytes();
+    bytes.buffers = host->layout().gaps_nbytes();
+  }
+  if (disk != nullptr) {
+    bytes.buffers += disk->buffers_nbytes();
+    bytes.disk = disk->file_nbytes();
+  }
+  return bytes;
 }
 
 // Places in the pool for what the first step is going to take from it.
@@ -166,6 +193,7 @@ void EngineParts::expect_step() {
   expected.sharding = options.sharding;
   expected.world_size = collectives == nullptr ? 1 : collectives->size();
   expected.num_replicas = replicas == nullptr ? 1 : replicas->size();
+  expected.sums_on_host = !streams.has_streams();
   if (collectives != nullptr) {
     expected.methods = collectives->methods();
   }

@@ -2,15 +2,19 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/alarm_setup.h"
 #include "engine/disk_states.h"
 #include "engine/engine_options.h"
+#include "engine/host_states.h"
+#include "engine/moments.h"
 #include "engine/offload.h"
 #include "engine/reducer.h"
 #include "engine/thread_check.h"
 #include "engine/unit.h"
+#include "plan/memory_plan.h"
 #include "plan/schedule.h"
 #include "runtime/host_link.h"
 
@@ -39,10 +43,12 @@ struct EngineParts {
   }
   // See DiskStates. Before anything is materialized, where something is on disk.
   void open_disk(const DiskPlace& place);
-  // None where moments are not on disk.
+  // See HostStates. The same, where something is on the host.
+  void map_host_memory();
+  // See Moments. None where there is no place for them either.
   std::vector<at::Tensor> make_moments(UnitId unit, int param);
-  // Bytes on disk, and of memory to use them.
-  std::pair<int64_t, int64_t> disk_nbytes() const;
+  // Bytes on the host and on disk, but those of the optimizer.
+  HostBytes host_bytes() const;
 
   EngineOptions options;
   HandOverLog hand_overs;
@@ -53,10 +59,12 @@ struct EngineParts {
   std::unique_ptr<Collectives> collectives, replicas;
   std::unique_ptr<Peers> peers;
   std::unique_ptr<HostLink> host_link; // emulated; null for none
+  std::unique_ptr<HostStates> host; // null where nothing is on the host
   std::unique_ptr<DiskStates> disk; // null where nothing is on disk
   UnitContext context;
   std::vector<bool> stays; // by unit: as it was made
   std::vector<std::unique_ptr<Unit>> units;
+  std::optional<Moments> moments; // none where there is no place for them
   Offload offload;
   Schedule schedule;
   Reducer reducer;

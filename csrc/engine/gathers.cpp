@@ -73,7 +73,7 @@ void Gathers::gather(
 std::shared_future<void> Gathers::load(
     int region,
     const GatherMemory& memory,
-    const std::shared_future<void>& after) const {
+    const std::shared_future<void>& after) {
   const at::Tensor& to = memory.bucket.own_bytes(region);
   const bool on_disk = context_.tiers.parameters == Tier::Disk; // read by what comes next
   const at::Tensor& shard = memory.shards->full_bytes(region);
@@ -96,6 +96,7 @@ std::shared_future<void> Gathers::load(
     const auto guard = streams.use(StreamRole::AllGather);
     to.copy_(from, /*non_blocking=*/!on_disk);
   }
+  loaded_ = streams.record(StreamRole::AllGather);
   streams.note_write(StreamRole::AllGather, memory.bucket.own(region), "loads", name_);
   if (record != nullptr) {
     record->done_ns = now_ns(); // a device's events replace it

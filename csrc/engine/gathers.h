@@ -31,6 +31,10 @@ class Gathers {
       const std::vector<int>& regions,
       const GatherMemory& memory,
       const std::shared_future<void>& after);
+  // Behind the last copy from parameters on the host, which may not change before; null for none.
+  const StreamEvent& loaded() const {
+    return loaded_;
+  }
   // Orders compute behind them, or blocks, see PendingCollective::wait.
   void wait();
 
@@ -43,12 +47,13 @@ class Gathers {
   std::shared_future<void> load(
       int region,
       const GatherMemory& memory,
-      const std::shared_future<void>& after) const;
+      const std::shared_future<void>& after);
 
   const UnitId id_;
   const std::string& name_;
   const UnitContext& context_;
   std::vector<PendingCollective> pending_;
+  StreamEvent loaded_;
   std::vector<std::shared_future<void>> loads_; // that no gather waits for
 };
 

@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "engine/host_states.h"
+
 namespace zerocore {
 
 namespace {
@@ -15,10 +17,19 @@ c10::DataPtr zeroed_memory(int64_t nbytes, c10::Device device) {
       .set_data_ptr(c10::DataPtr(nullptr, device));
 }
 
+// One that was frozen when the model was sharded has memory apart.
+const HostStates* host_of(const Unit& unit, int region) {
+  const UnitContext& context = unit.context();
+  const bool is_planned = unit.layout().regions()[region].requires_grad;
+  return context.tiers.gradients == Tier::Host && is_planned ? context.host : nullptr;
+}
+
 } // namespace
 
 GradientMemory::GradientMemory(const Unit& unit, int index)
-    : region_(index),
+    : unit_(unit.id()),
+      region_(index),
+      host_(host_of(unit, index)),
       home_(unit.context().policy.shards_gradients() ? GradPlace::Kept : GradPlace::Full) {
   const UnitContext& context = unit.context();
   const Region& region = unit.layout().regions()[index];
@@ -61,7 +72,9 @@ at::Tensor GradientMemory::view(int64_t begin, at::IntArrayRef sizes) const {
 }
 
 void GradientMemory::keep() {
-  if (!is_kept()) {
+  if (!is_kept() && host_ != nullptr) {
+    bucket(home_).attach(host_->gradient(unit_, region_));
+  } else if (!is_kept()) {
     const c10::Device device = home().full(region_).device();
     bucket(home_).attach(zeroed_memory(home().nbytes(), device));
   }
@@ -80,7 +93,7 @@ void GradientMemory::give_back(const GradStep& step, BucketPool& pool) {
   Slot& slot = slots_[static_cast<size_t>(step.from)];
   if (slot.held()) {
     bucket(step.from).detach();
-    pool.release(slot);
+    pool.release(slot, step.last_use);
   }
 }
 

@@ -32,9 +32,9 @@ class GradientMemory {
   bool is_kept() const {
     return home().attached();
   }
-  // Bytes of memory that stays.
+  // Bytes of memory that stays, where it is none of the host's mapping.
   int64_t kept_nbytes() const {
-    return is_kept() ? home().nbytes() : 0;
+    return is_kept() && host_ == nullptr ? home().nbytes() : 0;
   }
   // Carry out a Take and a GiveBack.
   void take(const GradStep& step, BucketPool& pool);
@@ -51,7 +51,9 @@ class GradientMemory {
     return bucket(home_);
   }
 
+  UnitId unit_;
   int region_;
+  const HostStates* host_; // has the memory of what is kept; null for the device or memory apart
   GradPlace home_; // whose bucket holds the kept gradients: Full unless they are sharded
   int64_t home_begin_ = 0; // their first element in it
   std::array<std::optional<Bucket>, kNumGradPlaces> buckets_; // by place

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "engine/autograd.h"
-#include "runtime/device_memory.h"
 
 namespace zerocore {
 
@@ -30,21 +29,23 @@ LandedGradients::LandedGradients(
 void LandedGradients::leave(UnitId id, int region, const at::Tensor& kept) {
   LandingUnit& state = states_[id];
   if (!state.landing) {
-    const auto nbytes = static_cast<int64_t>(kept.nbytes());
-    state.left_at = bring(id, nbytes, [] {}); // it is kept on the host
+    if (!context_.lands_gradients()) { // it is on the host, and only the link takes time
+      state.left_at = bring(id, static_cast<int64_t>(kept.nbytes()), [] {});
+    }
     square(id, region, kept);
   } else if (state.landing->has(region)) {
-    make_landing(state);
+    make_landing(id);
     land(id, region, kept);
     state.left[region] = true;
     square(id, region, state.landing->full(region));
   }
 }
 
-// Memory comes with the first gradient.
-void LandedGradients::make_landing(LandingUnit& state) {
-  if (!state.landing->attached()) {
-    state.landing->attach(allocate_memory(c10::kCPU, state.landing->nbytes()));
+// Memory is taken with the first gradient.
+void LandedGradients::make_landing(UnitId id) {
+  Bucket& landing = *states_[id].landing;
+  if (!landing.attached()) {
+    landing.attach(context_.memory_of(Tier::Host, id, StatePart::Gradients, landing.nbytes()));
   }
 }
 
@@ -85,7 +86,7 @@ StepWorker::Ticket LandedGradients::bring(UnitId id, int64_t nbytes, StepWorker:
 
 // Behind the arrival.
 void LandedGradients::square(UnitId id, int region, const at::Tensor& host) {
-  if (!takes_squares_ || context_.streams->has_streams()) {
+  if (!takes_squares_ || (context_.streams->has_streams() && !context_.lands_gradients())) {
     return;
   }
   LandingUnit& state = states_[id];
@@ -105,6 +106,12 @@ at::Tensor LandedGradients::known_squares(UnitId id, int param) {
   }
   worker_.wait(state.left_at, state.squares_record);
   return state.squares.of(param);
+}
+
+at::Tensor LandedGradients::arrived(UnitId id, int param, const at::Tensor& grad) {
+  at::Tensor host = landed(id, param, grad);
+  worker_.wait(states_[id].left_at);
+  return host;
 }
 
 void LandedGradients::recall(UnitId id) {
@@ -136,7 +143,7 @@ at::Tensor LandedGradients::landed(UnitId id, int param, const at::Tensor& grad)
   if (!state.landing) {
     return grad;
   }
-  make_landing(state);
+  make_landing(id);
   const Unit& unit = *units_[id];
   const int region = unit.layout().places()[param].region;
   const int64_t begin = unit.layout().offset_in_shard(param, context_.shard);
@@ -146,14 +153,6 @@ at::Tensor LandedGradients::landed(UnitId id, int param, const at::Tensor& grad)
     host.copy_(grad);
   }
   return host;
-}
-
-int64_t LandedGradients::host_nbytes() const {
-  int64_t nbytes = 0;
-  for (const LandingUnit& state : states_) {
-    nbytes += state.landing ? state.landing->nbytes() : 0;
-  }
-  return nbytes;
 }
 
 } // namespace zerocore

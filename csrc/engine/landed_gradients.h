@@ -32,14 +32,14 @@ class LandedGradients {
   // The gradient on the host. One that was changed since it was sent, or set by hand, is copied
   // now; no update reads the one before any more.
   at::Tensor landed(UnitId unit, int param, const at::Tensor& grad);
+  // The same; blocks until it has come.
+  at::Tensor arrived(UnitId unit, int param, const at::Tensor& grad);
 
   // See Offload::known_squares.
   at::Tensor known_squares(UnitId unit, int param);
   void begin_step() {
     takes_squares_ = false;
   }
-  // Of memory that they are sent to.
-  int64_t host_nbytes() const;
 
  private:
   // A gradient's memory and version.
@@ -61,7 +61,7 @@ class LandedGradients {
   };
 
   static Shown as_shown(const at::Tensor& grad);
-  static void make_landing(LandingUnit& state);
+  void make_landing(UnitId unit);
   void land(UnitId unit, int region, const at::Tensor& kept);
   void square(UnitId unit, int region, const at::Tensor& host);
   StepWorker::Ticket bring(UnitId unit, int64_t nbytes, StepWorker::Work copy);

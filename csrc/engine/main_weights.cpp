@@ -30,10 +30,10 @@ at::Tensor MainWeights::written_view(int region, int64_t offset, at::IntArrayRef
 void MainWeights::allocate(UnitId id) {
   const Tier tier = context_.tiers.states;
   if (main_ && !main_->attached()) {
-    main_->attach(context_.memory_of(tier, id, DiskPart::Main, main_->nbytes()));
+    main_->attach(context_.memory_of(tier, id, StatePart::Main, main_->nbytes()));
   }
   if (sent_ && !sent_->attached()) {
-    sent_->attach(context_.memory_of(tier, id, DiskPart::Sent, sent_->nbytes()));
+    sent_->attach(context_.memory_of(tier, id, StatePart::Sent, sent_->nbytes()));
   }
 }
 
@@ -91,13 +91,6 @@ void MainWeights::send(bool blocks) const {
 
 int64_t MainWeights::device_nbytes() const {
   return main_ && !on_host() ? main_->nbytes() : 0;
-}
-
-int64_t MainWeights::host_nbytes() const {
-  if (context_.tiers.states == Tier::Disk) {
-    return 0;
-  }
-  return (main_ && on_host() ? main_->nbytes() : 0) + (sent_ ? sent_->nbytes() : 0);
 }
 
 int64_t MainWeights::sent_nbytes() const {

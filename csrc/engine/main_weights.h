@@ -62,9 +62,8 @@ class MainWeights {
   void order_send() const;
   void send(bool blocks = false) const;
 
-  // Bytes of main weights on the device; of all that is on the host; and of what is sent.
+  // Bytes of main weights on the device; and of what is sent.
   int64_t device_nbytes() const;
-  int64_t host_nbytes() const;
   int64_t sent_nbytes() const;
 
  private:

@@ -6,15 +6,31 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/autograd.h"
 #include "engine/disk_states.h"
 
 namespace zerocore {
+
+namespace {
+
+// A device may still be reading parameters on the host, which are going to change.
+void wait_for_load(const StreamEvent& event) {
+  if (event != nullptr && event->event) {
+    event->event->synchronize();
+  }
+}
+
+} // namespace
 
 Offload::Offload(
     const std::vector<std::unique_ptr<Unit>>& units,
     const UnitContext& context,
     int num_threads)
     : units_(units), context_(context), worker_(std::make_unique<StepWorker>(num_threads)) {
+  if (context_.lands_gradients()) {
+    host_gradients_.emplace(context_, *worker_);
+    landed_at_.resize(units.size());
+  }
   if (!context.tiers.has_host_states()) {
     return;
   }
@@ -32,6 +48,10 @@ Offload::~Offload() {
 
 // -- gradients ------------------------------------------------------------------------------
 
+void Offload::land(UnitId id, const at::Tensor& from, const at::Tensor& kept, bool adds) {
+  landed_at_[id] = host_gradients_->land(id, units_[id]->name(), from, kept, adds);
+}
+
 void Offload::leave(UnitId id, int region, const at::Tensor& kept) {
   if (gradients_) {
     gradients_->leave(id, region, kept);
@@ -39,6 +59,9 @@ void Offload::leave(UnitId id, int region, const at::Tensor& kept) {
 }
 
 void Offload::recall(UnitId id) {
+  if (host_gradients_) {
+    wait(landed_at_[id]);
+  }
   if (gradients_) {
     wait(states_[id].updated_at);
     gradients_->recall(id);
@@ -52,7 +75,16 @@ void Offload::note_shown(UnitId id) {
 }
 
 at::Tensor Offload::known_squares(UnitId id, int param) {
-  return gradients_ ? gradients_->known_squares(id, param) : at::Tensor();
+  const at::Tensor squares = gradients_ ? gradients_->known_squares(id, param) : at::Tensor();
+  if (!squares.defined() && host_gradients_) {
+    wait(landed_at_[id]); // they are taken of the gradient now
+  }
+  return squares;
+}
+
+at::Tensor Offload::arrived_gradient(UnitId id, int param) {
+  TORCH_CHECK_VALUE(updates(id, param), "the parameter is not updated on the host");
+  return gradients_->arrived(id, param, gradient_of(units_[id]->params()[param].shard));
 }
 
 // -- updates --------------------------------------------------------------------------------
@@ -80,7 +112,9 @@ void Offload::update(HostUpdate given) {
   announce(held->unit);
   OffloadedUnit& state = states_[held->unit];
   state.record = context_.note(TraceOp::HostUpdate, held->unit, nbytes);
-  last_update_ = worker_->submit(state.record, [this, held, step = std::move(step)] {
+  const StreamEvent loaded = units_[held->unit]->loaded();
+  last_update_ = worker_->submit(state.record, [this, held, loaded, step = std::move(step)] {
+    wait_for_load(loaded);
     bring_states(held->unit);
     step.run();
     for (const auto& [to, from] : held->casts) {
@@ -201,7 +235,7 @@ std::shared_future<void> Offload::before_gather(UnitId id) {
 }
 
 void Offload::check() {
-  if (states_.empty() || worker_ == nullptr) {
+  if ((states_.empty() && !host_gradients_) || worker_ == nullptr) {
     return;
   }
   auto error = worker_->take_error();
@@ -236,6 +270,11 @@ void Offload::synchronize() {
   end_step();
   wait(worker_ == nullptr ? 0 : worker_->last());
   wait_arrivals();
+  for (const auto& unit : units_) {
+    if (worker_ != nullptr) {
+      wait_for_load(unit->loaded());
+    }
+  }
   check();
   check_disk();
 }
@@ -261,16 +300,6 @@ void Offload::wait_arrivals() {
   for (UnitId id = 0; id < static_cast<UnitId>(states_.size()); ++id) {
     wait_arrival(id);
   }
-}
-
-std::pair<int64_t, int64_t> Offload::host_nbytes() const {
-  int64_t weights = 0;
-  for (const auto& unit : units_) {
-    const bool has_shard = context_.tiers.parameters == Tier::Host;
-    const int64_t shard = has_shard ? unit->layout().of_shard(context_.shard).nbytes() : 0;
-    weights += unit->main().host_nbytes() + shard;
-  }
-  return {weights, gradients_ ? gradients_->host_nbytes() : 0};
 }
 
 } // namespace zerocore

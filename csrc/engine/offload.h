@@ -5,8 +5,9 @@
 // One worker carries out what is submitted, in order. A region's gradient is sent when its
 // reduction is complete, under the rest of the backward; the host has it in memory of its own, or
 // it is kept there. Behind that its squares are summed, chunk by chunk, where a step has asked for
-// the norm before: the next step only adds what is known. That is on the CPU; a device with streams
-// sums its own gradients in the step, in one pass over memory that is much faster than the host's.
+// the norm before: the next step only adds what is known. That is where the host keeps them; a
+// device with streams sums its own gradients in the step, in one pass over memory that is much
+// faster than the host's.
 // An update of a unit is submitted next, then the return of its weights. The next forward waits for
 // a unit's weights before it gathers or uses them, so later units are updated under the forward of
 // earlier ones. Whoever else reads or writes the memory that an update works on waits for all of
@@ -22,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/host_gradients.h"
 #include "engine/landed_gradients.h"
 #include "engine/step_worker.h"
 #include "engine/unit.h"
@@ -53,6 +55,8 @@ class Offload {
   Offload(const Offload&) = delete;
   Offload& operator=(const Offload&) = delete;
 
+  // What lies in `from` is to go to the gradient `kept`, see HostGradients.
+  void land(UnitId unit, const at::Tensor& from, const at::Tensor& kept, bool adds);
   // A region's gradient is complete; `kept` is this rank's part of it, 1-D.
   void leave(UnitId unit, int region, const at::Tensor& kept);
   // The unit's gradients are going to change. Blocks until nobody reads them.
@@ -64,6 +68,9 @@ class Offload {
   // undefined where they are not known, or the gradient has changed since. Blocks until they are
   // there. From now to the next step they are taken as gradients arrive.
   at::Tensor known_squares(UnitId unit, int param);
+
+  // The gradient of a parameter that is updated on the host, there. Blocks until it has come.
+  at::Tensor arrived_gradient(UnitId unit, int param);
 
   // An optimizer steps next. As wait_updates().
   void begin_step();
@@ -95,8 +102,6 @@ class Offload {
   void mark_forked() {
     static_cast<void>(worker_.release());
   }
-  // Bytes on the host: of weights, and for gradients that are sent there.
-  std::pair<int64_t, int64_t> host_nbytes() const;
 
  private:
   struct OffloadedUnit {
@@ -123,6 +128,8 @@ class Offload {
   StepWorker::Ticket last_update_ = 0;
   std::exception_ptr arrival_error_; // of what the emulated link carried
   std::optional<LandedGradients> gradients_; // none without states on the host
+  std::optional<HostGradients> host_gradients_; // none unless a device keeps its gradients there
+  std::vector<StepWorker::Ticket> landed_at_; // by unit
   std::unique_ptr<StepWorker> worker_; // ends first
 };
 

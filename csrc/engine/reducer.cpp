@@ -136,6 +136,9 @@ void Reducer::finish() {
 
 void Reducer::reset() {
   joint_ = {};
+  if (context_.lands_gradients()) { // blocks that are given back may be on their way to the host
+    context_.streams->order(StreamRole::Compute, StreamRole::DeviceToHost);
+  }
   reduction_.reset(*this);
   for (UnitId id = 0; id < static_cast<UnitId>(units_.size()); ++id) {
     clear_full_grads(id);
@@ -189,6 +192,8 @@ void Reducer::run(const GradStep& step) {
       return;
     case GradStepKind::Sum:
       return sum(step);
+    case GradStepKind::Land:
+      return land(step);
     case GradStepKind::Leave:
       return leave(step);
   }
@@ -268,6 +273,11 @@ void Reducer::sum(const GradStep& step) {
   kernels::accumulate(to, from, step.parts, step.adds);
 }
 
+void Reducer::land(const GradStep& step) {
+  const GradientMemory& memory = memory_[step.unit][step.region];
+  offload_.land(step.unit, memory.own(step.from), memory.own(GradPlace::Kept), step.adds);
+}
+
 void Reducer::leave(const GradStep& step) {
   if (leaves_[step.unit]) {
     const GradientMemory& memory = memory_[step.unit][step.region];
@@ -278,7 +288,7 @@ void Reducer::leave(const GradStep& step) {
 // The optimizer may read and write the gradients from here on.
 void Reducer::note_use(UnitId id) const {
   for (const GradientMemory& memory : memory_[id]) {
-    if (memory.is_kept()) {
+    if (memory.is_kept() && !context_.lands_gradients()) {
       context_.streams->note_write(
           StreamRole::Compute, memory.own(GradPlace::Kept), "gives gradients", units_[id]->name());
     }

@@ -78,6 +78,7 @@ class Reducer final : private GradSteps {
       PendingCollective& pending);
   void start_joint();
   void sum(const GradStep& step);
+  void land(const GradStep& step);
   void leave(const GradStep& step);
   void note_trainable(UnitId unit);
   void clear_full_grads(UnitId unit);

@@ -85,6 +85,10 @@ class Unit {
   void unshard(const std::shared_future<void>& after = {});
   // Unsharding > Unsharded: orders compute behind the gathers.
   void wait_for_unshard();
+  // See Gathers.
+  const StreamEvent& loaded() const {
+    return gathers_.loaded();
+  }
   // For the checker: the compute stream reads the unsharded parameters now.
   void note_use() const;
   // For the checker: the compute stream has changed the shards.

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "engine/peers.h"
-#include "plan/disk_layout.h"
 #include "plan/stage_policy.h"
+#include "plan/state_parts.h"
 #include "plan/tiers.h"
 #include "runtime/bucket_pool.h"
 #include "runtime/collectives.h"
@@ -16,6 +16,7 @@
 namespace zerocore {
 
 class DiskStates;
+class HostStates;
 
 // Shared by the units of a model; outlives them.
 struct UnitContext {
@@ -31,13 +32,19 @@ struct UnitContext {
   int64_t shard = 0; // this rank's
   bool by_rows = false; // see Note [Shards of rows]
   Tiers tiers; // see Note [States on the host]
+  HostStates* host = nullptr; // null where nothing is on the host
   DiskStates* disk = nullptr; // null where nothing is on disk
 
   c10::Device device_of(Tier tier) const {
     return tier == Tier::Device ? streams->device() : c10::Device(c10::kCPU);
   }
+  // Gradients are kept on the host and come off a device, see Note [Gradients of a device on the
+  // host].
+  bool lands_gradients() const {
+    return tiers.lands_gradients(!streams->has_streams());
+  }
   // For a part of the unit that lies in that tier.
-  c10::DataPtr memory_of(Tier tier, UnitId unit, DiskPart part, int64_t nbytes) const;
+  c10::DataPtr memory_of(Tier tier, UnitId unit, StatePart part, int64_t nbytes) const;
   // All ranks.
   int64_t world_size() const {
     return (collectives == nullptr ? 1 : collectives->size()) *

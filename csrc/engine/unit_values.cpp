@@ -30,7 +30,7 @@ void Unit::allocate_persistent() {
   main_.allocate(id_);
   if (shards_ && !shards_->attached()) {
     const Tier tier = context_.tiers.parameters;
-    shards_->attach(context_.memory_of(tier, id_, DiskPart::Parameters, shards_->nbytes()));
+    shards_->attach(context_.memory_of(tier, id_, StatePart::Parameters, shards_->nbytes()));
   } else if (!shards_ && !bucket_.attached()) {
     bucket_.attach(allocate_memory(device, bucket_.nbytes()));
     state_ = UnitState::Unsharded;

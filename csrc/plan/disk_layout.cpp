@@ -15,25 +15,20 @@ Range DiskLayout::take(int64_t nbytes) {
 }
 
 void DiskLayout::add(const Layout& layout) {
-  const Layout own = layout.of_shard(shard_);
-  const Layout main = own.retyped(&Region::main);
-  const std::vector<int> trained = tiers_.trained_regions(layout);
-  const bool has_states = tiers_.states == Tier::Disk;
-  const bool has_parameters = tiers_.parameters == Tier::Disk && shards_parameters_;
-  const int64_t moment = has_states ? main.nbytes_of(trained) : 0;
   DiskUnit unit;
-  unit.parts = {
-      take(has_parameters ? own.nbytes() : 0),
-      take(has_states ? main.nbytes_of(tiers_.main_regions(layout)) : 0),
-      take(has_states ? own.nbytes_of(tiers_.sent_regions(layout)) : 0),
-      take(moment),
-      take(moment)};
-  unit.updated = {file_nbytes_, file_nbytes_};
-  if (!trained.empty()) {
+  const PartSizes sizes = part_sizes(Tier::Disk, layout, tiers_, shards_parameters_, shard_);
+  for (size_t part = 0; part < sizes.size(); ++part) {
+    unit.parts[part] = take(sizes[part]);
+  }
+  unit.updated = {unit.parts.front().begin, file_nbytes_};
+  const std::vector<int> trained = Tiers::trained_regions(layout);
+  if (trained.empty()) {
+    unit.updated.begin = file_nbytes_;
+  } else if (!unit.part(StatePart::Parameters).empty()) {
+    const Layout own = layout.of_shard(shard_);
     std::vector<int> before = own.all_regions();
     std::erase_if(before, [&](int region) { return region >= trained.front(); });
-    const int64_t skipped = has_parameters ? own.nbytes_of(before) : 0;
-    unit.updated.begin = unit.parts[0].begin + skipped / page_nbytes() * page_nbytes();
+    unit.updated.begin += own.nbytes_of(before) / page_nbytes() * page_nbytes();
   }
   units_.push_back(unit);
 }
@@ -41,7 +36,7 @@ void DiskLayout::add(const Layout& layout) {
 int64_t DiskLayout::load_nbytes() const {
   int64_t nbytes = 0;
   for (const DiskUnit& unit : units_) {
-    nbytes = std::max(nbytes, unit.part(DiskPart::Parameters).size());
+    nbytes = std::max(nbytes, unit.part(StatePart::Parameters).size());
   }
   return nbytes;
 }

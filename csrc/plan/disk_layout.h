@@ -9,21 +9,15 @@
 #include <vector>
 
 #include "common/types.h"
-#include "plan/layout.h"
-#include "plan/tiers.h"
+#include "plan/state_parts.h"
 
 namespace zerocore {
 
-// Parameters are what layers compute with, main weights what is updated, and Sent these as they are
-// sent to the device. The moments are those of AdamW.
-enum class DiskPart : uint8_t { Parameters, Main, Sent, ExpAvg, ExpAvgSq };
-inline constexpr int kNumDiskParts = 5;
-
 struct DiskUnit {
-  std::array<Range, kNumDiskParts> parts; // bytes of the file, empty for what is not on disk
+  std::array<Range, kNumStateParts> parts; // bytes of the file, empty for what is not on disk
   Range updated; // bytes of the file that an update reads and writes
 
-  const Range& part(DiskPart which) const {
+  const Range& part(StatePart which) const {
     return parts[static_cast<size_t>(which)];
   }
 };

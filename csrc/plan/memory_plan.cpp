@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "plan/disk_layout.h"
+#include "plan/host_layout.h"
 #include "plan/stage_policy.h"
 #include "plan/step_simulation.h"
 
@@ -11,34 +12,30 @@ namespace zerocore {
 
 namespace {
 
-// Adds the bytes that one unit holds between steps on the rank.
+// Adds the bytes that one unit holds between steps on the rank's device, and its moments.
 void add_unit(
     MemoryPlan& plan,
     const UnitPlan& unit,
     const Layout& layout,
-    const PlanOptions& options,
-    int64_t rank) {
-  const StagePolicy policy = StagePolicy::of(options.sharding, options.world_size);
-  const int64_t shard = policy.shards_optimizer() ? rank : 0;
-  const Tiers& tiers = options.sharding.tiers;
+    const StagePolicy& policy,
+    const Tiers& tiers,
+    int64_t shard) {
   const Layout own = layout.of_shard(shard);
-  int64_t on_disk = 0; // the disk's layout counts it
-  const auto of = [&](Tier tier, int64_t& device, int64_t& host) -> int64_t& {
-    return tier == Tier::Device ? device : tier == Tier::Host ? host : on_disk;
-  };
-  of(tiers.parameters, plan.parameters, plan.host.weights) +=
-      policy.shards_parameters() ? own.nbytes() : layout.nbytes();
-  of(tiers.states, plan.main_weights, plan.host.weights) +=
-      own.retyped(&Region::main).nbytes_of(tiers.main_regions(layout));
-  of(tiers.states, plan.host.weights, plan.host.weights) +=
-      own.nbytes_of(tiers.sent_regions(layout));
-  plan.host.gradients += own.retyped(&Region::grad).nbytes_of(tiers.landing_regions(layout));
+  if (tiers.parameters == Tier::Device) {
+    plan.parameters += policy.shards_parameters() ? own.nbytes() : layout.nbytes();
+  }
+  if (tiers.states == Tier::Device) {
+    plan.main_weights += own.retyped(&Region::main).nbytes_of(tiers.main_regions(layout));
+  }
+  int64_t on_disk = 0; // the disk's layout counts them
+  int64_t& moments = tiers.states == Tier::Device ? plan.optimizer
+      : tiers.states == Tier::Host                ? plan.host.optimizer
+                                                  : on_disk;
   for (int i = 0; i < static_cast<int>(unit.params.size()); ++i) {
     const bool unused = std::find(unit.unused.begin(), unit.unused.end(), i) != unit.unused.end();
     if (unit.params[i].requires_grad && !unused) {
       const Region& region = layout.regions()[layout.places()[i].region];
-      of(tiers.states, plan.optimizer, plan.host.optimizer) +=
-          region.main.itemsize * layout.owned(i, shard).size();
+      moments += region.main.itemsize * layout.owned(i, shard).size();
     }
   }
 }
@@ -46,7 +43,8 @@ void add_unit(
 } // namespace
 
 std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanOptions& options) {
-  const StagePolicy policy = StagePolicy::of(options.sharding, options.world_size);
+  const StagePolicy policy =
+      StagePolicy::of(options.sharding, options.world_size, options.sums_on_host);
   std::vector<Layout> layouts;
   layouts.reserve(units.size());
   for (const UnitPlan& unit : units) {
@@ -91,19 +89,25 @@ MemoryPlan plan_memory(
   StepSimulation simulation(units, order, options, plan_pool(units, order, options));
   simulation.run_steps();
   MemoryPlan plan;
-  const bool on_host = options.sharding.tiers.gradients == Tier::Host;
-  int64_t& gradients = on_host ? plan.host.gradients : plan.gradients;
-  const StagePolicy policy = StagePolicy::of(options.sharding, options.world_size);
-  DiskLayout disk(
-      options.sharding.tiers, policy.shards_parameters(), policy.shards_optimizer() ? rank : 0);
+  const Tiers& tiers = options.sharding.tiers;
+  const StagePolicy policy =
+      StagePolicy::of(options.sharding, options.world_size, options.sums_on_host);
+  const int64_t shard = policy.shards_optimizer() ? rank : 0;
+  const bool lands = tiers.lands_gradients(options.sums_on_host);
+  HostLayout host(tiers, policy.shards_parameters(), shard, lands);
+  DiskLayout disk(tiers, policy.shards_parameters(), shard);
   for (size_t i = 0; i < units.size(); ++i) {
-    add_unit(plan, units[i], simulation.layout(i), options, rank);
-    disk.add(simulation.layout(i));
-    gradients += simulation.kept_gradients(i);
+    const Layout& layout = simulation.layout(i);
+    add_unit(plan, units[i], layout, policy, tiers, shard);
+    host.add(layout);
+    disk.add(layout);
+    plan.gradients += tiers.gradients == Tier::Device ? simulation.kept_gradients(i) : 0;
   }
   plan.optimizer *= optimizer_states;
   plan.host.optimizer *= optimizer_states;
-  plan.host.buffers = disk.buffers_nbytes();
+  plan.host.weights = host.weights_nbytes();
+  plan.host.gradients = host.gradients_nbytes();
+  plan.host.buffers = host.gaps_nbytes() + disk.buffers_nbytes();
   plan.host.disk = disk.file_nbytes();
   plan.pool = simulation.pool().stats().peak_nbytes;
   plan.pool_reserved = simulation.pool().stats().peak_reserved_nbytes;

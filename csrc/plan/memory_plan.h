@@ -28,7 +28,7 @@ struct PlanOptions {
   WireMethods methods;
   int micro_batches = 1; // forwards and backwards of a step, all but the last under no_sync
   int64_t num_replicas = 1; // groups of world_size ranks that hold the same (hybrid sharding)
-  bool sums_on_host = false; // sums over replicas start when the host knows the first ones (CPU)
+  bool sums_on_host = false; // the CPU computes: sums over replicas start when it knows the first
   // The order that the schedule expects before it has seen a forward; empty for the order itself.
   std::vector<CallEvent> first_order;
   // The backward as it was observed; empty for the mirrored forward.
@@ -55,12 +55,13 @@ struct PlannedEvent {
   bool operator==(const PlannedEvent& other) const = default;
 };
 
-// Bytes on the host for one rank, see plan/tiers.h; and in its file, see plan/disk_layout.h.
+// Bytes on the host for one rank, see plan/host_layout.h; and in its file, see
+// plan/disk_layout.h.
 struct HostBytes {
   int64_t weights = 0; // main weights, these as layers compute with them, shards of parameters
   int64_t gradients = 0; // kept there, or sent there for the update
   int64_t optimizer = 0;
-  int64_t buffers = 0; // for what is on disk
+  int64_t buffers = 0; // for what is on disk, and gaps between the parts
   int64_t disk = 0;
 
   int64_t total() const {

@@ -20,8 +20,8 @@ GradStep make_step(GradStepKind kind, std::pair<UnitId, int> key) {
 } // namespace
 
 Reduction::Reduction(const ReductionOptions& options, std::vector<const Layout*> layouts)
-    : options_(options), layouts_(std::move(layouts)) {
-  for (const Layout* layout : layouts_) {
+    : facts_(options, std::move(layouts)) {
+  for (const Layout* layout : facts_.layouts()) {
     UnitState& unit = units_.emplace_back();
     unit.params.resize(layout->places().size());
     for (const Region& region : layout->regions()) {
@@ -35,7 +35,8 @@ void Reduction::set_trainable(UnitId unit, int region, bool trainable) {
 }
 
 bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
-  const bool holds = !sync && (!options_.policy.shards_gradients() || options_.sharding.hold_full);
+  const bool holds =
+      !sync && (!facts_.options().policy.shards_gradients() || facts_.options().sharding.hold_full);
   if (completes_first(unit)) {
     complete_all(steps);
   }
@@ -45,7 +46,7 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
       pack({unit, region}, holds, steps);
     }
   }
-  if (!holds && communicates()) {
+  if (!holds && facts_.communicates()) {
     steps.run(make_step(GradStepKind::Order, {unit, 0}));
     for (int region = 0; region < num_regions; ++region) {
       if (state_of({unit, region}).trainable) {
@@ -54,6 +55,12 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
     }
     start_across(unit, steps);
   } else if (!holds) {
+    for (int region = 0; facts_.lands() && region < num_regions; ++region) {
+      if (state_of({unit, region}).trainable) {
+        land({unit, region}, GradPlace::Full, steps);
+        give_back({unit, region}, GradPlace::Full, state_of({unit, region}).full, steps);
+      }
+    }
     for (ParamState& param : units_[unit].params) {
       param = {/*valid=*/param.valid || param.local, /*local=*/false};
     }
@@ -69,16 +76,17 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
 // At most one reduction is in flight where it holds blocks of the pool, which the next one then
 // takes, and where the sum over the replicas waits for the host.
 bool Reduction::completes_first(UnitId unit) const {
-  const auto& regions = layouts_.at(unit)->regions();
-  return options_.policy.shards_gradients() || parts() > 1 || (options_.on_host && sums_across()) ||
-      (communicates() && std::any_of(regions.begin(), regions.end(), [](const Region& region) {
-           return region.has_wire();
-         }));
+  const auto& regions = facts_.layouts().at(unit)->regions();
+  return facts_.options().policy.shards_gradients() || facts_.parts() > 1 ||
+      (facts_.options().on_host && facts_.sums_across()) ||
+      (facts_.communicates() &&
+       std::any_of(
+           regions.begin(), regions.end(), [](const Region& region) { return region.has_wire(); }));
 }
 
 void Reduction::finish(GradSteps& steps) {
   complete_all(steps);
-  for (UnitId unit = 0; sums_across() && unit < static_cast<UnitId>(units_.size()); ++unit) {
+  for (UnitId unit = 0; facts_.sums_across() && unit < static_cast<UnitId>(units_.size()); ++unit) {
     for (int region = 0; region < static_cast<int>(units_[unit].regions.size()); ++region) {
       if (state_of({unit, region}).across) {
         wait_across({unit, region}, steps);
@@ -98,6 +106,7 @@ void Reduction::reset(GradSteps& steps) {
       state.local = false;
       state.across = false;
       state.full = state.wire = state.scratch = true;
+      state.result = GradPlace::Kept; // whoever resets has waited for copies to the host
       steps.run(make_step(GradStepKind::Wait, key));
       steps.run(make_step(GradStepKind::WaitAcross, key));
       give_back(key, GradPlace::Scratch, state.scratch, steps);
@@ -120,12 +129,12 @@ void Reduction::pack(Key key, bool holds, GradSteps& steps) {
   wait_across(key, steps);
   state.kept = true;
   steps.run(make_step(GradStepKind::Keep, key));
-  const bool wired = is_wired(key) && !holds;
+  const bool wired = facts_.is_wired(key) && !holds;
   const bool to_wire = wired && !state.local;
   if (wired) {
     take(key, GradPlace::Wire, state.wire, steps);
   }
-  if (options_.policy.shards_gradients() && !to_wire) {
+  if (facts_.options().policy.shards_gradients() && !to_wire) {
     take(key, GradPlace::Full, state.full, steps);
   }
   GradStep step = make_step(GradStepKind::Pack, key);
@@ -138,15 +147,15 @@ void Reduction::pack(Key key, bool holds, GradSteps& steps) {
     steps.run(step);
   }
   // Reduced values that lie in memory of their own, or in a part that the sums leave alone.
-  state.adds = (options_.policy.shards_gradients() || to_wire) && any_valid(key);
+  state.adds = (facts_.options().policy.shards_gradients() || to_wire) && any_valid(key);
   state.local = holds;
-  for (const int param : region_of(key).params) {
+  for (const int param : facts_.region_of(key).params) {
     units_[key.first].params[param].local = true;
   }
 }
 
 Range Reduction::added(const GradStep& pack, int param) const {
-  const Layout& layout = *layouts_[pack.unit];
+  const Layout& layout = *facts_.layouts()[pack.unit];
   const Range place = layout.places().at(param).range();
   const Range none{place.begin, place.begin};
   const ParamState& state = units_[pack.unit].params[param];
@@ -157,16 +166,16 @@ Range Reduction::added(const GradStep& pack, int param) const {
     return state.local ? place : none;
   }
   // A reduced value counts once in the next sum: on one of the ranks that own it.
-  if (options_.policy.shards_gradients() || !state.valid || !options_.counts_kept) {
+  if (facts_.options().policy.shards_gradients() || !state.valid || !facts_.options().counts_kept) {
     return none;
   }
   const Region& region = layout.regions()[pack.region];
-  const Range kept = intersect(place, region.shard_range(options_.shard));
+  const Range kept = intersect(place, region.shard_range(facts_.options().shard));
   return kept.empty() ? none : kept;
 }
 
 bool Reduction::any_valid(Key key) const {
-  const auto& params = region_of(key).params;
+  const auto& params = facts_.region_of(key).params;
   return std::any_of(
       params.begin(), params.end(), [&](int param) { return is_valid(key.first, param); });
 }
@@ -174,21 +183,21 @@ bool Reduction::any_valid(Key key) const {
 // -- reducing -------------------------------------------------------------------------------
 
 void Reduction::issue(Key key, GradSteps& steps) {
-  const bool sharded = options_.policy.shards_optimizer();
+  const bool sharded = facts_.options().policy.shards_optimizer();
   choose_result(key, steps);
   GradStep step = make_step(GradStepKind::Start, key);
   step.op = sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce;
-  step.from = is_wired(key) ? GradPlace::Wire : GradPlace::Full;
+  step.from = facts_.is_wired(key) ? GradPlace::Wire : GradPlace::Full;
   step.to = state_of(key).result;
-  step.parts = parts();
-  step.nbytes = sent_nbytes(key, step.from);
+  step.parts = facts_.parts();
+  step.nbytes = facts_.sent_nbytes(key, step.from);
   steps.run(step);
   in_flight_.push_back(key);
 }
 
 // On a device: behind all of the unit's reductions, which may be one launch.
 void Reduction::start_across(UnitId unit, GradSteps& steps) {
-  if (options_.on_host || !sums_across()) {
+  if (facts_.options().on_host || !facts_.sums_across()) {
     return;
   }
   for (int region = 0; region < static_cast<int>(units_[unit].regions.size()); ++region) {
@@ -201,16 +210,17 @@ void Reduction::start_across(UnitId unit, GradSteps& steps) {
 // Where the collective leaves its result: in the gradient itself if it can.
 void Reduction::choose_result(Key key, GradSteps& steps) {
   RegionState& state = state_of(key);
-  const bool wired = is_wired(key);
-  state.result = wired ? GradPlace::Wire : GradPlace::Kept;
-  if (parts() > 1 || (options_.policy.shards_optimizer() && state.adds && !wired)) {
+  const bool wired = facts_.is_wired(key);
+  const bool sharded = facts_.options().policy.shards_optimizer();
+  state.result = wired ? GradPlace::Wire : facts_.lands() ? GradPlace::Full : GradPlace::Kept;
+  if (facts_.parts() > 1 || (sharded && !wired && (state.adds || facts_.lands()))) {
     take(key, GradPlace::Scratch, state.scratch, steps);
     state.result = GradPlace::Scratch;
   }
 }
 
 void Reduction::complete_all(GradSteps& steps) {
-  if (!options_.on_host && in_flight_.size() > 1) {
+  if (!facts_.options().on_host && in_flight_.size() > 1) {
     // The last one first: on a stream it is behind the others, so one wait is enough.
     wait(in_flight_.back(), steps);
   }
@@ -222,7 +232,7 @@ void Reduction::complete_all(GradSteps& steps) {
 
 // Where the sum over the replicas runs right behind the reduction, it is what is waited for.
 void Reduction::wait(Key key, GradSteps& steps) {
-  const bool is_behind = sums_across() && !options_.on_host;
+  const bool is_behind = facts_.sums_across() && !facts_.options().on_host;
   steps.run(make_step(is_behind ? GradStepKind::WaitAcross : GradStepKind::Wait, key));
 }
 
@@ -230,15 +240,20 @@ void Reduction::wait(Key key, GradSteps& steps) {
 void Reduction::complete(Key key, GradSteps& steps) {
   RegionState& state = state_of(key);
   wait(key, steps);
-  if (options_.on_host && sums_across()) {
+  if (facts_.options().on_host && facts_.sums_across()) {
     complete_across(key, steps);
+  } else if (facts_.lands()) {
+    if (facts_.parts() > 1) {
+      sum_parts(key, GradPlace::Scratch, steps);
+    }
+    land(key, state.result, steps);
   } else if (state.result != GradPlace::Kept) {
-    add_to_kept(key, state.result, parts(), steps);
+    add_to_kept(key, state.result, facts_.parts(), steps);
   }
   give_back(key, GradPlace::Scratch, state.scratch, steps);
   give_back(key, GradPlace::Wire, state.wire, steps);
   give_back(key, GradPlace::Full, state.full, steps);
-  for (const int param : region_of(key).params) {
+  for (const int param : facts_.region_of(key).params) {
     units_[key.first].params[param] = {/*valid=*/true, /*local=*/false};
   }
   if (!state.across) {
@@ -247,7 +262,7 @@ void Reduction::complete(Key key, GradSteps& steps) {
 }
 
 void Reduction::leave(Key key, GradSteps& steps) {
-  if (options_.sharding.tiers.has_host_states()) {
+  if (facts_.options().sharding.tiers.has_host_states()) {
     steps.run(make_step(GradStepKind::Leave, key));
   }
 }
@@ -255,14 +270,10 @@ void Reduction::leave(Key key, GradSteps& steps) {
 // See Note [Replicas].
 void Reduction::complete_across(Key key, GradSteps& steps) {
   const RegionState& state = state_of(key);
-  const bool in_place = !state.adds && !is_wired(key);
+  const bool in_place = !state.adds && !facts_.is_wired(key);
   const GradPlace sum = in_place ? GradPlace::Kept : state.result;
-  if (parts() > 1) {
-    GradStep step = make_step(GradStepKind::Sum, key);
-    step.from = GradPlace::Scratch;
-    step.to = sum;
-    step.parts = parts();
-    steps.run(step);
+  if (facts_.parts() > 1) {
+    sum_parts(key, sum, steps);
   }
   start_across(key, sum, steps);
   if (!in_place) {
@@ -271,11 +282,20 @@ void Reduction::complete_across(Key key, GradSteps& steps) {
   }
 }
 
+// Of what an exchange has left.
+void Reduction::sum_parts(Key key, GradPlace to, GradSteps& steps) {
+  GradStep step = make_step(GradStepKind::Sum, key);
+  step.from = GradPlace::Scratch;
+  step.to = to;
+  step.parts = facts_.parts();
+  steps.run(step);
+}
+
 void Reduction::start_across(Key key, GradPlace place, GradSteps& steps) {
   GradStep step = make_step(GradStepKind::StartAcross, key);
   step.to = place;
-  step.nbytes = result_nbytes(key);
-  state_of(key).across = options_.on_host;
+  step.nbytes = facts_.result_nbytes(key);
+  state_of(key).across = facts_.options().on_host;
   steps.run(step);
 }
 
@@ -285,15 +305,33 @@ void Reduction::wait_across(Key key, GradSteps& steps) {
   }
 }
 
-void Reduction::add_to_kept(Key key, GradPlace from, int64_t parts, GradSteps& steps) {
-  const RegionState& state = state_of(key);
-  for (const int param : region_of(key).params) {
-    if (state.adds && !is_valid(key.first, param)) {
+// What is added to is no old value.
+void Reduction::zero_invalid(Key key, GradSteps& steps) {
+  for (const int param : facts_.region_of(key).params) {
+    if (state_of(key).adds && !is_valid(key.first, param)) {
       GradStep step = make_step(GradStepKind::Zero, key);
       step.param = param;
       steps.run(step);
     }
   }
+}
+
+void Reduction::land(Key key, GradPlace from, GradSteps& steps) {
+  zero_invalid(key, steps);
+  RegionState& state = state_of(key);
+  const Region& region = facts_.region_of(key);
+  state.result = from;
+  GradStep step = make_step(GradStepKind::Land, key);
+  step.from = from;
+  step.adds = state.adds;
+  const ElementType& type = from == GradPlace::Full ? region.grad : region.reduce;
+  step.nbytes = type.itemsize * region.shard_numel;
+  steps.run(step);
+}
+
+void Reduction::add_to_kept(Key key, GradPlace from, int64_t parts, GradSteps& steps) {
+  const RegionState& state = state_of(key);
+  zero_invalid(key, steps);
   GradStep step = make_step(GradStepKind::Sum, key);
   step.from = from;
   step.parts = parts;
@@ -309,7 +347,7 @@ void Reduction::take(Key key, GradPlace place, bool& held, GradSteps& steps) {
   }
   GradStep step = make_step(GradStepKind::Take, key);
   step.to = place;
-  step.nbytes = nbytes_at(key, place);
+  step.nbytes = facts_.nbytes_at(key, place);
   steps.run(step);
   held = true;
 }
@@ -318,43 +356,19 @@ void Reduction::give_back(Key key, GradPlace place, bool& held, GradSteps& steps
   if (std::exchange(held, false)) {
     GradStep step = make_step(GradStepKind::GiveBack, key);
     step.from = place;
-    step.nbytes = nbytes_at(key, place);
+    step.nbytes = facts_.nbytes_at(key, place);
+    if (facts_.lands() && place == state_of(key).result) {
+      step.last_use = StreamRole::DeviceToHost;
+    }
     steps.run(step);
   }
-}
-
-int64_t Reduction::nbytes_at(Key key, GradPlace place) const {
-  const Region& region = region_of(key);
-  switch (place) {
-    case GradPlace::Kept:
-      return region.grad.itemsize *
-          (options_.policy.shards_gradients() ? region.shard_numel : region.numel());
-    case GradPlace::Full:
-      return region.grad.itemsize * region.numel();
-    case GradPlace::Wire:
-      return region.reduce.itemsize * region.numel();
-    case GradPlace::Scratch:
-      return options_.method.received_nbytes(result_nbytes(key), options_.world_size);
-  }
-  return 0;
-}
-
-// Of a bucket, as the collective sends it.
-int64_t Reduction::sent_nbytes(Key key, GradPlace place) const {
-  const int64_t nbytes = nbytes_at(key, place);
-  return options_.policy.shards_optimizer() ? options_.method.wire_nbytes(nbytes) : nbytes;
-}
-
-// Of this rank's part of a sum.
-int64_t Reduction::result_nbytes(Key key) const {
-  return region_of(key).reduce.itemsize * region_of(key).shard_numel;
 }
 
 int64_t Reduction::kept_nbytes(UnitId unit) const {
   int64_t nbytes = 0;
   for (int region = 0; region < static_cast<int>(units_.at(unit).regions.size()); ++region) {
     const Key key{unit, region};
-    nbytes += units_[unit].regions[region].kept ? nbytes_at(key, GradPlace::Kept) : 0;
+    nbytes += units_[unit].regions[region].kept ? facts_.nbytes_at(key, GradPlace::Kept) : 0;
   }
   return nbytes;
 }

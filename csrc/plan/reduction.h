@@ -21,6 +21,10 @@
 // CPU it starts when the first sum is known, which is asked for when the next unit is reduced;
 // where that sum is in its final place the second one is only waited for at the end of the
 // backward.
+//
+// Note [Gradients on the host]
+// Where a device keeps its gradients on the host, a reduction leaves its result in a block, which
+// is copied from there. Without a collective it is the packed gradients themselves.
 #pragma once
 
 #include <cstdint>
@@ -28,22 +32,10 @@
 #include <vector>
 
 #include "common/types.h"
-#include "plan/layout.h"
 #include "plan/pool_map.h"
-#include "plan/shard_options.h"
-#include "plan/stage_policy.h"
-#include "plan/wire_methods.h"
+#include "plan/reduction_facts.h"
 
 namespace zerocore {
-
-// Memory for the gradients of a region.
-enum class GradPlace : uint8_t {
-  Kept, // this rank's gradients between steps
-  Full, // packed gradients of all ranks' shards; unless gradients are sharded, Kept is a part of it
-  Wire, // the same in the type that they travel in
-  Scratch, // the result of a reduction, where it is not the gradient yet
-};
-inline constexpr int kNumGradPlaces = 4;
 
 enum class GradStepKind : uint8_t {
   Keep, // `to` has memory that stays, from here on
@@ -58,6 +50,7 @@ enum class GradStepKind : uint8_t {
   WaitAcross, // for StartAcross
   Zero, // the kept gradient of `param`, whose memory still holds an old value
   Sum, // the sum of the `parts` of `from` goes to this rank's part of `to`
+  Land, // `from` goes to the kept gradient on the host, see Note [Gradients on the host]
   Leave, // the kept gradient is complete; the host may have it
 };
 
@@ -71,6 +64,7 @@ struct GradStep {
   bool adds = false; // to what `to` holds
   int param = -1;
   TraceOp op = TraceOp::AllReduce;
+  StreamRole last_use = StreamRole::Compute; // of a block that is given back
 };
 
 // The block of a Take or a GiveBack.
@@ -89,17 +83,6 @@ class GradSteps {
 
  protected:
   ~GradSteps() = default;
-};
-
-struct ReductionOptions {
-  ShardOptions sharding;
-  StagePolicy policy; // of the stage, or of 0 where there is nothing to shard
-  int64_t world_size = 1; // ranks that share the state
-  int64_t num_replicas = 1;
-  ReduceMethod method; // of reduce-scatters
-  bool on_host = false; // collectives run on no stream: the host waits for them
-  int64_t shard = 0; // this rank's
-  bool counts_kept = true; // among the ranks that hold a gradient, this is the one that adds it
 };
 
 class Reduction {
@@ -152,32 +135,13 @@ class Reduction {
     std::vector<RegionState> regions;
     std::vector<ParamState> params;
   };
-  using Key = std::pair<UnitId, int>; // unit and region
+  using Key = RegionKey;
 
-  const Region& region_of(Key key) const {
-    return layouts_[key.first]->regions()[key.second];
-  }
   RegionState& state_of(Key key) {
     return units_[key.first].regions[key.second];
   }
-  bool communicates() const {
-    return options_.world_size * options_.num_replicas > 1;
-  }
-  bool sums_across() const {
-    return options_.world_size > 1 && options_.num_replicas > 1;
-  }
-  bool is_wired(Key key) const {
-    return communicates() && region_of(key).has_wire();
-  }
-  // That the collective leaves for each element.
-  int64_t parts() const {
-    return options_.policy.shards_optimizer() ? options_.method.parts(options_.world_size) : 1;
-  }
   bool completes_first(UnitId unit) const;
   bool any_valid(Key key) const;
-  int64_t nbytes_at(Key key, GradPlace place) const;
-  int64_t sent_nbytes(Key key, GradPlace place) const;
-  int64_t result_nbytes(Key key) const;
 
   void pack(Key key, bool holds, GradSteps& steps);
   void issue(Key key, GradSteps& steps);
@@ -190,12 +154,14 @@ class Reduction {
   void start_across(Key key, GradPlace place, GradSteps& steps);
   void wait_across(Key key, GradSteps& steps);
   void leave(Key key, GradSteps& steps);
+  void sum_parts(Key key, GradPlace to, GradSteps& steps);
+  void zero_invalid(Key key, GradSteps& steps);
+  void land(Key key, GradPlace from, GradSteps& steps);
   void add_to_kept(Key key, GradPlace from, int64_t parts, GradSteps& steps);
   void take(Key key, GradPlace place, bool& held, GradSteps& steps);
   void give_back(Key key, GradPlace place, bool& held, GradSteps& steps);
 
-  ReductionOptions options_;
-  std::vector<const Layout*> layouts_;
+  ReductionFacts facts_;
   std::vector<UnitState> units_;
   std::vector<Key> in_flight_; // oldest first
 };

@@ -24,10 +24,13 @@ StagePolicy StagePolicy::from_stage(int64_t stage, int64_t world_size) {
   return world_size == 1 ? kStages[0] : kStages[stage];
 }
 
-StagePolicy StagePolicy::of(const ShardOptions& sharding, int64_t world_size) {
+StagePolicy StagePolicy::of(const ShardOptions& sharding, int64_t world_size, bool on_host) {
   StagePolicy policy = from_stage(sharding.stage, world_size);
   if (sharding.tiers.has_host_parameters()) {
     policy.parameters = Placement::Sharded;
+  }
+  if (sharding.tiers.lands_gradients(on_host)) {
+    policy.gradients = Placement::Sharded;
   }
   return policy;
 }

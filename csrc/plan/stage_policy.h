@@ -17,8 +17,9 @@ struct StagePolicy {
   // Stage 0-3 on `world_size` ranks; one rank has nothing to shard, whatever the stage.
   // Throws c10::ValueError for any other stage.
   static StagePolicy from_stage(int64_t stage, int64_t world_size);
-  // The same, where parameters on the host are gathered from there, also by one rank.
-  static StagePolicy of(const ShardOptions& sharding, int64_t world_size);
+  // The same, where parameters on the host are gathered from there, also by one rank, and gradients
+  // that a device keeps on the host pass through a block. `on_host`: the CPU computes.
+  static StagePolicy of(const ShardOptions& sharding, int64_t world_size, bool on_host);
 
   bool shards_parameters() const {
     return parameters == Placement::Sharded;

@@ -58,7 +58,7 @@ StepSimulation::StepSimulation(
     : options_(options),
       order_(order),
       backward_(options.backward.empty() ? mirrored(order) : options.backward),
-      policy_(StagePolicy::of(options.sharding, options.world_size)),
+      policy_(StagePolicy::of(options.sharding, options.world_size, options.sums_on_host)),
       schedule_(
           ScheduleOptions::of(static_cast<int>(units.size()), options.sharding, policy_),
           options.first_order.empty() ? order : options.first_order),
@@ -225,6 +225,9 @@ void StepSimulation::run(const GradStep& step) {
     case GradStepKind::StartAcross:
       add(step.op, step.unit, step.nbytes, /*across=*/true);
       break;
+    case GradStepKind::Land:
+      add(TraceOp::ToHost, step.unit, step.nbytes);
+      break;
     case GradStepKind::Leave:
       leave(step);
       break;
@@ -234,7 +237,7 @@ void StepSimulation::run(const GradStep& step) {
 }
 
 void StepSimulation::leave(const GradStep& step) {
-  if (sync_) {
+  if (sync_ && !options_.sharding.tiers.lands_gradients(options_.sums_on_host)) {
     const Region& region = layouts_[step.unit].regions()[step.region];
     add(TraceOp::ToHost, step.unit, region.grad.itemsize * region.shard_numel);
   }

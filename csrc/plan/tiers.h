@@ -32,6 +32,14 @@ struct Tiers {
   bool uses_disk() const {
     return states == Tier::Disk || parameters == Tier::Disk;
   }
+  // They are kept there, or sent there for the update.
+  bool has_host_gradients() const {
+    return gradients != Tier::Device || has_host_states();
+  }
+  // Gradients are kept there, and come off a device unless the CPU computes, `on_host`.
+  bool lands_gradients(bool on_host) const {
+    return gradients == Tier::Host && !on_host;
+  }
   // The device gets weights anew after an update.
   bool returns_weights() const {
     return has_host_states() && !has_host_parameters();

@@ -52,15 +52,16 @@ void BucketPool::take_memory(Slot& slot, const std::optional<int64_t>& offset, S
   wait_for_past_uses({*offset, *offset + slot.nbytes}, role);
 }
 
-void BucketPool::release(Slot& slot) {
+void BucketPool::release(Slot& slot, StreamRole role) {
   if (!slot.held()) {
     return;
   }
   if (slot.own.nbytes > 0) {
+    streams_.order(StreamRole::Compute, role);
     free(slot.own);
   } else if (streams_.has_streams()) {
     const int64_t begin = static_cast<char*>(slot.data) - static_cast<char*>(arena_.data.get());
-    past_uses_.push_back({{begin, begin + slot.nbytes}, streams_.record(StreamRole::Compute)});
+    past_uses_.push_back({{begin, begin + slot.nbytes}, streams_.record(role)});
   }
   map_.release(std::exchange(slot, Slot{}).key);
   if (std::exchange(arrangement_, map_.arrangement()) != map_.arrangement()) {

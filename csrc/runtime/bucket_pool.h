@@ -47,9 +47,9 @@ class BucketPool {
   // A slot of exactly `nbytes`; work of `role`'s stream may use it at once. Zero bytes give an
   // empty slot. Throws what the device's allocator throws, and has changed nothing then.
   Slot acquire(const BlockKey& key, int64_t nbytes, StreamRole role);
-  // Gives a slot back; what the compute stream was given so far is its last use.
-  // Releasing an empty slot does nothing.
-  void release(Slot& slot);
+  // Gives a slot back; what the role's stream was given so far is its last use, which lies behind
+  // those of other streams. Releasing an empty slot does nothing.
+  void release(Slot& slot, StreamRole role = StreamRole::Compute);
 
   // Places of the blocks that are expected; nothing was acquired yet.
   void expect(PoolMap map) {

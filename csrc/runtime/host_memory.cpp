@@ -27,13 +27,16 @@ char* map_zeros(int64_t nbytes) {
 }
 
 // Advice that a system may not know; nothing depends on it.
-void advise([[maybe_unused]] void* data, [[maybe_unused]] int64_t nbytes) {
+void advise([[maybe_unused]] void* data, [[maybe_unused]] const HostMemoryOptions& options) {
 #ifdef __linux__
   // A pass over gigabytes in pages of 4 KiB spends its time on looking up pages.
-  ::madvise(data, static_cast<size_t>(nbytes), MADV_HUGEPAGE);
+  ::madvise(data, static_cast<size_t>(options.nbytes), MADV_HUGEPAGE);
   // Pages shared with the child of a fork (a worker of a data loader) are copied when either
-  // writes: the next step would take all of it twice, and leave pinned pages to the child.
-  ::madvise(data, static_cast<size_t>(nbytes), MADV_DONTFORK);
+  // writes, which leaves those that a device or a disk knows to the child.
+  const int64_t apart = options.inherited ? options.pinned_nbytes : options.nbytes;
+  if (apart > 0) {
+    ::madvise(data, static_cast<size_t>(apart), MADV_DONTFORK);
+  }
 #endif
 }
 
@@ -42,12 +45,11 @@ void advise([[maybe_unused]] void* data, [[maybe_unused]] int64_t nbytes) {
 HostMemory::HostMemory(int64_t nbytes) : nbytes_(nbytes) {
   if (nbytes > 0) {
     data_ = map_zeros(nbytes);
-    advise(data_, nbytes);
   }
 }
 
 HostMemory::~HostMemory() {
-  if (is_pinned_) {
+  if (pinned_nbytes_ > 0) {
     page_pinning()->unpin(data_);
   }
   if (data_ != nullptr) {
@@ -55,15 +57,33 @@ HostMemory::~HostMemory() {
   }
 }
 
-std::shared_ptr<HostMemory> HostMemory::map(int64_t nbytes, bool pinned) {
-  TORCH_CHECK_VALUE(nbytes >= 0, "host memory: expected 0 bytes or more, got ", nbytes);
-  const std::shared_ptr<HostMemory> memory(new HostMemory(nbytes));
-  if (pinned && nbytes > 0) {
+std::shared_ptr<HostMemory> HostMemory::map(const HostMemoryOptions& options) {
+  const int64_t pinned = options.pinned_nbytes;
+  TORCH_CHECK_VALUE(
+      options.nbytes >= 0, "host memory: expected 0 bytes or more, got ", options.nbytes);
+  TORCH_CHECK_VALUE(
+      pinned >= 0 && pinned <= options.nbytes,
+      "host memory of ",
+      options.nbytes,
+      " bytes: ",
+      pinned,
+      " of them cannot be pinned");
+  const std::shared_ptr<HostMemory> memory(new HostMemory(options.nbytes));
+  if (options.nbytes > 0) {
+    advise(memory->data_, options);
+  }
+  if (pinned > 0) {
     TORCH_CHECK(page_pinning() != nullptr, "pinned host memory needs a build with CUDA");
-    page_pinning()->pin(memory->data_, static_cast<size_t>(nbytes));
-    memory->is_pinned_ = true;
+    page_pinning()->pin(memory->data_, static_cast<size_t>(pinned));
+    memory->pinned_nbytes_ = pinned;
   }
   return memory;
+}
+
+c10::DataPtr HostMemory::at(int64_t offset) {
+  using Keep = std::shared_ptr<HostMemory>;
+  auto* keep = new Keep(shared_from_this());
+  return {data_ + offset, keep, [](void* kept) { delete static_cast<Keep*>(kept); }, c10::kCPU};
 }
 
 at::Tensor HostMemory::view(int64_t offset, int64_t numel, c10::ScalarType dtype) {

@@ -1,8 +1,8 @@
 """Leaves out one wait at a time, with the stream that is waited for late: does it show?
 
 `python -m tests.async_device.faults BLOCKS [STAGE ...] [--offload]` tries every wait of a step of a
-model of so many units, and says what became of it; with states on the host, and at stage 3 then
-also with parameters.
+model of so many units, and says what became of it; with states on the host, at stages 2 and 3 then
+also with gradients, at 3 with parameters.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ COPIES = ("device_to_host", "host_to_device")
 HOST = "host"
 STATES = zerocore.Offload(states="cpu")
 PARAMETERS = zerocore.Offload(states="cpu", parameters="cpu")
+GRADIENTS = zerocore.Offload(states="cpu", gradients="cpu")
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,16 @@ class Trial:
             self.extension.set_lag(stream, lag)
 
     def run(self, dropped: Wait | None, lags: Lags = NO_LAGS) -> tuple[list[float], list[Wait]]:
-        """The losses of four steps, the second one without the wait, and the waits it made."""
+        """The losses of some steps, one of them without the wait, and the waits it made.
+
+        Two steps go before: while the pool has no memory or gives it anew, a gather begins behind
+        all that compute is behind, and would not miss a wait of its own.
+        """
 
         def begin() -> None:
             self.set_lags(dropped, lags)
 
-        losses = [self.step(begin)]
+        losses = [self.step(), self.step(), self.step(begin)]
         zerocore_updates.finish()  # the host's waits of that step are not numbered
         number = -1 if dropped is None else dropped.number
         of_host = dropped is not None and dropped.waiter == HOST
@@ -149,7 +154,7 @@ def ends_of_each_kind(waits: list[Wait]) -> list[Wait]:
 def options_of(stage: int, offloads: bool) -> list[dict[str, Any]]:
     """What is tried at a stage."""
     if offloads:
-        parts = (STATES, PARAMETERS) if stage == 3 else (STATES,)
+        parts = [STATES] + [GRADIENTS] * (stage >= 2) + [PARAMETERS] * (stage == 3)
         return [{"stage": stage, "offload": offload} for offload in parts]
     return [{"stage": stage, "prefetch": prefetch} for prefetch in ((0, 1) if stage else (1,))]
 

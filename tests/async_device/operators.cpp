@@ -329,8 +329,11 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
     if (!is_ours(self) && !non_blocking) {
       note_host_wait("copy from the host");
     }
-    queue(current_stream()).push([to = on_cpu(dst), from = for_task(self)] { to.copy_(from); });
-  } else if (non_blocking) { // the host's memory is as if it were pinned
+    // The host's memory is as if it were pinned: it is read when the stream gets there.
+    const bool reads_later = non_blocking && !is_ours(self);
+    const at::Tensor source = reads_later ? self.detach() : for_task(self);
+    queue(current_stream()).push([to = on_cpu(dst), source] { to.copy_(source); });
+  } else if (non_blocking) {
     queue(current_stream()).push([to = dst, from = on_cpu(self)] { to.copy_(from); });
   } else {
     note_host_wait("copy to the host");

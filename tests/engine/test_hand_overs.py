@@ -132,7 +132,7 @@ POLICIES = (
 )
 
 
-def shard(seed: int, stage: int, mesh: Mesh) -> Graph:
+def shard(seed: int, stage: int, mesh: Mesh, **options: Any) -> Graph:
     rng = random.Random(seed)
     accumulate = rng.choice(["sharded", "full"])
     graph = Graph(seed, rng.randint(1, 8))
@@ -144,6 +144,7 @@ def shard(seed: int, stage: int, mesh: Mesh) -> Graph:
         accumulate=accumulate,
         mixed_precision=POLICIES[seed % 3],
         group=mesh if seed % 4 == 0 else None,
+        **options,
     )
 
 
@@ -262,6 +263,44 @@ def test_every_wait_is_needed(stage: int, policy: int, how: str, mesh: Mesh) -> 
     assert needed
     idle = [(i, log[i].stream) for i in needed if find_race(log, without=i) is None]
     assert not idle
+
+
+GRADIENTS = zerocore.Offload(states="device", gradients="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("seed", range(24))
+def test_gradients_on_their_way_to_the_host_are_ordered(seed: int, stage: int, mesh: Mesh) -> None:
+    model = shard(seed, stage, mesh, offload=GRADIENTS)
+    log = train(model, seed)
+    assert find_race(log) is None
+    assert any(each.what == "leaves" for each in log)
+    assert state_of(model).engine.pool_stats.in_use_nbytes == 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("mixed", POLICIES, ids=["plain", "bf16", "fp32_reduce"])
+def test_every_wait_for_gradients_is_needed(
+    stage: int, mixed: zerocore.MixedPrecision | None
+) -> None:
+    """Of a unit's copies for the reductions, and of a block's next user for the copy."""
+    model = Graph(0, 5)
+    model.calls, model.reentrant = [(unit, ()) for unit in range(5)], {}
+    zerocore.shard(model, stage=stage, units=[Block], mixed_precision=mixed, offload=GRADIENTS)
+    setup = len(state_of(model).engine.hand_overs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    log = state_of(model).engine.hand_overs
+    made = [i for i in waits(log) if i >= setup]
+    idle = [i for i in made if find_race(log, without=i) is None]
+    # Both of a unit's reductions may be done when the first one's result is copied.
+    copies = [i for i in made if (log[i].stream, log[i].source) == ("device_to_host", "compute")]
+    assert set(idle) <= set(copies) and 0 < 2 * len(idle) <= len(copies)
+    assert any(log[i].source == "device_to_host" for i in made)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

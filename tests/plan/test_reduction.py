@@ -35,8 +35,13 @@ def make(stage: int, world: int = WORLD, units: int = 1, **options: Any) -> Redu
     types = WIRED if options.pop("wired", False) else {}
     shards = world if stage > 0 else 1
     layouts = [layout(shards, **types) for _ in range(units)]
-    sharding = ShardOptions(stage=stage, hold_full=options.pop("hold_full", False))
+    gradients = options.pop("gradients", "device")
+    hold_full = options.pop("hold_full", False)
+    sharding = ShardOptions(stage=stage, hold_full=hold_full, gradients=gradients)
     return Reduction(ReductionOptions(sharding, world_size=world, **options), layouts)
+
+
+GIVEN = {"compute": "", "device_to_host": " when it is copied"}
 
 
 def text(step: GradStep) -> str:
@@ -45,12 +50,13 @@ def text(step: GradStep) -> str:
     parts = f" {step.parts} parts" if step.parts > 1 else ""
     return {
         "take": f"take {step.target} {step.nbytes}",
-        "give_back": f"give back {step.source}",
+        "give_back": f"give back {step.source}{GIVEN[step.last_use]}",
         "pack": f"pack {step.target}",
         "cast": f"cast {step.source} {step.target}",
         "start": f"{step.op} {step.source} {step.target} {step.nbytes}{parts}",
         "start_across": f"across {step.target} {step.nbytes}",
         "zero": f"zero {step.param}",
+        "land": f"land {step.source} {step.nbytes}{adds}",
         "sum": f"sum {step.source}{parts}{adds} {step.target}",
     }.get(step.kind, step.kind)
 
@@ -97,6 +103,44 @@ def test_what_is_kept_is_added_to_from_scratch() -> None:
         "give back scratch",
         "give back full",
     ]
+
+
+def test_gradients_on_the_host_come_from_a_block() -> None:
+    """Where a device computes; on the CPU they are where they are reduced."""
+    reduction = make(3, gradients="cpu")
+    part = FP32 // WORLD
+    begun = [f"take full {FP32}", "pack full", f"take scratch {part}"]
+    ends = ["give back scratch when it is copied", "give back full"]
+    for adds in ("", " added to"):
+        assert texts(reduction.reduce(0)) == [*begun, f"reduce_scatter full scratch {FP32}"]
+        assert texts(reduction.finish()) == ["wait", f"land scratch {part}{adds}", *ends]
+    assert reduction.kept_nbytes(0) == part
+    reduction.drop(0, 1)
+    reduction.reduce(0)
+    landed = f"land scratch {part} added to"
+    assert texts(reduction.finish())[:3] == ["wait", "zero 1", landed]
+    on_host = make(3, gradients="cpu", on_host=True)
+    assert texts(on_host.reduce(0))[-1] == f"reduce_scatter full kept {FP32}"
+
+
+def test_gradients_on_the_host_come_off_the_wire_and_off_one_rank() -> None:
+    wired = make(2, gradients="cpu", wired=True)
+    assert texts(wired.reduce(0))[-1] == f"reduce_scatter wire wire {FP32}"
+    ends = [f"land wire {FP32 // WORLD}", "give back wire when it is copied"]
+    assert texts(wired.finish()) == ["wait", *ends]
+    alone = make(3, world=1, gradients="cpu")
+    packed = [f"take full {FP32}", "pack full", f"land full {FP32}"]
+    assert texts(alone.reduce(0)) == [*packed, "give back full when it is copied"]
+    assert texts(alone.reduce(0))[2] == f"land full {FP32} added to"
+    parts = make(3, gradients="cpu", backend="gloo")
+    parts.reduce(0)
+    summed = [f"sum scratch {WORLD} parts scratch", f"land scratch {FP32 // WORLD}"]
+    assert texts(parts.finish())[1:3] == summed
+    replicas = make(3, gradients="cpu", num_replicas=2)
+    assert texts(replicas.reduce(0))[-1] == f"across scratch {FP32 // WORLD}"
+    assert texts(replicas.finish())[0] == "wait_across"
+    alike = make(3, world=1, gradients="cpu", num_replicas=4)
+    assert texts(alike.reduce(0))[-1] == f"all_reduce full full {FP32}"
 
 
 def test_a_gradient_that_was_dropped_is_not_added_to() -> None:
@@ -290,10 +334,14 @@ def watch_backwards(reduction: Reduction, holds: bool) -> None:
         assert not flying
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_blocks_are_taken_once_and_given_back(stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "gradients"), [*((stage, "device") for stage in range(4)), (2, "cpu"), (3, "cpu")]
+)
+def test_blocks_are_taken_once_and_given_back(stage: int, gradients: str) -> None:
     grid = product((1, 2, 4), (1, 2), ("nccl", "gloo"), *len(FLAGS) * [(False, True)])
     for world, replicas, backend, *flags in grid:
         options: dict[str, Any] = dict(zip(FLAGS, flags, strict=True), backend=backend)
-        holds = options["hold_full"] and stage >= 2 and world > 1
+        lands = gradients == "cpu" and not options["on_host"]
+        holds = options["hold_full"] and stage >= 2 and (world > 1 or lands)
+        options["gradients"] = gradients
         watch_backwards(make(stage, world, units=2, num_replicas=replicas, **options), holds)

@@ -60,23 +60,29 @@ def test_views_are_within_the_memory() -> None:
             memory.view(offset, numel, torch.float32)
     with pytest.raises(ValueError, match="0 bytes or more, got -1"):
         HostMemory(-1)
+    with pytest.raises(ValueError, match="64 bytes: 65 of them cannot be pinned"):
+        HostMemory(64, pinned_nbytes=65)
 
 
 @pytest.mark.skipif(_C.HAS_CUDA_KERNELS, reason="this build pins")
 def test_a_build_without_cuda_pins_nothing() -> None:
-    assert not HostMemory(64).is_pinned
+    assert HostMemory(64).pinned_nbytes == 0
     with pytest.raises(RuntimeError, match="needs a build with CUDA"):
-        HostMemory(64, pinned=True)
+        HostMemory(64, pinned_nbytes=16)
 
 
-def test_the_child_of_a_fork_has_no_copy() -> None:
-    memory = HostMemory(64 * KIB)
-    memory.view(0, 64 * KIB, torch.uint8).fill_(1)
+@pytest.mark.parametrize("inherited", [False, True])
+def test_the_child_of_a_fork_has_a_copy_where_it_may(inherited: bool) -> None:
+    memory = HostMemory(64 * KIB, inherited=inherited)
+    view = memory.view(0, 64 * KIB, torch.uint8).fill_(1)
     child = os.fork()
     if child == 0:
-        os._exit(int(mapped_kib(memory.address) != {}))
+        has_memory = mapped_kib(memory.address) != {}
+        if has_memory:
+            view[0] += 1
+        os._exit(int(has_memory != inherited))
     assert os.waitpid(child, 0)[1] == 0
-    assert memory.view(0, 1, torch.uint8).item() == 1
+    assert view[0].item() == 1
 
 
 LIMITED = """

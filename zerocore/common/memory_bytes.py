@@ -20,7 +20,8 @@ class MemoryBytes:
         host_weights: on the host: weights that the optimizer updates, and parameters.
         host_gradients: on the host: gradients that stay there, or are sent for the update.
         host_optimizer: on the host: states.
-        host_buffers: on the host: most that what lies on disk takes while it is worked on.
+        host_buffers: on the host: most that what lies on disk takes while it is worked on, and
+            gaps between the other parts.
         disk: bytes of the file in ``Offload.path``.
     """
 

@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from zerocore._C import UpdatedUnit
+from zerocore.hooks.host_steps import show_device_gradients, with_host_gradients
 from zerocore.hooks.optimizer_rules import check_outside_of_unsharded
 from zerocore.model.state import ShardState
 from zerocore.tensor.parameter import ShardedParameter
@@ -112,7 +113,8 @@ def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState |
         )
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """What torch then calls the step with; None for the same."""
     known = _updates.get(optimizer)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if known is None or known[0] != count:
@@ -121,11 +123,24 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if any(_is_shown_full(updated.state_ref()) for updated in _updates[optimizer][1]):
         check_outside_of_unsharded(optimizer)
     casts = getattr(optimizer, "casts_model_weights", False)
+    reads_on_host = False
     for updated in _updates[optimizer][1]:
         if (state := updated.state_ref()) is not None:
             _check_offload(optimizer, state)
+            reads_on_host = reads_on_host or _reads_on_host(optimizer, state)
             state.finish_reads()
             state.engine.begin_update(updated.units, casts)
+    return with_host_gradients(optimizer, args, kwargs) if reads_on_host else None
+
+
+def _reads_on_host(optimizer: Optimizer, state: ShardState) -> bool:
+    """Whether the step itself reads gradients on the host that come off a device."""
+    config = state.config
+    if state.device.type == "cpu" and not state.engine.lands_gradients:
+        return False
+    updates_itself = not getattr(optimizer, "updates_on_host", False)
+    on_device = not config.leaves("states")
+    return config.offload is not None and (updates_itself or on_device)
 
 
 def _check_offload(optimizer: Optimizer, state: ShardState) -> None:
@@ -143,9 +158,10 @@ def _check_offload(optimizer: Optimizer, state: ShardState) -> None:
             f"{name} keeps states in memory of its own; for a model with "
             "offload=zerocore.Offload(states='disk') use zerocore.optim.AdamW"
         )
-    if state.device.type != "cpu":
+    if state.device.type != "cpu" and not state.config.leaves("states"):
         raise ValueError(
-            f"{name} does not know that the model's {offload} has left the device; use "
+            f"{name} updates parameters on {state.device}, and offload=zerocore.Offload(states="
+            "'device', gradients='cpu') keeps their gradients on the host; use states='cpu', or "
             "zerocore.optim.AdamW"
         )
 
@@ -155,6 +171,7 @@ def _is_shown_full(state: ShardState | None) -> bool:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    show_device_gradients(optimizer)
     casts = getattr(optimizer, "casts_model_weights", False)
     # Version counters show in-place updates, not those an optimizer makes through `.data`.
     for updated in _updates[optimizer][1]:

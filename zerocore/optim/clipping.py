@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zerocore.tensor import updates
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 from zerocore.tensor.reductions import reduce_norms
 
@@ -91,6 +92,7 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type: expected p > 0 or inf, got {norm_type}")
     if not bound >= 0:
         raise ValueError(f"max_norm: expected 0 or more, got {max_norm}")
+    updates.finish()
     parts = _Parts.of(parameters)
     total = parts.norm(p)
     if error_if_nonfinite and not total.isfinite():

@@ -23,14 +23,17 @@ def allocate_states(params: Sequence[Tensor]) -> list[State]:
 
     The parameters of one unit that have one dtype share an allocation for each of the three, and so
     do those that are not sharded; a parameter's moments are views with its shape, strides and
-    dtype, ``step`` is a float32 scalar on its device. Up to 12 bytes lie between two views. Moments
-    on disk are the engine's: those of a second optimizer raise ValueError.
+    dtype, ``step`` is a float32 scalar on its device. Up to 12 bytes lie between two views. The
+    engine has a place for the moments of one optimizer on the host or on disk; those of a second
+    one get memory of their own on the host, and on disk raise ValueError.
     """
     shared: dict[Hashable, list[int]] = {}
     states: list[State] = [{} for _ in params]
+    planned = _PlannedMoments()
     for index, param in enumerate(params):
-        if isinstance(param, ShardedParameter) and param.on_disk:
-            states[index] = _on_disk(param)
+        moments = planned.of(param)
+        if moments:
+            states[index] = {"step": torch.zeros(()), **dict(zip(MOMENTS, moments, strict=True))}
         else:
             shared.setdefault((_unit_of(param), param.device, param.dtype), []).append(index)
     for indices in shared.values():
@@ -44,14 +47,32 @@ def _unit_of(param: Tensor) -> Hashable:
     return (param.state_ref, param.unit) if isinstance(param, ShardedParameter) else None
 
 
-def _on_disk(param: ShardedParameter) -> State:
-    state: Any = param.state_ref()
-    try:
-        moments = state.engine.make_moments(param.unit, param.position)
-    except ValueError:  # an optimizer has them, which may be waiting for its end
-        gc.collect()
-        moments = state.engine.make_moments(param.unit, param.position)
-    return {"step": torch.zeros(()), **dict(zip(MOMENTS, moments, strict=True))}
+class _PlannedMoments:
+    """Moments where the engine has a place for them."""
+
+    def __init__(self) -> None:
+        self.has_collected = False
+
+    def of(self, param: Tensor) -> list[Tensor]:
+        """Both moments of the parameter; none where there is no place, or another has it."""
+        if not isinstance(param, ShardedParameter) or not param.on_host:
+            return []
+        moments = self._make(param)
+        if not moments and not self.has_collected:
+            self.has_collected = True
+            gc.collect()  # an optimizer that has them may be waiting for its end
+            moments = self._make(param)
+        if not moments and param.on_disk:
+            raise ValueError(
+                f"parameter '{param.fqn}': an optimizer has its moments on disk, where there is "
+                "room for those of one. Delete that optimizer first."
+            )
+        return moments
+
+    def _make(self, param: ShardedParameter) -> list[Tensor]:
+        state: Any = param.state_ref()
+        moments: list[Tensor] = state.engine.make_moments(param.unit, param.position)
+        return moments
 
 
 def _allocate(params: Sequence[Tensor]) -> list[State]:

@@ -29,8 +29,7 @@ def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> Memory
 def usage_of(state: ShardState, optimizers: Iterable[Optimizer]) -> MemoryBytes:
     """As :func:`memory_usage`, with the states of several optimizers."""
     engine, on_host = state.engine, state.config.leaves("gradients")
-    host_weights, host_gradients = engine.host_nbytes
-    disk, host_buffers = engine.disk_nbytes
+    host = engine.host_bytes
     found = [_states_of(optimizer) for optimizer in optimizers]
     return MemoryBytes(
         parameters=engine.parameter_nbytes,
@@ -39,11 +38,11 @@ def usage_of(state: ShardState, optimizers: Iterable[Optimizer]) -> MemoryBytes:
         pool=engine.pool_stats.peak_nbytes,
         main_weights=engine.main_nbytes,
         pool_reserved=engine.pool_stats.peak_reserved_nbytes,
-        host_weights=host_weights,
-        host_gradients=engine.gradient_nbytes if on_host else host_gradients,
+        host_weights=host.weights,
+        host_gradients=host.gradients + (engine.gradient_nbytes if on_host else 0),
         host_optimizer=sum(host for _, host in found),
-        host_buffers=host_buffers,
-        disk=disk,
+        host_buffers=host.buffers,
+        disk=host.disk,
     )
 
 

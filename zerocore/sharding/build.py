@@ -19,8 +19,9 @@ from zerocore._C import (
 )
 from zerocore.common.agreement import agree
 from zerocore.common.alarm import watch_end
-from zerocore.common.cores import update_threads
+from zerocore.common.cores import local_ranks, update_threads
 from zerocore.common.host_link import emulated_host_link
+from zerocore.common.host_memory import check_obtainable, shortage
 from zerocore.hooks.backward_calls import watch_backward_calls
 from zerocore.hooks.loads import watch_loads
 from zerocore.hooks.moves import keep_in_place
@@ -39,6 +40,7 @@ from zerocore.model.unit_call import UnitCall, set_unit_call
 from zerocore.model.units import ParamChoice, UnitPlanned
 from zerocore.reporting.out_of_memory import explain_backward, explain_forward, remember_model
 from zerocore.sharding.request import ShardRequest, types_of
+from zerocore.tensor import updates
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 from zerocore.tensor.place import Place
 from zerocore.tensor.replaced import replace
@@ -53,6 +55,8 @@ def build(request: ShardRequest) -> ShardState:
     engine = _make_engine(request, ranks, call_order(model, planned))
     if config.offload is not None and config.offload.path is not None:
         _open_disk(engine, request, config.offload.path)
+    if config.leaves("states") or config.leaves("gradients"):
+        _map_host_memory(engine, request)
     state = ShardState(engine, config, ranks, request.device)
     if config.mixed_precision is not None:
         cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
@@ -63,6 +67,9 @@ def build(request: ShardRequest) -> ShardState:
     watch_loads(model, state)
     engine.start(config.sync_params or state.world_size == 1)
     set_state(model, state)
+    loads_late = config.leaves("parameters") and request.device.type != "cpu"
+    if engine.lands_gradients or loads_late:
+        updates.watch(ref(state))
     remember_model(state, model)
     watch_backward_calls(explain_backward)
     watch_registrations(model, state)
@@ -102,6 +109,19 @@ def _make_engine(request: ShardRequest, ranks: Ranks, order: list[CallEvent]) ->
 def _host_threads(config: ShardConfig, device: torch.device) -> int:
     given = None if config.offload is None else config.offload.threads
     return update_threads(device) if given is None else given
+
+
+def _map_host_memory(engine: Engine, request: ShardRequest) -> None:
+    """Takes this rank's memory on the host; raises MemoryError if there is none for all ranks."""
+    error: MemoryError | None = None
+    try:
+        check_obtainable(engine.host_memory_nbytes, local_ranks())
+        engine.map_host_memory()
+    except MemoryError as caught:
+        error = caught
+    except RuntimeError as caught:
+        error = MemoryError(f"{shortage(engine.host_memory_nbytes, local_ranks())}. {caught}")
+    agree(request.ranks.groups, error, [], request.device)
 
 
 def _open_disk(engine: Engine, request: ShardRequest, folder: str) -> None:

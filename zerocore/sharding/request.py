@@ -74,7 +74,8 @@ def validate(
         planned = choose_units(model, units)
         _check_types(planned, config)
         chosen = _find_device(planned, device)
-        _check_offload(config, chosen)
+        if config.offload is not None:
+            config.offload.check_path()
         request = ShardRequest(model, config, ranks, planned, chosen, init_fn, stall_seconds())
         if memory_budget is not None:
             budget = parse_nbytes(memory_budget, "memory_budget")
@@ -125,16 +126,6 @@ def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> tor
         if torch.cuda.is_available()
         else torch.device("cpu")
     )
-
-
-def _check_offload(config: ShardConfig, device: torch.device) -> None:
-    if config.offload is not None:
-        config.offload.check_path()
-    if config.leaves("gradients") and device.type != "cpu":
-        raise ValueError(
-            f"offload: gradients='cpu' is not built for devices such as {device} yet; with "
-            "gradients='device' and states='cpu' they are sent to the host under the backward"
-        )
 
 
 def _check_types(planned: list[UnitPlanned], config: ShardConfig) -> None:

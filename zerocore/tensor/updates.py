@@ -1,6 +1,7 @@
-"""Updates of shards that go on in another thread; whoever reads or writes a shard waits for them.
+"""Changes of shards that go on in another thread; whoever reads or writes a shard waits for them.
 
-An optimizer whose step returns before all is updated says so here. Torch functions of shards, and
+An optimizer whose step returns before all is updated says so here, and a model whose gradients come
+to the host, or whose parameters are loaded from there, while its calls have returned. Torch functions of shards, and
 what takes their memory, ask; a forward waits unit by unit in C++ and does not.
 """
 
@@ -11,11 +12,17 @@ from typing import Any
 
 # Each returns the state of a model, or None if there is none any more.
 _under_way: set[Callable[[], Any]] = set()
+_always: set[Callable[[], Any]] = set()
 
 
 def begin(state_ref: Callable[[], Any]) -> None:
     """From now on shards of the model change until its engine is synchronised."""
     _under_way.add(state_ref)
+
+
+def watch(state_ref: Callable[[], Any]) -> None:
+    """Each call of the model may be followed by transfers that end when its engine is asked."""
+    _always.add(state_ref)
 
 
 def finish() -> None:
@@ -24,8 +31,10 @@ def finish() -> None:
     Raises:
         RuntimeError: what went wrong in an update.
     """
-    for state_ref in list(_under_way):
+    for state_ref in _under_way | _always:
         state = state_ref()
-        if state is not None:
+        if state is None:
+            _always.discard(state_ref)
+        else:
             state.engine.synchronize()  # where a disk has failed again and again
         _under_way.discard(state_ref)

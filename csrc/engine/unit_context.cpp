@@ -1,0 +1,22 @@
+// What the units of a model share.
+#include "engine/unit_context.h"
+
+#include "engine/disk_states.h"
+#include "engine/host_states.h"
+#include "runtime/device_memory.h"
+
+namespace zerocore {
+
+c10::DataPtr UnitContext::memory_of(Tier tier, UnitId unit, StatePart part, int64_t nbytes) const {
+  switch (tier) {
+    case Tier::Host:
+      return host->memory(unit, part);
+    case Tier::Disk:
+      return disk->memory(unit, part);
+    case Tier::Device:
+      break;
+  }
+  return allocate_memory(streams->device(), nbytes);
+}
+
+} // namespace zerocore

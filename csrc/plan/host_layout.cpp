@@ -1,0 +1,90 @@
+// Where the parts of units lie in one mapping of the host's memory.
+#include "plan/host_layout.h"
+
+#include <algorithm>
+
+#include "common/math.h"
+#include "common/pages.h"
+
+namespace zerocore {
+
+namespace {
+
+bool is_moment(size_t part) {
+  return part == static_cast<size_t>(StatePart::ExpAvg) ||
+      part == static_cast<size_t>(StatePart::ExpAvgSq);
+}
+
+} // namespace
+
+void HostLayout::add(const Layout& layout) {
+  const PartSizes sizes = part_sizes(Tier::Host, layout, tiers_, shards_parameters_, shard_);
+  HostUnit unit;
+  for (size_t part = 0; part < sizes.size(); ++part) {
+    int64_t& end = is_moment(part) ? moments_nbytes_ : parts_nbytes_;
+    unit.parts[part] = {end, end + sizes[part]};
+    end += round_up(sizes[part], kRegionAlignment);
+    if (part == static_cast<size_t>(StatePart::Gradients)) {
+      gradients_nbytes_ += sizes[part];
+    } else if (is_moment(part)) {
+      moment_elements_nbytes_ += sizes[part] > 0 ? moment_elements(layout) : 0;
+    } else {
+      weights_nbytes_ += sizes[part];
+    }
+  }
+  add_gradients(layout, unit);
+  units_.push_back(std::move(unit));
+}
+
+void HostLayout::add_gradients(const Layout& layout, HostUnit& unit) {
+  unit.gradients.resize(layout.regions().size());
+  const Range& all = unit.parts[static_cast<size_t>(StatePart::Gradients)];
+  if (all.empty()) {
+    return;
+  }
+  int64_t begin = all.begin;
+  for (const int region : Tiers::trained_regions(layout)) { // as a bucket has them
+    begin = round_up(begin, kRegionAlignment);
+    const Region& kept = layout.regions()[region];
+    const int64_t nbytes = kept.grad.itemsize * kept.shard_numel;
+    unit.gradients[region] = {begin, begin + nbytes};
+    if (lands_) {
+      const int64_t widest = std::max(kept.grad.itemsize, kept.reduce.itemsize) * kept.shard_numel;
+      landing_nbytes_ = std::max(landing_nbytes_, round_up(widest, kRegionAlignment));
+    }
+    begin += nbytes;
+  }
+}
+
+int64_t HostLayout::moment_elements(const Layout& layout) const {
+  int64_t nbytes = 0;
+  for (const int region : Tiers::trained_regions(layout)) {
+    for (const int param : layout.regions()[region].params) {
+      nbytes += layout.regions()[region].main.itemsize * layout.owned(param, shard_).size();
+    }
+  }
+  return nbytes;
+}
+
+// A page that is pinned has no moments in it.
+int64_t HostLayout::moments_begin() const {
+  return moments_nbytes_ == 0 ? copied_nbytes() : round_up(copied_nbytes(), page_nbytes());
+}
+
+Range HostLayout::landing_buffer(int index) const {
+  const int64_t begin = parts_nbytes_ + index * landing_nbytes_;
+  return {begin, begin + landing_nbytes_};
+}
+
+Range HostLayout::part(UnitId unit, StatePart which) const {
+  const auto index = static_cast<size_t>(which);
+  const Range& range = units_.at(unit).parts[index];
+  const int64_t begin = is_moment(index) ? moments_begin() : 0;
+  return {begin + range.begin, begin + range.end};
+}
+
+Range HostLayout::gradient(UnitId unit, int region) const {
+  return units_.at(unit).gradients.at(region);
+}
+
+} // namespace zerocore

@@ -1,0 +1,30 @@
+// The parts of a unit's training state, and the bytes of each that a rank has in some memory;
+// integers only.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "plan/layout.h"
+#include "plan/tiers.h"
+
+namespace zerocore {
+
+// Parameters are what layers compute with, main weights what is updated, and Sent these as they are
+// sent to the device. The moments are those of AdamW. Gradients are kept, or sent for the update.
+enum class StatePart : uint8_t { Parameters, Main, Sent, ExpAvg, ExpAvgSq, Gradients };
+inline constexpr int kNumStateParts = 6;
+
+// By StatePart.
+using PartSizes = std::array<int64_t, kNumStateParts>;
+
+// What `shard` has of a unit on the host or on disk. `shards_parameters`: gathers load them from
+// shards.
+PartSizes part_sizes(
+    Tier tier,
+    const Layout& layout,
+    const Tiers& tiers,
+    bool shards_parameters,
+    int64_t shard);
+
+} // namespace zerocore

@@ -1,0 +1,261 @@
+"""Gradients that a device keeps on the host, torch's optimizers there, a disk: the bits of none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zerocore
+from tests.async_device.training import WIDTH, Block, make_model, start
+from tests.distributed.harness import run_ranks
+from tests.distributed.offloading import (
+    ALL,
+    ALL_ON_DISK,
+    BF16,
+    BOTH,
+    DISK_BOTH,
+    GRADIENTS,
+    PARAMETERS,
+    STATES,
+    adamw,
+    assert_same_bits,
+    torchs,
+)
+from zerocore import Offload
+from zerocore.model.state import state_of
+
+Results = dict[str, Tensor]
+Make = Callable[..., torch.optim.Optimizer]
+
+
+def batch(device: torch.device, index: int) -> Tensor:
+    x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH) * (1 + dist.get_rank()) / (1 + index)
+    return x.to(device)
+
+
+def backward(model: Any, device: torch.device, index: int) -> Tensor:
+    x = batch(device, index)
+    loss: Tensor = (model(x) - x.flip(1)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def clipped(params: Any) -> torch.optim.Optimizer:
+    return adamw(params, clip_grad_norm=0.5)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def foreach(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=3e-3, foreach=True)
+
+
+def train(
+    device: torch.device,
+    stage: int,
+    offload: Offload | None,
+    *,
+    make: Make = adamw,
+    syncs: tuple[bool, ...] = (True,),
+    clips: bool = False,
+    scales: bool = False,
+    by_closure: bool = False,
+    changes: bool = False,
+    **options: Any,
+) -> Results:
+    """Losses and gradients of some steps, weights and states; ``syncs`` of the micro-batches."""
+    model = zerocore.shard(
+        make_model(device), stage=stage, units=[Block], offload=offload, **options
+    )
+    optimizer = make(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales)
+    found: Results = {}
+    for step in range(3):
+
+        def compute(step: int = step) -> Tensor:
+            for index, sync in enumerate(syncs):
+                with nullcontext() if sync else zerocore.no_sync(model):
+                    loss = backward(model, device, 10 * step + index)
+            return loss
+
+        if by_closure:
+            found[f"loss {step}"] = optimizer.step(compute)  # type: ignore[arg-type]
+        else:
+            found[f"loss {step}"] = compute()
+            if changes:
+                next(iter(model.parameters())).grad.mul_(0.5)
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if scales:
+                scaler.scale(torch.zeros(()))
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+        if step == 1:
+            for name, param in model.named_parameters():
+                found[f"grad {name}"] = param.grad.local().clone()
+        optimizer.zero_grad(set_to_none=step != 1)
+    states = zerocore.full_optimizer_state_dict(optimizer, rank0_only=False)["state"]
+    found |= zerocore.full_state_dict(model, rank0_only=False)
+    found |= {f"{i}.{key}": v for i, of in states.items() for key, v in of.items()}
+    return {name: value.cpu() for name, value in found.items()}
+
+
+TWICE = (False, True)
+# Summed in float32, as both do alike, and kept in bfloat16.
+WIRED = zerocore.MixedPrecision(
+    torch.bfloat16, torch.float32, grad_dtype=torch.bfloat16, output_dtype=torch.float32
+)
+SUMMED = zerocore.MixedPrecision(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+GRADIENTS_ON_HOST: dict[str, tuple[int, Offload, dict[str, Any]]] = {
+    "gradients": (2, GRADIENTS, {}),
+    "gradients, clipped": (3, GRADIENTS, {"make": clipped, "syncs": TWICE}),
+    "both, clipped": (3, BOTH, {"make": clipped}),
+    "all, every reduction": (3, ALL, {"syncs": (True, True), "changes": True}),
+    "both, accumulate": (2, BOTH, {"syncs": TWICE, "make": clipped}),
+    "both, full sums": (3, BOTH, {"syncs": TWICE, "accumulate": "full"}),
+    "both, bf16": (3, BOTH, {"mixed_precision": WIRED, "make": clipped, "syncs": TWICE}),
+    "all, scaled": (3, ALL, {"scales": True}),
+    "both, clipped by torch": (2, BOTH, {"clips": True}),
+    "both, torch's AdamW": (3, BOTH, {"make": torchs, "clips": True}),
+}
+TORCH_ON_HOST: dict[str, tuple[int, Offload, dict[str, Any]]] = {
+    "SGD": (0, STATES, {"make": sgd}),
+    "AdamW": (3, STATES, {"make": torchs, "clips": True}),
+    "foreach, bf16": (2, STATES, {"make": foreach, "mixed_precision": SUMMED}),
+    "parameters": (3, PARAMETERS, {"make": sgd, "syncs": TWICE}),
+    "closure": (3, STATES, {"make": torchs, "by_closure": True}),
+    "changed": (1, STATES, {"make": sgd, "changes": True}),
+}
+DISKS: dict[str, tuple[int, Offload, dict[str, Any]]] = {
+    "states": (3, DISK_BOTH, {"make": clipped}),
+    "all": (3, ALL_ON_DISK, {}),
+}
+RUNS = {"gradients": GRADIENTS_ON_HOST, "torch": TORCH_ON_HOST, "disk": DISKS}
+
+
+def train_all(on_device: bool, kind: str) -> dict[str, Results]:
+    """Each run on the device, with late tasks; on the CPU without offload."""
+    device, extension = start(on_device)
+    found = {}
+    for number, (name, (stage, offload, options)) in enumerate(RUNS[kind].items()):
+        print(name, flush=True)
+        if on_device:
+            extension.set_delays(number, 0.3 if number % 2 else 0.0, 400)
+        found[name] = train(device, stage, offload if on_device else None, **options)
+    return found
+
+
+def compare(kind: str, num_ranks: int) -> None:
+    expected = run_ranks(train_all, num_ranks, False, kind, launch="torchrun", timeout=150)
+    found = run_ranks(train_all, num_ranks, True, kind, launch="torchrun", timeout=150)
+    for ours, plain in zip(found, expected, strict=True):
+        for name, results in plain.items():
+            assert_same_bits(ours[name], results, name)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_gradients_on_the_host_keep_the_bits(num_ranks: int) -> None:
+    compare("gradients", num_ranks)
+
+
+def test_torchs_optimizers_on_the_host_keep_the_bits() -> None:
+    compare("torch", 2)
+
+
+def test_a_disk_keeps_the_bits() -> None:
+    compare("disk", 2)
+
+
+def forwards_around_a_change(on_device: bool) -> list[Tensor]:
+    """Parameters on the host change right after a forward whose loads are late."""
+    device, extension = start(on_device)
+    offload = PARAMETERS if on_device else None
+    model = zerocore.shard(make_model(device), stage=3, units=[Block], offload=offload)
+    if on_device:
+        handle = state_of(model).engine.stream_handle("all_gather")
+        extension.set_lag(extension.id_of_handle(handle), 20_000)
+    found = []
+    with torch.no_grad():
+        for _ in range(2):
+            found.append(model(batch(device, 0)))
+            for param in model.parameters():
+                param.mul_(0.5)
+    return [output.cpu() for output in found]
+
+
+def test_parameters_wait_for_their_loads() -> None:
+    expected = run_ranks(forwards_around_a_change, 2, False, launch="torchrun")
+    found = run_ranks(forwards_around_a_change, 2, True, launch="torchrun")
+    for ours, plain in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours, plain))
+
+
+def check_memory() -> None:
+    """The device keeps no gradient; planned bytes and transfers are those of a step."""
+    device, _ = start(on_device=True)
+    for stage, offload, precision in (
+        (2, GRADIENTS, None),
+        (2, BOTH, BF16),
+        (3, BOTH, None),
+        (3, ALL, BF16),
+    ):
+        for micro_batches in (1, 2):
+            model = zerocore.shard(
+                make_model(device),
+                stage=stage,
+                units=[Block],
+                offload=offload,
+                mixed_precision=precision,
+            )
+            optimizer = adamw(model.parameters())
+            for step in range(3):
+                context = zerocore.record_events(model) if step == 2 else nullcontext([])
+                with context as events:
+                    for index in range(micro_batches):
+                        last = index == micro_batches - 1
+                        with nullcontext() if last else zerocore.no_sync(model):
+                            backward(model, device, index)
+                    optimizer.step()
+                optimizer.zero_grad()
+            what = f"stage {stage}, {offload}, {precision}, {micro_batches} micro-batches"
+            predicted = zerocore.predict_memory(model, micro_batches=micro_batches)
+            assert predicted == zerocore.memory_usage(model, optimizer), what
+            assert predicted.gradients == 0 < predicted.host_gradients, what
+            memory = state_of(model).engine.host_memory
+            kept_on_device = predicted.host_optimizer == 0
+            assert memory is not None and memory.nbytes == predicted.host, what
+            assert kept_on_device == (offload.states == "device"), what
+            planned = zerocore.predict_events(model, micro_batches)
+            sent = [event for event in planned if event[0] == "to_host"]
+            found = [(e.op, e.unit, e.nbytes) for e in events if e.op == "to_host"]
+            assert sent == found != [], what
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_planned_bytes_are_those_taken(num_ranks: int) -> None:
+    run_ranks(check_memory, num_ranks, launch="torchrun", timeout=120)
+
+
+def refuse() -> str:
+    device, _ = start(on_device=True)
+    model = zerocore.shard(make_model(device), stage=2, units=[Block], offload=GRADIENTS)
+    optimizer = torchs(model.parameters())
+    backward(model, device, 0)
+    with pytest.raises(ValueError, match="AdamW updates parameters on") as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_an_optimizer_whose_parameters_stay_is_refused() -> None:
+    first, second = run_ranks(refuse, 2, launch="torchrun")
+    assert first == second and "use states='cpu', or zerocore.optim.AdamW" in first
