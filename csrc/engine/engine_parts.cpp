@@ -131,7 +131,7 @@ EngineParts::EngineParts(
       registrar(std::move(registrar_)),
       thread_check(/*backward_threads=*/device.type() != c10::DeviceType::CPU) {
   for (size_t unit = 0; unit < stays.size(); ++unit) {
-    schedule.set_staying(static_cast<UnitId>(unit), {stays[unit], false});
+    schedule.residency().set_staying(static_cast<UnitId>(unit), {stays[unit], false});
   }
   expect_step();
 }
@@ -149,6 +149,16 @@ std::vector<at::Tensor> EngineParts::make_moments(UnitId unit, int param) {
     offload.wait_updates(); // they are set to zero
   }
   return disk->make_moments(unit, param);
+}
+
+void EngineParts::mark_forked() {
+  offload.mark_forked();
+  if (disk != nullptr) {
+    disk->mark_forked();
+  }
+  if (collectives != nullptr || replicas != nullptr) {
+    thread_check.mark_forked();
+  }
 }
 
 std::pair<int64_t, int64_t> EngineParts::disk_nbytes() const {

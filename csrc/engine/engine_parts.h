@@ -41,6 +41,8 @@ struct EngineParts {
   void open_disk(const DiskPlace& place);
   // None where moments are not on disk.
   std::vector<at::Tensor> make_moments(UnitId unit, int param);
+  // In the child of a fork: from now on every use of units is an error, where there are peers.
+  void mark_forked();
   // Bytes on disk, and of memory to use them.
   std::pair<int64_t, int64_t> disk_nbytes() const;
 

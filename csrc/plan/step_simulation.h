@@ -45,6 +45,7 @@ class StepSimulation final : private GradSteps {
  private:
   void step();
   void micro_batch();
+  void gather_at_step(Actions& actions);
   void forward(Actions& actions);
   void backward(Actions& actions);
   int32_t first_enter(UnitId unit) const;

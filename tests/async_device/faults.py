@@ -151,7 +151,10 @@ def options_of(stage: int, offloads: bool) -> list[dict[str, Any]]:
     if offloads:
         parts = (STATES, PARAMETERS) if stage == 3 else (STATES,)
         return [{"stage": stage, "offload": offload} for offload in parts]
-    return [{"stage": stage, "prefetch": prefetch} for prefetch in ((0, 1) if stage else (1,))]
+    options: list[dict[str, Any]] = [
+        {"stage": stage, "prefetch": prefetch} for prefetch in ((0, 1) if stage else (1,))
+    ]
+    return [*options, {"stage": stage, "gather_at_step": True}] if stage == 3 else options
 
 
 def main() -> None:

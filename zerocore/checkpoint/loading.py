@@ -70,7 +70,7 @@ def load_training_state(
         if optimizer is not None:
             drop_states(model, optimizer, stateless)
         raise
-    state.finish_reads()
+    state.begin_load()
     on_all_ranks(state, lambda: _read(folder, own, ready))
     model.load_state_dict(own["model"])
     if optimizer is not None:

@@ -21,7 +21,8 @@ class System:
 
     `overlap` asks FSDP2 for explicit prefetching, see `prefetch_in_order`; `prefetch` is the number
     of units that zerocore gathers ahead. A `hybrid` one shards within replicas, over a 2-D mesh.
-    With `offload` states are on the host.
+    With `offload` states are on the host; with `gather_at_step` zerocore begins the first gather of
+    a forward at the optimizer's step.
     """
 
     peer: str
@@ -31,6 +32,7 @@ class System:
     prefetch: int = 1
     hybrid: bool = False
     offload: bool = False
+    gather_at_step: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ def _shard(system: System, model: nn.Module, recipe: Recipe, mesh: Any) -> nn.Mo
         accumulate="sharded" if recipe.accumulate == 1 else "full",
         mixed_precision=mixed,
         offload=zerocore.Offload(states="cpu") if system.offload else None,
+        gather_at_step=system.gather_at_step,
     )
     return sharded
 
