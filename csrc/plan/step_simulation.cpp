@@ -113,6 +113,15 @@ void StepSimulation::gather_at_step(Actions& actions) {
   }
 }
 
+PoolMap StepSimulation::arranged_pool() {
+  Actions actions;
+  for (UnitId unit = 0; unit < static_cast<UnitId>(layouts_.size()); ++unit) {
+    schedule_.residency().drop_ahead(unit, actions);
+  }
+  run(actions);
+  return pool_.arranged();
+}
+
 void StepSimulation::micro_batch() {
   Actions actions;
   moment_ = 0;

@@ -34,6 +34,8 @@ class StepSimulation final : private GradSteps {
   const PoolMap& pool() const {
     return pool_;
   }
+  // Places for all blocks of the steps; no step comes after.
+  PoolMap arranged_pool();
   const Layout& layout(size_t unit) const {
     return layouts_[unit];
   }

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import zerocore
 from tests.distributed.harness import run_ranks
@@ -17,23 +16,23 @@ from tests.distributed.test_gather_at_step import ADAMW, BF16, Block, Net, Train
 from zerocore.model.state import state_of
 
 
-def local_of(model: Net) -> Tensor:
-    """This rank's elements of the first linear layer's weight."""
-    local: Tensor = model.blocks[0].linear.weight.data.local()
-    return local
+def some_weight(model: Net) -> Any:
+    """A parameter of the first unit of which this rank has elements."""
+    params: list[Any] = list(model.blocks[0].parameters())
+    return next(param for param in params if param.data.local().numel() > 0)
 
 
 def clamp_data(model: Net) -> None:
-    local_of(model).clamp_(-0.01, 0.01)
+    some_weight(model).data.local().clamp_(-0.01, 0.01)
 
 
 def write_array(model: Net) -> None:
-    local_of(model).numpy()[...] *= 0.5
+    some_weight(model).data.local().numpy()[...] *= 0.5
 
 
 @torch.no_grad()
 def multiply(model: Net) -> None:
-    model.blocks[0].linear.weight.mul_(0.5)
+    some_weight(model).mul_(0.5)
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,8 @@ def message_of(training: Training, how: str) -> str:
     return str(caught.value)
 
 
-def refuse(change: Change, mixed: bool) -> tuple[str, list[float]]:
-    """The error, and the losses after it; these are those of the weights that the ranks have."""
+def refuse(change: Change, mixed: bool) -> tuple[str, str]:
+    """The error, and which weight this rank changes. Losses after it are those of the weights."""
     found = []
     for gather_at_step in (False, True):
         training = start(gather_at_step, mixed)
@@ -100,17 +99,16 @@ def refuse(change: Change, mixed: bool) -> tuple[str, list[float]]:
     for key, value in weights.items():
         assert torch.equal(value, again[key]), key
     assert state_of(training.model).engine.pool_stats.in_use_nbytes > 0  # of the next forward
-    return message, losses
+    return message, some_weight(training.model).fqn
 
 
 @pytest.mark.parametrize("index", range(len(CHANGES)))
 def test_weights_changed_after_the_step_are_refused_on_all_ranks(index: int) -> None:
     change = CHANGES[index]
-    messages = {message for message, _ in run_ranks(refuse, 2, change, index % 2 == 1)}
-    assert len(messages) == 1
-    message = messages.pop()
-    assert "'blocks.0.linear.weight' of unit 'blocks.0' was changed on rank" in message
-    assert f"rank {change.ranks[-1]} " in message
+    ranks = run_ranks(refuse, 2, change, index % 2 == 1)
+    message, rank = ranks[0][0], change.ranks[-1]
+    assert message == ranks[1][0]
+    assert f"parameter '{ranks[rank][1]}' of unit 'blocks.0' was changed on rank {rank} " in message
     assert "gather_at_step=False" in message
 
 
@@ -118,14 +116,15 @@ def test_where_the_other_ranks_are_emulated_this_one_decides() -> None:
     with zerocore.emulate(4, "10GB/s", "10us"):
         training = start(gather_at_step=True, mixed=False)
         model, seen = training.model, []
-        weight = model.blocks[0].linear.weight
+        weight = some_weight(model)
         begin, end = weight.shard_range
-        model.blocks[0].linear.register_forward_pre_hook(
+        model.blocks[0].norm.register_forward_pre_hook(
             lambda module, _: seen.append(module.weight.detach().flatten()[begin:end].clone())
         )
+        assert weight.fqn == "blocks.0.norm.weight"
         for change in (clamp_data, multiply):
             change(model)
-            changed = local_of(model).clone()
+            changed = weight.data.local().clone()
             plainly(training, 2)
             assert torch.equal(seen.pop(), changed)
         assert training.gathered == 4
