@@ -66,7 +66,7 @@ void FirstGather::begin_pass() {
   Unit& unit = *parts_.units[used_];
   // The comparison is of weights as layers compute with them, those that a gather would send now.
   if (casts_ || !unit.is_cast()) {
-    unit.note_change();
+    unit.wait_for_unshard(); // it sends what this writes
     unit.main().cast();
     unit.mark_cast();
   }

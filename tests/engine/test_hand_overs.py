@@ -295,7 +295,10 @@ def test_every_wait_of_a_gather_at_the_step_is_needed(
     assert find_race(log) is None
     needed = [position for position in waits(log) if position >= setup]
     idle = [(i, log[i].stream) for i in needed if find_race(log, without=i) is None]
-    assert not idle
+    # The forward's own wait for shards that may have changed. Without prefetch the second unit's
+    # gather is behind the use of the first one as well, whose bytes it takes.
+    assert {stream for _, stream in idle} <= {"all_gather"}
+    assert len(idle) == (0 if prefetch else 3)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
