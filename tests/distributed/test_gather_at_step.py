@@ -153,9 +153,7 @@ def saving(training: Training, step: int) -> None:
 def checkpointing(training: Training, step: int, folder: str) -> None:
     plainly(training, step)
     kind = "at_step" if state_of(training.model).config.gather_at_step else "in_forward"
-    checkpoints = zerocore.Checkpoints(
-        Path(folder, kind), training.model, training.optimizers[0]
-    )
+    checkpoints = zerocore.Checkpoints(Path(folder, kind), training.model, training.optimizers[0])
     if step == 0:
         checkpoints.save(step)
         checkpoints.wait()
