@@ -267,8 +267,8 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def("check_process", [](PyEngine& self) { self.engine->check_process(); })
       .def_property(
           "sync",
-          [](const PyEngine& self) { return self.engine->sync(); },
-          [](PyEngine& self, bool sync) { self.engine->set_sync(sync); });
+          [](const PyEngine& self) { return self.engine->parts().sync; },
+          [](PyEngine& self, bool sync) { self.engine->parts().sync = sync; });
 }
 
 // What FSDP2's interface sets for each unit.

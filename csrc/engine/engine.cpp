@@ -42,11 +42,14 @@ Engine::~Engine() {
   // Otherwise what is in flight never ends here, or has ended with the alarm.
   if (!parts_.thread_check.is_forked() && !parts_.alarm.is_raised()) {
     agreement_.leave_unsettled();
+    const bool is_ahead = first_gather_.is_pending(); // its group may have ended meanwhile
     try {
       first_gather_.drop();
       reset();
     } catch (const std::exception& error) {
-      TORCH_WARN("zerocore: a collective failed while the model was freed: ", error.what());
+      if (!is_ahead) {
+        TORCH_WARN("zerocore: a collective failed while the model was freed: ", error.what());
+      }
     }
   }
   parts_.alarm.retire();

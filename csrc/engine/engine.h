@@ -64,12 +64,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
 
   // -- between steps
-  void set_sync(bool sync) {
-    parts_.sync = sync;
-  }
-  bool sync() const {
-    return parts_.sync;
-  }
   // Unshards the units and shows their full parameters until release_unsharded.
   void hold_unsharded(const std::vector<UnitId>& units);
   void release_unsharded(const std::vector<UnitId>& units, bool write_back) {

@@ -32,6 +32,9 @@ class FirstGather {
     return is_on() && pending_ < 0 && num_steps_ == expected_steps_;
   }
   void begin();
+  bool is_pending() const {
+    return pending_ >= 0;
+  }
   // What was gathered is not what is needed next; on all ranks.
   void drop();
   // A pass begins, which uses what was gathered.

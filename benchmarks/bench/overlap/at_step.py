@@ -14,8 +14,8 @@ from bench.overlap.offloaded import waits_of
 from bench.overlap.run import GOAL_RATIO, OverlapRun, Subject, traffic_of
 
 SYSTEMS = (
-    System("zerocore", 3, "first gather in the forward"),
-    System("zerocore", 3, "first gather at the step", gather_at_step=True),
+    System("zerocore", 3, "in the forward"),
+    System("zerocore", 3, "at the step", gather_at_step=True),
 )
 PAUSE_IN_GATHERS = 2  # as long as logging and loading between two steps
 
