@@ -137,12 +137,7 @@ def plan(
         micro_batches=micro_batches,
         seq_len=seq_len,
     )
-    config = ShardConfig(
-        prefetch=prefetch,
-        accumulate=accumulate,
-        mixed_precision=mixed_precision,
-        gather_at_step=gather_at_step,
-    )
+    config = ShardConfig(prefetch=prefetch, accumulate=accumulate, mixed_precision=mixed_precision)
     inside, across = _find_links(links, replica_link, world_size, num_replicas)
     setting = Setting(
         world_size=world_size,
@@ -155,7 +150,7 @@ def plan(
         num_replicas=num_replicas,
         replica_link=across,
         host=_find_host(host_memory, host_bandwidth),
-        gather_at_step=config.gather_at_step,
+        gather_at_step=gather_at_step,
     )
     num_states = optimizer_states(optimizer)
     module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
