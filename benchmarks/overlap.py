@@ -19,6 +19,7 @@ from rich.progress import track
 from bench.lib.links import Link, open_link
 from bench.lib.results import RESULTS_FOLDER, write_results
 from bench.lib.tables import Table, make_console
+from bench.overlap.at_step import AtStepRun
 from bench.overlap.lookups import lookups
 from bench.overlap.offloaded import HostedRun
 from bench.overlap.report import comparison, draw_sweep, find, requirements, sweep
@@ -87,6 +88,11 @@ def main(
     timeline = one_step(run)
     tables = [*report(run), lookups(link, quick)]
     raw = {"load_at_start": load, **run.raw()}
+    if link.is_emulated:
+        at_step = AtStepRun(run)
+        at_step.measure(run.workload.num_rounds)
+        tables.append(at_step.table())
+        raw["at_step"] = at_step.raw()
     hosted = HostedRun(run) if link.is_emulated and link.device.type == "cpu" else None
     if hosted is not None:
         hosted.measure(run.workload.num_rounds)

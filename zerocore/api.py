@@ -42,6 +42,7 @@ def shard(
     mixed_precision: MixedPrecision | None = None,
     offload: Offload | None = None,
     overlap_reductions: bool = True,
+    gather_at_step: bool = False,
 ) -> nn.Module:
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
@@ -75,6 +76,8 @@ def shard(
         offload: what leaves the device's memory for the host's; see :class:`Offload`.
         overlap_reductions: on NCCL, reductions of stage 3 have a communicator of their own; see
             :class:`ShardConfig`.
+        gather_at_step: the first gather of a forward at stage 3 begins at the optimizer's step;
+            weights must not be changed between the two. See :class:`ShardConfig`.
 
     Returns:
         ``model`` itself.
@@ -96,6 +99,7 @@ def shard(
         mixed_precision=mixed_precision,
         offload=offload,
         overlap_reductions=overlap_reductions,
+        gather_at_step=gather_at_step,
     )
     request = validate(
         model,

@@ -6,6 +6,7 @@
 namespace zerocore {
 
 void register_plan(pybind11::module_& module);
+void register_swap_ring(pybind11::module_& module);
 void register_reduction(pybind11::module_& module);
 void register_kernels(pybind11::module_& module);
 void register_runtime(pybind11::module_& module);

@@ -11,6 +11,7 @@
 #include "bindings/py_engine.h"
 #include "engine/autograd.h"
 #include "engine/engine.h"
+#include "engine/exchange.h"
 
 namespace py = pybind11;
 
@@ -233,6 +234,8 @@ void register_steps(py::class_<PyEngine>& engine) {
           py::arg("casts"),
           py::call_guard<py::gil_scoped_release>())
       .def(
+          "drop_first_gather", [](PyEngine& self) { self.engine->drop_first_gather(); }, no_gil)
+      .def(
           "any_rank",
           [](PyEngine& self, const std::vector<bool>& flags) {
             const py::gil_scoped_release release;
@@ -248,7 +251,8 @@ void register_steps(py::class_<PyEngine>& engine) {
              int64_t total_nbytes) {
             const py::gil_scoped_release release;
             MessageSizes sizes{std::move(sent_nbytes), std::move(received_nbytes), total_nbytes};
-            return PyExchange{self.engine, self.engine->exchange(across, sent, std::move(sizes))};
+            return PyExchange{
+                self.engine, start_exchange(self.engine->parts(), across, sent, std::move(sizes))};
           },
           py::arg("across"),
           py::arg("sent"),
@@ -259,12 +263,12 @@ void register_steps(py::class_<PyEngine>& engine) {
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
       .def(
           "fail_backward", [](PyEngine& self) { self.engine->fail_backward(); }, no_gil)
-      .def("mark_forked", [](PyEngine& self) { self.engine->mark_forked(); })
+      .def("mark_forked", [](PyEngine& self) { self.engine->parts().mark_forked(); })
       .def("check_process", [](PyEngine& self) { self.engine->check_process(); })
       .def_property(
           "sync",
-          [](const PyEngine& self) { return self.engine->sync(); },
-          [](PyEngine& self, bool sync) { self.engine->set_sync(sync); });
+          [](const PyEngine& self) { return self.engine->parts().sync; },
+          [](PyEngine& self, bool sync) { self.engine->parts().sync = sync; });
 }
 
 // What FSDP2's interface sets for each unit.
@@ -351,7 +355,7 @@ void register_engine(py::module_& module) {
   py::class_<PyExchange>(module, "Exchange")
       .def(
           "wait",
-          [](PyExchange& self) { return self.engine->arrived(self.exchange); },
+          [](PyExchange& self) { return finish_exchange(self.engine->parts(), self.exchange); },
           py::call_guard<py::gil_scoped_release>());
   module.def("note_backward_call", [](const py::object& roots) {
     note_backward_call(collect_outputs(roots));

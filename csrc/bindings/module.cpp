@@ -23,6 +23,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("build") = COMPILER ", torch " TORCH_VERSION ", CUDA: " ZEROCORE_CUDA_BUILD
                                   ", C++ flags: " ZEROCORE_CXX_FLAGS;
   zerocore::register_plan(module);
+  zerocore::register_swap_ring(module);
   zerocore::register_reduction(module);
   zerocore::register_kernels(module);
   zerocore::register_io(module);

@@ -8,7 +8,6 @@
 
 #include "bindings/bindings.h"
 #include "plan/memory_plan.h"
-#include "plan/swap_ring.h"
 
 namespace py = pybind11;
 
@@ -214,6 +213,16 @@ void register_schedule(py::module_& module) {
       .def(
           "invalidate",
           [](S& s, UnitId unit) { return s.run([&] { s.schedule.invalidate(unit, s.actions); }); })
+      .def(
+          "gather_ahead",
+          [](S& s, UnitId unit) {
+            return s.run([&] { s.schedule.residency().gather_ahead(unit, s.actions); });
+          })
+      .def(
+          "drop_ahead",
+          [](S& s, UnitId unit) {
+            return s.run([&] { s.schedule.residency().drop_ahead(unit, s.actions); });
+          })
       .def("is_resident", [](const S& s, UnitId unit) { return s.schedule.is_resident(unit); })
       .def_property_readonly("order", [](const S& s) { return s.schedule.order(); });
 }
@@ -245,17 +254,19 @@ void register_options(py::module_& module) {
                       int prefetch,
                       bool hold_full,
                       bool by_rows,
+                      bool gather_at_step,
                       const std::string& states,
                       const std::string& gradients,
                       const std::string& parameters) {
             const Tiers tiers{tier_of(states), tier_of(gradients), tier_of(parameters)};
-            return ShardOptions{stage, prefetch, hold_full, by_rows, tiers};
+            return ShardOptions{stage, prefetch, hold_full, by_rows, gather_at_step, tiers};
           }),
           py::kw_only(),
           py::arg("stage"),
           py::arg("prefetch") = 1,
           py::arg("hold_full") = false,
           py::arg("by_rows") = false,
+          py::arg("gather_at_step") = false,
           py::arg("states") = "device",
           py::arg("gradients") = "device",
           py::arg("parameters") = "device");
@@ -315,64 +326,6 @@ void register_units(py::module_& module) {
       .def(py::self == py::self);
 }
 
-const char* name_of(SwapKind kind) {
-  switch (kind) {
-    case SwapKind::Read:
-      return "read";
-    case SwapKind::Write:
-      return "write";
-    case SwapKind::Await:
-      return "await";
-  }
-  return "";
-}
-
-void register_swap_ring(py::module_& module) {
-  py::class_<SwapStep>(module, "SwapStep")
-      .def_property_readonly("kind", [](const SwapStep& step) { return name_of(step.kind); })
-      .def_readonly("unit", &SwapStep::unit)
-      .def_readonly("buffer", &SwapStep::buffer);
-  const auto steps_of = [](const auto& call) {
-    SwapSteps steps;
-    call(steps);
-    return steps;
-  };
-  py::class_<SwapRing>(module, "SwapRing")
-      .def(
-          py::init<const std::vector<int64_t>&, int, int64_t>(),
-          py::arg("unit_nbytes"),
-          py::arg("num_buffers"),
-          py::arg("alignment"))
-      .def_property_readonly("file_nbytes", &SwapRing::file_nbytes)
-      .def_property_readonly("buffer_nbytes", &SwapRing::buffer_nbytes)
-      .def_property_readonly("num_buffers", &SwapRing::num_buffers)
-      .def("range", &SwapRing::range, py::arg("unit"))
-      .def(
-          "expect",
-          [=](SwapRing& ring, std::vector<UnitId> order) {
-            return steps_of([&](SwapSteps& steps) { ring.expect(std::move(order), steps); });
-          },
-          py::arg("order"))
-      .def(
-          "acquire",
-          [](SwapRing& ring, UnitId unit) {
-            SwapSteps steps;
-            const int buffer = ring.acquire(unit, steps);
-            return std::pair(buffer, steps);
-          },
-          py::arg("unit"))
-      .def(
-          "release",
-          [=](SwapRing& ring, UnitId unit, bool changed) {
-            return steps_of([&](SwapSteps& steps) { ring.release(unit, changed, steps); });
-          },
-          py::arg("unit"),
-          py::arg("changed"))
-      .def("finish", [=](SwapRing& ring) {
-        return steps_of([&](SwapSteps& steps) { ring.finish(steps); });
-      });
-}
-
 } // namespace
 
 void register_plan(py::module_& module) {
@@ -380,7 +333,6 @@ void register_plan(py::module_& module) {
   register_schedule(module);
   register_units(module);
   register_options(module);
-  register_swap_ring(module);
   module.def("plan_layouts", &plan_layouts, py::arg("units"), py::arg("options"));
   module.def("plan_events", &plan_events, py::arg("units"), py::arg("order"), py::arg("options"));
   module.def(

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "engine/autograd.h"
+#include "engine/exchange.h"
 #include "engine/saved_values.h"
 
 namespace zerocore {
@@ -33,17 +34,22 @@ Engine::Engine(
     std::unique_ptr<Registrar> registrar)
     : parts_(options, device, std::move(units), std::move(order), std::move(registrar)),
       in_use_(parts_),
-      agreement_(parts_, in_use_),
+      first_gather_(parts_, in_use_),
+      agreement_(parts_, in_use_, first_gather_),
       backward_run_(parts_, in_use_, agreement_) {}
 
 Engine::~Engine() {
   // Otherwise what is in flight never ends here, or has ended with the alarm.
   if (!parts_.thread_check.is_forked() && !parts_.alarm.is_raised()) {
     agreement_.leave_unsettled();
+    const bool is_ahead = first_gather_.is_pending(); // its group may have ended meanwhile
     try {
+      first_gather_.drop();
       reset();
     } catch (const std::exception& error) {
-      TORCH_WARN("zerocore: a collective failed while the model was freed: ", error.what());
+      if (!is_ahead) {
+        TORCH_WARN("zerocore: a collective failed while the model was freed: ", error.what());
+      }
     }
   }
   parts_.alarm.retire();
@@ -77,9 +83,18 @@ void Engine::recover() {
   if (agreement_.failed()) {
     reset(); // as the rank that raised has done
   }
+  refuse_stale_pass();
   parts_.thread_check.enter_forward();
   if (parts_.disk != nullptr && !parts_.schedule.in_rooted_pass()) {
     parts_.disk->forget_loads();
+  }
+}
+
+// A pass that no backward came for, or that records none.
+void Engine::refuse_stale_pass() {
+  if (agreement_.is_stale()) {
+    const auto back = c10::make_scope_exit([this] { reset(); });
+    agreement_.check_weights();
   }
 }
 
@@ -108,6 +123,7 @@ void Engine::begin_pass() {
   calls_.push_back({false});
   backward_run_.side_doors().forget(parts_.schedule.oldest_pass());
   backward_run_.recomputed_calls().forget(parts_.schedule.oldest_pass());
+  first_gather_.begin_pass();
   bool changed = false;
   for (UnitId id = 0; id < parts_.num_units(); ++id) {
     changed = in_use_.refresh(id) || changed;
@@ -126,6 +142,9 @@ void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
     return; // nested
   }
   agreement_.leave_pass();
+  if (!c10::GradMode::is_enabled()) {
+    refuse_stale_pass();
+  }
   for (const auto& unit : parts_.units) {
     unit->wait_for_unshard(); // of a skipped unit: must not meet the optimizer's update
   }
@@ -154,8 +173,11 @@ void Engine::enter(UnitId id) {
   if (recomputing) {
     calls_.back().again = recompute(id);
   } else {
-    if (!parts_.schedule.in_rooted_pass() && in_use_.refresh(id)) {
-      in_use_.order_gathers();
+    if (!parts_.schedule.in_rooted_pass()) {
+      first_gather_.drop();
+      if (in_use_.refresh(id)) {
+        in_use_.order_gathers();
+      }
     }
     if (parts_.peers != nullptr && parts_.schedule.in_rooted_pass() &&
         parts_.schedule.follows_order() && !parts_.schedule.is_expected(id)) {
@@ -268,23 +290,10 @@ void Engine::fail_backward() {
 
 void Engine::hold_unsharded(const std::vector<UnitId>& units) {
   recover();
-  parts_.pool.set_apart(true); // what is held for long must not shape the arena
-  const auto back = c10::make_scope_exit([this] { parts_.pool.set_apart(false); });
-  size_t num_held = 0;
+  first_gather_.drop();
   try {
-    for (const UnitId id : units) {
-      if (in_use_.refresh(id)) {
-        in_use_.order_gathers();
-      }
-      parts_.schedule.hold_unsharded(id, parts_.actions);
-      ++num_held;
-      in_use_.run(parts_.actions);
-      in_use_.use(id);
-    }
+    in_use_.hold_unsharded(units);
   } catch (...) {
-    for (size_t i = 0; i < num_held; ++i) {
-      parts_.schedule.release_unsharded(units[i], parts_.actions);
-    }
     reset();
     throw;
   }
@@ -293,6 +302,7 @@ void Engine::hold_unsharded(const std::vector<UnitId>& units) {
 
 void Engine::set_kept(UnitId unit, bool kept) {
   recover();
+  first_gather_.drop();
   in_use_.set_kept(unit, kept);
   leave_if_outside();
 }
@@ -300,6 +310,7 @@ void Engine::set_kept(UnitId unit, bool kept) {
 void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast) {
   recover();
   leave_if_outside();
+  first_gather_.drop();
   parts_.units.at(unit)->materialize(full, broadcast);
   if (parts_.disk != nullptr) {
     parts_.disk->store(unit);
@@ -312,6 +323,25 @@ std::vector<at::Tensor> Engine::full_values(UnitId unit) {
   return parts_.units.at(unit)->full_values();
 }
 
+// Each pass of the model comes to an end before its weights change.
+void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
+  if (first_gather_.is_on()) {
+    recover();
+    leave_if_outside();
+    first_gather_.begin_update(units);
+  }
+  in_use_.begin_update(units, casts);
+}
+
+void Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
+  in_use_.end_update(units, casts);
+  if (calls_.empty() && !in_backward() && first_gather_.is_due()) {
+    recover();
+    leave_if_outside();
+    first_gather_.begin();
+  }
+}
+
 std::vector<bool> Engine::any_rank(const std::vector<bool>& flags) {
   recover();
   leave_if_outside();
@@ -322,16 +352,6 @@ std::vector<bool> Engine::any_rank(const std::vector<bool>& flags) {
 void Engine::leave_if_outside() {
   if (calls_.empty()) {
     parts_.thread_check.leave_forward();
-  }
-}
-
-void Engine::mark_forked() {
-  parts_.offload.mark_forked();
-  if (parts_.disk != nullptr) {
-    parts_.disk->mark_forked();
-  }
-  if (parts_.collectives != nullptr || parts_.replicas != nullptr) {
-    parts_.thread_check.mark_forked();
   }
 }
 

@@ -12,7 +12,7 @@
 
 #include "engine/backward_run.h"
 #include "engine/engine_parts.h"
-#include "engine/exchange.h"
+#include "engine/first_gather.h"
 #include "engine/pass_agreement.h"
 #include "engine/units_in_use.h"
 
@@ -64,12 +64,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
 
   // -- between steps
-  void set_sync(bool sync) {
-    parts_.sync = sync;
-  }
-  bool sync() const {
-    return parts_.sync;
-  }
   // Unshards the units and shows their full parameters until release_unsharded.
   void hold_unsharded(const std::vector<UnitId>& units);
   void release_unsharded(const std::vector<UnitId>& units, bool write_back) {
@@ -88,26 +82,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<at::Tensor> full_values(UnitId unit);
   // Around an optimizer's update of main weights, which `casts` if it writes the model weights too.
   // The first throws if a shard has left its place in memory.
-  void begin_update(const std::vector<UnitId>& units, bool casts) {
-    in_use_.begin_update(units, casts);
+  void begin_update(const std::vector<UnitId>& units, bool casts);
+  void end_update(const std::vector<UpdatedUnit>& units, bool casts);
+  // Weights are going to change on all ranks, or units to be used outside of passes.
+  void drop_first_gather() {
+    first_gather_.drop();
   }
-  void end_update(const std::vector<UpdatedUnit>& units, bool casts) {
-    in_use_.end_update(units, casts);
-  }
-  // For an optimizer of whole matrices, on all ranks: which flags any has set; an all-to-all.
+  // For an optimizer of whole matrices, on all ranks: which flags any has set.
   std::vector<bool> any_rank(const std::vector<bool>& flags);
-  Exchange exchange(bool across, const at::Tensor& sent, MessageSizes sizes) {
-    return start_exchange(parts_, across, sent, std::move(sizes));
-  }
-  at::Tensor arrived(Exchange& exchange) {
-    return finish_exchange(parts_, exchange);
-  }
   // The call of a backward ended with an exception: as reset() if it came through this model.
   void fail_backward();
   // Drops everything in flight: gathers, graphs waiting for a backward, unreduced gradients.
   void reset();
-  // In the child of a fork: from now on every use of units is an error, where there are peers.
-  void mark_forked();
   void check_process() const {
     parts_.thread_check.check_process();
   }
@@ -122,6 +108,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   };
 
   void recover();
+  void refuse_stale_pass();
   void leave_if_outside();
   CallHandle recompute(UnitId unit);
   void leave_adopted(const std::vector<at::Tensor>& outputs);
@@ -132,6 +119,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   EngineParts parts_;
   UnitsInUse in_use_;
+  FirstGather first_gather_;
   PassAgreement agreement_;
   BackwardRun backward_run_;
   std::vector<Call> calls_; // entered and not left

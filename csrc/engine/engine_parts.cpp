@@ -135,7 +135,7 @@ EngineParts::EngineParts(
       registrar(std::move(registrar_)),
       thread_check(/*backward_threads=*/device.type() != c10::DeviceType::CPU) {
   for (size_t unit = 0; unit < stays.size(); ++unit) {
-    schedule.set_staying(static_cast<UnitId>(unit), {stays[unit], false});
+    schedule.residency().set_staying(static_cast<UnitId>(unit), {stays[unit], false});
   }
   if (host != nullptr) {
     host->plan(units, context);
@@ -181,6 +181,16 @@ HostBytes EngineParts::host_bytes() const {
     bytes.disk = disk->file_nbytes();
   }
   return bytes;
+}
+
+void EngineParts::mark_forked() {
+  offload.mark_forked();
+  if (disk != nullptr) {
+    disk->mark_forked();
+  }
+  if (collectives != nullptr || replicas != nullptr) {
+    thread_check.mark_forked();
+  }
 }
 
 // Places in the pool for what the first step is going to take from it.

@@ -47,6 +47,8 @@ struct EngineParts {
   void map_host_memory();
   // See Moments. None where there is no place for them either.
   std::vector<at::Tensor> make_moments(UnitId unit, int param);
+  // In the child of a fork: from now on every use of units is an error, where there are peers.
+  void mark_forked();
   // Bytes on the host and on disk, but those of the optimizer.
   HostBytes host_bytes() const;
 

@@ -12,6 +12,7 @@ void Gathers::begin(
     const GatherMemory& memory,
     const std::shared_future<void>& after) {
   std::vector<CollectiveCall> together;
+  copies_ = memory.shards != nullptr && sent_.begin(memory.bucket, *memory.shards);
   const bool joins = memory.bucket.regions().size() > 1 && context_.num_shards > 1 &&
       context_.collectives->launches_together();
   if (context_.tiers.parameters == Tier::Disk) {
@@ -35,6 +36,7 @@ void Gathers::wait() {
       load.get();
     }
   }
+  sent_.compare();
 }
 
 // With others in `together`, if that is given; else at once.
@@ -55,9 +57,9 @@ void Gathers::gather(
     after.get();
     after = {};
   }
-  const bool in_place = memory.shards == nullptr || loads;
-  const at::Tensor& own =
-      in_place ? memory.bucket.own_bytes(region) : memory.shards->full_bytes(region);
+  const at::Tensor& own = is_in_place(region, memory, !after.valid())
+      ? memory.bucket.own_bytes(region)
+      : memory.shards->full_bytes(region);
   const at::Tensor& full = memory.received.full_bytes(region);
   const int64_t nbytes = context_.collectives->methods().gather.wire_nbytes(full.numel());
   CollectiveTag tag{&name_, context_.note(TraceOp::AllGather, id_, nbytes), id_};
@@ -66,6 +68,18 @@ void Gathers::gather(
   } else {
     pending_.push_back(context_.collectives->all_gather(full, own, std::move(tag), after));
   }
+}
+
+// Whether this rank's part lies where it is gathered to; it is copied there if its values are to
+// stay as they are now, when they are there.
+bool Gathers::is_in_place(int region, const GatherMemory& memory, bool is_there) const {
+  if (memory.shards == nullptr || context_.tiers.has_host_parameters()) {
+    return true;
+  }
+  if (copies_ && is_there) {
+    sent_.copy(region);
+  }
+  return copies_ && is_there;
 }
 
 // This rank's part comes from the host, or from what was read of the disk. Over the emulated link

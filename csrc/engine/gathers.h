@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/sent_part.h"
 #include "engine/unit_context.h"
 #include "runtime/bucket.h"
 #include "runtime/collectives.h"
@@ -23,7 +24,7 @@ class Gathers {
  public:
   // `name` and `context` outlive it.
   Gathers(UnitId id, const std::string& name, const UnitContext& context)
-      : id_(id), name_(name), context_(context) {}
+      : id_(id), name_(name), context_(context), sent_(context, name) {}
 
   // Issues those of `regions`, in one launch where the backend can. This rank's part has its values
   // when `after`, if it is valid, is ready.
@@ -37,6 +38,10 @@ class Gathers {
   }
   // Orders compute behind them, or blocks, see PendingCollective::wait.
   void wait();
+  // Of a gather that begins before its forward.
+  SentPart& sent() {
+    return sent_;
+  }
 
  private:
   void gather(
@@ -44,6 +49,7 @@ class Gathers {
       const GatherMemory& memory,
       std::shared_future<void> after,
       std::vector<CollectiveCall>* together);
+  bool is_in_place(int region, const GatherMemory& memory, bool is_there) const;
   std::shared_future<void> load(
       int region,
       const GatherMemory& memory,
@@ -52,6 +58,8 @@ class Gathers {
   const UnitId id_;
   const std::string& name_;
   const UnitContext& context_;
+  SentPart sent_;
+  bool copies_ = false; // what is sent of the gathers under way
   std::vector<PendingCollective> pending_;
   StreamEvent loaded_;
   std::vector<std::shared_future<void>> loads_; // that no gather waits for

@@ -104,6 +104,9 @@ class Unit {
   void mark_cast() {
     cast_version_ = version();
   }
+  bool is_cast() const {
+    return main_.empty() || cast_version_ == version();
+  }
 
   // Changes whenever the optimizer or the user changed the shards.
   int64_t version() const {
@@ -126,6 +129,9 @@ class Unit {
   // The weights that the optimizer updates, where they are no part of the unit's own memory.
   const MainWeights& main() const {
     return main_;
+  }
+  Gathers& gathers() {
+    return gathers_;
   }
 
  private:

@@ -66,7 +66,7 @@ std::vector<at::Tensor> Unit::full_values() const {
 }
 
 void Unit::cast_main() {
-  if (main_.empty() || cast_version_ == version()) {
+  if (is_cast()) {
     return;
   }
   main_.cast();

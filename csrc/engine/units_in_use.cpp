@@ -141,6 +141,28 @@ bool UnitsInUse::refresh(UnitId id) {
   return true;
 }
 
+void UnitsInUse::hold_unsharded(const std::vector<UnitId>& units) {
+  parts_.pool.set_apart(true); // what is held for long must not shape the arena
+  const auto back = c10::make_scope_exit([this] { parts_.pool.set_apart(false); });
+  size_t num_held = 0;
+  try {
+    for (const UnitId id : units) {
+      if (refresh(id)) {
+        order_gathers();
+      }
+      parts_.schedule.residency().hold_unsharded(id, parts_.actions);
+      ++num_held;
+      run(parts_.actions);
+      use(id);
+    }
+  } catch (...) {
+    for (size_t i = 0; i < num_held; ++i) {
+      parts_.schedule.residency().release_unsharded(units[i], parts_.actions);
+    }
+    throw;
+  }
+}
+
 void UnitsInUse::release_unsharded(const std::vector<UnitId>& units, bool write_back) {
   const at::NoGradGuard no_grad;
   for (const UnitId id : units) {
@@ -148,7 +170,7 @@ void UnitsInUse::release_unsharded(const std::vector<UnitId>& units, bool write_
       write_back_now(id);
     }
     parts_.units[id]->versions().take_writes(); // kept or not, as asked
-    parts_.schedule.release_unsharded(id, parts_.actions);
+    parts_.schedule.residency().release_unsharded(id, parts_.actions);
     run(parts_.actions);
     update_registration(id);
   }
@@ -156,7 +178,7 @@ void UnitsInUse::release_unsharded(const std::vector<UnitId>& units, bool write_
 
 void UnitsInUse::set_kept(UnitId id, bool kept) {
   if (!kept) {
-    parts_.schedule.drop(id, parts_.actions);
+    parts_.schedule.residency().drop(id, parts_.actions);
     run(parts_.actions);
     update_registration(id);
     return;
@@ -164,7 +186,7 @@ void UnitsInUse::set_kept(UnitId id, bool kept) {
   if (refresh(id)) {
     order_gathers();
   }
-  parts_.schedule.keep(id, parts_.actions);
+  parts_.schedule.residency().keep(id, parts_.actions);
   run(parts_.actions);
 }
 

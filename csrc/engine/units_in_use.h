@@ -37,12 +37,13 @@ class UnitsInUse {
   void run(Actions& actions);
   // The compute stream works with the unit's full parameters from here on.
   void use(UnitId unit);
-  // See Engine::hold_unsharded.
+  // See Engine::hold_unsharded. All of the units, or none where it throws.
+  void hold_unsharded(const std::vector<UnitId>& units);
   void release_unsharded(const std::vector<UnitId>& units, bool write_back);
   // See Engine::set_kept. The modules show a unit that is kept once use() has waited for it.
   void set_kept(UnitId unit, bool kept);
   void set_staying(UnitId unit, Staying staying) {
-    parts_.schedule.set_staying(unit, staying);
+    parts_.schedule.residency().set_staying(unit, staying);
   }
   // Shows in the modules what the schedule says: the unit's full parameters or its shards.
   void update_registration(UnitId unit);

@@ -48,7 +48,7 @@ struct PlannedEvent {
   int64_t nbytes = 0;
   int64_t pool_nbytes = 0; // in use right after
   // When: at event i of the order in the forward, mirrored at 2n - 1 - i in the backward, 2n at
-  // its end.
+  // its end, 2n + 1 at the optimizer's step.
   int32_t moment = 0;
   bool across = false; // among the ranks that hold the same shard, not those that share the state
 

@@ -30,7 +30,8 @@ void Residency::unshard(UnitId unit, Actions& out) {
 void Residency::release(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
   const Uses& uses = state.uses;
-  const bool in_use = uses.active > 0 || uses.in_backward || uses.holds > 0 || uses.stays;
+  const bool in_use =
+      uses.active > 0 || uses.in_backward || uses.holds > 0 || uses.stays || uses.ahead;
   if (releases_ && state.resident && !in_use) {
     state.resident = false;
     state.late = uses.held > 0 || uses.kept;
@@ -79,6 +80,7 @@ void Residency::leave_backward(UnitId unit, Actions& out) {
 }
 
 void Residency::invalidate(UnitId unit, Actions& out) {
+  units_[unit].uses.ahead = false;
   drop(unit, out);
   if (!releases_ && gathers_) {
     units_[unit].resident = false;
@@ -91,7 +93,7 @@ void Residency::abort(Actions& out) {
     if (std::exchange(state.late, false)) {
       out.push_back({ActionKind::Reshard, unit});
     }
-    state.uses = {0, 0, state.uses.holds, false, false};
+    state.uses = {.holds = state.uses.holds, .ahead = state.uses.ahead};
   }
   release_all_but({}, out);
 }
@@ -109,6 +111,24 @@ void Residency::keep(UnitId unit, Actions& out) {
 void Residency::drop(UnitId unit, Actions& out) {
   units_[unit].uses.stays = false;
   release(unit, out);
+}
+
+void Residency::gather_ahead(UnitId unit, Actions& out) {
+  units_[unit].uses.ahead = true;
+  unshard(unit, out);
+}
+
+void Residency::drop_ahead(UnitId unit, Actions& out) {
+  units_[unit].uses.ahead = false;
+  release(unit, out);
+}
+
+bool Residency::take_ahead() {
+  bool any = false;
+  for (UnitState& unit : units_) {
+    any = std::exchange(unit.uses.ahead, false) || any;
+  }
+  return any;
 }
 
 void Residency::release_unsharded(UnitId unit, Actions& out) {

@@ -33,7 +33,9 @@ void Schedule::begin_pass(bool grad, Actions& out) {
   open_pass(grad);
   rooted_ = true;
   retained_ = -1;
-  follows_ = grad || !residency_.all_resident();
+  // What was gathered for it may have to be refused, of which the ranks hear as they leave the
+  // pass.
+  follows_ = residency_.take_ahead() || grad || !residency_.all_resident();
   if (follows_) {
     order_.begin(grad);
     residency_.release_all_but(order_.upcoming(1 + options_.prefetch), out);

@@ -121,24 +121,9 @@ class Schedule {
   // The unit's parameters changed: what was gathered is stale, and no backward comes through it for
   // a forward before.
   void invalidate(UnitId unit, Actions& out);
-  // Keeps a unit unsharded whatever happens, until it is released.
-  void hold_unsharded(UnitId unit, Actions& out) {
-    residency_.hold_unsharded(unit, out);
-  }
-  void release_unsharded(UnitId unit, Actions& out) {
-    residency_.release_unsharded(unit, out);
-  }
-
-  // Where the unit stays unsharded from its next use on.
-  void set_staying(UnitId unit, Staying staying) {
-    residency_.set_staying(unit, staying);
-  }
-  // Unshards a unit ahead of its next forward, and reshards one that stays.
-  void keep(UnitId unit, Actions& out) {
-    residency_.keep(unit, out);
-  }
-  void drop(UnitId unit, Actions& out) {
-    residency_.drop(unit, out);
+  // For what is gathered or kept for other reasons than calls.
+  Residency& residency() {
+    return residency_;
   }
 
   // Whether the unit has gradients to reduce at all.

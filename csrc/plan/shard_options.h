@@ -14,6 +14,8 @@ struct ShardOptions {
   int prefetch = 1; // units gathered ahead
   bool hold_full = false; // stages 2, 3: full sums of gradients are kept while not syncing
   bool by_rows = false; // a shard is some rows of each parameter, see plan/layout.h
+  bool gather_at_step =
+      false; // stage 3: the first gather of a forward begins at the step before it
   Tiers tiers;
 };
 

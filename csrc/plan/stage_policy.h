@@ -30,6 +30,10 @@ struct StagePolicy {
   bool shards_optimizer() const {
     return optimizer == Placement::Sharded;
   }
+  // Whether an optimizer's step begins the first gather of the forward that comes next.
+  bool gathers_at_step(const ShardOptions& sharding) const {
+    return sharding.gather_at_step && shards_parameters() && shards_optimizer();
+  }
 };
 
 } // namespace zerocore

@@ -67,7 +67,7 @@ StepSimulation::StepSimulation(
       pool_(std::move(pool)),
       gathered_(units.size(), false) {
   for (size_t unit = 0; unit < layouts_.size(); ++unit) {
-    schedule_.set_staying(static_cast<UnitId>(unit), {units[unit].stays, false});
+    schedule_.residency().set_staying(static_cast<UnitId>(unit), {units[unit].stays, false});
     const auto& regions = layouts_[unit].regions();
     schedule_.set_reducible(
         static_cast<UnitId>(unit), std::any_of(regions.begin(), regions.end(), is_trainable));
@@ -83,7 +83,9 @@ void StepSimulation::run_steps() {
 void StepSimulation::step() {
   Actions actions;
   for (UnitId unit = 0; unit < static_cast<UnitId>(layouts_.size()); ++unit) {
-    schedule_.invalidate(unit, actions);
+    if (!schedule_.residency().uses(unit).ahead) {
+      schedule_.invalidate(unit, actions);
+    }
   }
   run(actions);
   for (int index = 0; index < options_.micro_batches; ++index) {
@@ -96,6 +98,28 @@ void StepSimulation::step() {
       reduction_.drop(static_cast<UnitId>(unit), static_cast<int>(param));
     }
   }
+  gather_at_step(actions);
+}
+
+// As FirstGather::begin.
+void StepSimulation::gather_at_step(Actions& actions) {
+  const std::vector<CallEvent>& order = schedule_.order();
+  if (policy_.gathers_at_step(options_.sharding) && !order.empty()) {
+    const UnitId first = order.front().unit;
+    schedule_.invalidate(first, actions);
+    schedule_.residency().gather_ahead(first, actions);
+    moment_ = 2 * static_cast<int32_t>(calls_.size()) + 1;
+    run(actions);
+  }
+}
+
+PoolMap StepSimulation::arranged_pool() {
+  Actions actions;
+  for (UnitId unit = 0; unit < static_cast<UnitId>(layouts_.size()); ++unit) {
+    schedule_.residency().drop_ahead(unit, actions);
+  }
+  run(actions);
+  return pool_.arranged();
 }
 
 void StepSimulation::micro_batch() {

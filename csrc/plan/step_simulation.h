@@ -34,6 +34,8 @@ class StepSimulation final : private GradSteps {
   const PoolMap& pool() const {
     return pool_;
   }
+  // Places for all blocks of the steps; no step comes after.
+  PoolMap arranged_pool();
   const Layout& layout(size_t unit) const {
     return layouts_[unit];
   }
@@ -45,6 +47,7 @@ class StepSimulation final : private GradSteps {
  private:
   void step();
   void micro_batch();
+  void gather_at_step(Actions& actions);
   void forward(Actions& actions);
   void backward(Actions& actions);
   int32_t first_enter(UnitId unit) const;

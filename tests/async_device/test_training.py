@@ -16,6 +16,7 @@ from tests.async_device.training import (
     make_model,
     start,
     train,
+    train_gathering_at_step,
     train_offloaded,
     train_sharded,
 )
@@ -100,6 +101,56 @@ def test_compute_goes_from_stream_to_stream() -> None:
     """The engine's events are those of the stream that is current when they are recorded."""
     expected = run_ranks(train_all_on_streams, 2, False, 3, launch="torchrun", timeout=150)
     assert run_ranks(train_all_on_streams, 2, True, 3, launch="torchrun", timeout=150) == expected
+
+
+BF16 = zerocore.MixedPrecision(torch.bfloat16, torch.float32)
+
+
+def train_all_gathering_at_step(on_device: bool) -> list[list[float]]:
+    device, extension = start(on_device)
+    losses = []
+    for seed in range(3):
+        if on_device:
+            extension.set_delays(seed, 0.3 if seed else 0.0, 400)
+        losses += [
+            train_gathering_at_step(device, False, prefetch=seed),
+            train_gathering_at_step(device, seed == 1, mixed_precision=BF16),
+            train_gathering_at_step(device, True, offload=zerocore.Offload(states="cpu")),
+        ]
+    everything = zerocore.Offload(states="cpu", parameters="cpu")
+    return [*losses, train_gathering_at_step(device, True, offload=everything)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gathers_at_the_step_have_the_bits_of_those_in_the_forward(num_ranks: int) -> None:
+    function = train_all_gathering_at_step
+    expected = run_ranks(function, num_ranks, False, launch="torchrun", timeout=150)
+    assert run_ranks(function, num_ranks, True, launch="torchrun", timeout=150) == expected
+
+
+def change_weights_after_steps() -> list[str]:
+    """Errors of ranks of which the last one changes a weight after a step, by no counter."""
+    device, extension = start(on_device=True)
+    messages = []
+    for seed in range(3):
+        model = zerocore.shard(make_model(device), units=[Block], gather_at_step=True)
+        train(model, device, steps=2)
+        extension.set_delays(seed, 0.5, 2000)
+        if dist.get_rank() == 1:
+            model[0].down.bias.data.local().add_(1.0)
+        loss = model(torch.ones(4, WIDTH, device=device)).sum()
+        with pytest.raises(RuntimeError) as caught:
+            loss.backward()
+        messages.append(str(caught.value))
+        model(torch.ones(4, WIDTH, device=device)).sum().backward()
+    return messages
+
+
+def test_a_weight_that_changes_after_a_step_is_found_on_the_device() -> None:
+    """However late it is written and compared."""
+    first, second = run_ranks(change_weights_after_steps, 2, launch="torchrun", timeout=100)
+    assert first == second
+    assert all("'0.down.bias' of unit '0' was changed on rank 1" in message for message in first)
 
 
 def train_all_offloaded(on_device: bool) -> list[list[float]]:

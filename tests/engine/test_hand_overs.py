@@ -303,6 +303,46 @@ def test_every_wait_for_gradients_is_needed(
     assert any(log[i].source == "device_to_host" for i in made)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("seed", range(30))
+def test_a_gather_at_the_step_is_ordered(seed: int, mesh: Mesh) -> None:
+    model = shard(seed, 3, mesh, gather_at_step=True)
+    assert find_race(train(model, seed)) is None
+    engine = state_of(model).engine
+    assert engine.pool_stats.in_use_nbytes in (0, engine.layout(engine.order[0].unit).nbytes)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("mixed", POLICIES, ids=["plain", "bf16", "fp32_reduce"])
+@pytest.mark.parametrize("ours", [False, True], ids=["torch", "zerocore"])
+def test_every_wait_of_a_gather_at_the_step_is_needed(
+    prefetch: int, mixed: zerocore.MixedPrecision | None, ours: bool
+) -> None:
+    model = Graph(0, 5)
+    model.calls, model.reentrant = [(unit, ()) for unit in range(5)], {}
+    zerocore.shard(
+        model, units=[Block], prefetch=prefetch, mixed_precision=mixed, gather_at_step=True
+    )
+    engine = state_of(model).engine
+    setup = len(engine.hand_overs)
+    make = zerocore.optim.AdamW if ours else torch.optim.SGD
+    optimizer = make(model.parameters(), lr=0.1)
+    for _ in range(4):
+        model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    log = engine.hand_overs
+    copies = [each for each in log if (each.what, each.kind) == ("is copied", "write")]
+    assert len(copies) == 4 * len(engine.layout(0).regions)
+    assert find_race(log) is None
+    needed = [position for position in waits(log) if position >= setup]
+    idle = [(i, log[i].stream) for i in needed if find_race(log, without=i) is None]
+    # The forward's own wait for shards that may have changed. Without prefetch the second unit's
+    # gather is behind the use of the first one as well, whose bytes it takes.
+    assert {stream for _, stream in idle} <= {"all_gather"}
+    assert len(idle) == (0 if prefetch else 3)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_reset_waits_for_gathers_under_way(stage: int) -> None:
     """Also for those into memory that stays: what frees it next is ordered behind compute only."""

@@ -73,7 +73,7 @@ def load_training_state(
         on_all_ranks(state, check)
         on_all_ranks(state, check_optimizer)
         ready = _verify(own_file, found[0], state, own, stateless) if checksums else None
-        state.finish_reads()
+        state.begin_load()
         on_all_ranks(state, lambda: _read(folder, own, ready))
     except BaseException:
         if optimizer is not None:

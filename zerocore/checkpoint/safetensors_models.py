@@ -91,7 +91,7 @@ def load_safetensors(
                 done.add(id(target))
                 _read_target(entry, target)
 
-    state.finish_reads()
+    state.begin_load()
     with torch.no_grad():
         on_all_ranks(state, load)
 

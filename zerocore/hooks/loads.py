@@ -21,7 +21,7 @@ def watch_loads(model: nn.Module, state: ShardState) -> None:
     def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         error = _find_mistake(state, state_dict, prefix)
         agree(state.ranks.groups, error, [], state.device)
-        state.finish_reads()
+        state.begin_load()
 
     model.register_load_state_dict_pre_hook(check)
     for module in {owner for param in state.params() for owner, _ in param.owners}:

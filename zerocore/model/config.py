@@ -36,6 +36,10 @@ class ShardConfig:
         overlap_reductions: at stage 3, reductions have a communicator of their own where one runs
             its collectives one after the other (NCCL), so that none waits for a gather. It takes
             device memory of its own; off, reductions and gathers share one.
+        gather_at_step: at stage 3, the first gather of a forward begins when the optimizer has
+            stepped, under what comes between the two. All ranks must take the same steps. Weights
+            that are changed between a step and the forward, other than by loading or inside of
+            ``unsharded(write_back=True)``, are an error on all ranks when the backward begins.
 
     Raises:
         ValueError: an option is out of range.
@@ -52,6 +56,7 @@ class ShardConfig:
     mixed_precision: MixedPrecision | None = None
     offload: Offload | None = None
     overlap_reductions: bool = True
+    gather_at_step: bool = False
 
     @property
     def holds_full(self) -> bool:
@@ -72,6 +77,7 @@ class ShardConfig:
             stage=self.stage,
             prefetch=self.prefetch,
             hold_full=self.holds_full,
+            gather_at_step=self.gather_at_step,
             states=self.place_of("states"),
             gradients=self.place_of("gradients"),
             parameters=self.place_of("parameters"),
@@ -101,3 +107,8 @@ class ShardConfig:
             if not isinstance(self.offload, Offload):
                 raise TypeError(f"offload must be a zerocore.Offload, got {self.offload!r}")
             self.offload.check_stage(self.stage)
+            if self.gather_at_step and self.place_of("parameters") == "disk":
+                raise ValueError(
+                    "gather_at_step=True is not built for parameters on disk, which are read for "
+                    "each gather; leave it out, or keep parameters on the host or the device"
+                )

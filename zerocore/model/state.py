@@ -79,6 +79,11 @@ class ShardState:
         while self.readers:
             self.readers.pop(0)()
 
+    def begin_load(self) -> None:
+        """Called before values are loaded, on all ranks."""
+        self.finish_reads()
+        self.engine.drop_first_gather()
+
     def params(self) -> list[Param]:
         """All parameters, in the order of the units."""
         return [param for unit in self.units for param in unit.params]

@@ -38,6 +38,7 @@ def check_budget(
         config.prefetch,
         backend=ranks.backend,
         offload=config.offload,
+        gather_at_step=config.gather_at_step,
     )
     candidate = Candidate(planner, division)
     needed = candidate.nbytes

@@ -21,6 +21,7 @@ class Division:
         backend: of the groups; the memory of a reduction depends on it.
         sums_on_host: sums over the replicas wait for the host, as on the CPU.
         offload: what leaves the device.
+        gather_at_step: the first gather of a forward begins at the optimizer's step.
     """
 
     stage: int
@@ -31,6 +32,7 @@ class Division:
     backend: str = "nccl"
     sums_on_host: bool = False
     offload: Offload | None = None
+    gather_at_step: bool = False
 
     @property
     def num_shards(self) -> int:

@@ -66,6 +66,7 @@ def plan(
     units: Sequence[UnitChoice] | None = None,
     prefetch: int = 1,
     accumulate: str = "sharded",
+    gather_at_step: bool = False,
     micro_batches: int = 1,
     micro_batch: int = 1,
     seq_len: int = 2048,
@@ -99,6 +100,8 @@ def plan(
         units: as for :func:`zerocore.shard`.
         prefetch: units gathered ahead.
         accumulate: as for :func:`zerocore.shard`.
+        gather_at_step: as for :func:`zerocore.shard`. What lies between steps is taken to last as
+            long as the first gather.
         micro_batches: forwards and backwards of a step, all but the last under ``no_sync``. Bytes
             are those of the whole step, times those of one micro-batch that communicates.
         micro_batch: samples in a forward, for Hugging Face models.
@@ -147,6 +150,7 @@ def plan(
         num_replicas=num_replicas,
         replica_link=across,
         host=_find_host(host_memory, host_bandwidth),
+        gather_at_step=gather_at_step,
     )
     num_states = optimizer_states(optimizer)
     module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
@@ -238,7 +242,12 @@ def plan_stage(
 ) -> StagePlan:
     """One stage of a plan."""
     division = Division(
-        stage, setting.world_size, setting.num_replicas, setting.prefetch, setting.rank
+        stage,
+        setting.world_size,
+        setting.num_replicas,
+        setting.prefetch,
+        setting.rank,
+        gather_at_step=setting.gather_at_step,
     )
     memory, events = planner.memory(division), planner.events(division)
     collectives = [event for event in events if event.op in COLLECTIVES]

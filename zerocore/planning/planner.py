@@ -55,7 +55,8 @@ class PlannedEvent(NamedTuple):
         unit: index of the unit.
         nbytes: bytes of the full bucket.
         pool_nbytes: bytes of the bucket pool in use right after.
-        moment: when, counted by the calls of the forward.
+        moment: when, counted by the calls of the forward; one after the backward's end is at the
+            optimizer's step.
         across: among the ranks that hold the same shard, not those that share the state.
         num_ranks: how many these are.
     """
@@ -158,6 +159,7 @@ class Planner:
                 stage=division.stage,
                 prefetch=division.prefetch,
                 hold_full=self.hold_full,
+                gather_at_step=division.gather_at_step,
                 states=place_of(division.offload, "states"),
                 gradients=place_of(division.offload, "gradients"),
                 parameters=place_of(division.offload, "parameters"),

@@ -52,6 +52,7 @@ def division_of(state: ShardState) -> Division:
         backend=state.ranks.backend,
         sums_on_host=state.device.type == "cpu",
         offload=state.config.offload,
+        gather_at_step=state.config.gather_at_step,
     )
 
 

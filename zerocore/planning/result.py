@@ -42,6 +42,7 @@ class Setting:
     num_replicas: int = 1
     replica_link: Link | None = None
     host: Host | None = None
+    gather_at_step: bool = False
 
     def __post_init__(self) -> None:
         if self.world_size % self.num_replicas != 0:
@@ -201,6 +202,7 @@ class Plan:
             f"{setting.rank} of {setting.world_size}"
             + (f" in {setting.num_replicas} replicas" if setting.num_replicas > 1 else "")
             + f", {format_nbytes(setting.memory_nbytes)} of memory, prefetch {setting.prefetch}"
+            + (", first gather at the step" if setting.gather_at_step else "")
             + (", checkpointed" if setting.checkpointing else "")
         )
 

@@ -59,7 +59,8 @@ def predict_timing(
 
     A unit's forward and backward wait for its gather; a reduction waits for the one before, as
     the runtime has one in flight, and a sum over the replicas for the reduction whose shards it
-    sums; the step ends when all are done. Optimizer and host time are not counted.
+    sums; the step ends when all are done. Optimizer and host time are not counted. A gather that
+    begins at the optimizer's step is taken to be done when the next forward begins.
 
     Args:
         events: planned events of the step.
@@ -76,6 +77,9 @@ def predict_timing(
     now = reduced = 0.0
     free, busy = {link: 0.0, across: 0.0}, {link: 0.0, across: 0.0}
     gathered: dict[int, float] = {}
+    for event in by_moment.get(2 * len(order) + 1, ()):  # at the optimizer's step
+        if event.op in COLLECTIVES:
+            busy[link] += link.seconds(event.op, event.nbytes, event.num_ranks)
     for moment in range(2 * len(order) + 1):
         for event in by_moment.get(moment, ()):
             if event.op not in COLLECTIVES:

@@ -46,12 +46,14 @@ class Description:
     rank: int
     units: tuple[UnitDescription, ...]
     offload: str = ""  # what leaves the device, and where it is
+    gather_at_step: bool = False
 
     def title(self) -> str:
         """One line: model, stage, ranks."""
         return (
             f"{self.model}: stage {self.stage}, rank {self.rank} of {self.world_size}, "
             f"{len(self.units)} units{self.offload and f', {self.offload}'}"
+            + (", first gather at the step" if self.gather_at_step else "")
         )
 
     def rows(self) -> list[list[str]]:
@@ -102,6 +104,7 @@ def describe(model: nn.Module | Optimizer) -> Any:
         state.rank,
         units,
         _describe_offload(state.config),
+        state.config.gather_at_step,
     )
 
 

@@ -21,7 +21,8 @@ class System:
 
     `overlap` asks FSDP2 for explicit prefetching, see `prefetch_in_order`; `prefetch` is the number
     of units that zerocore gathers ahead. A `hybrid` one shards within replicas, over a 2-D mesh.
-    With `offload` states are on the host.
+    With `offload` states are on the host; with `gather_at_step` zerocore begins the first gather of
+    a forward at the optimizer's step.
     """
 
     peer: str
@@ -31,6 +32,7 @@ class System:
     prefetch: int = 1
     hybrid: bool = False
     offload: bool = False
+    gather_at_step: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,10 @@ def _shard(system: System, model: nn.Module, recipe: Recipe, mesh: Any) -> nn.Mo
     mixed = None
     if recipe.compute_dtype is not None:
         mixed = zerocore.MixedPrecision(recipe.compute_dtype, reduce_dtype=torch.float32)
-    # Not named where there is none: a build from before it had the option is compared, too.
-    offload = {"offload": zerocore.Offload(states="cpu")} if system.offload else {}
+    # Not named where they are off: a build from before it had them is compared, too.
+    options: dict[str, Any] = {"offload": zerocore.Offload(states="cpu")} if system.offload else {}
+    if system.gather_at_step:
+        options["gather_at_step"] = True
     sharded: nn.Module = zerocore.shard(
         model,
         stage=system.stage,
@@ -153,7 +157,7 @@ def _shard(system: System, model: nn.Module, recipe: Recipe, mesh: Any) -> nn.Mo
         prefetch=system.prefetch,
         accumulate="sharded" if recipe.accumulate == 1 else "full",
         mixed_precision=mixed,
-        **offload,
+        **options,
     )
     return sharded
 

@@ -133,7 +133,7 @@ class OverlapRun:
         shape = (workload.batch, workload.sequence, workload.width)
         self.inputs = torch.randn(shape, device=link.device, dtype=self.dtype)
         self.block_nbytes = self._block_nbytes()
-        self.subjects = [self._build(system) for system in systems]
+        self.subjects = [self.build(system) for system in systems]
         for subject in self.subjects * 3:
             self.step(subject)
         gc.collect()
@@ -150,7 +150,8 @@ class OverlapRun:
         block = self._make_model().blocks[0]
         return sum(p.numel() * p.element_size() for p in block.parameters())
 
-    def _build(self, system: System) -> Subject:
+    def build(self, system: System) -> Subject:
+        """A system's model, wrapped, and its optimizer."""
         stack = self._make_model()
         # Default buckets would hold the whole of this small model, and nothing could overlap.
         bucket_mb = self.block_nbytes / 2**20

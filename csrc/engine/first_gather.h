@@ -1,0 +1,57 @@
+// The first gather of a forward, begun when an optimizer has stepped: under logging and loading.
+//
+// Note [The gather at a step]
+// Ranks issue it after the same step of an optimizer: the last one before the next pass, if there
+// are as many as there were before the pass before. A step that was one too many, anything else
+// that changes weights on all ranks, and whatever uses units outside of a pass drop it; then it is
+// gathered again when it is needed. What changes weights unknown to the other ranks is found when
+// the forward uses them, see Note [Weights that change after a step].
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "engine/units_in_use.h"
+
+namespace zerocore {
+
+class FirstGather {
+ public:
+  // Both outlive it.
+  FirstGather(EngineParts& parts, UnitsInUse& in_use) : parts_(parts), in_use_(in_use) {}
+
+  // Whether steps begin gathers at all.
+  bool is_on() const {
+    return parts_.context.policy.gathers_at_step(parts_.options.sharding) &&
+        !parts_.schedule.order().empty();
+  }
+  // An optimizer is going to update units, outside of calls.
+  void begin_update(const std::vector<UnitId>& units);
+  // It has. Whether the gather is to begin now.
+  bool is_due() const {
+    return is_on() && pending_ < 0 && num_steps_ == expected_steps_;
+  }
+  void begin();
+  bool is_pending() const {
+    return pending_ >= 0;
+  }
+  // What was gathered is not what is needed next; on all ranks.
+  void drop();
+  // A pass begins, which uses what was gathered.
+  void begin_pass();
+  // A weight that this rank has found changed in the pass.
+  std::optional<StaleWeight> take_stale();
+
+ private:
+  void give_back();
+
+  EngineParts& parts_;
+  UnitsInUse& in_use_;
+  UnitId pending_ = -1; // gathered for the pass that comes next
+  UnitId used_ = -1; // in the pass under way
+  bool casts_ = false; // main weights were cast for it, by nobody else
+  int num_steps_ = 0; // of optimizers since the last pass
+  int expected_steps_ = 1;
+};
+
+} // namespace zerocore
