@@ -176,6 +176,30 @@ def test_a_disk_keeps_the_bits() -> None:
     compare("disk", 2)
 
 
+def forwards_around_a_change(on_device: bool) -> list[Tensor]:
+    """Parameters on the host change right after a forward whose loads are late."""
+    device, extension = start(on_device)
+    offload = PARAMETERS if on_device else None
+    model = zerocore.shard(make_model(device), stage=3, units=[Block], offload=offload)
+    if on_device:
+        handle = state_of(model).engine.stream_handle("all_gather")
+        extension.set_lag(extension.id_of_handle(handle), 20_000)
+    found = []
+    with torch.no_grad():
+        for _ in range(2):
+            found.append(model(batch(device, 0)))
+            for param in model.parameters():
+                param.mul_(0.5)
+    return [output.cpu() for output in found]
+
+
+def test_parameters_wait_for_their_loads() -> None:
+    expected = run_ranks(forwards_around_a_change, 2, False, launch="torchrun")
+    found = run_ranks(forwards_around_a_change, 2, True, launch="torchrun")
+    for ours, plain in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours, plain))
+
+
 def check_memory() -> None:
     """The device keeps no gradient; planned bytes and transfers are those of a step."""
     device, _ = start(on_device=True)

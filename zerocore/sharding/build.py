@@ -67,7 +67,8 @@ def build(request: ShardRequest) -> ShardState:
     watch_loads(model, state)
     engine.start(config.sync_params or state.world_size == 1)
     set_state(model, state)
-    if engine.lands_gradients:
+    loads_late = config.leaves("parameters") and request.device.type != "cpu"
+    if engine.lands_gradients or loads_late:
         updates.watch(ref(state))
     remember_model(state, model)
     watch_backward_calls(explain_backward)

@@ -1,8 +1,9 @@
 """Changes of shards that go on in another thread; whoever reads or writes a shard waits for them.
 
 An optimizer whose step returns before all is updated says so here, and a model whose gradients come
-to the host while a backward goes on. Torch functions of shards, and
-what takes their memory, ask; a forward waits unit by unit in C++ and does not.
+to the host, or whose parameters are loaded from there, when its calls have returned. Torch
+functions of shards, and what takes their memory, ask; a forward waits unit by unit in C++ and does
+not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def begin(state_ref: Callable[[], Any]) -> None:
 
 
 def watch(state_ref: Callable[[], Any]) -> None:
-    """Each backward of the model changes gradients until its engine is synchronised."""
+    """Each call of the model may be followed by transfers that end when its engine is asked."""
     _always.add(state_ref)
 
 
