@@ -1,8 +1,9 @@
 """Changes of shards that go on in another thread; whoever reads or writes a shard waits for them.
 
 An optimizer whose step returns before all is updated says so here, and a model whose gradients come
-to the host, or whose parameters are loaded from there, while its calls have returned. Torch functions of shards, and
-what takes their memory, ask; a forward waits unit by unit in C++ and does not.
+to the host, or whose parameters are loaded from there, when its calls have returned. Torch
+functions of shards, and what takes their memory, ask; a forward waits unit by unit in C++ and does
+not.
 """
 
 from __future__ import annotations
