@@ -1,0 +1,90 @@
+"""Streams hand over what offload and a gather at the step add, on random module graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import zerocore
+from tests.engine.graphs import POLICIES, WIDTH, Block, Graph, Mesh, shard, train
+from tests.engine.hand_overs import find_race, waits
+from zerocore.model.state import state_of
+
+pytestmark = pytest.mark.usefixtures("mesh", "log_hand_overs")
+
+GRADIENTS = zerocore.Offload(states="device", gradients="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("seed", range(24))
+def test_gradients_on_their_way_to_the_host_are_ordered(seed: int, stage: int, mesh: Mesh) -> None:
+    model = shard(seed, stage, mesh, offload=GRADIENTS)
+    log = train(model, seed)
+    assert find_race(log) is None
+    assert any(each.what == "leaves" for each in log)
+    assert state_of(model).engine.pool_stats.in_use_nbytes == 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("mixed", POLICIES, ids=["plain", "bf16", "fp32_reduce"])
+def test_every_wait_for_gradients_is_needed(
+    stage: int, mixed: zerocore.MixedPrecision | None
+) -> None:
+    """Of a unit's copies for the reductions, and of a block's next user for the copy."""
+    model = Graph(0, 5)
+    model.calls, model.reentrant = [(unit, ()) for unit in range(5)], {}
+    zerocore.shard(model, stage=stage, units=[Block], mixed_precision=mixed, offload=GRADIENTS)
+    setup = len(state_of(model).engine.hand_overs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    log = state_of(model).engine.hand_overs
+    made = [i for i in waits(log) if i >= setup]
+    idle = [i for i in made if find_race(log, without=i) is None]
+    # Both of a unit's reductions may be done when the first one's result is copied.
+    copies = [i for i in made if (log[i].stream, log[i].source) == ("device_to_host", "compute")]
+    assert set(idle) <= set(copies) and 0 < 2 * len(idle) <= len(copies)
+    assert any(log[i].source == "device_to_host" for i in made)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("seed", range(30))
+def test_a_gather_at_the_step_is_ordered(seed: int, mesh: Mesh) -> None:
+    model = shard(seed, 3, mesh, gather_at_step=True)
+    assert find_race(train(model, seed)) is None
+    engine = state_of(model).engine
+    assert engine.pool_stats.in_use_nbytes in (0, engine.layout(engine.order[0].unit).nbytes)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("mixed", POLICIES, ids=["plain", "bf16", "fp32_reduce"])
+@pytest.mark.parametrize("ours", [False, True], ids=["torch", "zerocore"])
+def test_every_wait_of_a_gather_at_the_step_is_needed(
+    prefetch: int, mixed: zerocore.MixedPrecision | None, ours: bool
+) -> None:
+    model = Graph(0, 5)
+    model.calls, model.reentrant = [(unit, ()) for unit in range(5)], {}
+    zerocore.shard(
+        model, units=[Block], prefetch=prefetch, mixed_precision=mixed, gather_at_step=True
+    )
+    engine = state_of(model).engine
+    setup = len(engine.hand_overs)
+    make = zerocore.optim.AdamW if ours else torch.optim.SGD
+    optimizer = make(model.parameters(), lr=0.1)
+    for _ in range(4):
+        model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    log = engine.hand_overs
+    copies = [each for each in log if (each.what, each.kind) == ("is copied", "write")]
+    assert len(copies) == 4 * len(engine.layout(0).regions)
+    assert find_race(log) is None
+    needed = [position for position in waits(log) if position >= setup]
+    idle = [(i, log[i].stream) for i in needed if find_race(log, without=i) is None]
+    # The forward's own wait for shards that may have changed. Without prefetch the second unit's
+    # gather is behind the use of the first one as well, whose bytes it takes.
+    assert {stream for _, stream in idle} <= {"all_gather"}
+    assert len(idle) == (0 if prefetch else 3)
