@@ -9,8 +9,8 @@ import torch
 
 import zerocore
 from tests.distributed.harness import run_ranks
-from tests.engine.hand_overs import find_race
 from tests.engine.graphs import WIDTH, Block, Graph
+from tests.engine.hand_overs import find_race
 from zerocore import _C
 from zerocore.model.state import state_of
 from zerocore.sharding import build
