@@ -168,6 +168,22 @@ def test_gradients_on_the_host_keep_the_bits(num_ranks: int) -> None:
     compare("gradients", num_ranks)
 
 
+def with_bfloat16_on_the_wire() -> None:
+    """Beside the same device without offload: backends may round a reduction in their own way."""
+    device, _ = start(on_device=True)
+    for stage, offload, make in ((2, GRADIENTS, adamw), (3, ALL, clipped)):
+        for syncs in ((True,), (True, True), TWICE):
+            ways = [
+                train(device, stage, each, mixed_precision=BF16, make=make, syncs=syncs)
+                for each in (None, offload)
+            ]
+            assert_same_bits(ways[1], ways[0], f"stage {stage}, {offload}, {syncs}")
+
+
+def test_gradients_sent_in_bfloat16_keep_the_bits() -> None:
+    run_ranks(with_bfloat16_on_the_wire, 2, launch="torchrun", timeout=150)
+
+
 def test_torchs_optimizers_on_the_host_keep_the_bits() -> None:
     compare("torch", 2)
 
