@@ -48,7 +48,7 @@ NOTES = (
     "posix_fadvise(DONTNEED). A disk of a virtual machine may have a cache of its own.",
     "The disk alone: each rank writes and reads its share in one file, in calls of so many MiB, so "
     "many at a time; its rate is that of the fastest of these. Page cache: reads are announced as "
-    "sequential, as zerocore's are. Warm: what the same rank has read just before.",
+    "sequential, as zerocore's are. Warm: the files are read into the page cache before.",
 )
 
 

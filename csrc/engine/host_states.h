@@ -28,9 +28,6 @@ class HostStates {
   // Of a unit's part, zeros at first.
   c10::DataPtr memory(UnitId unit, StatePart part) const;
   // Of a region's gradient. One that was frozen when the model was sharded has none.
-  bool has_gradient(UnitId unit, int region) const {
-    return !layout_->gradient(unit, region).empty();
-  }
   c10::DataPtr gradient(UnitId unit, int region) const;
 
   const HostLayout& layout() const {

@@ -9,8 +9,9 @@
 #include <cerrno>
 #include <cstdlib>
 #include <stdexcept>
-#include <system_error>
 #include <utility>
+
+#include "io/system_calls.h"
 
 namespace zerocore::io {
 
@@ -19,10 +20,6 @@ namespace {
 constexpr int64_t kMaxBlockNbytes = int64_t{4} << 20;
 constexpr size_t kMaxBlocks = 64; // under way at a time
 constexpr size_t kNumThreads = 8; // without io_uring
-
-[[noreturn]] void fail_with(int code, const std::string& what) {
-  throw std::system_error(code, std::generic_category(), what);
-}
 
 // Makes the file and removes its name; `path` gets the name that it had.
 int make_file(std::string& path) {
@@ -51,14 +48,6 @@ void reserve(int file, const std::string& folder, int64_t nbytes) {
   if (code != 0) {
     fail_with(code, "cannot reserve " + std::to_string(nbytes) + " bytes in '" + folder + "'");
   }
-}
-
-bool bypass_cache(int file) {
-#ifdef O_DIRECT
-  return ::fcntl(file, F_SETFL, O_DIRECT) == 0;
-#else
-  return false;
-#endif
 }
 
 std::unique_ptr<BlockQueue> make_queue(DiskWay way) {
@@ -96,7 +85,7 @@ DiskFile::DiskFile(const std::string& folder, const std::string& name, int64_t n
     ::close(file_);
     throw;
   }
-  is_direct_ = bypass_cache(file_);
+  is_direct_ = set_direct(file_, true);
 }
 
 DiskFile::~DiskFile() {

@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <memory>
-#include <system_error>
 
 #include "io/crc32.h"
+#include "io/system_calls.h"
 
 namespace zerocore::io {
 
@@ -21,15 +21,11 @@ constexpr int64_t kFlushNbytes = int64_t{8} << 20;
 // itself. (posix_fadvise(WILLNEED) would read into small pages, which takes twice as long.)
 constexpr size_t kReadNbytes = size_t{4} << 20;
 
-[[noreturn]] void fail(int code, const char* call) {
-  throw std::system_error(code, std::generic_category(), call);
-}
-
 void write_all(int file, const uint8_t* data, size_t nbytes, int64_t offset) {
   while (nbytes > 0) {
     const ssize_t count = ::pwrite(file, data, nbytes, offset);
     if (count < 0 && errno != EINTR) {
-      fail(errno, "pwrite");
+      fail_with(errno, "pwrite");
     }
     const auto done = static_cast<size_t>(std::max<ssize_t>(count, 0));
     data += done;
@@ -42,10 +38,10 @@ void read_all(int file, uint8_t* data, size_t nbytes, int64_t offset) {
   while (nbytes > 0) {
     const ssize_t count = ::pread(file, data, nbytes, offset);
     if (count == 0) {
-      fail(EIO, "pread beyond the end of the file");
+      fail_with(EIO, "pread beyond the end of the file");
     }
     if (count < 0 && errno != EINTR) {
-      fail(errno, "pread");
+      fail_with(errno, "pread");
     }
     const auto done = static_cast<size_t>(std::max<ssize_t>(count, 0));
     data += done;
@@ -89,7 +85,7 @@ void reserve([[maybe_unused]] int file, [[maybe_unused]] int64_t nbytes) {
   // Not posix_fallocate, which writes to each block where the file system cannot.
   while (nbytes > 0 && ::fallocate(file, 0, 0, nbytes) != 0) {
     if (errno == ENOSPC || errno == EDQUOT || errno == EFBIG || errno == EIO) {
-      fail(errno, "fallocate");
+      fail_with(errno, "fallocate");
     }
     if (errno != EINTR) {
       return;

@@ -1,7 +1,6 @@
 // The threads of a stream: each reads the next block, or sums one that has come.
 #include "io/file_stream.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -10,11 +9,11 @@
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
-#include <system_error>
 #include <utility>
 
 #include "common/pages.h"
 #include "io/crc32.h"
+#include "io/system_calls.h"
 
 namespace zerocore::io {
 
@@ -25,10 +24,6 @@ constexpr int64_t kSumNbytes = int64_t{256} << 10; // fits the second-level cach
 constexpr size_t kDirectThreads = 6; // most of them wait for the disk
 constexpr int64_t kNumSamples = 64;
 
-[[noreturn]] void fail(int code, const std::string& what) {
-  throw std::system_error(code, std::generic_category(), what);
-}
-
 int64_t num_blocks_of(int64_t nbytes) {
   return (nbytes + kBlockNbytes - 1) / kBlockNbytes;
 }
@@ -36,7 +31,7 @@ int64_t num_blocks_of(int64_t nbytes) {
 int open_to_read(const std::string& path) {
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (file < 0) {
-    fail(errno, "cannot open '" + path + "'");
+    fail_with(errno, "cannot open '" + path + "'");
   }
   return file;
 }
@@ -59,14 +54,6 @@ bool is_mostly_cold(int file, int64_t nbytes) {
   return num_cold * 2 >= kNumSamples;
 }
 
-bool set_direct([[maybe_unused]] int file, [[maybe_unused]] bool direct) {
-#ifdef O_DIRECT
-  return ::fcntl(file, F_SETFL, direct ? O_DIRECT : 0) == 0;
-#else
-  return !direct;
-#endif
-}
-
 // See Note [Past the page cache]. A file of few blocks is not worth it.
 bool choose_direct(int file, int64_t nbytes, StreamWay way) {
   const bool wanted = way == StreamWay::Direct ||
@@ -83,7 +70,7 @@ BlockRing::BlockRing(size_t num_blocks, size_t block_nbytes)
   const size_t nbytes = (num_blocks + 1) * block_nbytes;
   void* found = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (found == MAP_FAILED) {
-    fail(errno, "cannot take " + std::to_string(nbytes) + " bytes of memory to read into");
+    fail_with(errno, "cannot take " + std::to_string(nbytes) + " bytes of memory to read into");
   }
   mapping_ = static_cast<char*>(found);
 #ifdef MADV_HUGEPAGE
@@ -120,7 +107,7 @@ FileStream::FileStream(std::string path, int64_t ahead_nbytes, size_t num_thread
   is_direct_ = choose_direct(file_, file_nbytes_, way);
   if (way == StreamWay::Direct && !is_direct_) {
     ::close(file_);
-    fail(EINVAL, "no reads past the page cache of '" + path_ + "'");
+    fail_with(EINVAL, "no reads past the page cache of '" + path_ + "'");
   }
   if (is_direct_) {
     num_threads_ = kDirectThreads;
@@ -160,7 +147,7 @@ std::vector<uint32_t> FileStream::read(std::vector<Run> runs) {
   }
   const int64_t end = runs.empty() ? 0 : runs.back().offset + runs.back().nbytes;
   if (end > file_nbytes_) {
-    fail(EIO, "'" + path_ + "' ends at byte " + std::to_string(file_nbytes_));
+    fail_with(EIO, "'" + path_ + "' ends at byte " + std::to_string(file_nbytes_));
   }
   {
     const std::lock_guard lock(mutex_);
@@ -274,13 +261,13 @@ void FileStream::fill(const Block& block) const {
     const auto rest = static_cast<size_t>((block.is_in_ring ? asked : wanted) - done);
     const ssize_t count = ::pread(file_, block.data + done, rest, begin + done);
     if (count == 0) {
-      fail(EIO, "'" + path_ + "' ends at byte " + std::to_string(begin + done));
+      fail_with(EIO, "'" + path_ + "' ends at byte " + std::to_string(begin + done));
     }
     if (count < 0 && errno == EINVAL && is_direct_ && set_direct(file_, false)) {
       continue; // its alignment is another one
     }
     if (count < 0 && errno != EINTR) {
-      fail(errno, "cannot read '" + path_ + "' at byte " + std::to_string(begin + done));
+      fail_with(errno, "cannot read '" + path_ + "' at byte " + std::to_string(begin + done));
     }
     done += std::max<ssize_t>(count, 0);
   }

@@ -19,7 +19,8 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <system_error>
+
+#include "io/system_calls.h"
 
 namespace zerocore::io {
 
@@ -146,7 +147,7 @@ class UringQueue final : public BlockQueue {
     store(to_do_.word(params_.sq_off.tail), tail + 1);
     while (uring_enter(ring_.number(), 1, 0) < 0) {
       if (errno != EINTR && errno != EAGAIN && errno != EBUSY) {
-        throw std::system_error(errno, std::generic_category(), "io_uring_enter");
+        fail_with(errno, "io_uring_enter");
       }
       ::sched_yield(); // the kernel is short of memory for requests
     }
@@ -155,7 +156,7 @@ class UringQueue final : public BlockQueue {
   void wait(std::vector<MovedBlock>& moved) override {
     while (!take(moved)) {
       if (uring_enter(ring_.number(), 0, 1) < 0 && errno != EINTR && errno != EAGAIN) {
-        throw std::system_error(errno, std::generic_category(), "io_uring_enter");
+        fail_with(errno, "io_uring_enter");
       }
     }
   }

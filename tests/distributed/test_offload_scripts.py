@@ -1,4 +1,4 @@
-"""Ordinary scripts give the same with offload to the host and to a disk as under DDP and FSDP2."""
+"""Ordinary scripts give the same with offload and gathers at the step as under DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,21 +25,30 @@ Make = Callable[[], tuple[Any, Any]]  # a model and its optimizer, always with t
 Script = Callable[[Make, Path], list[float]]
 
 
-def systems() -> dict[str, Make]:
-    """DDP, which is the truth, FSDP2, and zerocore with everything on the host and on a disk."""
+def systems(changes_weights: bool = True) -> dict[str, Make]:
+    """DDP, which is the truth, FSDP2, and zerocore with everything on the host and on a disk.
+
+    And zerocore with gathers at the step, unless the script changes weights between step and
+    forward, which those do not allow.
+    """
     net = make_net()
 
-    def ours(offload: zerocore.Offload) -> Make:
-        return lambda: with_optimizer(zerocore.shard(copy.deepcopy(net), offload=offload), adamw)
+    def ours(make: Any = adamw, **options: Any) -> Make:
+        return lambda: with_optimizer(zerocore.shard(copy.deepcopy(net), **options), make)
 
     def with_optimizer(model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
         return model, optimizer(model.parameters())
 
+    early = {
+        "at the step": ours(torchs, gather_at_step=True),
+        "host, at the step": ours(offload=ALL, gather_at_step=True),
+    }
     return {
         "ddp": lambda: with_optimizer(DistributedDataParallel(copy.deepcopy(net)), torchs),
         "fsdp2": lambda: with_optimizer(shard_blocks(ENGINES["torch"], copy.deepcopy(net)), torchs),
-        "host": ours(ALL),
-        "disk": ours(ALL_ON_DISK),
+        "host": ours(offload=ALL),
+        "disk": ours(offload=ALL_ON_DISK),
+        **({} if changes_weights else early),
     }
 
 
@@ -100,9 +110,49 @@ def resume_with_dcp(make: Make, folder: Path) -> list[float]:
     return seen + again
 
 
-def compare(script: Script, folder: Path) -> None:
+def evaluate(model: Any) -> float:
+    """The mean over the ranks, which all decide by."""
+    model.eval()
+    with torch.no_grad():
+        loss = loss_of(model, tokens_of(7, 7))
+    dist.all_reduce(loss)
+    model.train()
+    return loss.item() / dist.get_world_size()
+
+
+def go_back_to_the_best(make: Make, folder: Path) -> list[float]:
+    """The weights that did best in evaluations come back when a learning rate was too high."""
+    model, optimizer = make()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+    seen, best = [evaluate(model)], copy.deepcopy(model.state_dict())
+    for index in range(6):
+        for group in optimizer.param_groups:
+            group["lr"] *= 30 if index == 3 else 1
+        seen += [step(model, optimizer, index), evaluate(model)]
+        plateau.step(seen[-1])
+        if seen[-1] <= min(seen[:1] + seen[2::2]):
+            best = copy.deepcopy(model.state_dict())
+    model.load_state_dict(best)
+    return [*seen, evaluate(model), step(model, optimizer, 6), evaluate(model)]
+
+
+def look_for_a_learning_rate(make: Make, folder: Path) -> list[float]:
+    """Steps at rising learning rates before the training, which begins as if they had not been."""
+    model, optimizer = make()
+    seen = [step(model, optimizer, 0)]
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for index in range(1, 4):
+        for group in optimizer.param_groups:
+            group["lr"] *= 3
+        seen.append(step(model, optimizer, index))
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    return seen + [step(model, optimizer, index) for index in range(1, 4)]
+
+
+def compare(script: Script, folder: Path, changes_weights: bool = True) -> None:
     found = {}
-    for name, make in systems().items():
+    for name, make in systems(changes_weights).items():
         found[name] = script(make, folder / name)
         dist.barrier()
     for name, values in found.items():
@@ -121,3 +171,8 @@ def test_an_average_of_weights_is_swapped_in(tmp_path: Path) -> None:
 
 def test_torchs_own_checkpoint_is_resumed(tmp_path: Path) -> None:
     run_ranks(compare, 2, resume_with_dcp, tmp_path)
+
+
+@pytest.mark.parametrize("script", [go_back_to_the_best, look_for_a_learning_rate])
+def test_weights_and_states_come_back(script: Script, tmp_path: Path) -> None:
+    run_ranks(compare, 2, script, tmp_path, False)

@@ -126,3 +126,23 @@ def shard(seed: int, stage: int, mesh: Mesh, **options: Any) -> Graph:
         group=mesh if seed % 4 == 0 else None,
         **options,
     )
+
+
+def five_in_a_row() -> Graph:
+    """Five blocks, each called once after the one before."""
+    model = Graph(0, 5)
+    model.calls, model.reentrant = [(unit, ()) for unit in range(5)], {}
+    return model
+
+
+def log_of_steps(
+    model: Graph, make: type[torch.optim.Optimizer] = torch.optim.SGD, steps: int = 4
+) -> tuple[list[_C.HandOver], int]:
+    """The log of a sharded graph and of steps without anything unusual, and where they begin."""
+    setup = len(state_of(model).engine.hand_overs)
+    optimizer = make(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model).engine.hand_overs, setup

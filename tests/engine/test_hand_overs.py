@@ -12,7 +12,17 @@ import pytest
 import torch
 
 import zerocore
-from tests.engine.graphs import POLICIES, WIDTH, Block, Graph, Mesh, shard, train
+from tests.engine.graphs import (
+    POLICIES,
+    WIDTH,
+    Block,
+    Graph,
+    Mesh,
+    five_in_a_row,
+    log_of_steps,
+    shard,
+    train,
+)
 from tests.engine.hand_overs import find_race, waits
 from zerocore import _C
 from zerocore.model.state import state_of
@@ -49,17 +59,9 @@ def steps_of_five(
     stage: int, streams: random.Random | None = None
 ) -> tuple[list[_C.HandOver], int]:
     """The log of four steps of five blocks in a row, and where they begin in it."""
-    model = Graph(0, 5)
-    model.calls, model.reentrant = [(unit, ()) for unit in range(5)], {}
-    zerocore.shard(model, stage=stage, units=[Block])
-    setup = len(state_of(model).engine.hand_overs)
+    model = zerocore.shard(five_in_a_row(), stage=stage, units=[Block])
     model.streams = streams
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(4):
-        model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return state_of(model).engine.hand_overs, setup
+    return log_of_steps(model)
 
 
 @pytest.mark.usefixtures("one_stream_at_the_end")
@@ -115,21 +117,14 @@ def test_every_wait_is_needed(stage: int, policy: int, how: str, mesh: Mesh) -> 
     Any two of stage, prefetch, policy and way meet.
     """
     mixed, prefetch = POLICIES[policy], (policy + WAYS.index(how)) % 3
-    model = Graph(0, 5)
-    model.calls, model.reentrant = [(unit, ()) for unit in range(5)], {}
+    model = five_in_a_row()
     if how in ("checkpointed", "reentrant"):
         model.reentrant = dict.fromkeys((1, 2, 3), how == "reentrant")
     group = mesh if how == "hybrid" else None
     zerocore.shard(
         model, stage=stage, units=[Block], prefetch=prefetch, mixed_precision=mixed, group=group
     )
-    setup = len(state_of(model).engine.hand_overs)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(4):
-        model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    log = state_of(model).engine.hand_overs
+    log, setup = log_of_steps(model)
     assert find_race(log) is None
     needed = [position for position in waits(log) if position >= setup]
     assert needed

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zerocore
-from tests.engine.graphs import POLICIES, WIDTH, Block, Graph, Mesh, shard, train
+from tests.engine.graphs import POLICIES, Block, Mesh, five_in_a_row, log_of_steps, shard, train
 from tests.engine.hand_overs import find_race, waits
 from zerocore.model.state import state_of
 
@@ -32,16 +32,10 @@ def test_every_wait_for_gradients_is_needed(
     stage: int, mixed: zerocore.MixedPrecision | None
 ) -> None:
     """Of a unit's copies for the reductions, and of a block's next user for the copy."""
-    model = Graph(0, 5)
-    model.calls, model.reentrant = [(unit, ()) for unit in range(5)], {}
-    zerocore.shard(model, stage=stage, units=[Block], mixed_precision=mixed, offload=GRADIENTS)
-    setup = len(state_of(model).engine.hand_overs)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    log = state_of(model).engine.hand_overs
+    model = zerocore.shard(
+        five_in_a_row(), stage=stage, units=[Block], mixed_precision=mixed, offload=GRADIENTS
+    )
+    log, setup = log_of_steps(model, steps=3)
     made = [i for i in waits(log) if i >= setup]
     idle = [i for i in made if find_race(log, without=i) is None]
     kinds = {i: (log[i].stream, log[i].source) for i in made}
@@ -70,20 +64,15 @@ def test_a_gather_at_the_step_is_ordered(seed: int, mesh: Mesh) -> None:
 def test_every_wait_of_a_gather_at_the_step_is_needed(
     prefetch: int, mixed: zerocore.MixedPrecision | None, ours: bool
 ) -> None:
-    model = Graph(0, 5)
-    model.calls, model.reentrant = [(unit, ()) for unit in range(5)], {}
-    zerocore.shard(
-        model, units=[Block], prefetch=prefetch, mixed_precision=mixed, gather_at_step=True
+    model = zerocore.shard(
+        five_in_a_row(),
+        units=[Block],
+        prefetch=prefetch,
+        mixed_precision=mixed,
+        gather_at_step=True,
     )
+    log, setup = log_of_steps(model, zerocore.optim.AdamW if ours else torch.optim.SGD)
     engine = state_of(model).engine
-    setup = len(engine.hand_overs)
-    make = zerocore.optim.AdamW if ours else torch.optim.SGD
-    optimizer = make(model.parameters(), lr=0.1)
-    for _ in range(4):
-        model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    log = engine.hand_overs
     copies = [each for each in log if (each.what, each.kind) == ("is copied", "write")]
     assert len(copies) == 4 * len(engine.layout(0).regions)
     assert find_race(log) is None

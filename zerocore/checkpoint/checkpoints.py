@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerocore.checkpoint import files
-from zerocore.checkpoint.commit import from_first, on_all_ranks
+from zerocore.checkpoint.commit import on_all_ranks
 from zerocore.checkpoint.snapshot import StreamedCopy
 from zerocore.checkpoint.writer import writer_of
+from zerocore.common.agreement import from_first
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.state import state_of
 from zerocore.planning.checkpoint_bytes import MEMORY_BUDGET
@@ -210,7 +211,8 @@ class Checkpoints:
             ValueError: it does not fit or is damaged; names file and key, on every rank.
         """
         self.wait()
-        steps: list[int] = from_first(self._state, self.steps())
+        state = self._state
+        steps = from_first(state.ranks.groups, self.steps(), state.device)
         if step is None and not steps:
             return None
         chosen = steps[-1] if step is None else step

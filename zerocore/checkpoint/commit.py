@@ -8,11 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from zerocore.checkpoint.files import flush_folder
-from zerocore.common.agreement import agree, is_simulated
+from zerocore.common.agreement import agree, from_first, gather_objects
 from zerocore.model.state import ShardState
 
 
@@ -51,34 +48,14 @@ def same_on_all(state: ShardState, facts: list[Any]) -> None:
         raise ValueError(f"the ranks see different files: {error}") from None
 
 
-def same_id(groups: Sequence[dist.ProcessGroup]) -> str:
+def same_id(state: ShardState) -> str:
     """A few random letters, those of the first rank. Collective."""
-    ids: list[str] = [uuid.uuid4().hex[:8]]
-    for group in reversed(groups):
-        dist.broadcast_object_list(ids, group=group, group_src=0)
-    return ids[0]
+    return from_first(state.ranks.groups, uuid.uuid4().hex[:8], state.device)
 
 
 def gathered(state: ShardState, value: Any) -> list[Any]:
     """The small picklable value of each rank. Collective."""
-    values = [value]
-    with torch.cuda.device(state.device.index if state.device.type == "cuda" else -1):
-        for group in state.ranks.groups:
-            if not is_simulated(group):
-                found: list[Any] = [None] * group.size()
-                dist.all_gather_object(found, values, group=group)
-                values = [each for part in found for each in part]
-    return values
-
-
-def from_first(state: ShardState, value: Any) -> Any:
-    """The small picklable value of the first rank. Collective."""
-    values = [value]
-    with torch.cuda.device(state.device.index if state.device.type == "cuda" else -1):
-        for group in reversed(state.ranks.groups):
-            if not is_simulated(group):
-                dist.broadcast_object_list(values, group=group, group_src=0)
-    return values[0]
+    return gather_objects(state.ranks.groups, [value], state.device)
 
 
 def fsync_file(path: Path) -> None:

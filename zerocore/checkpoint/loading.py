@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from zerocore.checkpoint.checksums import read_sums
-from zerocore.checkpoint.commit import from_first, on_all_ranks
+from zerocore.checkpoint.commit import on_all_ranks
 from zerocore.checkpoint.kept_plan import KeptPlan
 from zerocore.checkpoint.own_file import OwnFile, Target, own_targets, values_of
 from zerocore.checkpoint.saved_state import SavedState, saved_state
@@ -32,6 +32,7 @@ from zerocore.checkpoint.training_state import (
     training_state,
 )
 from zerocore.checkpoint.verify import check_files, check_wholes, is_ours, read_metadata, verify
+from zerocore.common.agreement import from_first
 from zerocore.model.state import ShardState
 
 _log = logging.getLogger("zerocore")
@@ -138,7 +139,7 @@ def _verify(
     have_own = on_all_ranks(state, plan)
     on_all_ranks(state, verify_all)
     if all(have_own):
-        found[0].values = from_first(state, values_of(found[0].targets))
+        found[0].values = from_first(state.ranks.groups, values_of(found[0].targets), state.device)
     return found[0] if found else None
 
 

@@ -188,7 +188,7 @@ def save_safetensors(
     """
     state = state_of(model)
     path = Path(folder)
-    temporary = path / f".safetensors-{same_id(state.ranks.groups)}"
+    temporary = path / f".safetensors-{same_id(state)}"
     targets: dict[str, Target] = {}
     files: list[FilePlan] = []
 

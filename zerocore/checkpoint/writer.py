@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from zerocore.common.agreement import is_simulated
+from zerocore.common.agreement import gather_objects, is_simulated
 from zerocore.model.state import ShardState
 
 P = ParamSpec("P")
@@ -54,11 +54,7 @@ def _own_group(state: ShardState) -> dist.ProcessGroup | None:
     groups = [group for group in state.ranks.groups if not is_simulated(group)]
     if state.world_size > 1 and not groups:
         raise ValueError("an emulated model has one rank's shards only: there is nothing to save")
-    ranks: list[int] = [dist.get_rank()] if groups else []
-    for group in groups:
-        gathered: list[list[int]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(gathered, ranks, group=group)
-        ranks = sorted(rank for part in gathered for rank in part)
     if not groups:
         return None
+    ranks = sorted(gather_objects(groups, [dist.get_rank()], state.device))
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 def is_simulated(group: dist.ProcessGroup) -> bool:
@@ -56,14 +59,30 @@ def gather_objects(
     groups: Sequence[dist.ProcessGroup], objects: list[Any], device: torch.device | None
 ) -> list[Any]:
     """The picklable objects of all ranks, one after the other; arguments as for :func:`agree`."""
-    index = device.index if device is not None and device.type == "cuda" else -1  # none
-    with torch.cuda.device(index):
+    with _on(device):
         for group in groups:
             if not is_simulated(group):
                 gathered: list[Any] = [None] * group.size()
                 dist.all_gather_object(gathered, objects, group=group)
                 objects = [each for part in gathered for each in part]
     return objects
+
+
+def from_first(
+    groups: Sequence[dist.ProcessGroup], value: T, device: torch.device | None = None
+) -> T:
+    """The picklable value of the first rank; arguments as for :func:`agree`. Collective."""
+    values = [value]
+    with _on(device):
+        for group in reversed(groups):
+            if not is_simulated(group):
+                dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
+
+
+def _on(device: torch.device | None) -> AbstractContextManager[None]:
+    """Makes the device the current one, from which NCCL sends objects; none if it is not CUDA's."""
+    return torch.cuda.device(device.index if device is not None and device.type == "cuda" else -1)
 
 
 def is_same(groups: Sequence[dist.ProcessGroup], value: torch.Tensor) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+
+from zerocore._C import HostMemory
 
 _LARGE_NBYTES = 1 << 20  # what is worth a mapping of its own
 _is_filled = ContextVar("is_filled", default=False)
@@ -29,9 +30,8 @@ def state_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor
     if not _is_filled.get():
         return torch.zeros(numel, dtype=dtype, device=device)
     nbytes = numel * dtype.itemsize
-    if device.type != "cpu" or nbytes < _LARGE_NBYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if device.type != "cpu" or nbytes < _LARGE_NBYTES:
         return torch.empty(numel, dtype=dtype, device=device)
-    # To make pages of 4 KiB takes about as long as to read what they are filled with.
-    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=numel)
+    # Of large pages: to make those of 4 KiB takes about as long as to read what they are filled
+    # with.
+    return HostMemory(nbytes, inherited=True).view(0, numel, dtype)
