@@ -43,7 +43,7 @@ NOTES = (
     "Every save ends with fsync of all files. zerocore also flushes and renames folders, and "
     "compares all checksums before it loads; torch does neither.",
     "A load is that of a training that resumes: into a model that is there and an optimizer that "
-    "has no states yet.",
+    "has no states yet; memory that was freed before is given back to the system (malloc_trim).",
     "Cold: before each load the pages of the files are dropped from the page cache, by "
     "posix_fadvise(DONTNEED). A disk of a virtual machine may have a cache of its own.",
     "The disk alone: each rank writes and reads its share in one file, in calls of so many MiB, so "

@@ -33,7 +33,7 @@ class DiskFile:
     descriptor: int
 
 class StreamWay:
-    """How a file stream reads; ANY is past the page cache what is not in it and large."""
+    """How files are read and written; ANY is past the page cache what is large and not in it."""
 
     ANY: StreamWay
     CACHED: StreamWay
@@ -55,6 +55,21 @@ class FileStream:
         way: StreamWay = StreamWay.ANY,
     ) -> None: ...
     def read(self, runs: Sequence[tuple[int, int, int]]) -> list[int]: ...
+    is_direct: bool
+
+class FileWriter:
+    """A new file whose bytes are given in any order, each once, and go to the disk in large blocks.
+
+    ``file`` is a descriptor, which the caller may close; in the end it has ``nbytes``. ``write``
+    returns the CRC-32 of what ``crc`` is that of, and of these bytes; several threads may call it.
+    ``finish`` waits for all. Raises OSError for what the system refuses, of bytes that were given
+    before, too; ValueError for bytes outside of the file, and in ``finish`` for missing ones.
+    """
+
+    RING_NBYTES: int  # host memory that it takes where the file is larger
+    def __init__(self, file: int, nbytes: int, way: StreamWay = StreamWay.ANY) -> None: ...
+    def write(self, address: int, nbytes: int, offset: int, crc: int = 0) -> int: ...
+    def finish(self) -> None: ...
     is_direct: bool
 
 class HostMemory:

@@ -15,6 +15,7 @@
 #include "io/disk_file.h"
 #include "io/file_bytes.h"
 #include "io/file_stream.h"
+#include "io/file_writer.h"
 
 namespace py = pybind11;
 
@@ -109,12 +110,37 @@ void register_file_stream(py::module_& module) {
       .def_property_readonly("is_direct", &FileStream::is_direct);
 }
 
+void register_file_writer(py::module_& module) {
+  using io::FileWriter;
+  py::class_<FileWriter>(module, "FileWriter")
+      .def(
+          py::init<int, int64_t, io::StreamWay>(),
+          py::arg("file"),
+          py::arg("nbytes"),
+          py::arg("way") = io::StreamWay::Any,
+          Released())
+      .def(
+          "write",
+          [](FileWriter& self, uintptr_t address, size_t nbytes, int64_t offset, uint32_t crc) {
+            return self.write(as_memory(address), nbytes, offset, crc);
+          },
+          py::arg("address"),
+          py::arg("nbytes"),
+          py::arg("offset"),
+          py::arg("crc") = 0,
+          Released())
+      .def("finish", &FileWriter::finish, Released())
+      .def_property_readonly("is_direct", &FileWriter::is_direct)
+      .attr("RING_NBYTES") = FileWriter::kRingNbytes;
+}
+
 } // namespace
 
 void register_io(py::module_& module) {
   py::register_local_exception_translator(&translate_os_error);
   register_disk_file(module);
   register_file_stream(module);
+  register_file_writer(module);
   module.def(
       "crc32",
       [](uintptr_t address, size_t nbytes, uint32_t crc, bool by_tables) {

@@ -19,7 +19,6 @@ namespace {
 
 constexpr int64_t kMaxBlockNbytes = int64_t{4} << 20;
 constexpr size_t kMaxBlocks = 64; // under way at a time
-constexpr size_t kNumThreads = 8; // without io_uring
 
 // Makes the file and removes its name; `path` gets the name that it had.
 int make_file(std::string& path) {
@@ -50,18 +49,6 @@ void reserve(int file, const std::string& folder, int64_t nbytes) {
   }
 }
 
-std::unique_ptr<BlockQueue> make_queue(DiskWay way) {
-  if (way != DiskWay::Threads) {
-    if (auto queue = make_uring_queue(kMaxBlocks)) {
-      return queue;
-    }
-  }
-  if (way == DiskWay::IoUring) {
-    fail_with(EOPNOTSUPP, "this system has no io_uring, or does not allow it");
-  }
-  return make_thread_queue(kNumThreads);
-}
-
 bool is_aligned(int64_t value) {
   return value % kDiskAlignment == 0;
 }
@@ -69,14 +56,15 @@ bool is_aligned(int64_t value) {
 } // namespace
 
 DiskFile::DiskFile(const std::string& folder, const std::string& name, int64_t nbytes, DiskWay way)
-    : path_(folder + "/" + name), nbytes_(nbytes), queue_(make_queue(way)), blocks_(kMaxBlocks) {
+    : path_(folder + "/" + name),
+      nbytes_(nbytes),
+      traffic_(way, kMaxBlocks, [this](Ticket ticket, const Block& rest, int error) {
+        account(requests_.at(ticket), rest, error);
+      }) {
   if (nbytes < 0 || !is_aligned(nbytes)) {
     throw std::invalid_argument(
         "the size of a disk file must be a multiple of " + std::to_string(kDiskAlignment) +
         " bytes, got " + std::to_string(nbytes));
-  }
-  for (uint32_t id = 0; id < kMaxBlocks; ++id) {
-    free_ids_.push_back(id);
   }
   file_ = make_file(path_);
   try {
@@ -92,12 +80,11 @@ DiskFile::~DiskFile() {
   try {
     std::unique_lock lock(mutex_);
     unfed_.clear();
-    while (free_ids_.size() < kMaxBlocks) {
-      wait_for_some(lock);
+    while (!traffic_.is_idle()) {
+      traffic_.wait_for_some(lock);
     }
   } catch (...) { // NOLINT(bugprone-empty-catch): the queue is gone, and its blocks with it
   }
-  queue_.reset();
   ::close(file_);
 }
 
@@ -135,9 +122,9 @@ DiskFile::Ticket DiskFile::begin(Request request) {
   return ticket;
 }
 
-// Gives the queue as many blocks as it takes.
+// Has as many blocks under way as may be.
 void DiskFile::feed() {
-  while (!unfed_.empty() && !free_ids_.empty()) {
+  while (!unfed_.empty() && !traffic_.is_full()) {
     const Ticket ticket = unfed_.front();
     Request& request = requests_.at(ticket);
     if (request.begun_nbytes == request.nbytes || request.error != 0) {
@@ -146,17 +133,9 @@ void DiskFile::feed() {
     }
     const int64_t begun = request.begun_nbytes;
     const int64_t size = std::min(request.nbytes - begun, kMaxBlockNbytes);
-    const uint32_t id = free_ids_.back();
-    const Block block{
-        id,
-        request.writes,
-        file_,
-        request.data + begun,
-        request.offset + begun,
-        static_cast<uint32_t>(size)};
-    queue_->submit(block);
-    free_ids_.pop_back();
-    blocks_[id] = {ticket, block};
+    const auto nbytes = static_cast<uint32_t>(size);
+    traffic_.begin(
+        ticket, {0, request.writes, file_, request.data + begun, request.offset + begun, nbytes});
     request.begun_nbytes += size;
     ++request.num_blocks;
   }
@@ -170,7 +149,8 @@ void DiskFile::wait(Ticket ticket) {
         "'" + path_ + "': request " + std::to_string(ticket) + " was waited for, or never made");
   }
   while (!found->second.is_done()) {
-    wait_for_some(lock);
+    traffic_.wait_for_some(lock);
+    feed();
   }
   const Request request = std::move(found->second);
   std::erase(unfed_, ticket);
@@ -180,55 +160,12 @@ void DiskFile::wait(Ticket ticket) {
   }
 }
 
-// One thread waits for the queue, without the lock, and does the accounts for all.
-void DiskFile::wait_for_some(std::unique_lock<std::mutex>& lock) {
-  if (waiting_) {
-    changed_.wait(lock);
-    return;
-  }
-  std::vector<MovedBlock> moved;
-  waiting_ = true;
-  lock.unlock();
-  try {
-    queue_->wait(moved);
-  } catch (...) {
-    lock.lock();
-    waiting_ = false;
-    changed_.notify_all();
-    throw;
-  }
-  lock.lock();
-  waiting_ = false;
-  for (const MovedBlock& block : moved) {
-    account(block);
-  }
-  feed();
-  changed_.notify_all();
-}
-
-// A block that was moved in part goes on from there.
-void DiskFile::account(const MovedBlock& moved) {
-  BlockUnderWay& under_way = blocks_[moved.id];
-  Block& block = under_way.block;
-  // ECANCELED: the thread that had submitted it has ended.
-  const bool again =
-      moved.result == -EINTR || moved.result == -EAGAIN || moved.result == -ECANCELED;
-  int64_t done = again ? 0 : std::max<int64_t>(moved.result, 0);
-  done -= done < block.nbytes ? done % kDiskAlignment : 0;
-  if (again || (done > 0 && done < block.nbytes)) {
-    block.data += done;
-    block.offset += done;
-    block.nbytes -= static_cast<uint32_t>(done);
-    queue_->submit(block);
-    return;
-  }
-  Request& request = requests_.at(under_way.ticket);
-  if (done == 0 && request.error == 0) {
-    request.error = moved.result < 0 ? static_cast<int>(-moved.result) : ENODATA; // the file ends
-    request.error_offset = block.offset;
+void DiskFile::account(Request& request, const Block& rest, int error) {
+  if (error != 0 && request.error == 0) {
+    request.error = error;
+    request.error_offset = rest.offset;
   }
   --request.num_blocks;
-  free_ids_.push_back(moved.id);
 }
 
 void DiskFile::fail(const Request& request) const {

@@ -6,21 +6,16 @@
 // file while it is in use. `df` shows its bytes, `du` does not.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <string>
-#include <vector>
 
 #include "common/pages.h"
-#include "io/block_queue.h"
+#include "io/block_traffic.h"
 
 namespace zerocore::io {
-
-enum class DiskWay : uint8_t { Any, IoUring, Threads }; // Any: io_uring, else threads
 
 // Any thread, several at a time. Throws std::system_error with the errno of what failed, whose text
 // names file, offset and the request's label; std::invalid_argument for requests that make no
@@ -54,7 +49,7 @@ class DiskFile {
     return path_;
   }
   const char* way() const {
-    return queue_->name();
+    return traffic_.way();
   }
   bool is_direct() const {
     return is_direct_;
@@ -79,31 +74,21 @@ class DiskFile {
       return num_blocks == 0 && (begun_nbytes == nbytes || error != 0);
     }
   };
-  struct BlockUnderWay {
-    Ticket ticket = 0;
-    Block block;
-  };
-
   Ticket begin(Request request);
   void feed();
-  void wait_for_some(std::unique_lock<std::mutex>& lock);
-  void account(const MovedBlock& moved);
+  void account(Request& request, const Block& rest, int error);
   [[noreturn]] void fail(const Request& request) const;
 
   std::string path_;
   int64_t nbytes_;
   int file_ = -1;
   bool is_direct_ = false;
-  std::unique_ptr<BlockQueue> queue_;
 
   std::mutex mutex_; // what follows
-  std::condition_variable changed_;
-  bool waiting_ = false; // some thread waits for the queue
   std::map<Ticket, Request> requests_; // not waited for yet
-  std::deque<Ticket> unfed_; // requests with blocks that the queue does not have
-  std::vector<BlockUnderWay> blocks_; // by the block's id
-  std::vector<uint32_t> free_ids_;
+  std::deque<Ticket> unfed_; // requests with blocks that are not under way
   Ticket next_ticket_ = 0;
+  BlockTraffic traffic_;
 };
 
 } // namespace zerocore::io

@@ -19,8 +19,6 @@ namespace zerocore::io {
 
 namespace {
 
-constexpr int64_t kBlockNbytes = int64_t{2} << 20; // a large page
-constexpr int64_t kSumNbytes = int64_t{256} << 10; // fits the second-level cache
 constexpr size_t kDirectThreads = 6; // most of them wait for the disk
 constexpr int64_t kNumSamples = 64;
 
@@ -64,40 +62,12 @@ bool choose_direct(int file, int64_t nbytes, StreamWay way) {
 
 } // namespace
 
-BlockRing::BlockRing(size_t num_blocks, size_t block_nbytes)
-    : num_blocks_(num_blocks), block_nbytes_(block_nbytes) {
-  // One block more, as the first one begins on a multiple of its size.
-  const size_t nbytes = (num_blocks + 1) * block_nbytes;
-  void* found = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (found == MAP_FAILED) {
-    fail_with(errno, "cannot take " + std::to_string(nbytes) + " bytes of memory to read into");
-  }
-  mapping_ = static_cast<char*>(found);
-#ifdef MADV_HUGEPAGE
-  ::madvise(found, nbytes, MADV_HUGEPAGE);
-#endif
-}
-
-BlockRing::~BlockRing() {
-  ::munmap(mapping_, (num_blocks_ + 1) * block_nbytes_);
-}
-
-std::vector<char*> BlockRing::blocks() const {
-  const size_t rest = reinterpret_cast<uintptr_t>(mapping_) % block_nbytes_;
-  std::vector<char*> found;
-  for (size_t i = num_blocks_; i > 0; --i) { // the first one is taken first
-    found.push_back(mapping_ + (block_nbytes_ - rest) + (i - 1) * block_nbytes_);
-  }
-  return found;
-}
-
 FileStream::FileStream(std::string path, int64_t ahead_nbytes, size_t num_threads, StreamWay way)
     : path_(std::move(path)),
       num_threads_(num_threads),
       ring_(
           std::max(kDirectThreads, num_threads) +
-              static_cast<size_t>(num_blocks_of(std::max<int64_t>(ahead_nbytes, 0))),
-          kBlockNbytes),
+          static_cast<size_t>(num_blocks_of(std::max<int64_t>(ahead_nbytes, 0)))),
       file_(open_to_read(path_)),
       free_(ring_.blocks()) {
   struct stat facts{};

@@ -1,9 +1,4 @@
 // The bytes of a file, read once from its begin to its end by several threads, and their checksums.
-//
-// Note [Past the page cache]
-// A block that is read into memory of large pages is a few requests of the disk; by way of the page
-// cache, and into small pages, it is many, and the processor copies it once more. So what is not
-// in the cache is read past it (O_DIRECT). What is there is taken from there.
 #pragma once
 
 #include <condition_variable>
@@ -15,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "io/block_ring.h"
+
 namespace zerocore::io {
 
 // Bytes of the file, and where they go; null: they are only summed.
@@ -22,24 +19,6 @@ struct Run {
   int64_t offset = 0;
   int64_t nbytes = 0;
   char* data = nullptr;
-};
-
-enum class StreamWay : uint8_t { Any, Cached, Direct }; // Any: past the page cache where it is best
-
-// Memory of large pages, where the system has them, for blocks.
-class BlockRing {
- public:
-  BlockRing(size_t num_blocks, size_t block_nbytes); // takes memory once it is touched
-  ~BlockRing();
-  BlockRing(const BlockRing&) = delete;
-  BlockRing& operator=(const BlockRing&) = delete;
-
-  std::vector<char*> blocks() const;
-
- private:
-  size_t num_blocks_;
-  size_t block_nbytes_;
-  char* mapping_ = nullptr;
 };
 
 // For one thread. Throws std::system_error with the errno of what failed, whose text names the

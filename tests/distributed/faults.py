@@ -18,7 +18,9 @@ from zerocore.checkpoint import files
 CALLS = (
     "create",
     "reserve",
+    "writer",
     "write",
+    "finish",
     "flush",
     "close",
     "flush_folder",
@@ -73,8 +75,23 @@ def full_disk(last: int | None) -> Count:
 
 
 class _File:
+    """What the system has of a file, what the disk has, and what is held back to be written."""
+
     def __init__(self) -> None:
         self.now = self.durable = b""
+        self._held: list[tuple[int, bytes]] = []
+
+    def hold(self, offset: int, data: bytes) -> None:
+        self._held.append((offset, data))
+
+    def finish(self) -> None:
+        for offset, data in self._held:
+            self.write(offset, data)
+        self._held = []
+
+    def write(self, offset: int, data: bytes) -> None:
+        before = self.now[:offset].ljust(offset, b"\0")
+        self.now = before + data + self.now[offset + len(data) :]
 
 
 class _Folder:
@@ -85,9 +102,13 @@ class _Folder:
 
 @dataclass
 class Recorder:
-    """The calls of this process with what they returned, by when they ended."""
+    """The calls of this process with what they returned, by when they ended.
+
+    A writer is recorded as the file it was made of, and a write to it as ``hold``.
+    """
 
     log: list[tuple[int, str, tuple[Any, ...], Any]] = field(default_factory=list)
+    _writers: list[tuple[Any, int]] = field(default_factory=list)
 
     def start(self) -> None:
         """From now on."""
@@ -97,15 +118,27 @@ class Recorder:
     def _recorded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             result = original(*args)
-            if name == "write":
-                data = args[2]
-                if isinstance(data, Tensor):
-                    data = bytes(data.contiguous().view(-1).view(torch.uint8).tolist())
-                args = (*args[:2], data)
-            self.log.append((time.monotonic_ns(), name, args, result))
+            self.log.append((time.monotonic_ns(), *self._entry(name, args, result)))
             return result
 
         return call
+
+    def _entry(
+        self, name: str, args: tuple[Any, ...], result: Any
+    ) -> tuple[str, tuple[Any, ...], Any]:
+        """A call as it can be sent to another process."""
+        if name == "writer":
+            self._writers.append((result, args[0]))
+            return name, args, None
+        if name == "write":
+            data = args[2]
+            if isinstance(data, Tensor):
+                data = bytes(data.contiguous().view(-1).view(torch.uint8).tolist())
+            args = (*args[:2], data)
+        for writer, file in self._writers:
+            if writer is args[0]:
+                return "hold" if name == "write" else name, (file, *args[1:]), result
+        return name, args, result
 
 
 class Disk:
@@ -128,10 +161,11 @@ class Disk:
             file = self._open[rank, args[0]]
             file.now = file.now.ljust(args[1], b"\0")
         elif name == "write":
-            file, (_, offset, data) = self._open[rank, args[0]], args
-            file.now = (
-                file.now[:offset].ljust(offset, b"\0") + data + file.now[offset + len(data) :]
-            )
+            self._open[rank, args[0]].write(*args[1:])
+        elif name == "hold":
+            self._open[rank, args[0]].hold(*args[1:])
+        elif name == "finish":
+            self._open[rank, args[0]].finish()
         elif name == "flush":
             self._open[rank, args[0]].durable = self._open[rank, args[0]].now
         elif name == "make_folder":

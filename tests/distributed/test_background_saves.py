@@ -66,6 +66,11 @@ def save_and_step(folder: Path, stage: int, name: str) -> None:
     assert not torch.equal(changed["model"]["0.weight"], expected["model"]["0.weight"])
     checkpoints.load()
     assert_equal(full_states(model, optimizer), expected)
+    waiting = zerocore.Checkpoints(folder / "waiting", model, optimizer, background=False)
+    waiting.save(1)
+    step(model, optimizer)
+    waiting.load()
+    assert_equal(full_states(model, optimizer), expected)
 
 
 @pytest.mark.parametrize(("stage", "name"), [(3, "adamw"), (1, "zerocore"), (0, "adamw")])

@@ -168,7 +168,7 @@ def fail_everywhere(folder: Path, kinds: tuple[str, ...], error: int) -> None:
 @pytest.mark.parametrize(
     ("kinds", "error"),
     [
-        (("reserve", "write"), errno.ENOSPC),
+        (("reserve", "write", "finish"), errno.ENOSPC),
         (("create", "make_folder"), errno.EACCES),
         (("flush", "flush_folder", "rename"), errno.EIO),
     ],

@@ -26,7 +26,12 @@ def reserve(file: int, nbytes: int) -> None:
     _C.reserve(file, nbytes)
 
 
-def write(file: int, offset: int, data: Tensor | bytes, crc: int = 0) -> int:
+def writer(file: int, nbytes: int) -> _C.FileWriter:
+    """Writes to a new file of ``nbytes`` in large blocks; what is given to it may be held back."""
+    return _C.FileWriter(file, nbytes)
+
+
+def write(file: int | _C.FileWriter, offset: int, data: Tensor | bytes, crc: int = 0) -> int:
     """Writes at byte ``offset``; returns the CRC-32 of what ``crc`` is that of, and of this.
 
     Args:
@@ -34,7 +39,14 @@ def write(file: int, offset: int, data: Tensor | bytes, crc: int = 0) -> int:
     """
     if isinstance(data, bytes):
         data = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
-    return _C.write_at(file, data.data_ptr(), data.nbytes, offset, crc)
+    if isinstance(file, int):
+        return _C.write_at(file, data.data_ptr(), data.nbytes, offset, crc)
+    return file.write(data.data_ptr(), data.nbytes, offset, crc)
+
+
+def finish(file: _C.FileWriter) -> None:
+    """Hands all that was given to the system."""
+    file.finish()
 
 
 def bytes_of(data: Tensor) -> bytes:

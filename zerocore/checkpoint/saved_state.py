@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from zerocore._C import FileWriter
 from zerocore.checkpoint import files
 from zerocore.checkpoint.io_threads import in_threads
 from zerocore.checkpoint.kept_plan import Facts, KeptPlan
@@ -148,19 +149,22 @@ def write_rank_file(folder: Path, saved: SavedState, copies: Iterable[Tensor] | 
     """
     file = files.create(folder / saved.plan.file_name(saved.rank))
     try:
-        files.reserve(file, saved.plan.file_nbytes[saved.rank])
+        nbytes = saved.plan.file_nbytes[saved.rank]
+        files.reserve(file, nbytes)
+        writer = files.writer(file, nbytes)
         if saved.front:
-            files.write(file, 0, saved.front)
+            files.write(writer, 0, saved.front)
         if copies is None:
-            _write_live(file, saved)
+            _write_live(writer, saved)
         else:
-            _write_copies(file, saved, iter(copies))
+            _write_copies(writer, saved, iter(copies))
+        files.finish(writer)
         files.flush(file)
     finally:
         files.close(file)
 
 
-def _write_live(file: int, saved: SavedState) -> None:
+def _write_live(file: FileWriter, saved: SavedState) -> None:
     """Writes several pieces at a time, which nobody changes meanwhile."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # other threads copy, which have streams of their own
@@ -172,7 +176,7 @@ def _write_live(file: int, saved: SavedState) -> None:
         pass
 
 
-def _write_copies(file: int, saved: SavedState, copies: Iterator[Tensor]) -> None:
+def _write_copies(file: FileWriter, saved: SavedState, copies: Iterator[Tensor]) -> None:
     """Writes piece after piece, as the copies come."""
     for piece in saved.plan.pieces_of(saved.rank):
         _write_piece(file, saved.plan, piece, copies)
@@ -180,7 +184,7 @@ def _write_copies(file: int, saved: SavedState, copies: Iterator[Tensor]) -> Non
         raise AssertionError("a part is left")
 
 
-def _write_piece(file: int, plan: SavePlan, piece: Piece, parts: Iterator[Tensor]) -> None:
+def _write_piece(file: FileWriter, plan: SavePlan, piece: Piece, parts: Iterator[Tensor]) -> None:
     dtype, spread = plan.tensors[piece.key]
     strides = box_strides(piece.box, spread.strides, spread.shape)
     nbytes = piece.box.numel * dtype.itemsize

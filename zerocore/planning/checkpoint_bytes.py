@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zerocore._C import FileWriter
 from zerocore.planning.division import Division
 from zerocore.planning.planner import Planner
 from zerocore.tensor.shares import owned_ranges, saved_ranges
@@ -25,8 +26,9 @@ class CheckpointBytes:
 
     @property
     def host(self) -> int:
-        """Memory on this rank's host that a background save takes."""
-        return min(self.own, MEMORY_BUDGET)
+        """Memory on this rank's host that a background save takes: copies, and blocks to write."""
+        blocks = FileWriter.RING_NBYTES if self.own > FileWriter.RING_NBYTES else 0
+        return min(self.own, MEMORY_BUDGET) + blocks
 
 
 def checkpoint_bytes(planner: Planner, division: Division) -> CheckpointBytes:

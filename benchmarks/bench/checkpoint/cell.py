@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -89,6 +91,12 @@ def bring_into_cache(folder: Path) -> None:
                     pass
 
 
+def give_back_memory() -> None:
+    """Returns what was freed to the system: a training that resumes is a new process."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def io_counts() -> dict[str, int]:
     """Bytes that this process has asked for (rchar), and that came from the disk (read_bytes)."""
     lines = Path("/proc/self/io").read_text().splitlines()
@@ -108,11 +116,13 @@ class _Peer:
         weights, states = get_state_dict(self._model, self._optimizer)
         dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)
 
+    def forget(self) -> None:
+        self._optimizer = new_optimizer(self._model)
+
     def load(self, folder: Path) -> None:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-        self._optimizer = new_optimizer(self._model)
         weights, states = get_state_dict(self._model, self._optimizer)
         state = {"model": weights, "optim": states}
         dcp.load(state, checkpoint_id=folder)
@@ -136,8 +146,10 @@ class _Own:
     def save(self, folder: Path) -> None:
         self.open(folder, background=False).save(1)
 
-    def load(self, folder: Path) -> None:
+    def forget(self) -> None:
         self._optimizer = new_optimizer(self._model)
+
+    def load(self, folder: Path) -> None:
         self.open(folder).load()
 
 
@@ -166,6 +178,9 @@ class _DeepSpeed:
         self._engine.save_checkpoint(str(folder), tag="1")
         for path in folder.rglob(f"*_rank_{dist.get_rank()}_*"):
             fsync_file(path)
+
+    def forget(self) -> None:
+        """Its states stay."""
 
     def load(self, folder: Path) -> None:
         self._engine.load_checkpoint(str(folder), tag="1")
@@ -213,6 +228,14 @@ def _contestants(cell: CheckpointCell) -> Iterator[tuple[str, Any]]:
         yield DEEPSPEED, _DeepSpeed(cell.num_blocks)
 
 
+def _make_ready(system: Any, cache: Callable[[Path], None], folder: Path) -> None:
+    """For a load by a process that resumes, the files in the page cache or not."""
+    system.forget()
+    give_back_memory()
+    if dist.get_rank() == 0:
+        cache(folder)
+
+
 def measure(cell: CheckpointCell) -> Figures:
     """Save, cold load and warm load of each system, in turns."""
     figures = Figures()
@@ -222,14 +245,12 @@ def measure(cell: CheckpointCell) -> Figures:
         for name, system in contestants[first:] + contestants[:first]:
             folder = Path(cell.folder) / name.replace(" ", "-")
             figures.add(f"{name}: save", together(partial(system.save, folder)))
-            if dist.get_rank() == 0:
-                drop_from_cache(folder)
+            _make_ready(system, drop_from_cache, folder)
             before = io_counts()
             figures.add(f"{name}: cold load", together(partial(system.load, folder)))
             for count in ("rchar", "read_bytes"):
                 figures.nbytes[f"{name}: {count}"] = io_counts()[count] - before[count]
-            if dist.get_rank() == 0:
-                bring_into_cache(folder)
+            _make_ready(system, bring_into_cache, folder)
             figures.add(f"{name}: warm load", together(partial(system.load, folder)))
             if dist.get_rank() == 0 and (name != OWN or index + 1 < cell.rounds):
                 shutil.rmtree(folder)

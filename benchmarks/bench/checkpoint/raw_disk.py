@@ -61,6 +61,9 @@ class RawDisk:
         os.fsync(file)
         os.close(file)
 
+    def forget(self) -> None:
+        """Its memory stays."""
+
     def load(self, folder: Path) -> None:
         """Reads it into memory that is there."""
         file = self._open(folder, os.O_RDONLY)

@@ -1,0 +1,196 @@
+// Bytes are summed while they are copied into blocks; complete blocks are the disk's.
+#include "io/file_writer.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+
+#include "common/pages.h"
+#include "io/crc32.h"
+#include "io/file_bytes.h"
+#include "io/system_calls.h"
+
+namespace zerocore::io {
+
+namespace {
+
+constexpr size_t kMostUnderWay = 8;
+
+int64_t tag_of(char* data) {
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(data));
+}
+
+char* block_of(int64_t tag) {
+  return reinterpret_cast<char*>(static_cast<uintptr_t>(tag)); // NOLINT(performance-no-int-to-ptr)
+}
+
+int own_descriptor(int file) {
+  const int own = ::fcntl(file, F_DUPFD_CLOEXEC, 0);
+  if (own < 0) {
+    fail_with(errno, "cannot take a descriptor to write");
+  }
+  return own;
+}
+
+uint32_t copy_and_sum(char* to, const char* from, int64_t nbytes, uint32_t crc) {
+  for (int64_t at = 0; at < nbytes; at += kSumNbytes) {
+    const auto count = static_cast<size_t>(std::min(kSumNbytes, nbytes - at));
+    crc = crc32(crc, from + at, count);
+    std::memcpy(to + at, from + at, count);
+  }
+  return crc;
+}
+
+} // namespace
+
+FileWriter::FileWriter(int file, int64_t nbytes, StreamWay way)
+    : file_(own_descriptor(file)),
+      nbytes_(nbytes),
+      is_direct_(
+          (way == StreamWay::Direct || (way == StreamWay::Any && nbytes > kRingNbytes)) &&
+          set_direct(file, true)) {
+  if (way == StreamWay::Direct && !is_direct_) {
+    ::close(file_);
+    fail_with(EINVAL, "no writes past the page cache");
+  }
+  if (is_direct_) {
+    ring_.emplace(static_cast<size_t>(kRingNbytes / kBlockNbytes));
+    free_ = ring_->blocks();
+    traffic_.emplace(DiskWay::Any, kMostUnderWay, [this](int64_t tag, const Block& rest, int code) {
+      account(block_of(tag), rest, code);
+    });
+  }
+}
+
+FileWriter::~FileWriter() {
+  try {
+    std::unique_lock lock(mutex_);
+    while (traffic_ && !traffic_->is_idle()) {
+      traffic_->wait_for_some(lock);
+    }
+  } catch (...) { // NOLINT(bugprone-empty-catch): the queue is gone, and its blocks with it
+  }
+  ::close(file_);
+}
+
+uint32_t FileWriter::write(const void* data, size_t nbytes, int64_t offset, uint32_t crc) {
+  const auto end = offset + static_cast<int64_t>(nbytes);
+  if (offset < 0 || end > nbytes_) {
+    throw std::invalid_argument(
+        "bytes " + std::to_string(offset) + " to " + std::to_string(end) +
+        " are not within a file of " + std::to_string(nbytes_));
+  }
+  if (!is_direct_) {
+    return write_at(file_, data, nbytes, offset, crc);
+  }
+  const char* from = static_cast<const char*>(data);
+  while (offset < end) {
+    const int64_t index = offset / kBlockNbytes;
+    const int64_t begin = offset % kBlockNbytes;
+    const int64_t count = std::min(end - offset, kBlockNbytes - begin);
+    crc = copy_and_sum(place_of(index) + begin, from, count, crc);
+    add(index, count);
+    from += count;
+    offset += count;
+  }
+  return crc;
+}
+
+char* FileWriter::place_of(int64_t index) {
+  std::unique_lock lock(mutex_);
+  check();
+  const auto is_open = [this, index] { return open_.count(index) != 0; };
+  if (!is_open()) {
+    char* data = take_block(lock);
+    if (is_open()) { // by another thread meanwhile
+      free_.push_back(data);
+    } else {
+      open_[index] = {data, std::min(kBlockNbytes, nbytes_ - index * kBlockNbytes)};
+    }
+  }
+  return open_[index].data;
+}
+
+char* FileWriter::take_block(std::unique_lock<std::mutex>& lock) {
+  while (free_.empty()) {
+    if (traffic_->is_idle()) { // all wait for bytes that may come behind these
+      more_.push_back(std::make_unique<BlockRing>(1));
+      free_ = more_.back()->blocks();
+    } else {
+      traffic_->wait_for_some(lock);
+    }
+  }
+  char* data = free_.back();
+  free_.pop_back();
+  return data;
+}
+
+// Some bytes of a block are there; the last ones send it.
+void FileWriter::add(int64_t index, int64_t nbytes) {
+  std::unique_lock lock(mutex_);
+  const auto found = open_.find(index);
+  found->second.missing -= nbytes;
+  if (found->second.missing == 0) {
+    char* data = found->second.data;
+    open_.erase(found);
+    send(lock, index, data);
+  }
+}
+
+void FileWriter::send(std::unique_lock<std::mutex>& lock, int64_t index, char* data) {
+  const int64_t begin = index * kBlockNbytes;
+  const int64_t nbytes = std::min(kBlockNbytes, nbytes_ - begin);
+  const int64_t whole = nbytes - nbytes % kDiskAlignment;
+  rest_.append(data + whole, static_cast<size_t>(nbytes - whole));
+  if (whole == 0) {
+    free_.push_back(data);
+    return;
+  }
+  while (traffic_->is_full()) {
+    traffic_->wait_for_some(lock);
+  }
+  traffic_->begin(tag_of(data), {0, true, file_, data, begin, static_cast<uint32_t>(whole)});
+}
+
+void FileWriter::account(char* data, const Block& rest, int error) {
+  if (error == EINVAL && set_direct(file_, false)) { // its alignment is another one
+    traffic_->begin(tag_of(data), rest);
+    return;
+  }
+  if (error != 0 && error_ == 0) {
+    error_ = error;
+    error_offset_ = rest.offset;
+  }
+  free_.push_back(data);
+}
+
+void FileWriter::check() const {
+  if (error_ != 0) {
+    fail_with(error_, "cannot write at byte " + std::to_string(error_offset_));
+  }
+}
+
+void FileWriter::finish() {
+  if (!is_direct_) {
+    return;
+  }
+  std::unique_lock lock(mutex_);
+  while (!traffic_->is_idle()) {
+    traffic_->wait_for_some(lock);
+  }
+  check();
+  if (!open_.empty()) {
+    const auto& [index, block] = *open_.begin();
+    throw std::invalid_argument(
+        std::to_string(block.missing) + " bytes were not given of those from byte " +
+        std::to_string(index * kBlockNbytes) + " on");
+  }
+  set_direct(file_, false);
+  write_at(file_, rest_.data(), rest_.size(), nbytes_ - static_cast<int64_t>(rest_.size()), 0);
+}
+
+} // namespace zerocore::io

@@ -1,0 +1,74 @@
+// A new file whose bytes come in any order and go to the disk in large blocks, past the page cache:
+// see Note [Past the page cache].
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "io/block_ring.h"
+#include "io/block_traffic.h"
+
+namespace zerocore::io {
+
+// Any thread, several at a time. Throws std::system_error with the errno of what failed;
+// std::invalid_argument for bytes outside of the file.
+class FileWriter {
+ public:
+  // Memory that is taken; more only where that much of the file is given in part and waits for the
+  // rest.
+  static constexpr int64_t kRingNbytes = 12 * kBlockNbytes;
+
+  // Of an open file that the caller may close, and that in the end has `nbytes`. StreamWay::Any: a
+  // large one goes past the page cache. Throws EINVAL for StreamWay::Direct where the file system
+  // has no such writes.
+  FileWriter(int file, int64_t nbytes, StreamWay way);
+  // Waits for what is under way.
+  ~FileWriter();
+  FileWriter(const FileWriter&) = delete;
+  FileWriter& operator=(const FileWriter&) = delete;
+
+  // Takes `nbytes` for byte `offset` on, each of the file's once, and returns crc32(crc, data,
+  // nbytes). Throws what went wrong with bytes that were given before, too.
+  uint32_t write(const void* data, size_t nbytes, int64_t offset, uint32_t crc);
+  // Once, when every byte was given: waits until the system has them all. fsync is the caller's.
+  void finish();
+
+  bool is_direct() const {
+    return is_direct_;
+  }
+
+ private:
+  struct OpenBlock { // has not got all its bytes
+    char* data = nullptr;
+    int64_t missing = 0;
+  };
+
+  char* place_of(int64_t index);
+  char* take_block(std::unique_lock<std::mutex>& lock);
+  void add(int64_t index, int64_t nbytes);
+  void send(std::unique_lock<std::mutex>& lock, int64_t index, char* data);
+  void account(char* data, const Block& rest, int error);
+  void check() const;
+
+  int file_; // a descriptor of its own
+  int64_t nbytes_;
+  bool is_direct_;
+  std::optional<BlockRing> ring_;
+
+  std::mutex mutex_; // what follows
+  std::vector<std::unique_ptr<BlockRing>> more_; // of one block each
+  std::vector<char*> free_;
+  std::map<int64_t, OpenBlock> open_; // by the block's place in the file
+  std::string rest_; // the last bytes of the file, fewer than what direct writes are made of
+  int error_ = 0; // errno of the first block that failed, which began at:
+  int64_t error_offset_ = 0;
+  std::optional<BlockTraffic> traffic_; // tags are addresses of blocks
+};
+
+} // namespace zerocore::io
