@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
+import mmap
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from bench.lib.models import BlockStack
 from bench.lib.systems import apply_fsdp2, import_zerocore, is_installed
 
 OWN, PEER, DEEPSPEED = "zerocore", "FSDP2 + DCP", "DeepSpeed ZeRO-3"
+NEW_MEMORY = "new memory for the optimizer's states, alone"
 WIDTH, HEADS = 1024, 16
 _CACHED_NBYTES = 4 << 20  # read at a time
 BLOCK_NUMEL = 12 * WIDTH * WIDTH + 13 * WIDTH
@@ -89,12 +89,6 @@ def bring_into_cache(folder: Path) -> None:
             with open(path, "rb", buffering=0) as file:
                 while file.read(_CACHED_NBYTES):
                     pass
-
-
-def give_back_memory() -> None:
-    """Returns what was freed to the system: a training that resumes is a new process."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def io_counts() -> dict[str, int]:
@@ -186,6 +180,14 @@ class _DeepSpeed:
         self._engine.load_checkpoint(str(folder), tag="1")
 
 
+def touch_new_memory(nbytes: int) -> None:
+    """Takes memory in large pages, as the system hands it to a process that resumes."""
+    with mmap.mmap(-1, nbytes) as memory:
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        memory[:: mmap.PAGESIZE] = bytes(len(range(0, nbytes, mmap.PAGESIZE)))
+
+
 def fsync_file(path: Path) -> None:
     """Makes the bytes of a file durable."""
     file = os.open(path, os.O_RDONLY)
@@ -231,7 +233,6 @@ def _contestants(cell: CheckpointCell) -> Iterator[tuple[str, Any]]:
 def _make_ready(system: Any, cache: Callable[[Path], None], folder: Path) -> None:
     """For a load by a process that resumes, the files in the page cache or not."""
     system.forget()
-    give_back_memory()
     if dist.get_rank() == 0:
         cache(folder)
 
@@ -255,6 +256,8 @@ def measure(cell: CheckpointCell) -> Figures:
             if dist.get_rank() == 0 and (name != OWN or index + 1 < cell.rounds):
                 shutil.rmtree(folder)
             dist.barrier()
+        own_nbytes = cell.nbytes * 2 // 3 // dist.get_world_size()
+        figures.add(NEW_MEMORY, together(partial(touch_new_memory, own_nbytes)))
     own = dict(contestants)[OWN]
     _measure_stall(cell, own, "", figures)
     _measure_stall(cell, _Own(*trained(OWN, cell.small_blocks)), "small: ", figures)
