@@ -44,8 +44,8 @@ NOTES = (
     "Every save ends with fsync of all files. zerocore also flushes and renames folders, and "
     "compares all checksums before it loads; torch does neither.",
     "A load is that of a training that resumes: into a model that is there and an optimizer that "
-    "has no states yet. Those of zerocore are new memory each time; the row of new memory says what "
-    "that costs alone. The others' loads find memory that they have used and freed before.",
+    "has no states yet. Those of zerocore are new memory each time, and the row of new memory says "
+    "what that costs alone. The others' loads find memory that they have used and freed before.",
     "Cold: before each load the pages of the files are dropped from the page cache, by "
     "posix_fadvise(DONTNEED). A disk of a virtual machine may have a cache of its own.",
     "The disk alone: each rank writes and reads its share in one file, in calls of so many MiB, so "
