@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from zerocore.common.cores import local_ranks
+from zerocore.common.cores import host_threads, local_ranks
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -15,9 +14,8 @@ _MOST = 8  # one thread moves about 2 GB/s through the page cache: more than a n
 
 
 def num_threads() -> int:
-    """This rank's share of the processors that it may use, from 2 to 8."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST, max(2, cpus // local_ranks()))
+    """This rank's share of the cores, from 2 to 8."""
+    return min(_MOST, max(2, host_threads(local_ranks())))
 
 
 def in_threads(call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

@@ -31,6 +31,8 @@ def host_threads(local_ranks: int) -> int:
     A rank that was bound to cores (by ``numactl``, ``taskset``, a scheduler) has those to itself.
     One that may run wherever its launcher may shares the cores with the other ``local_ranks``.
     """
+    if not hasattr(os, "sched_getaffinity"):
+        return max(1, (os.cpu_count() or 1) // local_ranks)
     own, parent = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
     cores = num_cores(own)
     return cores if own < parent else max(1, cores // local_ranks)
