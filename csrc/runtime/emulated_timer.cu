@@ -61,7 +61,7 @@ void hold(const uint64_t* deadline, int sms) {
 
 constexpr DeviceTimer kTimer{&book, &hold};
 
-[[maybe_unused]] const bool registered = [] {
+[[maybe_unused]] const bool timer_registered = [] {
   device_timer() = &kTimer;
   return true;
 }();

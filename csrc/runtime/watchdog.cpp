@@ -12,7 +12,7 @@ namespace zerocore {
 
 namespace {
 
-constexpr std::chrono::milliseconds kPatience(2500); // at the end of the process
+constexpr std::chrono::milliseconds kEndPatience(2500); // at the end of the process
 
 } // namespace
 
@@ -81,7 +81,7 @@ void Watchdog::note_end(const std::string& how) {
   }
   end_ = how;
   changed_.notify_all();
-  changed_.wait_for(lock, kPatience, [this] { return !end_; });
+  changed_.wait_for(lock, kEndPatience, [this] { return !end_; });
 }
 
 void Watchdog::stop() {
@@ -91,7 +91,7 @@ void Watchdog::stop() {
   }
   stopping_ = true;
   changed_.notify_all();
-  if (changed_.wait_for(lock, kPatience, [this] { return finished_; })) {
+  if (changed_.wait_for(lock, kEndPatience, [this] { return finished_; })) {
     lock.unlock();
     thread_.join();
   } else {
