@@ -27,8 +27,9 @@ demo: $(VENV)/.built $(VENV)/.has-demo
 	@echo "training on all ranks of this machine: about two minutes on two cores"
 	$(PY) examples/train_gpt.py $(ARGS)
 
+# Each of many processes would else compile the tests and zerocore anew, where that variable is set.
 test: $(VENV)/.built $(VENV)/.has-test
-	$(PY) -m pytest $(or $(ARGS),$(ALL_TESTS))
+	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest $(or $(ARGS),$(ALL_TESTS))
 
 build: $(VENV)/.built
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch.utils.cpp_extension import include_paths
 
 CSRC = Path(__file__).parents[2] / "csrc"
+CACHE = CSRC.parent / "build" / "ptx"
 ARCH = "sm_90"
 WIDE = 16  # bytes of the widest access
 _ACCESS = re.compile(r"\b(ld|st)\.global(?:\.[a-zA-Z:_0-9]+?)*?(?:\.v(\d))?\.[busf](\d+)\b")
@@ -42,17 +46,37 @@ def has_compiler() -> bool:
 
 
 def compile_ptx(source: Path, target: Path) -> Path:
-    """Takes some 6 seconds.
+    """Takes some 6 seconds; what was compiled before is kept.
 
     Raises:
         RuntimeError: nvcc failed; its messages are included.
     """
     folders = [f"-isystem={each}" for each in include_paths()]
-    _run(
-        *("nvcc", "-std=c++20", "-O3", f"-arch={ARCH}", "--ptx", f"-I{CSRC}", *folders),
-        *("-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE", "-o", str(target), str(source)),
-    )
+    options = ("-std=c++20", "-O3", f"-arch={ARCH}", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE")
+    command = ["nvcc", *options, f"-I{CSRC}", *folders, str(source)]
+    # All that the source includes is in what the preprocessor makes of it; its marks of files and
+    # lines, in which folders have other names each time, change nothing.
+    text = re.sub(r"^# \d+ .*\n", "", _run(*command, "-E"), flags=re.MULTILINE)
+
+    def compile_now() -> str:
+        _run(*command, "--ptx", "-o", str(target))
+        return target.read_text()
+
+    target.write_text(_kept(["nvcc", *options, text], compile_now))
     return target
+
+
+def _kept(key: list[str], make: Callable[[], str]) -> str:
+    """What `make` returned for this key, the name of a tool first, or returns now."""
+    words = "\n".join([_run(key[0], "--version"), *key])
+    path = CACHE / hashlib.sha256(words.encode()).hexdigest()[:16]
+    if not path.exists():
+        text = make()
+        CACHE.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(text)
+        unfinished.replace(path)
+    return path.read_text()
 
 
 def read_kernels(ptx: Path, *options: str) -> list[Kernel]:
@@ -61,7 +85,10 @@ def read_kernels(ptx: Path, *options: str) -> list[Kernel]:
     Raises:
         RuntimeError: ptxas failed; its messages are included.
     """
-    output = _run("ptxas", "-v", f"-arch={ARCH}", *options, str(ptx), "-o", str(ptx) + ".cubin")
+    command = ["ptxas", "-v", f"-arch={ARCH}", *options]
+    output = _kept(
+        [*command, ptx.read_text()], lambda: _run(*command, str(ptx), "-o", str(ptx) + ".cubin")
+    )
     usage = {name: tuple(map(int, figures)) for name, *figures in _USAGE.findall(output)}
     kernels = []
     for body in ptx.read_text().split(".entry ")[1:]:

@@ -68,13 +68,13 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_checks(tmp_path_factory.mktemp("sanitized"), SANITIZED)
+def sanitized() -> Path:
+    return compile_checks(SANITIZED)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_checks(tmp_path_factory.mktemp("plain"), PLAIN)
+def plain() -> Path:
+    return compile_checks(PLAIN)
 
 
 def run(program: Path, what: str) -> subprocess.CompletedProcess[str]:
@@ -89,9 +89,9 @@ def test_kernels_do_what_plain_loops_do(sanitized: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_mistakes_are_found(plain: Path, tmp_path: Path, name: str) -> None:
+def test_mistakes_are_found(plain: Path, name: str) -> None:
     kernel, what, fault = FAULTS[name]
-    done = run(compile_with_fault(tmp_path, plain, kernel, fault), what)
+    done = run(compile_with_fault(plain, kernel, fault), what)
     assert done.returncode != 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import pickle
 import random
+import re
 import traceback
 import zlib
 from collections.abc import Iterator
@@ -116,9 +117,13 @@ def describe(error: BaseException, system: str) -> Error:
 
 
 def exchange(store: dist.Store, key: str, played: Played, seconds: float) -> set[str]:
-    """How the ranks ended, each once; a rank that does not come counts as an ending, too."""
+    """How the ranks ended, each once; a rank that does not come counts as an ending, too.
+
+    Messages that differ in numbers alone, those of each rank's shards, are the same ending.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    store.set(f"{key}/{rank}", played.error.text if played.error else "done")
+    ending = re.sub(r"\d+", "#", played.error.text) if played.error else "done"
+    store.set(f"{key}/{rank}", ending)
     endings = set()
     for other in range(world_size):
         try:

@@ -1,12 +1,16 @@
-"""Compiles the CUDA kernels for the CPU, together with what checks them."""
+"""Compiles the CUDA kernels for the CPU, once for each version of all that is compiled."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shlex
 import shutil
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,6 +20,7 @@ from tests.kernels.cuda_on_cpu.launches import rewrite
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[2] / "csrc"
+CACHE = HERE.parents[2] / "build" / "cuda_on_cpu"
 COMPILER = "g++"
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 PLAIN = ("-O0",)
@@ -30,27 +35,58 @@ class Fault:
     wrong: str
 
 
-def compile_checks(folder: Path, flags: tuple[str, ...]) -> Path:
-    """The program that runs all kernels and compares them, in ``folder``."""
-    sources = sorted(HERE.glob("*.cpp")) + sorted((CSRC / "kernels" / "cuda").glob("*.cu"))
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(lambda source: _compile(source, folder, flags), sources))
-    return _link(objects, folder / "checks", flags)
+def compile_checks(flags: tuple[str, ...]) -> Path:
+    """The program that runs all kernels and compares them."""
+
+    def compile_in(folder: Path) -> None:
+        sources = sorted(HERE.glob("*.cpp")) + sorted((CSRC / "kernels" / "cuda").glob("*.cu"))
+        with ThreadPoolExecutor(2) as pool:
+            objects = list(pool.map(lambda source: _compile(source, folder, flags), sources))
+        _link(objects, folder / "checks", flags)
+
+    return _kept(compile_in, *flags)
 
 
-def compile_with_fault(folder: Path, sound: Path, kernel: str, fault: Fault) -> Path:
+def compile_with_fault(sound: Path, kernel: str, fault: Fault) -> Path:
     """The program in ``sound`` with ``kernel`` compiled anew, wrong, without sanitizers."""
-    overlay = folder / "kernels" / "cuda"
-    overlay.mkdir(parents=True)
-    for source in (CSRC / "kernels" / "cuda").iterdir():
-        shutil.copy(source, overlay)
-    text = (overlay / fault.file).read_text()
-    if fault.right not in text:
-        raise ValueError(f"{fault.file} does not have {fault.right!r} any more")
-    (overlay / fault.file).write_text(text.replace(fault.right, fault.wrong))
-    changed = _compile(overlay / f"{kernel}.cu", folder, PLAIN)
-    others = [each for each in sound.parent.glob("*.o") if each.name != changed.name]
-    return _link([*others, changed], folder / "checks", PLAIN)
+
+    def compile_in(folder: Path) -> None:
+        overlay = folder / "kernels" / "cuda"
+        overlay.mkdir(parents=True)
+        for source in (CSRC / "kernels" / "cuda").iterdir():
+            shutil.copy(source, overlay)
+        text = (overlay / fault.file).read_text()
+        if fault.right not in text:
+            raise ValueError(f"{fault.file} does not have {fault.right!r} any more")
+        (overlay / fault.file).write_text(text.replace(fault.right, fault.wrong))
+        changed = _compile(overlay / f"{kernel}.cu", folder, PLAIN)
+        others = [each for each in sound.parent.glob("*.o") if each.name != changed.name]
+        _link([*others, changed], folder / "checks", PLAIN)
+
+    return _kept(compile_in, *PLAIN, kernel, repr(fault))
+
+
+def _kept(compile_in: Callable[[Path], None], *how: str) -> Path:
+    """The program that was compiled of the same sources in the same way, or is compiled now."""
+    key = "\n".join([_sources_and_tools(), *how])
+    folder = CACHE / hashlib.sha256(key.encode()).hexdigest()[:16]
+    if not folder.exists():
+        unfinished = folder.with_name(f"{folder.name}-{os.getpid()}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        compile_in(unfinished)
+        unfinished.replace(folder)
+    return folder / "checks"
+
+
+@cache
+def _sources_and_tools() -> str:
+    """All that a compiled program depends on, but for the flags."""
+    here = sorted(path for path in HERE.rglob("*") if path.suffix in {".cpp", ".h", ".py"})
+    core = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cuh", ".cu"})
+    texts = [f"{path.name}\n{path.read_text()}" for path in (*here, *core)]
+    compiler = subprocess.run([COMPILER, "--version"], capture_output=True, text=True).stdout
+    return "\n".join([*texts, compiler, torch.__version__])
 
 
 def _compile(source: Path, folder: Path, flags: tuple[str, ...]) -> Path:
