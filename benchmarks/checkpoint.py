@@ -44,8 +44,8 @@ NOTES = (
     "Every save ends with fsync of all files. zerocore also flushes and renames folders, and "
     "compares all checksums before it loads; torch does neither.",
     "A load is that of a training that resumes: into a model that is there and an optimizer that "
-    "has no states yet. Those of zerocore are new memory each time, and the row of new memory says "
-    "what that costs alone. The others' loads find memory that they have used and freed before.",
+    "has no states yet. The last row is what new memory for those states costs alone where the "
+    "page cache has the files: a virtual machine has to be given it first.",
     "Cold: before each load the pages of the files are dropped from the page cache, by "
     "posix_fadvise(DONTNEED). A disk of a virtual machine may have a cache of its own.",
     "The disk alone: each rank writes and reads its share in one file, in calls of so many MiB, so "
@@ -70,9 +70,9 @@ def rates_table(cell: CheckpointCell, figures: Figures) -> Table:
                 f"{ratio(figures.seconds, key, f'{PEER}: {what}'):.2f}",
             ]
             table.add(what, name, f"{seconds:.2f}", f"{cell.nbytes / seconds / 1e6:.0f}", *shares)
-        if what != "save":
+        if what == "warm load":
             table.add(what, NEW_MEMORY, f"{median(figures.seconds[NEW_MEMORY]):.2f}", "", "", "")
-        if what != "warm load":
+        else:
             table.add(what, "wanted of zerocore", "", "", f">= {RATE_GOAL}", f"<= {PEER_GOAL}")
     if not is_installed("deepspeed"):
         table.notes.append("DeepSpeed is not installed.")

@@ -2,8 +2,9 @@
 
 The file is read from its begin to its end, and each block is summed while the next ones come. A
 resumed run makes the states of its optimizer to load them: nothing is lost if they are filled
-before all ranks know that all files are good. What the model computes with is kept beside it until
-then, as far as memory is allowed for that, and else read once more.
+before all ranks know that all files are good. What the model computes with is read past the page
+cache and kept beside it until then, as far as memory is allowed for that. Else it is read once
+more, from the page cache: that takes no new memory, which costs more than bytes that are there.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from zerocore.checkpoint.torch_chunks import (
 from zerocore.checkpoint.verify import Stored, check_files, damaged, is_ours
 from zerocore.tensor.place import Place
 
-_AHEAD_NBYTES = 32 << 20  # what a disk gives while names and shapes are compared
+_AHEAD_NBYTES = 64 << 20  # what a disk gives while names and shapes are compared
 _ALIGNMENT = 64
 _VALUE_NBYTES, _VALUES_NBYTES = 1 << 10, 1 << 20  # of a small tensor, and of all of them
 
@@ -130,25 +131,22 @@ def values_of(targets: dict[int, Target]) -> dict[str, Tensor]:
     return values
 
 
-def keep_beside(targets: Iterable[Target], budget: int) -> bool:
-    """Gives memory to land in to the targets in use, as far as ``budget`` bytes go.
+def in_use(targets: Iterable[Target]) -> int:
+    """Bytes of memory that must not change yet."""
+    return sum(target.memory.nbytes for target in targets if target.landing is None)
 
-    Returns whether all have some.
-    """
-    chosen, offsets, end, waiting = [], [], 0, 0
+
+def keep_beside(targets: Iterable[Target], budget: int) -> None:
+    """Gives memory to land in to the targets in use, as far as ``budget`` bytes go."""
+    chosen, offsets, end = [], [], 0
     for target in targets:
-        if target.landing is not None:
-            continue
-        if end + target.memory.nbytes <= budget:
+        if target.landing is None and end + target.memory.nbytes <= budget:
             chosen.append(target)
             offsets.append(end)
             end += -(-target.memory.nbytes // _ALIGNMENT) * _ALIGNMENT
-        else:
-            waiting += 1
     memory = HostMemory(end)
     for target, offset in zip(chosen, offsets, strict=True):
         target.landing = memory.view(offset, target.memory.numel(), target.memory.dtype)
-    return waiting == 0
 
 
 class _Chunk(NamedTuple):
@@ -192,9 +190,11 @@ class OwnFile:
         items = check_files(self.path.parent, metadata).get(self.path.name, [])
         if not items:
             return
-        is_all = keep_beside(targets.values(), self._budget)
         if self._stream is None:
-            self._stream = self._open(StreamWay.ANY if is_all else StreamWay.CACHED)
+            fits = in_use(targets.values()) <= self._budget
+            self._stream = self._open(StreamWay.ANY if fits else StreamWay.CACHED)
+        if self._stream.is_direct:  # else the page cache has what is read a second time
+            keep_beside(targets.values(), self._budget)
         runs: list[tuple[int, int, int]] = []
         chunks: list[_Chunk | Stored] = []
         for item in sorted(items, key=lambda item: item.offset):

@@ -141,17 +141,21 @@ def _pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def write_rank_file(folder: Path, saved: SavedState, copies: Iterable[Tensor] | None) -> None:
+def write_rank_file(
+    folder: Path, saved: SavedState, copies: Iterable[Tensor] | None, begun: Callable[[], None]
+) -> None:
     """Writes one rank's file and makes it durable.
 
     Args:
         copies: of ``saved.parts()``, on the CPU; None to write from the tensors themselves.
+        begun: called when the file has its room.
     """
     file = files.create(folder / saved.plan.file_name(saved.rank))
     try:
         nbytes = saved.plan.file_nbytes[saved.rank]
         files.reserve(file, nbytes)
         writer = files.writer(file, nbytes)
+        begun()
         if saved.front:
             files.write(writer, 0, saved.front)
         if copies is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,15 +92,20 @@ class Save:
                 small.append(files.create(temporary / name))
                 files.write(small[-1], 0, data)
 
+        written: list[Future[None]] = []
         with ThreadPoolExecutor(1, "checkpoint-small") as thread:
-            written = thread.submit(write_small)
+
+            def begin_small() -> None:
+                written.append(thread.submit(write_small))
+
             try:
-                write_rank_file(temporary, self.saved, copies)
-                written.result()
+                write_rank_file(temporary, self.saved, copies, begin_small)
+                for each in written:
+                    each.result()
                 for file in small:
                     files.flush(file)
             finally:
-                wait([written])
+                wait(written)
                 for file in small:
                     files.close(file)
 

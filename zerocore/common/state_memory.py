@@ -9,9 +9,6 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from zerocore._C import HostMemory
-
-_LARGE_NBYTES = 1 << 20  # what is worth a mapping of its own
 _is_filled = ContextVar("is_filled", default=False)
 
 
@@ -27,11 +24,5 @@ def filled_later() -> Iterator[None]:
 
 def state_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """1-D memory of states that are zeros at first."""
-    if not _is_filled.get():
-        return torch.zeros(numel, dtype=dtype, device=device)
-    nbytes = numel * dtype.itemsize
-    if device.type != "cpu" or nbytes < _LARGE_NBYTES:
-        return torch.empty(numel, dtype=dtype, device=device)
-    # Of large pages: to make those of 4 KiB takes about as long as to read what they are filled
-    # with.
-    return HostMemory(nbytes, inherited=True).view(0, numel, dtype)
+    make = torch.empty if _is_filled.get() else torch.zeros
+    return make(numel, dtype=dtype, device=device)
