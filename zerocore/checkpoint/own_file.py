@@ -3,8 +3,8 @@
 The file is read from its begin to its end, and each block is summed while the next ones come. A
 resumed run makes the states of its optimizer to load them: nothing is lost if they are filled
 before all ranks know that all files are good. What the model computes with is read past the page
-cache and kept beside it until then, as far as memory is allowed for that. Else it is read once
-more, from the page cache: that takes no new memory, which costs more than bytes that are there.
+cache and kept beside it until then, if all of it may be. Else it is read once more, from the page
+cache: that takes no new memory, which costs more than bytes that are there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,17 +137,14 @@ def in_use(targets: Iterable[Target]) -> int:
     return sum(target.memory.nbytes for target in targets if target.landing is None)
 
 
-def keep_beside(targets: Iterable[Target], budget: int) -> None:
-    """Gives memory to land in to the targets in use, as far as ``budget`` bytes go."""
-    chosen, offsets, end = [], [], 0
-    for target in targets:
-        if target.landing is None and end + target.memory.nbytes <= budget:
-            chosen.append(target)
-            offsets.append(end)
-            end += -(-target.memory.nbytes // _ALIGNMENT) * _ALIGNMENT
-    memory = HostMemory(end)
-    for target, offset in zip(chosen, offsets, strict=True):
-        target.landing = memory.view(offset, target.memory.numel(), target.memory.dtype)
+def keep_beside(targets: Iterable[Target]) -> None:
+    """Gives memory to land in to the targets in use."""
+    waiting = [target for target in targets if target.landing is None]
+    ends = list(accumulate(-(-target.memory.nbytes // _ALIGNMENT) for target in waiting))
+    memory = HostMemory(_ALIGNMENT * ends[-1] if ends else 0)
+    for target, begin in zip(waiting, [0, *ends], strict=False):
+        dtype = target.memory.dtype
+        target.landing = memory.view(_ALIGNMENT * begin, target.memory.numel(), dtype)
 
 
 class _Chunk(NamedTuple):
@@ -194,7 +192,7 @@ class OwnFile:
             fits = in_use(targets.values()) <= self._budget
             self._stream = self._open(StreamWay.ANY if fits else StreamWay.CACHED)
         if self._stream.is_direct:  # else the page cache has what is read a second time
-            keep_beside(targets.values(), self._budget)
+            keep_beside(targets.values())
         runs: list[tuple[int, int, int]] = []
         chunks: list[_Chunk | Stored] = []
         for item in sorted(items, key=lambda item: item.offset):
