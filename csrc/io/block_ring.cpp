@@ -15,7 +15,8 @@ BlockRing::BlockRing(size_t num_blocks) : num_blocks_(num_blocks) {
   const size_t nbytes = (num_blocks + 1) * kBlockNbytes;
   void* found = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (found == MAP_FAILED) {
-    fail_with(errno, "cannot take " + std::to_string(nbytes) + " bytes of memory to read into");
+    fail_with(
+        errno, "cannot take " + std::to_string(nbytes) + " bytes of memory for blocks of a file");
   }
   mapping_ = static_cast<char*>(found);
 #ifdef MADV_HUGEPAGE

@@ -17,8 +17,8 @@ namespace zerocore::io {
 enum class StreamWay : uint8_t { Any, Cached, Direct }; // Any: past the page cache where it is best
 
 constexpr int64_t kBlockNbytes = int64_t{2} << 20; // a large page
-constexpr int64_t kSumNbytes = int64_t{256}
-    << 10; // summed and copied at a time: fits a core's cache
+// What is summed and copied at a time: fits a core's cache.
+constexpr int64_t kSumNbytes = int64_t{256} << 10;
 
 // Memory of large pages, where the system has them, for blocks.
 class BlockRing {

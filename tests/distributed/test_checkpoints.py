@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import OPTIMIZERS, assert_equal, full_states, make, train, trained
-from tests.io.test_file_stream import can_bypass_cache
+from tests.io.page_cache import can_bypass_cache, drop_from_cache
 from zerocore.checkpoint import loading
 from zerocore.checkpoint.torch_files import load_tensors
 from zerocore.checkpoint.verify import read_metadata
@@ -296,12 +296,6 @@ def flip_on_disk(path: Path, place: int) -> None:
         (byte,) = os.pread(file.fileno(), 1, place)
         os.pwrite(file.fileno(), bytes([byte ^ 16]), place)
     drop_from_cache(path)
-
-
-def drop_from_cache(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def test_damage_in_what_is_read_past_the_cache_changes_nothing(tmp_path: Path) -> None:

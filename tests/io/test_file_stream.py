@@ -10,27 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.io.page_cache import can_bypass_cache, drop_from_cache
 from zerocore._C import FileStream, StreamWay
 
 BLOCK = 2 << 20
 Runs = list[tuple[int, int]]
 
 
-def can_bypass_cache(folder: Path) -> bool:
-    (folder / "probe").write_bytes(b"0")
-    try:
-        return FileStream(str(folder / "probe"), way=StreamWay.DIRECT).is_direct
-    except OSError:
-        return False
-
-
 def make_file(path: Path, nbytes: int) -> bytes:
     data = random.Random(5).randbytes(nbytes)
     path.write_bytes(data)
-    file = os.open(path, os.O_RDONLY)
-    os.fsync(file)
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(file)
+    drop_from_cache(path)
     return data
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -14,8 +12,9 @@ from pathlib import Path
 
 from torch.utils.cpp_extension import include_paths
 
+from tests.kernels.kept import kept
+
 CSRC = Path(__file__).parents[2] / "csrc"
-CACHE = CSRC.parent / "build" / "ptx"
 ARCH = "sm_90"
 WIDE = 16  # bytes of the widest access
 _ACCESS = re.compile(r"\b(ld|st)\.global(?:\.[a-zA-Z:_0-9]+?)*?(?:\.v(\d))?\.[busf](\d+)\b")
@@ -68,15 +67,9 @@ def compile_ptx(source: Path, target: Path) -> Path:
 
 def _kept(key: list[str], make: Callable[[], str]) -> str:
     """What `make` returned for this key, the name of a tool first, or returns now."""
-    words = "\n".join([_run(key[0], "--version"), *key])
-    path = CACHE / hashlib.sha256(words.encode()).hexdigest()[:16]
-    if not path.exists():
-        text = make()
-        CACHE.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(text)
-        unfinished.replace(path)
-    return path.read_text()
+    words = [_run(key[0], "--version"), *key]
+    folder = kept("ptx", words, lambda folder: (folder / "output").write_text(make()))
+    return (folder / "output").read_text()
 
 
 def read_kernels(ptx: Path, *options: str) -> list[Kernel]:

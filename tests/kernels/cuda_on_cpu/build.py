@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import shlex
 import shutil
 import subprocess
@@ -17,10 +15,10 @@ import torch
 from torch.utils.cpp_extension import include_paths
 
 from tests.kernels.cuda_on_cpu.launches import rewrite
+from tests.kernels.kept import kept
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[2] / "csrc"
-CACHE = HERE.parents[2] / "build" / "cuda_on_cpu"
 COMPILER = "g++"
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 PLAIN = ("-O0",)
@@ -44,7 +42,7 @@ def compile_checks(flags: tuple[str, ...]) -> Path:
             objects = list(pool.map(lambda source: _compile(source, folder, flags), sources))
         _link(objects, folder / "checks", flags)
 
-    return _kept(compile_in, *flags)
+    return _program(compile_in, *flags)
 
 
 def compile_with_fault(sound: Path, kernel: str, fault: Fault) -> Path:
@@ -63,20 +61,12 @@ def compile_with_fault(sound: Path, kernel: str, fault: Fault) -> Path:
         others = [each for each in sound.parent.glob("*.o") if each.name != changed.name]
         _link([*others, changed], folder / "checks", PLAIN)
 
-    return _kept(compile_in, *PLAIN, kernel, repr(fault))
+    return _program(compile_in, *PLAIN, kernel, repr(fault))
 
 
-def _kept(compile_in: Callable[[Path], None], *how: str) -> Path:
-    """The program that was compiled of the same sources in the same way, or is compiled now."""
-    key = "\n".join([_sources_and_tools(), *how])
-    folder = CACHE / hashlib.sha256(key.encode()).hexdigest()[:16]
-    if not folder.exists():
-        unfinished = folder.with_name(f"{folder.name}-{os.getpid()}")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        compile_in(unfinished)
-        unfinished.replace(folder)
-    return folder / "checks"
+def _program(compile_in: Callable[[Path], None], *how: str) -> Path:
+    """What was compiled of the same sources in the same way, or is compiled now."""
+    return kept("cuda_on_cpu", [_sources_and_tools(), *how], compile_in) / "checks"
 
 
 @cache
