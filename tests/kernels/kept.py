@@ -23,5 +23,10 @@ def kept(kind: str, key: list[str], make: Callable[[Path], object]) -> Path:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         make(unfinished)
-        unfinished.replace(folder)
+        try:
+            unfinished.replace(folder)
+        except OSError:  # another process was first
+            shutil.rmtree(unfinished)
+            if not folder.exists():
+                raise
     return folder
