@@ -24,6 +24,12 @@ def pytest_configure() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than there are cores: some tests wait for time limits and for each other."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """For a second run of the tests, on another build or version of torch."""
     parser.addoption(

@@ -22,8 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from operator import is_
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -128,20 +129,23 @@ def _end_group() -> None:
         dist.destroy_process_group()
 
 
-def surroundings() -> dict[Any, Any]:
-    """What a function may change for the next one: settings, and what zerocore's modules define."""
-    modules = {name: m for name, m in sys.modules.items() if name.split(".")[0] == "zerocore"}
-    found: dict[Any, Any] = {
-        (name, key): value
-        for name, module in modules.items()
-        for key, value in vars(module).items()
-        if callable(value) or key.strip("_").isupper()
+class Surroundings(NamedTuple):
+    """What a function may change for the next one."""
+
+    settings: dict[str, Any]  # of the process
+    names: dict[Any, dict[str, Any]]  # of zerocore's modules and their classes
+
+
+def surroundings() -> Surroundings:
+    """As they are now."""
+    names: dict[Any, dict[str, Any]] = {
+        name: dict(vars(module))
+        for name, module in sys.modules.items()
+        if name.split(".", 1)[0] == "zerocore"
     }
-    classes = {value for value in found.values() if isinstance(value, type)}
-    for each in classes:
-        if each.__module__ in modules:
-            found |= {(each, key): value for key, value in vars(each).items() if callable(value)}
-    return found | {
+    classes = {each for of in names.values() for each in of.values() if isinstance(each, type)}
+    names |= {each: dict(vars(each)) for each in classes if each.__module__ in names}
+    settings = {
         "environment": dict(os.environ),
         "folder": os.getcwd(),
         "threads": _num_threads(),
@@ -149,6 +153,7 @@ def surroundings() -> dict[Any, Any]:
         "warnings": list(warnings.filters),
         "log": list(logging.getLogger("zerocore").handlers),
     }
+    return Surroundings(settings, names)
 
 
 def _num_threads() -> int:
@@ -156,9 +161,20 @@ def _num_threads() -> int:
     return sum(thread.name != "tqdm_monitor" for thread in threading.enumerate())
 
 
-def changes(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:
+def changes(before: Surroundings, after: Surroundings) -> list[str]:
     """Names of what was there before and is not, or is something else."""
-    return [str(key) for key, value in before.items() if after.get(key) != value]
+    settings, now = before.settings, after.settings
+    found = [name for name in settings if settings[name] != now[name]]
+    for owner, names in before.names.items():
+        others = after.names.get(owner, {})
+        is_as_before = len(names) == len(others) and all(map(is_, names.values(), others.values()))
+        if not is_as_before:  # a module may have state of its own
+            found += [
+                f"{owner}: {key}"
+                for key, value in names.items()
+                if (callable(value) or key.strip("_").isupper()) and others.get(key) is not value
+            ]
+    return found
 
 
 def _has_mesh() -> bool:
