@@ -13,8 +13,8 @@ from torch import nn
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import assert_equal, full_states
+from zerocore.checkpoint.contents import Contents
 from zerocore.checkpoint.save_plan import SavePlan
-from zerocore.checkpoint.verify import read_metadata
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -52,7 +52,7 @@ def save_alike(folder: Path) -> None:
         plans.append(checkpoints._kept._plan)
         step(model, optimizer)
     assert plans[0] is plans[1] is plans[2] and len(made) == (dist.get_rank() == 0)
-    metadata = [read_metadata(folder / f"step-0000000{index}") for index in (1, 2, 3)]
+    metadata = [Contents(folder / f"step-0000000{index}").metadata for index in (1, 2, 3)]
     for found in metadata:
         names.add(found.storage_meta.save_id)  # type: ignore[union-attr]
         assert found.state_dict_metadata == metadata[0].state_dict_metadata

@@ -16,9 +16,9 @@ import zerocore
 from tests.distributed.harness import run_ranks
 from zerocore._C import Layout, ParamSpec
 from zerocore.checkpoint import save_plan
+from zerocore.checkpoint.contents import Contents
 from zerocore.checkpoint.save_plan import SavePlan, Spread
 from zerocore.checkpoint.torch_chunks import chunk_nbytes
-from zerocore.checkpoint.verify import read_metadata
 from zerocore.tensor.shares import owned_ranges, saved_ranges
 
 
@@ -80,7 +80,7 @@ def save_and_predict(folder: Path, shape: tuple[int, int], stage: int) -> int:
     model(torch.randn(2, 300)).sum().backward()
     optimizer.step()
     zerocore.Checkpoints(folder, model, optimizer).save(1).wait()
-    metadata = read_metadata(folder / "step-00000001")
+    metadata = Contents(folder / "step-00000001").metadata
     total = own = 0
     for index, info in metadata.storage_data.items():
         facts = metadata.state_dict_metadata[index.fqn]

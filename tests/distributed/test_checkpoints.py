@@ -24,8 +24,8 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import OPTIMIZERS, assert_equal, full_states, make, train, trained
 from tests.io.page_cache import can_bypass_cache, drop_from_cache
 from zerocore.checkpoint import loading
+from zerocore.checkpoint.contents import Contents
 from zerocore.checkpoint.torch_files import load_tensors
-from zerocore.checkpoint.verify import read_metadata
 
 COMMON = (ValueError, RuntimeError)
 
@@ -164,7 +164,7 @@ def test_old_ones_are_deleted_and_halves_are_not_seen(tmp_path: Path) -> None:
 def flip(path: Path) -> None:
     """Changes a bit of a number in one of the chunks of a file."""
     data = bytearray(path.read_bytes())
-    stored = read_metadata(path.parent).storage_data
+    stored = Contents(path.parent).metadata.storage_data
     places = [info for info in stored.values() if info.relative_path == path.name]
     place = max(places, key=lambda info: info.length)
     with zipfile.ZipFile(io.BytesIO(data[place.offset : place.offset + place.length])) as chunk:

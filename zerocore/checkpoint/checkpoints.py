@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerocore.checkpoint import files
-from zerocore.checkpoint.commit import on_all_ranks
 from zerocore.checkpoint.snapshot import StreamedCopy
 from zerocore.checkpoint.writer import writer_of
 from zerocore.common.agreement import from_first
+from zerocore.common.garbage import no_collections
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.state import state_of
 from zerocore.planning.checkpoint_bytes import MEMORY_BUDGET
@@ -218,7 +218,8 @@ class Checkpoints:
         chosen = steps[-1] if step is None else step
         if chosen not in steps:
             raise FileNotFoundError(f"no checkpoint of step {chosen} in {self.folder}: {steps}")
-        self._load(self._path(chosen))
+        with no_collections():
+            self._load(self._path(chosen))
         return chosen
 
     def _path(self, step: int) -> Path:
@@ -253,29 +254,12 @@ class Checkpoints:
             files.delete_folder(doomed)
 
     def _load(self, folder: Path) -> None:
-        from zerocore.checkpoint.loading import (
-            load_training_state,
-            read_own,
-            restore_buffers,
-            restore_own,
-        )
-        from zerocore.checkpoint.own_file import OwnFile
-        from zerocore.checkpoint.save_plan import SavePlan
+        from zerocore.checkpoint.loading import TrainingLoad, restore_buffers, restore_own
 
-        own: dict[str, Any] = {}
         state = self._state
-        file = OwnFile(folder / SavePlan({}, 1).file_name(state.rank), self._budget)
-
-        def check() -> None:
-            own.update(read_own(folder, state.rank))
-            if self._verify and own["world_size"] == state.world_size:
-                file.begin()  # the disk has something to do until that is asked for
-            missing = sorted(set(self._stateful) - set(own["stateful"]))
-            if missing:
-                raise ValueError(f"{folder} has no state of {missing}")
-
-        on_all_ranks(state, check)
-        load_training_state(folder, state, self._model, self._optimizer, self._verify, file)
+        load = TrainingLoad(folder, state, self._model, self._optimizer, self._verify, self._budget)
+        load.run(self._stateful)
+        own = load.own
         for name, value in self._stateful.items():
             value.load_state_dict(own["stateful"][name])
         if own["world_size"] == state.world_size:  # each rank its own, as it was

@@ -83,9 +83,9 @@ def _progress() -> Progress:
 def verify(folder: _Folder) -> None:
     """Compare the size of every file and the checksum of every byte; exit 1 if one is damaged."""
     from zerocore.checkpoint import safetensors_files
-    from zerocore.checkpoint.checksums import read_sums
+    from zerocore.checkpoint.contents import Contents
     from zerocore.checkpoint.safetensors_files import read_folder
-    from zerocore.checkpoint.verify import check_files, check_sums, read_metadata
+    from zerocore.checkpoint.verify import check_sums
 
     with _named_errors(), _progress() as progress:
         for path in _checkpoints(folder):
@@ -97,14 +97,14 @@ def verify(folder: _Folder) -> None:
                     f"{path}: {len(entries)} tensors, sizes are right, and {count} checksums"
                 )
                 continue
-            files, sums = check_files(path, read_metadata(path)), read_sums(path)
+            contents = Contents(path)
+            contents.check_sizes()
+            files = contents.files
             sizes = {name: (path / name).stat().st_size for name in files}
             task = progress.add_task(path.name, total=sum(sizes.values()))
             for name, items in files.items():
                 check_sums(path, name, items, partial(progress.advance, task))
-            if sums is not None:
-                for name in sums.wholes:
-                    sums.check_whole(path, name)
+            contents.check_wholes()
             typer.echo(f"{path}: {len(files)} files are good")
 
 

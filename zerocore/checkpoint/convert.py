@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from zerocore.checkpoint.byte_ranges import read_into, write_from
 from zerocore.checkpoint.commit import fsync_file, fsync_tree
+from zerocore.checkpoint.contents import Contents
 from zerocore.checkpoint.files import flush_folder
 from zerocore.checkpoint.safetensors_files import (
     INDEX_NAME,
@@ -28,7 +29,6 @@ from zerocore.checkpoint.safetensors_files import (
     read_folder,
 )
 from zerocore.checkpoint.torch_files import load_tensors, quiet
-from zerocore.checkpoint.verify import check_files, read_metadata
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 Advance = Callable[[int], None]  # told of bytes that are done
@@ -77,11 +77,11 @@ def open_weights(path: Path) -> Weights:
 
 
 def _of_checkpoint(path: Path) -> Weights:
-    metadata = read_metadata(path)
-    check_files(path, metadata)
+    contents = Contents(path)
+    contents.check_sizes()
     tensors = {
         key: facts
-        for key, facts in metadata.state_dict_metadata.items()
+        for key, facts in contents.metadata.state_dict_metadata.items()
         if isinstance(facts, TensorStorageMetadata)
     }
     prefix = "model." if any(key.startswith("model.") for key in tensors) else ""
@@ -158,7 +158,7 @@ def _write_checkpoint(source: Weights, target: Path, read: Callable[[str], Tenso
     writer = FileSystemWriter(target, single_file_per_rank=True, sync_files=True)
     with quiet():
         save({"model": meta}, storage_writer=writer, planner=_Streaming(read), no_dist=True)
-    check_files(target, read_metadata(target))
+    Contents(target).check_sizes()
     fsync_tree(target)
 
 

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import io
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from zerocore.checkpoint.checksums import read_sums
 from zerocore.checkpoint.commit import on_all_ranks
+from zerocore.checkpoint.contents import Contents
 from zerocore.checkpoint.kept_plan import KeptPlan
 from zerocore.checkpoint.own_file import OwnFile, Target, own_targets, values_of
+from zerocore.checkpoint.save_plan import SavePlan
 from zerocore.checkpoint.saved_state import SavedState, saved_state
 from zerocore.checkpoint.saving import own_name
 from zerocore.checkpoint.torch_files import load_tensors
 from zerocore.checkpoint.training_state import (
+    State,
     check_model,
     drop_states,
     fit_optimizer,
@@ -31,136 +32,131 @@ from zerocore.checkpoint.training_state import (
     set_random_state,
     training_state,
 )
-from zerocore.checkpoint.verify import check_files, check_wholes, is_ours, read_metadata, verify
-from zerocore.common.agreement import from_first
+from zerocore.checkpoint.verify import verify
 from zerocore.model.state import ShardState
 
 _log = logging.getLogger("zerocore")
 
 
-def load_training_state(
-    folder: Path,
-    state: ShardState,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    checksums: bool,
-    own_file: OwnFile,
-) -> None:
-    """Loads model and optimizer. Collective.
-
-    Args:
-        checksums: whether to compare them before.
-        own_file: this rank's.
-
-    Raises:
-        ValueError: what does not fit or is damaged, by file and key, before anything is changed.
-    """
-    own: dict[str, Any] = {}
-    found: list[Metadata] = []
-    stateless = set() if optimizer is None else params_without_state(model, optimizer)
-
-    def check() -> None:
-        found.append(read_metadata(folder))
-        check_files(folder, found[0])
-        own.update(training_state(model, None))
-        check_model(own, found[0], folder)
-
-    def check_optimizer() -> None:
-        if optimizer is not None:
-            groups = read_groups(folder, found[0])
-            own["optim"] = fit_optimizer(model, optimizer, groups, found[0], folder)
-
-    try:
-        on_all_ranks(state, check)
-        on_all_ranks(state, check_optimizer)
-        ready = _verify(own_file, found[0], state, own, stateless) if checksums else None
-        state.begin_load()
-        on_all_ranks(state, lambda: _read(folder, own, ready))
-    except BaseException:
-        if optimizer is not None:
-            drop_states(model, optimizer, stateless)  # they may hold anything
-        raise
-    model.load_state_dict(own["model"])
-    if optimizer is not None:
-        load_optimizer(model, optimizer, own["optim"])
-
-
-@dataclass
-class _Ready:
-    """What was read while checksums were compared.
+class TrainingLoad:
+    """A load of model and optimizer, in steps that all ranks take together.
 
     Attributes:
-        file: this rank's.
-        saved: this rank's parts.
-        targets: their memory, by the place in the file.
-        values: small tensors that all ranks need, 1-D.
+        own: what this rank saved for itself.
+
+    Args:
+        folder: of the checkpoint.
+        state: of the model.
+        checksums: whether to compare them before.
+        budget: bytes that may be kept beside the model until then.
     """
 
-    file: OwnFile
-    saved: SavedState
-    targets: dict[int, Target]
-    values: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(
+        self,
+        folder: Path,
+        state: ShardState,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        checksums: bool,
+        budget: int,
+    ) -> None:
+        self._folder, self._state, self._checksums = folder, state, checksums
+        self._model, self._optimizer = model, optimizer
+        self._file = OwnFile(folder / SavePlan({}, 1).file_name(state.rank), budget)
+        self._stateless: set[str] = set()  # parameters whose states are made to be loaded
+        self._wanted: State = {}  # in the model's memory
+        self._saved: SavedState | None = None  # this rank's parts
+        self._targets: dict[int, Target] | None = None  # their memory, by the place in the file
+        self._values: dict[str, Tensor] = {}  # small tensors that all ranks need, 1-D
+        self.own: State = {}
 
+    def run(self, stateful: Iterable[str]) -> None:
+        """Loads both; collective.
 
-def _verify(
-    file: OwnFile, metadata: Metadata, state: ShardState, own: dict[str, Any], new: set[str]
-) -> _Ready | None:
-    """Compares all checksums; where this rank has a file, what it needs of it. Collective.
+        Args:
+            stateful: names that ``own`` must have.
 
-    The states of ``new`` may have been read.
+        Raises:
+            ValueError: what does not fit or is damaged, by file and key, before anything is
+                changed.
+        """
+        try:
+            have_own = on_all_ranks(self._state, lambda: self._prepare(stateful))
+            if self._checksums:
+                self._values, *_ = on_all_ranks(self._state, lambda: self._verify(all(have_own)))
+            self._state.begin_load()
+            on_all_ranks(self._state, self._read)
+        except BaseException:
+            if self._optimizer is not None:
+                drop_states(self._model, self._optimizer, self._stateless)  # may hold anything
+            raise
+        self._model.load_state_dict(self._wanted["model"])
+        if self._optimizer is not None:
+            load_optimizer(self._model, self._optimizer, self._wanted["optim"])
 
-    Raises:
-        ValueError: bytes have changed; names files and keys.
-    """
-    found: list[_Ready] = []
-    folder = file.path.parent
+    def _prepare(self, stateful: Iterable[str]) -> bool:
+        """Compares names, shapes and sizes; whether this rank needs what its own file has."""
+        self._contents = contents = Contents(self._folder)
+        self.own = read_own(contents, self._state.rank)
+        groups = [] if self._optimizer is None else read_groups(contents)
+        # The small files are read: they would wait behind what is read from now on.
+        if self._checksums and self.own["world_size"] == self._state.world_size:
+            self._file.begin()
+        if missing := sorted(set(stateful) - set(self.own["stateful"])):
+            raise ValueError(f"{self._folder} has no state of {missing}")
+        contents.check_sizes()
+        self._wanted = training_state(self._model, None)
+        check_model(self._wanted, contents.metadata, self._folder)
+        if self._optimizer is not None:
+            self._stateless = params_without_state(self._model, self._optimizer)
+            self._wanted["optim"] = fit_optimizer(
+                self._model, self._optimizer, groups, contents.metadata, self._folder
+            )
+        if self._checksums:
+            self._saved = saved_state(KeptPlan(self._state), self._wanted, copy=False)
+            self._targets = own_targets(self._saved, contents, self._new_keys())
+        return self._targets is not None
 
-    def plan() -> bool:
-        saved = saved_state(KeptPlan(state), own, copy=False)
-        keys = {
+    def _new_keys(self) -> set[str]:
+        """Keys of states that nobody has used yet."""
+        states = self._wanted["optim"]["state"] if "optim" in self._wanted else {}
+        return {
             f"optim.state.{name}.{what}"
-            for name, values in own.get("optim", {"state": {}})["state"].items()
+            for name, values in states.items()
+            if name in self._stateless
             for what in values
-            if name in new
         }
-        targets = own_targets(saved, metadata, keys)
-        if targets is not None:
-            found.append(_Ready(file, saved, targets))
-        return bool(found)
 
-    def verify_all() -> None:
-        if not all(have_own):
-            verify(folder, metadata, state.rank, state.world_size)
-            return
-        if state.rank == 0:
-            check_wholes(folder)
-        file.verify(metadata, found[0].targets)
+    def _verify(self, all_have_own: bool) -> dict[str, Tensor]:
+        """Compares checksums, reading what has memory to land in; values that others need."""
+        if not all_have_own:
+            self._targets = None
+            verify(self._contents, self._state.rank, self._state.world_size)
+            return {}
+        assert self._targets is not None
+        if self._state.rank == 0:
+            self._contents.check_wholes()
+        self._file.verify(self._contents, self._targets)
+        return values_of(self._targets)
 
-    have_own = on_all_ranks(state, plan)
-    on_all_ranks(state, verify_all)
-    if all(have_own):
-        found[0].values = from_first(state.ranks.groups, values_of(found[0].targets), state.device)
-    return found[0] if found else None
-
-
-def _read(folder: Path, own: dict[str, Any], ready: _Ready | None) -> None:
-    """Reads what is not read yet: from this rank's file, and with torch's reader from any."""
-    read: set[str] = set()
-    if ready is not None:
-        read = ready.file.read_rest(ready.saved, ready.targets)
-        _set_values(own, ready.values)
-        read.update(ready.values)
-    tensors = {"model": _without(own["model"], "model.", read)}
-    if "optim" in own:
-        states = own["optim"]["state"]
-        tensors["optim"] = {
-            "state": {
-                name: _without(values, f"optim.state.{name}.", read)
-                for name, values in states.items()
+    def _read(self) -> None:
+        """Reads what is not read yet: from this rank's file, and with torch's reader from any."""
+        read: set[str] = set()
+        if self._targets is not None and self._saved is not None:
+            read = self._file.read_rest(self._saved, self._targets)
+            _set_values(self._wanted, self._values)
+            read.update(self._values)
+        tensors = {"model": _without(self._wanted["model"], "model.", read)}
+        if "optim" in self._wanted:
+            states = self._wanted["optim"]["state"]
+            tensors["optim"] = {
+                "state": {
+                    name: _without(values, f"optim.state.{name}.", read)
+                    for name, values in states.items()
+                }
             }
-        }
-    if any(True for _ in flat(tensors, "")):
-        load_tensors(tensors, folder)
+        if any(True for _ in flat(tensors, "")):
+            load_tensors(tensors, self._folder)
 
 
 @torch.no_grad()
@@ -175,17 +171,22 @@ def _without(values: dict[str, Any], prefix: str, keys: set[str]) -> dict[str, A
     return {name: value for name, value in values.items() if f"{prefix}{name}" not in keys}
 
 
-def read_groups(folder: Path, metadata: Metadata) -> list[dict[str, Any]]:
-    """The saved options of the optimizer's groups, and the names of their parameters."""
+def read_groups(contents: Contents) -> list[dict[str, Any]]:
+    """The saved options of the optimizer's groups, and the names of their parameters.
+
+    Raises:
+        ValueError: there are none, or one is broken; names file and key.
+    """
     groups: list[dict[str, Any]] = []
+    metadata, folder = contents.metadata, contents.folder
     stored = {index.fqn: info for index, info in metadata.storage_data.items()}
-    sums = read_sums(folder) if is_ours(metadata) else None
+    crcs = contents.sums.values if contents.is_ours and contents.sums is not None else {}
     for key, path in metadata.planner_data.items():
         if path[:2] == ("optim", "param_groups"):
             groups.extend({} for _ in range(path[2] + 1 - len(groups)))
             info = stored[key]
-            crc = None if sums is None else sums.values.get(key)
-            groups[path[2]][path[3]] = _read_value(folder / info.relative_path, key, info, crc)
+            file = folder / info.relative_path
+            groups[path[2]][path[3]] = _read_value(file, key, info, crcs.get(key))
     if not groups:
         raise ValueError(f"{folder} holds no optimizer's state")
     return groups
@@ -203,12 +204,16 @@ def _read_value(path: Path, key: str, info: Any, crc: int | None) -> Any:
         raise ValueError(f"{path}: '{key}' cannot be read: {error}") from error
 
 
-def read_own(folder: Path, rank: int) -> dict[str, Any]:
-    """The values that one rank saved for itself; the first rank's if there was no such rank."""
+def read_own(contents: Contents, rank: int) -> dict[str, Any]:
+    """The values that one rank saved for itself; the first rank's if there was no such rank.
+
+    Raises:
+        ValueError: they cannot be read; names the file.
+    """
+    folder, sums = contents.folder, contents.sums
     path = folder / own_name(rank)
     try:
         path = path if path.exists() else folder / own_name(0)
-        sums = read_sums(folder)
         data = path.read_bytes() if sums is None else sums.check_whole(folder, path.name)
         own: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:

@@ -18,15 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from zerocore._C import FileStream, HostMemory, StreamWay
 from zerocore.checkpoint.byte_ranges import read_into
 from zerocore.checkpoint.chunk_reads import Chunk, locate
+from zerocore.checkpoint.contents import Contents, Stored
 from zerocore.checkpoint.files import bytes_of
 from zerocore.checkpoint.io_threads import in_threads, num_threads
 from zerocore.checkpoint.save_plan import box_strides
@@ -38,7 +35,7 @@ from zerocore.checkpoint.torch_chunks import (
     is_frame_of,
     tail_nbytes,
 )
-from zerocore.checkpoint.verify import Stored, check_files, damaged, is_ours
+from zerocore.checkpoint.verify import damaged
 from zerocore.tensor.place import Place
 
 _AHEAD_NBYTES = 64 << 20  # what a disk gives while names and shapes are compared
@@ -81,7 +78,7 @@ class Target:
 
 
 def own_targets(
-    saved: SavedState, metadata: Metadata, new: Container[str]
+    saved: SavedState, contents: Contents, new: Container[str]
 ) -> dict[int, Target] | None:
     """Memory of the shards on the CPU, by the places of their chunks in this rank's file.
 
@@ -90,10 +87,9 @@ def own_targets(
     Args:
         new: keys of what nobody has used yet.
     """
-    plan, rank = saved.plan, saved.rank
+    plan, rank, metadata = saved.plan, saved.rank, contents.metadata
     names = {plan.file_name(rank) for rank in range(plan.world_size)}
-    files = {info.relative_path for info in metadata.storage_data.values()}
-    if not (is_ours(metadata) and files <= names):
+    if not (contents.is_ours and set(contents.files) <= names):
         return None
     targets = {}
     for piece in plan.pieces_of(rank):
@@ -178,14 +174,14 @@ class OwnFile:
         ahead = min(_AHEAD_NBYTES, self._budget)
         return FileStream(str(self.path), ahead, num_threads(), way)
 
-    def verify(self, metadata: Metadata, targets: dict[int, Target]) -> None:
+    def verify(self, contents: Contents, targets: dict[int, Target]) -> None:
         """Compares the checksums of all of the file, and reads what has memory to land in.
 
         Raises:
             ValueError: bytes have changed; names file and keys.
             OSError: the file cannot be read.
         """
-        items = check_files(self.path.parent, metadata).get(self.path.name, [])
+        items = contents.files.get(self.path.name, [])
         if not items:
             return
         if self._stream is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from io import IOBase
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,27 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
+def unpickled(file: IOBase, path: object) -> Metadata:
+    """The metadata of a checkpoint.
+
+    Raises:
+        ValueError: it is broken or holds anything else; names ``path``.
+    """
+    try:
+        metadata: Metadata = _Unpickler(file).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return metadata
+
+
 class SafeReader(FileSystemReader):
     """As ``FileSystemReader``, with metadata of known types only, and chunks read in part."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Raises ValueError if the file is broken or holds anything else."""
         path = self.fs.concat_path(self.path, ".metadata")
-        try:
-            with self.fs.create_stream(path, "rb") as file:
-                metadata: Metadata = _Unpickler(file).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
-            raise ValueError(f"{path}: {error}") from error
+        with self.fs.create_stream(path, "rb") as file:
+            metadata = unpickled(file, path)
         if getattr(metadata, "storage_meta", None) is not None:
             metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
         return metadata

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
-import mmap
 import os
 import shutil
 import time
@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.checkpoint.raw_disk import WAYS, RawDisk, filled_memory
+from bench.checkpoint.raw_disk import WAYS, WAYS_INTO_NEW, RawDisk, filled_memory
 from bench.lib.models import BlockStack
 from bench.lib.systems import apply_fsdp2, import_zerocore, is_installed
 
 OWN, PEER, DEEPSPEED = "zerocore", "FSDP2 + DCP", "DeepSpeed ZeRO-3"
-NEW_MEMORY = "new memory for the optimizer's states, alone"
 WIDTH, HEADS = 1024, 16
 _CACHED_NBYTES = 4 << 20  # read at a time
 BLOCK_NUMEL = 12 * WIDTH * WIDTH + 13 * WIDTH
@@ -180,14 +179,6 @@ class _DeepSpeed:
         self._engine.load_checkpoint(str(folder), tag="1")
 
 
-def touch_new_memory(nbytes: int) -> None:
-    """Takes memory in large pages, as the system hands it to a process that resumes."""
-    with mmap.mmap(-1, nbytes) as memory:
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        memory[:: mmap.PAGESIZE] = bytes(len(range(0, nbytes, mmap.PAGESIZE)))
-
-
 def fsync_file(path: Path) -> None:
     """Makes the bytes of a file durable."""
     file = os.open(path, os.O_RDONLY)
@@ -222,7 +213,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _contestants(cell: CheckpointCell) -> Iterator[tuple[str, Any]]:
     memory = filled_memory(cell.nbytes // dist.get_world_size())
-    for way in WAYS:
+    for way in (*WAYS, *WAYS_INTO_NEW):
         yield way.name, RawDisk(way, memory)
     yield OWN, _Own(*trained(OWN, cell.num_blocks))
     yield PEER, _Peer(*trained(PEER, cell.num_blocks))
@@ -233,6 +224,7 @@ def _contestants(cell: CheckpointCell) -> Iterator[tuple[str, Any]]:
 def _make_ready(system: Any, cache: Callable[[Path], None], folder: Path) -> None:
     """For a load by a process that resumes, the files in the page cache or not."""
     system.forget()
+    gc.collect()  # several systems' objects are in this process
     if dist.get_rank() == 0:
         cache(folder)
 
@@ -253,9 +245,6 @@ def measure(cell: CheckpointCell) -> Figures:
                 figures.nbytes[f"{name}: {count}"] = io_counts()[count] - before[count]
             _make_ready(system, bring_into_cache, folder)
             figures.add(f"{name}: warm load", together(partial(system.load, folder)))
-            if name == OWN:  # while the page cache and the states have what was free before
-                own_nbytes = cell.nbytes * 2 // 3 // dist.get_world_size()
-                figures.add(NEW_MEMORY, together(partial(touch_new_memory, own_nbytes)))
             if dist.get_rank() == 0 and (name != OWN or index + 1 < cell.rounds):
                 shutil.rmtree(folder)
             dist.barrier()

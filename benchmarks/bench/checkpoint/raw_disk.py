@@ -8,7 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 _MIB = 1 << 20
@@ -30,20 +32,25 @@ class Way:
         block_mib: of a call.
         threads: how many calls are under way at a time.
         is_direct: whether past the page cache (O_DIRECT).
+        into_new: whether two thirds, as much as the optimizer's states, are read into memory that
+            is new in each load, as they are where a training resumes.
     """
 
     block_mib: int
     threads: int
     is_direct: bool = False
+    into_new: bool = False
 
     @property
     def name(self) -> str:
         """As it stands in tables."""
         path = "O_DIRECT" if self.is_direct else "page cache"
-        return f"disk: {path}, {self.block_mib} MiB x {self.threads}"
+        end = ", states in new memory" if self.into_new else ""
+        return f"disk: {path}, {self.block_mib} MiB x {self.threads}{end}"
 
 
 WAYS = (Way(1, 1), Way(4, 1), Way(4, 2), Way(16, 4, is_direct=True))
+WAYS_INTO_NEW = (Way(4, 1, into_new=True),)
 
 
 class RawDisk:
@@ -51,35 +58,50 @@ class RawDisk:
 
     def __init__(self, way: Way, memory: mmap.mmap) -> None:
         self._way, self._memory = way, memory
+        self._new: np.ndarray[Any, Any] | None = None
         self._pool = ThreadPoolExecutor(way.threads)
 
     def save(self, folder: Path) -> None:
         """Writes and flushes it."""
         folder.mkdir(exist_ok=True)
         file = self._open(folder, os.O_WRONLY | os.O_CREAT)
-        self._in_blocks(lambda begin, block: os.pwrite(file, block, begin))
+        memory = memoryview(self._memory)
+        self._in_blocks(memory, 0, lambda begin, block: os.pwrite(file, block, begin))
         os.fsync(file)
         os.close(file)
 
     def forget(self) -> None:
-        """Its memory stays."""
+        """Gives back what a load took new; other memory stays."""
+        self._new = None
 
     def load(self, folder: Path) -> None:
-        """Reads it into memory that is there."""
+        """Reads it into memory that is there, or some of it into memory that is new."""
         file = self._open(folder, os.O_RDONLY)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        self._in_blocks(lambda begin, block: os.preadv(file, [block], begin))
+        for begin, memory in self._targets():
+            self._in_blocks(memory, begin, lambda begin, block: os.preadv(file, [block], begin))
         os.close(file)
+
+    def _targets(self) -> list[tuple[int, memoryview]]:
+        """Memory for the file, by the place of its first byte there."""
+        memory = memoryview(self._memory)
+        if not self._way.into_new:
+            return [(0, memory)]
+        there = len(memory) // 3 // (16 * _MIB) * (16 * _MIB)
+        self._new = np.empty(len(memory) - there, np.uint8)
+        return [(0, memory[:there]), (there, memoryview(self._new))]
 
     def _open(self, folder: Path, flags: int) -> int:
         flags |= os.O_DIRECT if self._way.is_direct else 0
         return os.open(folder / f"{dist.get_rank()}", flags, 0o666)
 
-    def _in_blocks(self, call: Callable[[int, memoryview], int]) -> None:
-        memory, size = memoryview(self._memory), self._way.block_mib * _MIB
+    def _in_blocks(
+        self, memory: memoryview, first: int, call: Callable[[int, memoryview], int]
+    ) -> None:
+        size = self._way.block_mib * _MIB
 
         def one(begin: int) -> None:
-            if call(begin, memory[begin : begin + size]) != size:
+            if call(first + begin, memory[begin : begin + size]) != size:
                 raise OSError(f"the disk took or gave less than {size} bytes")
 
         list(self._pool.map(one, range(0, len(memory), size)))  # raises what one has raised
