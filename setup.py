@@ -40,9 +40,24 @@ def find_cuda_home() -> str | None:
     return os.path.dirname(here.group(1)) if here else None
 
 
+def use_ccache() -> None:
+    """Compiles through ccache where it is installed, which knows what other checkouts compiled."""
+    compilers = [
+        path for path in map(Path, ("/usr/lib/ccache", "/usr/lib64/ccache")) if path.is_dir()
+    ]
+    if shutil.which("ccache") is None or not compilers:
+        return
+    os.environ["PATH"] = f"{compilers[0]}{os.pathsep}{os.environ['PATH']}"
+    os.environ.setdefault("CCACHE_BASEDIR", str(ROOT))  # another checkout's names are the same
+    os.environ.setdefault("CCACHE_NOHASHDIR", "1")
+    if "CUDA_HOME" in os.environ:
+        os.environ.setdefault("PYTORCH_NVCC", f"ccache {os.environ['CUDA_HOME']}/bin/nvcc")
+
+
 # torch.utils.cpp_extension reads CUDA_HOME once, when it is imported.
 if cuda_home := find_cuda_home():
     os.environ["CUDA_HOME"] = cuda_home
+use_ccache()
 
 import torch  # noqa: E402
 from torch.utils import cpp_extension  # noqa: E402
