@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shlex
 import shutil
@@ -13,36 +12,28 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import include_paths
 
+from tests.kept import kept
+
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
-CACHE = HERE.parents[1] / "build" / "async_device"
 COMPILER = "g++"
 NAME = "async_device_extension"
 
 
-def find_device() -> Path | None:
-    """The compiled device of these sources, if it was compiled."""
-    path = _target()
-    return path if path.exists() else None
-
-
 def compile_device() -> Path:
-    """The extension module; takes a minute if it is not there yet.
+    """The extension module, which needs torch to be imported; takes half a minute at first.
 
     Raises:
         RuntimeError: the compiler failed; its messages are included.
     """
-    target = _target()
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f"{os.getpid()}.so")
-    command = [*_command(), "-o", str(unfinished)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, input=_unity())
-    if done.returncode != 0:
-        raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr[-4000:]}")
-    unfinished.replace(target)  # another process may have been as fast
-    return target
+
+    def compile_in(folder: Path) -> None:
+        command = [*_command(), "-o", str(folder / f"{NAME}.so")]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, input=_unity())
+        if done.returncode != 0:
+            raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr[-4000:]}")
+
+    return kept("async_device", _key(), compile_in) / f"{NAME}.so"
 
 
 def has_compiler() -> bool:
@@ -67,13 +58,13 @@ def _command() -> list[str]:
         *(COMPILER, *_flags(), "-shared", "-w", "-x", "c++", "-", f"-I{HERE}", f"-I{CSRC}"),
         *(f"-isystem{folder}" for folder in folders),
         *(f"-DTORCH_EXTENSION_NAME={NAME}", "-DUSE_C10D_GLOO"),
-        *(f"-L{libraries}", f"-Wl,-rpath,{libraries}"),
-        *("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
+        *(f"-L{libraries}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
     ]
 
 
-def _target() -> Path:
+def _key() -> list[str]:
+    """All that the module depends on."""
     sources = [*sorted(HERE.glob("*.[ch]*")), CSRC / "runtime" / "device_timer.h"]
     texts = [path.read_text() for path in sources]
-    key = "\n".join([*texts, *_flags(), torch.__version__, str(sysconfig.get_config_var("SOABI"))])
-    return CACHE / hashlib.sha256(key.encode()).hexdigest()[:16] / f"{NAME}.so"
+    compiler = subprocess.run([COMPILER, "--version"], capture_output=True, text=True).stdout
+    return [*texts, *_flags(), compiler, torch.__version__, str(sysconfig.get_config_var("SOABI"))]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.utils.cpp_extension import include_paths
 
-from tests.kernels.kept import kept
+from tests.kept import kept
 
 CSRC = Path(__file__).parents[2] / "csrc"
 ARCH = "sm_90"

@@ -6,6 +6,7 @@ address that a GPU refuses. The threads of a block run in three orders.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from tests.kernels.cuda_on_cpu.build import (
     COMPILER,
+    LIBRARIES,
     PLAIN,
     SANITIZED,
     Fault,
@@ -78,7 +80,10 @@ def plain() -> Path:
 
 
 def run(program: Path, what: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([program, what], capture_output=True, text=True, timeout=300)
+    folders = {"LD_LIBRARY_PATH": str(LIBRARIES)}
+    return subprocess.run(
+        [program, what], capture_output=True, text=True, timeout=300, env={**os.environ, **folders}
+    )
 
 
 @pytest.mark.parametrize("what", WHAT)

@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import include_paths
 
+from tests.kept import kept
 from tests.kernels.cuda_on_cpu.launches import rewrite
-from tests.kernels.kept import kept
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[2] / "csrc"
 COMPILER = "g++"
+LIBRARIES = Path(torch.__file__).parent / "lib"  # where a program finds torch's when it runs
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 PLAIN = ("-O0",)
 
@@ -94,9 +95,7 @@ def _compile(source: Path, folder: Path, flags: tuple[str, ...]) -> Path:
 
 
 def _link(objects: list[Path], target: Path, flags: tuple[str, ...]) -> Path:
-    libraries = Path(torch.__file__).parent / "lib"
-    search = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lc10"]
-    _run([COMPILER, *flags, *map(str, objects), *search, "-o", str(target)])
+    _run([COMPILER, *flags, *map(str, objects), f"-L{LIBRARIES}", "-lc10", "-o", str(target)])
     return target
 
 
