@@ -1,7 +1,7 @@
 # Set-up, build, tests and demo, each in one command on a machine with Python, a C++ compiler and make.
 #
 #   make demo                      train a small GPT on all ranks of this machine
-#   make test                      run all tests, one for each core at a time
+#   make test                      run all tests, one more at a time than cores
 #   make test ARGS="tests/plan"    run some of them: ARGS go to pytest
 #   PYTHON=/path/to/python make test   where that Python has a suitable torch, use it
 #
