@@ -135,7 +135,8 @@ def test_quick_run(tmp_path: Path) -> None:
         assert len(rounds["0.0"]["step_ms"]) == results["workload"]["num_rounds"]
     for rounds in results["hosted"].values():
         assert len(rounds["hosted_ms"]) == results["workload"]["num_rounds"]
-        assert all(0 < work["unavoidable"] < work["total"] for work in rounds["work_ms"])
+        assert all({"total", "waits"} < set(work) for work in rounds["work_ms"])
+        assert all(work["unavoidable"] > 0 for work in rounds["work_ms"])
     lanes = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     assert {"compute", "all_gather", "reduce_scatter"} <= lanes
     markdown = next(tmp_path.glob("*.md")).read_text()
