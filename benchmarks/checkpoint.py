@@ -151,7 +151,7 @@ def planning_table(seconds: dict[str, float]) -> Table:
 
 
 def main(
-    blocks: Annotated[int, typer.Option(help="Blocks of 12.6 million parameters.")] = 4,
+    blocks: Annotated[int, typer.Option(help="Blocks of 12.6 million parameters.")] = 16,
     rounds: Annotated[int, typer.Option(help="Rounds in which each takes its turn.")] = 5,
     folder: Annotated[Path | None, typer.Option(help="On the disk to be measured.")] = None,
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
