@@ -55,7 +55,7 @@ sanitize: $(VENV)/.has-test $(VENV)/.has-cpp
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	PYTHONPATH=$(CURDIR) $(PY) -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
-	  $(wildcard $(addprefix $(CURDIR)/tests/,plan kernels runtime engine)) $(ARGS)
+	  $(wildcard $(addprefix $(CURDIR)/tests/,io plan kernels runtime engine)) $(ARGS)
 
 # Two ranks on the test device of tests/async_device, under ThreadSanitizer: it sees the code of
 # zerocore and of the device, and of torch its locks only. Address layouts that it cannot map are
