@@ -53,7 +53,7 @@ def serve(pipe: Connection, log: Path) -> None:
     fail the others. The process ends when the other end of the pipe is closed.
     """
     _write_all_to(log)
-    collect_rarely()
+    gc.set_threshold(20_000)  # garbage is collected behind each function
     torch.set_num_threads(1)
     random_states = torch.get_rng_state(), random.getstate()
     before = surroundings()
@@ -71,11 +71,6 @@ def serve(pipe: Connection, log: Path) -> None:
         before = after
     # No teardown: a failed rank may hold a collective that will never end.
     os._exit(0)
-
-
-def collect_rarely() -> None:
-    """Garbage of many small tests is collected behind each; else a test is looked through often."""
-    gc.set_threshold(20_000)
 
 
 def _write_all_to(log: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -114,12 +121,62 @@ def go_back_twice(shard: Shard, files: Any, folder: Path) -> list[float]:
     return [*seen, step(model, optimizer, 6)]
 
 
+def fall_back(shard: Shard, files: Any, folder: Path) -> list[float]:
+    """A new process finds that the newest checkpoint lacks a file, and takes the one before."""
+    model, optimizer = make(shard)
+    checkpoints, seen = files(folder, model, optimizer), []
+    for index in range(4):
+        seen.append(step(model, optimizer, index))
+        if index in (1, 3):
+            checkpoints.save(index)
+    if isinstance(checkpoints, zerocore.Checkpoints):
+        checkpoints.wait()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        next(path for path in folder.rglob("__0_0.distcp") if path.parent.name[-1] == "3").unlink()
+    dist.barrier()
+    model, optimizer = make(shard)
+    checkpoints = files(folder, model, optimizer)
+    with pytest.raises((ValueError, RuntimeError, CheckpointException), match=r"__0_0\.distcp"):
+        checkpoints.load(3)
+    checkpoints.load(1)
+    again = [step(model, optimizer, index) for index in (2, 3, 4)]
+    assert again[:2] == seen[2:]
+    return seen + again
+
+
+def warm_start(shard: Shard, files: Any, folder: Path) -> list[float]:
+    """Weights alone for another optimizer; the script collects garbage itself, between steps."""
+    model, optimizer = make(shard)
+    checkpoints = files(folder, model, optimizer)
+    seen = [step(model, optimizer, index) for index in range(3)]
+    checkpoints.save(3)
+    if isinstance(checkpoints, zerocore.Checkpoints):
+        checkpoints.wait()
+    dist.barrier()
+    gc.disable()
+    try:
+        model, _ = make(shard)
+        if isinstance(checkpoints, zerocore.Checkpoints):
+            files(folder, model).load()
+        else:
+            weights = get_model_state_dict(model)
+            dcp.load({"model": weights}, checkpoint_id=folder / "3")
+            set_model_state_dict(model, weights)
+        assert not gc.isenabled()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        seen += [step(model, optimizer, index) for index in (3, 4, 5)]
+    finally:
+        gc.enable()
+    return seen
+
+
 def play(script: Any, name: str, folder: Path) -> list[float]:
     shard, files = SYSTEMS[name]
     return script(shard, files, folder / name.replace(" ", "-"))
 
 
-@pytest.mark.parametrize("script", [resume_in_a_new_model, go_back_twice])
+@pytest.mark.parametrize("script", [resume_in_a_new_model, go_back_twice, fall_back, warm_start])
 def test_large_files_give_the_same(script: Any, tmp_path: Path) -> None:
     numel = LAYERS * (WIDTH * WIDTH + WIDTH)
     assert 3 * 4 * numel / WORLD_SIZE > FileWriter.RING_NBYTES  # past the page cache

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerocore.checkpoint.commit import on_all_ranks
-from zerocore.checkpoint.contents import Contents
+from zerocore.checkpoint.contents import Contents, Stored
 from zerocore.checkpoint.kept_plan import KeptPlan
 from zerocore.checkpoint.own_file import OwnFile, Target, own_targets, values_of
 from zerocore.checkpoint.save_plan import SavePlan
@@ -97,6 +97,7 @@ class TrainingLoad:
     def _prepare(self, stateful: Iterable[str]) -> bool:
         """Compares names, shapes and sizes; whether this rank needs what its own file has."""
         self._contents = contents = Contents(self._folder)
+        contents.check_sizes()
         self.own = read_own(contents, self._state.rank)
         groups = [] if self._optimizer is None else read_groups(contents)
         # The small files are read: they would wait behind what is read from now on.
@@ -104,7 +105,6 @@ class TrainingLoad:
             self._file.begin()
         if missing := sorted(set(stateful) - set(self.own["stateful"])):
             raise ValueError(f"{self._folder} has no state of {missing}")
-        contents.check_sizes()
         self._wanted = training_state(self._model, None)
         check_model(self._wanted, contents.metadata, self._folder)
         if self._optimizer is not None:
@@ -178,30 +178,27 @@ def read_groups(contents: Contents) -> list[dict[str, Any]]:
         ValueError: there are none, or one is broken; names file and key.
     """
     groups: list[dict[str, Any]] = []
-    metadata, folder = contents.metadata, contents.folder
-    stored = {index.fqn: info for index, info in metadata.storage_data.items()}
-    crcs = contents.sums.values if contents.is_ours and contents.sums is not None else {}
-    for key, path in metadata.planner_data.items():
+    stored = {item.key: (name, item) for name, items in contents.files.items() for item in items}
+    for key, path in contents.metadata.planner_data.items():
         if path[:2] == ("optim", "param_groups"):
             groups.extend({} for _ in range(path[2] + 1 - len(groups)))
-            info = stored[key]
-            file = folder / info.relative_path
-            groups[path[2]][path[3]] = _read_value(file, key, info, crcs.get(key))
+            name, item = stored[key]
+            groups[path[2]][path[3]] = _read_value(contents.folder / name, item)
     if not groups:
-        raise ValueError(f"{folder} holds no optimizer's state")
+        raise ValueError(f"{contents.folder} holds no optimizer's state")
     return groups
 
 
-def _read_value(path: Path, key: str, info: Any, crc: int | None) -> Any:
+def _read_value(path: Path, item: Stored) -> Any:
     with open(path, "rb") as file:
-        file.seek(info.offset)
-        data = file.read(info.length)
-    if crc not in (None, crc32(data)):
-        raise ValueError(f"{path} is damaged: '{key}' is not what was written")
+        file.seek(item.offset)
+        data = file.read(item.length)
+    if item.crc not in (None, crc32(data)):
+        raise ValueError(f"{path} is damaged: '{item.key}' is not what was written")
     try:
         return torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:  # a damaged file fails in many ways
-        raise ValueError(f"{path}: '{key}' cannot be read: {error}") from error
+        raise ValueError(f"{path}: '{item.key}' cannot be read: {error}") from error
 
 
 def read_own(contents: Contents, rank: int) -> dict[str, Any]:
