@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -286,3 +287,19 @@ def test_too_little_text_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (tmp_path / "short.py").write_text("pass\n")
     with pytest.raises(ValueError, match="found 5 bytes"):
         load_corpus(tmp_path)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_the_quickstart_saves_reloads_and_resumes(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    losses: list[float] = []
+    for steps in (10, 30):  # the second run goes on from step 10
+        script = EXAMPLES / "quickstart.py"
+        run = run_python(*launch, script, "--out", tmp_path, "--steps", str(steps), timeout=200)
+        assert run.returncode == 0, run.stderr
+        assert "reloaded 106,880 parameters" in run.stdout
+        losses += map(float, re.findall(r"loss ([0-9.]+)", run.stdout))
+    assert len(losses) == 3 and losses[2] < losses[1] < losses[0]

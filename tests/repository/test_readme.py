@@ -21,6 +21,7 @@ from zerocore.planning.huggingface import preset_names
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = ("python benchmarks/", "python examples/")
+LAUNCH = re.compile(r"^torchrun (--nproc-per-node \d+ )?(?=examples/)")
 PROGRAM = "python -m zerocore "
 LANGUAGES = {"python", "bash"}
 
@@ -32,9 +33,10 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def lines(page: Path) -> list[str]:
-    """Commands in a page's blocks, continued lines joined, without comments."""
+    """Commands in a page's blocks: continued lines joined, no comments, scripts without torchrun."""
     text = "".join(blocks(page, "bash")).replace("\\\n", " ")
-    return [line for line in (line.partition("#")[0].strip() for line in text.splitlines()) if line]
+    found = (line.partition("#")[0].strip() for line in text.splitlines())
+    return [LAUNCH.sub("python ", line) for line in found if line]
 
 
 def commands(beginning: str) -> list[tuple[str, str]]:
