@@ -33,7 +33,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def lines(page: Path) -> list[str]:
-    """Commands in a page's blocks: continued lines joined, no comments, scripts without torchrun."""
+    """Commands in a page's blocks: lines joined, no comments, scripts without torchrun."""
     text = "".join(blocks(page, "bash")).replace("\\\n", " ")
     found = (line.partition("#")[0].strip() for line in text.splitlines())
     return [LAUNCH.sub("python ", line) for line in found if line]
