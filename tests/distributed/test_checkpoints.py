@@ -234,9 +234,9 @@ def read_once(folder: Path) -> None:
     own = sum(param.nbytes for param in model.parameters()) // dist.get_world_size()
     found, rest = [], []
 
-    def load_rest(state: Any, folder: Path) -> None:
+    def load_rest(state: Any, contents: Contents) -> None:
         rest.append(state)
-        load_tensors(state, folder)
+        load_tensors(state, contents)
 
     path = folder / "step-00000001" / f"__{dist.get_rank()}_0.distcp"
     for is_new, budget, is_cold in product((False, True), ("16MiB", "1GiB"), (False, True)):

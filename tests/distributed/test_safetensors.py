@@ -138,7 +138,7 @@ def broken_files(folder: Path) -> dict[str, tuple[Path, str]]:
             "norm.num_batches_tracked": torch.zeros(()),
         },
         "truncated": values,
-        "no safetensors header": values,
+        "no safetensors file": values,
     }
     found = {}
     for number, (message, tensors) in enumerate(cases.items()):
@@ -149,7 +149,7 @@ def broken_files(folder: Path) -> dict[str, tuple[Path, str]]:
             safetensors.save_file(tensors, file)
             if message == "truncated":
                 file.write_bytes(file.read_bytes()[:-4])
-            if message == "no safetensors header":
+            if message == "no safetensors file":
                 file.write_bytes(file.read_bytes()[:8] + b"?" * 4000)
         found[message] = (place, message)
     dist.barrier()

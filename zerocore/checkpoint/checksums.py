@@ -11,8 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
+from zerocore.checkpoint.safe_files import (
+    is_count,
+    is_plain_name,
+    named,
+    parsed_json,
+    read_small,
+    shown,
+)
+
 NAME = "checksums.json"
 METADATA = ".metadata"
+MAX_SMALL_NBYTES = 1 << 30  # of a file that is read whole
 _DAMAGED = "is damaged: its checksum is another one than when it was written"
 
 
@@ -36,17 +46,15 @@ class Sums:
         text = json.dumps(facts, indent=1)
         return f"{text}\n{crc32(text.encode()):08x}\n".encode()
 
-    def check_whole(self, folder: Path, name: str) -> bytes:
+    def check_whole(self, path: Path) -> bytes:
         """The bytes of a small file.
 
         Raises:
-            ValueError: it is missing or its bytes have changed; names it.
+            FileNotFoundError: it is missing.
+            ValueError: its bytes have changed; names it.
         """
-        path = folder / name
-        if not path.exists():
-            raise ValueError(f"{path} is missing")
-        data = path.read_bytes()
-        if crc32(data) != self.wholes.get(name):
+        data = read_small(path, MAX_SMALL_NBYTES)
+        if crc32(data) != self.wholes.get(path.name):
             raise ValueError(f"{path} {_DAMAGED}")
         return data
 
@@ -60,9 +68,16 @@ def read_sums(folder: Path) -> Sums | None:
     path = folder / NAME
     if not path.exists():
         return None
-    data = path.read_bytes()
+    data = read_small(path)
     text, mark, end = data[:-10], data[-10:-9], data[-9:]
     if mark != b"\n" or end != b"%08x\n" % crc32(text):
         raise ValueError(f"{path} {_DAMAGED}")
-    facts = json.loads(text)
-    return Sums(facts["files"], facts["crc32"], facts["values"])
+    with named(path):
+        facts = parsed_json(text)
+        lists = [facts["files"], facts["crc32"], facts["values"]]
+        if not all(type(each) is dict and all(map(is_count, each.values())) for each in lists):
+            raise ValueError("it is no list of sizes and checksums")
+        for name in [*lists[0], *lists[1]]:
+            if not is_plain_name(name):
+                raise ValueError(f"{shown(name)} is no name of a file in this folder")
+    return Sums(*lists)

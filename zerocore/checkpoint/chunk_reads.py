@@ -5,19 +5,18 @@ So a rank reads those bytes that it needs, whatever the chunks are. ``torch.load
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import struct
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerocore.checkpoint.byte_ranges import read_into
+from zerocore.checkpoint.safe_files import is_count
+from zerocore.checkpoint.safe_pickles import Maker, read_pickle
 from zerocore.tensor.boxes import memory_order
 
 _TAIL_NBYTES = 1024  # of a chunk, which hold the list of its parts
@@ -46,17 +45,21 @@ def locate(file: int, offset: int, length: int) -> Chunk | None:
     names = {name.partition("/")[2]: name for name in parts}
     if not {"data.pkl", "data/0"} <= set(names):
         return None
-    begin, size = _begin_of(file, offset, *parts[names["data.pkl"]])
+    places = [_begin_of(file, offset, *parts[names[name]]) for name in ("data.pkl", "data/0")]
+    if any(begin + size > offset + length for begin, size in places):
+        return None
+    (begin, size), (data, data_nbytes) = places
     try:
-        facts: Any = _Unpickler(io.BytesIO(os.pread(file, size, begin))).load()
-        dtype, storage_offset, sizes, strides = facts
-    except (pickle.UnpicklingError, EOFError, TypeError, ValueError, AttributeError, IndexError):
+        found = read_pickle(os.pread(file, size, begin), _find, _dtype_of)
+    except ValueError:
         return None
-    begin, size = _begin_of(file, offset, *parts[names["data/0"]])
-    last = storage_offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
-    if 0 not in sizes and (last + 1) * dtype.itemsize > size:
+    if not isinstance(found, Chunk):
         return None
-    return Chunk(dtype, sizes, strides, begin + storage_offset * dtype.itemsize)
+    steps = zip(found.sizes, found.strides, strict=True)
+    numel = 0 if 0 in found.sizes else found.begin + 1 + sum((n - 1) * step for n, step in steps)
+    if numel * found.dtype.itemsize > data_nbytes:
+        return None
+    return replace(found, begin=data + found.begin * found.dtype.itemsize)
 
 
 def _listed_parts(tail: bytes) -> dict[str, tuple[int, int]]:
@@ -84,27 +87,36 @@ def _begin_of(file: int, offset: int, header: int, size: int) -> tuple[int, int]
     return offset + header + 30 + sum(lengths), size
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes ``(dtype, storage offset, sizes, strides)`` of a tensor, and nothing else."""
+def _chunk(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> Chunk:
+    """Of ``(requires_grad, hooks)``, and of the dtype where the storage does not say it.
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return _facts
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module == "torch" and name.endswith("Storage"):
-            return name
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a plain tensor")
-
-    def persistent_load(self, pid: Any) -> Any:
-        return _DTYPE_OF_STORAGE.get(pid[1])
+    It begins at an element, not yet at a byte.
+    """
+    dtype = storage or rest[2]
+    if not (isinstance(dtype, torch.dtype) and type(sizes) is type(strides) is tuple):
+        raise ValueError("a tensor's dtype or shape is none")
+    if len(sizes) != len(strides) or not all(map(is_count, [offset, *sizes, *strides])):
+        raise ValueError("a tensor's place is no whole numbers")
+    return Chunk(dtype, sizes, strides, offset)
 
 
-def _facts(storage: Any, offset: int, sizes: Any, strides: Any, *rest: Any) -> Any:
-    """Of ``(requires_grad, hooks)``, and of the dtype where the storage does not say it."""
-    return storage or rest[2], offset, tuple(sizes), tuple(strides)
+_REBUILD, _DICT = Maker(call=_chunk), Maker(call=lambda: {})
+
+
+def _find(module: str, name: str) -> Any:
+    if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+        return _REBUILD
+    if (module, name) == ("collections", "OrderedDict"):
+        return _DICT
+    if module == "torch" and name.endswith("Storage"):
+        return name
+    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        return getattr(torch, name)
+    raise ValueError(f"{module}.{name} is no part of a plain tensor")
+
+
+def _dtype_of(pid: Any) -> Any:
+    return _DTYPE_OF_STORAGE.get(pid[1])
 
 
 _DTYPE_OF_STORAGE = {

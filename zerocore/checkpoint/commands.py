@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
+
+from zerocore.common.tables import on_terminal, print_table
 
 app = typer.Typer(help="Look into checkpoints, check their bytes, convert them.")
 _Folder = Annotated[Path, typer.Argument(help="A checkpoint, or a folder of several.")]
@@ -33,7 +34,7 @@ def _named_errors() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        Console(stderr=True).print(f"{error}", markup=False, highlight=False, soft_wrap=True)
+        typer.echo(on_terminal(f"{error}"), err=True)
         raise typer.Exit(1) from error
 
 
@@ -63,19 +64,15 @@ def inspect(
         names = [path.name for path in found]
         typer.echo(json.dumps({"kind": weights.kind, "checkpoints": names, "weights": rows}))
         return
-    table = Table(title=f"{found[-1]}: {weights.nbytes:,} bytes of weights ({weights.kind})")
-    for column in ("name", "shape", "dtype", "bytes"):
-        table.add_column(column, justify="right" if column == "bytes" else "left")
-    for row in rows:
-        table.add_row(row["name"], f"{row['shape']}", row["dtype"], f"{row['nbytes']:,}")
-    console = Console()
-    console.print(table)
-    if found != [folder]:
-        console.print(f"{len(found)} checkpoints: {', '.join(path.name for path in found)}")
+    title = f"{found[-1]}: {weights.nbytes:,} bytes of weights ({weights.kind})"
+    cells = [[row["name"], f"{row['shape']}", row["dtype"], f"{row['nbytes']:,}"] for row in rows]
+    inside = ", ".join(path.name for path in found)
+    notes = [f"{len(found)} checkpoints: {inside}"] if found != [folder] else []
+    print_table(title, [["name", "shape", "dtype", "bytes"], *cells], notes)
 
 
 def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
     return Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True))
 
 

@@ -19,8 +19,10 @@ from zlib import crc32
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from zerocore.checkpoint.checksums import METADATA, NAME, Sums, read_sums
-from zerocore.checkpoint.safe_reader import unpickled
+from zerocore.checkpoint.checksums import MAX_SMALL_NBYTES, METADATA, NAME, Sums, read_sums
+from zerocore.checkpoint.safe_files import named, read_small, shown, size_of
+from zerocore.checkpoint.safe_metadata import read_metadata
+from zerocore.checkpoint.safe_pickles import check_stored
 from zerocore.checkpoint.save_plan import FORMAT
 from zerocore.checkpoint.torch_chunks import is_intact
 
@@ -49,7 +51,9 @@ class Stored:
         if self.crc is not None:
             return crc32(os.pread(file.fileno(), self.length, self.offset)) == self.crc
         try:
-            with zipfile.ZipFile(io.BufferedReader(_Part(file, self.offset, self.length))) as chunk:
+            part = io.BufferedReader(Part(file, self.offset, self.length))
+            check_stored(part, self.length)
+            with zipfile.ZipFile(part) as chunk:
                 return chunk.testzip() is None
         except Exception:  # a zip that is not one any more fails in many ways
             return False
@@ -77,8 +81,11 @@ class Contents:
             )
         self.folder = folder
         self.sums = read_sums(folder)
-        data = path.read_bytes() if self.sums is None else self.sums.check_whole(folder, METADATA)
-        self.metadata: Metadata = unpickled(io.BytesIO(data), path)
+        data = (
+            read_small(path, MAX_SMALL_NBYTES) if self.sums is None else self.sums.check_whole(path)
+        )
+        with named(path):
+            self.metadata: Metadata = read_metadata(data)
         save_id = getattr(self.metadata.storage_meta, "save_id", None)
         self.is_ours = isinstance(save_id, str) and save_id.startswith(FORMAT)
         if self.is_ours and self.sums is None:
@@ -105,10 +112,9 @@ class Contents:
         """Compares the sizes of all files.
 
         Raises:
-            ValueError: a chunk is nowhere, or a file has not the size that it should have; names
-                file and key.
+            ValueError: a file has not the size that it should have, or two chunks have bytes in
+                common; names file and key.
         """
-        _check_counts(self.folder, self.metadata)
         for name, items in self.files.items():
             _check_size(self.folder / name, items, self._sums_of_ours)
 
@@ -120,7 +126,7 @@ class Contents:
         """
         if self.sums is not None:
             for name in self.sums.wholes:
-                self.sums.check_whole(self.folder, name)
+                self.sums.check_whole(self.folder / name)
 
 
 def _data_sizes(metadata: Metadata) -> dict[tuple[str, Any], int]:
@@ -133,30 +139,23 @@ def _data_sizes(metadata: Metadata) -> dict[tuple[str, Any], int]:
 
 
 def _check_size(path: Path, items: list[Stored], sums: Sums | None) -> None:
-    size = path.stat().st_size if path.exists() else -1
-    for item in items:
+    size = size_of(path) if path.exists() else -1
+    last = None
+    for item in sorted(items, key=lambda item: item.offset):
         end = item.offset + item.length
         if end > size:
             found = "is missing" if size < 0 else f"has {size} bytes"
-            raise ValueError(f"{path} {found}, but '{item.key}' lies at bytes {item.offset}:{end}")
+            raise ValueError(
+                f"{path} {found}, but {shown(item.key)} lies at bytes {item.offset}:{end}"
+            )
+        if last is not None and item.offset < last.offset + last.length:
+            raise ValueError(f"{path}: {shown(last.key)} and {shown(item.key)} overlap")
+        last = item
     if sums is not None and sums.sizes.get(path.name) != size:
         raise ValueError(f"{path} has {size} bytes, expected {sums.sizes.get(path.name)}")
 
 
-def _check_counts(folder: Path, metadata: Metadata) -> None:
-    counts: dict[str, int] = defaultdict(int)
-    for index in metadata.storage_data:
-        counts[index.fqn] += 1
-    for key, facts in metadata.state_dict_metadata.items():
-        expected = len(facts.chunks) if isinstance(facts, TensorStorageMetadata) else 1
-        if counts[key] != expected:
-            raise ValueError(
-                f"{folder}/.metadata: '{key}' has {expected} pieces, of which {counts[key]} were "
-                "written"
-            )
-
-
-class _Part(io.RawIOBase):
+class Part(io.RawIOBase):
     """Some bytes of a file, as a file; several threads may have one each of the same file."""
 
     def __init__(self, file: Any, offset: int, length: int) -> None:

@@ -21,6 +21,7 @@ from zerocore.checkpoint.byte_ranges import read_into, write_from
 from zerocore.checkpoint.commit import fsync_file, fsync_tree
 from zerocore.checkpoint.contents import Contents
 from zerocore.checkpoint.files import flush_folder
+from zerocore.checkpoint.safe_files import named, opened, size_of
 from zerocore.checkpoint.safetensors_files import (
     INDEX_NAME,
     NAME_OF,
@@ -69,7 +70,7 @@ def open_weights(path: Path) -> Weights:
     def read(name: str) -> Tensor:
         entry = entries[name]
         values = torch.empty(entry.shape, dtype=entry.dtype)
-        with open(entry.file, "rb", buffering=0) as file:
+        with opened(entry.file) as file:
             read_into(file.fileno(), entry.begin, entry.dtype, values.view(-1))
         return values
 
@@ -94,14 +95,16 @@ def _of_checkpoint(path: Path) -> Weights:
     def read(name: str) -> Tensor:
         dtype, shape = facts[name]
         state = {prefix + name: torch.empty(shape, dtype=dtype)}
-        load_tensors(state, path)
+        load_tensors(state, contents)
         return state[prefix + name]
 
     return Weights("dcp", facts, read)
 
 
 def _of_torch_file(path: Path) -> Weights:
-    state: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    size_of(path)  # a pipe is none
+    with named(path):
+        state: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
         raise ValueError(f"{path} is no dict of tensors by name")
     facts = {name: (value.dtype, tuple(value.shape)) for name, value in state.items()}

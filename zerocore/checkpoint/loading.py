@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zerocore.checkpoint.checksums import MAX_SMALL_NBYTES, METADATA
 from zerocore.checkpoint.commit import on_all_ranks
 from zerocore.checkpoint.contents import Contents, Stored
 from zerocore.checkpoint.kept_plan import KeptPlan
 from zerocore.checkpoint.own_file import OwnFile, Target, own_targets, values_of
+from zerocore.checkpoint.safe_files import is_count, named, opened, read_small, shown
+from zerocore.checkpoint.safe_pickles import load_plain
 from zerocore.checkpoint.save_plan import SavePlan
 from zerocore.checkpoint.saved_state import SavedState, saved_state
 from zerocore.checkpoint.saving import own_name
@@ -24,6 +28,7 @@ from zerocore.checkpoint.torch_files import load_tensors
 from zerocore.checkpoint.training_state import (
     State,
     check_model,
+    check_random_state,
     drop_states,
     fit_optimizer,
     flat,
@@ -107,6 +112,7 @@ class TrainingLoad:
             raise ValueError(f"{self._folder} has no state of {missing}")
         self._wanted = training_state(self._model, None)
         check_model(self._wanted, contents.metadata, self._folder)
+        self._check_buffers()
         if self._optimizer is not None:
             self._stateless = params_without_state(self._model, self._optimizer)
             self._wanted["optim"] = fit_optimizer(
@@ -116,6 +122,13 @@ class TrainingLoad:
             self._saved = saved_state(KeptPlan(self._state), self._wanted, copy=False)
             self._targets = own_targets(self._saved, contents, self._new_keys())
         return self._targets is not None
+
+    def _check_buffers(self) -> None:
+        """Raises ValueError if what this rank saved of its buffers are others."""
+        for key, value in self.own["buffers"].items():
+            own = self._wanted["model"].get(key)
+            if not isinstance(own, Tensor) or getattr(value, "shape", None) != own.shape:
+                raise ValueError(f"{self._folder}: the model has no such buffer as {shown(key)}")
 
     def _new_keys(self) -> set[str]:
         """Keys of states that nobody has used yet."""
@@ -156,7 +169,7 @@ class TrainingLoad:
                 }
             }
         if any(True for _ in flat(tensors, "")):
-            load_tensors(tensors, self._folder)
+            load_tensors(tensors, self._contents)
 
 
 @torch.no_grad()
@@ -177,28 +190,27 @@ def read_groups(contents: Contents) -> list[dict[str, Any]]:
     Raises:
         ValueError: there are none, or one is broken; names file and key.
     """
-    groups: list[dict[str, Any]] = []
     stored = {item.key: (name, item) for name, items in contents.files.items() for item in items}
-    for key, path in contents.metadata.planner_data.items():
+    found: dict[int, dict[str, Any]] = {}
+    for key, path in (contents.metadata.planner_data or {}).items():
         if path[:2] == ("optim", "param_groups"):
-            groups.extend({} for _ in range(path[2] + 1 - len(groups)))
+            if len(path) != 4 or key not in stored:
+                raise ValueError(f"{contents.folder / METADATA}: {shown(key)} is no group's option")
             name, item = stored[key]
-            groups[path[2]][path[3]] = _read_value(contents.folder / name, item)
-    if not groups:
-        raise ValueError(f"{contents.folder} holds no optimizer's state")
+            found.setdefault(path[2], {})[path[3]] = _read_value(contents.folder / name, item)
+    groups = [found.get(number, {}) for number in range(len(found))]
+    if not groups or not all(type(group.get("params")) is list for group in groups):
+        raise ValueError(f"{contents.folder} holds no optimizer's state, or not all of its groups")
     return groups
 
 
 def _read_value(path: Path, item: Stored) -> Any:
-    with open(path, "rb") as file:
-        file.seek(item.offset)
-        data = file.read(item.length)
+    with opened(path) as file:
+        data = os.pread(file.fileno(), item.length, item.offset)
     if item.crc not in (None, crc32(data)):
-        raise ValueError(f"{path} is damaged: '{item.key}' is not what was written")
-    try:
-        return torch.load(io.BytesIO(data), weights_only=True)
-    except Exception as error:  # a damaged file fails in many ways
-        raise ValueError(f"{path}: '{item.key}' cannot be read: {error}") from error
+        raise ValueError(f"{path} is damaged: {shown(item.key)} is not what was written")
+    with named(path, f"cannot be read at {shown(item.key)}"):
+        return load_plain(io.BytesIO(data), len(data))
 
 
 def read_own(contents: Contents, rank: int) -> dict[str, Any]:
@@ -207,15 +219,27 @@ def read_own(contents: Contents, rank: int) -> dict[str, Any]:
     Raises:
         ValueError: they cannot be read; names the file.
     """
-    folder, sums = contents.folder, contents.sums
-    path = folder / own_name(rank)
-    try:
-        path = path if path.exists() else folder / own_name(0)
-        data = path.read_bytes() if sums is None else sums.check_whole(folder, path.name)
-        own: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    return own
+    path = contents.folder / own_name(rank)
+    path = path if path.exists() else path.with_name(own_name(0))
+    with named(path):
+        sums = contents.sums
+        data = read_small(path, MAX_SMALL_NBYTES) if sums is None else sums.check_whole(path)
+        own = load_plain(io.BytesIO(data), len(data))
+        tests = {
+            "step": is_count,
+            "world_size": is_count,
+            "buffers": _is_dict,
+            "stateful": _is_dict,
+        }
+        if not _is_dict(own) or not all(key in own and tests[key](own[key]) for key in tests):
+            raise ValueError("it is not what a rank saves for itself")
+        if own["rng"] is not None:
+            check_random_state(own["rng"])
+    return dict(own)
+
+
+def _is_dict(value: Any) -> bool:
+    return type(value) is dict
 
 
 @torch.no_grad()

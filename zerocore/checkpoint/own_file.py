@@ -26,6 +26,7 @@ from zerocore.checkpoint.chunk_reads import Chunk, locate
 from zerocore.checkpoint.contents import Contents, Stored
 from zerocore.checkpoint.files import bytes_of
 from zerocore.checkpoint.io_threads import in_threads, num_threads
+from zerocore.checkpoint.safe_files import opened, size_of
 from zerocore.checkpoint.save_plan import box_strides
 from zerocore.checkpoint.saved_state import SavedState
 from zerocore.checkpoint.torch_chunks import (
@@ -167,7 +168,7 @@ class OwnFile:
     def begin(self) -> None:
         """Begins to read what :meth:`verify` will need; the file is known to be this rank's."""
         # Of a larger one some may have to be read twice, the second time from the page cache.
-        if self.path.exists() and self.path.stat().st_size <= self._budget:
+        if self.path.exists() and size_of(self.path) <= self._budget:
             self._stream = self._open(StreamWay.ANY)
 
     def _open(self, way: StreamWay) -> FileStream:
@@ -207,7 +208,7 @@ class OwnFile:
         self._stream = None
         shards = {at: target for at, target in targets.items() if not target.is_value}
         if shards:
-            with open(self.path, "rb", buffering=0) as file:
+            with opened(self.path) as file:
                 for _ in in_threads(lambda one: one[1].read(file, one[0]), shards.items()):
                     pass
         found: Counter[str] = Counter()
@@ -239,7 +240,7 @@ def _is_good(chunk: _Chunk | Stored, sums: Any, path: Path) -> bool:
         crc = next(sums)
         if chunk.crc is not None:
             return bool(crc == chunk.crc)
-        with open(path, "rb", buffering=0) as file:
+        with opened(path) as file:
             return chunk.is_good(file)
     _, crc, _ = next(sums), next(sums), next(sums)
     head, tail, target = bytes_of(chunk.head), bytes_of(chunk.tail), chunk.target

@@ -1,14 +1,12 @@
-"""Reads files of ``torch.distributed.checkpoint``: of tensors those bytes that are needed.
+"""Reads tensors of ``torch.distributed.checkpoint``: those bytes of them that are needed.
 
-Their metadata and their plain values are pickles, which could run code. Here only what such a
-checkpoint needs is made of them; anything else is an error.
+What torch's reader would read by other means, which could run code, is read here or refused.
 """
 
 from __future__ import annotations
 
-import pickle
-from dataclasses import replace
-from io import IOBase
+import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,118 +19,75 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from zerocore.checkpoint.chunk_reads import locate, read_box
+from zerocore.checkpoint.contents import Contents, Part
 from zerocore.checkpoint.io_threads import in_threads
-
-_PACKAGE = "torch.distributed.checkpoint."
-_ALLOWED = frozenset(
-    {
-        ("collections", "OrderedDict"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("pathlib", "Path"),
-        ("pathlib", "PosixPath"),
-        ("pathlib", "PurePosixPath"),
-        ("pathlib._local", "PosixPath"),
-        ("_codecs", "encode"),
-        (_PACKAGE + "filesystem", "_StorageInfo"),
-        *(
-            (_PACKAGE + "metadata", name)
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-    }
-)
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) in _ALLOWED or is_dtype:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(
-            f"the checkpoint's .metadata names {module}.{name}, which no checkpoint needs; if you "
-            "trust the file, read it with torch.distributed.checkpoint.FileSystemReader"
-        )
-
-
-def unpickled(file: IOBase, path: object) -> Metadata:
-    """The metadata of a checkpoint.
-
-    Raises:
-        ValueError: it is broken or holds anything else; names ``path``.
-    """
-    try:
-        metadata: Metadata = _Unpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    return metadata
+from zerocore.checkpoint.safe_files import named, opened
+from zerocore.checkpoint.safe_pickles import load_plain
 
 
 class SafeReader(FileSystemReader):
-    """As ``FileSystemReader``, with metadata of known types only, and chunks read in part."""
+    """As ``FileSystemReader``, of contents that are known, with chunks read in part."""
+
+    def __init__(self, contents: Contents) -> None:
+        super().__init__(contents.folder)
+        self._metadata = contents.metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises ValueError if the file is broken or holds anything else."""
-        path = self.fs.concat_path(self.path, ".metadata")
-        with self.fs.create_stream(path, "rb") as file:
-            metadata = unpickled(file, path)
-        if getattr(metadata, "storage_meta", None) is not None:
-            metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
-        return metadata
+        """What the contents say."""
+        return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Raises OSError or ValueError that names file and key."""
         by_file: dict[str, list[ReadItem]] = {}
-        rest: list[ReadItem] = []
         for item in plan.items:
-            info = self.storage_data[item.storage_index]
-            if item.type == LoadItemType.BYTE_IO or info.transform_descriptors:
-                rest.append(item)
-            else:
-                by_file.setdefault(info.relative_path, []).append(item)
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
-            rest += self._read_tensors(Path(self.path) / name, items, planner)
-        done: Future[None] = super().read_data(replace(plan, items=rest), planner)
+            self._read_items(Path(self.path) / name, items, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
         return done
 
-    def _read_tensors(
-        self, path: Path, items: list[ReadItem], planner: LoadPlanner
-    ) -> list[ReadItem]:
-        """Reads what it can; returns the items that torch has to read."""
-        with open(path, "rb", buffering=0) as file:
+    def _read_items(self, path: Path, items: list[ReadItem], planner: LoadPlanner) -> None:
+        ordered = sorted(items, key=lambda item: self.storage_data[item.storage_index].offset)
+        tensors = [item for item in ordered if item.type != LoadItemType.BYTE_IO]
+        wanted = [(item, planner.resolve_tensor(item).detach()) for item in tensors]
+        on_cpu = all(target.device.type == "cpu" for _, target in wanted)
+        with opened(path) as file:
 
-            def read(wanted: tuple[ReadItem, Tensor]) -> bool:
-                item, target = wanted
-                info = self.storage_data[item.storage_index]
-                chunk = locate(file.fileno(), info.offset, info.length)
-                if chunk is None:
-                    return False
-                try:
-                    read_box(file.fileno(), chunk, item.storage_offsets, item.lengths, target)
-                except (OSError, RuntimeError) as error:
-                    raise OSError(f"{path}: '{item.storage_index.fqn}': {error}") from error
-                return True
+            def read(one: tuple[ReadItem, Tensor]) -> None:
+                with named(path, f"cannot be read at '{one[0].storage_index.fqn}'"):
+                    self._read_tensor(file, *one)
 
-            ordered = sorted(items, key=lambda i: self.storage_data[i.storage_index].offset)
-            wanted = [(item, planner.resolve_tensor(item).detach()) for item in ordered]
-            on_cpu = all(target.device.type == "cpu" for _, target in wanted)
             # A device's copies go to this thread's stream.
-            were_read = in_threads(read, wanted) if on_cpu else map(read, wanted)
-            left = []
-            for (item, target), was_read in zip(wanted, were_read, strict=True):
-                if was_read:
-                    planner.commit_tensor(item, target)
-                else:
-                    left.append(item)
-        return left
+            done: Iterator[None] = in_threads(read, wanted) if on_cpu else map(read, wanted)
+            for (item, target), _ in zip(wanted, done, strict=True):
+                planner.commit_tensor(item, target)
+            for item in ordered:
+                if item.type == LoadItemType.BYTE_IO:
+                    info = self.storage_data[item.storage_index]
+                    data = Part(file, info.offset, info.length).read()
+                    with named(path, f"cannot be read at '{item.storage_index.fqn}'"):
+                        planner.load_bytes(item, io.BytesIO(data))
+
+    def _read_tensor(self, file: Any, item: ReadItem, target: Tensor) -> None:
+        info = self.storage_data[item.storage_index]
+        facts: Any = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        if info.transform_descriptors:
+            raise ValueError("it went through an extension of torch's writer, which is not known")
+        offset = item.storage_index.offset
+        form = next((tuple(chunk.sizes) for chunk in facts.chunks if chunk.offsets == offset), None)
+        chunk = locate(file.fileno(), info.offset, info.length)
+        if chunk is not None:
+            if (chunk.dtype, chunk.sizes) != (facts.properties.dtype, form):
+                raise ValueError(f"it is {chunk.dtype} {chunk.sizes}, not what .metadata says")
+            read_box(file.fileno(), chunk, item.storage_offsets, item.lengths, target)
+            return
+        loaded = load_plain(Part(file, info.offset, info.length), info.length)
+        if not isinstance(loaded, Tensor) or tuple(loaded.shape) != form:
+            raise ValueError("it is no tensor of the shape that .metadata says")
+        for dim, (begin, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            loaded = loaded.narrow(dim, begin, size)
+        target.copy_(loaded)
 
 
 class SafePlanner(DefaultLoadPlanner):
@@ -140,7 +95,7 @@ class SafePlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         """Raises UnpicklingError if the value is of an unknown type."""
-        loaded = torch.load(value, weights_only=True)
+        loaded = load_plain(value, value.getbuffer().nbytes)
         plain = type(value)()
         torch.save(loaded, plain)
         plain.seek(0)

@@ -13,6 +13,16 @@ from typing import Any
 import torch
 
 from zerocore._C import crc32_at
+from zerocore.checkpoint.safe_files import (
+    is_count,
+    is_plain_name,
+    named,
+    numel_of,
+    opened,
+    parsed_json,
+    read_small,
+    shown,
+)
 from zerocore.checkpoint.safetensors_sums import filled, is_marked, placeholder, sums_of
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -59,53 +69,72 @@ def read_folder(folder: str | os.PathLike[str]) -> dict[str, Entry]:
         if not files:
             raise FileNotFoundError(f"no safetensors files in {path}")
         return {name: entry for file in files for name, entry in read_header(file).items()}
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
+    with named(index, "is no index of safetensors files"):
+        weight_map: dict[str, str] = parsed_json(read_small(index))["weight_map"]
+        if bad := [file for file in weight_map.values() if not is_plain_name(file)]:
+            raise ValueError(f"{shown(bad[0])} is no name of a file in this folder")
     headers = {file: read_header(path / file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in headers[file]:
-            raise ValueError(f"'{name}' is not in {path / file}, where {index.name} says it is")
+            raise ValueError(
+                f"{shown(name)} is not in {path / file}, where {index.name} says it is"
+            )
     return {name: headers[file][name] for name, file in weight_map.items()}
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of one file; none of their bytes are read.
+    """The tensors of one file; none of their bytes are read. The rules are those of safetensors.
 
     Raises:
+        FileNotFoundError: there is no such file.
         ValueError: the file is no safetensors file, is truncated, or its header has changed.
     """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
+    with opened(path) as file, named(path, "is no safetensors file"):
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_NBYTES):
-            raise ValueError(f"{path} is no safetensors file: its header would have {length} bytes")
-        try:
-            text = file.read(length)
-            header: dict[str, Any] = json.loads(text)
-            metadata = header.pop("__metadata__", {})
-            entries = {name: _entry(path, 8 + length, facts) for name, facts in header.items()}
-            if is_marked(metadata):
-                sums = sums_of(length.to_bytes(8, "little") + text, metadata, entries)
-                entries = {
-                    name: replace(e, crc=sums[name], name=name) for name, e in entries.items()
-                }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} has no safetensors header: {error!r}") from error
-    for name, entry in entries.items():
-        if entry.end - entry.begin != prod(entry.shape) * entry.dtype.itemsize:
-            raise ValueError(f"{path}: '{name}' has {entry.end - entry.begin} bytes, for {entry}")
-        if not 8 + length <= entry.begin <= entry.end <= size:
-            raise ValueError(
-                f"{path} is truncated: '{name}' ends at byte {entry.end}, the file at {size}"
-            )
+            raise ValueError(f"its header would have {length} bytes, the file has {size}")
+        text = file.read(length)
+        header = parsed_json(text)
+        metadata = header.pop("__metadata__", {})
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its free metadata is no text")
+        entries = {name: _entry(path, 8 + length, name, facts) for name, facts in header.items()}
+        _check_places(entries, 8 + length, size)
+        if is_marked(metadata):
+            sums = sums_of(length.to_bytes(8, "little") + text, metadata, entries)
+            entries = {name: replace(entry, crc=sums[name]) for name, entry in entries.items()}
     return entries
 
 
-def _entry(path: Path, base: int, facts: Mapping[str, Any]) -> Entry:
-    begin, end = facts["data_offsets"]
-    return Entry(path, DTYPE_OF[facts["dtype"]], tuple(facts["shape"]), base + begin, base + end)
+def _entry(path: Path, base: int, name: str, facts: Mapping[str, Any]) -> Entry:
+    if facts.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{shown(name)} has other facts than dtype, shape and offsets")
+    shape, offsets, dtype = facts["shape"], facts["data_offsets"], DTYPE_OF.get(facts["dtype"])
+    if dtype is None:
+        raise ValueError(f"{shown(name)} is of dtype {shown(facts['dtype'])}, which is not known")
+    if not (type(shape) is type(offsets) is list and all(map(is_count, [*shape, *offsets]))):
+        raise ValueError(f"{shown(name)} has the shape {shown(shape)} at {shown(offsets)}")
+    begin, end = offsets
+    if end - begin != numel_of(shape) * dtype.itemsize:
+        raise ValueError(
+            f"{shown(name)} has {end - begin} bytes, for a shape of {shown(shape)} and {dtype}"
+        )
+    return Entry(path, dtype, tuple(shape), base + begin, base + end, name=name)
+
+
+def _check_places(entries: Mapping[str, Entry], begin: int, size: int) -> None:
+    """Whether tensors follow each other, from the header to the end of the file."""
+    for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
+        if entry.end > size:
+            raise ValueError(
+                f"it is truncated: {shown(entry.name)} ends at byte {entry.end}, the file at {size}"
+            )
+        if entry.begin != begin:
+            raise ValueError(f"{shown(entry.name)} is at byte {entry.begin}, expected {begin}")
+        begin = entry.end
+    if begin != size:
+        raise ValueError(f"its tensors end at byte {begin}, the file at {size}")
 
 
 @dataclass(frozen=True)
@@ -165,7 +194,7 @@ def _plan_file(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     base = 8 + len(text)
-    entries = {name: _entry(path, base, header[name]) for name in tensors}
+    entries = {name: _entry(path, base, name, header[name]) for name in tensors}
     return FilePlan(path.name, len(text).to_bytes(8, "little") + text, entries, base + end)
 
 
@@ -189,10 +218,10 @@ def check_sums(entries: Iterable[Entry], part: int = 0, parts: int = 1) -> None:
         done += entry.end - entry.begin
         if not is_own:
             continue
-        with open(entry.file, "rb", buffering=0) as file:
+        with opened(entry.file) as file:
             crc = crc32_at(file.fileno(), entry.begin, entry.end - entry.begin)
         if crc != entry.crc:
             raise ValueError(
-                f"{entry.file} is damaged: the checksum of '{entry.name}' is another one than when "
-                "it was written"
+                f"{entry.file} is damaged: the checksum of {shown(entry.name)} is another one than "
+                "when it was written"
             )

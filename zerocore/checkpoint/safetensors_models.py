@@ -20,6 +20,7 @@ from zerocore.checkpoint.commit import (
     same_on_all,
 )
 from zerocore.checkpoint.files import flush_folder
+from zerocore.checkpoint.safe_files import opened, shown
 from zerocore.checkpoint.safetensors_files import (
     INDEX_NAME,
     NAME_OF,
@@ -109,7 +110,9 @@ def _renamed(entries: Mapping[str, Entry], rename: Rename | None) -> dict[str, E
         if rename is not None:
             new = rename(name) if callable(rename) else rename.get(name, name)
         if new in renamed:
-            raise ValueError(f"two tensors of {entry.file} become '{new}'; '{name}' is one of them")
+            raise ValueError(
+                f"two tensors of {entry.file} become {shown(new)}; {shown(name)} is one"
+            )
         if new is not None:
             renamed[new] = entry
     return renamed
@@ -123,8 +126,8 @@ def _check(
     unexpected = sorted(set(found) - set(targets))
     if strict and (missing or unexpected):
         raise ValueError(
-            f"{folder} does not fit the model: missing {missing or 'nothing'}, unexpected "
-            f"{unexpected or 'nothing'}; rename= maps names, strict=False leaves them out"
+            f"{folder} does not fit the model: missing {shown(missing or 'nothing')}, unexpected "
+            f"{shown(unexpected or 'nothing')}; rename= maps names, strict=False leaves them out"
         )
     for name, entry in found.items():
         if name not in targets:
@@ -132,10 +135,13 @@ def _check(
         tensor = _full_of(targets[name])
         if entry.shape != tuple(tensor.shape):
             raise ValueError(
-                f"{entry.file}: '{name}' has shape {entry.shape}, the model {tuple(tensor.shape)}"
+                f"{entry.file}: {shown(name)} has shape {shown(entry.shape)}, the model "
+                f"{tuple(tensor.shape)}"
             )
         if _kind(entry.dtype) > _kind(tensor.dtype):
-            raise ValueError(f"{entry.file}: '{name}' is {entry.dtype}, the model {tensor.dtype}")
+            raise ValueError(
+                f"{entry.file}: {shown(name)} is {entry.dtype}, the model {tensor.dtype}"
+            )
 
 
 def _kind(dtype: torch.dtype) -> int:
@@ -148,7 +154,7 @@ def _full_of(target: Target) -> Tensor:
 
 
 def _read_target(entry: Entry, target: Target) -> None:
-    with open(entry.file, "rb", buffering=0) as file:
+    with opened(entry.file) as file:
         if isinstance(target, Param) and target.shard.place.strides is None:
             begin, _ = target.shard.shard_range
             offset = entry.begin + begin * entry.dtype.itemsize

@@ -5,18 +5,27 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from zerocore.checkpoint.contents import Contents
 from zerocore.checkpoint.safe_reader import SafePlanner, SafeReader
 
 
-def load_tensors(state: dict[str, Any], folder: Path) -> None:
-    """Reads into the tensors of ``state``, what this rank needs of them; asks no other rank."""
+def load_tensors(state: dict[str, Any], contents: Contents) -> None:
+    """Reads into the tensors of ``state``, what this rank needs of them; asks no other rank.
+
+    Raises:
+        OSError, ValueError: a file cannot be read; names it, and the key.
+    """
     with quiet():
-        load(state, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=True)
+        try:
+            load(state, storage_reader=SafeReader(contents), planner=SafePlanner(), no_dist=True)
+        except CheckpointException as error:
+            for cause, _ in error.failures.values():
+                raise cause from None
 
 
 @contextmanager

@@ -168,6 +168,15 @@ def random_state() -> State:
     return state
 
 
+def check_random_state(state: State) -> None:
+    """Raises Exception if streams cannot be continued from there; none is changed."""
+    torch.Generator().set_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.Random().setstate((version, tuple(numbers), gauss))
+    if "numpy" in state and (numpy := sys.modules.get("numpy")):
+        numpy.random.RandomState().set_state(tuple(state["numpy"]))
+
+
 def set_random_state(state: State) -> None:
     """Continues the streams of ``random_state``."""
     torch.set_rng_state(state["torch"])

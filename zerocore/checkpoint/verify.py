@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zerocore.checkpoint.contents import Contents, Stored
 from zerocore.checkpoint.io_threads import in_threads
+from zerocore.checkpoint.safe_files import opened, shown
 
 
 def verify(contents: Contents, part: int = 0, parts: int = 1) -> None:
@@ -46,7 +47,7 @@ def check_sums(
         ValueError: bytes have changed; names file and keys.
     """
     keys = []
-    with open(folder / name, "rb", buffering=0) as file:
+    with opened(folder / name) as file:
         if hasattr(os, "posix_fadvise"):  # the system reads further ahead
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         chosen = list(items)
@@ -62,6 +63,6 @@ def check_sums(
 def damaged(path: Path, keys: Sequence[str]) -> ValueError:
     """What is said of a file in which the bytes of these keys have changed."""
     return ValueError(
-        f"{path} is damaged: the checksum of {', '.join(map(repr, keys[:5]))} "
+        f"{path} is damaged: the checksum of {', '.join(map(shown, keys[:5]))} "
         "is another one than when it was written"
     )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
@@ -21,7 +20,7 @@ import zerocore
 from zerocore.checkpoint.commands import app as checkpoint_commands
 from zerocore.cli.environment import environment
 from zerocore.common.links import PRESETS
-from zerocore.common.tables import WIDTH, render_table
+from zerocore.common.tables import print_table
 from zerocore.model.config import ACCUMULATE_MODES
 from zerocore.model.precision import MixedPrecision
 from zerocore.model.units import choose_units
@@ -148,7 +147,7 @@ def plan(
     if as_json:
         _print_json(result.to_dict())
     else:
-        _print_table(result.title(), result.rows(), result.notes())
+        print_table(result.title(), result.rows(), result.notes())
 
 
 @app.command()
@@ -170,7 +169,7 @@ def describe(
     if as_json:
         _print_json(asdict(description))
     else:
-        _print_table(description.title(), description.rows())
+        print_table(description.title(), description.rows())
 
 
 @app.command()
@@ -268,9 +267,3 @@ def _torch_dtype(dtype: DType | None) -> torch.dtype | None:
 
 def _print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
-
-
-def _print_table(title: str, rows: list[list[str]], notes: Sequence[str] = ()) -> None:
-    """As wide as the terminal; :data:`WIDTH` columns where there is none."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
-    typer.echo(render_table(title, rows, notes, width))

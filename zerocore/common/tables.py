@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import io
+import shutil
+import sys
 from collections.abc import Sequence
 
 WIDTH = 120
+
+
+def print_table(title: str, rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
+    """Prints it as wide as the terminal; :data:`WIDTH` columns where there is none."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+    print(render_table(on_terminal(title), rows, notes, width))
+
+
+def on_terminal(text: str) -> str:
+    """The text without what a terminal would take for a command."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def render_table(
     title: str, rows: Sequence[Sequence[str]], notes: Sequence[str] = (), width: int = WIDTH
 ) -> str:
     """The table as text; the first row names the columns, the first column is left-aligned."""
-    lines = [f"  {note}" for note in notes]
+    lines = [f"  {on_terminal(note)}" for note in notes]
+    rows = [[on_terminal(cell) for cell in row] for row in rows]
     return "\n".join([title, _drawn(rows, width) or _plain(rows), *lines])
 
 
@@ -21,13 +35,14 @@ def _drawn(rows: Sequence[Sequence[str]], width: int) -> str:
     try:
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
     except ImportError:
         return ""
     table = Table()
     for index, column in enumerate(rows[0]):
         table.add_column(column, justify="right" if index else "left")
     for row in rows[1:]:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # a name is no markup
     console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as capture:
         console.print(table)

@@ -1,0 +1,144 @@
+"""Opens and parses files that anybody may have made: plain names, regular files, bounded sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+_MAX_TEXT_NBYTES = 100_000_000  # of JSON: what safetensors itself reads
+_MAX_COUNT = 1 << 63
+_SHOWN = 300  # characters of what a file says, in a message
+
+
+def opened(path: Path) -> FileIO:
+    """Opens a regular file for reading; never waits for a pipe and never reads a device.
+
+    A symbolic link is followed, as Hugging Face's cache is made of them; only who may write to
+    the folder makes one.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no regular file.
+    """
+
+    def open_regular(name: str, flags: int) -> int:
+        try:
+            file = os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path} is missing") from None
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise ValueError(f"{path} is no regular file")
+        return file
+
+    return FileIO(path, "r", opener=open_regular)
+
+
+def size_of(path: Path) -> int:
+    """The bytes of a regular file; raises as :func:`opened` does."""
+    with opened(path) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def read_small(path: Path, most_nbytes: int = _MAX_TEXT_NBYTES) -> bytes:
+    """All bytes of a file; raises as :func:`opened` does, and ValueError if it has more."""
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_nbytes:
+            raise ValueError(f"{path} has {size} bytes, more than such a file needs")
+        return file.read(size)
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether it is the name of a file in a folder, and no path that leads elsewhere."""
+    if not isinstance(name, str) or not name.isprintable() or name in ("", ".", ".."):
+        return False
+    return not {"/", "\\"} & set(name) and len(name.encode()) < 256
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a whole number that sizes and offsets may have."""
+    return type(value) is int and 0 <= value < _MAX_COUNT
+
+
+def numel_of(shape: Sequence[int]) -> int:
+    """The product of sizes, in time that is linear in their number.
+
+    Raises:
+        ValueError: it is too large for a tensor.
+    """
+    numel = 1
+    for size in shape:
+        numel *= size
+        if numel >= _MAX_COUNT:
+            raise ValueError(f"a shape of {len(shape)} dimensions has too many elements")
+    return numel
+
+
+def shown(value: Any) -> str:
+    """What a file says, for a message: printable and short."""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > 12:
+        parts = ", ".join(shown(item) for item in value[:5])
+        return f"[{parts}, ... {len(value)} in all]"
+    if isinstance(value, str):
+        value = repr(value[: _SHOWN + 1])
+    text = str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+@contextmanager
+def named(path: Path, what: str = "cannot be read") -> Iterator[None]:
+    """Whatever is wrong with what is read inside is an error that names the file.
+
+    Raises:
+        OSError: the system refuses it, or it ends before.
+        ValueError: anything else; a damaged file fails in many ways.
+    """
+    try:
+        yield
+    except OSError as error:
+        if f"{path}" in f"{error}":
+            raise
+        raise OSError(f"{path} {what}: {error}") from error
+    except Exception as error:
+        text = f"{error}" if isinstance(error, ValueError) else f"{error!r}"
+        text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise ValueError(f"{path} {what}: {text}") from error
+
+
+def parsed_json(data: bytes) -> Any:
+    """What JSON says: every name once, whole numbers, no NaN.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    try:
+        return json.loads(
+            data.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_whole
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice")
+    "".join(found).encode()  # refuses halves of characters
+    return found
+
+
+def _whole(text: str) -> int:
+    if text[0] == "-" or len(text) > 20:
+        _refuse(text)
+    return int(text)
+
+
+def _refuse(text: str) -> None:
+    raise ValueError(f"the number {shown(text)} is out of range")
