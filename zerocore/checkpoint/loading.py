@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerocore.checkpoint.commit import on_all_ranks
+from zerocore.checkpoint.commit import on_all_ranks, reading
 from zerocore.checkpoint.contents import Contents, Stored
 from zerocore.checkpoint.kept_plan import KeptPlan
 from zerocore.checkpoint.own_file import OwnFile, Target, own_targets, values_of
@@ -77,15 +77,16 @@ class TrainingLoad:
             stateful: names that ``own`` must have.
 
         Raises:
-            ValueError: what does not fit or is damaged, by file and key, before anything is
-                changed.
+            DamagedError: what cannot be read, by file and key; before anything is changed, if
+                checksums are compared.
+            ValueError: what does not fit, by file and key, before anything is changed.
         """
         try:
             have_own = on_all_ranks(self._state, lambda: self._prepare(stateful))
             if self._checksums:
                 self._values, *_ = on_all_ranks(self._state, lambda: self._verify(all(have_own)))
             self._state.begin_load()
-            on_all_ranks(self._state, self._read)
+            on_all_ranks(self._state, self._read_rest)
         except BaseException:
             if self._optimizer is not None:
                 drop_states(self._model, self._optimizer, self._stateless)  # may hold anything
@@ -96,13 +97,14 @@ class TrainingLoad:
 
     def _prepare(self, stateful: Iterable[str]) -> bool:
         """Compares names, shapes and sizes; whether this rank needs what its own file has."""
-        self._contents = contents = Contents(self._folder)
-        contents.check_sizes()
-        self.own = read_own(contents, self._state.rank)
-        groups = [] if self._optimizer is None else read_groups(contents)
-        # The small files are read: they would wait behind what is read from now on.
-        if self._checksums and self.own["world_size"] == self._state.world_size:
-            self._file.begin()
+        with reading(self._folder):
+            self._contents = contents = Contents(self._folder)
+            contents.check_sizes()
+            self.own = read_own(contents, self._state.rank)
+            groups = [] if self._optimizer is None else read_groups(contents)
+            # The small files are read: they would wait behind what is read from now on.
+            if self._checksums and self.own["world_size"] == self._state.world_size:
+                self._file.begin()
         if missing := sorted(set(stateful) - set(self.own["stateful"])):
             raise ValueError(f"{self._folder} has no state of {missing}")
         self._wanted = training_state(self._model, None)
@@ -129,18 +131,23 @@ class TrainingLoad:
 
     def _verify(self, all_have_own: bool) -> dict[str, Tensor]:
         """Compares checksums, reading what has memory to land in; values that others need."""
-        if not all_have_own:
-            self._targets = None
-            verify(self._contents, self._state.rank, self._state.world_size)
-            return {}
-        assert self._targets is not None
-        if self._state.rank == 0:
-            self._contents.check_wholes()
-        self._file.verify(self._contents, self._targets)
-        return values_of(self._targets)
+        with reading(self._folder):
+            if not all_have_own:
+                self._targets = None
+                verify(self._contents, self._state.rank, self._state.world_size)
+                return {}
+            assert self._targets is not None
+            if self._state.rank == 0:
+                self._contents.check_wholes()
+            self._file.verify(self._contents, self._targets)
+            return values_of(self._targets)
+
+    def _read_rest(self) -> None:
+        """Reads what is not read yet: from this rank's file, and with torch's reader from any."""
+        with reading(self._folder):
+            self._read()
 
     def _read(self) -> None:
-        """Reads what is not read yet: from this rank's file, and with torch's reader from any."""
         read: set[str] = set()
         if self._targets is not None and self._saved is not None:
             read = self._file.read_rest(self._saved, self._targets)
@@ -175,7 +182,7 @@ def read_groups(contents: Contents) -> list[dict[str, Any]]:
     """The saved options of the optimizer's groups, and the names of their parameters.
 
     Raises:
-        ValueError: there are none, or one is broken; names file and key.
+        ValueError: one is broken; names file and key.
     """
     groups: list[dict[str, Any]] = []
     stored = {item.key: (name, item) for name, items in contents.files.items() for item in items}
@@ -184,8 +191,6 @@ def read_groups(contents: Contents) -> list[dict[str, Any]]:
             groups.extend({} for _ in range(path[2] + 1 - len(groups)))
             name, item = stored[key]
             groups[path[2]][path[3]] = _read_value(contents.folder / name, item)
-    if not groups:
-        raise ValueError(f"{contents.folder} holds no optimizer's state")
     return groups
 
 

@@ -101,6 +101,8 @@ def fit_optimizer(
     Raises:
         ValueError: other parameters, groups, states or shapes; names folder and key.
     """
+    if not groups:
+        raise ValueError(f"{folder} holds no optimizer's state")
     own_groups = _by_names(model, optimizer)["param_groups"]
     if [group["params"] for group in groups] != [group["params"] for group in own_groups]:
         raise ValueError(
