@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from importlib import import_module
@@ -84,7 +85,7 @@ class Checkpoints:
         folder: made if need be; one training writes to it. Where another process of the first
             rank's host does, a save is a RuntimeError.
         model: sharded.
-        optimizer: of its parameters; None saves none.
+        optimizer: of its parameters, or several in a list, each of other ones; None saves none.
         keep: how many checkpoints stay; older ones are deleted after a save, and what cannot be
             deleted is a warning. None keeps all.
         background: ``save`` returns at once; threads copy the state and write it. The next step of
@@ -101,8 +102,10 @@ class Checkpoints:
             number of ranks all load the first one's.
 
     Raises:
-        ValueError: the model is not sharded, ``keep`` is below 1, or the budget too small.
-        TypeError: one of ``stateful`` has no ``state_dict`` and ``load_state_dict``.
+        ValueError: the model is not sharded, ``keep`` is below 1, the budget too small, or two
+            optimizers hold the same parameter.
+        TypeError: one of ``stateful`` has no ``state_dict`` and ``load_state_dict``, or
+            ``optimizer`` is something else.
         RuntimeError: this process was forked from the one that sharded the model.
     """
 
@@ -110,7 +113,7 @@ class Checkpoints:
         self,
         folder: str | os.PathLike[str],
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         keep: int | None = 3,
         background: bool = True,
@@ -121,6 +124,7 @@ class Checkpoints:
     ) -> None:
         import_module("zerocore.checkpoint.saving")  # takes a second: not while training waits
         from zerocore.checkpoint.kept_plan import KeptPlan
+        from zerocore.checkpoint.training_state import optimizers_of
 
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
@@ -134,7 +138,8 @@ class Checkpoints:
                     f"{type(value)}"
                 )
         self.folder = Path(folder)
-        self._model, self._optimizer, self._stateful = model, optimizer, stateful
+        self._model, self._stateful = model, stateful
+        self._optimizers = optimizers_of(optimizer)
         self._keep, self._background, self._verify, self._rng = keep, background, verify, rng
         self._state = state_of(model)
         self._writer = writer_of(self._state)
@@ -173,8 +178,8 @@ class Checkpoints:
         try:
             if self._known.get(final) and final.exists():  # else the first rank looks into it
                 raise FileExistsError(f"{final} exists; good checkpoints are never overwritten")
-            facts = (self._writer.group, self._keep, self._known)
-            save = Save(final, *self._collect(step), *facts)
+            saved, own = self._collect(step)
+            save = Save(final, saved, own, self._writer.group, self._keep, self._known)
         except Exception as error:  # without this the others would wait for this rank
             wait([self._writer.submit(together, self._writer.group, partial(_raise, error))])
             raise
@@ -245,7 +250,7 @@ class Checkpoints:
         from zerocore.checkpoint.saved_state import saved_state
         from zerocore.checkpoint.training_state import random_state, training_state
 
-        nested = training_state(self._model, self._optimizer)
+        nested = training_state(self._model, self._optimizers)
         buffers = {k: v for k, v in nested["model"].items() if not isinstance(v, Placed)}
         own = {
             "step": step,
@@ -262,7 +267,9 @@ class Checkpoints:
         from zerocore.checkpoint.loading import TrainingLoad, restore_buffers, restore_own
 
         state = self._state
-        load = TrainingLoad(folder, state, self._model, self._optimizer, self._verify, self._budget)
+        load = TrainingLoad(
+            folder, state, self._model, self._optimizers, self._verify, self._budget
+        )
         load.run(self._stateful)
         own = load.own
         for name, value in self._stateful.items():

@@ -11,7 +11,6 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zerocore.checkpoint.commit import on_all_ranks, reading
 from zerocore.checkpoint.contents import Contents, Stored
@@ -22,12 +21,13 @@ from zerocore.checkpoint.saved_state import SavedState, saved_state
 from zerocore.checkpoint.saving import own_name
 from zerocore.checkpoint.torch_files import load_tensors
 from zerocore.checkpoint.training_state import (
+    Optimizers,
     State,
     check_model,
     drop_states,
-    fit_optimizer,
+    fit_optimizers,
     flat,
-    load_optimizer,
+    load_optimizers,
     params_without_state,
     set_random_state,
     training_state,
@@ -39,7 +39,7 @@ _log = logging.getLogger("zerocore")
 
 
 class TrainingLoad:
-    """A load of model and optimizer, in steps that all ranks take together.
+    """A load of model and optimizers, in steps that all ranks take together.
 
     Attributes:
         own: what this rank saved for itself.
@@ -56,12 +56,12 @@ class TrainingLoad:
         folder: Path,
         state: ShardState,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        optimizers: Optimizers,
         checksums: bool,
         budget: int,
     ) -> None:
         self._folder, self._state, self._checksums = folder, state, checksums
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizers = model, optimizers
         self._file = OwnFile(folder / SavePlan({}, 1).file_name(state.rank), budget)
         self._stateless: set[str] = set()  # parameters whose states are made to be loaded
         self._wanted: State = {}  # in the model's memory
@@ -88,12 +88,11 @@ class TrainingLoad:
             self._state.begin_load()
             on_all_ranks(self._state, self._read_rest)
         except BaseException:
-            if self._optimizer is not None:
-                drop_states(self._model, self._optimizer, self._stateless)  # may hold anything
+            drop_states(self._model, self._optimizers, self._stateless)  # may hold anything
             raise
         self._model.load_state_dict(self._wanted["model"])
-        if self._optimizer is not None:
-            load_optimizer(self._model, self._optimizer, self._wanted["optim"])
+        if self._optimizers:
+            load_optimizers(self._model, self._optimizers, self._wanted["optim"])
 
     def _prepare(self, stateful: Iterable[str]) -> bool:
         """Compares names, shapes and sizes; whether this rank needs what its own file has."""
@@ -101,18 +100,18 @@ class TrainingLoad:
             self._contents = contents = Contents(self._folder)
             contents.check_sizes()
             self.own = read_own(contents, self._state.rank)
-            groups = [] if self._optimizer is None else read_groups(contents)
+            groups = read_groups(contents) if self._optimizers else []
             # The small files are read: they would wait behind what is read from now on.
             if self._checksums and self.own["world_size"] == self._state.world_size:
                 self._file.begin()
         if missing := sorted(set(stateful) - set(self.own["stateful"])):
             raise ValueError(f"{self._folder} has no state of {missing}")
-        self._wanted = training_state(self._model, None)
+        self._wanted = training_state(self._model, ())
         check_model(self._wanted, contents.metadata, self._folder)
-        if self._optimizer is not None:
-            self._stateless = params_without_state(self._model, self._optimizer)
-            self._wanted["optim"] = fit_optimizer(
-                self._model, self._optimizer, groups, contents.metadata, self._folder
+        if self._optimizers:
+            self._stateless = params_without_state(self._model, self._optimizers)
+            self._wanted["optim"] = fit_optimizers(
+                self._model, self._optimizers, groups, contents.metadata, self._folder
             )
         if self._checksums:
             self._saved = saved_state(KeptPlan(self._state), self._wanted, copy=False)
