@@ -130,6 +130,59 @@ def test_checkpoints_resume_at_another_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(resume, 1, str(tmp_path), 3)
 
 
+def pair_of(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+    """Matrices by one optimizer and the rest by AdamW."""
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    matrices = [each for each in named if each[1].ndim == 2 and "embed" not in each[0]]
+    rest = [param for name, param in named if name not in dict(matrices)]
+    first = Muon(matrices, lr=0.02) if kind == "muon" else owned(torch.optim.Muon, matrices)
+    half = len(rest) // 2
+    return [first, torch.optim.AdamW([{"params": rest[:half], "lr": 0.1}, {"params": rest[half:]}])]
+
+
+def train_pair(model: nn.Module, pair: list[torch.optim.Optimizer], steps: range) -> None:
+    for step in steps:
+        set_gradients(model, step)
+        for optimizer in pair:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def resume_pairs(folder: str, stage: int, saves: bool) -> None:
+    for kind in ("muon", "owned"):
+        place = Path(folder, f"{kind}-{stage}" if saves else f"{kind}-{3 - stage}")
+        model = zerocore.shard(seeded_model(), stage=stage)
+        pair = pair_of(model, kind)
+        if saves:
+            train_pair(model, pair, range(2))
+            zerocore.Checkpoints(place, model, pair, background=stage == 3).save(2).wait()
+            train_pair(model, pair, range(2, 4))
+            expected = full_parameters(model)
+        else:
+            train_pair(model, pair, range(4))
+            expected = full_parameters(model)
+        again = zerocore.shard(seeded_model(), stage=stage)
+        new = pair_of(again, kind)
+        new[1].param_groups[0]["lr"] = 7.0
+        assert zerocore.Checkpoints(place, again, new).load() == 2
+        train_pair(again, new, range(2, 4))
+        assert_equal(full_parameters(again), expected)
+    with pytest.raises((ValueError, RuntimeError), match="parameter groups of"):
+        zerocore.Checkpoints(place, again, new[::-1]).load()
+    with pytest.raises(ValueError, match=r"optimizer: two of the list hold 'embed\.weight'"):
+        zerocore.Checkpoints(place, again, [new[1], torch.optim.SGD(again.parameters(), lr=1.0)])
+    with pytest.raises(TypeError, match="expected an optimizer or a list of optimizers"):
+        zerocore.Checkpoints(place, again, [new[1], again])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_pairs_of_optimizers_resume(world_size: int, tmp_path: Path) -> None:
+    for stage in (0, 3):
+        run_ranks(resume_pairs, world_size, str(tmp_path), stage, True)
+    run_ranks(resume_pairs, 2, str(tmp_path), 0, False)  # what stage 3 has saved, and vice versa
+    run_ranks(resume_pairs, 2, str(tmp_path), 3, False)
+
+
 # -- what is sent -------------------------------------------------------------------------------
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import logging
 import os
-import re
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from importlib import import_module
@@ -16,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerocore.checkpoint import files
+from zerocore.checkpoint.commit import DamagedError
+from zerocore.checkpoint.folder import path_of, steps_in
 from zerocore.checkpoint.snapshot import StreamedCopy
 from zerocore.checkpoint.writer import writer_of
 from zerocore.common.agreement import from_first
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from zerocore.checkpoint.saved_state import SavedState
     from zerocore.checkpoint.saving import Save
 
-_NAME = re.compile(r"step-(\d{8,})")
+_log = logging.getLogger("zerocore")
 _MIN_BUDGET = 16 << 20  # two parts, so that one is copied while another is written
 
 
@@ -79,10 +82,12 @@ class Checkpoints:
     one file system.
 
     Args:
-        folder: made if need be; one training writes to it.
+        folder: made if need be; one training writes to it. Where another process of the first
+            rank's host does, a save is a RuntimeError.
         model: sharded.
-        optimizer: of its parameters; None saves none.
-        keep: how many checkpoints stay; older ones are deleted after a save. None keeps all.
+        optimizer: of its parameters, or several in a list, each of other ones; None saves none.
+        keep: how many checkpoints stay; older ones are deleted after a save, and what cannot be
+            deleted is a warning. None keeps all.
         background: ``save`` returns at once; threads copy the state and write it. The next step of
             the optimizer waits until all is copied.
         memory_budget: bytes of CPU memory that the copies may take at a time. Where the state is
@@ -97,8 +102,10 @@ class Checkpoints:
             number of ranks all load the first one's.
 
     Raises:
-        ValueError: the model is not sharded, ``keep`` is below 1, or the budget too small.
-        TypeError: one of ``stateful`` has no ``state_dict`` and ``load_state_dict``.
+        ValueError: the model is not sharded, ``keep`` is below 1, the budget too small, or two
+            optimizers hold the same parameter.
+        TypeError: one of ``stateful`` has no ``state_dict`` and ``load_state_dict``, or
+            ``optimizer`` is something else.
         RuntimeError: this process was forked from the one that sharded the model.
     """
 
@@ -106,7 +113,7 @@ class Checkpoints:
         self,
         folder: str | os.PathLike[str],
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         keep: int | None = 3,
         background: bool = True,
@@ -117,6 +124,7 @@ class Checkpoints:
     ) -> None:
         import_module("zerocore.checkpoint.saving")  # takes a second: not while training waits
         from zerocore.checkpoint.kept_plan import KeptPlan
+        from zerocore.checkpoint.training_state import optimizers_of
 
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
@@ -130,21 +138,18 @@ class Checkpoints:
                     f"{type(value)}"
                 )
         self.folder = Path(folder)
-        self._model, self._optimizer, self._stateful = model, optimizer, stateful
+        self._model, self._stateful = model, stateful
+        self._optimizers = optimizers_of(optimizer)
         self._keep, self._background, self._verify, self._rng = keep, background, verify, rng
         self._state = state_of(model)
         self._writer = writer_of(self._state)
         self._kept = KeptPlan(self._state)
+        self._known: dict[Path, bool] = {}  # whether a checkpoint is good
         self._pending: PendingSave | None = None
 
     def steps(self) -> list[int]:
         """Steps of which there is a complete checkpoint, in order."""
-        found = [_NAME.fullmatch(path.name) for path in self.folder.glob("step-*")]
-        return sorted(
-            int(match[1])
-            for match in found
-            if match is not None and (self.folder / match[0] / ".metadata").exists()
-        )
+        return steps_in(self.folder)
 
     def wait(self) -> None:
         """Returns when the last save is on disk; raises what went wrong in it."""
@@ -161,18 +166,20 @@ class Checkpoints:
         would save different tensors, is raised by ``wait`` and by the next ``save``.
 
         Raises:
-            FileExistsError: there is a checkpoint of this step.
+            FileExistsError: there is a good checkpoint of this step; of one that this object has
+                neither saved nor loaded the first rank finds that out, in the background.
             Exception: what went wrong in the save before.
         """
         from zerocore.checkpoint.saving import Save, together
 
         began = time.perf_counter()
         self.wait()
-        final = self._path(step)
+        final = path_of(self.folder, step)
         try:
-            if final.exists():
-                raise FileExistsError(f"{final} exists; checkpoints are never overwritten")
-            save = Save(final, *self._collect(step), self._writer.group)
+            if self._known.get(final) and final.exists():  # else the first rank looks into it
+                raise FileExistsError(f"{final} exists; good checkpoints are never overwritten")
+            saved, own = self._collect(step)
+            save = Save(final, saved, own, self._writer.group, self._keep, self._known)
         except Exception as error:  # without this the others would wait for this rank
             wait([self._writer.submit(together, self._writer.group, partial(_raise, error))])
             raise
@@ -182,7 +189,7 @@ class Checkpoints:
 
     def _start(self, step: int, save: Save) -> PendingSave:
         if not self._background:
-            written = self._writer.submit(save.write, None, self._delete_old)
+            written = self._writer.submit(save.write, None)
             wait([written])
             return PendingSave(step, written)
         copy = StreamedCopy(
@@ -196,43 +203,54 @@ class Checkpoints:
     def _write(self, save: Save, copy: StreamedCopy) -> None:
         self._writer.copies.submit(copy.run)
         try:
-            save.write(copy, self._delete_old)
+            save.write(copy)
         finally:
             copy.close()  # or the next step would wait for ever for a save that has failed
 
-    def load(self, step: int | None = None) -> int | None:
-        """Loads the newest checkpoint, or that of ``step``.
+    def load(self, step: int | None = None, *, fallback: bool = True) -> int | None:
+        """Loads the newest checkpoint that can be read, or that of ``step``.
 
         Returns its step, or None if there are no checkpoints. Everything is compared before a byte
         reaches the model: names, shapes, dtypes, sizes and checksums of files.
 
+        Args:
+            fallback: if the newest one is damaged for any rank, all ranks load the one before, and
+                a warning says what is damaged. Otherwise that is an error.
+
         Raises:
             FileNotFoundError: there is no checkpoint of this step.
-            ValueError: it does not fit or is damaged; names file and key, on every rank.
+            DamagedError: it cannot be read; a ValueError that names file and key, on every rank.
+            ValueError: it does not fit; names file and key, on every rank.
         """
         self.wait()
         state = self._state
         steps = from_first(state.ranks.groups, self.steps(), state.device)
-        if step is None and not steps:
-            return None
-        chosen = steps[-1] if step is None else step
-        if chosen not in steps:
-            raise FileNotFoundError(f"no checkpoint of step {chosen} in {self.folder}: {steps}")
-        with no_collections():
-            self._load(self._path(chosen))
-        return chosen
-
-    def _path(self, step: int) -> Path:
-        if not isinstance(step, int) or step < 0:
-            raise ValueError(f"step must be a whole number, 0 or more, got {step!r}")
-        return self.folder / f"step-{step:08}"
+        if step is not None and step not in steps:
+            raise FileNotFoundError(f"no checkpoint of step {step} in {self.folder}: {steps}")
+        candidates = steps[::-1] if step is None else [step]
+        while candidates:
+            path = path_of(self.folder, chosen := candidates.pop(0))
+            try:
+                with no_collections():
+                    self._load(path)
+            except DamagedError as error:
+                self._known[path] = False
+                if not (candidates and fallback):
+                    raise
+                if state.rank == 0:
+                    _log.warning("the checkpoint before %s is loaded: %s", path.name, error)
+            else:
+                self._known[path] = True
+                return chosen
+            gc.collect()  # the error holds what was read
+        return None
 
     def _collect(self, step: int) -> tuple[SavedState, bytes]:
         """What this rank has of the model and its optimizer, and what it saves for itself."""
         from zerocore.checkpoint.saved_state import saved_state
         from zerocore.checkpoint.training_state import random_state, training_state
 
-        nested = training_state(self._model, self._optimizer)
+        nested = training_state(self._model, self._optimizers)
         buffers = {k: v for k, v in nested["model"].items() if not isinstance(v, Placed)}
         own = {
             "step": step,
@@ -245,19 +263,13 @@ class Checkpoints:
         torch.save(own, written)
         return saved_state(self._kept, nested, copy=self._background), written.getvalue()
 
-    def _delete_old(self) -> None:
-        for step in self.steps()[: -self._keep] if self._keep is not None else []:
-            path = self._path(step)
-            doomed = path.with_name(f"{path.name}.deleted")
-            files.rename(path, doomed)  # half of it must not look like a checkpoint
-            files.flush_folder(self.folder)
-            files.delete_folder(doomed)
-
     def _load(self, folder: Path) -> None:
         from zerocore.checkpoint.loading import TrainingLoad, restore_buffers, restore_own
 
         state = self._state
-        load = TrainingLoad(folder, state, self._model, self._optimizer, self._verify, self._budget)
+        load = TrainingLoad(
+            folder, state, self._model, self._optimizers, self._verify, self._budget
+        )
         load.run(self._stateful)
         own = load.own
         for name, value in self._stateful.items():

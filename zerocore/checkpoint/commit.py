@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,26 @@ from zerocore.common.agreement import agree, from_first, gather_objects
 from zerocore.model.state import ShardState
 
 
+class DamagedError(ValueError):
+    """A checkpoint cannot be read; another one may be."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What goes wrong in it is a :class:`DamagedError` that names the file."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        named = str(path) in str(error)
+        raise DamagedError(f"{error}" if named else f"{path} cannot be read: {error}") from error
+
+
 def on_all_ranks(state: ShardState, action: Callable[[], Any]) -> list[Any]:
     """What ``action`` returns on each rank; what it raises on one is an error on all. Collective.
 
     Raises:
-        Exception: what it raised, on the rank where it did; RuntimeError on the others.
+        Exception: what it raised, on the rank where it did; RuntimeError on the others. A
+            DamagedError on all, if each that was raised is one.
     """
     return common_result(action, lambda outcome: gathered(state, outcome))
 
@@ -31,13 +47,15 @@ def common_result(action: Callable[[], Any], gather: Callable[[Any], list[Any]])
     except Exception as caught:
         error = caught
     message = None if error is None else f"{type(error).__name__}: {error}"
-    answers = gather((message, value))
-    if error is not None:
+    answers = gather((message, isinstance(error, DamagedError), value))
+    is_damage = all(damaged for message, damaged, _ in answers if message is not None)
+    if error is not None and is_damage == isinstance(error, DamagedError):
         raise error
-    for rank, (message, _) in enumerate(answers):
-        if message is not None:
-            raise RuntimeError(f"rank {rank} failed: {message}")
-    return [value for _, value in answers]
+    for rank, (message, damaged, _) in enumerate(answers):
+        if message is not None and damaged == is_damage:
+            kind = DamagedError if is_damage else RuntimeError
+            raise kind(f"rank {rank} failed: {message}")
+    return [value for *_, value in answers]
 
 
 def same_on_all(state: ShardState, facts: list[Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -78,9 +78,21 @@ def rename(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
-def delete_folder(path: Path) -> None:
-    """Deletes a folder and what is in it."""
-    shutil.rmtree(path)
+def delete_folder(path: Path, names: Iterable[str]) -> None:
+    """Deletes files of a folder, and the folder if that was all.
+
+    Raises:
+        OSError: the first that could not be deleted, when all others are; or the folder.
+    """
+    errors = []
+    for name in names:
+        try:
+            (path / name).unlink(missing_ok=True)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    path.rmdir()
 
 
 def close(file: int) -> None:

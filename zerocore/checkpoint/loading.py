@@ -12,10 +12,9 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zerocore.checkpoint.checksums import MAX_SMALL_NBYTES, METADATA
-from zerocore.checkpoint.commit import on_all_ranks
+from zerocore.checkpoint.commit import on_all_ranks, reading
 from zerocore.checkpoint.contents import Contents, Stored
 from zerocore.checkpoint.kept_plan import KeptPlan
 from zerocore.checkpoint.own_file import OwnFile, Target, own_targets, values_of
@@ -26,13 +25,14 @@ from zerocore.checkpoint.saved_state import SavedState, saved_state
 from zerocore.checkpoint.saving import own_name
 from zerocore.checkpoint.torch_files import load_tensors
 from zerocore.checkpoint.training_state import (
+    Optimizers,
     State,
     check_model,
     check_random_state,
     drop_states,
-    fit_optimizer,
+    fit_optimizers,
     flat,
-    load_optimizer,
+    load_optimizers,
     params_without_state,
     set_random_state,
     training_state,
@@ -44,7 +44,7 @@ _log = logging.getLogger("zerocore")
 
 
 class TrainingLoad:
-    """A load of model and optimizer, in steps that all ranks take together.
+    """A load of model and optimizers, in steps that all ranks take together.
 
     Attributes:
         own: what this rank saved for itself.
@@ -61,12 +61,12 @@ class TrainingLoad:
         folder: Path,
         state: ShardState,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        optimizers: Optimizers,
         checksums: bool,
         budget: int,
     ) -> None:
         self._folder, self._state, self._checksums = folder, state, checksums
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizers = model, optimizers
         self._file = OwnFile(folder / SavePlan({}, 1).file_name(state.rank), budget)
         self._stateless: set[str] = set()  # parameters whose states are made to be loaded
         self._wanted: State = {}  # in the model's memory
@@ -82,41 +82,42 @@ class TrainingLoad:
             stateful: names that ``own`` must have.
 
         Raises:
-            ValueError: what does not fit or is damaged, by file and key, before anything is
-                changed.
+            DamagedError: what cannot be read, by file and key; before anything is changed, if
+                checksums are compared.
+            ValueError: what does not fit, by file and key, before anything is changed.
         """
         try:
             have_own = on_all_ranks(self._state, lambda: self._prepare(stateful))
             if self._checksums:
                 self._values, *_ = on_all_ranks(self._state, lambda: self._verify(all(have_own)))
             self._state.begin_load()
-            on_all_ranks(self._state, self._read)
+            on_all_ranks(self._state, self._read_rest)
         except BaseException:
-            if self._optimizer is not None:
-                drop_states(self._model, self._optimizer, self._stateless)  # may hold anything
+            drop_states(self._model, self._optimizers, self._stateless)  # may hold anything
             raise
         self._model.load_state_dict(self._wanted["model"])
-        if self._optimizer is not None:
-            load_optimizer(self._model, self._optimizer, self._wanted["optim"])
+        if self._optimizers:
+            load_optimizers(self._model, self._optimizers, self._wanted["optim"])
 
     def _prepare(self, stateful: Iterable[str]) -> bool:
         """Compares names, shapes and sizes; whether this rank needs what its own file has."""
-        self._contents = contents = Contents(self._folder)
-        contents.check_sizes()
-        self.own = read_own(contents, self._state.rank)
-        groups = [] if self._optimizer is None else read_groups(contents)
-        # The small files are read: they would wait behind what is read from now on.
-        if self._checksums and self.own["world_size"] == self._state.world_size:
-            self._file.begin()
+        with reading(self._folder):
+            self._contents = contents = Contents(self._folder)
+            contents.check_sizes()
+            self.own = read_own(contents, self._state.rank)
+            groups = read_groups(contents) if self._optimizers else []
+            # The small files are read: they would wait behind what is read from now on.
+            if self._checksums and self.own["world_size"] == self._state.world_size:
+                self._file.begin()
         if missing := sorted(set(stateful) - set(self.own["stateful"])):
             raise ValueError(f"{self._folder} has no state of {missing}")
-        self._wanted = training_state(self._model, None)
+        self._wanted = training_state(self._model, ())
         check_model(self._wanted, contents.metadata, self._folder)
         self._check_buffers()
-        if self._optimizer is not None:
-            self._stateless = params_without_state(self._model, self._optimizer)
-            self._wanted["optim"] = fit_optimizer(
-                self._model, self._optimizer, groups, contents.metadata, self._folder
+        if self._optimizers:
+            self._stateless = params_without_state(self._model, self._optimizers)
+            self._wanted["optim"] = fit_optimizers(
+                self._model, self._optimizers, groups, contents.metadata, self._folder
             )
         if self._checksums:
             self._saved = saved_state(KeptPlan(self._state), self._wanted, copy=False)
@@ -142,18 +143,23 @@ class TrainingLoad:
 
     def _verify(self, all_have_own: bool) -> dict[str, Tensor]:
         """Compares checksums, reading what has memory to land in; values that others need."""
-        if not all_have_own:
-            self._targets = None
-            verify(self._contents, self._state.rank, self._state.world_size)
-            return {}
-        assert self._targets is not None
-        if self._state.rank == 0:
-            self._contents.check_wholes()
-        self._file.verify(self._contents, self._targets)
-        return values_of(self._targets)
+        with reading(self._folder):
+            if not all_have_own:
+                self._targets = None
+                verify(self._contents, self._state.rank, self._state.world_size)
+                return {}
+            assert self._targets is not None
+            if self._state.rank == 0:
+                self._contents.check_wholes()
+            self._file.verify(self._contents, self._targets)
+            return values_of(self._targets)
+
+    def _read_rest(self) -> None:
+        """Reads what is not read yet: from this rank's file, and with torch's reader from any."""
+        with reading(self._folder):
+            self._read()
 
     def _read(self) -> None:
-        """Reads what is not read yet: from this rank's file, and with torch's reader from any."""
         read: set[str] = set()
         if self._targets is not None and self._saved is not None:
             read = self._file.read_rest(self._saved, self._targets)
@@ -188,7 +194,7 @@ def read_groups(contents: Contents) -> list[dict[str, Any]]:
     """The saved options of the optimizer's groups, and the names of their parameters.
 
     Raises:
-        ValueError: there are none, or one is broken; names file and key.
+        ValueError: one is broken; names file and key.
     """
     stored = {item.key: (name, item) for name, items in contents.files.items() for item in items}
     found: dict[int, dict[str, Any]] = {}
@@ -199,8 +205,8 @@ def read_groups(contents: Contents) -> list[dict[str, Any]]:
             name, item = stored[key]
             found.setdefault(path[2], {})[path[3]] = _read_value(contents.folder / name, item)
     groups = [found.get(number, {}) for number in range(len(found))]
-    if not groups or not all(type(group.get("params")) is list for group in groups):
-        raise ValueError(f"{contents.folder} holds no optimizer's state, or not all of its groups")
+    if not all(type(group.get("params")) is list for group in groups):
+        raise ValueError(f"{contents.folder / METADATA} lacks parameters of the optimizer's groups")
     return groups
 
 

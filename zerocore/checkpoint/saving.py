@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -13,10 +14,14 @@ from zlib import crc32
 import torch.distributed as dist
 from torch import Tensor
 
-from zerocore.checkpoint import checksums, files
+from zerocore.checkpoint import checksums, files, folder
 from zerocore.checkpoint.checksums import METADATA, Sums
 from zerocore.checkpoint.commit import common_result
+from zerocore.checkpoint.contents import Contents
 from zerocore.checkpoint.saved_state import SavedState, write_rank_file
+from zerocore.checkpoint.verify import verify
+
+_log = logging.getLogger("zerocore")
 
 
 @dataclass(frozen=True)
@@ -28,53 +33,72 @@ class Save:
         saved: this rank's parts.
         own: what this rank saves for itself.
         group: of the ranks; None for one.
+        keep: how many checkpoints stay; None for all.
+        known: whether a checkpoint is good, where that is known; a damaged one may be replaced,
+            and is none of ``keep``.
     """
 
     final: Path
     saved: SavedState
     own: bytes
     group: dist.ProcessGroup | None
+    keep: int | None
+    known: dict[Path, bool]
 
-    def write(self, copies: Iterable[Tensor] | None, when_done: Callable[[], None]) -> None:
+    def write(self, copies: Iterable[Tensor] | None) -> None:
         """Writes this rank's files, and on the first rank completes the checkpoint. Collective.
 
         Args:
             copies: of ``saved.parts()``, on the CPU; None to write from the tensors themselves.
-            when_done: called on the first rank when the checkpoint has its name.
 
         Raises:
             Exception: what went wrong, on the rank where it did; RuntimeError on the others.
+            FileExistsError: there is a good checkpoint of that name.
             ValueError: the ranks would save different tensors.
         """
-        temporary, sums = self._begin()
-        self._together(lambda: self._write_files(temporary, sums, copies))
+        try:
+            temporary, sums = self._begin()
+            self._together(lambda: self._write_files(temporary, sums, copies))
+            self._together(lambda: self._commit(temporary))
+            self.known[self.final] = True
+        finally:
+            folder.end(self._temporary)
 
-        def commit() -> None:
-            if self.saved.rank == 0:
-                self._commit(temporary)
-                when_done()
-
-        self._together(commit)
+    @cached_property
+    def _temporary(self) -> Path:
+        """The folder that all write to, if this is the first rank."""
+        return folder.temporary_of(self.final)
 
     def _begin(self) -> tuple[Path, dict[str, int]]:
         """Makes the folder, when all ranks want to save the same.
 
         Returns it, and the checksum of what each rank saves for itself.
         """
-        identity = uuid.uuid4().hex[:8]
 
         def prepare() -> tuple[int, str, str, int]:
             if self.saved.rank == 0:
-                _delete_remains(self.final.parent)
-                files.make_folder(_temporary(self.final, identity))
-            return self.saved.rank, identity, self.saved.digest(), crc32(self.own)
+                self._refuse_good()
+                folder.begin(self._temporary)
+            return self.saved.rank, self._temporary.name, self.saved.digest(), crc32(self.own)
 
         answers = self._together(prepare)
         digests = [digest for _, _, digest, _ in answers]
         if len(set(digests)) > 1:
             raise ValueError(f"the ranks would save different tensors: {digests}")
-        sums = {own_name(rank): crc for rank, _, _, crc in answers}
-        return _temporary(self.final, min(answers)[1]), sums
+        temporary = self.final.with_name(min(answers)[1])
+        return temporary, {own_name(rank): crc for rank, _, _, crc in answers}
+
+    def _refuse_good(self) -> None:
+        """Raises FileExistsError if there is something else than a damaged checkpoint."""
+        if not self.final.exists() or self.known.get(self.final) is False:
+            return
+        try:
+            if folder.is_checkpoint(self.final):
+                verify(Contents(self.final))
+        except (OSError, ValueError) as error:
+            _log.warning("%s is damaged and will be replaced: %s", self.final, error)
+        else:
+            raise FileExistsError(f"{self.final} exists; checkpoints are never overwritten")
 
     def _write_files(
         self, temporary: Path, sums: dict[str, int], copies: Iterable[Tensor] | None
@@ -124,16 +148,18 @@ class Save:
             yield checksums.NAME, Sums(sizes, sums, listed).text()
 
     def _commit(self, temporary: Path) -> None:
-        """Gives the folder its name, when all ranks have flushed their files."""
+        """On the first rank: gives the folder its name, as all ranks have flushed their files."""
+        if self.saved.rank != 0:
+            return
         plan = self.saved.plan
         for rank, size in enumerate(plan.file_nbytes):
             path = temporary / plan.file_name(rank)
             found = path.stat().st_size
             if found != size:
                 raise OSError(f"{path} has {found} bytes, expected {size}")
-        files.flush_folder(temporary)
-        files.rename(temporary, self.final)
-        files.flush_folder(self.final.parent)
+        folder.complete(temporary, self.final)
+        damaged = {path for path, is_good in self.known.items() if not is_good} - {self.final}
+        folder.delete_old(self.final, self.keep, damaged)
 
     def _together(self, action: Callable[[], Any]) -> list[Any]:
         return together(self.group, action)
@@ -154,18 +180,6 @@ def together(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> list
         return values
 
     return common_result(action, gathered)
-
-
-def _temporary(final: Path, identity: str) -> Path:
-    return final.with_name(f"{final.name}.tmp-{identity}")
-
-
-def _delete_remains(folder: Path) -> None:
-    """Deletes the folders of saves and deletions that did not come to their end."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for pattern in ("step-*.tmp-*", "step-*.deleted"):
-        for path in folder.glob(pattern):
-            files.delete_folder(path)
 
 
 def own_name(rank: int) -> str:

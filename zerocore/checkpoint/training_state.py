@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,33 +14,66 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from zerocore.common.state_memory import filled_later
-from zerocore.hooks.optimizer_states import make_states
+from zerocore.hooks.optimizer_states import make_states, params_of
 
 State = dict[str, Any]
 
 
-def training_state(model: nn.Module, optimizer: Optimizer | None) -> State:
-    """``{"model": ..., "optim": ...}`` on the memory of both, as torch's functions name it."""
+Optimizers = Sequence[Optimizer]
+
+
+def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimizers:
+    """One, several or none as several, as torch's functions take them.
+
+    Raises:
+        TypeError: something else.
+        ValueError: two hold the same parameter.
+    """
+    given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers = [each for each in given if each is not None]
+    seen: set[int] = set()
+    for each in optimizers:
+        if not hasattr(each, "param_groups") or not hasattr(each, "state_dict"):
+            raise TypeError(
+                f"optimizer: expected an optimizer or a list of optimizers, got {type(each)}"
+            )
+        own = {id(param) for param in params_of(each)}
+        if shared := [param for param in params_of(each) if id(param) in seen]:
+            raise ValueError(
+                f"optimizer: two of the list hold '{getattr(shared[0], 'fqn', shared[0])}'; give "
+                "each parameter to one of them"
+            )
+        seen |= own
+    return optimizers
+
+
+def training_state(model: nn.Module, optimizers: Optimizers) -> State:
+    """``{"model": ..., "optim": ...}`` on the memory of all, as torch's functions name it.
+
+    Several optimizers are as one with the groups of all.
+    """
     state: State = {"model": dict(model.state_dict())}
-    if optimizer is not None:
-        state["optim"] = _by_names(model, optimizer)
+    if optimizers:
+        state["optim"] = _by_names(model, optimizers)
     return state
 
 
-def _by_names(model: nn.Module, optimizer: Optimizer) -> State:
-    names = _names(model, optimizer)
-    packed = optimizer.state_dict()
-    groups = [
-        {**group, "params": [names[index] for index in group["params"]]}
-        for group in packed["param_groups"]
-    ]
-    state = {names[index]: value for index, value in packed["state"].items()}
-    return {"state": state, "param_groups": groups}
+def _by_names(model: nn.Module, optimizers: Optimizers) -> State:
+    merged: State = {"state": {}, "param_groups": []}
+    for optimizer in optimizers:
+        names = _names(model, optimizer)
+        packed = optimizer.state_dict()
+        merged["state"].update((names[index], value) for index, value in packed["state"].items())
+        merged["param_groups"].extend(
+            {**group, "params": [names[index] for index in group["params"]]}
+            for group in packed["param_groups"]
+        )
+    return merged
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     known = {id(param): name for name, param in model.named_parameters()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     for param in params:
         if id(param) not in known:
             raise ValueError(
@@ -87,10 +121,14 @@ def _check_tensor(key: str, value: Any, metadata: Metadata, folder: object) -> N
         raise ValueError(f"{folder}: '{key}' is {facts.properties.dtype}, expected {value.dtype}")
 
 
-def fit_optimizer(
-    model: nn.Module, optimizer: Optimizer, groups: list[State], metadata: Metadata, folder: object
+def fit_optimizers(
+    model: nn.Module,
+    optimizers: Optimizers,
+    groups: list[State],
+    metadata: Metadata,
+    folder: object,
 ) -> State:
-    """The optimizer's states that the checkpoint has, on its own memory, and options of groups.
+    """The optimizers' states that the checkpoint has, on their own memory, and options of groups.
 
     States are made where there are none yet, of memory that holds anything, and stay if this
     raises. A parameter may lack its state as a whole.
@@ -101,7 +139,9 @@ def fit_optimizer(
     Raises:
         ValueError: other parameters, groups, states or shapes; names folder and key.
     """
-    own_groups = _by_names(model, optimizer)["param_groups"]
+    if not groups:
+        raise ValueError(f"{folder} holds no optimizer's state")
+    own_groups = _by_names(model, optimizers)["param_groups"]
     if [group["params"] for group in groups] != [group["params"] for group in own_groups]:
         raise ValueError(
             f"{folder} has parameter groups of {_outline(groups)}, the optimizer of "
@@ -109,11 +149,12 @@ def fit_optimizer(
         )
     saved = {key for key in metadata.state_dict_metadata if key.startswith("optim.state.")}
     stated = {key.removeprefix("optim.state.").rpartition(".")[0] for key in saved}
-    new = params_without_state(model, optimizer)
+    new = params_without_state(model, optimizers)
     with filled_later():
-        make_states(optimizer)
-    drop_states(model, optimizer, new - stated)
-    state = {k: v for k, v in _by_names(model, optimizer)["state"].items() if k in stated}
+        for optimizer in optimizers:
+            make_states(optimizer)
+    drop_states(model, optimizers, new - stated)
+    state = {k: v for k, v in _by_names(model, optimizers)["state"].items() if k in stated}
     own = dict(flat(state, "optim.state."))
     missing, unexpected = sorted(set(own) - saved), sorted(saved - set(own))
     if missing or unexpected:
@@ -126,35 +167,39 @@ def fit_optimizer(
     return {"state": state, "param_groups": groups}
 
 
-def params_without_state(model: nn.Module, optimizer: Optimizer) -> set[str]:
-    """Names of the optimizer's parameters that have no state yet."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    names = zip(_names(model, optimizer), params, strict=True)
-    return {name for name, param in names if not optimizer.state.get(param)}
+def params_without_state(model: nn.Module, optimizers: Optimizers) -> set[str]:
+    """Names of the optimizers' parameters that have no state yet."""
+    return {
+        name
+        for optimizer in optimizers
+        for name, param in zip(_names(model, optimizer), params_of(optimizer), strict=True)
+        if not optimizer.state.get(param)
+    }
 
 
-def drop_states(model: nn.Module, optimizer: Optimizer, names: set[str]) -> None:
+def drop_states(model: nn.Module, optimizers: Optimizers, names: set[str]) -> None:
     """Forgets the states of the parameters of these names."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for name, param in zip(_names(model, optimizer), params, strict=True):
-        if name in names:
-            optimizer.state.pop(param, None)
+    for optimizer in optimizers:
+        for name, param in zip(_names(model, optimizer), params_of(optimizer), strict=True):
+            if name in names:
+                optimizer.state.pop(param, None)
 
 
 def _outline(groups: list[State]) -> str:
     return ", ".join(f"{len(group['params'])} ({group['params'][:1]}...)" for group in groups)
 
 
-def load_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> None:
-    """Gives an optimizer the states and options of ``fit_optimizer``, whose tensors are loaded."""
-    names = _names(model, optimizer)
-    numbers = {name: number for number, name in enumerate(names)}
-    groups = [
-        {**group, "params": [numbers[name] for name in group["params"]]}
-        for group in state["param_groups"]
-    ]
-    states = {numbers[name]: value for name, value in state["state"].items()}
-    optimizer.load_state_dict({"state": states, "param_groups": groups})
+def load_optimizers(model: nn.Module, optimizers: Optimizers, state: State) -> None:
+    """Gives optimizers states and options of ``fit_optimizers``, whose tensors are loaded."""
+    saved = iter(state["param_groups"])
+    for optimizer in optimizers:
+        numbers = {name: number for number, name in enumerate(_names(model, optimizer))}
+        groups = [
+            {**group, "params": [numbers[name] for name in group["params"]]}
+            for group in islice(saved, len(optimizer.param_groups))
+        ]
+        states = {numbers[k]: value for k, value in state["state"].items() if k in numbers}
+        optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
 def random_state() -> State:
