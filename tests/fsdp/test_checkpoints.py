@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.harness import run_ranks
 from tests.fsdp.both import ENGINES, full_params, loss_of, make_net, shard_blocks, tokens_of
+from zerocore.checkpoint.training_state import flat
 
 PAIRS = (("torch", "zerocore"), ("zerocore", "torch"), ("zerocore", "zerocore"))
 
@@ -111,3 +114,40 @@ def test_checkpoints_go_from_one_to_the_other(tmp_path: Path) -> None:
 
 def test_state_dicts_go_from_one_to_the_other() -> None:
     run_ranks(exchange_state_dicts, 3, timeout=120)
+
+
+def copy_and_save() -> None:
+    """By torch's own functions, which read storages: states after a forward, views of them."""
+    for number, name in enumerate(ENGINES):
+        model, optimizer = make(name)
+        steps(model, optimizer, 0)
+        for state in (model.state_dict(), optimizer.state_dict()):
+            values = dict(flat(state, ""))
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            buffer.seek(0)
+            for copied in (copy.deepcopy(state), torch.load(buffer, weights_only=False)):
+                for key, value in flat(copied, ""):
+                    if isinstance(value, torch.Tensor):
+                        assert torch.equal(local_of(value), local_of(values[key])), key
+                        assert value.data_ptr() == 0 or not isinstance(value, DTensor), key
+        kept = copy.deepcopy(model.state_dict())  # as for the best epoch
+        before = full_params(model)
+        steps(model, optimizer, 2)
+        model.load_state_dict(kept)
+        check_equal(full_params(model), before)
+        if number == 0:
+            expected = steps(model, optimizer, 2)
+        else:
+            torch.testing.assert_close(
+                torch.tensor(steps(model, optimizer, 2)), torch.tensor(expected)
+            )
+
+
+def local_of(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def test_state_dicts_are_copied_and_saved() -> None:
+    for world_size in (1, 3):
+        run_ranks(copy_and_save, world_size, timeout=120)

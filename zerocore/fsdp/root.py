@@ -21,7 +21,7 @@ from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds, watch_end
 from zerocore.fsdp.group import Group, RowParam, check_gathered_as_is, groups_below
 from zerocore.fsdp.mesh import device_of
-from zerocore.fsdp.rows import as_dtensor
+from zerocore.fsdp.rows import as_dtensor, at_origin
 from zerocore.hooks.backward_calls import watch_backward_calls
 from zerocore.hooks.pipelines import refuse_split_backward
 from zerocore.model.ranks import Ranks, control_group, find_ranks, with_reductions
@@ -249,7 +249,7 @@ def _bind(engine: Engine, group: Group) -> None:
         param.full = nn.Parameter(
             engine.make_full(group.unit, index), requires_grad=shard.requires_grad
         )
-        local = engine.make_shard(group.unit, index)
+        local = at_origin(engine.make_shard(group.unit, index))
         param.local = param.rows.outward(local)
         with torch.no_grad():
             param.local.copy_(shard._local_tensor)  # type: ignore[attr-defined]
