@@ -22,6 +22,7 @@ from zerocore.common.alarm import watch_end
 from zerocore.common.cores import local_ranks, update_threads
 from zerocore.common.host_link import emulated_host_link
 from zerocore.common.host_memory import check_obtainable, shortage
+from zerocore.hooks.applied_functions import watch_functions
 from zerocore.hooks.backward_calls import watch_backward_calls
 from zerocore.hooks.loads import watch_loads
 from zerocore.hooks.moves import keep_in_place
@@ -72,6 +73,7 @@ def build(request: ShardRequest) -> ShardState:
         updates.watch(ref(state))
     remember_model(state, model)
     watch_backward_calls(explain_backward)
+    watch_functions()
     watch_registrations(model, state)
     refuse_split_backward()
     return state
