@@ -192,7 +192,7 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     shard.on_disk = shard.on_host and state.config.place_of("states") == "disk"
     grad = None
     if old.is_floating_point():
-        grad = ShardedGrad.make(engine.make_grad(unit.index, position), place)
+        grad = ShardedGrad.make(engine.make_grad(unit.index, position), place, ref(state))
     shard.grad_device = shard.device if grad is None else grad.device
     owners = [ParamOwner(owner._parameters, name) for owner, name in choice.owners]
     engine.bind(unit.index, position, full, shard, grad, owners)

@@ -14,6 +14,7 @@ Function = Callable[[Run], None]
 THEMES = (
     "loops",
     "graphs",
+    "edges",
     "ways",
     "losses",
     "reads",

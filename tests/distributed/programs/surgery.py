@@ -105,14 +105,6 @@ def grad_cloned(run: Run) -> None:
     with_gradients(run, change)
 
 
-@program("p.grad swapped with another tensor by torch.utils.swap_tensors")
-def grad_swapped(run: Run) -> None:
-    def change(p: Any, step: int) -> None:
-        torch.utils.swap_tensors(p.grad, p.grad * 0.5)
-
-    with_gradients(run, change)
-
-
 @program("p.grad.detach_() before the step, zeroed in place behind it")
 def grad_detached(run: Run) -> None:
     with_gradients(run, lambda p, step: p.grad.detach_().mul_(0.5), keep=True)
@@ -130,8 +122,8 @@ def grad_deleted(run: Run) -> None:
             del p.grad
 
 
-@program("two tasks' gradients kept, not cloned, and combined: PCGrad over all parameters")
-def pcgrad(run: Run) -> None:
+def pcgrad(run: Run, keep: Any) -> None:
+    """Two tasks' gradients are kept and combined; what `keep` gives of each is not cloned."""
     model = run.shard(Net(), [Block])
     parameters, optimizer = list(model.parameters()), sgd(model)
     for x in run.batches():
@@ -140,15 +132,48 @@ def pcgrad(run: Run) -> None:
             optimizer.zero_grad()
             mean_square(model(x) + sign).backward()
             run.average(model)
-            kept.append([p.grad for p in parameters])
+            kept.append([keep(p.grad) for p in parameters])
         first, second = kept
         dot = sum((a * b).sum() for a, b in zip(first, second, strict=True))
         square = sum((b * b).sum() for b in second)
         run.record(dot, square)
         for p, a, b in zip(parameters, first, second, strict=True):
-            p.grad = a + b - torch.clamp(dot, max=0.0) / square * b
+            p.grad = (a + b - torch.clamp(dot, max=0.0) / square * b).view_as(p)
         optimizer.step()
         optimizer.zero_grad()
+
+
+@program("PCGrad over two tasks whose p.grad is kept over zero_grad, not cloned")
+def pcgrad_kept(run: Run) -> None:
+    pcgrad(run, lambda grad: grad)
+
+
+@program("the same, p.grad.detach() being kept")
+def pcgrad_detached(run: Run) -> None:
+    pcgrad(run, lambda grad: grad.detach())
+
+
+@program("the same, p.grad.data.view(-1) being kept")
+def pcgrad_flat(run: Run) -> None:
+    pcgrad(run, lambda grad: grad.data.view(-1))
+
+
+@program("the same, p.grad.clone() being kept")
+def pcgrad_cloned(run: Run) -> None:
+    pcgrad(run, lambda grad: grad.clone())
+
+
+@program("gradients of the step before kept, and added as a momentum by hand")
+def grad_of_last_step(run: Run) -> None:
+    last: dict[Any, Any] = {}
+
+    def change(p: Any, step: int) -> None:
+        now = p.grad
+        if p in last:
+            p.grad = now + 0.5 * last[p]
+        last[p] = now
+
+    with_gradients(run, change)
 
 
 @program("gradients of micro-batches averaged by hand: cloned, zeroed, summed, assigned")
