@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.programs.models import Block, Net, mean_square, sgd
+from tests.distributed.programs.models import Block, Net, adamw, mean_square, sgd
 from tests.distributed.programs.registry import program
 from tests.distributed.programs.systems import Run
 
@@ -256,4 +256,20 @@ def grad_data_clipped(run: Run) -> None:
             p.grad.data = p.grad.data * 3.0
         run.record(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
         optimizer.step()
+        optimizer.zero_grad()
+
+
+@program("moments changed right behind step(), through references kept from the first step")
+def moments_by_hand(run: Run) -> None:
+    model = run.shard(nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))), [nn.Linear])
+    optimizer = adamw(model.parameters())
+    kept: list[Any] = []
+    for x in run.batches(4, 4, 256):
+        mean_square(model(x)).backward()
+        run.average(model)
+        optimizer.step()
+        kept = kept or [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+        for moment, p in zip(kept, model.parameters(), strict=True):
+            moment.mul_(0.5)
+            optimizer.state[p]["exp_avg_sq"].mul_(0.9)
         optimizer.zero_grad()
