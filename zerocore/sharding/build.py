@@ -37,7 +37,7 @@ from zerocore.model.materialize import InitFn, full_values, materialize_buffers
 from zerocore.model.precision import MixedPrecision, param_types
 from zerocore.model.ranks import Ranks, control_group, with_reductions
 from zerocore.model.state import Param, ShardState, Unit, set_state
-from zerocore.model.unit_call import UnitCall, set_unit_call
+from zerocore.model.unit_call import UnitCall, looked_at_by, set_unit_call
 from zerocore.model.units import ParamChoice, UnitPlanned
 from zerocore.reporting.out_of_memory import explain_backward, explain_forward, remember_model
 from zerocore.sharding.request import ShardRequest, types_of
@@ -216,7 +216,10 @@ def _set_unit_calls(model: nn.Module, planned: list[UnitPlanned], state: ShardSt
     for module in list(model.modules()):
         units = units_of.get(id(module), ())
         is_root = module is model
-        if units or is_root:
+        inside = looked_at_by(module)
+        inner = () if inside is None else inside.modules()
+        looked_at = {unit for each in inner for unit in units_of.get(id(each), ())} - {*units}
+        if units or is_root or looked_at:
             computes = {param.types.model for unit in units for param in state.units[unit].params}
             unit_call = UnitCall(
                 state,
@@ -227,5 +230,6 @@ def _set_unit_calls(model: nn.Module, planned: list[UnitPlanned], state: ShardSt
                 cast_inputs=narrow if is_root or narrow in computes else None,
                 cast_outputs=mixed.output_dtype if is_root else None,
                 before_call=sync.before_call if is_root and sync is not None else None,
+                looked_at=tuple(sorted(looked_at)),
             )
             set_unit_call(module, unit_call)
