@@ -21,7 +21,7 @@ _ALIGNMENT_NBYTES = 16
 
 
 class HostState(Tensor):
-    """A state that a thread updates, also behind ``step()``: torch functions of it wait for that."""
+    """A state that a thread updates, also behind ``step()``: torch functions of it wait."""
 
     @classmethod
     def __torch_function__(
