@@ -138,6 +138,11 @@ void register_setup(py::class_<PyEngine>& engine) {
             return self.engine->reducer().make_grad(unit, i);
           })
       .def(
+          "bind_grad",
+          [](PyEngine& self, UnitId unit, int i, at::Tensor grad) {
+            self.engine->reducer().bind_grad(unit, i, std::move(grad));
+          })
+      .def(
           "materialize",
           [](PyEngine& self,
              UnitId unit,

@@ -1,4 +1,5 @@
 // Attributes of sharded parameters that loops over all parameters read and set.
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -11,8 +12,29 @@ PyObject* get_grad(PyObject* param, void* /*closure*/) {
   return THPVariable_Wrap(THPVariable_Unpack(param).grad());
 }
 
-// Also `del param.grad`, for which the value is null.
+// References to the object of a tensor that is held in C++ alone, while a caller looks at it. That
+// is a matter of torch's version.
+Py_ssize_t references_of_unheld() {
+  const at::Tensor tensor = at::empty({0});
+  const at::Tensor second = tensor; // NOLINT(performance-unnecessary-copy-initialization)
+  Py_DECREF(THPVariable_Wrap(tensor));
+  const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(tensor));
+  return Py_REFCNT(object.ptr());
+}
+
+// Also `del param.grad`, for which the value is null. A gradient that somebody has kept keeps its
+// values, which the next backward would overwrite.
 int set_grad(PyObject* param, PyObject* value, void* /*closure*/) {
+  static const Py_ssize_t unheld = references_of_unheld();
+  const at::Tensor old = THPVariable_Unpack(param).grad();
+  const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(old));
+  if (old.defined() && object.ptr() != value && Py_REFCNT(object.ptr()) > unheld) {
+    PyObject* kept = PyObject_CallMethod(param, "_keep_grad", "O", object.ptr());
+    Py_XDECREF(kept);
+    if (kept == nullptr) {
+      return -1;
+    }
+  }
   if (value == nullptr || value == Py_None) {
     THPVariable_Unpack(param).mutable_grad().reset();
     return 0;

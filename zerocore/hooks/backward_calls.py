@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from zerocore._C import forget_backward_call, note_backward_call
 from zerocore.model.state import live_states
@@ -32,6 +33,20 @@ def watch_backward_calls(explain: Explain) -> None:
         function = getattr(torch.autograd, name)
         if not hasattr(function, _WATCHED):
             setattr(torch.autograd, name, _watched(function, explain))
+    graph: Any = torch.autograd.graph
+    if not hasattr(graph._get_grad_fn_or_grad_acc, _WATCHED):
+        graph._get_grad_fn_or_grad_acc = _node_of_full(graph._get_grad_fn_or_grad_acc)
+
+
+def _node_of_full(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """For edges and hooks of several tensors: the node of a parameter is that of the full one."""
+
+    @wraps(function)
+    def run(tensor: Tensor) -> Any:
+        return function(_full(tensor))
+
+    setattr(run, _WATCHED, True)
+    return run
 
 
 def _watched(function: Callable[..., Any], explain: Explain) -> Callable[..., Any]:
@@ -61,6 +76,8 @@ def _watched(function: Callable[..., Any], explain: Explain) -> Callable[..., An
 def _full(inputs: Any) -> Any:
     if isinstance(inputs, PlacedParameter):
         return inputs.full
-    if isinstance(inputs, Tensor) or not hasattr(inputs, "__iter__"):
+    if isinstance(inputs, dict):
+        return {key: _full(value) for key, value in inputs.items()}
+    if isinstance(inputs, Tensor | GradientEdge) or not hasattr(inputs, "__iter__"):
         return inputs
     return [_full(value) for value in inputs]

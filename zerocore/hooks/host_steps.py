@@ -57,7 +57,7 @@ def _show_host_gradients(optimizer: Optimizer) -> None:
                 if grad.device != param.device:
                     state: Any = param.state_ref()
                     host = state.engine.arrived_gradient(param.unit, param.position)
-                    host = ShardedGrad.make(host, param.place)
+                    host = ShardedGrad.make(host, param.place, param.state_ref)
                     show_grad(param, host)
                     shown.append((param, grad, host))
 

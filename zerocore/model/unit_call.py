@@ -22,11 +22,12 @@ class UnitCall:
     """Goes around a module's call: enters its units, and begins the pass if it is the root.
 
     ``state`` is the ShardState that the module belongs to. ``explain`` is given what a call raised,
-    before its units are left, and returns what to raise instead, or None.
+    before its units are left, and returns what to raise instead, or None. ``looked_at`` are the
+    units of modules inside whose parameters the module looks at in evaluation, see `looked_at_by`.
     """
 
     __slots__ = (
-        "before_call", "cast_inputs", "cast_outputs", "engine", "explain", "is_root", "reverse",
+        "before_call", "cast_inputs", "cast_outputs", "engine", "explain", "is_root", "looked_at",
         "state", "units",
     )  # fmt: skip
 
@@ -40,22 +41,26 @@ class UnitCall:
         cast_inputs: torch.dtype | None = None,
         cast_outputs: torch.dtype | None = None,
         before_call: Callable[[], None] | None = None,
+        looked_at: tuple[int, ...] = (),
     ) -> None:
         self.state = state
         self.engine = engine
         self.explain = explain
         self.units = units
-        self.reverse = units[::-1]
         self.is_root = is_root
         self.cast_inputs = cast_inputs
         self.cast_outputs = cast_outputs
         self.before_call = before_call
+        self.looked_at = looked_at
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
         engine = self.engine
         entered = 0
         begun = False
+        units = self.units
+        if self.looked_at and not args[0].training:
+            units = (*units, *self.looked_at)
         try:
             if self.is_root:
                 self.state.meters.begin_pass()
@@ -63,7 +68,7 @@ class UnitCall:
                 begun = True
                 if self.before_call is not None:
                     self.before_call()
-            for unit in self.units:
+            for unit in units:
                 engine.enter(unit)
                 entered += 1
             if self.cast_inputs is not None:
@@ -73,19 +78,30 @@ class UnitCall:
             if self.cast_outputs is not None:
                 output = cast_floats(output, self.cast_outputs)
         except BaseException as error:
-            explained = self.explain(error, self.state, self.units)
-            for unit in self.units[:entered][::-1]:
+            explained = self.explain(error, self.state, units)
+            for unit in units[:entered][::-1]:
                 engine.exit(unit, None)
             if begun:
                 engine.fail_pass()
             if explained is not None:
                 raise explained from error
             raise
-        for unit in self.reverse:
+        for unit in units[::-1]:
             engine.exit(unit, output)
         if self.is_root:
             engine.end_pass(output)
         return output
+
+
+def looked_at_by(module: nn.Module) -> nn.Module | None:
+    """The module whose parameters ``module`` itself gives to torch's fast path of attention.
+
+    The fast path is taken for plain parameters only, before the modules that own them are called.
+    """
+    if isinstance(module, nn.TransformerEncoder):
+        return next(iter(module.layers), None)
+    takes_it = isinstance(module, nn.TransformerEncoderLayer | nn.MultiheadAttention)
+    return module if takes_it else None
 
 
 def unit_call_of(module: nn.Module) -> UnitCall | None:

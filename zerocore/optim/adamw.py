@@ -151,8 +151,8 @@ class AdamW(Optimizer):
     def synchronize(self) -> None:
         """Blocks until a step on the host is done, which may go on after :meth:`step` has returned.
 
-        Forwards, state dicts, torch functions of parameters and the next step wait by themselves;
-        call it before ``state`` is read by hand.
+        Forwards, state dicts, torch functions of parameters and states, and the next step wait by
+        themselves; call it before code that torch does not announce reads ``state``.
 
         Raises:
             RuntimeError: what went wrong in the step.

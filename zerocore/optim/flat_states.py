@@ -10,12 +10,36 @@ import torch
 from torch import Tensor
 
 from zerocore.common.state_memory import state_memory
+from zerocore.tensor import updates
 from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.place import Placed
 
 State = dict[str, Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Views begin where the widest accesses of the kernels may begin, as the shards themselves do.
 _ALIGNMENT_NBYTES = 16
+
+
+class HostState(Tensor):
+    """A state that a thread updates, also behind ``step()``: torch functions of it wait."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        updates.finish()
+        if any(issubclass(kind, Placed) for kind in types):
+            return NotImplemented  # its own rules know what this is beside a shard
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(proto)
 
 
 def allocate_states(params: Sequence[Tensor]) -> list[State]:
@@ -40,7 +64,13 @@ def allocate_states(params: Sequence[Tensor]) -> list[State]:
         found = _allocate([params[index] for index in indices])
         for index, state in zip(indices, found, strict=True):
             states[index] = state
-    return states
+    return [_waiting(*each) for each in zip(params, states, strict=True)]
+
+
+def _waiting(param: Tensor, state: State) -> State:
+    if not isinstance(param, ShardedParameter) or not param.on_host:
+        return state
+    return {key: value.as_subclass(HostState) for key, value in state.items()}
 
 
 def _unit_of(param: Tensor) -> Hashable:

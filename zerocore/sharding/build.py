@@ -22,6 +22,7 @@ from zerocore.common.alarm import watch_end
 from zerocore.common.cores import local_ranks, update_threads
 from zerocore.common.host_link import emulated_host_link
 from zerocore.common.host_memory import check_obtainable, shortage
+from zerocore.hooks.applied_functions import watch_functions
 from zerocore.hooks.backward_calls import watch_backward_calls
 from zerocore.hooks.loads import watch_loads
 from zerocore.hooks.moves import keep_in_place
@@ -36,7 +37,7 @@ from zerocore.model.materialize import InitFn, full_values, materialize_buffers
 from zerocore.model.precision import MixedPrecision, param_types
 from zerocore.model.ranks import Ranks, control_group, with_reductions
 from zerocore.model.state import Param, ShardState, Unit, set_state
-from zerocore.model.unit_call import UnitCall, set_unit_call
+from zerocore.model.unit_call import UnitCall, looked_at_by, set_unit_call
 from zerocore.model.units import ParamChoice, UnitPlanned
 from zerocore.reporting.out_of_memory import explain_backward, explain_forward, remember_model
 from zerocore.sharding.request import ShardRequest, types_of
@@ -72,6 +73,7 @@ def build(request: ShardRequest) -> ShardState:
         updates.watch(ref(state))
     remember_model(state, model)
     watch_backward_calls(explain_backward)
+    watch_functions()
     watch_registrations(model, state)
     refuse_split_backward()
     return state
@@ -190,7 +192,7 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     shard.on_disk = shard.on_host and state.config.place_of("states") == "disk"
     grad = None
     if old.is_floating_point():
-        grad = ShardedGrad.make(engine.make_grad(unit.index, position), place)
+        grad = ShardedGrad.make(engine.make_grad(unit.index, position), place, ref(state))
     shard.grad_device = shard.device if grad is None else grad.device
     owners = [ParamOwner(owner._parameters, name) for owner, name in choice.owners]
     engine.bind(unit.index, position, full, shard, grad, owners)
@@ -214,7 +216,10 @@ def _set_unit_calls(model: nn.Module, planned: list[UnitPlanned], state: ShardSt
     for module in list(model.modules()):
         units = units_of.get(id(module), ())
         is_root = module is model
-        if units or is_root:
+        inside = looked_at_by(module)
+        inner = () if inside is None else inside.modules()
+        looked_at = {unit for each in inner for unit in units_of.get(id(each), ())} - {*units}
+        if units or is_root or looked_at:
             computes = {param.types.model for unit in units for param in state.units[unit].params}
             unit_call = UnitCall(
                 state,
@@ -225,5 +230,6 @@ def _set_unit_calls(model: nn.Module, planned: list[UnitPlanned], state: ShardSt
                 cast_inputs=narrow if is_root or narrow in computes else None,
                 cast_outputs=mixed.output_dtype if is_root else None,
                 before_call=sync.before_call if is_root and sync is not None else None,
+                looked_at=tuple(sorted(looked_at)),
             )
             set_unit_call(module, unit_call)

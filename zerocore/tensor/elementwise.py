@@ -161,7 +161,7 @@ def _is_full(changed: Tensor, place: Place, local_shape: torch.Size) -> bool:
 
 def _view(
     func: Callable[..., Any],
-    source: Placed,
+    source: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     wrap: Callable[[Any, Placed], Any],
@@ -176,7 +176,7 @@ def _view(
     in_order = before.is_contiguous() and after.is_contiguous()
     if after.dtype != before.dtype or not (is_same or in_order):
         raise NotLocal("; its elements would come in another order")
-    result = wrap(local_of(source), source)
+    result = wrap(source.detach(), source)
     result.place = replace(source.place, global_shape=after.shape)
     return result
 

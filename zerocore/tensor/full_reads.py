@@ -78,7 +78,8 @@ def call_with_full(
         output = func(*_with_full(args), **_with_full(kwargs))
         if entered:
             fulls = [param.full for param in params]
-            output = _map(output, lambda t: _copy(t) if _shares_memory(t, fulls) else t)
+            with torch._C.DisableTorchFunctionSubclass():
+                output = _map(output, lambda t: _copy(t) if _shares_memory(t, fulls) else t)
     except BaseException:
         for engine, unit in reversed(entered):
             engine.exit(unit, None)

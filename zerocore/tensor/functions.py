@@ -14,7 +14,7 @@ def _names(text: str) -> frozenset[str]:
 # Stay on the shard whatever happens around them: they are about the tensor that was given.
 ON_THE_SHARD = _names(
     """
-    grad grad= requires_grad requires_grad= requires_grad_ is_leaf grad_fn detach data data=
+    grad grad= requires_grad requires_grad= requires_grad_ is_leaf grad_fn detach detach_ data data=
     register_hook register_post_accumulate_grad_hook retains_grad retain_grad output_nr
     _version _backward_hooks _backward_hooks= _post_accumulate_grad_hooks
     _post_accumulate_grad_hooks= dtype device layout is_cuda is_cpu is_meta is_xpu is_mps

@@ -78,126 +78,56 @@ class _Shard(Placed):
         return find_chunk(self.place, local_of(self), index)
 
 
-class LocalShard(_Shard, Tensor):  # type: ignore[misc]
-    """A sharded parameter in a ``state_dict``: this rank's elements, the full shape.
+class _InPlace(_Shard):
+    """A shard whose memory belongs to the engine: new values are copied there."""
 
-    Elementwise functions work on the local elements and give a shard; norms and full reductions
-    are those of the full tensor, equal on all ranks, which must all call. Others raise TypeError.
-    ``torch.distributed.checkpoint`` saves and loads it as a part of the full tensor.
-    """
+    shape: torch.Size  # of the local elements, where torch functions are off
+    # Weak: the state of the model it belongs to. None of what functions make of gradients.
+    state_ref: Callable[[], Any] = staticmethod(lambda: None)
 
+    aliases: list[ref[Any]]  # what detach() and data have given
 
-class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[misc]
-    """This rank's elements of a parameter, possibly none; what the optimizer updates.
-
-    Its shape, ``numel()`` and strides are those of the full parameter; :meth:`local` and
-    ``shard_range`` tell of the shard. Functions of it that autograd records, or that need all
-    elements, use the full value: all ranks must call them.
-
-    ``grad`` is this rank's elements of the averaged gradient. It takes those elements, a full
-    gradient that is averaged already, of which this rank's part is copied, or None; all ranks must
-    set a full one. ValueError: set to a tensor of another shape, to a shard of something else, or
-    to full gradients that differ between the ranks.
-    """
-
-    result_type = LocalShard
-    what = PlacedParameter.what
-
-    unit: int  # index of the unit it belongs to
-    position: int  # in the unit
-    state_ref: Callable[[], Any]  # weak: the state of the model it belongs to
-    full: nn.Parameter  # what layers compute with
-    # The same elements as layers compute with; None where they compute with this parameter.
-    model_weight: Tensor | None = None
-    on_host: bool = False  # its optimizer's states are on the host, and so is it
-    on_disk: bool = False  # these bytes of the host's memory are a file's
-    grad_device: torch.device  # where its gradient is
-    aliases: list[ref[LocalShard]]  # what detach() and data have given
-
-    @staticmethod
-    def make(
-        data: Tensor,
-        place: Place,
-        requires_grad: bool,
-        unit: int,
-        state_ref: Callable[[], Any],
-        full: nn.Parameter,
-    ) -> ShardedParameter:
-        """Wraps ``data`` (1-D) without copying."""
-        param = torch.Tensor._make_subclass(ShardedParameter, data, requires_grad)
-        param.place = place
-        param.unit = unit
-        param.state_ref = state_ref
-        param.full = full
-        param.aliases = []
-        return param
-
-    def detach(self) -> LocalShard:
-        """A :class:`LocalShard` on the same memory, until ``data`` is set."""
-        shard = local_of(self).as_subclass(LocalShard)
+    def detach(self) -> Any:
+        """A shard on the same memory, until other values take its place."""
+        shard: Any = local_of(self).as_subclass(self.result_type)
         shard.place = self.place
-        self.aliases = [alias for alias in self.aliases if alias() is not None]
-        self.aliases.append(ref(shard))
+        self.aliases = [*self._live_aliases(), ref(shard)]
         return shard
 
-    def _let_go(self, local: Tensor) -> None:
+    def _live_aliases(self) -> list[ref[Any]]:
+        return [alias for alias in getattr(self, "aliases", ()) if alias() is not None]
+
+    def _let_go(self, values: Tensor) -> None:
         """Lets tensors that were taken from ``data`` keep their values, as elsewhere."""
-        aliases = [alias for alias in (known() for known in self.aliases) if alias is not None]
-        if aliases:
-            values = local.clone()
-            for alias in aliases:
-                _data.__set__(alias, values)
+        for alias in self._live_aliases():
+            _data.__set__(alias(), values)
         self.aliases = []
 
-    def _assign_grad(self, value: Tensor) -> None:
-        """Sets ``grad`` to a tensor; C++ calls it."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if not isinstance(value, Placed) and value.shape == self.global_shape:
-                self._check_averaged(value)
-            value = self._part_of(value, ".grad")
-            if not isinstance(value, ShardedGrad):
-                value = ShardedGrad.make(value.as_subclass(Tensor), self.place)
-            _grad.__set__(self, value)
-
-    @property
-    def data(self) -> LocalShard:
-        """As :meth:`detach`. What it is set to is copied: this rank's part, or the full value.
-
-        Raises:
-            TypeError, ValueError: set to another dtype, device or shape.
-        """
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            local = local_of(self)
-            if (value.dtype, value.device) != (local.dtype, local.device):
-                raise TypeError(
-                    f"parameter '{self.fqn}' is sharded: its data cannot become {value.dtype} on "
-                    f"{value.device} from {local.dtype} on {local.device}; do it before "
-                    "zerocore.shard"
-                )
-            # By identity, which is the same on all ranks: on all of them versions change or none.
-            is_own = value is self or any(alias() is value for alias in self.aliases)
-            value = self._part_of(value, ".data")
-            if not is_own:
-                rules.check_not_shown_full("data", [self])
-                self._let_go(local)
-                local.copy_(value)
-
-    def set_(self, source: Any) -> ShardedParameter:  # type: ignore[override]
+    def set_(self, source: Any) -> Any:
         """Copies ``source`` as setting ``data`` does; the memory stays where it is."""
         self.data = source
         return self
 
-    def _check_averaged(self, value: Tensor) -> None:
+    def _check_data(self, value: Tensor) -> None:
+        """Raises TypeError if ``data`` cannot become ``value``."""
+        local = local_of(self)
+        if (value.dtype, value.device) != (local.dtype, local.device):
+            raise TypeError(
+                f"{self.what} '{self.fqn}' is sharded: its data cannot become {value.dtype} on "
+                f"{value.device} from {local.dtype} on {local.device}; do it before "
+                "zerocore.shard"
+            )
+
+    def _check_averaged(self, value: Tensor, where: str) -> None:
+        """Raises ValueError if ``value`` is a full gradient that the ranks do not share."""
+        if isinstance(value, Placed) or value.shape != self.global_shape:
+            return
         state = self.state_ref()
         # Of a vector it may be local elements, on a rank that owns them all: the others set theirs.
         may_be_local = len(self.global_shape) == 1 and self.place.group is not None
         if state is not None and not may_be_local and not is_same(state.ranks.groups, value):
             raise ValueError(
-                f".grad of parameter '{self.fqn}' was set to full gradients that differ between "
+                f"{where} of parameter '{self.fqn}' was set to full gradients that differ between "
                 "the ranks. Average them first, with dist.all_reduce (torch.autograd.grad gives "
                 "each rank its own), or call loss.backward(), which averages"
             )
@@ -217,6 +147,104 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
             f"{tuple(self.global_shape)}, or this rank's elements {start}:{end} of it, 1-D, but "
             f"was set to {given}. To change the shape build the model anew before zerocore.shard"
         )
+
+
+class LocalShard(_Shard, Tensor):  # type: ignore[misc]
+    """A sharded parameter in a ``state_dict``: this rank's elements, the full shape.
+
+    Elementwise functions work on the local elements and give a shard; norms and full reductions
+    are those of the full tensor, equal on all ranks, which must all call. Others raise TypeError.
+    ``torch.distributed.checkpoint`` saves and loads it as a part of the full tensor.
+    """
+
+
+class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore[misc]
+    """This rank's elements of a parameter, possibly none; what the optimizer updates.
+
+    Its shape, ``numel()`` and strides are those of the full parameter; :meth:`local` and
+    ``shard_range`` tell of the shard. Functions of it that autograd records, or that need all
+    elements, use the full value: all ranks must call them.
+
+    ``grad`` is this rank's elements of the averaged gradient. It takes those elements, a full
+    gradient that is averaged already, of which this rank's part is copied, or None; all ranks must
+    set a full one. ValueError: set to a tensor of another shape, to a shard of something else, or
+    to full gradients that differ between the ranks.
+    """
+
+    result_type = LocalShard
+    what = PlacedParameter.what
+
+    unit: int  # index of the unit it belongs to
+    position: int  # in the unit
+    full: nn.Parameter  # what layers compute with
+    # The same elements as layers compute with; None where they compute with this parameter.
+    model_weight: Tensor | None = None
+    on_host: bool = False  # its optimizer's states are on the host, and so is it
+    on_disk: bool = False  # these bytes of the host's memory are a file's
+    grad_device: torch.device  # where its gradient is
+
+    @staticmethod
+    def make(
+        data: Tensor,
+        place: Place,
+        requires_grad: bool,
+        unit: int,
+        state_ref: Callable[[], Any],
+        full: nn.Parameter,
+    ) -> ShardedParameter:
+        """Wraps ``data`` (1-D) without copying."""
+        param = torch.Tensor._make_subclass(ShardedParameter, data, requires_grad)
+        param.place = place
+        param.unit = unit
+        param.state_ref = state_ref
+        param.full = full
+        return param
+
+    def _keep_grad(self, grad: ShardedGrad) -> None:
+        """Moves a gradient that the user holds to memory of its own; C++ calls it."""
+        state = self.state_ref()
+        if state is None:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            own = state.engine.make_grad(self.unit, self.position)
+            if own.untyped_storage()._cdata == grad.untyped_storage()._cdata:
+                values = local_of(grad).clone()
+                grad._let_go(values)
+                _data.__set__(grad, values)
+                own = ShardedGrad.make(own, self.place, self.state_ref)
+                state.engine.bind_grad(self.unit, self.position, own)
+
+    def _assign_grad(self, value: Tensor) -> None:
+        """Sets ``grad`` to a tensor; C++ calls it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._check_averaged(value, ".grad")
+            value = self._part_of(value, ".grad")
+            if not isinstance(value, ShardedGrad):
+                value = ShardedGrad.make(value.as_subclass(Tensor), self.place, self.state_ref)
+            _grad.__set__(self, value)
+
+    @property
+    def data(self) -> LocalShard:
+        """As :meth:`detach`. What it is set to is copied: this rank's part, or the full value.
+
+        Raises:
+            TypeError, ValueError: set to another dtype, device or shape.
+        """
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._check_data(value)
+            # By identity, which is the same on all ranks: on all of them versions change or none.
+            is_own = value is self or any(alias() is value for alias in self._live_aliases())
+            value = self._part_of(value, ".data")
+            if not is_own:
+                rules.check_not_shown_full("data", [self])
+                local = local_of(self)
+                if self._live_aliases():
+                    self._let_go(local.clone())
+                local.copy_(value)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """As on a parameter under DistributedDataParallel: ``hook`` is given this rank's own full
@@ -277,7 +305,7 @@ def _checked_hook(
     return run
 
 
-class ShardedGrad(_Shard, Tensor):  # type: ignore[misc]
+class ShardedGrad(_InPlace, Tensor):  # type: ignore[misc]
     """This rank's elements of an averaged gradient.
 
     Elementwise functions work on the local elements. Norms and full reductions are those of the
@@ -286,13 +314,39 @@ class ShardedGrad(_Shard, Tensor):  # type: ignore[misc]
     """
 
     what = "the gradient of"
+    source: ShardedGrad  # of what detach() gives: what has the same memory and came first
 
     @staticmethod
-    def make(data: Tensor, place: Place) -> ShardedGrad:
+    def make(data: Tensor, place: Place, state_ref: Callable[[], Any]) -> ShardedGrad:
         """Wraps ``data`` (1-D) without copying."""
         grad = torch.Tensor._make_subclass(ShardedGrad, data, False)
         grad.place = place
+        grad.state_ref = state_ref
         return grad
+
+    def detach(self) -> ShardedGrad:
+        """A gradient on the same memory; it keeps its values when ``grad`` is set to another."""
+        source = getattr(self, "source", self)
+        shard: ShardedGrad = _InPlace.detach(source)
+        shard.place, shard.source = self.place, source  # which is held, then
+        return shard
+
+    @property
+    def data(self) -> ShardedGrad:
+        """The same memory. What it is set to is copied, as setting ``grad`` does.
+
+        Raises:
+            TypeError, ValueError: set to another dtype, device or shape, or to full gradients that
+                differ between the ranks.
+        """
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._check_data(value)
+            self._check_averaged(value, ".grad")
+            local_of(self).copy_(self._part_of(value, ".grad"))
 
 
 LocalShard.result_type = LocalShard

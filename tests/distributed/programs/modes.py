@@ -271,3 +271,32 @@ def ddp_around(run: Run) -> None:
 
     model = run.shard(Net(), [Block])
     train(run, DistributedDataParallel(run.module(model)))
+
+
+def encoder_in_evaluation(run: Run, units: Any) -> None:
+    """Evaluates with padding, between steps: torch computes without what is padded, if it can."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8))
+    model = run.shard(nn.Sequential(nn.Linear(8, 8), encoder), units)
+    net, optimizer = run.module(model), sgd(model)
+    padding = torch.arange(5).expand(4, 5) >= torch.tensor([[5], [3], [2], [4]])
+    attention = net[1].layers[0].self_attn
+    for x in run.batches(3, 4, 5, 8):
+        update(run, model, optimizer, mean_square(model(x)))
+        model.eval()
+        with torch.no_grad():
+            run.record(model(x), net[1](x, src_key_padding_mask=padding))
+            run.record(net[1].layers[0](x, src_key_padding_mask=padding))
+            run.record(attention(x, x, x, need_weights=False)[0])
+        update(run, model, optimizer, mean_square(model(2 * x)))
+        model.train()
+
+
+@program("nn.TransformerEncoder evaluated with src_key_padding_mask, its layers being units")
+def encoder_padded(run: Run) -> None:
+    encoder_in_evaluation(run, [nn.TransformerEncoderLayer])
+
+
+@program("the same, attention, linear layers and norms being units")
+def encoder_padded_fine(run: Run) -> None:
+    encoder_in_evaluation(run, [nn.MultiheadAttention, nn.LayerNorm])
