@@ -31,6 +31,7 @@ from zerocore.state_dict import (
     full_state_dict,
     load_full_state_dict,
 )
+from zerocore.tensor.operators import register_elementwise
 from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
 from zerocore.tensor.place import Place
 
@@ -76,6 +77,7 @@ __all__ = [
     "predict_events",
     "predict_memory",
     "record_events",
+    "register_elementwise",
     "register_forward_method",
     "report",
     "reset",

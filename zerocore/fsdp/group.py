@@ -30,6 +30,8 @@ class RowParam:
         shard: the DTensor that is registered between steps and that optimizers update.
         rows: which part of the parameter that is.
         origin: the same as another's if both were one parameter.
+        kind: the class that it had.
+        attributes: what was set on it.
         local: its memory in the engine, once there is one.
         full: what the engine gathers into then.
         shown: what layers compute with, a view of that, where it is not that itself.
@@ -40,6 +42,8 @@ class RowParam:
     fqn: str
     rows: Rows
     origin: object = None
+    kind: type[nn.Parameter] = nn.Parameter
+    attributes: dict[str, Any] = field(default_factory=dict)
     local: torch.Tensor | None = None
     full: nn.Parameter | None = None
     shown: torch.Tensor | None = None
@@ -165,10 +169,13 @@ class Group:
         }
         for param, places in owners.items():
             shard, rows = shards[param]
+            attributes = {key: value for key, value in vars(param).items() if key != _ORIGIN}
             origin = param.__dict__.setdefault(_ORIGIN, object())
             for owner, key in places:
                 owner._parameters[key] = shard
-            self.params.append(RowParam(places, shard, names[param], rows, origin))
+            self.params.append(
+                RowParam(places, shard, names[param], rows, origin, type(param), attributes)
+            )
         self.viewed = [each for each in enumerate(self.params) if not each[1].rows.is_plain]
 
     def move_buffers(self, device: torch.device) -> None:

@@ -26,6 +26,7 @@ from zerocore.hooks.backward_calls import watch_backward_calls
 from zerocore.hooks.pipelines import refuse_split_backward
 from zerocore.model.ranks import Ranks, control_group, find_ranks, with_reductions
 from zerocore.reporting.out_of_memory import explain_backward
+from zerocore.tensor.parameter import make_alike
 
 _live: WeakSet[Root] = WeakSet()
 
@@ -249,6 +250,7 @@ def _bind(engine: Engine, group: Group) -> None:
         param.full = nn.Parameter(
             engine.make_full(group.unit, index), requires_grad=shard.requires_grad
         )
+        make_alike(param.full, param.kind, param.attributes)
         local = at_origin(engine.make_shard(group.unit, index))
         param.local = param.rows.outward(local)
         with torch.no_grad():

@@ -198,7 +198,7 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     engine.bind(unit.index, position, full, shard, grad, owners)
     for owner, name in choice.owners:
         owner._parameters[name] = shard
-    shard.adopt_hooks(old)
+    shard.adopt(old)
     mark_replaced(old, choice.fqns[0])
     replace(old, choice.fqns[0])
     mark_full(full, choice.fqns[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerocore.tensor.functions import COPIES, VIEWS, is_foreach, is_in_place
+from zerocore.tensor.functions import COPIES, VIEWS, is_foreach, is_in_place, name_of
+from zerocore.tensor.operators import returns_nothing
 from zerocore.tensor.place import Place, Placed, PlacedParameter, local_of, outline_of
 
 
@@ -33,14 +34,24 @@ def apply(
     """
     if is_foreach(name):
         return _apply_foreach(func, name, args, kwargs, wrap)
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    sources = [value for value in tensors if isinstance(value, Placed)]
-    source = next((value for value in sources if value.place.group is not None), sources[0])
     if base in VIEWS:
-        return _view(func, source, args, kwargs, wrap)
+        return _view(func, args, kwargs, wrap)
+    return _apply_one(func, name, args, kwargs, wrap, base in COPIES)
+
+
+def _apply_one(
+    func: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wrap: Callable[[Any, Placed], Any],
+    is_copy: bool = False,
+) -> Any:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    source = _source(tensors)
     fitted = tensors
-    if base not in COPIES:
-        fitted, _ = fit(base, tensors, is_in_place(name), kwargs.get("out"))
+    if not is_copy:
+        fitted, _ = fit(name, tensors, is_in_place(name), kwargs.get("out"))
     replaced = {id(old): new for old, new in zip(tensors, fitted, strict=True)}
     result = func(
         *(replaced.get(id(value), value) for value in args),
@@ -49,7 +60,51 @@ def apply(
     for old, new in replaced.items():
         if result is new:  # a function in place returns what it was given
             return next(tensor for tensor in tensors if id(tensor) == old)
+    return _wrapped(result, source, wrap)
+
+
+def _source(tensors: Iterable[Any]) -> Placed:
+    """The one that gives results their place."""
+    sources = [value for value in tensors if isinstance(value, Placed)]
+    return next((value for value in sources if value.place.group is not None), sources[0])
+
+
+def _wrapped(result: Any, source: Placed, wrap: Callable[[Any, Placed], Any]) -> Any:
+    if isinstance(result, list | tuple):
+        return type(result)(_wrapped(item, source, wrap) for item in result)
     return wrap(result, source)
+
+
+def apply_operator(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    changed: list[Any],
+    wrap: Callable[[Any, Placed], Any],
+) -> Any:
+    """Calls an operator that was declared to work element by element, on local elements.
+
+    Raises:
+        NotLocal: nothing was done.
+    """
+    tensors = [value for value in changed if isinstance(value, Tensor)]
+    for tensor in tensors:
+        if not isinstance(tensor, Placed):
+            raise NotLocal(
+                f"; it also changes a plain tensor of shape {tuple(tensor.shape)} "
+                "(torch.zeros_like of the parameter makes one that knows its place)"
+            )
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)  # a kernel need not count, nor on all ranks
+    if returns_nothing(func) and not any(local_of(tensor).numel() for tensor in tensors):
+        return None  # kernels need not expect tensors without elements
+    has_lists = any(_is_list(value) for value in (*args, *kwargs.values()))
+    run = _apply_foreach if has_lists else _apply_one
+    return run(func, name_of(func), args, kwargs, wrap)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value)
 
 
 def _apply_foreach(
@@ -59,14 +114,16 @@ def _apply_foreach(
     kwargs: dict[str, Any],
     wrap: Callable[[Any, Placed], Any],
 ) -> Any:
-    lists = [index for index, arg in enumerate(args) if isinstance(arg, list | tuple)]
-    rows = list(zip(*(args[index] for index in lists), strict=True))
+    values = [*args, *kwargs.values()]
+    if any(isinstance(value, Placed) for value in values):
+        raise NotLocal("; it stands beside lists of tensors")
+    lists = [index for index, value in enumerate(values) if _is_list(value)]
+    rows = list(zip(*(values[index] for index in lists), strict=True))
     fitted = [_fit_row(name, row) for row in rows]
-    columns = [list(column) for column in zip(*fitted, strict=True)]
-    new_args = list(args)
-    for index, column in zip(lists, columns, strict=True):
-        new_args[index] = column
-    results = func(*new_args, **kwargs)
+    for index, column in zip(lists, zip(*fitted, strict=True), strict=True):
+        values[index] = list(column)
+    named = dict(zip(kwargs, values[len(args) :], strict=True))
+    results = func(*values[: len(args)], **named)
     if results is None:
         return None
     sources = [next((t for t in row if isinstance(t, Placed)), None) for row in rows]
@@ -161,12 +218,12 @@ def _is_full(changed: Tensor, place: Place, local_shape: torch.Size) -> bool:
 
 def _view(
     func: Callable[..., Any],
-    source: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     wrap: Callable[[Any, Placed], Any],
 ) -> Any:
     """The same local elements, which are a part of another shape."""
+    source: Any = _source((*args, *kwargs.values()))
     if isinstance(source, PlacedParameter):
         raise NotLocal("")  # the full one, as its elements have a place in what it is put into
     before = outline_of(source)
@@ -178,6 +235,34 @@ def _view(
         raise NotLocal("; its elements would come in another order")
     result = wrap(source.detach(), source)
     result.place = replace(source.place, global_shape=after.shape)
+    return result
+
+
+def get_items(shard: Any, index: Any, wrap: Callable[[Any, Placed], Any]) -> Any:
+    """``shard[:]``, and of a vector every slice: a view, whose elements are in the same order.
+
+    Raises:
+        NotLocal, IndexError: the former for any other index.
+    """
+    shape = shard.place.global_shape
+    if isinstance(shard, PlacedParameter) or not isinstance(shard, Placed):
+        raise NotLocal("")
+    if index is Ellipsis or (isinstance(index, slice) and index == slice(None) and len(shape) > 0):
+        return wrap(local_of(shard), shard)
+    if not isinstance(index, slice) or len(shape) != 1 or (index.step or 1) < 1:
+        raise NotLocal("")
+    whole = range(shape[0])[index]
+    # Of the slice, the elements from `first` to `last` lie here.
+    first, last = (
+        len(range(whole.start, min(whole.stop, bound), whole.step)) for bound in shard.shard_range
+    )
+    begin = whole[first] - shard.shard_range[0] if first < last else 0
+    part = local_of(shard)[begin :: whole.step][: last - first]
+    kind: Any = type(shard)
+    result = part.as_subclass(kind.result_type)
+    result.place = replace(
+        shard.place, global_shape=torch.Size([len(whole)]), shard_range=(first, last), strides=None
+    )
     return result
 
 

@@ -75,11 +75,13 @@ def call_with_full(
             else:
                 engine.enter(unit)
                 entered.append((engine, unit))
-        output = func(*_with_full(args), **_with_full(kwargs))
+        full = (_with_full(args), _with_full(kwargs))
+        fulls = _replaced((args, kwargs), full) if entered else []
+        output = func(*full[0], **full[1])
         if entered:
-            fulls = [param.full for param in params]
+            _check_unchanged(func, fulls)
             with torch._C.DisableTorchFunctionSubclass():
-                output = _map(output, lambda t: _copy(t) if _shares_memory(t, fulls) else t)
+                output = _without([full for _, full, _ in fulls], output)
     except BaseException:
         for engine, unit in reversed(entered):
             engine.exit(unit, None)
@@ -87,6 +89,28 @@ def call_with_full(
     for engine, unit in reversed(entered):
         engine.exit(unit, output, keep=True)  # parameters of one unit are often read in a row
     return output
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _replaced(given: Any, full: Any) -> list[tuple[Any, Tensor, int]]:
+    """Shards, what they were replaced by, and its version."""
+    pairs = zip(leaves(given), leaves(full), strict=True)
+    return [(shard, value, _version(value)) for shard, value in pairs if value is not shard]
+
+
+def _check_unchanged(func: Callable[..., Any], fulls: list[tuple[Any, Tensor, int]]) -> None:
+    """Raises TypeError if ``func`` has changed full values, which are dropped now."""
+    for shard, full, version in fulls:
+        if _version(full) != version:
+            raise TypeError(
+                f"{name_of(func)}() changed {shard.what} '{shard.fqn}', and got a copy of the full "
+                "value: the change would be lost. If it works element by element, declare it with "
+                "zerocore.register_elementwise; else call it inside of "
+                "`with zerocore.unsharded(model, write_back=True)`"
+            )
 
 
 def _engine(param: PlacedParameter) -> Any:
@@ -122,6 +146,13 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def _shares_memory(tensor: Tensor, sources: Iterable[Any]) -> bool:
     storage = tensor.untyped_storage()._cdata
     return any(storage == source.untyped_storage()._cdata for source in sources)
+
+
+def _without(fulls: list[Tensor], output: Any) -> Any:
+    """The output with copies of what shares memory with full values."""
+    if type(output).__name__ == "ndarray":
+        return output.copy()
+    return _map(output, lambda t: _copy(t) if _shares_memory(t, fulls) else t)
 
 
 def _copy(tensor: Tensor) -> Tensor:

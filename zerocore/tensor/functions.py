@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 
@@ -104,9 +105,13 @@ def name_of(func: Callable[..., Any]) -> str:
         owner: Any = getattr(func, "__self__", None)
         prop = getattr(owner, "__name__", None) or getattr(owner.fget, "__name__", "")
         return f"{prop}=" if name != "__get__" else str(prop)
-    namespace = getattr(func, "namespace", None) or getattr(func, "_qualified_op_name", "aten")
-    if str(namespace).partition("::")[0] not in ("aten", "prims"):
-        return f"{namespace}"  # an operator of somebody's, whose name says nothing
+    # Of somebody else's operators and functions a short name says nothing.
+    schema = getattr(func, "_schema", None)
+    full = getattr(func, "_qualified_op_name", "aten") if schema is None else schema.name
+    if full.partition("::")[0] not in ("aten", "prims"):
+        return str(full)
+    if isinstance(func, FunctionType) and func.__module__.partition(".")[0] != "torch":
+        return f"{func.__module__}.{name}"
     return name.partition(".")[0]  # without the overload
 
 
@@ -121,8 +126,9 @@ def base_of(name: str) -> str:
 
 @cache
 def is_in_place(name: str) -> bool:
-    """Whether the function changes its first argument."""
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    """Whether the function changes its first argument, by its name; an operator has a schema."""
+    named = name.endswith("_") and not name.endswith("__") and "::" not in name
+    return name in _IN_PLACE or named
 
 
 def has_operator(name: str) -> bool:

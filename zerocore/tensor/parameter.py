@@ -257,8 +257,11 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
             self.full.requires_grad_(True)
         return self.full.register_hook(_checked_hook(hook, self.fqn))
 
-    def adopt_hooks(self, old: nn.Parameter) -> None:
-        """Takes the hooks that were registered on ``old``; their handles still remove them."""
+    def adopt(self, old: nn.Parameter) -> None:
+        """Takes what was set on ``old``, and its hooks, whose handles still remove them."""
+        attributes = vars(old)
+        vars(self).update({key: attributes[key] for key in attributes if not hasattr(self, key)})
+        make_alike(self.full, type(old), attributes)
         if old._backward_hooks:
             self.full._backward_hooks = old._backward_hooks
         if hooks := getattr(old, _AFTER_ACCUMULATION, None):
@@ -286,6 +289,16 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
             f"parameter '{self.fqn}' is sharded and cannot be deep-copied or pickled; copy the "
             "model before zerocore.shard, or use zerocore.full_state_dict(model)"
         )
+
+
+def make_alike(full: nn.Parameter, kind: type[nn.Parameter], attributes: dict[str, Any]) -> None:
+    """Gives what layers compute with the class and the attributes of the parameter that it was.
+
+    Packed weights carry how they are unpacked.
+    """
+    vars(full).update(attributes)
+    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        full.__class__ = kind
 
 
 def _checked_hook(

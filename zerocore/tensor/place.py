@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,9 +11,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zerocore.tensor import updates
 from zerocore.tensor.functions import has_operator
+from zerocore.tensor.operators import is_elementwise
 
 
 @dataclass(frozen=True)
@@ -199,8 +202,34 @@ def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
     kind = RuntimeError if has_operator(name) else TypeError
     raise kind(
         f"{name}() of {shard.what} '{shard.fqn}' would only see this rank's elements "
-        f"({start}:{end} of shape {tuple(shard.global_shape)}){reason}. Call .full_tensor() on all "
+        f"({start}:{end} of shape {tuple(shard.global_shape)}){reason}. "
+        f"{_advice_in_step()}{_advice_on_operator(name)}Call .full_tensor() on all "
         "ranks for the full value, .local() for the local elements as a plain tensor; to change "
         "it, use `with zerocore.unsharded(model, write_back=True)`; to save, "
         "zerocore.full_state_dict(model), in save_pretrained as state_dict="
     )
+
+
+def _advice_on_operator(name: str) -> str:
+    if "::" not in name or is_elementwise(name):
+        return ""
+    return (
+        "If the operator computes each element from the elements at its place alone, declare it: "
+        f"zerocore.register_elementwise('{name}'). "
+    )
+
+
+def _advice_in_step() -> str:
+    """What to say to an optimizer in whose step the error is."""
+    frame = sys._getframe()
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        optimizer = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(optimizer, Optimizer):
+            name = type(optimizer).__name__
+            return (
+                f"{name} needs full parameters. If its update of a parameter needs no other one, "
+                f"build it as zerocore.optim.owned({name}, params, ...), which gives each "
+                "parameter to one rank in full. "
+            )
+    return ""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zerocore.tensor import updates
-from zerocore.tensor.elementwise import NotLocal, apply, draw, fit
+from zerocore.tensor.elementwise import NotLocal, apply, apply_operator, draw, fit, get_items
 from zerocore.tensor.full_reads import call_with_full, in_call, is_recorded
 from zerocore.tensor.functions import (
     ELEMENTWISE,
@@ -30,6 +30,7 @@ from zerocore.tensor.functions import (
     is_in_place,
     name_of,
 )
+from zerocore.tensor.operators import changed_by, is_elementwise
 from zerocore.tensor.place import Placed, PlacedParameter, leaves, local_of, outline_of, refuse
 from zerocore.tensor.reductions import foreach_norm, norm, reduce, unscale
 
@@ -62,7 +63,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return _view_like(name, *args, **kwargs)
         found = [value for value in leaves((args, kwargs)) if isinstance(value, Placed)]
         params = [value for value in found if isinstance(value, PlacedParameter)]
-        changed = list(leaves(args[:1])) if is_in_place(name) else []
+        changed = list(leaves(changed_by(func, args, kwargs)))
         writes = any(isinstance(value, Placed) for value in changed)
         if params and not writes and any(in_call(param) for param in params):
             return call_with_full(func, args, kwargs, params)
@@ -73,9 +74,10 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if writes:
             check_not_shown_full(name, changed)
             _check_no_leaf(name, changed)
+            params = []  # full ones would be changed in their place
         elif is_recorded((args, kwargs)) and base_of(name) not in LIKES:
             return call_with_full(func, args, kwargs, params)
-        return _on_shards(func, name, args, kwargs, found, params, writes)
+        return _on_shards(func, args, kwargs, changed, params)
 
 
 def _changes_gradients(name: str, args: tuple[Any, ...]) -> bool:
@@ -97,31 +99,35 @@ def _changes_gradients(name: str, args: tuple[Any, ...]) -> bool:
 
 def _on_shards(
     func: Callable[..., Any],
-    name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    found: list[Any],
+    changed: list[Any],
     params: list[Any],
-    writes: bool,
 ) -> Any:
     try:
-        result = _local_or_global(func, name, args, kwargs)
+        result = _local_or_global(func, args, kwargs, changed)
     except NotLocal as error:
         result, reason = NotImplemented, str(error)
     else:
         reason = ""
     if result is not NotImplemented:
         return result
-    if params and not writes:
+    if params:
         return call_with_full(func, args, kwargs, params)
-    refuse(name, found[0], reason)
+    found = [value for value in (*changed, *leaves((args, kwargs))) if isinstance(value, Placed)]
+    refuse(name_of(func), found[0], reason)
 
 
 def _local_or_global(
-    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], changed: list[Any]
 ) -> Any:
     """NotImplemented, or NotLocal is raised, where it is neither."""
+    if is_elementwise(func):
+        return apply_operator(func, args, kwargs, changed, keep_place)
+    name = name_of(func)
     base = base_of(name)
+    if name == "__getitem__":
+        return get_items(args[0], args[1], keep_place)
     if name == "__setitem__":
         return _set_items(*args)
     if base == "_amp_foreach_non_finite_check_and_unscale":
