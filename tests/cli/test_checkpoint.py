@@ -82,3 +82,15 @@ def test_verify_names_what_is_damaged(saved: tuple[Path, dict[str, Tensor]]) -> 
     assert bad.exit_code == 1
     assert "step-00000001/__0_0.distcp is damaged" in bad.output and "model.0.weight" in bad.output
     assert "no safetensors files" in run("inspect", folder.parent).output
+
+
+def test_a_name_is_no_markup_and_no_command(tmp_path: Path) -> None:
+    names = ("blocks[bold].w", "[red]x[/red]", "evil\x1b[31m", "[/]")
+    safetensors.save_file({name: torch.zeros(2) for name in names}, tmp_path / "a.safetensors")
+    shown = run("inspect", tmp_path).output
+    assert "blocks[bold].w" in shown and "[red]x[/red]" in shown and "[/]" in shown
+    assert "\x1b" not in shown and r"evil\x1b[31m" in shown
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "\\u001b"}}')
+    refused = run("inspect", tmp_path)
+    assert refused.exit_code == 1 and "no name of a file" in refused.output
+    assert "\x1b" not in refused.output

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
+from tests.checkpoint.mutants import sign_folder
 from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import OPTIMIZERS, assert_equal, full_states, make, train, trained
 from tests.io.page_cache import can_bypass_cache, drop_from_cache
@@ -175,6 +176,15 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
+def lead_to(folder: Path, path: str) -> None:
+    """Forges metadata whose bytes are in another file, with their checksum."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = path
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    sign_folder(folder, ".metadata")
+
+
 def break_files(folder: Path) -> None:
     training = Training(folder, 3, "adamw", keep=None)
     training.checkpoints.save(1).wait()
@@ -196,6 +206,8 @@ def break_files(folder: Path) -> None:
         (r"checksums.json is damaged", lambda: sums.write_bytes(good[sums][1:])),
         (r"rank-0.pt is damaged", lambda: (saved / "rank-0.pt").write_bytes(b"rest")),
         (r"rank-1.pt is missing", (saved / "rank-1.pt").unlink),
+        (r"__1_0\.distcp is no regular file", lambda: (file.unlink(), os.mkfifo(file))),
+        (r"\.metadata.*'/dev/zero'", lambda: lead_to(saved, "/dev/zero")),
     ]
     for message, damage in damages:
         dist.barrier()
@@ -207,6 +219,8 @@ def break_files(folder: Path) -> None:
         assert_equal(full_states(training.model, training.optimizer), changed)
         if rank == 0:
             for path, data in good.items():
+                if not path.is_file():
+                    path.unlink(missing_ok=True)
                 path.write_bytes(data)
     dist.barrier()
     training.checkpoints.load()

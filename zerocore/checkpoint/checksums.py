@@ -50,9 +50,10 @@ class Sums:
         """The bytes of a small file.
 
         Raises:
-            FileNotFoundError: it is missing.
-            ValueError: its bytes have changed; names it.
+            ValueError: it is missing or its bytes have changed; names it.
         """
+        if not path.exists():
+            raise ValueError(f"{path} is missing")
         data = read_small(path, MAX_SMALL_NBYTES)
         if crc32(data) != self.wholes.get(path.name):
             raise ValueError(f"{path} {_DAMAGED}")

@@ -81,14 +81,23 @@ def numel_of(shape: Sequence[int]) -> int:
     return numel
 
 
-def shown(value: Any) -> str:
-    """What a file says, for a message: printable and short."""
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > 12:
-        parts = ", ".join(shown(item) for item in value[:5])
-        return f"[{parts}, ... {len(value)} in all]"
+def shown(value: Any, depth: int = 2) -> str:
+    """What a file says, for a message: printable and short, whatever it is."""
     if isinstance(value, str):
         value = repr(value[: _SHOWN + 1])
-    text = str(value)
+    elif isinstance(value, Sequence) and depth > 0 and len(value) <= 12:
+        inner = ", ".join(shown(item, depth - 1) for item in value)
+        end = "," if isinstance(value, tuple) and len(value) == 1 else ""
+        value = f"({inner}{end})" if isinstance(value, tuple) else f"[{inner}]"
+    elif isinstance(value, Sequence) and depth > 0:
+        inner = ", ".join(shown(item, depth - 1) for item in value[:5])
+        return f"[{inner}, ... {len(value)} in all]"
+    elif not isinstance(value, int | float | None):
+        return f"a {type(value).__name__}"
+    return _cut(f"{value}")
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
@@ -108,8 +117,7 @@ def named(path: Path, what: str = "cannot be read") -> Iterator[None]:
         raise OSError(f"{path} {what}: {error}") from error
     except Exception as error:
         text = f"{error}" if isinstance(error, ValueError) else f"{error!r}"
-        text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-        raise ValueError(f"{path} {what}: {text}") from error
+        raise ValueError(f"{path} {what}: {_cut(text)}") from error
 
 
 def parsed_json(data: bytes) -> Any:

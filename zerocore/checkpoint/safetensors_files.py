@@ -97,7 +97,9 @@ def read_header(path: Path) -> dict[str, Entry]:
         text = file.read(length)
         header = parsed_json(text)
         metadata = header.pop("__metadata__", {})
-        if not all(isinstance(value, str) for value in metadata.values()):
+        if type(metadata) is not dict or not all(
+            isinstance(value, str) for value in metadata.values()
+        ):
             raise ValueError("its free metadata is no text")
         entries = {name: _entry(path, 8 + length, name, facts) for name, facts in header.items()}
         _check_places(entries, 8 + length, size)

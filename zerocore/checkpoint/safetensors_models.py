@@ -126,8 +126,8 @@ def _check(
     unexpected = sorted(set(found) - set(targets))
     if strict and (missing or unexpected):
         raise ValueError(
-            f"{folder} does not fit the model: missing {shown(missing or 'nothing')}, unexpected "
-            f"{shown(unexpected or 'nothing')}; rename= maps names, strict=False leaves them out"
+            f"{folder} does not fit the model: missing {shown(missing)}, unexpected "
+            f"{shown(unexpected)}; rename= maps names, strict=False leaves them out"
         )
     for name, entry in found.items():
         if name not in targets:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from zerocore.checkpoint.safe_files import shown
 from zerocore.common.state_memory import filled_later
 from zerocore.hooks.optimizer_states import make_states, params_of
 
@@ -99,8 +100,8 @@ def check_model(state: State, metadata: Metadata, folder: object) -> None:
     missing, unexpected = sorted(set(own) - saved), sorted(saved - set(own))
     if missing or unexpected:
         raise ValueError(
-            f"{folder} does not fit the model: missing {missing or 'nothing'}, unexpected "
-            f"{unexpected or 'nothing'}"
+            f"{folder} does not fit the model: missing {shown(missing)}, unexpected "
+            f"{shown(unexpected)}"
         )
     for key, value in own.items():
         _check_tensor(key, value, metadata, folder)
@@ -114,7 +115,7 @@ def _check_tensor(key: str, value: Any, metadata: Metadata, folder: object) -> N
         return
     if facts.size != value.shape:
         raise ValueError(
-            f"{folder}: '{key}' has shape {tuple(facts.size)}, expected {tuple(value.shape)}"
+            f"{folder}: '{key}' has shape {shown(tuple(facts.size))}, expected {tuple(value.shape)}"
         )
     kinds = [dtype.is_floating_point for dtype in (facts.properties.dtype, value.dtype)]
     if kinds[0] != kinds[1] or facts.properties.dtype.is_complex != value.dtype.is_complex:
@@ -159,8 +160,8 @@ def fit_optimizers(
     missing, unexpected = sorted(set(own) - saved), sorted(saved - set(own))
     if missing or unexpected:
         raise ValueError(
-            f"{folder} was saved with another kind of optimizer: missing {missing or 'nothing'}, "
-            f"unexpected {unexpected or 'nothing'}"
+            f"{folder} was saved with another kind of optimizer: missing {shown(missing)}, "
+            f"unexpected {shown(unexpected)}"
         )
     for key, value in own.items():
         _check_tensor(key, value, metadata, folder)
@@ -186,7 +187,9 @@ def drop_states(model: nn.Module, optimizers: Optimizers, names: set[str]) -> No
 
 
 def _outline(groups: list[State]) -> str:
-    return ", ".join(f"{len(group['params'])} ({group['params'][:1]}...)" for group in groups)
+    return ", ".join(
+        f"{len(group['params'])} ({shown(group['params'][:1])}...)" for group in groups
+    )
 
 
 def load_optimizers(model: nn.Module, optimizers: Optimizers, state: State) -> None:
