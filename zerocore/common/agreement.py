@@ -86,19 +86,29 @@ def _on(device: torch.device | None) -> AbstractContextManager[None]:
 
 
 def is_same(groups: Sequence[dist.ProcessGroup], value: torch.Tensor) -> bool:
-    """Whether all ranks have the bits of ``value``, of any shape and real dtype; collective.
+    """Whether all ranks have the bits of ``value``, of any shape and dtype; collective.
 
     They compare one integer, the sum of the bits of each element.
     """
+    return not differing(groups, bits_of(value).sum(dtype=torch.int64).view(1))
+
+
+def bits_of(value: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor as integers, 1-D."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = value.detach().contiguous().view(-1).view(kinds[value.element_size()])
-    total = bits.sum(dtype=torch.int64)
-    bounds = torch.stack([total, -total])
+    value = value.detach()
+    plain = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    return plain.contiguous().view(-1).view(kinds[plain.element_size()])
+
+
+def differing(groups: Sequence[dist.ProcessGroup], numbers: torch.Tensor) -> list[int]:
+    """At which places of a 1-D tensor of int64 the ranks have other numbers; collective."""
+    bounds = torch.stack([numbers, -numbers])
     for group in groups:
         if not is_simulated(group):
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-    highest, lowest = bounds.tolist()
-    return bool(highest == -lowest)
+    found: list[int] = (bounds[0] != -bounds[1]).nonzero().view(-1).tolist()
+    return found
 
 
 def _difference(rank: int, expected: list[Any], came: list[Any]) -> str:

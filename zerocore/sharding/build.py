@@ -41,6 +41,7 @@ from zerocore.model.unit_call import UnitCall, looked_at_by, set_unit_call
 from zerocore.model.units import ParamChoice, UnitPlanned
 from zerocore.reporting.out_of_memory import explain_backward, explain_forward, remember_model
 from zerocore.sharding.request import ShardRequest, types_of
+from zerocore.sharding.same_values import check_same_values
 from zerocore.tensor import updates
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 from zerocore.tensor.place import Place
@@ -51,6 +52,8 @@ def build(request: ShardRequest) -> ShardState:
     """Shards ``request.model`` in place and returns its state; on all ranks alike."""
     model, config, planned = request.model, request.config, request.planned
     ranks = request.ranks
+    if config.sync_params:
+        check_same_values(request)
     if config.stage == 3 and config.overlap_reductions:
         ranks = with_reductions(ranks, request.device)
     engine = _make_engine(request, ranks, call_order(model, planned))

@@ -1,0 +1,99 @@
+"""Compares the ranks' parameters before the first rank's values overwrite those of the others.
+
+That is what most programs want: they set no seed, or load on the first rank only. It is not where
+ranks hold parts of their own: experts, or parts of matrices. See docs/behaviour.md for the rule.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from zerocore._C import crc32
+from zerocore.common.agreement import bits_of, differing, gather_objects
+from zerocore.sharding.request import ShardRequest
+
+_log = logging.getLogger("zerocore")
+
+
+def check_same_values(request: ShardRequest) -> None:
+    """Says which parameters have other values on other ranks; collective.
+
+    Raises:
+        ValueError: groups of ranks hold values of their own; names parameters and ranks.
+    """
+    groups = request.ranks.groups
+    chosen = [choice for unit in request.planned for choice in unit.params]
+    chosen = [choice for choice in chosen if not choice.param.is_meta]
+    if not groups or not chosen:
+        return
+    with torch.no_grad():
+        numbers = torch.stack([_checksum(choice.param).to(request.device) for choice in chosen])
+    if not (places := differing(groups, numbers)):
+        return
+    own = [int(numbers[place]) for place in places]
+    tables = gather_objects(groups, [own], request.device)
+    same = [choice for place, choice in enumerate(chosen) if place not in set(places)]
+    if all(_is_constant(choice.param) for choice in same):
+        return  # nothing was the same but by its rule: the ranks have drawn all numbers
+    classes = {
+        chosen[place].fqns[0]: _ranks_by_value(column)
+        for place, column in zip(places, zip(*tables, strict=True), strict=True)
+    }
+    _refuse_parts(classes)
+    # Where the others agree with each other, the first rank has loaded what they have not.
+    ambiguous = [name for name, parts in classes.items() if parts[0] != [0] or len(parts) != 2]
+    if len(tables) == 2:
+        ambiguous = list(classes)
+    if ambiguous and request.ranks.rank == 0:
+        _log.warning(
+            "the ranks have different values of %s, and the same of others, as '%s'. Rank 0's are "
+            "taken. Parts of a model that each rank has by itself (experts, tensor parallelism) "
+            "cannot be sharded like this: they would be lost. Otherwise set one seed on all ranks",
+            _listed(ambiguous),
+            next(choice.fqns[0] for choice in same if not _is_constant(choice.param)),
+        )
+
+
+def _refuse_parts(classes: dict[str, list[list[int]]]) -> None:
+    parts = {
+        name: ranks
+        for name, ranks in classes.items()
+        if len(ranks[0]) > 1 and len({len(each) for each in ranks}) == 1
+    }
+    if parts:
+        first = next(iter(parts.values()))
+        raise ValueError(
+            f"group: ranks {', '.join(map(str, first[0]))} have other values of {_listed(parts)} "
+            f"than ranks {', '.join(map(str, first[1]))}, and the same of other parameters: parts "
+            "of a model that several ranks share (experts, tensor parallelism) cannot be sharded "
+            "over all of them. Pass the group of ranks that hold the same values. If rank 0's are "
+            "meant for all, set one seed on all ranks before the model is built"
+        )
+
+
+def _ranks_by_value(column: Sequence[int]) -> list[list[int]]:
+    """The ranks that have the same value, those of the first rank first."""
+    found: dict[int, list[int]] = {}
+    for rank, value in enumerate(column):
+        found.setdefault(value, []).append(rank)
+    return list(found.values())
+
+
+def _listed(names: Sequence[str] | dict[str, list[list[int]]]) -> str:
+    shown = ", ".join(f"'{name}'" for name in list(names)[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _checksum(param: torch.Tensor) -> torch.Tensor:
+    """One int64 of the parameter's values."""
+    bits = bits_of(param)
+    return torch.tensor(crc32(bits.data_ptr(), bits.nbytes)) if bits.is_cpu else bits.sum()
+
+
+def _is_constant(param: torch.Tensor) -> bool:
+    """Whether all elements are equal, as biases and norms are when they are made."""
+    bits = bits_of(param)
+    return bool((bits == bits[:1]).all())
