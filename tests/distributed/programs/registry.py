@@ -30,6 +30,13 @@ THEMES = (
     "saving",
     "moves",
     "huggingface",
+    "adapters",
+    "posttraining",
+    "kernels",
+    "surgery",
+    "states",
+    "codebooks",
+    "evaluation",
 )
 
 
