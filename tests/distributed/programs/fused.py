@@ -94,23 +94,3 @@ class Quantise(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
-
-
-def define_mix() -> None:
-    """x @ (first + second).t(), once in a process."""
-    if hasattr(torch.ops.programs, "mix"):
-        return
-
-    @torch.library.custom_op("programs::mix", mutates_args=())
-    def mix(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        return x @ (first + second).t()
-
-    def keep(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, first, second = ctx.saved_tensors
-        weight = grad.t() @ x
-        return grad @ (first + second), weight, weight
-
-    mix.register_autograd(backward, setup_context=keep)

@@ -16,7 +16,6 @@ from tests.distributed.programs.fused import (
     Quantise,
     RmsNorm,
     SwiGlu,
-    define_mix,
 )
 from tests.distributed.programs.models import (
     SIZE,
@@ -58,11 +57,6 @@ def fused_loss(run: Run) -> None:
     train_loss(run, run.shard(FusedLossWords(), [Block]))
 
 
-@program("the same with a head that is tied to the embedding")
-def fused_loss_tied(run: Run) -> None:
-    train_loss(run, run.shard(FusedLossWords(tied=True), [Block]))
-
-
 @program("the same with micro-batches under no_sync")
 def fused_loss_accumulation(run: Run) -> None:
     model = run.shard(FusedLossWords(), [Block])
@@ -71,21 +65,6 @@ def fused_loss_accumulation(run: Run) -> None:
         with run.no_sync(model):
             (model(run.tokens(11, 2, 6, key=2 * step)) / 2).backward()
         update(run, model, optimizer, model(run.tokens(11, 2, 6, key=2 * step + 1)) / 2)
-
-
-@program("the fused loss outside of the model, with the head's weight read by the trainer (TRL)")
-def fused_loss_outside(run: Run) -> None:
-    class Body(FusedLossWords):
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.hidden(tokens)
-
-    model = run.shard(Body(), [Block])
-    optimizer = sgd(model)
-    for step in range(3):
-        tokens = run.tokens(11, 2, 6, key=step)
-        hidden, weight = model(tokens[:, :-1]).flatten(0, 1), run.module(model).head.weight
-        loss = LinearCrossEntropy.apply(hidden, weight, tokens[:, 1:].flatten())
-        update(run, model, optimizer, loss)
 
 
 @program("the fused loss and the head's own call in one step")
@@ -211,36 +190,6 @@ def function_reads_ahead(run: Run) -> None:
     train(run, run.shard(Ahead(), [Block]))
 
 
-@program("logits in chunks: checkpoint with the head's weight as an argument, reentrant")
-def chunked_logits_reentrant(run: Run) -> None:
-    chunked_logits(run, True)
-
-
-@program("logits in chunks: checkpoint with the head's weight as an argument, not reentrant")
-def chunked_logits_plain(run: Run) -> None:
-    chunked_logits(run, False)
-
-
-def chunk_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(hidden @ weight.t(), target, reduction="sum")
-
-
-def chunked_logits(run: Run, reentrant: bool) -> None:
-    """The loss of each chunk is recomputed in backward."""
-
-    class Chunked(FusedLossWords):
-        def forward(self, tokens: Tensor) -> Tensor:
-            hidden = self.hidden(tokens[:, :-1]).flatten(0, 1)
-            parts = zip(hidden.split(4), tokens[:, 1:].flatten().split(4), strict=True)
-            losses = [
-                checkpoint(chunk_loss, part, self.head.weight, target, use_reentrant=reentrant)
-                for part, target in parts
-            ]
-            return torch.stack(losses).sum() / len(hidden)
-
-    train_loss(run, run.shard(Chunked(), [Block]))
-
-
 @program("a kernel under autocast: custom_fwd and custom_bwd around a weight")
 def function_autocast(run: Run) -> None:
     class Kernel(Function):
@@ -318,18 +267,8 @@ def function_accumulates_itself(run: Run) -> None:
     train(run, run.shard(Model(), [Block]))
 
 
-@program("an operator of torch.library with a backward of its own, given two weights")
-def library_operator(run: Run) -> None:
-    class Model(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.ops.programs.mix(super().forward(x), self.out.weight, self.inp.weight)
-
-    define_mix()
-    train(run, run.shard(Model(), [Block]))
-
-
 @program("one weight in two Functions, in its own layer and in a penalty")
-def function_twice(run: Run) -> None:
+def function_everywhere(run: Run) -> None:
     class Model(Net):
         def forward(self, x: Tensor) -> Tensor:
             weight = self.out.weight
@@ -338,14 +277,3 @@ def function_twice(run: Run) -> None:
             return super().forward(x) + rounded + weight.square().mean()
 
     train(run, run.shard(Model(), [Block]))
-
-
-@program("a language model, its whole loss in one Function, evaluated in between")
-def fused_loss_eval(run: Run) -> None:
-    model = run.shard(FusedLossWords(), [Block])
-    optimizer = sgd(model)
-    for step in range(3):
-        loss = model(run.tokens(11, 2, 6, key=step))
-        with torch.no_grad():
-            run.record(model(run.tokens(11, 2, 6, key=10 + step)))
-        update(run, model, optimizer, loss)

@@ -33,7 +33,7 @@ THEMES = (
     "adapters",
     "posttraining",
     "kernels",
-    "surgery",
+    "gradients",
     "states",
     "codebooks",
     "evaluation",

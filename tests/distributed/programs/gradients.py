@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.distributed.programs.models import SIZE, Block, Net, adamw, mean_square, sgd, update
+from tests.distributed.programs.models import SIZE, Block, Net, adamw, mean_square, sgd
 from tests.distributed.programs.registry import program
 from tests.distributed.programs.systems import Run
 
@@ -49,49 +48,6 @@ class TwoHeads(Net):
         return [head(features) for head in self.heads]
 
 
-@program("Grokfast: an average of gradients added, p.grad.data = p.grad.data + ...")
-def grokfast_ema(run: Run) -> None:
-    kept: dict[str, Tensor] = {}
-
-    def change(model: Any) -> None:
-        for name, p in model.named_parameters():
-            old = kept.get(name, p.grad.data.detach())
-            kept[name] = old * 0.8 + p.grad.data.detach() * 0.2
-            p.grad.data = p.grad.data + kept[name] * 2.0
-
-    filtered(run, change, steps=5)
-
-
-@program("Grokfast: the mean of a window of gradients added by p.grad.data = ...")
-def grokfast_window(run: Run) -> None:
-    windows: dict[str, deque[Tensor]] = {}
-
-    def change(model: Any) -> None:
-        for name, p in model.named_parameters():
-            window = windows.setdefault(name, deque(maxlen=2))
-            window.append(p.grad.data.detach())
-            p.grad.data = p.grad.data + 2.0 * sum(window) / len(window)
-
-    filtered(run, change, steps=5)
-
-
-@program("the same with zero_grad(set_to_none=False)")
-def grokfast_kept_memory(run: Run) -> None:
-    model = run.shard(Net(), [Block])
-    optimizer = sgd(model)
-    kept: dict[Any, Tensor] = {}
-    for x in run.batches(4):
-        loss = mean_square(model(x))
-        loss.backward()
-        run.average(model)
-        for p in model.parameters():
-            kept[p] = 0.5 * kept.get(p, p.grad.data) + 0.5 * p.grad.data
-            p.grad.data = p.grad.data + kept[p]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        run.record(loss)
-
-
 @program("p.grad.data written in place: mul_, add_ and copy_")
 def grad_data_in_place(run: Run) -> None:
     def change(model: Any) -> None:
@@ -107,15 +63,6 @@ def grad_sign_assigned(run: Run) -> None:
     def change(model: Any) -> None:
         for p in model.parameters():
             p.grad = (p.grad + 1e-3).sign()
-
-    filtered(run, change)
-
-
-@program("gradient noise of one seed: p.grad.add_(torch.randn_like(p.grad) * s)")
-def grad_noise(run: Run) -> None:
-    def change(model: Any) -> None:
-        for p in model.parameters():
-            p.grad.add_(torch.randn_like(p.grad) * 0.01)
 
     filtered(run, change)
 
@@ -231,71 +178,6 @@ def mgda(run: Run) -> None:
             p.grad.copy_(share * a + (1 - share) * b)
         optimizer.step()
         optimizer.zero_grad()
-
-
-@program("GradNorm: weights of two losses from the norms of their gradients at the features")
-def gradnorm(run: Run) -> None:
-    model, optimizer = tasks(run)
-    weights = torch.ones(2, requires_grad=True)
-    features: list[Tensor] = []
-    hook = (
-        run.module(model)
-        .heads[0]
-        .register_forward_pre_hook(lambda module, args: features.append(args[0]))
-    )
-    for x in run.batches():
-        features.clear()
-        outputs = model(x)
-        losses = [(output - index).square().mean() for index, output in enumerate(outputs)]
-        norms = []
-        for weight, loss in zip(weights, losses, strict=True):
-            slope = torch.autograd.grad(loss, features[0], retain_graph=True)[0]
-            norms.append((weight * slope).norm())
-        balance = sum((norm - torch.stack(norms).mean().detach()).abs() for norm in norms)
-        step = torch.autograd.grad(balance, weights)[0]
-        total = sum(w.detach() * loss for w, loss in zip(weights, losses, strict=True))
-        update(run, model, optimizer, total)
-        with torch.no_grad():
-            weights.sub_(0.1 * step).mul_(2 / weights.sum())
-    hook.remove()
-
-
-@program(
-    "one task's gradients kept by hand while the other's are made: p.grad, kept = None, p.grad"
-)
-def grads_set_aside(run: Run) -> None:
-    model = run.shard(Net(), [Block])
-    optimizer = sgd(model)
-    for x in run.batches():
-        mean_square(model(x)).backward()
-        run.average(model)
-        kept = [p.grad for p in model.parameters()]
-        for p in model.parameters():
-            p.grad = None
-        loss = mean_square(model(x + 1))
-        loss.backward()
-        run.average(model)
-        for p, other in zip(model.parameters(), kept, strict=True):
-            p.grad += 0.5 * other
-        optimizer.step()
-        optimizer.zero_grad()
-        run.record(loss)
-
-
-@program("gradients zeroed by hand: p.grad.detach_() and p.grad.zero_()")
-def grads_zeroed_by_hand(run: Run) -> None:
-    model = run.shard(Net(), [Block])
-    optimizer = adamw(model.parameters())
-    for x in run.batches(4):
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.detach_()
-                p.grad.zero_()
-        loss = mean_square(model(x))
-        loss.backward()
-        run.average(model)
-        optimizer.step()
-        run.record(loss)
 
 
 class Sam(Optimizer):
