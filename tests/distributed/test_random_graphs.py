@@ -7,10 +7,8 @@ number of ranks, or replicas x shards. `30000 10000 --one-stage` is the run of C
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
-import re
 import sys
 from contextlib import nullcontext
 from functools import cache
@@ -23,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerocore
-from tests.distributed.harness import RanksFailed, run_ranks
+from tests.distributed.harness import run_ranks
 from tests.distributed.random_graphs import build, choose_units, total_loss
 from tests.distributed.random_runs import (
     KINDS,
@@ -38,9 +36,17 @@ from tests.distributed.random_runs import (
     mode,
     reference,
 )
+from tests.distributed.random_seeds import (
+    SHAPES,
+    begin,
+    check,
+    parser_of,
+    references,
+    train_all,
+    world_of,
+)
 from zerocore.common.alarm import STALL_SECONDS
 
-SHAPES = ("1", "2", "3", "4", "2x2")
 GRAPHS_OF_A_SHAPE = 40
 
 
@@ -113,38 +119,20 @@ def fail(model: nn.Module, clock: list[int], event: Event, seed: int) -> None:
             total_loss(model, inputs)
 
 
-def compare(first: int, count: int, shape: str, every_stage: bool) -> None:
-    """Trains `count` graphs at every stage, or each at one, in turn."""
+def compare(seeds: range, shape: str, every_stage: bool) -> None:
+    """Trains graphs at every stage, or each at one, in turn."""
     os.environ[STALL_SECONDS] = "20"
-    expected = references(first, count)
-    for seed, right in expected.items():
+    for seed, right in references(reference, seeds).items():
         for stage in range(4) if every_stage else (seed % 4,):
-            print(f"graph {seed} at stage {stage}, shape {shape}", flush=True)  # if a rank fails
-            found = train(seed, stage, shape)
-            numbers = right.numbers[dist.get_rank()]
-            torch.testing.assert_close(found.numbers[0], numbers, rtol=1e-7, atol=1e-9)
-            torch.testing.assert_close(found.state, right.state, rtol=1e-7, atol=1e-9)
-
-
-def references(first: int, count: int) -> dict[int, Result]:
-    """Each rank computes some of them."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    own = {seed: reference(seed, size) for seed in range(first + rank, first + count, size)}
-    parts: list[Any] = [None] * size
-    dist.all_gather_object(parts, own)
-    merged = {seed: result for part in parts for seed, result in part.items()}
-    return dict(sorted(merged.items()))
-
-
-def world_of(shape: str) -> int:
-    replicas, _, shards = shape.rpartition("x")
-    return int(replicas or 1) * int(shards)
+            begin(seed, f"stage {stage}, shape {shape}")
+            check(train(seed, stage, shape), right, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_graphs_train_as_one_process(shape: str) -> None:
     first = SHAPES.index(shape) * GRAPHS_OF_A_SHAPE
-    run_ranks(compare, world_of(shape), first, GRAPHS_OF_A_SHAPE, shape, False, timeout=200)
+    seeds = range(first, first + GRAPHS_OF_A_SHAPE)
+    run_ranks(compare, world_of(shape), seeds, shape, False, timeout=200)
 
 
 def test_the_graphs_have_everything() -> None:
@@ -163,49 +151,13 @@ def test_the_graphs_have_everything() -> None:
     assert {(event.held, event.update) for event in events} == {(0, 0), (0, 1), (1, 0)}
 
 
-def train_block(first: int, count: int, shape: str, every_stage: bool) -> list[int]:
-    """Trains graphs in one start of the ranks, and in more where one fails; seeds that failed."""
-    failed: list[int] = []
-    end = first + count
-    while first < end:
-        limit = 60.0 + 20.0 * (end - first)
-        try:
-            run_ranks(
-                compare, world_of(shape), first, end - first, shape, every_stage, timeout=limit
-            )
-            break
-        except RanksFailed as error:
-            print(error, flush=True)
-            begun = [int(seed) for seed in re.findall(r"^graph (\d+) at stage", str(error), re.M)]
-            failed.append(max(begun, default=first))
-            print(f"graph {failed[-1]} failed, shape {shape}", flush=True)
-            first = failed[-1] + 1
-    return failed
-
-
-def main(options: argparse.Namespace) -> bool:
-    """Prints the seeds of graphs that went wrong, and how many there were; whether none did."""
-    failed: list[int] = []
-    end = options.first + options.count
-    for index, first in enumerate(range(options.first, end, options.block)):
-        count = min(options.block, end - first)
-        shape = options.shapes[index % len(options.shapes)]
-        failed += train_block(first, count, shape, not options.one_stage)
-        done = first + count - options.first
-        print(f"{done} graphs, {len(failed)} failed: {failed}", flush=True)
-    print(f"{options.count} graphs, {len(failed)} failed")
-    return not failed
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("first", type=int, help="seed of the first graph")
-    parser.add_argument("count", type=int)
-    parser.add_argument("shapes", nargs="*", default=SHAPES, metavar="shape")
+def main() -> bool:
+    """Trains random graphs and prints the seeds of those that went wrong."""
+    parser = parser_of(main.__doc__, SHAPES)
     parser.add_argument("--one-stage", action="store_true", help="the one of the seed, not all")
-    parser.add_argument("--block", type=int, default=50, help="graphs in one start of the ranks")
-    return parser.parse_args()
+    options = parser.parse_args()
+    return train_all(compare, options, options.shapes, not options.one_stage)
 
 
 if __name__ == "__main__":
-    sys.exit(not main(parse_arguments()))
+    sys.exit(not main())

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.distributed.programs.registry import Program, all_programs, broken_programs
-from tests.distributed.programs.systems import SYSTEMS, State
+from tests.distributed.programs.systems import PEERS, SYSTEMS, State
 
 ZEROCORE = str(Path(__file__).resolve().parents[3] / "zerocore")
 DELIBERATE = (ValueError, TypeError, RuntimeError, NotImplementedError)
@@ -106,7 +106,7 @@ def describe(error: BaseException, system: str) -> Error:
     text = (str(error).strip().splitlines() or [""])[0]
     no_partner = any(words in str(error) for words in NO_PARTNER)
     meant = isinstance(error, DELIBERATE) and "INTERNAL ASSERT" not in str(error)
-    if system.startswith("stage"):
+    if system not in PEERS:
         raised = any(
             last.filename.startswith(ZEROCORE) and str(last.line).startswith("raise")
             for last in frames[-1:]

@@ -33,6 +33,13 @@ THEMES = (
     "saving",
     "moves",
     "huggingface",
+    "adapters",
+    "posttraining",
+    "kernels",
+    "gradients",
+    "states",
+    "codebooks",
+    "evaluation",
 )
 
 

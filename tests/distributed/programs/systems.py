@@ -118,6 +118,8 @@ class DdpRun(Run):
     """DistributedDataParallel; buffers stay each rank's own, as in the others."""
 
     def wrap(self, model: nn.Module, units: Units | None) -> nn.Module:
+        if not any(p.requires_grad for p in model.parameters()):
+            return model  # a teacher: it refuses what has nothing to average
         return DistributedDataParallel(
             model, broadcast_buffers=False, find_unused_parameters=self.unused
         )
@@ -254,6 +256,7 @@ class OffloadRun(ZerocoreRun):
         return zerocore.shard(model, stage=self.stage, units=units, offload=offload)
 
 
+PEERS = ("plain", "ddp", "fsdp2")
 SYSTEMS: dict[str, Callable[[int, bool], Run]] = {
     "plain": Run,
     "ddp": DdpRun,

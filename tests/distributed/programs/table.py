@@ -10,8 +10,8 @@ import torch
 
 from tests.distributed.programs.registry import Program
 from tests.distributed.programs.suite import Table
+from tests.distributed.programs.systems import PEERS
 
-PEERS = ("plain", "ddp", "fsdp2")
 Page = tuple[str, dict[str, dict[str, str]]]  # the version of torch; [program][system]
 
 HEAD = """# What ordinary programs do under each system
