@@ -17,6 +17,7 @@ from zerocore.checkpoint import checksums, files
 from zerocore.checkpoint.checksums import METADATA, Sums
 from zerocore.checkpoint.commit import common_result
 from zerocore.checkpoint.saved_state import SavedState, write_rank_file
+from zerocore.common.alarm import operation, waiting
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,16 @@ class Save:
             Exception: what went wrong, on the rank where it did; RuntimeError on the others.
             ValueError: the ranks would save different tensors.
         """
-        temporary, sums = self._begin()
-        self._together(lambda: self._write_files(temporary, sums, copies))
+        with operation(f"save of '{self.final.name}'"):
+            temporary, sums = self._begin()
+            self._together(lambda: self._write_files(temporary, sums, copies))
 
-        def commit() -> None:
-            if self.saved.rank == 0:
-                self._commit(temporary)
-                when_done()
+            def commit() -> None:
+                if self.saved.rank == 0:
+                    self._commit(temporary)
+                    when_done()
 
-        self._together(commit)
+            self._together(commit)
 
     def _begin(self) -> tuple[Path, dict[str, int]]:
         """Makes the folder, when all ranks want to save the same.
@@ -150,7 +152,8 @@ def together(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> list
         values = [value]
         if group is not None:
             values = [None] * group.size()
-            dist.all_gather_object(values, value, group=group)
+            with waiting(group, "save of a checkpoint"):
+                dist.all_gather_object(values, value, group=group)
         return values
 
     return common_result(action, gathered)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerocore.common.alarm import waiting
 from zerocore.tensor import updates
 from zerocore.tensor.functions import has_operator
 
@@ -93,7 +94,8 @@ class Place:
             flat.zero_()
             flat[start:end] = local
             # As bytes: other ranks' are zero, so sums keep every bit, of any dtype.
-            dist.all_reduce(flat.view(torch.uint8), group=self.group)
+            with waiting(self.group, f"full_tensor of '{self.fqn}'"):
+                dist.all_reduce(flat.view(torch.uint8), group=self.group)
         return full
 
 
