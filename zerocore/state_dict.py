@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerocore.common.agreement import agree
+from zerocore.common.alarm import operation
 from zerocore.hooks.optimizer_states import params_of
 from zerocore.model.buffers import broadcast as broadcast_tensors
 from zerocore.model.state import Param, ShardState, Unit, state_of
@@ -67,6 +68,7 @@ def _copy_out(unit: Unit, keys: Keys, values: list[Tensor], full: dict[str, Tens
         full.update(dict.fromkeys(keys[param], value))
 
 
+@operation("full_optimizer_state_dict")
 def full_optimizer_state_dict(optimizer: Optimizer, rank0_only: bool = True) -> dict[str, Any]:
     """``optimizer.state_dict()`` with full states on the CPU, as before sharding.
 
@@ -97,6 +99,7 @@ def _full_value(value: Any, keep: bool) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
+@operation("load_full_state_dict")
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any] | None, broadcast: bool = True
 ) -> None:

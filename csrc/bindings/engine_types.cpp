@@ -72,7 +72,7 @@ void register_engine_options(py::module_& module) {
                       bool agree_on_used,
                       bool log_hand_overs,
                       std::string alarm_name,
-                      double stall_seconds,
+                      std::optional<double> stall_seconds,
                       std::optional<LinkModel> host_link,
                       int host_threads) {
             return EngineOptions{

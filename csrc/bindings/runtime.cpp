@@ -12,6 +12,7 @@
 
 #include "bindings/bindings.h"
 #include "common/pages.h"
+#include "runtime/alarm.h"
 #include "runtime/allocator_counts.h"
 #include "runtime/bucket_pool.h"
 #include "runtime/host_memory.h"
@@ -32,6 +33,59 @@ struct CpuPool {
   Streams streams;
   BucketPool pool;
 };
+
+// A collective that is not in a ledger, while a thread may wait in it.
+class Waiting {
+ public:
+  Waiting(std::string what, std::string group) : what_(std::move(what)), group_(std::move(group)) {}
+
+  void enter() {
+    alarm_ = Watchdog::of_process().alarm_of(group_);
+    token_ = alarm_ == nullptr ? 0 : alarm_->enter(what_);
+  }
+  void leave(const py::object& error) {
+    if (alarm_ == nullptr) {
+      return;
+    }
+    if (PyObject_IsInstance(error.ptr(), PyExc_RuntimeError) == 1) { // what c10d raises
+      const std::string text = what_ + " failed: " + std::string(py::str(error));
+      const py::gil_scoped_release released;
+      alarm_->fail(text);
+    }
+    alarm_->leave(token_);
+  }
+
+ private:
+  const std::string what_, group_;
+  std::shared_ptr<Alarm> alarm_;
+  int64_t token_ = 0;
+};
+
+void register_watchdog(py::module_& module) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  module.def(
+      "note_end",
+      [](const std::string& how) { Watchdog::of_process().note_end(how); },
+      py::arg("how"),
+      Released());
+  module.def(
+      "watch_group",
+      [](const std::string& group, const std::string& beside) {
+        Watchdog::of_process().add_group(group, beside);
+      },
+      py::arg("group"),
+      py::kw_only(),
+      py::arg("beside"),
+      Released());
+  py::class_<Waiting>(module, "Waiting")
+      .def(py::init<std::string, std::string>(), py::arg("what"), py::arg("group"))
+      .def("__enter__", &Waiting::enter)
+      .def(
+          "__exit__",
+          [](Waiting& self, const py::object&, const py::object& error, const py::object&) {
+            self.leave(error);
+          });
+}
 
 void register_host(py::module_& module) {
   using Released = py::call_guard<py::gil_scoped_release>;
@@ -101,11 +155,7 @@ void register_host(py::module_& module) {
 
 void register_runtime(py::module_& module) {
   register_host(module);
-  module.def(
-      "note_end",
-      [](const std::string& how) { Watchdog::of_process().note_end(how); },
-      py::arg("how"),
-      py::call_guard<py::gil_scoped_release>());
+  register_watchdog(module);
   py::class_<AllocatorCounts>(module, "AllocatorCounts")
       .def_readonly("num_retries", &AllocatorCounts::num_retries)
       .def_readonly("num_device_allocations", &AllocatorCounts::num_device_allocations);

@@ -3,22 +3,12 @@
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include <algorithm>
-
 #include "runtime/alarm.h"
 #include "runtime/watchdog.h"
 
 namespace zerocore {
 
 namespace {
-
-using Milliseconds = std::chrono::milliseconds;
-
-// Other ranks are answered within a second.
-Milliseconds interval(double stall_seconds) {
-  return Milliseconds(
-      std::clamp(static_cast<int64_t>(stall_seconds * 250), int64_t(50), int64_t(1000)));
-}
 
 std::vector<std::string> names_of(const std::vector<UnitSpec>& units) {
   std::vector<std::string> names;
@@ -32,11 +22,8 @@ std::vector<std::string> names_of(const std::vector<UnitSpec>& units) {
 
 } // namespace
 
-ModelAlarm::ModelAlarm(
-    const EngineOptions& engine,
-    c10::Device device,
-    const std::vector<UnitSpec>& units) {
-  if (engine.alarm_name.empty() || engine.stall_seconds <= 0) {
+ModelAlarm::ModelAlarm(const EngineOptions& engine, const std::vector<UnitSpec>& units) {
+  if (engine.alarm_name.empty() || engine.stall_seconds == 0) {
     return;
   }
   const GroupNames& names = engine.groups;
@@ -49,14 +36,14 @@ ModelAlarm::ModelAlarm(
       options.size *= groups.back()->getSize();
     }
   }
-  for (const auto& each : {names.reductions, device.is_cpu() ? names.control : std::nullopt}) {
+  for (const auto& each : {names.reductions, names.control}) {
     if (each) {
       groups.push_back(c10d::resolve_process_group(*each));
     }
   }
   if (!groups.empty()) {
-    alarm_ = std::make_shared<Alarm>(options, groups, device.type(), names_of(units));
-    Watchdog::of_process().add(alarm_, interval(engine.stall_seconds));
+    alarm_ = std::make_shared<Alarm>(options, groups, names_of(units));
+    Watchdog::of_process().add(alarm_);
   }
 }
 

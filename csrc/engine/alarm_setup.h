@@ -16,7 +16,7 @@ class Alarm;
 // 0 or there is no `alarm_name`, as without real peers.
 class ModelAlarm {
  public:
-  ModelAlarm(const EngineOptions& options, c10::Device device, const std::vector<UnitSpec>& units);
+  ModelAlarm(const EngineOptions& options, const std::vector<UnitSpec>& units);
   ModelAlarm(const ModelAlarm&) = delete;
   ModelAlarm& operator=(const ModelAlarm&) = delete;
 

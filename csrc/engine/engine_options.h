@@ -23,7 +23,7 @@ struct EngineOptions {
   bool agree_on_used = false; // ask the ranks in every backward which parameters took part
   bool log_hand_overs = false; // on the CPU: as if there were streams
   std::string alarm_name; // see AlarmOptions; empty for no alarm
-  double stall_seconds = 0;
+  std::optional<double> stall_seconds = 0; // see AlarmOptions; 0 for no alarm
   std::optional<LinkModel> host_link; // emulated, between the device and the host
   int host_threads = 1; // that share a unit's update on the host
 };

@@ -96,7 +96,7 @@ EngineParts::EngineParts(
       streams(device, engine_options.log_hand_overs ? &hand_overs : nullptr),
       pool(streams),
       trace(streams),
-      alarm(engine_options, device, specs),
+      alarm(engine_options, specs),
       collectives(make_collectives(
           engine_options.groups.shard,
           streams,

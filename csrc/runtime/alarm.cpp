@@ -3,10 +3,9 @@
 
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/distributed/c10d/FileStore.hpp>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <unistd.h>
 
+#include <algorithm>
 #include <thread>
 #include <utility>
 
@@ -17,41 +16,57 @@ namespace zerocore {
 namespace {
 
 using Milliseconds = std::chrono::milliseconds;
+using Seconds = std::chrono::duration<double>;
 
-constexpr Milliseconds kSlice(200); // how long the host waits before it looks for an alarm
-constexpr Milliseconds kAnswer(3000); // what the others have to tell where they are
-constexpr Milliseconds kPatience(6000); // for the watchdog, whose store may not answer
-constexpr Milliseconds kPoll(50);
-constexpr Milliseconds kReaders(1000);
+constexpr Seconds kWarning(60); // of silence, or half of the limit
+constexpr Seconds kPatience(5); // of the watchdog with the store
+constexpr Seconds kWatchdog(10); // of a thread that has failed with the watchdog
 constexpr size_t kToldEntries = 64;
+constexpr double kDefaultSeconds = 1800; // of a group that has no timeout
 // Tags of messages that are never sent.
 constexpr int kUnusedTag = 0x5afe0000;
 constexpr int kContexts = 8; // more than gloo has network devices
 
-// A store of its own connection, as another thread may block in the group's; null if it may call
-// Python, for which the thread that waits may hold the lock.
-c10::intrusive_ptr<c10d::Store> open_store(
-    c10::intrusive_ptr<c10d::Store> store,
-    const std::string& name) {
-  if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get())) {
-    store = prefixed->getUnderlyingNonPrefixStore();
+// The shortest of its backends'.
+double timeout_of(c10d::ProcessGroup& group) {
+  double seconds = kDefaultSeconds;
+  for (const c10::Device device : group.getDeviceTypes()) {
+    try {
+      const auto options = group.getBackend(device.type())->getBackendOptions();
+      seconds = std::min(seconds, Seconds(options->timeout).count());
+    } catch (const std::exception&) {
+      // it has none
+    }
   }
-  if (dynamic_cast<c10d::TCPStore*>(store.get()) != nullptr) {
-    store = store->clone();
-  } else if (
-      dynamic_cast<c10d::FileStore*>(store.get()) == nullptr &&
-      dynamic_cast<c10d::HashStore*>(store.get()) == nullptr) {
-    return nullptr;
-  }
-  return c10::make_intrusive<c10d::PrefixStore>("zerocore/" + name, std::move(store));
+  return seconds;
 }
 
-std::string key(const char* what, size_t rank) {
-  return what + std::to_string(rank);
+// One receive that has waited for too long closes all connections of gloo. One whose peer is gone
+// does not.
+void close_gloo(c10d::Backend& backend) {
+  for (int i = 0; i < backend.getSize() * kContexts; ++i) {
+    const int peer = i % backend.getSize();
+    try {
+      std::vector<at::Tensor> nothing = {at::zeros({1}, at::kByte)};
+      if (peer != backend.getRank()) {
+        backend.recv(nothing, peer, kUnusedTag + i / backend.getSize())->wait(Milliseconds(1));
+      }
+    } catch (const std::exception&) {
+      // as meant
+    }
+  }
 }
 
-std::string to_text(const std::vector<uint8_t>& bytes) {
-  return {bytes.begin(), bytes.end()};
+// In one piece, and without a lock that a thread which waits may hold.
+void print(size_t rank, const std::string& text) {
+  const std::string line = "zerocore on rank " + std::to_string(rank) + ": " + text + "\n";
+  static_cast<void>(!write(STDERR_FILENO, line.data(), line.size()));
+}
+
+std::string to_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g", seconds);
+  return text;
 }
 
 } // namespace
@@ -59,15 +74,32 @@ std::string to_text(const std::vector<uint8_t>& bytes) {
 Alarm::Alarm(
     AlarmOptions options,
     const std::vector<Group>& groups,
-    c10::DeviceType device,
     std::vector<std::string> params)
     : options_(std::move(options)),
       params_(std::move(params)),
-      store_(open_store(groups.at(0)->getStore(), options_.name)) {
+      roll_call_(groups.at(0)->getStore(), options_.name, options_.rank, options_.size) {
   for (const Group& group : groups) {
-    backends_.emplace_back(group->getBackend(device));
-    in_slices_ = group->getBackend(device)->getBackendName() == "gloo";
+    add_group(group);
   }
+  limit_ = options_.stall_seconds.value_or(timeout_of(*groups[0]));
+}
+
+void Alarm::add_group(const Group& group) {
+  const std::lock_guard lock(mutex_);
+  group_names_.push_back(group->getGroupName());
+  for (const c10::Device device : group->getDeviceTypes()) {
+    const auto backend = group->getBackend(device.type());
+    if (std::none_of(backends_.begin(), backends_.end(), [&](const auto& other) {
+          return other.lock() == backend;
+        })) {
+      backends_.emplace_back(backend);
+    }
+  }
+}
+
+bool Alarm::has_group(const std::string& name) const {
+  const std::lock_guard lock(mutex_);
+  return std::find(group_names_.begin(), group_names_.end(), name) != group_names_.end();
 }
 
 // -- the threads that use the model ---------------------------------------------------------
@@ -76,129 +108,121 @@ void Alarm::throw_message() const {
   TORCH_CHECK_WITH(DistBackendError, false, message_);
 }
 
-void Alarm::wait(c10d::Work& work) const {
-  if (!in_slices_) {
-    work.wait();
-    return;
-  }
-  while (true) {
-    check();
-    try {
-      work.wait(kSlice);
-      return;
-    } catch (const std::exception&) {
-      if (work.isCompleted()) {
-        throw;
-      }
-    }
-  }
-}
-
 void Alarm::fail(const std::string& what) {
   check();
-  const bool is_cause = !comparing_;
-  std::unique_lock lock(mutex_);
-  failed_ = true;
-  Watchdog::of_process().wake();
-  changed_.wait_for(lock, kPatience, [this] { return raised_.load(); });
-  if (!raised_) {
-    message_ = "the ranks could not be compared, as the store of the process group does not answer";
-    raised_ = true;
+  {
+    std::unique_lock lock(mutex_);
+    if (call_ != Call::Alarm && !failed_) { // what fails then is a consequence
+      cause_ = what;
+    }
+    failed_ = true;
   }
-  TORCH_CHECK_WITH(DistBackendError, false, message_, is_cause ? " (Here: " + what + ")" : "");
+  Watchdog::of_process().wake();
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, kWatchdog, [this] { return raised_.load(); });
+  TORCH_CHECK_WITH(DistBackendError, raised_.load(), what);
+  throw_message();
+}
+
+int64_t Alarm::enter(std::string what) {
+  check();
+  const std::lock_guard lock(mutex_);
+  waits_.push_back({++num_waits_, std::move(what), Clock::now()});
+  return num_waits_;
+}
+
+void Alarm::leave(int64_t token) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(waits_, [&](const Wait& wait) { return wait.token == token; });
 }
 
 // -- the watchdog ---------------------------------------------------------------------------
 
-void Alarm::tick() {
-  if (!raised_ && has_reason()) {
-    raise();
-  }
+Milliseconds Alarm::interval() const {
+  return Milliseconds(std::clamp(static_cast<int64_t>(limit_ * 100), int64_t(50), int64_t(1000)));
 }
 
-bool Alarm::has_reason() {
-  const auto limit = std::chrono::duration<double>(options_.stall_seconds);
-  if (failed_ || ledger_.is_stalled(std::chrono::duration_cast<Clock::duration>(limit))) {
-    return true;
+// The longest; numbers below zero are of waits that are not in the ledger.
+Silence Alarm::silence() {
+  Silence longest = ledger_.silence();
+  const std::lock_guard lock(mutex_);
+  for (const Wait& wait : waits_) {
+    const auto length = Clock::now() - wait.since;
+    if (length > longest.length) {
+      longest = {length, -1 - wait.token};
+    }
   }
-  try {
-    return store_ != nullptr && store_->check({"alarm"});
-  } catch (const std::exception&) {
-    store_ = nullptr; // its server has ended
+  return longest;
+}
+
+// False if it is under way, or one that outranks it.
+bool Alarm::begin(Call call) {
+  const std::lock_guard lock(mutex_);
+  if (call_ >= call) {
     return false;
   }
+  call_ = call;
+  called_ = Clock::now();
+  answer_.reset();
+  return true;
 }
 
-void Alarm::raise() {
-  comparing_ = true;
-  std::string message = compare();
+void Alarm::tick() {
+  if (raised_) {
+    return;
+  }
+  const Silence silence = this->silence();
+  Call call = Call::None;
+  {
+    const std::lock_guard lock(mutex_);
+    if (failed_ || silence.length > Seconds(limit_)) {
+      call = Call::Alarm;
+    } else if (
+        silence.length > std::min(kWarning, Seconds(limit_ / 2)) && silence.number != warned_) {
+      warned_ = silence.number;
+      call = Call::Warning;
+    }
+  }
+  if (begin(call)) {
+    Watchdog::of_process().wake();
+  }
+  std::unique_lock lock(mutex_);
+  if (call_ == Call::None || !(answer_ || Clock::now() - called_ > kPatience)) {
+    return;
+  }
+  const std::optional<std::string> answer = std::exchange(answer_, std::nullopt);
+  const bool is_alarm = call_ == Call::Alarm;
+  if (!is_alarm) {
+    call_ = Call::None;
+  }
+  lock.unlock();
+  const std::string text = answer ? *answer : describe_alone();
+  if (is_alarm) {
+    raise(text);
+  } else if (!text.empty()) {
+    print(options_.rank, "warning: " + text);
+  }
+}
+
+void Alarm::raise(std::string message) {
   close_groups();
   {
     const std::lock_guard lock(mutex_);
-    if (!raised_) {
-      message_ = std::move(message);
-      raised_.store(true, std::memory_order_release);
-    }
+    message_ = std::move(message) + (cause_.empty() ? "" : " (Here: " + cause_ + ")");
+    raised_.store(true, std::memory_order_release);
   }
   changed_.notify_all();
+  print(options_.rank, message_);
 }
 
-std::string Alarm::compare() {
-  const int seconds = static_cast<int>(options_.stall_seconds);
-  const std::string advice =
-      "If a rank is only slow (it evaluates or saves alone), raise "
-      "ZEROCORE_STALL_SECONDS, which is " +
-      std::to_string(seconds) + "; 0 waits for ever.";
-  std::vector<RankReport> reports(options_.size);
-  for (RankReport& report : reports) {
-    report.missing = true;
-  }
-  try {
-    if (store_ != nullptr) {
-      publish();
-      reports = collect();
-    }
-  } catch (const std::exception&) {
-    store_ = nullptr;
-  }
-  reports[options_.rank].missing = false;
-  reports[options_.rank].ledger = ledger_.state(kToldEntries);
-  return describe(reports, params_, advice);
-}
-
-void Alarm::publish() {
-  RankReport report;
-  report.ledger = ledger_.state(kToldEntries);
-  report.elsewhere = Watchdog::of_process().waits_in_other_than(*this);
-  store_->set(key("report", options_.rank), report.encode());
-  store_->add("answers", 1);
-  store_->set("alarm", "1");
-}
-
-std::vector<RankReport> Alarm::collect() {
-  const auto deadline = Clock::now() + kAnswer;
-  while (store_->add("answers", 0) < static_cast<int64_t>(options_.size) &&
-         Clock::now() < deadline) {
-    std::this_thread::sleep_for(kPoll);
-  }
-  std::vector<RankReport> reports(options_.size);
-  for (size_t rank = 0; rank < options_.size; ++rank) {
-    if (store_->check({key("report", rank)})) {
-      reports[rank] = RankReport::decode(to_text(store_->get(key("report", rank))));
-      ++num_answers_;
-    } else if (store_->check({key("end", rank)})) {
-      reports[rank].ended = to_text(store_->get(key("end", rank)));
-    } else {
-      reports[rank].missing = true;
-    }
-  }
-  store_->add("readers", 1);
-  return reports;
-}
-
-// See Note [Alarm]. Gloo closes all its connections when one receive has waited for too long.
+// See Note [Alarm].
 void Alarm::close_groups() {
-  for (const auto& weak : backends_) {
+  std::vector<c10::weak_intrusive_ptr<c10d::Backend>> backends;
+  {
+    const std::lock_guard lock(mutex_);
+    backends = backends_;
+  }
+  for (const auto& weak : backends) {
     const auto backend = weak.lock();
     if (!backend) {
       continue;
@@ -206,22 +230,25 @@ void Alarm::close_groups() {
     // Never destroyed: that would wait for collectives that cannot end.
     static auto* const kept = new std::vector<c10::intrusive_ptr<c10d::Backend>>();
     kept->push_back(backend);
-    if (backend->getBackendName() != "gloo") {
-      backend->abort();
-      continue;
-    }
-    for (int i = 0; i < backend->getSize() * kContexts; ++i) {
-      const int peer = i % backend->getSize();
-      try {
-        std::vector<at::Tensor> nothing = {at::zeros({1}, at::kByte)};
-        if (peer != backend->getRank()) {
-          backend->recv(nothing, peer, kUnusedTag + i / backend->getSize())->wait(Milliseconds(1));
+    if (backend->getBackendName() == "gloo") {
+      close_gloo(*backend);
+    } else { // may wait for the device
+      std::thread([backend] {
+        try {
+          backend->abort();
+        } catch (const std::exception&) {
+          // it can not
         }
-      } catch (const std::exception&) {
-        // as meant
-      }
+      }).detach();
     }
   }
+}
+
+// -- what is told ---------------------------------------------------------------------------
+
+std::string Alarm::waits_without_number() const {
+  const std::lock_guard lock(mutex_);
+  return waits_.empty() ? "" : waits_.front().what;
 }
 
 std::string Alarm::waits_in() const {
@@ -231,26 +258,83 @@ std::string Alarm::waits_in() const {
       return entry.op + " of '" + entry.unit + "'";
     }
   }
-  return "";
+  return waits_without_number();
+}
+
+RankReport Alarm::report() const {
+  RankReport report;
+  report.ledger = ledger_.state(kToldEntries);
+  report.elsewhere = waits_without_number();
+  if (report.elsewhere.empty()) {
+    const std::string other = Watchdog::of_process().waits_in_other_than(*this);
+    report.elsewhere = other.empty() ? "" : other + " of another model";
+  }
+  return report;
+}
+
+std::string Alarm::advice() const {
+  const char* limit =
+      options_.stall_seconds ? "ZEROCORE_STALL_SECONDS" : "the timeout of the process group";
+  return c10::str(
+      "If a rank is only slow (it evaluates or saves alone), raise ",
+      limit,
+      ", which is ",
+      to_text(limit_),
+      options_.stall_seconds ? "; 0 waits for ever." : ".");
+}
+
+std::string Alarm::describe_all(const std::vector<RankReport>& reports) const {
+  return describe(reports, params_, advice());
+}
+
+std::string Alarm::describe_alone() const {
+  std::vector<RankReport> reports(options_.size);
+  for (RankReport& report : reports) {
+    report.missing = true;
+  }
+  reports[options_.rank] = report();
+  return describe(reports, params_, advice(), roll_call_.holder());
+}
+
+// -- the thread that talks to stores --------------------------------------------------------
+
+void Alarm::talk() {
+  Call wanted = Call::None;
+  {
+    const std::lock_guard lock(mutex_);
+    wanted = answer_ ? Call::None : call_;
+  }
+  std::string told;
+  Call call = Call::None;
+  try {
+    do { // another rank's warning may come before this one's alarm
+      call = raised_ ? Call::None : roll_call_.next(wanted);
+      if (call != Call::None) {
+        begin(call);
+        told = roll_call_.answer(
+            report(), [this](const auto& reports) { return describe_all(reports); });
+      }
+    } while (call != Call::None && call < wanted);
+  } catch (const std::exception&) {
+    roll_call_.give_up();
+  }
+  if (!roll_call_.can_ask() && wanted != Call::None) {
+    told = describe_alone();
+  } else if (call == Call::None) {
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    answer_ = std::move(told);
+  }
+  Watchdog::of_process().wake();
 }
 
 void Alarm::note_end(const std::string& how) {
-  if (store_ == nullptr) {
-    return;
-  }
   try {
-    if (!raised_) {
-      store_->set(key("end", options_.rank), how);
-      store_->add("answers", 1);
-      return;
-    }
-    const auto deadline = Clock::now() + kReaders;
-    while (store_->add("readers", 0) < static_cast<int64_t>(num_answers_) &&
-           Clock::now() < deadline) {
-      std::this_thread::sleep_for(kPoll);
-    }
+    roll_call_.note_end(how);
   } catch (const std::exception&) {
-    store_ = nullptr;
+    roll_call_.give_up();
   }
 }
 

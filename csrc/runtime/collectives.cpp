@@ -65,7 +65,7 @@ void PendingCollective::wait_on_host() const {
   }
   alarm_->ledger().begin_wait(number_);
   for (const auto& work : works_) {
-    alarm_->wait(*work);
+    work->wait();
   }
   alarm_->ledger().finish(number_);
 }

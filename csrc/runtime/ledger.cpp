@@ -54,14 +54,14 @@ LedgerState Ledger::state(size_t count) const {
   return state;
 }
 
-bool Ledger::is_stalled(std::chrono::steady_clock::duration limit) {
+Silence Ledger::silence() {
   const auto now = std::chrono::steady_clock::now();
   const int64_t waiting = waiting_.load(std::memory_order_relaxed);
   if (waiting != seen_) {
     seen_ = waiting;
     seen_since_ = now;
   }
-  return waiting >= 0 && now - seen_since_ > limit;
+  return waiting < 0 ? Silence() : Silence{now - seen_since_, waiting};
 }
 
 void Ledger::forget() {

@@ -32,6 +32,12 @@ struct LedgerState {
   std::string trainable; // '1' or '0' for each parameter of the model
 };
 
+// How long the host has been seen to wait in one collective.
+struct Silence {
+  std::chrono::steady_clock::duration length{};
+  int64_t number = -1; // of the collective
+};
+
 // A ring: nothing is allocated while training. Written by the thread that trains, which takes no
 // lock and reads no clock for a collective; read by the watchdog, which may find a collective that
 // is just being noted half written. Numbers count the collectives of a model over all its groups:
@@ -52,9 +58,8 @@ class Ledger {
   void set_trainable(size_t first, const std::vector<bool>& flags);
   // The last `count` entries at most.
   LedgerState state(size_t count) const;
-  // Whether the host has been seen to wait in one collective for longer than that. For the
-  // watchdog: it counts from the first call that finds the host there.
-  bool is_stalled(std::chrono::steady_clock::duration limit);
+  // For the watchdog: it counts from the first call that finds the host there.
+  Silence silence();
   // The units' names go away.
   void forget();
 

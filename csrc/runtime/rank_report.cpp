@@ -119,14 +119,22 @@ int64_t stuck_in(const Reports& reports) {
   return oldest < 0 ? newest : oldest;
 }
 
+bool waits_in(const Reports& reports, int64_t number) {
+  return std::any_of(reports.begin(), reports.end(), [&](const RankReport& report) {
+    return report.answered() && report.ledger.waiting == number;
+  });
+}
+
 std::string position(const RankReport& report, int64_t number) {
-  if (const LedgerEntry* entry = find(report, number)) {
-    const bool waits = report.ledger.waiting == number;
-    const char* verb = waits ? "waits in " : entry->done ? "is through " : "has issued ";
-    return verb + name_entry(*entry);
+  const LedgerEntry* entry = find(report, number);
+  if (entry != nullptr && report.ledger.waiting == number) {
+    return "waits in " + name_entry(*entry);
   }
   if (!report.elsewhere.empty()) {
-    return "waits in " + report.elsewhere + " of another model";
+    return "waits in " + report.elsewhere;
+  }
+  if (entry != nullptr) {
+    return (entry->done ? "is through " : "has issued ") + name_entry(*entry);
   }
   return "has not come to it (in no collective of this model)";
 }
@@ -161,7 +169,7 @@ std::string name_silent(const Reports& reports) {
     if (report.ended) {
       add(statements, "ended the program" + *report.ended, rank);
     } else if (report.missing) {
-      add(statements, "did not answer: killed, stopped or out of reach", rank);
+      add(statements, "did not answer within 3 s: killed, stopped or out of reach", rank);
     }
   }
   return statements.empty() ? "" : "Of the others " + join(statements) + ". ";
@@ -209,8 +217,11 @@ RankReport RankReport::decode(const std::string& text) {
 std::string describe(
     const Reports& reports,
     const std::vector<std::string>& params,
-    const std::string& advice) {
-  const std::string silent = name_silent(reports);
+    const std::string& advice,
+    const std::string& unreachable) {
+  const std::string silent = unreachable.empty()
+      ? name_silent(reports)
+      : "The other ranks could not be asked: " + unreachable + " did not answer. ";
   const int64_t difference = first_difference(reports);
   const int64_t number = difference >= 0 ? difference : stuck_in(reports);
   Statements statements;
@@ -219,10 +230,12 @@ std::string describe(
       add(statements, position(reports[rank], number), rank);
     }
   }
-  std::string text = "collective " + std::to_string(number) + ": " + join(statements) +
-      name_agreed(reports, number) + ". " + silent + name_trainable(reports, params);
+  const bool is_in = difference >= 0 || waits_in(reports, number);
+  std::string text = is_in ? "collective " + std::to_string(number) + ": " : "";
+  text += join(statements) + (is_in ? name_agreed(reports, number) : "") + ". " + silent +
+      name_trainable(reports, params);
   if (!silent.empty()) {
-    text += "Look for the first error in the output of the ranks that are gone. ";
+    text += "Look for the first error in the output of the other ranks. ";
   } else if (difference >= 0) {
     text +=
         "All ranks must call the same units in the same order: look for branches that depend on "

@@ -1,8 +1,10 @@
-// The watchdog's thread.
+// The watchdog's threads.
 #include "runtime/watchdog.h"
 
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 
@@ -12,7 +14,7 @@ namespace zerocore {
 
 namespace {
 
-constexpr std::chrono::milliseconds kEndPatience(2500); // at the end of the process
+constexpr std::chrono::milliseconds kEndPatience(1500); // at the end of the process
 
 } // namespace
 
@@ -34,20 +36,18 @@ bool Watchdog::is_of_this_process() const {
   return process_ == getpid();
 }
 
-void Watchdog::add(std::shared_ptr<Alarm> alarm, std::chrono::milliseconds interval) {
+void Watchdog::add(std::shared_ptr<Alarm> alarm) {
   const std::lock_guard lock(mutex_);
+  interval_ = std::min(interval_, alarm->interval());
   alarms_.push_back(std::move(alarm));
-  interval_ = std::min(interval_, interval);
-  if (!thread_.joinable()) {
-    start();
+  if (!watcher_.thread.joinable()) {
+    for (Worker* worker : {&watcher_, &talker_}) {
+      worker->thread = std::thread([this, worker] { run(*worker); });
+    }
+    static const int registered = std::atexit([] { of_process().stop(); });
+    static_cast<void>(registered);
   }
   changed_.notify_all();
-}
-
-void Watchdog::start() {
-  thread_ = std::thread([this] { run(); });
-  static const int registered = std::atexit([] { of_process().stop(); });
-  static_cast<void>(registered);
 }
 
 bool Watchdog::remove(const Alarm* alarm) {
@@ -55,20 +55,39 @@ bool Watchdog::remove(const Alarm* alarm) {
   return std::erase_if(alarms_, [&](const auto& each) { return each.get() == alarm; }) > 0;
 }
 
+std::vector<std::shared_ptr<Alarm>> Watchdog::alarms() {
+  const std::lock_guard lock(mutex_);
+  return alarms_;
+}
+
+std::shared_ptr<Alarm> Watchdog::alarm_of(const std::string& group) {
+  for (auto& alarm : alarms()) {
+    if (alarm->has_group(group)) {
+      return alarm;
+    }
+  }
+  return nullptr;
+}
+
+void Watchdog::add_group(const std::string& group, const std::string& beside) {
+  for (const auto& alarm : alarms()) {
+    if (alarm->has_group(beside) && !alarm->has_group(group)) {
+      alarm->add_group(c10d::resolve_process_group(group));
+    }
+  }
+}
+
 void Watchdog::wake() {
   const std::lock_guard lock(mutex_);
-  woken_ = true;
+  watcher_.woken = talker_.woken = true;
   changed_.notify_all();
 }
 
 std::string Watchdog::waits_in_other_than(const Alarm& alarm) {
-  const std::lock_guard lock(mutex_);
-  for (const auto& other : alarms_) {
-    if (other.get() != &alarm) {
-      const std::string what = other->waits_in();
-      if (!what.empty()) {
-        return what;
-      }
+  for (const auto& other : alarms()) {
+    std::string what = other.get() == &alarm ? "" : other->waits_in();
+    if (!what.empty()) {
+      return what;
     }
   }
   return "";
@@ -76,50 +95,67 @@ std::string Watchdog::waits_in_other_than(const Alarm& alarm) {
 
 void Watchdog::note_end(const std::string& how) {
   std::unique_lock lock(mutex_);
-  if (!thread_.joinable()) {
-    return;
+  if (talker_.thread.joinable() && !talker_.is_stuck()) {
+    end_ = how;
+    changed_.notify_all();
+    changed_.wait_for(lock, kEndPatience, [this] { return !end_; });
   }
-  end_ = how;
-  changed_.notify_all();
-  changed_.wait_for(lock, kEndPatience, [this] { return !end_; });
 }
 
 void Watchdog::stop() {
   std::unique_lock lock(mutex_);
-  if (!thread_.joinable()) {
-    return;
-  }
   stopping_ = true;
   changed_.notify_all();
-  if (changed_.wait_for(lock, kEndPatience, [this] { return finished_; })) {
+  end(watcher_, lock);
+  end(talker_, lock);
+}
+
+void Watchdog::end(Worker& worker, std::unique_lock<std::mutex>& lock) {
+  if (!worker.thread.joinable()) {
+    return;
+  }
+  const auto patience = worker.is_stuck() ? std::chrono::milliseconds(0) : kEndPatience;
+  if (changed_.wait_for(lock, patience, [&] { return worker.finished; })) {
     lock.unlock();
-    thread_.join();
+    worker.thread.join();
+    lock.lock();
   } else {
-    thread_.detach();
+    worker.thread.detach();
   }
 }
 
-void Watchdog::run() {
+bool Watchdog::Worker::is_stuck() const {
+  return busy_since && std::chrono::steady_clock::now() - *busy_since > kEndPatience;
+}
+
+void Watchdog::run(Worker& worker) {
+  const bool talks = &worker == &talker_;
   std::unique_lock lock(mutex_);
   while (!stopping_) {
-    changed_.wait_for(lock, interval_, [this] { return stopping_ || woken_ || end_; });
-    woken_ = false;
+    changed_.wait_for(
+        lock, interval_, [&] { return stopping_ || worker.woken || (talks && end_); });
+    worker.woken = false;
+    worker.busy_since = std::chrono::steady_clock::now();
     const auto alarms = alarms_;
     const std::optional<std::string> end = end_;
     lock.unlock();
     for (const auto& alarm : alarms) {
-      alarm->tick();
-      if (end) {
+      if (!talks) {
+        alarm->tick();
+      } else if (end) {
         alarm->note_end(*end);
+      } else {
+        alarm->talk();
       }
     }
     lock.lock();
-    if (end) {
+    worker.busy_since.reset();
+    if (talks && end) {
       end_.reset();
       changed_.notify_all();
     }
   }
-  finished_ = true;
+  worker.finished = true;
   changed_.notify_all();
 }
 

@@ -1,4 +1,4 @@
-// The thread that looks after the alarms of all models of this process.
+// The threads that look after the alarms of all models of this process.
 #pragma once
 
 #include <sys/types.h>
@@ -16,43 +16,56 @@ namespace zerocore {
 
 class Alarm;
 
-// Sleeps but for a moment in every interval, and knows nothing of Python: it works while the
-// interpreter's lock is held. The first alarm starts the thread and the end of the process stops
-// it. A forked child has none of its parent's threads, and gets a watchdog of its own.
+// Two threads that sleep but for a moment in every interval and know nothing of Python: they work
+// while the interpreter's lock is held. One watches and never blocks; the other talks to stores,
+// which may block for ever. The first alarm starts them and the end of the process stops them. A
+// forked child has none of its parent's threads, and gets a watchdog of its own.
 class Watchdog {
  public:
   static Watchdog& of_process();
 
-  // Looks at the alarm at least once in `interval`.
-  void add(std::shared_ptr<Alarm> alarm, std::chrono::milliseconds interval);
+  // Looks at the alarm at least once in its interval.
+  void add(std::shared_ptr<Alarm> alarm);
   // False if the alarm is that of the process that this one was forked from.
   bool remove(const Alarm* alarm);
+  // The one that has looked after the group for the longest time; null if there is none.
+  std::shared_ptr<Alarm> alarm_of(const std::string& group);
+  // What looks after the group `beside` looks after this one, too.
+  void add_group(const std::string& group, const std::string& beside);
   // Looks at all alarms now.
   void wake();
-  // Names the collective that this process waits in for another model; empty if it waits in none.
+  // Names what this process waits in for another model; empty if it waits in nothing.
   std::string waits_in_other_than(const Alarm& alarm);
   // Tells other ranks how the program ends; bounded, as their store may not answer.
   void note_end(const std::string& how);
-  // Ends the thread; bounded.
+  // Ends the threads; bounded.
   void stop();
 
  private:
+  struct Worker {
+    std::thread thread;
+    bool woken = false;
+    bool finished = false;
+    std::optional<std::chrono::steady_clock::time_point> busy_since;
+
+    bool is_stuck() const; // in a store that does not answer
+  };
+
   explicit Watchdog(pid_t process) : process_(process) {}
 
-  void start();
-  void run();
+  void run(Worker& worker);
+  void end(Worker& worker, std::unique_lock<std::mutex>& lock);
+  std::vector<std::shared_ptr<Alarm>> alarms();
   bool is_of_this_process() const;
 
   const pid_t process_;
-  std::mutex mutex_;
+  std::mutex mutex_; // taken before that of an alarm
   std::condition_variable changed_;
   std::vector<std::shared_ptr<Alarm>> alarms_;
   std::chrono::milliseconds interval_{1000};
-  bool woken_ = false;
   std::optional<std::string> end_; // to be told
   bool stopping_ = false;
-  bool finished_ = false;
-  std::thread thread_;
+  Worker watcher_, talker_;
 };
 
 } // namespace zerocore

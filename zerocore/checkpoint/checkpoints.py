@@ -23,6 +23,7 @@ from zerocore.checkpoint.folder import path_of, steps_in
 from zerocore.checkpoint.snapshot import StreamedCopy
 from zerocore.checkpoint.writer import writer_of
 from zerocore.common.agreement import from_first
+from zerocore.common.alarm import operation
 from zerocore.common.garbage import no_collections
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.state import state_of
@@ -207,6 +208,7 @@ class Checkpoints:
         finally:
             copy.close()  # or the next step would wait for ever for a save that has failed
 
+    @operation("load of a checkpoint")
     def load(self, step: int | None = None, *, fallback: bool = True) -> int | None:
         """Loads the newest checkpoint that can be read, or that of ``step``.
 

@@ -32,6 +32,7 @@ from zerocore.checkpoint.safetensors_files import (
     read_folder,
 )
 from zerocore.common.agreement import agree
+from zerocore.common.alarm import operation
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.state import Param, ShardState, state_of
 from zerocore.state_dict import buffers_of, param_keys
@@ -42,6 +43,7 @@ Target = Param | Tensor  # a parameter, or a buffer
 Written = tuple[str, int, int, int]  # name, offset in the file, bytes, checksum
 
 
+@operation("load_safetensors")
 def load_safetensors(
     model: nn.Module,
     folder: str | os.PathLike[str],
@@ -169,6 +171,7 @@ def _read_target(entry: Entry, target: Target) -> None:
         target.copy_(full)
 
 
+@operation("save_safetensors")
 def save_safetensors(
     model: nn.Module,
     folder: str | os.PathLike[str],

@@ -20,6 +20,7 @@ from zerocore.checkpoint.commit import common_result
 from zerocore.checkpoint.contents import Contents
 from zerocore.checkpoint.saved_state import SavedState, write_rank_file
 from zerocore.checkpoint.verify import verify
+from zerocore.common.alarm import operation, waiting
 
 _log = logging.getLogger("zerocore")
 
@@ -57,9 +58,10 @@ class Save:
             ValueError: the ranks would save different tensors.
         """
         try:
-            temporary, sums = self._begin()
-            self._together(lambda: self._write_files(temporary, sums, copies))
-            self._together(lambda: self._commit(temporary))
+            with operation(f"save of '{self.final.name}'"):
+                temporary, sums = self._begin()
+                self._together(lambda: self._write_files(temporary, sums, copies))
+                self._together(lambda: self._commit(temporary))
             self.known[self.final] = True
         finally:
             folder.end(self._temporary)
@@ -176,7 +178,8 @@ def together(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> list
         values = [value]
         if group is not None:
             values = [None] * group.size()
-            dist.all_gather_object(values, value, group=group)
+            with waiting(group, "save of a checkpoint"):
+                dist.all_gather_object(values, value, group=group)
         return values
 
     return common_result(action, gathered)

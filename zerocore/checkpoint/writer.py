@@ -9,7 +9,9 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from zerocore._C import watch_group
 from zerocore.common.agreement import gather_objects, is_simulated
+from zerocore.common.alarm import operation
 from zerocore.model.state import ShardState
 
 P = ParamSpec("P")
@@ -39,6 +41,7 @@ class Writer:
 _writers: WeakKeyDictionary[ShardState, Writer] = WeakKeyDictionary()
 
 
+@operation("Checkpoints")
 def writer_of(state: ShardState) -> Writer:
     """The one of a model. Collective when it is asked for the first time.
 
@@ -57,4 +60,6 @@ def _own_group(state: ShardState) -> dist.ProcessGroup | None:
     if not groups:
         return None
     ranks = sorted(gather_objects(groups, [dist.get_rank()], state.device))
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    watch_group(group.group_name, beside=groups[0].group_name)
+    return group

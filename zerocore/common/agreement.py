@@ -10,7 +10,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from zerocore.common.alarm import waiting
+
 T = TypeVar("T")
+_COMPARISON = "a comparison of the ranks"
 
 
 def is_simulated(group: dist.ProcessGroup) -> bool:
@@ -63,7 +66,8 @@ def gather_objects(
         for group in groups:
             if not is_simulated(group):
                 gathered: list[Any] = [None] * group.size()
-                dist.all_gather_object(gathered, objects, group=group)
+                with waiting(group, _COMPARISON):
+                    dist.all_gather_object(gathered, objects, group=group)
                 objects = [each for part in gathered for each in part]
     return objects
 
@@ -76,7 +80,8 @@ def from_first(
     with _on(device):
         for group in reversed(groups):
             if not is_simulated(group):
-                dist.broadcast_object_list(values, group=group, group_src=0)
+                with waiting(group, _COMPARISON):
+                    dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
 
 
@@ -106,7 +111,8 @@ def differing(groups: Sequence[dist.ProcessGroup], numbers: torch.Tensor) -> lis
     bounds = torch.stack([numbers, -numbers])
     for group in groups:
         if not is_simulated(group):
-            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+            with waiting(group, _COMPARISON):
+                dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
     found: list[int] = (bounds[0] != -bounds[1]).nonzero().view(-1).tolist()
     return found
 

@@ -1,27 +1,36 @@
-"""How long ranks may wait for each other, and what one tells the others when its program ends."""
+"""How long ranks may wait for each other, in what, and what one tells when its program ends."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
-from zerocore._C import note_end
+import torch.distributed as dist
+
+from zerocore._C import Waiting, note_end, watch_group
 
 STALL_SECONDS = "ZEROCORE_STALL_SECONDS"
-DEFAULT_SECONDS = 60.0
 
 
-def stall_seconds() -> float:
-    """Seconds after which a collective that does not end is an error; 0 for never.
+def stall_seconds() -> float | None:
+    """Seconds after which a collective that does not end is an error.
+
+    Returns:
+        0 for never, None for the timeout of the process group.
 
     Raises:
         ValueError: the environment variable is not a number of 0 or more.
     """
     text = os.environ.get(STALL_SECONDS, "")
+    if not text:
+        return None
     try:
-        seconds = float(text) if text else DEFAULT_SECONDS
+        seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
@@ -29,9 +38,43 @@ def stall_seconds() -> float:
     return seconds
 
 
+_operation: ContextVar[str] = ContextVar("operation", default="")
+
+
+@contextmanager
+def operation(name: str) -> Iterator[None]:
+    """What this thread communicates for, in the alarm's sentences; also a decorator.
+
+    What is inside of another one is a part of that.
+    """
+    before = _operation.set(_operation.get() or name)
+    try:
+        yield
+    finally:
+        _operation.reset(before)
+
+
+def waiting(group: dist.ProcessGroup, what: str) -> Waiting:
+    """Goes around a collective of the group: the alarm looks after it as after the engine's.
+
+    ``what`` names it where no :func:`operation` does. An error of the collective raises the alarm.
+    """
+    return Waiting(_operation.get() or what, group.group_name)
+
+
+def watch(control: dist.ProcessGroup | None) -> None:
+    """The alarm of a model has been made: what it also looks after.
+
+    The others are told if this program ends while they wait for it. A rank that waits in a
+    collective of the program's own, in the default group, is woken up by the alarm.
+    """
+    _watch_end()
+    if control is not None and dist.group.WORLD is not None:
+        watch_group(dist.group.WORLD.group_name, beside=control.group_name)
+
+
 @cache
-def watch_end() -> None:
-    """From now on the others are told if this program ends while they wait for it."""
+def _watch_end() -> None:
     atexit.register(_tell)
 
 

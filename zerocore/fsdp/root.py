@@ -18,7 +18,7 @@ from zerocore._C import (
     UnitSpec,
 )
 from zerocore.common.agreement import agree
-from zerocore.common.alarm import stall_seconds, watch_end
+from zerocore.common.alarm import stall_seconds, watch
 from zerocore.fsdp.group import Group, RowParam, check_gathered_as_is, groups_below
 from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.rows import as_dtensor, at_origin
@@ -104,7 +104,6 @@ class Root:
         name = agree(ranks.groups, error, self._facts(), device)
         if all(group.overlaps_reductions for _, group in self.groups):
             ranks = with_reductions(ranks, device)
-        watch_end()
         for unit, group in enumerate(self.with_params()):
             group.unit = unit
         engine = Engine(
@@ -113,6 +112,7 @@ class Root:
             units=[self._spec(name, group) for name, group in self.groups if group.params],
             order=call_order(self.group.modules),
         )
+        watch(control_group(ranks))
         for group in self.with_params():
             _bind(engine, group)
         engine.start(False)

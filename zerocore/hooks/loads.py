@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from zerocore.common.agreement import agree
+from zerocore.common.alarm import operation
 from zerocore.model.state import ShardState
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import Placed
@@ -18,6 +19,7 @@ def watch_loads(model: nn.Module, state: ShardState) -> None:
     All ranks must load, and refuse what does not fit on one of them together.
     """
 
+    @operation("load_state_dict")
     def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         error = _find_mistake(state, state_dict, prefix)
         agree(state.ranks.groups, error, [], state.device)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerocore._C import Engine
+from zerocore.common.alarm import waiting
 from zerocore.model.casting import as_bytes
 from zerocore.model.ranks import Ranks
 
@@ -22,7 +23,8 @@ def broadcast(tensors: Iterable[Tensor], ranks: Ranks) -> None:
     # Backends know few dtypes and only dense memory in order, so the bytes travel, all at once.
     data = torch.cat([as_bytes(tensor) for tensor in found])
     for group in reversed(ranks.groups):  # to the other replicas first
-        dist.broadcast(data, dist.get_global_rank(group, 0), group=group)
+        with waiting(group, "a broadcast of buffers"):
+            dist.broadcast(data, dist.get_global_rank(group, 0), group=group)
     if ranks.rank == 0:
         return  # not even a version counter changes
     parts = data.split([tensor.nbytes for tensor in found])

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zerocore.common.alarm import operation, waiting
 from zerocore.tensor import updates
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 from zerocore.tensor.reductions import reduce_norms
@@ -48,6 +49,7 @@ class NonFiniteGradError(RuntimeError):
         return type(self), (str(self), self.norm, self.fqn, self.rank)
 
 
+@operation("clip_grad_norm_")
 def clip_grad_norm_(
     parameters: nn.Module | Tensor | Iterable[Tensor],
     max_norm: float,
@@ -158,7 +160,8 @@ class _Parts:
             assert self.group is not None
             num_ranks, my_rank = self.group.size(), self.group.rank()
             first = self.split_norm.new_tensor(position * num_ranks + my_rank, dtype=torch.int64)
-            dist.all_reduce(first, dist.ReduceOp.MIN, group=self.group)
+            with waiting(self.group, "clip_grad_norm_"):
+                dist.all_reduce(first, dist.ReduceOp.MIN, group=self.group)
             position, my_rank = divmod(int(first), num_ranks)
         norm = total.item()
         if position == count:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocore._C import HostUpdate
+from zerocore.common.alarm import waiting
 from zerocore.optim.flat_states import State
 from zerocore.tensor.parameter import ShardedParameter
 
@@ -243,6 +244,7 @@ def global_norm(squares: Squares, grads: Sequence[Any], on_host: OnHost | None =
         given = None if all(each is None for each in known) else known
         torch.ops.zerocore.sum_of_squares(square, [grads[i] for i in indices], known=given)
         if group is not None:
-            dist.all_reduce(square[:1], group=group)
+            with waiting(group, "the norm of gradients"):
+                dist.all_reduce(square[:1], group=group)
         sums.append(square[0])
     return torch.stack([square.to(sums[0].device) for square in sums]).sum().sqrt()

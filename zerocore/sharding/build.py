@@ -18,7 +18,7 @@ from zerocore._C import (
     UnitSpec,
 )
 from zerocore.common.agreement import agree
-from zerocore.common.alarm import watch_end
+from zerocore.common.alarm import watch
 from zerocore.common.cores import local_ranks, update_threads
 from zerocore.common.host_link import emulated_host_link
 from zerocore.common.host_memory import check_obtainable, shortage
@@ -85,7 +85,6 @@ def build(request: ShardRequest) -> ShardState:
 def _make_engine(request: ShardRequest, ranks: Ranks, order: list[CallEvent]) -> Engine:
     config = request.config
     control = control_group(ranks)
-    watch_end()
     options = EngineOptions(
         sharding=config.shard_options(),
         groups=GroupNames(
@@ -105,6 +104,7 @@ def _make_engine(request: ShardRequest, ranks: Ranks, order: list[CallEvent]) ->
         for unit in request.planned
     ]
     engine = Engine(options, device=request.device, units=units, order=order)
+    watch(control)
     if config.gradient_divide_factor is not None:
         for unit in range(len(units)):
             engine.set_gradient_scale(unit, 1.0 / config.gradient_divide_factor)

@@ -33,7 +33,8 @@ class ShardRequest:
         planned: its units.
         device: where its parameters go.
         init_fn: initialises one module that is on the meta device.
-        stall_seconds: how long ranks wait for each other, 0 for as long as the process group does.
+        stall_seconds: how long ranks wait for each other, 0 for ever, None for as long as the
+            process group does.
         name: the same on all ranks and no other model's, once they have agreed.
     """
 
@@ -43,7 +44,7 @@ class ShardRequest:
     planned: list[UnitPlanned]
     device: torch.device
     init_fn: InitFn | None
-    stall_seconds: float
+    stall_seconds: float | None
     name: str = ""
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerocore.common.alarm import waiting
 from zerocore.tensor.functions import COPIES, VIEWS, is_foreach, is_in_place, name_of
 from zerocore.tensor.operators import returns_nothing
 from zerocore.tensor.place import Place, Placed, PlacedParameter, local_of, outline_of
@@ -209,7 +210,8 @@ def _is_full(changed: Tensor, place: Place, local_shape: torch.Size) -> bool:
         dtype=torch.int64,
         device=changed.device,
     )
-    dist.all_reduce(votes, dist.ReduceOp.MAX, group=place.group)
+    with waiting(place.group, f"a change by '{place.fqn}'"):
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=place.group)
     full, local = votes.tolist()
     if full and local:
         raise NotLocal("; some ranks change a full tensor, others a local one")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zerocore.common.alarm import waiting
 from zerocore.tensor import updates
 from zerocore.tensor.functions import has_operator
 from zerocore.tensor.operators import is_elementwise
@@ -96,7 +97,8 @@ class Place:
             flat.zero_()
             flat[start:end] = local
             # As bytes: other ranks' are zero, so sums keep every bit, of any dtype.
-            dist.all_reduce(flat.view(torch.uint8), group=self.group)
+            with waiting(self.group, f"full_tensor of '{self.fqn}'"):
+                dist.all_reduce(flat.view(torch.uint8), group=self.group)
         return full
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerocore.common.alarm import waiting
 from zerocore.tensor.elementwise import NotLocal, fit
 from zerocore.tensor.place import Place, Placed, local_of
 
@@ -142,7 +143,8 @@ def across(place: Place, part: Tensor) -> Tensor:
     if place.group is None:
         return part.unsqueeze(0)
     parts = [torch.empty_like(part) for _ in range(place.group.size())]
-    dist.all_gather(parts, part.contiguous(), group=place.group)
+    with waiting(place.group, f"a reduction of '{place.fqn}'"):
+        dist.all_gather(parts, part.contiguous(), group=place.group)
     return torch.stack(parts)
 
 
@@ -178,7 +180,8 @@ def unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Te
     """
     func(grads, found_inf, inv_scale)
     for group in _groups_of(grads):
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+        with waiting(group, "GradScaler.unscale_"):
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
 
 
 def _groups_of(shards: Sequence[Tensor]) -> list[dist.ProcessGroup]:
@@ -238,10 +241,12 @@ def reduce_norms(norms: Tensor, norm_type: float, group: dist.ProcessGroup | Non
         # The bits of numbers from 0 to inf order as these do, and NaN comes behind them. A maximum
         # of floats may lose a NaN: max(1, NaN) is 1 on gloo, and NaN the other way around.
         bits = wide.abs().view(torch.int64)
-        dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
+        with waiting(group, "a norm"):
+            dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
         return bits.view(torch.float64).to(norms.dtype)
     powers = wide.pow(norm_type)
-    dist.all_reduce(powers, group=group)
+    with waiting(group, "a norm"):
+        dist.all_reduce(powers, group=group)
     return powers.pow(1.0 / norm_type).to(norms.dtype)
 
 
