@@ -63,7 +63,6 @@ void BackwardRun::begin() {
       agreement_.failed().value_or(-1),
       " of the model's ranks, so there is nothing to average this backward with. All ranks must "
       "skip it: let them agree on that before the backward.");
-  agreement_.check_weights();
   parts_.schedule.begin_backward();
   side_doors_.begin_backward();
   if (agreement_.ranks_differ()) {

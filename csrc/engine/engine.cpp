@@ -35,7 +35,7 @@ Engine::Engine(
     : parts_(options, device, std::move(units), std::move(order), std::move(registrar)),
       in_use_(parts_),
       first_gather_(parts_, in_use_),
-      agreement_(parts_, in_use_, first_gather_),
+      agreement_(parts_, in_use_),
       backward_run_(parts_, in_use_, agreement_) {}
 
 Engine::~Engine() {
@@ -83,18 +83,9 @@ void Engine::recover() {
   if (agreement_.failed()) {
     reset(); // as the rank that raised has done
   }
-  refuse_stale_pass();
   parts_.thread_check.enter_forward();
   if (parts_.disk != nullptr && !parts_.schedule.in_rooted_pass()) {
     parts_.disk->forget_loads();
-  }
-}
-
-// A pass that no backward came for, or that records none.
-void Engine::refuse_stale_pass() {
-  if (agreement_.is_stale()) {
-    const auto back = c10::make_scope_exit([this] { reset(); });
-    agreement_.check_weights();
   }
 }
 
@@ -141,10 +132,14 @@ void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
   if (pop_call().recomputing) {
     return; // nested
   }
-  agreement_.leave_pass();
-  if (!c10::GradMode::is_enabled()) {
-    refuse_stale_pass();
+  try {
+    first_gather_.check();
+  } catch (...) {
+    agreement_.fail_pass();
+    reset();
+    throw;
   }
+  agreement_.leave_pass();
   for (const auto& unit : parts_.units) {
     unit->wait_for_unshard(); // of a skipped unit: must not meet the optimizer's update
   }

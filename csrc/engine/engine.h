@@ -108,7 +108,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   };
 
   void recover();
-  void refuse_stale_pass();
   void leave_if_outside();
   CallHandle recompute(UnitId unit);
   void leave_adopted(const std::vector<at::Tensor>& outputs);

@@ -12,7 +12,6 @@ void Gathers::begin(
     const GatherMemory& memory,
     const std::shared_future<void>& after) {
   std::vector<CollectiveCall> together;
-  copies_ = memory.shards != nullptr && sent_.begin(memory.bucket, *memory.shards);
   const bool joins = memory.bucket.regions().size() > 1 && context_.num_shards > 1 &&
       context_.collectives->launches_together();
   if (context_.tiers.parameters == Tier::Disk) {
@@ -27,6 +26,7 @@ void Gathers::begin(
   if (!together.empty()) {
     pending_ = context_.collectives->start_together(TraceOp::AllGather, std::move(together));
   }
+  copies_ = false;
 }
 
 void Gathers::wait() {
@@ -36,7 +36,9 @@ void Gathers::wait() {
       load.get();
     }
   }
-  sent_.compare();
+  if (const auto next = std::exchange(when_gathered_, nullptr)) {
+    next();
+  }
 }
 
 // With others in `together`, if that is given; else at once.
@@ -77,9 +79,19 @@ bool Gathers::is_in_place(int region, const GatherMemory& memory, bool is_there)
     return true;
   }
   if (copies_ && is_there) {
-    sent_.copy(region);
+    copy_own(region, memory);
   }
   return copies_ && is_there;
+}
+
+void Gathers::copy_own(int region, const GatherMemory& memory) const {
+  const Streams& streams = *context_.streams;
+  {
+    const auto guard = streams.use(StreamRole::AllGather);
+    memory.bucket.own_bytes(region).copy_(memory.shards->full_bytes(region), /*non_blocking=*/true);
+  }
+  streams.note_read(StreamRole::AllGather, memory.shards->full(region), "is copied", name_);
+  streams.note_write(StreamRole::AllGather, memory.bucket.own(region), "is copied", name_);
 }
 
 // This rank's part comes from the host, or from what was read of the disk. Over the emulated link

@@ -2,11 +2,11 @@
 // the device, from the host or the disk first.
 #pragma once
 
+#include <functional>
 #include <future>
 #include <string>
 #include <vector>
 
-#include "engine/sent_part.h"
 #include "engine/unit_context.h"
 #include "runtime/bucket.h"
 #include "runtime/collectives.h"
@@ -24,7 +24,7 @@ class Gathers {
  public:
   // `name` and `context` outlive it.
   Gathers(UnitId id, const std::string& name, const UnitContext& context)
-      : id_(id), name_(name), context_(context), sent_(context, name) {}
+      : id_(id), name_(name), context_(context) {}
 
   // Issues those of `regions`, in one launch where the backend can. This rank's part has its values
   // when `after`, if it is valid, is ready.
@@ -38,9 +38,14 @@ class Gathers {
   }
   // Orders compute behind them, or blocks, see PendingCollective::wait.
   void wait();
-  // Of a gather that begins before its forward.
-  SentPart& sent() {
-    return sent_;
+  // The next gather sends a copy of this rank's part, from where it is gathered to: the shard may
+  // change before it is waited for.
+  void copy_next() {
+    copies_ = true;
+  }
+  // Runs when the gathers under way have been waited for, once.
+  void then(std::function<void()> when_gathered) {
+    when_gathered_ = std::move(when_gathered);
   }
 
  private:
@@ -50,6 +55,7 @@ class Gathers {
       std::shared_future<void> after,
       std::vector<CollectiveCall>* together);
   bool is_in_place(int region, const GatherMemory& memory, bool is_there) const;
+  void copy_own(int region, const GatherMemory& memory) const;
   std::shared_future<void> load(
       int region,
       const GatherMemory& memory,
@@ -58,8 +64,8 @@ class Gathers {
   const UnitId id_;
   const std::string& name_;
   const UnitContext& context_;
-  SentPart sent_;
-  bool copies_ = false; // what is sent of the gathers under way
+  bool copies_ = false; // what is sent
+  std::function<void()> when_gathered_;
   std::vector<PendingCollective> pending_;
   StreamEvent loaded_;
   std::vector<std::shared_future<void>> loads_; // that no gather waits for

@@ -112,7 +112,7 @@ void Offload::update(HostUpdate given) {
   announce(held->unit);
   OffloadedUnit& state = states_[held->unit];
   state.record = context_.note(TraceOp::HostUpdate, held->unit, nbytes);
-  const StreamEvent loaded = units_[held->unit]->loaded();
+  const StreamEvent loaded = units_[held->unit]->gathers().loaded();
   last_update_ = worker_->submit(state.record, [this, held, loaded, step = std::move(step)] {
     wait_for_load(loaded);
     bring_states(held->unit);
@@ -272,7 +272,7 @@ void Offload::synchronize() {
   wait_arrivals();
   for (const auto& unit : units_) {
     if (worker_ != nullptr) {
-      wait_for_load(unit->loaded());
+      wait_for_load(unit->gathers().loaded());
     }
   }
   check();

@@ -18,7 +18,7 @@ bool PassAgreement::is_alone() const {
 
 void PassAgreement::ask_for(UnitId id) {
   for (;;) {
-    parts_.peers->say({id, /*changed=*/true, /*skipped=*/true, std::nullopt, std::nullopt});
+    parts_.peers->say({id, /*changed=*/true, /*skipped=*/true, std::nullopt});
     const std::optional<UnitId> next = parts_.peers->wait().wanted;
     TORCH_INTERNAL_ASSERT(next, "ranks that need a unit get none");
     if (*next == id) {
@@ -70,9 +70,7 @@ void PassAgreement::leave_pass() {
   }
   parts_.schedule.close_pass(parts_.actions);
   in_use_.run(parts_.actions);
-  stale_ = first_gather_.take_stale();
-  parts_.peers->say(
-      {std::nullopt, parts_.schedule.changed(), parts_.schedule.skipped(), failed_, stale_});
+  parts_.peers->say({std::nullopt, parts_.schedule.changed(), parts_.schedule.skipped(), failed_});
   leaving_ = true;
   if (parts_.schedule.changed() || parts_.schedule.skipped() || !c10::GradMode::is_enabled()) {
     settle_pass();
@@ -99,12 +97,11 @@ void PassAgreement::settle_pass() {
   while (answer.wanted) {
     parts_.schedule.serve(*answer.wanted, parts_.actions);
     in_use_.run(parts_.actions);
-    parts_.peers->say({std::nullopt, true, true, failed_, stale_});
+    parts_.peers->say({std::nullopt, true, true, failed_});
     answer = parts_.peers->wait();
   }
   failed_ = answer.failed;
-  stale_ = answer.stale;
-  if (failed_ || stale_) {
+  if (failed_) {
     parts_.schedule.drop_pass();
     return;
   }
@@ -114,27 +111,6 @@ void PassAgreement::settle_pass() {
   }
   ranks_differ_ = ranks_differ_ || answer.skipped;
   parts_.schedule.settle_pass(calls, parts_.peers->rank());
-}
-
-void PassAgreement::check_weights() {
-  if (!stale_) {
-    return;
-  }
-  const StaleWeight stale = *std::exchange(stale_, std::nullopt);
-  const Unit& unit = *parts_.units.at(stale.unit);
-  TORCH_CHECK(
-      false,
-      "parameter '",
-      unit.params().at(stale.param).spec.fqn,
-      "' of unit '",
-      unit.name(),
-      "' was changed on rank ",
-      stale.rank,
-      " of the model's ranks between optimizer.step() and the forward: gather_at_step=True had "
-      "sent it to the others by then, so the ranks have computed with other weights than it has "
-      "now. Change weights before optimizer.step() or inside of `with zerocore.unsharded(model, "
-      "write_back=True):`, or shard with gather_at_step=False. The weights are as they were set; "
-      "the next forward gathers them again.");
 }
 
 Agreed PassAgreement::agreed(size_t num_backward_shapes) const {

@@ -5,7 +5,6 @@
 
 #include <optional>
 
-#include "engine/first_gather.h"
 #include "engine/units_in_use.h"
 
 namespace zerocore {
@@ -20,9 +19,8 @@ struct Agreed {
 
 class PassAgreement {
  public:
-  // All outlive it.
-  PassAgreement(EngineParts& parts, UnitsInUse& in_use, FirstGather& first_gather)
-      : parts_(parts), in_use_(in_use), first_gather_(first_gather) {}
+  // Both outlive it.
+  PassAgreement(EngineParts& parts, UnitsInUse& in_use) : parts_(parts), in_use_(in_use) {}
 
   // Whether no other rank asks what this one does in the pass.
   bool is_alone() const;
@@ -57,14 +55,7 @@ class PassAgreement {
   }
   void forget_failed() {
     failed_.reset();
-    stale_.reset();
   }
-  // Weights that the pass has computed with are not those of all ranks.
-  bool is_stale() const {
-    return stale_.has_value();
-  }
-  // Throws if they are not, once.
-  void check_weights();
 
   // `num_backward_shapes`: see BackwardRun.
   Agreed agreed(size_t num_backward_shapes) const;
@@ -72,11 +63,9 @@ class PassAgreement {
  private:
   EngineParts& parts_;
   UnitsInUse& in_use_;
-  FirstGather& first_gather_;
   bool leaving_ = false; // a pass that other ranks may still be in
   bool ranks_differ_ = false;
   std::optional<int> failed_;
-  std::optional<StaleWeight> stale_; // on this rank while it leaves the pass, then on any
 };
 
 } // namespace zerocore

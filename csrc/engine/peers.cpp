@@ -16,20 +16,7 @@ namespace {
 const std::string kCalls = "the calls of a pass";
 // A message is the largest of what the ranks say: a unit so that the first one wins, or 0.
 constexpr int64_t kFirstUnit = std::numeric_limits<int32_t>::max();
-enum Field : uint8_t { Wanted, Changed, Skipped, Failed, Stale, kNumFields };
-constexpr int64_t kMaxUnits = int64_t{1} << 20; // and parameters of a unit, and ranks
-
-int64_t code_of(const StaleWeight& stale) {
-  return 1 + (stale.rank * kMaxUnits + stale.unit) * kMaxUnits + stale.param;
-}
-
-StaleWeight stale_of(int64_t code) {
-  const int64_t unit = (code - 1) / kMaxUnits;
-  return {
-      static_cast<int>(unit / kMaxUnits),
-      static_cast<UnitId>(unit % kMaxUnits),
-      static_cast<int>((code - 1) % kMaxUnits)};
-}
+enum Field : uint8_t { Wanted, Changed, Skipped, Failed, kNumFields };
 
 // One number a call: 0 for one that the rank did not make.
 int32_t encode(const PassCall& call) {
@@ -58,7 +45,6 @@ void Peers::say(const Answer& own) {
   fields[Changed] = own.changed ? 1 : 0;
   fields[Skipped] = own.skipped ? 1 : 0;
   fields[Failed] = own.failed ? 1 + *own.failed : 0;
-  fields[Stale] = own.stale ? code_of(*own.stale) : 0;
   round_ = collectives_.all_reduce(message_, {&kCalls, nullptr}, c10d::ReduceOp::MAX);
 }
 
@@ -70,9 +56,6 @@ Peers::Answer Peers::wait() {
   answer.skipped = fields[Skipped] != 0;
   if (fields[Failed] != 0) {
     answer.failed = static_cast<int>(fields[Failed] - 1);
-  }
-  if (fields[Stale] != 0) {
-    answer.stale = stale_of(fields[Stale]);
   }
   if (fields[Wanted] != 0) {
     answer.wanted = static_cast<UnitId>(kFirstUnit - fields[Wanted]);

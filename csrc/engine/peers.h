@@ -14,13 +14,6 @@
 
 namespace zerocore {
 
-// A weight that was changed on a rank after it had been sent to the others.
-struct StaleWeight {
-  int rank = -1;
-  UnitId unit = -1;
-  int param = -1; // in the unit
-};
-
 class Peers {
  public:
   struct Answer {
@@ -28,7 +21,6 @@ class Peers {
     bool changed = false; // on any rank
     bool skipped = false; // any rank left out calls that others may have made
     std::optional<int> failed; // the last rank whose forward raised
-    std::optional<StaleWeight> stale; // of the last rank that has one
   };
 
   // `control`: a gloo group of all ranks of the model.

@@ -205,8 +205,7 @@ bool Unit::is_gathered() const {
 }
 
 int64_t Unit::persistent_nbytes() const {
-  const bool on_host = context_.tiers.has_host_parameters();
-  return on_host ? 0 : shards_ ? shards_->nbytes() : bucket_.nbytes();
+  return context_.tiers.has_host_parameters() ? 0 : (shards_ ? *shards_ : bucket_).nbytes();
 }
 
 } // namespace zerocore

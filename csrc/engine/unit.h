@@ -85,10 +85,6 @@ class Unit {
   void unshard(const std::shared_future<void>& after = {});
   // Unsharding > Unsharded: orders compute behind the gathers.
   void wait_for_unshard();
-  // See Gathers.
-  const StreamEvent& loaded() const {
-    return gathers_.loaded();
-  }
   // For the checker: the compute stream reads the unsharded parameters now.
   void note_use() const;
   // For the checker: the compute stream has changed the shards.
@@ -132,6 +128,13 @@ class Unit {
   }
   Gathers& gathers() {
     return gathers_;
+  }
+  // At stage 3, of a region: this rank's part, and what it sent.
+  const at::Tensor& shard_bytes(int region) const {
+    return shards_->full_bytes(region);
+  }
+  const at::Tensor& sent_bytes(int region) const {
+    return bucket_.own_bytes(region);
   }
 
  private:

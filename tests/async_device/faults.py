@@ -131,10 +131,10 @@ def try_waits(
         trial = Trial(device, extension, num_blocks, options)
         try:
             return trial.run(*faults)
-        except RuntimeError as error:
-            if "gather_at_step" not in str(error):
+        except (RuntimeError, ValueError) as error:
+            if not any(text in str(error) for text in ("gather_at_step", "the forward raised on")):
                 raise
-            extension.end_waits()  # the ranks have found that they have other weights: it shows
+            extension.end_waits()  # a rank has found that it has other weights: it shows
             extension.synchronize()
             trial.set_lags(None, NO_LAGS)
             return [math.nan], []

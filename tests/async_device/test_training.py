@@ -129,7 +129,7 @@ def test_gathers_at_the_step_have_the_bits_of_those_in_the_forward(num_ranks: in
 
 
 def change_weights_after_steps() -> list[str]:
-    """Errors of ranks of which the last one changes a weight after a step, by no counter."""
+    """Errors of ranks of which the last one changes a weight after a step."""
     device, extension = start(on_device=True)
     messages = []
     for seed in range(3):
@@ -138,9 +138,8 @@ def change_weights_after_steps() -> list[str]:
         extension.set_delays(seed, 0.5, 2000)
         if dist.get_rank() == 1:
             model[0].down.bias.data.local().add_(1.0)
-        loss = model(torch.ones(4, WIDTH, device=device)).sum()
-        with pytest.raises(RuntimeError) as caught:
-            loss.backward()
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            model(torch.ones(4, WIDTH, device=device)).sum().backward()
         messages.append(str(caught.value))
         model(torch.ones(4, WIDTH, device=device)).sum().backward()
     return messages
@@ -149,8 +148,8 @@ def change_weights_after_steps() -> list[str]:
 def test_a_weight_that_changes_after_a_step_is_found_on_the_device() -> None:
     """However late it is written and compared."""
     first, second = run_ranks(change_weights_after_steps, 2, launch="torchrun", timeout=100)
-    assert first == second
-    assert all("'0.down.bias' of unit '0' was changed on rank 1" in message for message in first)
+    assert all("the forward raised on rank 1" in message for message in first)
+    assert all("'0.down.bias' of unit '0' was changed on this rank" in each for each in second)
 
 
 def train_all_offloaded(on_device: bool) -> list[list[float]]:
