@@ -133,7 +133,6 @@ class EngineOptions:
         *,
         sharding: ShardOptions,
         groups: GroupNames,
-        agree_on_used: bool,
         log_hand_overs: bool = False,
         alarm_name: str = "",
         stall_seconds: float = 0.0,

@@ -21,7 +21,7 @@ from zerocore._C import define_grad
 from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
 from zerocore.tensor.chunks import chunk_list, find_chunk, write_items
-from zerocore.tensor.full_reads import call_with_full, is_recorded
+from zerocore.tensor.full_reads import call_with_full, in_call, is_recorded
 from zerocore.tensor.place import Place, Placed, PlacedParameter, local_of
 
 _grad: Any = torch._C.TensorBase.grad
@@ -132,8 +132,11 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
         param.aliases = []
         return param
 
-    def detach(self) -> LocalShard:
-        """A :class:`LocalShard` on the same memory, until ``data`` is set."""
+    def detach(self) -> Tensor:
+        """A :class:`LocalShard` on the same memory, until ``data`` is set; the full one in a call."""
+        if in_call(self):
+            full: Tensor = call_with_full(Tensor.detach, (self,), {}, [self])
+            return full
         shard = local_of(self).as_subclass(LocalShard)
         shard.place = self.place
         self.aliases = [alias for alias in self.aliases if alias() is not None]
@@ -160,7 +163,7 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
             _grad.__set__(self, value)
 
     @property
-    def data(self) -> LocalShard:
+    def data(self) -> Tensor:
         """As :meth:`detach`. What it is set to is copied: this rank's part, or the full value.
 
         Raises:
@@ -170,6 +173,10 @@ class ShardedParameter(_Shard, PlacedParameter, nn.Parameter):  # type: ignore[m
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if in_call(self):
+            with torch.no_grad():
+                call_with_full(Tensor.copy_, (self, value), {}, [self])
+            return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             local = local_of(self)
             if (value.dtype, value.device) != (local.dtype, local.device):
