@@ -140,7 +140,6 @@ class EngineOptions:
         *,
         sharding: ShardOptions,
         groups: GroupNames,
-        agree_on_used: bool,
         log_hand_overs: bool = False,
         alarm_name: str = "",
         stall_seconds: float | None = 0.0,

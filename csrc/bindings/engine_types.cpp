@@ -69,7 +69,6 @@ void register_engine_options(py::module_& module) {
       .def(
           py::init([](const ShardOptions& sharding,
                       GroupNames groups,
-                      bool agree_on_used,
                       bool log_hand_overs,
                       std::string alarm_name,
                       std::optional<double> stall_seconds,
@@ -78,7 +77,6 @@ void register_engine_options(py::module_& module) {
             return EngineOptions{
                 sharding,
                 std::move(groups),
-                agree_on_used,
                 log_hand_overs,
                 std::move(alarm_name),
                 stall_seconds,
@@ -88,7 +86,6 @@ void register_engine_options(py::module_& module) {
           py::kw_only(),
           py::arg("sharding"),
           py::arg("groups"),
-          py::arg("agree_on_used"),
           py::arg("log_hand_overs") = false,
           py::arg("alarm_name") = "",
           py::arg("stall_seconds") = 0.0,

@@ -27,7 +27,7 @@ BackwardRun::BackwardRun(EngineParts& parts, UnitsInUse& in_use, PassAgreement& 
                 !parts_.schedule.reads(call);
           }) {
   for (const auto& unit : parts.units) {
-    progress_.push_back({0, -1, std::vector<uint8_t>(unit->params().size(), 0), {}});
+    progress_.push_back({0, -1, std::vector<uint8_t>(unit->params().size(), 0)});
   }
 }
 
@@ -63,6 +63,9 @@ void BackwardRun::begin() {
       agreement_.failed().value_or(-1),
       " of the model's ranks, so there is nothing to average this backward with. All ranks must "
       "skip it: let them agree on that before the backward.");
+  for (UnitId id = 0; id < parts_.num_units(); ++id) {
+    in_use_.sync_requires_grad(id);
+  }
   parts_.schedule.begin_backward();
   side_doors_.begin_backward();
   if (agreement_.ranks_differ()) {
@@ -96,7 +99,7 @@ void BackwardRun::mute_units() {
 void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
   const UnitId id = recorded.call.unit;
   side_doors_.announce(number);
-  check_versions(recorded);
+  note_changes(id);
   TORCH_CHECK(
       !c10::GradMode::is_enabled() || !parts_.context.policy.shards_parameters() ||
           parts_.schedule.is_held_unsharded(id),
@@ -139,43 +142,27 @@ void BackwardRun::throw_side_door_error() {
   }
 }
 
-// Parameters that changed after the forward must not take part in its backward. What was trained
-// and has a gradient to come is refused when that comes: a unit may hold parameters of several
-// modules, of which one was stepped and another is not yet.
-void BackwardRun::check_versions(const RecordedCall& recorded) {
-  Unit& unit = *parts_.units[recorded.call.unit];
-  if (unit.version() == recorded.version) {
-    return;
+// See Note [Changes between a forward and its backward].
+void BackwardRun::note_changes(UnitId id) {
+  if (parts_.units[id]->versions().tell_autograd()) {
+    progress_[id].changed = true;
   }
-  const auto changed = unit.versions().changed_since(recorded.version);
-  const bool is_known =
-      changed.has_value() && std::all_of(changed->begin(), changed->end(), [&](int param) {
-        return unit.params()[param].full.requires_grad();
-      });
+}
+
+// Autograd asks nothing of what a checkpoint reads again, and nobody has gathered it since.
+void BackwardRun::check_recompute(UnitId id) {
+  note_changes(id);
   TORCH_CHECK(
-      is_known,
+      !progress_[id].changed,
       "backward through unit '",
-      unit.name(),
-      "': its parameters were changed after the forward (by an optimizer step or a load). Run "
-      "backward before the step, or run the forward again.");
-  std::vector<uint8_t>& outdated = progress_[recorded.call.unit].outdated;
-  outdated.assign(unit.params().size(), 0);
-  for (const int param : *changed) {
-    outdated[param] = 1;
-  }
+      parts_.units[id]->name(),
+      "': its forward is made again, but its parameters were changed after it (by an optimizer "
+      "step or a load). Run backward before the step, or run the forward again.");
 }
 
 void BackwardRun::grad_ready(UnitId id, int param) {
   begin();
   UnitProgress& progress = progress_[id];
-  TORCH_CHECK(
-      progress.outdated.empty() || !progress.outdated[param],
-      "backward through parameter '",
-      parts_.units[id]->params()[param].spec.fqn,
-      "' of unit '",
-      parts_.units[id]->name(),
-      "': it was changed after the forward (by an optimizer step or a load). Run backward before "
-      "the step, or run the forward again.");
   // In a backward within the one that goes through the unit (reentrant checkpoints inside of it)
   // gradients may come again: the unit is reduced when the outer backward leaves it.
   if (progress.backward == -1) {
@@ -285,7 +272,7 @@ void BackwardRun::forget_progress() {
   for (UnitId id = 0; id < parts_.num_units(); ++id) {
     forget_fired(id);
     progress_[id].backward = -1;
-    progress_[id].outdated.clear();
+    progress_[id].changed = false;
     in_use_.update_registration(id);
   }
 }

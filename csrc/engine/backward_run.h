@@ -39,6 +39,8 @@ class BackwardRun {
   // A use of the model that only a backward makes; the first one begins it.
   void begin();
   void grad_ready(UnitId unit, int param);
+  // A checkpoint is about to make a call of the unit again. Throws if its parameters have changed.
+  void check_recompute(UnitId unit);
   // The unit's gradients that have come are none of what comes next.
   void forget_fired(UnitId unit);
   // Forgets what has come, in all units.
@@ -54,15 +56,15 @@ class BackwardRun {
     int num_fired = 0;
     int64_t backward = -1; // the one that goes through the unit
     std::vector<uint8_t> fired; // in it, by parameter
-    std::vector<uint8_t> outdated; // changed since the forward; empty if none is
+    bool changed = false; // trained parameters, since the last forward
   };
 
   void end();
   void pre_backward(const RecordedCall& recorded, int64_t number);
+  void note_changes(UnitId unit);
   void go_through(UnitId unit);
   void enter_by_side_door(const RecordedCall& recorded) noexcept;
   void throw_side_door_error();
-  void check_versions(const RecordedCall& recorded);
   void mute_units();
   bool is_done(UnitId unit) const;
   void reduce_rest();

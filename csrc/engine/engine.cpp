@@ -163,6 +163,7 @@ void Engine::enter(UnitId id) {
   const bool recomputing = in_backward();
   if (recomputing) {
     backward_run_.begin();
+    backward_run_.check_recompute(id);
   }
   calls_.push_back({recomputing, next_node(), c10::GradMode::is_enabled()});
   if (recomputing) {
@@ -225,13 +226,12 @@ void Engine::leave_adopted(const std::vector<at::Tensor>& outputs) {
 void Engine::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) {
   const Call entered = pop_call();
   const bool has_output = any_recorded(outputs);
-  RecordedCall recorded{entered.again, 0, entered.first_node, next_node()};
+  RecordedCall recorded{entered.again, entered.first_node, next_node()};
   recorded.call.unit = id;
   if (!entered.recomputing) {
     const bool reads = may_read(outputs, recorded.first, recorded.last, *parts_.units[id]);
     leave_forward(recorded, has_output, reads, keep);
   }
-  recorded.version = parts_.units[id]->version();
   const int64_t number = note_call(recorded, entered);
   if (has_output) {
     backward_run_.expect(computed_since(recorded.first, outputs), recorded, number);

@@ -20,7 +20,6 @@ struct GroupNames {
 struct EngineOptions {
   ShardOptions sharding;
   GroupNames groups;
-  bool agree_on_used = false; // ask the ranks in every backward which parameters took part
   bool log_hand_overs = false; // on the CPU: as if there were streams
   std::string alarm_name; // see AlarmOptions; empty for no alarm
   std::optional<double> stall_seconds = 0; // see AlarmOptions; 0 for no alarm

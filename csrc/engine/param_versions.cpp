@@ -49,37 +49,38 @@ void ParamVersions::mark_updated(const std::vector<int>& params) {
   }
 }
 
-void ParamVersions::remember() {
-  Snapshot& oldest = snapshots_[next_snapshot_];
-  next_snapshot_ = (next_snapshot_ + 1) % snapshots_.size();
-  oldest.unit = of_unit();
-  oldest.params.resize(params_.size());
+bool ParamVersions::take_writes(bool keeps) {
+  bool any = false;
   for (size_t param = 0; param < params_.size(); ++param) {
-    oldest.params[param] = of_param(param);
-  }
-}
-
-std::optional<std::vector<int>> ParamVersions::changed_since(int64_t version) const {
-  for (const Snapshot& snapshot : snapshots_) {
-    if (snapshot.unit == version && snapshot.params.size() == params_.size()) {
-      std::vector<int> changed;
-      for (size_t param = 0; param < params_.size(); ++param) {
-        if (snapshot.params[param] != of_param(param)) {
-          changed.push_back(static_cast<int>(param));
-        }
-      }
-      return changed;
+    const int64_t version =
+        params_[param].full.unsafeGetTensorImpl()->version_counter().current_version();
+    if (std::exchange(full_versions_[param], version) != version) {
+      any = true;
+      changes_[param] += keeps ? 1 : 0;
+      told_[param] += keeps ? 1 : 0;
     }
   }
-  return std::nullopt;
+  return any;
 }
 
-bool ParamVersions::take_writes() {
-  int64_t version = 0;
-  for (const UnitParam& param : params_) {
-    version += param.full.unsafeGetTensorImpl()->version_counter().current_version();
+void ParamVersions::mark_written() {
+  mark_changed();
+  for (int64_t& told : told_) {
+    ++told;
   }
-  return std::exchange(full_version_, version) != version;
+}
+
+bool ParamVersions::tell_autograd() {
+  bool any_trained = false;
+  for (size_t param = 0; param < params_.size(); ++param) {
+    const int64_t version = of_param(param);
+    if (std::exchange(told_[param], version) != version) {
+      params_[param].full.unsafeGetTensorImpl()->bump_version();
+      ++full_versions_[param];
+      any_trained = any_trained || params_[param].shard.requires_grad();
+    }
+  }
+  return any_trained;
 }
 
 } // namespace zerocore

@@ -1,13 +1,16 @@
-// Counts the changes of a unit's parameters, and remembers which version had which.
+// Counts the changes of a unit's parameters, and tells autograd of them.
 //
 // A version is a number that only grows: what a shard's version counter shows, and the changes that
 // it does not show, together.
+//
+// Note [Changes between a forward and its backward]
+// Graphs hold the full parameters, so autograd sees what a forward changes in them. Of changes to
+// shards it is told through the version counters of the full ones. A backward is then refused, or
+// not, as on one device: it is if it has saved a tensor that has changed since.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "engine/unit_param.h"
@@ -19,7 +22,11 @@ class ParamVersions {
  public:
   // Both outlive it and stay where they are.
   ParamVersions(const std::vector<UnitParam>& params, const Layout& layout)
-      : params_(params), layout_(layout), changes_(params.size(), 0) {}
+      : params_(params),
+        layout_(layout),
+        changes_(params.size(), 0),
+        full_versions_(params.size(), 0),
+        told_(params.size(), 0) {}
 
   // Changes whenever the optimizer or the user changed a shard: of all, or of those in a region.
   int64_t of_unit() const;
@@ -31,28 +38,24 @@ class ParamVersions {
   void mark_updated();
   void mark_updated(const std::vector<int>& params);
 
-  // Remembers the parameters' versions as those of the unit's version now.
-  void remember();
-  // Parameters that have changed since the unit had that version; null if it is too long ago.
-  std::optional<std::vector<int>> changed_since(int64_t version) const;
+  // See Note [Changes between a forward and its backward]. True if a parameter that requires grad
+  // has changed since the last call.
+  bool tell_autograd();
 
-  // Whether somebody wrote to the unsharded parameters since the last call.
-  bool take_writes();
+  // Whether somebody wrote to the unsharded parameters since the last call. Those that were count
+  // as changed if the shards are to keep it; autograd has seen it.
+  bool take_writes(bool keeps);
+  // As mark_changed, for writes to unsharded parameters that no version counter shows.
+  void mark_written();
 
  private:
-  struct Snapshot {
-    int64_t unit = -1;
-    std::vector<int64_t> params;
-  };
-
   int64_t of_param(size_t param) const;
 
   const std::vector<UnitParam>& params_;
   const Layout& layout_;
   std::vector<int64_t> changes_; // of each parameter, beside those its version counter shows
-  int64_t full_version_ = 0; // of all unsharded parameters
-  std::array<Snapshot, 4> snapshots_; // of the last versions that were remembered
-  size_t next_snapshot_ = 0;
+  std::vector<int64_t> full_versions_; // of the unsharded parameters
+  std::vector<int64_t> told_; // versions that autograd knows of
 };
 
 } // namespace zerocore

@@ -14,9 +14,21 @@ namespace zerocore {
 namespace {
 
 const std::string kCalls = "the calls of a pass";
+const std::string kUsed = "the parameters that a backward used";
 // A message is the largest of what the ranks say: a unit so that the first one wins, or 0.
 constexpr int64_t kFirstUnit = std::numeric_limits<int32_t>::max();
 enum Field : uint8_t { Wanted, Changed, Skipped, Failed, kNumFields };
+
+at::Tensor to_bytes(const std::vector<bool>& flags) {
+  at::Tensor values = at::empty({static_cast<int64_t>(flags.size())}, at::kByte);
+  std::copy(flags.begin(), flags.end(), values.mutable_data_ptr<uint8_t>());
+  return values;
+}
+
+std::vector<bool> to_flags(const at::Tensor& values) {
+  const auto* bytes = values.const_data_ptr<uint8_t>();
+  return std::vector<bool>(bytes, bytes + values.numel());
+}
 
 // One number a call: 0 for one that the rank did not make.
 int32_t encode(const PassCall& call) {
@@ -83,11 +95,21 @@ std::vector<bool> Peers::any_rank(const std::vector<bool>& flags) {
 }
 
 std::vector<bool> Peers::any_rank(const std::vector<bool>& flags, const std::string& what) {
-  const at::Tensor values = at::empty({static_cast<int64_t>(flags.size())}, at::kByte);
-  auto* bytes = values.mutable_data_ptr<uint8_t>();
-  std::copy(flags.begin(), flags.end(), bytes);
+  const at::Tensor values = to_bytes(flags);
   collectives_.all_reduce(values, {&what, nullptr}, c10d::ReduceOp::MAX).wait(streams_);
-  return std::vector<bool>(bytes, bytes + flags.size());
+  return to_flags(values);
+}
+
+// Waits for the message before, which has long arrived, for the ledger's sake.
+void Peers::tell_used(const std::vector<bool>& flags) {
+  telling_.wait(streams_);
+  used_ = to_bytes(flags);
+  telling_ = collectives_.all_reduce(used_, {&kUsed, nullptr}, c10d::ReduceOp::MAX);
+}
+
+std::vector<bool> Peers::hear_used() {
+  telling_.wait(streams_);
+  return to_flags(used_);
 }
 
 } // namespace zerocore

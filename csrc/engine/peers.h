@@ -30,6 +30,11 @@ class Peers {
   void say(const Answer& own);
   Answer wait();
 
+  // Says at the end of a backward which parameters this rank used; hear_used() waits for what any
+  // rank did, if it has to be known.
+  void tell_used(const std::vector<bool>& flags);
+  std::vector<bool> hear_used();
+
   // Every rank's list; all are as long as `own`.
   std::vector<PassCalls> gather(const PassCalls& own);
   // For each flag whether it is set on any rank. `what` names it in errors and outlives the rank's
@@ -46,8 +51,8 @@ class Peers {
  private:
   Streams streams_;
   Collectives collectives_;
-  at::Tensor message_;
-  PendingCollective round_;
+  at::Tensor message_, used_;
+  PendingCollective round_, telling_;
 };
 
 } // namespace zerocore

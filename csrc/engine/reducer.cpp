@@ -50,7 +50,7 @@ Reducer::Reducer(
       context_(context),
       offload_(offload),
       reduction_(reduction_options(context, options.sharding), layouts_of(units)),
-      shown_(units, context, reduction_, options.agree_on_used),
+      shown_(units, context, reduction_),
       memory_(units.size()),
       touched_(units.size()),
       reduced_(units.size()),
@@ -120,9 +120,13 @@ void Reducer::clear_full_grads(UnitId id) {
 
 void Reducer::finish() {
   const at::NoGradGuard no_grad;
+  const bool any_reduced = std::find(reduced_.begin(), reduced_.end(), true) != reduced_.end();
+  if (any_reduced) {
+    shown_.tell_used();
+  }
   reduction_.finish(*this);
-  if (std::find(reduced_.begin(), reduced_.end(), true) != reduced_.end()) {
-    shown_.agree(reduced_);
+  if (any_reduced) {
+    shown_.hear_used(reduced_);
   }
   for (UnitId id = 0; id < static_cast<UnitId>(units_.size()); ++id) {
     if (touched_[id]) {

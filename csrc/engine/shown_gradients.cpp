@@ -8,9 +8,8 @@ namespace zerocore {
 ShownGradients::ShownGradients(
     const std::vector<std::unique_ptr<Unit>>& units,
     const UnitContext& context,
-    Reduction& reduction,
-    bool agree_on_used)
-    : units_(units), context_(context), reduction_(reduction), agree_on_used_(agree_on_used) {
+    Reduction& reduction)
+    : units_(units), context_(context), reduction_(reduction) {
   for (const auto& unit : units_) {
     params_.emplace_back(unit->params().size());
   }
@@ -38,35 +37,48 @@ void ShownGradients::note_used(UnitId unit) {
   }
 }
 
-void ShownGradients::agree(const std::vector<bool>& reduced) {
-  if (context_.collectives == nullptr || (has_agreed_ && !agree_on_used_)) {
+void ShownGradients::tell_used() {
+  if (context_.peers == nullptr) {
     return;
   }
   std::vector<bool> flags;
-  bool any_unused = false;
-  for (size_t unit = 0; unit < params_.size(); ++unit) {
-    for (size_t i = 0; i < params_[unit].size(); ++i) {
-      const bool used = params_[unit][i].used;
-      flags.push_back(used);
-      any_unused =
-          any_unused || (reduced[unit] && !used && units_[unit]->params()[i].full.requires_grad());
+  for (const std::vector<Param>& params : params_) {
+    for (const Param& param : params) {
+      flags.push_back(param.used);
     }
   }
-  flags.push_back(any_unused);
-  flags = context_.any_rank(flags);
+  context_.peers->tell_used(flags);
+}
+
+void ShownGradients::hear_used(const std::vector<bool>& reduced) {
+  if (context_.peers == nullptr || !lacks_any(reduced)) {
+    return;
+  }
+  const std::vector<bool> flags = context_.peers->hear_used();
   auto used = flags.begin();
-  for (std::vector<Param>& params : params_) {
-    for (Param& param : params) {
-      param.used = *used++;
+  for (size_t unit = 0; unit < params_.size(); ++unit) {
+    for (Param& param : params_[unit]) {
+      const bool by_any = *used++;
+      param.used = param.used || (by_any && reduced[unit]);
     }
   }
-  has_agreed_ = true;
-  agree_on_used_ = agree_on_used_ || *used;
+}
+
+// Whether this rank alone cannot tell which parameters of reduced units have a gradient.
+bool ShownGradients::lacks_any(const std::vector<bool>& reduced) const {
+  for (size_t unit = 0; unit < params_.size(); ++unit) {
+    for (size_t i = 0; reduced[unit] && i < params_[unit].size(); ++i) {
+      const UnitParam& owner = units_[unit]->params()[i];
+      if (!params_[unit][i].used && owner.full.requires_grad() &&
+          !gradient_of(owner.shard).defined()) {
+        return true;
+      }
+    }
+  }
+  return false;
 }
 
 void ShownGradients::show(UnitId unit, bool reduced) {
-  // Ranks that did not ask each other take every parameter of a reduced unit as used by some.
-  const bool assume_used = !agree_on_used_ && context_.collectives != nullptr;
   const bool held_back = !reduced && context_.policy.shards_gradients();
   for (int i = 0; i < static_cast<int>(params_[unit].size()); ++i) {
     Param& param = params_[unit][i];
@@ -76,7 +88,7 @@ void ShownGradients::show(UnitId unit, bool reduced) {
     }
     const bool had_grad = gradient_of(owner.shard).defined();
     const bool marked = param.used && !(held_back && context_.by_rows);
-    const bool shown = had_grad || marked || (reduced && assume_used);
+    const bool shown = had_grad || marked;
     reduction_.set_valid(unit, i, held_back ? had_grad && reduction_.is_valid(unit, i) : shown);
     if (!had_grad && shown && held_back) {
       param.grad.zero_(); // only a mark that zero_grad() can remove

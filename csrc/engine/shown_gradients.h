@@ -2,9 +2,9 @@
 //
 // Note [Unused parameters]
 // A parameter that no rank used keeps no gradient, as it would on one device; one that some rank
-// used has a gradient on all. Which is which takes one small all-reduce. It is done in the first
-// backward, and after that only if some rank left a parameter unused then (or if asked for):
-// models that use everything never pay for it.
+// used has a gradient on all. In every backward the ranks tell each other what they used, in one
+// small message that travels beside the last reductions. A rank waits for it only if it left out a
+// parameter that has no gradient yet: models that use everything never wait.
 //
 // Note [Sums that were not reduced]
 // At stages 2 and 3 sums of this rank only are no gradient yet. `.grad` then holds a mark, zero, by
@@ -26,12 +26,10 @@ namespace zerocore {
 
 class ShownGradients {
  public:
-  // `agree_on_used`: the ranks ask each other in every backward which parameters took part.
   ShownGradients(
       const std::vector<std::unique_ptr<Unit>>& units,
       const UnitContext& context,
-      Reduction& reduction,
-      bool agree_on_used);
+      Reduction& reduction);
 
   // The tensor that becomes `shard.grad`, over the parameter's kept gradient.
   void bind(UnitId unit, int param, at::Tensor grad) {
@@ -46,9 +44,10 @@ class ShownGradients {
   void take_changes(UnitId unit, std::vector<GradientMemory>& memory);
   // Remembers which of the unit's parameters have got a gradient in this backward.
   void note_used(UnitId unit);
-  // At the end of a backward that reduced some unit; flags by unit. Asks the other ranks, if need
-  // be, what they used.
-  void agree(const std::vector<bool>& reduced);
+  // At the end of a backward that reduced some unit: tells the other ranks what this one used, and
+  // then learns, if need be, what they did. Flags by unit.
+  void tell_used();
+  void hear_used(const std::vector<bool>& reduced);
   // Shows the unit's gradients, which were reduced in this backward or are held back.
   void show(UnitId unit, bool reduced);
   // Forgets which parameters took part, as the backward has failed.
@@ -60,11 +59,11 @@ class ShownGradients {
     bool used = false; // took part in a backward since the last reduction
   };
 
+  bool lacks_any(const std::vector<bool>& reduced) const;
+
   const std::vector<std::unique_ptr<Unit>>& units_;
   UnitContext context_;
   Reduction& reduction_;
-  bool agree_on_used_;
-  bool has_agreed_ = false;
   std::vector<std::vector<Param>> params_; // by unit and parameter
 };
 

@@ -33,7 +33,6 @@ namespace zerocore {
 // One call of a unit as autograd recorded it: nodes number first to last - 1.
 struct RecordedCall {
   CallHandle call;
-  int64_t version = 0; // of the unit's parameters
   uint64_t first = 0;
   uint64_t last = 0;
 };

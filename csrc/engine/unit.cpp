@@ -74,6 +74,7 @@ void Unit::bind(int index, at::Tensor full, at::Tensor shard, at::Tensor local) 
   param.shard = std::move(shard);
   param.local = std::move(local);
   param.home = memory_of(param).storage().unsafeGetStorageImpl();
+  param.trained = param.full.requires_grad();
 }
 
 at::Tensor Unit::model_part(int param) const {
@@ -187,9 +188,9 @@ void Unit::reshard() {
   context_.note(TraceOp::Reshard, id_, bucket_.nbytes());
 }
 
-void Unit::mark_fresh() {
+bool Unit::mark_fresh() {
   gathered_version_ = version();
-  versions_.remember();
+  return versions_.tell_autograd();
 }
 
 void Unit::mark_gathered() {

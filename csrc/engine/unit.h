@@ -113,8 +113,9 @@ class Unit {
   }
   // The unsharded parameters are those of the shards, in all regions.
   void mark_gathered();
-  // The gathered parameters are, from now on, those that the shards hold.
-  void mark_fresh();
+  // The gathered parameters are, from now on, those that the shards hold. True if one that requires
+  // grad has changed.
+  bool mark_fresh();
   // Unsharded parameters that stay are those of the shards, or a gather under way makes them so.
   bool is_gathered() const;
   int64_t gathered_version() const {

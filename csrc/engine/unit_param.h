@@ -18,6 +18,7 @@ struct UnitParam {
   at::Tensor local; // by rows: the memory of that, with a shape
   bool lacks_main = false; // frozen and cast: there is no main weight to train
   bool hooked = false; // the leaf reports its gradient
+  bool trained = false; // requires_grad of both leaves, when they were last made to agree
   const c10::StorageImpl* home = nullptr; // where the shard's memory must stay
 };
 

@@ -85,7 +85,6 @@ void Unit::write_back() {
       shards_->full(region).copy_(own);
     }
   }
-  versions_.mark_changed();
 }
 
 } // namespace zerocore

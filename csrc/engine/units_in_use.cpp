@@ -85,7 +85,7 @@ void UnitsInUse::use(UnitId id) {
 void UnitsInUse::update_registration(UnitId id) {
   const bool full = parts_.schedule.is_shown(id);
   if (uses_[id].full_shown != full) {
-    if (full) {
+    if (full && !parts_.backward) {
       sync_requires_grad(id);
     }
     parts_.registrar->show(id, full);
@@ -93,25 +93,24 @@ void UnitsInUse::update_registration(UnitId id) {
   }
 }
 
-// Carries requires_grad from the parameters the user sees to those that compute.
 void UnitsInUse::sync_requires_grad(UnitId id) {
   Use& use = uses_[id];
-  if (parts_.backward) {
-    return;
-  }
   use.num_trainable = 0;
   auto& params = parts_.units[id]->params();
   for (size_t i = 0; i < params.size(); ++i) {
     UnitParam& param = params[i];
-    const bool requires_grad = param.shard.requires_grad();
+    const bool is_set_on_full = param.full.requires_grad() != param.trained;
+    const bool requires_grad = is_set_on_full ? !param.trained : param.shard.requires_grad();
     TORCH_CHECK_VALUE(
         !requires_grad || !param.lacks_main,
         "parameter '",
         param.spec.fqn,
         "' was frozen when the model was sharded, so mixed precision keeps no main weight of it. "
         "Call requires_grad_(True) before zerocore.shard; it can be frozen again after.");
-    if (param.full.requires_grad() != requires_grad) {
+    if (param.trained != requires_grad || is_set_on_full) {
       param.full.set_requires_grad(requires_grad);
+      param.shard.set_requires_grad(requires_grad);
+      param.trained = requires_grad;
     }
     use.num_trainable += requires_grad ? 1 : 0;
     if (requires_grad && !std::exchange(param.hooked, true)) {
@@ -133,9 +132,9 @@ bool UnitsInUse::refresh(UnitId id) {
   if (unit.gathered_version() == unit.version() || parts_.schedule.is_active(id)) {
     return false;
   }
-  parts_.schedule.invalidate(id, parts_.actions);
+  const bool trained = unit.mark_fresh();
+  parts_.schedule.invalidate(id, parts_.actions, trained);
   run(parts_.actions);
-  unit.mark_fresh();
   unit.note_change();
   unit.cast_main();
   return true;
@@ -168,8 +167,9 @@ void UnitsInUse::release_unsharded(const std::vector<UnitId>& units, bool write_
   for (const UnitId id : units) {
     if (write_back) {
       write_back_now(id);
+      parts_.units[id]->versions().mark_written();
     }
-    parts_.units[id]->versions().take_writes(); // kept or not, as asked
+    parts_.units[id]->versions().take_writes(/*keeps=*/false); // now that they are, or are not
     parts_.schedule.residency().release_unsharded(id, parts_.actions);
     run(parts_.actions);
     update_registration(id);
@@ -218,10 +218,11 @@ void UnitsInUse::settle() {
 }
 
 // A forward that changed its parameters in place (`with torch.no_grad(): self.weight.clamp_()`)
-// changed what is gathered; this rank's part of it is kept where that is not the shard itself.
+// changed what is gathered; this rank's part of it is kept where that is not the shard itself. It
+// counts as a change at every stage: a rank that shows the shards changes those.
 void UnitsInUse::keep_writes(UnitId id) {
   Unit& unit = *parts_.units[id];
-  if (unit.versions().take_writes() &&
+  if (unit.versions().take_writes(/*keeps=*/true) &&
       (parts_.context.policy.shards_parameters() || !unit.main().empty())) {
     const at::NoGradGuard no_grad;
     write_back_now(id);

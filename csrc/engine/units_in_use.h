@@ -52,7 +52,10 @@ class UnitsInUse {
   void order_gathers();
   // Takes note of which parameters of the unit require grad; ranks compare it.
   void note_trainable(UnitId unit);
-  // As of the unit's last use.
+  // Makes shards and full parameters agree on requires_grad, which users set on those that they see:
+  // before a forward records, and before a backward, which leaves alone what is frozen by then.
+  void sync_requires_grad(UnitId unit);
+  // As of the unit's last use, or of the backward under way.
   int num_trainable(UnitId unit) const {
     return uses_[unit].num_trainable;
   }
@@ -74,7 +77,6 @@ class UnitsInUse {
     uint64_t trainable = 0; // a hash of which parameters require grad
   };
 
-  void sync_requires_grad(UnitId unit);
   bool gathers_later() const;
   void gather_late(std::optional<UnitId> last = std::nullopt);
   void write_back_now(UnitId unit);

@@ -232,10 +232,12 @@ void Schedule::do_exit(const CallEvent& event, Actions& out) {
   }
 }
 
-void Schedule::invalidate(UnitId unit, Actions& out) {
+void Schedule::invalidate(UnitId unit, Actions& out, bool trained) {
   residency_.invalidate(unit, out);
   close_loose_pass();
-  passes_.note_change(unit);
+  if (trained) {
+    passes_.note_change(unit);
+  }
 }
 
 } // namespace zerocore

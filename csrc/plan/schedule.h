@@ -118,9 +118,9 @@ class Schedule {
   // As serve_one, on a rank that needs the unit: it keeps it to the end of the backward.
   void take_one(UnitId unit, Actions& out);
 
-  // The unit's parameters changed: what was gathered is stale, and no backward comes through it for
-  // a forward before.
-  void invalidate(UnitId unit, Actions& out);
+  // The unit's parameters changed: what was gathered is stale, and, if `trained` ones did, no
+  // backward comes through it for a forward before.
+  void invalidate(UnitId unit, Actions& out, bool trained = true);
   // For what is gathered or kept for other reasons than calls.
   Residency& residency() {
     return residency_;

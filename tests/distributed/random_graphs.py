@@ -23,20 +23,26 @@ class Plan:
 
 
 class Leaf(nn.Module):
-    """A linear layer, perhaps with a parameter of its own."""
+    """A linear layer, perhaps with a parameter of its own, and with a frozen one that moves."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, bias=rng.random() < 0.5)
         self.gain = nn.Parameter(torch.ones(WIDTH)) if rng.random() < 0.3 else None
+        self.code = nn.Parameter(torch.ones(WIDTH), False) if rng.random() < 0.3 else None
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.linear(x))
+        if self.code is not None:
+            x = x + self.code
         return x + (y if self.gain is None else y * self.gain)
 
 
 class Node(nn.Module):
-    """Calls its children as its plan says; `clock` is the number of the forward, and the rank."""
+    """Calls its children as its plan says.
+
+    `clock` is the number of the forward, the rank, and whether the root moves what is frozen.
+    """
 
     def __init__(self, children: list[nn.Module], rng: random.Random, clock: list[int]) -> None:
         super().__init__()
@@ -44,6 +50,7 @@ class Node(nn.Module):
         self.own = nn.Linear(WIDTH, WIDTH) if rng.random() < 0.4 else None
         self.clock = clock
         self.aux: Tensor | None = None
+        self.is_root = False
         whats = ["call"] * 5 + [
             "twice",
             "sometimes",
@@ -65,6 +72,8 @@ class Node(nn.Module):
         self.aux = None
         for what, index in self.plan.steps:
             x = self.step(what, index, x)
+        if self.is_root and self.clock[2]:
+            move(self)
         return x
 
     def step(self, what: str, index: int, x: Tensor) -> Tensor:
@@ -78,13 +87,21 @@ class Node(nn.Module):
             "read": lambda: x + read(part, x),
             "aux": lambda: self.keep(part, x),
             "detach": lambda: x + part(x.detach()).detach(),
-            "routed": lambda: part(x) if hash((*self.clock, index)) % 2 else x,
+            "routed": lambda: part(x) if hash((*self.clock[:2], index)) % 2 else x,
         }
         return steps[what]()
 
     def keep(self, part: nn.Module, x: Tensor) -> Tensor:
         self.aux = part(x).square().mean()
         return x
+
+
+@torch.no_grad()
+def move(model: nn.Module) -> None:
+    """Changes what is frozen in place, behind the calls that have used it."""
+    for module in model.modules():
+        if isinstance(module, Leaf) and module.code is not None:
+            module.code.mul_(0.9).add_(0.05)
 
 
 def read(part: nn.Module, x: Tensor) -> Tensor:
@@ -97,7 +114,7 @@ def build(seed: int) -> tuple[nn.Module, list[int], list[nn.Module]]:
     """A model, its clock, and modules that may be units; no two calls with one seed differ."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    clock = [0, 0]
+    clock = [0, 0, 0]
     leaves: list[nn.Module] = [Leaf(rng) for _ in range(rng.randint(2, 5))]
     if rng.random() < 0.4:  # tied
         first, last = leaves[0], leaves[-1]
@@ -111,6 +128,7 @@ def build(seed: int) -> tuple[nn.Module, list[int], list[nn.Module]]:
         nodes.append(node)
         candidates.append(node)
     root = Node([nodes[-1], *leaves], rng, clock)
+    root.is_root = True
     if root.own is None:  # else a rank's loss may not go through the model at all
         root.own = nn.Linear(WIDTH, WIDTH)
     root.double()

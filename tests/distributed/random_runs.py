@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.distributed.random_graphs import WIDTH, build, total_loss
 
 KINDS = ("train", "eval", "fail_forward", "fail_eval", "fail_one", "fail_backward")
+BETWEEN = ("eval", "inference", "reference")
 MAX_NORM = 0.5
 
 
@@ -26,7 +27,8 @@ class Event:
     """One forward of a run; a step ends where an optimizer is to `update`."""
 
     kind: str
-    place: int = 0  # which module or rank fails
+    place: int = 0  # which module or rank fails, or which parameters are frozen for a while
+    between: str = ""  # what comes between the forward and its backward
     held: bool = False  # gradients are not reduced yet
     update: bool = False
 
@@ -40,7 +42,8 @@ def events_of(seed: int) -> list[Event]:
         for number in range(count):
             last = number == count - 1
             held = not last and rng.random() < 0.6
-            events.append(Event("train", held=held, update=last))
+            between = rng.choice(BETWEEN) if rng.random() < 0.5 else ""
+            events.append(Event("train", rng.randrange(1000), between, held, last))
             if rng.random() < 0.5:
                 events.append(Event(rng.choice(KINDS[1:]), rng.randrange(1000)))
     return events
@@ -63,20 +66,25 @@ class Result:
 def reference(seed: int, world_size: int) -> Result:
     """One process that does every rank's part."""
     model, clock, _ = build(seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = make_optimizer(model)
     result = Result([[] for _ in range(world_size)])
+    last = world_size - 1
     for step, event in enumerate(events_of(seed)):
-        clock[0] = step
         if event.kind.startswith("fail"):
             optimizer.zero_grad()
             continue
+        losses = []
         for rank, numbers in enumerate(result.numbers):
-            clock[1] = rank
+            clock[:] = [step, rank, rank == last]  # one move for all ranks' forwards
             with mode(model, event):
-                loss = total_loss(model, batch(seed, step, rank))
+                losses.append(total_loss(model, batch(seed, step, rank)))
+            numbers.append(losses[-1].item())
+        for rank, numbers in enumerate(result.numbers):
+            numbers += look_between(model, clock, event, batch(seed, step, rank), (rank, last))
+        for rank, loss in enumerate(losses):
+            clock[1] = rank
             if event.kind == "train":
                 (loss / world_size).backward()
-            numbers.append(loss.item())
         if event.update:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             for numbers in result.numbers:
@@ -85,6 +93,31 @@ def reference(seed: int, world_size: int) -> Result:
             optimizer.zero_grad()
     result.state = dict(model.state_dict())
     return result
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """One that changes every parameter with a gradient, also where that is zero."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def look_between(
+    model: nn.Module, clock: list[int], event: Event, x: Tensor, ranks: tuple[int, int]
+) -> list[float]:
+    """A forward without gradients before the backward of the event's; `ranks`: this, the last."""
+    if not event.between:
+        return []
+    step, rank, moves = clock
+    clock[:] = [step + 50, ranks[0], ranks[0] == ranks[1]]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    frozen = trained[event.place % 3 :: 2] if event.between == "reference" else []
+    for p in frozen:
+        p.requires_grad_(False)
+    with torch.inference_mode() if event.between == "inference" else torch.no_grad():
+        loss = total_loss(model, x).item()
+    for p in frozen:
+        p.requires_grad_(True)
+    clock[:] = [step, rank, moves]
+    return [loss]
 
 
 @contextmanager

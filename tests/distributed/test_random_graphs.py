@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,6 +23,7 @@ import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.random_graphs import build, choose_units, total_loss
 from tests.distributed.random_runs import (
+    BETWEEN,
     KINDS,
     MAX_NORM,
     Event,
@@ -33,6 +33,8 @@ from tests.distributed.random_runs import (
     events_of,
     failing_backward,
     failing_forward,
+    look_between,
+    make_optimizer,
     mode,
     reference,
 )
@@ -63,7 +65,6 @@ def options_of(seed: int, shape: str) -> dict[str, Any]:
     replicas, _, shards = shape.rpartition("x")
     options: dict[str, Any] = {
         "prefetch": rng.randrange(3),
-        "find_unused_parameters": rng.random() < 0.5,
         "accumulate": rng.choice([None, None, "full"]),
     }
     if replicas:
@@ -83,11 +84,11 @@ def train(seed: int, stage: int, shape: str) -> Result:
     """This rank's part of the run; of the numbers those of this rank."""
     model, clock, candidates = build(seed)
     shard(seed, model, candidates, stage=stage, **options_of(seed, shape))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = make_optimizer(model)
     rank = dist.get_rank()
     numbers: list[float] = []
     for step, event in enumerate(events_of(seed)):
-        clock[:] = [step, rank]
+        clock[:] = [step, rank, not event.kind.startswith("fail")]
         if event.kind.startswith("fail"):
             fail(model, clock, event, seed)
             optimizer.zero_grad()
@@ -95,9 +96,10 @@ def train(seed: int, stage: int, shape: str) -> Result:
         with zerocore.no_sync(model) if event.held else nullcontext():
             with mode(model, event):
                 loss = total_loss(model, batch(seed, step, rank))
+            numbers.append(loss.item())
+            numbers += look_between(model, clock, event, batch(seed, step, rank), (rank, rank))
             if event.kind == "train":
                 loss.backward()
-        numbers.append(loss.item())
         if event.update:
             numbers.append(zerocore.clip_grad_norm_(model, MAX_NORM).item())
             optimizer.step()
@@ -148,6 +150,7 @@ def test_the_graphs_have_everything() -> None:
     assert set(plans) == wanted
     events = [event for seed in seeds for event in events_of(seed)]
     assert {event.kind for event in events} == set(KINDS)
+    assert {event.between for event in events} == {"", *BETWEEN}
     assert {(event.held, event.update) for event in events} == {(0, 0), (0, 1), (1, 0)}
 
 

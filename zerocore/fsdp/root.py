@@ -225,7 +225,6 @@ def _options(ranks: Ranks, name: str) -> EngineOptions:
             control=None if control is None else control.group_name,
             reductions=None if ranks.reductions is None else ranks.reductions.group_name,
         ),
-        agree_on_used=True,  # what is unused may be other parameters in each backward
         alarm_name="" if control is None else name,
         stall_seconds=stall_seconds(),
     )

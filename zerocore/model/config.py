@@ -24,9 +24,8 @@ class ShardConfig:
         accumulate: ``"sharded"`` reduces gradients in every backward (stages 2 and 3, also under
             ``no_sync``); ``"full"`` holds full gradients under ``no_sync`` and communicates once.
         sync_params: rank 0's parameter values win on all ranks.
-        find_unused_parameters: ask the ranks in every backward which parameters took part, so
-            that one that no rank used keeps ``grad is None``. Off, this is asked in the first
-            backward, and in later ones only if some parameter was unused then.
+        find_unused_parameters: changes nothing: a parameter that no rank used keeps
+            ``grad is None`` in every backward. Accepted as DistributedDataParallel's.
         sync_buffers: buffers take rank 0's values before the calls before which
             DistributedDataParallel broadcasts them: batch norm's statistics stay alike.
         gradient_divide_factor: what the sum of the ranks' gradients is divided by; None for the

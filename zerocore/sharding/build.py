@@ -93,7 +93,6 @@ def _make_engine(request: ShardRequest, ranks: Ranks, order: list[CallEvent]) ->
             control=_name_of(control),
             reductions=_name_of(ranks.reductions),
         ),
-        agree_on_used=config.find_unused_parameters,
         alarm_name="" if control is None else request.name,
         stall_seconds=request.stall_seconds,
         host_link=emulated_host_link(),

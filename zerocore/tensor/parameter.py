@@ -21,7 +21,7 @@ from zerocore._C import define_grad
 from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
 from zerocore.tensor.chunks import chunk_list, find_chunk, write_items
-from zerocore.tensor.full_reads import call_with_full, is_recorded
+from zerocore.tensor.full_reads import call_with_full, in_call, is_recorded
 from zerocore.tensor.place import Place, Placed, PlacedParameter, local_of
 
 _grad: Any = torch._C.TensorBase.grad
@@ -200,6 +200,12 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
         param.full = full
         return param
 
+    def detach(self) -> Any:
+        """A :class:`LocalShard` on the same memory, until ``data`` is set; the full one in a call."""
+        if in_call(self):
+            return call_with_full(Tensor.detach, (self,), {}, [self])
+        return super().detach()
+
     def _keep_grad(self, grad: ShardedGrad) -> None:
         """Moves a gradient that the user holds to memory of its own; C++ calls it."""
         state = self.state_ref()
@@ -224,16 +230,21 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
             _grad.__set__(self, value)
 
     @property
-    def data(self) -> LocalShard:
+    def data(self) -> Tensor:
         """As :meth:`detach`. What it is set to is copied: this rank's part, or the full value.
 
         Raises:
             TypeError, ValueError: set to another dtype, device or shape.
         """
-        return self.detach()
+        data: Tensor = self.detach()
+        return data
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if in_call(self):
+            with torch.no_grad():
+                call_with_full(Tensor.copy_, (self, value), {}, [self])
+            return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._check_data(value)
             # By identity, which is the same on all ranks: on all of them versions change or none.

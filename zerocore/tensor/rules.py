@@ -65,7 +65,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         params = [value for value in found if isinstance(value, PlacedParameter)]
         changed = list(leaves(changed_by(func, args, kwargs)))
         writes = any(isinstance(value, Placed) for value in changed)
-        if params and not writes and any(in_call(param) for param in params):
+        if params and any(in_call(param) for param in params):
             return call_with_full(func, args, kwargs, params)
         if name in FACTORIES:
             return func(*args, **kwargs)
