@@ -200,9 +200,7 @@ void Unit::mark_gathered() {
 }
 
 bool Unit::is_gathered() const {
-  const std::vector<int>& regions = bucket_.regions();
-  return std::all_of(
-      regions.begin(), regions.end(), [&](int region) { return is_gathered(region); });
+  return std::ranges::all_of(bucket_.regions(), [&](int region) { return is_gathered(region); });
 }
 
 int64_t Unit::persistent_nbytes() const {

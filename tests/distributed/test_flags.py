@@ -103,7 +103,7 @@ def frozen(*modules: Any) -> Iterator[None]:
 
 
 class Way:
-    """One rank of a model in one of the ways to train it; of a plain model it does all ranks' parts."""
+    """One rank of a model under one system; under "plain" all ranks' parts in one process."""
 
     def __init__(self, system: str) -> None:
         self.system = system
@@ -340,7 +340,9 @@ def compare(system: str, names: list[str]) -> dict[str, str]:
             for step, (found, right) in enumerate(zip(grads, expected_grads, strict=True)):
                 unlike = [n for n in right if (found[n] is None) != (right[n] is None)]
                 assert not unlike, f"step {step}: a gradient on one side only: {unlike}"
-                torch.testing.assert_close(found, right, msg=lambda m: f"step {step}: {m}")
+                torch.testing.assert_close(
+                    found, right, msg=lambda m, step=step: f"step {step}: {m}"
+                )
             torch.testing.assert_close(params, expected)
         except Exception as error:
             wrong[name] = f"{type(error).__name__}: {error}"

@@ -22,7 +22,7 @@ RESERVED = [
     (r"pybind11/|torch/extension\.h$|torch/csrc/utils/pybind\.h$", r"bindings/"),
     (
         r"torch/csrc/distributed/c10d/",
-        r"engine/|runtime/(alarm|collectives|emulated_(group|link|work)|issue_guard)\."
+        r"engine/|runtime/(alarm|collectives|emulated_(group|link|work)|issue_guard|roll_call|watchdog)\."
         r"|runtime/(mirrored|wire)_calls?\.",
     ),
     (r"(c10/|ATen/)?cuda", r"kernels/cuda/|runtime/(emulated_timer|page_pinning)\.cu"),

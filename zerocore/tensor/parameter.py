@@ -84,7 +84,6 @@ class _InPlace(_Shard):
     shape: torch.Size  # of the local elements, where torch functions are off
     # Weak: the state of the model it belongs to. None of what functions make of gradients.
     state_ref: Callable[[], Any] = staticmethod(lambda: None)
-
     aliases: list[ref[Any]]  # what detach() and data have given
 
     def detach(self) -> Any:
@@ -201,7 +200,7 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
         return param
 
     def detach(self) -> Any:
-        """A :class:`LocalShard` on the same memory, until ``data`` is set; the full one in a call."""
+        """A shard on the same memory, until ``data`` is set; in a call the full value."""
         if in_call(self):
             return call_with_full(Tensor.detach, (self,), {}, [self])
         return super().detach()
@@ -236,8 +235,7 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
         Raises:
             TypeError, ValueError: set to another dtype, device or shape.
         """
-        data: Tensor = self.detach()
-        return data
+        return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
