@@ -52,8 +52,9 @@ class UnitsInUse {
   void order_gathers();
   // Takes note of which parameters of the unit require grad; ranks compare it.
   void note_trainable(UnitId unit);
-  // Makes shards and full parameters agree on requires_grad, which users set on those that they see:
-  // before a forward records, and before a backward, which leaves alone what is frozen by then.
+  // Makes shards and full parameters agree on requires_grad, which users set on those that they
+  // see: before a forward records, and before a backward, which leaves alone what is frozen by
+  // then.
   void sync_requires_grad(UnitId unit);
   // As of the unit's last use, or of the backward under way.
   int num_trainable(UnitId unit) const {
