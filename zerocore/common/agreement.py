@@ -113,8 +113,8 @@ def differing(groups: Sequence[dist.ProcessGroup], numbers: torch.Tensor) -> lis
         if not is_simulated(group):
             with waiting(group, _COMPARISON):
                 dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-    found: list[int] = (bounds[0] != -bounds[1]).nonzero().view(-1).tolist()
-    return found
+    highest, lowest = bounds.tolist()
+    return [place for place, high in enumerate(highest) if high != -lowest[place]]
 
 
 def _difference(rank: int, expected: list[Any], came: list[Any]) -> str:
