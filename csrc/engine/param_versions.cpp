@@ -49,11 +49,23 @@ void ParamVersions::mark_updated(const std::vector<int>& params) {
   }
 }
 
+int64_t ParamVersions::of_full(size_t param) const {
+  return params_[param].full.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+bool ParamVersions::is_written() const {
+  for (size_t param = 0; param < params_.size(); ++param) {
+    if (full_versions_[param] != of_full(param)) {
+      return true;
+    }
+  }
+  return false;
+}
+
 bool ParamVersions::take_writes(bool keeps) {
   bool any = false;
   for (size_t param = 0; param < params_.size(); ++param) {
-    const int64_t version =
-        params_[param].full.unsafeGetTensorImpl()->version_counter().current_version();
+    const int64_t version = of_full(param);
     if (std::exchange(full_versions_[param], version) != version) {
       any = true;
       changes_[param] += keeps ? 1 : 0;

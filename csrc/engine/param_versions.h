@@ -42,7 +42,9 @@ class ParamVersions {
   // has changed since the last call.
   bool tell_autograd();
 
-  // Whether somebody wrote to the unsharded parameters since the last call. Those that were count
+  // Whether the unsharded parameters were written to since the last take_writes().
+  bool is_written() const;
+  // The same, and starts over. Those that were count
   // as changed if the shards are to keep it; autograd has seen it.
   bool take_writes(bool keeps);
   // As mark_changed, for writes to unsharded parameters that no version counter shows.
@@ -50,6 +52,7 @@ class ParamVersions {
 
  private:
   int64_t of_param(size_t param) const;
+  int64_t of_full(size_t param) const;
 
   const std::vector<UnitParam>& params_;
   const Layout& layout_;

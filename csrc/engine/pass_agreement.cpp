@@ -17,19 +17,42 @@ bool PassAgreement::is_alone() const {
 }
 
 void PassAgreement::ask_for(UnitId id) {
+  const int num_writes = parts_.units[id]->num_writes();
   for (;;) {
-    parts_.peers->say({id, /*changed=*/true, /*skipped=*/true, std::nullopt});
-    const std::optional<UnitId> next = parts_.peers->wait().wanted;
-    TORCH_INTERNAL_ASSERT(next, "ranks that need a unit get none");
-    if (*next == id) {
+    parts_.peers->say({id, num_writes, /*changed=*/true, /*skipped=*/true, std::nullopt});
+    const Peers::Answer answer = parts_.peers->wait();
+    TORCH_INTERNAL_ASSERT(answer.wanted, "ranks that need a unit get none");
+    const UnitId next = *answer.wanted;
+    if (next == id && answer.num_writes == num_writes) {
       return;
     }
-    if (parts_.schedule.in_rooted_pass()) {
-      parts_.schedule.serve(*next, parts_.actions);
-    } else {
-      parts_.schedule.serve_one(*next, parts_.actions);
-    }
-    in_use_.run(parts_.actions);
+    serve(answer, parts_.schedule.in_rooted_pass());
+    TORCH_CHECK(
+        parts_.units[next]->num_writes() >= answer.num_writes,
+        "unit '",
+        parts_.units[next]->name(),
+        "': another rank has changed its parameters in place in this forward and needs them again, "
+        "and this rank has not changed them yet. Let all ranks call the modules that change their "
+        "parameters in one order.");
+  }
+}
+
+// See Note [Writes in a forward].
+void PassAgreement::serve(const Peers::Answer& answer, bool in_pass) {
+  Unit& unit = *parts_.units[*answer.wanted];
+  const bool is_past = answer.num_writes < unit.num_writes();
+  if (is_past) {
+    unit.exchange_past(answer.num_writes);
+    in_use_.order_gathers();
+  }
+  if (in_pass) {
+    parts_.schedule.serve(unit.id(), parts_.actions);
+  } else {
+    parts_.schedule.serve_one(unit.id(), parts_.actions);
+  }
+  in_use_.run(parts_.actions);
+  if (is_past) {
+    unit.exchange_past(answer.num_writes);
   }
 }
 
@@ -70,7 +93,8 @@ void PassAgreement::leave_pass() {
   }
   parts_.schedule.close_pass(parts_.actions);
   in_use_.run(parts_.actions);
-  parts_.peers->say({std::nullopt, parts_.schedule.changed(), parts_.schedule.skipped(), failed_});
+  parts_.peers->say(
+      {std::nullopt, 0, parts_.schedule.changed(), parts_.schedule.skipped(), failed_});
   leaving_ = true;
   if (parts_.schedule.changed() || parts_.schedule.skipped() || !c10::GradMode::is_enabled()) {
     settle_pass();
@@ -95,11 +119,11 @@ void PassAgreement::settle_pass() {
   }
   Peers::Answer answer = parts_.peers->wait();
   while (answer.wanted) {
-    parts_.schedule.serve(*answer.wanted, parts_.actions);
-    in_use_.run(parts_.actions);
-    parts_.peers->say({std::nullopt, true, true, failed_});
+    serve(answer, /*in_pass=*/true);
+    parts_.peers->say({std::nullopt, 0, true, true, failed_});
     answer = parts_.peers->wait();
   }
+  in_use_.forget_past();
   failed_ = answer.failed;
   if (failed_) {
     parts_.schedule.drop_pass();

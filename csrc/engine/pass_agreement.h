@@ -61,6 +61,9 @@ class PassAgreement {
   Agreed agreed(size_t num_backward_shapes) const;
 
  private:
+  // Gathers a unit that other ranks need, as it is behind the writes that they have made.
+  void serve(const Peers::Answer& answer, bool in_pass);
+
   EngineParts& parts_;
   UnitsInUse& in_use_;
   bool leaving_ = false; // a pass that other ranks may still be in

@@ -15,8 +15,10 @@ namespace {
 
 const std::string kCalls = "the calls of a pass";
 const std::string kUsed = "the parameters that a backward used";
-// A message is the largest of what the ranks say: a unit so that the first one wins, or 0.
+// A message is the largest of what the ranks say: a unit so that the first one wins and then the
+// fewest writes to it, or 0.
 constexpr int64_t kFirstUnit = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMostWrites = std::numeric_limits<int32_t>::max();
 enum Field : uint8_t { Wanted, Changed, Skipped, Failed, kNumFields };
 
 at::Tensor to_bytes(const std::vector<bool>& flags) {
@@ -53,7 +55,8 @@ Peers::Peers(c10::intrusive_ptr<c10d::ProcessGroup> control, Alarm* alarm)
 
 void Peers::say(const Answer& own) {
   auto* fields = message_.mutable_data_ptr<int64_t>();
-  fields[Wanted] = own.wanted ? kFirstUnit - *own.wanted : 0;
+  fields[Wanted] =
+      own.wanted ? (kFirstUnit - *own.wanted) * kMostWrites + kMostWrites - 1 - own.num_writes : 0;
   fields[Changed] = own.changed ? 1 : 0;
   fields[Skipped] = own.skipped ? 1 : 0;
   fields[Failed] = own.failed ? 1 + *own.failed : 0;
@@ -70,7 +73,8 @@ Peers::Answer Peers::wait() {
     answer.failed = static_cast<int>(fields[Failed] - 1);
   }
   if (fields[Wanted] != 0) {
-    answer.wanted = static_cast<UnitId>(kFirstUnit - fields[Wanted]);
+    answer.wanted = static_cast<UnitId>(kFirstUnit - fields[Wanted] / kMostWrites);
+    answer.num_writes = static_cast<int>(kMostWrites - 1 - fields[Wanted] % kMostWrites);
   }
   return answer;
 }

@@ -110,6 +110,7 @@ void Unit::unshard(const std::shared_future<void>& after) {
   wait_for_unshard();
   // This rank may be in a call that the others have left: they gather the unit anew, it goes on.
   const bool in_use = shards_ && state_ != UnitState::Sharded;
+  const std::vector<at::Tensor> written = in_use ? copy_of_writes() : std::vector<at::Tensor>();
   if (in_use) {
     context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
   } else if (shards_ && !staging_) {
@@ -127,6 +128,21 @@ void Unit::unshard(const std::shared_future<void>& after) {
   if (in_use) {
     wait_for_unshard();
   }
+  for (size_t i = 0; i < written.size(); ++i) {
+    bucket_.full(bucket_.regions()[i]).copy_(written[i]);
+  }
+}
+
+// A call that changes the full parameters in place goes on with them: other ranks' parts may be from
+// before that. See Note [Writes in a forward].
+std::vector<at::Tensor> Unit::copy_of_writes() const {
+  std::vector<at::Tensor> copies;
+  if (versions_.is_written() || num_writes() > 0) {
+    for (const int region : bucket_.regions()) {
+      copies.push_back(bucket_.full(region).clone());
+    }
+  }
+  return copies;
 }
 
 void Unit::gather(const std::shared_future<void>& after) {
@@ -189,6 +205,7 @@ void Unit::reshard() {
 }
 
 bool Unit::mark_fresh() {
+  written_ = false;
   gathered_version_ = version();
   return versions_.tell_autograd();
 }

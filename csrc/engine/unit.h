@@ -80,6 +80,20 @@ class Unit {
   // The reverse: full parameters on every rank, in new memory; main weights where there are some.
   std::vector<at::Tensor> full_values() const;
 
+  // Note [Writes in a forward]
+  // A call may change frozen parameters in place, and ranks come to it at different times. A rank
+  // that asks for the unit reads it as it is behind the writes that the rank itself has made. Each
+  // rank therefore keeps its part from before each write until all have left the pass.
+  int num_writes() const {
+    return static_cast<int>(past_.size());
+  }
+  void keep_past();
+  // Exchanges this rank's part with that before the given write; a second call sets it right again.
+  void exchange_past(int write);
+  void forget_past() {
+    past_.clear();
+  }
+
   // Sharded > Unsharding: issues the gathers. Where unsharded parameters stay, only of regions that
   // have changed since. This rank's part has its values when `after`, if it is valid, is ready.
   void unshard(const std::shared_future<void>& after = {});
@@ -116,11 +130,16 @@ class Unit {
   // The gathered parameters are, from now on, those that the shards hold. True if one that requires
   // grad has changed.
   bool mark_fresh();
+  // A call has changed the parameters in place. Another rank may change its part later in the same
+  // pass than a gather, so what the pass gathered is stale when it has ended.
+  void mark_written() {
+    written_ = true;
+  }
+  bool is_fresh() const {
+    return !written_ && gathered_version_ == version();
+  }
   // Unsharded parameters that stay are those of the shards, or a gather under way makes them so.
   bool is_gathered() const;
-  int64_t gathered_version() const {
-    return gathered_version_;
-  }
   // Bytes on the device that stay on this rank between steps, without main weights.
   int64_t persistent_nbytes() const;
   // The weights that the optimizer updates, where they are no part of the unit's own memory.
@@ -151,6 +170,7 @@ class Unit {
   }
   void gather(const std::shared_future<void>& after);
   void take_bucket(StreamRole user);
+  std::vector<at::Tensor> copy_of_writes() const;
 
   UnitId id_;
   std::string name_;
@@ -168,6 +188,8 @@ class Unit {
   ParamVersions versions_;
   std::vector<int64_t> gathered_; // version of each region that is in the buffer
   int64_t gathered_version_ = -1;
+  bool written_ = false; // by calls, since mark_fresh()
+  std::vector<std::vector<at::Tensor>> past_; // by write, then region
   int64_t cast_version_ = -1;
 };
 

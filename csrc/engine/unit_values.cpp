@@ -3,6 +3,8 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
+#include <utility>
+
 #include "engine/full_values.h"
 #include "engine/unit.h"
 #include "runtime/device_memory.h"
@@ -71,6 +73,23 @@ void Unit::cast_main() {
   }
   main_.cast();
   mark_cast();
+}
+
+void Unit::keep_past() {
+  std::vector<at::Tensor>& parts = past_.emplace_back();
+  for (const int region : bucket_.regions()) {
+    parts.push_back(shards_->full(region).clone());
+  }
+}
+
+void Unit::exchange_past(int write) {
+  wait_for_unshard();
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < bucket_.regions().size(); ++i) {
+    const at::Tensor& shard = shards_->full(bucket_.regions()[i]);
+    const at::Tensor now = shard.clone();
+    shard.copy_(std::exchange(past_.at(write).at(i), now));
+  }
 }
 
 void Unit::write_back() {

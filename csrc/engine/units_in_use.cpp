@@ -129,7 +129,7 @@ void UnitsInUse::sync_requires_grad(UnitId id) {
 bool UnitsInUse::refresh(UnitId id) {
   check_homes(id);
   Unit& unit = *parts_.units[id];
-  if (unit.gathered_version() == unit.version() || parts_.schedule.is_active(id)) {
+  if (unit.is_fresh() || parts_.schedule.is_active(id)) {
     return false;
   }
   const bool trained = unit.mark_fresh();
@@ -204,6 +204,7 @@ void UnitsInUse::settle() {
   parts_.schedule.abort(parts_.actions);
   parts_.actions.clear();
   late_.clear();
+  forget_past();
   for (UnitId id = 0; id < parts_.num_units(); ++id) {
     Unit& unit = *parts_.units[id];
     if (parts_.context.policy.shards_parameters()) {
@@ -222,10 +223,23 @@ void UnitsInUse::settle() {
 // counts as a change at every stage: a rank that shows the shards changes those.
 void UnitsInUse::keep_writes(UnitId id) {
   Unit& unit = *parts_.units[id];
-  if (unit.versions().take_writes(/*keeps=*/true) &&
-      (parts_.context.policy.shards_parameters() || !unit.main().empty())) {
+  if (!unit.versions().take_writes(/*keeps=*/true)) {
+    return;
+  }
+  unit.mark_written();
+  if (parts_.context.policy.shards_parameters() || !unit.main().empty()) {
     const at::NoGradGuard no_grad;
+    if (parts_.peers != nullptr && parts_.context.policy.shards_parameters() &&
+        parts_.schedule.in_rooted_pass()) {
+      unit.keep_past();
+    }
     write_back_now(id);
+  }
+}
+
+void UnitsInUse::forget_past() {
+  for (const auto& unit : parts_.units) {
+    unit->forget_past();
   }
 }
 

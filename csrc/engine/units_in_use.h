@@ -62,6 +62,8 @@ class UnitsInUse {
   }
   // A call of the unit ends that may have changed its parameters in place.
   void keep_writes(UnitId unit);
+  // All ranks have left the pass. See Note [Writes in a forward].
+  void forget_past();
   // Throws if a shard has left its place in memory.
   void check_homes(UnitId unit) const;
   // Nothing runs any more, whatever was under way.
