@@ -1,7 +1,8 @@
 # Set-up, build, tests and demo, each in one command on a machine with Python, a C++ compiler and make.
 #
 #   make demo                      train a small GPT on all ranks of this machine
-#   make test                      run all tests, one more at a time than cores
+#   make test                      run the tests, one more at a time than cores
+#   make nightly                   run all: more stages, seeds and trainers than `make test`
 #   make test ARGS="tests/plan"    run some of them: ARGS go to pytest
 #   PYTHON=/path/to/python make test   where that Python has a suitable torch, use it
 #
@@ -21,7 +22,7 @@ TEST_CXX_FILES = $(shell find tests -name '*.h' -o -name '*.cpp')
 # ninja, cmake and clang-format may be installed in .venv or come with $(PYTHON).
 export PATH := $(VENV)/bin:$(PATH):$(shell $(PYTHON) -c 'import sys; print(sys.prefix)')/bin
 
-.PHONY: demo test build lint format sanitize tsan clean distclean
+.PHONY: demo test nightly build lint format sanitize tsan clean distclean
 
 demo: $(VENV)/.built $(VENV)/.has-demo
 	@echo "training on all ranks of this machine: about two minutes on two cores"
@@ -30,6 +31,9 @@ demo: $(VENV)/.built $(VENV)/.has-demo
 # Each of many processes would else compile the tests and zerocore anew, where that variable is set.
 test: $(VENV)/.built $(VENV)/.has-test
 	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest $(or $(ARGS),$(ALL_TESTS))
+
+nightly: $(VENV)/.built $(VENV)/.has-test
+	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -m "" $(or $(ARGS),$(ALL_TESTS))
 
 build: $(VENV)/.built
 

@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)  # --one-each chooses among those that -m has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts files with a slow test first: the last ones then end together."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}

@@ -67,6 +67,7 @@ def test_sizes_are_what_they_are_called() -> None:
         assert sum(param.numel() for param in params) == pytest.approx(numel, rel=0.02)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_run_on_the_cpu(tmp_path: Path) -> None:
     done = run("--size", "small", "--world-size", "4", "--out", str(tmp_path))

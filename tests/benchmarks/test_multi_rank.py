@@ -15,6 +15,7 @@ pytest.importorskip("typer")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_parity_on_gloo(tmp_path: Path) -> None:
     hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}

@@ -106,6 +106,7 @@ def test_traffic_is_what_the_systems_send() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.nightly
 def test_quick_run(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "overlap.py")]
     done = subprocess.run(

@@ -22,6 +22,11 @@ def world_of(shape: str) -> int:
     return int(replicas or 1) * int(shards)
 
 
+def seeds_of(index: int, count: int, after: int = 0) -> range:
+    """`count` seeds of their own for each index, from `after` on."""
+    return range(after + index * count, after + (index + 1) * count)
+
+
 def references(reference: Callable[[int, int], Result], seeds: range) -> dict[int, Result]:
     """What one process makes of each seed; each rank computes some of them."""
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -191,7 +191,10 @@ def problems(case: Case, outcome: Outcome) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 3), (1, 2), (2, 2), (3, 2), (3, 3)])
+OTHERS = [pytest.param(*each, marks=pytest.mark.nightly) for each in ((1, 2), (2, 2), (3, 3))]
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [*OTHERS, (0, 3), (3, 2)])
 def test_each_living_rank_is_told(stage: int, world_size: int) -> None:
     cases = [case for case in CASES if stage in case.stages]
     with ThreadPoolExecutor(3) as pool:

@@ -176,7 +176,10 @@ def play(script: Any, name: str, folder: Path) -> list[float]:
     return script(shard, files, folder / name.replace(" ", "-"))
 
 
-@pytest.mark.parametrize("script", [resume_in_a_new_model, go_back_twice, fall_back, warm_start])
+MORE = [pytest.param(script, marks=pytest.mark.nightly) for script in (go_back_twice, warm_start)]
+
+
+@pytest.mark.parametrize("script", [*MORE, resume_in_a_new_model, fall_back])
 def test_large_files_give_the_same(script: Any, tmp_path: Path) -> None:
     numel = LAYERS * (WIDTH * WIDTH + WIDTH)
     assert 3 * 4 * numel / WORLD_SIZE > FileWriter.RING_NBYTES  # past the page cache

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocore
+from tests.distributed.by_night import stage_3_by_day
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import adamw, assert_same_state, case_named
 from tests.zoo_case import Case
@@ -124,6 +125,7 @@ def train_all_ways(stage: int) -> None:
         assert bool(breaks) == (not way.startswith("blocks"))
 
 
+@stage_3_by_day
 def test_one_graph_for_all_blocks_and_steps(stage: int) -> None:
     run_ranks(train_all_ways, 2, stage)
 

@@ -41,6 +41,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "find_unused": (False, True),
     "frozen": (False, True),
 }
+# Compiling takes most of the time: where it has its own tests, these are run more often.
+EAGER_OPTIONS = {**OPTIONS, "compile": (None,), "dtype": OPTIONS["dtype"][1:]}
 # Those that matter to replicas: neither what is computed twice nor what is compiled knows of them.
 HYBRID_OPTIONS = {
     **OPTIONS,
@@ -343,7 +345,9 @@ def assert_as_one_process(
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("options", "most"), [(OPTIONS, 24), (HYBRID_OPTIONS, 14)])
+@pytest.mark.parametrize(
+    ("options", "most"), [(OPTIONS, 24), (EAGER_OPTIONS, 16), (HYBRID_OPTIONS, 14)]
+)
 def test_rows_hold_all_pairs(options: Options, most: int) -> None:
     rows = cover_pairs(options)
     assert rows == cover_pairs(options)
@@ -352,10 +356,15 @@ def test_rows_hold_all_pairs(options: Options, most: int) -> None:
     assert len(rows) <= most
 
 
-@pytest.mark.slow
 def test_every_pair_of_options_trains_as_one_process() -> None:
+    assert_as_one_process(cover_pairs(EAGER_OPTIONS), num_ranks=2)
+
+
+@pytest.mark.nightly
+def test_every_pair_with_compiled_blocks_trains_as_one_process() -> None:
     assert_as_one_process(cover_pairs(), num_ranks=2)
 
 
+@pytest.mark.nightly
 def test_pairs_of_options_with_replicas() -> None:
     assert_as_one_process(cover_pairs(HYBRID_OPTIONS), 4, mesh_shape=(2, 2))

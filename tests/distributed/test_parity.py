@@ -31,6 +31,12 @@ def runs_of(number: int, name: str) -> list[tuple[str, int, list[int]]]:
 
 
 RUNS = [run for number, name in enumerate(CASES) for run in runs_of(number, name)]
+# Three ranks have uneven shards of most models; the other numbers take turns.
+FEW = {(name, (1, 2, 4)[number % 3]) for number, name in enumerate(CASES)}
+PARAMS = [
+    pytest.param(*run, marks=() if run[1] == 3 or run[:2] in FEW else pytest.mark.nightly)
+    for run in RUNS
+]
 
 
 def train_stages(name: str, stages: list[int]) -> tuple[Trained | None, list[Trained]]:
@@ -41,7 +47,7 @@ def train_stages(name: str, stages: list[int]) -> tuple[Trained | None, list[Tra
     return reference, [train_sharded(case, stage) for stage in stages]
 
 
-@pytest.mark.parametrize(("name", "world_size", "stages"), RUNS)
+@pytest.mark.parametrize(("name", "world_size", "stages"), PARAMS)
 def test_stages_equal_one_process(name: str, world_size: int, stages: list[int]) -> None:
     answers = run_ranks(train_stages, world_size, name, stages, timeout=120)
     reference = answers[0][0]

@@ -44,12 +44,14 @@ from tests.distributed.random_seeds import (
     check,
     parser_of,
     references,
+    seeds_of,
     train_all,
     world_of,
 )
 from zerocore.common.alarm import STALL_SECONDS
 
-GRAPHS_OF_A_SHAPE = 40
+GRAPHS_OF_A_SHAPE = 12
+GRAPHS_BY_NIGHT = 40  # others
 
 
 @cache
@@ -132,8 +134,14 @@ def compare(seeds: range, shape: str, every_stage: bool) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_graphs_train_as_one_process(shape: str) -> None:
-    first = SHAPES.index(shape) * GRAPHS_OF_A_SHAPE
-    seeds = range(first, first + GRAPHS_OF_A_SHAPE)
+    seeds = seeds_of(SHAPES.index(shape), GRAPHS_OF_A_SHAPE)
+    run_ranks(compare, world_of(shape), seeds, shape, False, timeout=200)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", SHAPES)
+def test_more_random_graphs(shape: str) -> None:
+    seeds = seeds_of(SHAPES.index(shape), GRAPHS_BY_NIGHT, after=len(SHAPES) * GRAPHS_OF_A_SHAPE)
     run_ranks(compare, world_of(shape), seeds, shape, False, timeout=200)
 
 

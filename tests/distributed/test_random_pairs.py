@@ -42,6 +42,7 @@ from tests.distributed.random_seeds import (
     check,
     parser_of,
     references,
+    seeds_of,
     train_all,
     world_of,
 )
@@ -49,7 +50,9 @@ from tests.distributed.test_random_graphs import mesh_of
 from zerocore.common.alarm import STALL_SECONDS
 
 SHAPES = ("2", "3", "4")
-PAIRS_OF_A_SHAPE = 20
+PAIRS_OF_A_SHAPE = 10
+FIRST = 2860  # from which on few pairs have every feature
+PAIRS_BY_NIGHT = 20
 
 
 class ShardedPlayer(Player):
@@ -179,8 +182,15 @@ def compare(seeds: range, shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_pairs_train_as_one_process(shape: str) -> None:
-    first = SHAPES.index(shape) * PAIRS_OF_A_SHAPE
-    run_ranks(compare, world_of(shape), range(first, first + PAIRS_OF_A_SHAPE), shape, timeout=200)
+    seeds = seeds_of(SHAPES.index(shape), PAIRS_OF_A_SHAPE, after=FIRST)
+    run_ranks(compare, world_of(shape), seeds, shape, timeout=200)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", SHAPES)
+def test_more_random_pairs(shape: str) -> None:
+    seeds = seeds_of(SHAPES.index(shape), PAIRS_BY_NIGHT)
+    run_ranks(compare, world_of(shape), seeds, shape, timeout=200)
 
 
 def test_the_pairs_have_everything() -> None:
@@ -188,7 +198,14 @@ def test_the_pairs_have_everything() -> None:
     met = {frozenset(pair) for case in cases for pair in pairs_of(case)}
     assert {name for pair in met for name in pair} == set(FEATURES)
     assert len(met) > 0.95 * len(FEATURES) * (len(FEATURES) - 1) / 2
-    assert {case.stage for case in cases} == {0, 1, 2, 3, "fsdp"}
+    few = [
+        case_of(seed, world_of(shape))
+        for index, shape in enumerate(SHAPES)
+        for seed in seeds_of(index, PAIRS_OF_A_SHAPE, after=FIRST)
+    ]
+    assert {name for case in few for name in case.features} == set(FEATURES)
+    for some in (cases, few):
+        assert {case.stage for case in some} == {0, 1, 2, 3, "fsdp"}
 
 
 def pairs_of(case: Case) -> list[tuple[str, str]]:

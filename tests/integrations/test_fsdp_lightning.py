@@ -105,6 +105,7 @@ def train_with_trainer(directory: str) -> None:
         check_close(rest[pair], rest["torch", "torch"])
 
 
+@pytest.mark.nightly
 def test_a_trainer_does_what_it_does_over_fsdp2(tmp_path: Path) -> None:
     run_ranks(train_with_trainer, 2, str(tmp_path), launch="torchrun", timeout=120)
 

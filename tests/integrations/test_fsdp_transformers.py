@@ -156,6 +156,7 @@ def train_in_bf16(directory: str) -> None:
     compare(directory, SHARDED, tolerance=tolerance, bf16=True)
 
 
+@pytest.mark.nightly
 def test_bf16_and_checkpoints_of_shards_are_those_of_fsdp2(tmp_path: Path) -> None:
     run_ranks(train_in_bf16, 2, str(tmp_path), launch="torchrun", timeout=200)
 
@@ -173,6 +174,7 @@ def train_adapters(directory: str) -> None:
     torch.testing.assert_close({name: saved[name] for name in values}, dict(values))
 
 
+@pytest.mark.nightly
 def test_adapters_of_peft_are_those_of_fsdp2(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     run_ranks(train_adapters, 2, str(tmp_path), launch="torchrun", timeout=200)
@@ -182,6 +184,7 @@ def train_sft(directory: str) -> None:
     compare(directory, FULL, make_sft)
 
 
+@pytest.mark.nightly
 def test_trl_fine_tunes_as_over_fsdp2(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     run_ranks(train_sft, 2, str(tmp_path), launch="torchrun", timeout=200)

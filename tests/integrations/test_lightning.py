@@ -156,5 +156,6 @@ def fabric_alike(directory: str) -> None:
         fabric.setup(net, torch.optim.SGD(net.parameters()))
 
 
+@pytest.mark.nightly
 def test_fabric_does_what_it_does_over_ddp(tmp_path: Path) -> None:
     run_ranks(fabric_alike, 2, str(tmp_path), launch="torchrun")

@@ -115,6 +115,7 @@ def compute_in_bf16(directory: str) -> None:
     assert_alike(trainer, ddp, rtol=0.03, atol=0.03)
 
 
+@pytest.mark.nightly
 def test_bf16_is_mixed_precision(tmp_path: Path) -> None:
     run_ranks(compute_in_bf16, 2, str(tmp_path), launch="torchrun", timeout=120)
 

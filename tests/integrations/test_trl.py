@@ -161,7 +161,16 @@ def train_all_alike(folder: str, stages: dict[str, tuple[int, ...]]) -> None:
         train_alike(folder, kind, some)
 
 
-def test_trainers_train_as_over_ddp(tmp_path: Path) -> None:
-    stages = {"SFT": (0, 1, 2, 3), "DPO": (0, 3), "GRPO": (1, 3)}
-    stages |= {"Reward": (2, 3), "SFT-lora": (0, 3)}
+FEW: dict[str, tuple[int, ...]] = {"SFT": (3,), "GRPO": (3,)}
+MORE: dict[str, tuple[int, ...]] = {
+    "SFT": (0, 1, 2),
+    "DPO": (0, 3),
+    "GRPO": (1,),
+    "Reward": (2, 3),
+    "SFT-lora": (0, 3),
+}
+
+
+@pytest.mark.parametrize("stages", [pytest.param(MORE, marks=pytest.mark.nightly), FEW])
+def test_trainers_train_as_over_ddp(tmp_path: Path, stages: dict[str, tuple[int, ...]]) -> None:
     run_ranks(train_all_alike, 2, str(tmp_path), stages, launch="torchrun", timeout=300)

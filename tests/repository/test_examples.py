@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import time
@@ -17,22 +20,24 @@ import psutil
 import pytest
 import torch
 
+from tests.distributed.harness import run_ranks
 from tests.distributed.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
-RANKS_THAT_STAY = """
+RANKS_THAT_STAY = f"""
 import os, sys, time
+sys.path.insert(0, {str(EXAMPLES)!r})
 from pathlib import Path
 import torch.distributed as dist
 from launch import run_on_ranks
 
 def work(rank, options):
     folder, ending = options
-    Path(folder, f"pid{rank.rank}").write_text(str(os.getpid()))
+    Path(folder, f"pid{{rank.rank}}").write_text(str(os.getpid()))
     dist.barrier()
-    Path(folder, f"ready{rank.rank}").touch()
+    Path(folder, f"ready{{rank.rank}}").touch()
     if ending == "fail" and rank.rank == 1:
         raise RuntimeError("broken on purpose")
     time.sleep(600)
@@ -64,12 +69,12 @@ def write_script(folder: Path) -> Path:
     return script
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60, every: float = 0.1) -> None:
     """Poll until `condition()` holds; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
+        time.sleep(every)
 
 
 def has_ended(pid: int) -> bool:
@@ -85,7 +90,7 @@ def short_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The JSON of twelve steps at stage 3 on two CPU ranks."""
     path = tmp_path_factory.mktemp("train_gpt") / "run.json"
     options = ("--steps", "12", "--ranks", "2", "--device", "cpu", "--json", path)
-    assert "generated text" in run_example("train_gpt.py", *options, timeout=400)
+    assert "generated text" in run_example("train_gpt.py", *options, timeout=400, forked=True)
     return json.loads(path.read_text())
 
 
@@ -164,26 +169,37 @@ def test_fine_tuning_all_weights_then_adapters(tmp_path: Path) -> None:
     assert min(adapted["held_out"]) < adapted["held_out"][0] - 0.01
 
 
+SMALL = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import gpt, train_gpt, typer
+
+if __name__ == "__main__":
+    gpt.GPTConfig.__init__.__defaults__ = (2, 16, 2, 8, gpt.VOCAB_SIZE)
+    typer.run(train_gpt.main)
+"""
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_run_is_resumed(tmp_path: Path) -> None:
-    """Its losses are those of a run that was not killed, bit for bit."""
-    folder, path = tmp_path / "checkpoints", tmp_path / "run.json"
-    script = "train_gpt.py"
+    """Its losses are those of a run that was not killed, bit for bit. The model is a small one."""
+    folder, path, script = tmp_path / "checkpoints", tmp_path / "run.json", tmp_path / "small.py"
+    script.write_text(SMALL)
     options = [
         "--ranks=2",
         "--device=cpu",
-        "--steps=4",
+        "--steps=160",
         "--minutes=20",
-        "--save-every=2",
+        "--save-every=20",
         f"--json={path}",
     ]
     checkpointed = [*options, f"--checkpoint={folder}"]
-    command = [sys.executable, str(EXAMPLES / script), *checkpointed]
+    command = [sys.executable, str(script), *checkpointed]
     with subprocess.Popen(command, env=rank_environment(), stdout=subprocess.DEVNULL) as parent:
         try:
-            wait_until(lambda: any(folder.glob("step-????????")), 200)
+            wait_until(lambda: any(folder.glob("step-????????")), 200, every=0.02)
         finally:
             parent.kill()
     assert not path.exists()
@@ -211,9 +227,9 @@ def test_adapters_without_peft(
 @pytest.mark.timeout(120)
 def test_a_failing_rank_ends_the_others(tmp_path: Path) -> None:
     script = write_script(tmp_path)
-    result = run_python(script, tmp_path, "fail", timeout=100)
-    assert result.returncode != 0
-    assert "broken on purpose" in result.stderr
+    code, text = run_script(script, tmp_path, "fail")
+    assert code != 0
+    assert "broken on purpose" in text
     for rank in (0, 1):
         assert not psutil.pid_exists(int((tmp_path / f"pid{rank}").read_text()))
 
@@ -289,17 +305,40 @@ def test_too_little_text_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         load_corpus(tmp_path)
 
 
+def launch_quickstart(folder: Path, steps: int) -> str:
+    """What it prints under torchrun, as a user starts it."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    options = ("--out", folder, "--steps", str(steps))
+    run = run_python(*launch, EXAMPLES / "quickstart.py", *options, timeout=200)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def fork_quickstart(folder: Path, steps: int) -> str:
+    """The same on ranks that have imported all it needs."""
+    return run_ranks(run_quickstart, 2, folder, steps, launch="torchrun", timeout=200)[0]
+
+
+def run_quickstart(folder: Path, steps: int) -> str:
+    sys.argv = ["quickstart.py", "--out", str(folder), "--steps", str(steps)]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / "quickstart.py"), run_name="__main__")
+    return printed.getvalue()
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(420)
-def test_the_quickstart_saves_reloads_and_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "launch", [pytest.param(launch_quickstart, marks=pytest.mark.nightly), fork_quickstart]
+)
+def test_the_quickstart_saves_reloads_and_resumes(
+    tmp_path: Path, launch: Callable[[Path, int], str]
+) -> None:
     pytest.importorskip("transformers")
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     losses: list[float] = []
     for steps in (10, 30):  # the second run goes on from step 10
-        script = EXAMPLES / "quickstart.py"
-        run = run_python(*launch, script, "--out", tmp_path, "--steps", str(steps), timeout=200)
-        assert run.returncode == 0, run.stderr
-        assert "reloaded 106,880 parameters" in run.stdout
-        losses += map(float, re.findall(r"loss ([0-9.]+)", run.stdout))
+        printed = launch(tmp_path, steps)
+        assert "reloaded 106,880 parameters" in printed
+        losses += map(float, re.findall(r"loss ([0-9.]+)", printed))
     assert len(losses) == 3 and losses[2] < losses[1] < losses[0]

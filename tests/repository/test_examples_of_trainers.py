@@ -28,6 +28,7 @@ def test_hugging_faces_trainer(tmp_path: Path) -> None:
     assert figures[-1]["loss"] < figures[0]["loss"] - 0.3
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(300)

@@ -23,6 +23,7 @@ COMPILER = "g++"
 LIBRARIES = Path(torch.__file__).parent / "lib"  # where a program finds torch's when it runs
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 PLAIN = ("-O0",)
+SOURCES = {".h", ".cuh", ".cu"}
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def _program(compile_in: Callable[[Path], None], *how: str) -> Path:
 def _sources_and_tools() -> str:
     """All that a compiled program depends on, but for the flags."""
     here = sorted(path for path in HERE.rglob("*") if path.suffix in {".cpp", ".h", ".py"})
-    core = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cuh", ".cu"})
+    folders = [CSRC / "common", CSRC / "kernels"]  # kernels include nothing else
+    core = sorted(path for each in folders for path in each.rglob("*.*") if path.suffix in SOURCES)
     texts = [f"{path.name}\n{path.read_text()}" for path in (*here, *core)]
     compiler = subprocess.run([COMPILER, "--version"], capture_output=True, text=True).stdout
     return "\n".join([*texts, compiler, torch.__version__])
