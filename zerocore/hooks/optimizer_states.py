@@ -64,9 +64,10 @@ def _wrapped(param: Any, state: Any) -> Any:
 def place_states(optimizer: Optimizer) -> None:
     """Gives states that a step has made their place; torch functions are off, there and here."""
     for param, state in optimizer.state.items():
-        for key, value in state.items() if isinstance(param, ShardedParameter) else ():
-            if type(value) is Tensor and value.shape == param.shape:
-                state[key] = as_shard(value, param.place)
+        if isinstance(param, ShardedParameter):
+            for key, value in state.items():
+                if type(value) is Tensor and value.shape == param.shape:
+                    state[key] = as_shard(value, param.place)
 
 
 def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
