@@ -116,7 +116,7 @@ def assert_flat(optimizer: Optimizer) -> None:
     for name in ("exp_avg", "exp_avg_sq"):
         storages: dict[Any, set[int]] = {}
         for param in params:
-            storage = optimizer.state[param][name].untyped_storage()
+            storage = optimizer.state[param][name].local().untyped_storage()
             if storage.nbytes() > 0:
                 storages.setdefault((param.unit, param.dtype), set()).add(storage.data_ptr())
         assert all(len(found) == 1 for found in storages.values())
