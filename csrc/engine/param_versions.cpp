@@ -76,10 +76,14 @@ bool ParamVersions::take_writes(bool keeps) {
 }
 
 void ParamVersions::mark_written() {
-  mark_changed();
-  for (int64_t& told : told_) {
-    ++told;
+  for (size_t param = 0; param < params_.size(); ++param) {
+    mark_written(param);
   }
+}
+
+void ParamVersions::mark_written(size_t param) {
+  ++changes_[param];
+  ++told_[param];
 }
 
 bool ParamVersions::tell_autograd() {

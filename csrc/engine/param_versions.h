@@ -49,6 +49,7 @@ class ParamVersions {
   bool take_writes(bool keeps);
   // As mark_changed, for writes to unsharded parameters that no version counter shows.
   void mark_written();
+  void mark_written(size_t param);
 
  private:
   int64_t of_param(size_t param) const;

@@ -74,6 +74,7 @@ void Unit::bind(int index, at::Tensor full, at::Tensor shard, at::Tensor local) 
   param.shard = std::move(shard);
   param.local = std::move(local);
   param.home = memory_of(param).storage().unsafeGetStorageImpl();
+  param.full_home = param.full.storage().unsafeGetStorageImpl();
   param.trained = param.full.requires_grad();
 }
 

@@ -122,6 +122,10 @@ class Unit {
   int64_t version() const {
     return versions_.of_unit();
   }
+  // Parameters that were set to other memory (`p.data = t`) go back to the unit's. With `keeps`
+  // their values come along and count as changed. True if there were any.
+  bool take_back(bool keeps);
+
   ParamVersions& versions() {
     return versions_;
   }

@@ -20,6 +20,7 @@ struct UnitParam {
   bool hooked = false; // the leaf reports its gradient
   bool trained = false; // requires_grad of both leaves, when they were last made to agree
   const c10::StorageImpl* home = nullptr; // where the shard's memory must stay
+  const c10::StorageImpl* full_home = nullptr; // what the full one is gathered into
 };
 
 // The memory that is gathered and updated.

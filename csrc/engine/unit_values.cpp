@@ -92,6 +92,38 @@ void Unit::exchange_past(int write) {
   }
 }
 
+bool Unit::take_back(bool keeps) {
+  bool any = false;
+  for (size_t param = 0; param < params_.size(); ++param) {
+    at::Tensor& full = params_[param].full;
+    if (full.storage().unsafeGetStorageImpl() == params_[param].full_home) {
+      continue;
+    }
+    any = true;
+    const at::Tensor home = make_full(static_cast<int>(param));
+    const at::Tensor given = full.detach();
+    full.set_data(home); // autograd is not told, as elsewhere
+    if (keeps) {
+      TORCH_CHECK_VALUE(
+          given.sizes() == home.sizes() && given.dtype() == home.dtype(),
+          "parameter '",
+          params_[param].spec.fqn,
+          "' is sharded: its data cannot become ",
+          given.dtype(),
+          " of shape ",
+          given.sizes(),
+          " from ",
+          home.dtype(),
+          " of shape ",
+          home.sizes(),
+          "; change it before zerocore.shard.");
+      home.copy_(given);
+      versions_.mark_written(param);
+    }
+  }
+  return any;
+}
+
 void Unit::write_back() {
   note_use();
   note_change();

@@ -129,10 +129,14 @@ void UnitsInUse::sync_requires_grad(UnitId id) {
 bool UnitsInUse::refresh(UnitId id) {
   check_homes(id);
   Unit& unit = *parts_.units[id];
-  if (unit.is_fresh() || parts_.schedule.is_active(id)) {
+  if (parts_.schedule.is_active(id)) {
     return false;
   }
-  const bool trained = unit.mark_fresh();
+  const bool is_fresh = unit.is_fresh();
+  const bool trained = unit.mark_fresh(); // a backward that gathers the change tells nobody of it
+  if (is_fresh) {
+    return false;
+  }
   parts_.schedule.invalidate(id, parts_.actions, trained);
   run(parts_.actions);
   unit.note_change();
@@ -165,6 +169,7 @@ void UnitsInUse::hold_unsharded(const std::vector<UnitId>& units) {
 void UnitsInUse::release_unsharded(const std::vector<UnitId>& units, bool write_back) {
   const at::NoGradGuard no_grad;
   for (const UnitId id : units) {
+    parts_.units[id]->take_back(write_back);
     if (write_back) {
       write_back_now(id);
       parts_.units[id]->versions().mark_written();
@@ -207,6 +212,7 @@ void UnitsInUse::settle() {
   forget_past();
   for (UnitId id = 0; id < parts_.num_units(); ++id) {
     Unit& unit = *parts_.units[id];
+    unit.take_back(/*keeps=*/false);
     if (parts_.context.policy.shards_parameters()) {
       if (!parts_.schedule.is_resident(id) && unit.state() != UnitState::Sharded) {
         unit.reshard();
@@ -218,17 +224,19 @@ void UnitsInUse::settle() {
   }
 }
 
-// A forward that changed its parameters in place (`with torch.no_grad(): self.weight.clamp_()`)
-// changed what is gathered; this rank's part of it is kept where that is not the shard itself. It
-// counts as a change at every stage: a rank that shows the shards changes those.
+// A forward that changed its parameters (`with torch.no_grad(): self.weight.clamp_()`) changed what
+// is gathered; this rank's part of it is kept where that is not the shard itself. It counts as a
+// change at every stage: a rank that shows the shards changes those.
 void UnitsInUse::keep_writes(UnitId id) {
   Unit& unit = *parts_.units[id];
-  if (!unit.versions().take_writes(/*keeps=*/true)) {
+  const at::NoGradGuard no_grad;
+  const bool was_replaced = unit.take_back(/*keeps=*/true);
+  const bool was_written = unit.versions().take_writes(/*keeps=*/true);
+  if (!was_replaced && !was_written) {
     return;
   }
   unit.mark_written();
   if (parts_.context.policy.shards_parameters() || !unit.main().empty()) {
-    const at::NoGradGuard no_grad;
     if (parts_.peers != nullptr && parts_.context.policy.shards_parameters() &&
         parts_.schedule.in_rooted_pass()) {
       unit.keep_past();

@@ -1,4 +1,4 @@
-"""No ordinary program gets a wrong number from zerocore, and docs/programs.md says what it gets."""
+"""No ordinary program gets a wrong number from zerocore, and a table says what each gets."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.programs.page import FULL, PAGE, as_page
 from tests.distributed.programs.player import Error, Played
 from tests.distributed.programs.registry import Program, all_programs, broken_programs
 from tests.distributed.programs.suite import Table, judge, measure
 from tests.distributed.programs.systems import SYSTEMS
 from tests.distributed.programs.table import Page, as_text, read_markdown, reasons, torch_version
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+BEHAVIOUR = Path(__file__).resolve().parents[2] / "docs" / "behaviour.md"
 pytestmark = pytest.mark.timeout(1200)  # many reruns where many programs go wrong
 OURS = tuple(system for system in SYSTEMS if system.startswith(("stage", "offload")))
 # Stages 1 and 2 do what these do, in another mixture: every kind of program is met here.
@@ -47,8 +48,8 @@ def table(programs: dict[str, Program], page: Page, request: pytest.FixtureReque
 
 @pytest.fixture(scope="module")
 def page() -> Page:
-    """Reads docs/programs.md: the version of torch, and the kinds by program and system."""
-    return read_markdown((DOCS / "programs.md").read_text())
+    """Reads the full table: the version of torch, and the kinds by program and system."""
+    return read_markdown(FULL.read_text())
 
 
 def allowed_refusals(text: str) -> dict[str, str]:
@@ -72,6 +73,15 @@ What follows.
 """
     assert allowed_refusals(text) == {"one": "a reason", "two_b": "another."}
     assert allowed_refusals("nothing") == {}
+
+
+def test_the_page_goes_with_the_full_table() -> None:
+    page = PAGE.read_text()
+    assert page == as_page(FULL.read_text())
+    assert len(page.splitlines()) < 150
+    for name, row in read_markdown(FULL.read_text())[1].items():
+        is_named = re.search(rf"\b{name}\b", page) is not None
+        assert is_named == (set(row.values()) != {"exact"}), name
 
 
 def test_there_are_many(programs: dict[str, Program]) -> None:
@@ -104,14 +114,14 @@ def test_refusals_where_fsdp2_is_exact_have_a_reason(table: Table, page: Page) -
         if page[1][name]["fsdp2"] == "exact"
         and any(verdict.kind == "refused" for verdict in row.values())
     }
-    allowed = set(allowed_refusals((DOCS / "behaviour.md").read_text()))
+    allowed = set(allowed_refusals(BEHAVIOUR.read_text()))
     assert refused - allowed == set()
     assert allowed & set(table) - refused == set()  # the list names nothing that works
 
 
 @pytest.mark.slow
 @some_systems
-def test_the_page_says_what_was_measured(table: Table, page: Page) -> None:
+def test_the_full_table_says_what_was_measured(table: Table, page: Page) -> None:
     assert kinds_on(page, table) == kinds(table)
     rest = all_programs(installed=False)
     assert set(page[1]) == set(rest)

@@ -11,7 +11,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from zerocore.common.agreement import agree
-from zerocore.hooks.optimizer_states import fit_states, wrap_states
+from zerocore.hooks.optimizer_states import fit_states, place_states, wrap_states
 from zerocore.tensor.parameter import ShardedParameter
 
 _WRAPPED = "_zerocore_wrapped"
@@ -103,7 +103,10 @@ def _without_rules(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(self, closure)
         enabled = None if closure is None else _with_rules(closure)
         with torch._C.DisableTorchFunctionSubclass():
-            return step(self, enabled)
+            result = step(self, enabled)
+            if type(self) is not optim.LBFGS:
+                place_states(self)
+        return result
 
     setattr(run, _WRAPPED, True)
     return run

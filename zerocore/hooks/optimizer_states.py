@@ -61,6 +61,15 @@ def _wrapped(param: Any, state: Any) -> Any:
     }
 
 
+def place_states(optimizer: Optimizer) -> None:
+    """Gives states that a step has made their place; torch functions are off, there and here."""
+    for param, state in optimizer.state.items():
+        if isinstance(param, ShardedParameter):
+            for key, value in state.items():
+                if type(value) is Tensor and value.shape == param.shape:
+                    state[key] = as_shard(value, param.place)
+
+
 def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of a state dict: its shards, or its parts of full tensors.
 
@@ -78,7 +87,7 @@ def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     saved = list(chain.from_iterable(group["params"] for group in groups))
     owners = dict(zip(saved, params_of(optimizer), strict=False))
     state = {
-        index: {key: _fitted(owners[index], key, value) for key, value in values.items()}
+        index: {key: fitted(owners[index], key, value) for key, value in values.items()}
         if isinstance(owners.get(index), ShardedParameter) and isinstance(values, dict)
         else values
         for index, values in state_dict["state"].items()
@@ -86,7 +95,12 @@ def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _fitted(param: ShardedParameter, key: str, value: Any) -> Any:
+def fitted(param: ShardedParameter, key: str, value: Any) -> Any:
+    """A state's value as a shard at the parameter's place; what holds no elements as it is.
+
+    Raises:
+        ValueError: a state of other elements or of another shape; names the parameter.
+    """
     place = param.place
     if isinstance(value, Placed):
         _check_place(param, key, value.place)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerocore.hooks.optimizer_states import without_state
-from zerocore.optim.flat_states import adopt_states, allocate_states, check_loaded
-from zerocore.optim.kernel_calls import UpdatePlan, global_norm, make_plan
+from zerocore.hooks.optimizer_states import fitted, without_state
+from zerocore.optim.flat_states import State, adopt_states, allocate_states, check_loaded
+from zerocore.optim.kernel_calls import UpdatePlan, global_norm, is_same_state, make_plan
 from zerocore.reporting.out_of_memory import explain_step
 from zerocore.tensor import updates
 from zerocore.tensor.parameter import ShardedParameter
@@ -40,8 +40,8 @@ class AdamW(Optimizer):
     (``state[p]["exp_avg"]`` and ``["exp_avg_sq"]``) are views of one flat tensor for each unit and
     dtype, and its ``step`` a float32 scalar on its device: nothing waits for the device, and a
     step can be captured in a CUDA graph. State dicts are those of ``torch.optim.AdamW`` over the
-    same parameters, both ways. Change states through ``load_state_dict``; a tensor put into
-    ``state[p]`` by hand is not seen.
+    same parameters, both ways. The values of a tensor put into ``state[p]`` by hand are copied
+    into those views by the next step; of a sharded parameter it may be a shard, or the full value.
 
     Gradients may be of another dtype than their parameter (bfloat16 or float16 beside float32). A
     parameter with an attribute ``model_weight`` (1-D, of its numel, of another dtype) has its
@@ -140,7 +140,7 @@ class AdamW(Optimizer):
         grads: list[Any] = [param.grad for param in params]
         kinds = [None if grad is None else grad.dtype for grad in grads]
         plan = self._plan
-        if plan is None or plan.kinds != kinds or plan.num_states != len(self.state):
+        if plan is None or plan.kinds != kinds or not plan.uses(self.state):
             plan = self._plan = self._make_plan(params, grads, kinds)
         grad_scale, found_inf = (factor, None) if factor is not None else self._factors(plan, grads)
         for batch in plan.batches:
@@ -165,10 +165,29 @@ class AdamW(Optimizer):
     def _make_plan(
         self, params: list[Tensor], grads: list[Any], kinds: list[torch.dtype | None]
     ) -> UpdatePlan:
+        held = {} if self._plan is None else self._plan.states
+        self._plan = None  # it holds memory of states that were dropped
+        self._adopt_given(params, held)
+        del held
         used = [param for param, kind in zip(params, kinds, strict=True) if kind is not None]
         new = [param for param in used if not self.state.get(param)]
         self.state.update(zip(new, allocate_states(new), strict=True))
         return make_plan(self.param_groups, grads, kinds, self.state)
+
+    def _adopt_given(self, params: list[Tensor], held: Mapping[Any, State]) -> None:
+        """Takes the values of what was put into ``state`` by hand since ``held`` was."""
+        given = {
+            param: self.state[param]
+            for param in params
+            if self.state.get(param) and not is_same_state(self.state[param], held.get(param))
+        }
+        for param, state in given.items():
+            if isinstance(param, ShardedParameter):
+                state.update({key: fitted(param, key, value) for key, value in state.items()})
+        check_loaded(given, params, self._label)
+        replaced = [param for param in given if param in held]
+        for param, state in adopt_states(given, replaced, held).items():
+            self.state[param].update(state)
 
     def _factors(self, plan: UpdatePlan, grads: list[Any]) -> tuple[Tensor | None, Tensor | None]:
         """The factor of gradients, and a tensor that is not 0 if the step is to be skipped.

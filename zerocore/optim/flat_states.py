@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zerocore.common.state_memory import state_memory
+from zerocore.hooks.optimizer_states import as_shard
 from zerocore.tensor import updates
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import Placed
@@ -21,7 +22,7 @@ _ALIGNMENT_NBYTES = 16
 
 
 class HostState(Tensor):
-    """A state that a thread updates, also behind ``step()``: torch functions of it wait."""
+    """A count of steps that a thread updates, also behind ``step()``: torch functions wait."""
 
     @classmethod
     def __torch_function__(
@@ -37,6 +38,10 @@ class HostState(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = copied = self.clone()
+        return copied
+
     def __reduce_ex__(self, proto: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).__reduce_ex__(proto)
@@ -47,9 +52,9 @@ def allocate_states(params: Sequence[Tensor]) -> list[State]:
 
     The parameters of one unit that have one dtype share an allocation for each of the three, and so
     do those that are not sharded; a parameter's moments are views with its shape, strides and
-    dtype, ``step`` is a float32 scalar on its device. Up to 12 bytes lie between two views. The
-    engine has a place for the moments of one optimizer on the host or on disk; those of a second
-    one get memory of their own on the host, and on disk raise ValueError.
+    dtype, or shards at its place, ``step`` is a float32 scalar on its device. Up to 12 bytes lie
+    between two views. The engine has a place for the moments of one optimizer on the host or on
+    disk; those of a second one get memory of their own on the host, and on disk raise ValueError.
     """
     shared: dict[Hashable, list[int]] = {}
     states: list[State] = [{} for _ in params]
@@ -64,13 +69,14 @@ def allocate_states(params: Sequence[Tensor]) -> list[State]:
         found = _allocate([params[index] for index in indices])
         for index, state in zip(indices, found, strict=True):
             states[index] = state
-    return [_waiting(*each) for each in zip(params, states, strict=True)]
+    return [_placed(*each) for each in zip(params, states, strict=True)]
 
 
-def _waiting(param: Tensor, state: State) -> State:
-    if not isinstance(param, ShardedParameter) or not param.on_host:
+def _placed(param: Tensor, state: State) -> State:
+    if not isinstance(param, ShardedParameter):
         return state
-    return {key: value.as_subclass(HostState) for key, value in state.items()}
+    step = state["step"].as_subclass(HostState) if param.on_host else state["step"]
+    return {"step": step, **{name: as_shard(state[name], param.place) for name in MOMENTS}}
 
 
 def _unit_of(param: Tensor) -> Hashable:

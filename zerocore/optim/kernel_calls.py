@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -139,10 +140,25 @@ class UpdatePlan:
     """The calls of a step, and what else it needs to know."""
 
     kinds: list[torch.dtype | None]  # of all parameters' gradients
-    num_states: int  # of the optimizer, when the plan was made
+    states: dict[Any, State]  # the optimizer's, when the plan was made
     batches: list[Batch]
     squares: Squares
     on_host: OnHost
+
+    def uses(self, states: Mapping[Any, State]) -> bool:
+        """Whether these are still the states: anyone may drop some, or put in others."""
+        return len(states) == len(self.states) and all(
+            map(is_same_state, states.values(), self.states.values())
+        )
+
+
+def is_same_state(state: State, held: State | None) -> bool:
+    """Whether the tensors are the same objects."""
+    return (
+        held is not None
+        and len(state) == len(held)
+        and all(map(is_, state.values(), held.values()))
+    )
 
 
 def make_plan(
@@ -167,7 +183,8 @@ def make_plan(
         key = (id(group), param.device, param.dtype, kinds[index], model_dtype, host)
         batch = batches.setdefault(key, Batch(group, param.device, host))
         batch.add(index, param, states[param], model_weight)
-    return UpdatePlan(kinds, len(states), _in_order(list(batches.values())), squares, on_host)
+    kept = {param: dict(state) for param, state in states.items()}
+    return UpdatePlan(kinds, kept, _in_order(list(batches.values())), squares, on_host)
 
 
 def _host_unit(param: Tensor) -> HostUnit | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerocore.common.agreement import agree
-from zerocore.hooks.optimizer_states import without_state
+from zerocore.hooks.optimizer_states import as_shard, without_state
 from zerocore.model.state import ShardState
 from zerocore.optim.adamw import AdamW
 from zerocore.optim.choice import Choice, choice_of
@@ -283,7 +283,8 @@ class Muon(Optimizer):
 
     def _make_momenta(self, params: Iterable[ShardedParameter]) -> None:
         for param in params:
-            self.state[param] = {"momentum_buffer": torch.zeros_like(local_of(param))}
+            momentum = as_shard(torch.zeros_like(local_of(param)), param.place)
+            self.state[param] = {"momentum_buffer": momentum}
 
     def make_states(self) -> None:
         """Makes the states of all parameters that have none yet, as the first step would."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 from tests.conftest import pytest_configure
+from tests.distributed.programs.page import FULL, PAGE, as_page
 from tests.distributed.programs.registry import all_programs
 from tests.distributed.programs.suite import check_systems, measure
 from tests.distributed.programs.systems import SYSTEMS
@@ -18,9 +18,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.distributed.programs", description=__doc__)
     parser.add_argument("--only", action="append", help="a program, or part of its name")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), help="some of the systems")
-    parser.add_argument("--markdown", type=Path, help="also write the page of the documentation")
+    parser.add_argument(
+        "--markdown", action="store_true", help="also write docs/programs.md and the full table"
+    )
     parser.add_argument("--traces", action="store_true", help="tracebacks of what is not exact")
     options = parser.parse_args()
+    if options.markdown and (options.only or options.systems != list(SYSTEMS)):
+        parser.error("--markdown takes all programs under all systems")
     check_systems(options.systems)
     pytest_configure()  # scheduled as tests are
     programs = all_programs()
@@ -37,7 +41,8 @@ def main() -> None:
                 if verdict.trace:
                     print(f"\n=== {name}, {system} ===\n{verdict.trace}")
     if options.markdown:
-        options.markdown.write_text(as_markdown(table, programs))
+        FULL.write_text(as_markdown(table, programs))
+        PAGE.write_text(as_page(FULL.read_text()))
 
 
 if __name__ == "__main__":

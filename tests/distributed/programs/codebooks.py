@@ -226,3 +226,21 @@ def average_in_buffers(run: Run) -> None:
     optimizer = sgd(model)
     for x in run.batches():
         update(run, model, optimizer, mean_square(model(x)))
+
+
+class Normalised(Block):
+    """Replaces its weights by unit rows at the start of each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.up.weight.data = F.normalize(self.up.weight.data, dim=1)
+        return super().forward(x)
+
+
+@program("prototypes normalised in forward: self.weight.data = F.normalize(self.weight.data)")
+def data_normalised_in_forward(run: Run) -> None:
+    model = run.shard(Net(2, Normalised), [Normalised])
+    optimizer = adamw(model.parameters())
+    for x in run.batches(4):
+        update(run, model, optimizer, mean_square(model(x)))
+        with torch.no_grad():
+            run.record(model(x + 1))

@@ -1,4 +1,4 @@
-"""The table as text, and as a page of the documentation that can be read back."""
+"""The table as text, and as Markdown that can be read back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Page = tuple[str, dict[str, dict[str, str]]]  # the version of torch; [program][
 
 HEAD = """# What ordinary programs do under each system
 
-Written by `python -m tests.distributed.programs --markdown docs/programs.md`; a test compares the
+Written by `python -m tests.distributed.programs --markdown`; a test compares the
 columns of plain, the stages and offload with what is measured. Two ranks on gloo, torch {torch};
 with offload AdamW is zerocore's, and at stage 0 states, at stage 3 all leave for the host. The
 truth is plain replicas whose gradients are averaged by hand; *exact* means that every number the
@@ -43,7 +43,7 @@ def as_text(table: Table, programs: dict[str, Program]) -> str:
 
 
 def as_markdown(table: Table, programs: dict[str, Program]) -> str:
-    """For the documentation: the table, and what zerocore says when it refuses."""
+    """The full table, and what zerocore says when it refuses."""
     systems = list(next(iter(table.values()), {}))
     lines = [HEAD.format(torch=torch_version())]
     lines.append(f"| program | what it does | {' | '.join(systems)} |")
@@ -82,10 +82,19 @@ def torch_version() -> str:
 
 
 def read_markdown(text: str) -> Page:
-    """The version of torch a page was written with, and its table as [program][system]."""
+    """The version of torch a table was written with, and its rows as [program][system]."""
     version = re.search(r"torch (\d+\.\d+)", text)
-    rows = [line.strip("| \n").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    rows = _rows(text)
     if version is None or not rows:
         raise ValueError("this page holds no table of programs")
     systems = rows[0][2:]
     return version[1], {row[0]: dict(zip(systems, row[2:], strict=True)) for row in rows[1:]}
+
+
+def read_titles(text: str) -> dict[str, str]:
+    """What each program of a table does."""
+    return {row[0]: row[1] for row in _rows(text)[1:]}
+
+
+def _rows(text: str) -> list[list[str]]:
+    return [line.strip("| \n").split(" | ") for line in text.splitlines() if line.startswith("| ")]
