@@ -134,8 +134,8 @@ void Unit::unshard(const std::shared_future<void>& after) {
   }
 }
 
-// A call that changes the full parameters in place goes on with them: other ranks' parts may be from
-// before that. See Note [Writes in a forward].
+// A call that changes the full parameters in place goes on with them: other ranks' parts may be
+// from before that. See Note [Writes in a forward].
 std::vector<at::Tensor> Unit::copy_of_writes() const {
   std::vector<at::Tensor> copies;
   if (versions_.is_written() || num_writes() > 0) {
