@@ -132,13 +132,6 @@ void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
   if (pop_call().recomputing) {
     return; // nested
   }
-  try {
-    first_gather_.check();
-  } catch (...) {
-    agreement_.fail_pass();
-    reset();
-    throw;
-  }
   agreement_.leave_pass();
   for (const auto& unit : parts_.units) {
     unit->wait_for_unshard(); // of a skipped unit: must not meet the optimizer's update

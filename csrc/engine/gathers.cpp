@@ -26,7 +26,6 @@ void Gathers::begin(
   if (!together.empty()) {
     pending_ = context_.collectives->start_together(TraceOp::AllGather, std::move(together));
   }
-  copies_ = false;
 }
 
 void Gathers::wait() {
@@ -35,9 +34,6 @@ void Gathers::wait() {
     if (load.valid()) {
       load.get();
     }
-  }
-  if (const auto next = std::exchange(when_gathered_, nullptr)) {
-    next();
   }
 }
 
@@ -59,9 +55,8 @@ void Gathers::gather(
     after.get();
     after = {};
   }
-  const at::Tensor& own = is_in_place(region, memory, !after.valid())
-      ? memory.bucket.own_bytes(region)
-      : memory.shards->full_bytes(region);
+  const at::Tensor& own = memory.shards == nullptr || loads ? memory.bucket.own_bytes(region)
+                                                            : memory.shards->full_bytes(region);
   const at::Tensor& full = memory.received.full_bytes(region);
   const int64_t nbytes = context_.collectives->methods().gather.wire_nbytes(full.numel());
   CollectiveTag tag{&name_, context_.note(TraceOp::AllGather, id_, nbytes), id_};
@@ -70,28 +65,6 @@ void Gathers::gather(
   } else {
     pending_.push_back(context_.collectives->all_gather(full, own, std::move(tag), after));
   }
-}
-
-// Whether this rank's part lies where it is gathered to; it is copied there if its values are to
-// stay as they are now, when they are there.
-bool Gathers::is_in_place(int region, const GatherMemory& memory, bool is_there) const {
-  if (memory.shards == nullptr || context_.tiers.has_host_parameters()) {
-    return true;
-  }
-  if (copies_ && is_there) {
-    copy_own(region, memory);
-  }
-  return copies_ && is_there;
-}
-
-void Gathers::copy_own(int region, const GatherMemory& memory) const {
-  const Streams& streams = *context_.streams;
-  {
-    const auto guard = streams.use(StreamRole::AllGather);
-    memory.bucket.own_bytes(region).copy_(memory.shards->full_bytes(region), /*non_blocking=*/true);
-  }
-  streams.note_read(StreamRole::AllGather, memory.shards->full(region), "is copied", name_);
-  streams.note_write(StreamRole::AllGather, memory.bucket.own(region), "is copied", name_);
 }
 
 // This rank's part comes from the host, or from what was read of the disk. Over the emulated link

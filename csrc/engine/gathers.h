@@ -2,7 +2,6 @@
 // the device, from the host or the disk first.
 #pragma once
 
-#include <functional>
 #include <future>
 #include <string>
 #include <vector>
@@ -38,15 +37,6 @@ class Gathers {
   }
   // Orders compute behind them, or blocks, see PendingCollective::wait.
   void wait();
-  // The next gather sends a copy of this rank's part, from where it is gathered to: the shard may
-  // change before it is waited for.
-  void copy_next() {
-    copies_ = true;
-  }
-  // Runs when the gathers under way have been waited for, once.
-  void then(std::function<void()> when_gathered) {
-    when_gathered_ = std::move(when_gathered);
-  }
 
  private:
   void gather(
@@ -54,8 +44,6 @@ class Gathers {
       const GatherMemory& memory,
       std::shared_future<void> after,
       std::vector<CollectiveCall>* together);
-  bool is_in_place(int region, const GatherMemory& memory, bool is_there) const;
-  void copy_own(int region, const GatherMemory& memory) const;
   std::shared_future<void> load(
       int region,
       const GatherMemory& memory,
@@ -64,8 +52,6 @@ class Gathers {
   const UnitId id_;
   const std::string& name_;
   const UnitContext& context_;
-  bool copies_ = false; // what is sent
-  std::function<void()> when_gathered_;
   std::vector<PendingCollective> pending_;
   StreamEvent loaded_;
   std::vector<std::shared_future<void>> loads_; // that no gather waits for

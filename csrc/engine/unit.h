@@ -150,15 +150,8 @@ class Unit {
   const MainWeights& main() const {
     return main_;
   }
-  Gathers& gathers() {
+  const Gathers& gathers() const {
     return gathers_;
-  }
-  // At stage 3, of a region: this rank's part, and what it sent.
-  const at::Tensor& shard_bytes(int region) const {
-    return shards_->full_bytes(region);
-  }
-  const at::Tensor& sent_bytes(int region) const {
-    return bucket_.own_bytes(region);
   }
 
  private:
