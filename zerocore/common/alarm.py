@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, wraps
+from typing import Any
 
 import torch.distributed as dist
 
@@ -66,11 +67,30 @@ def watch(control: dist.ProcessGroup | None) -> None:
     """The alarm of a model has been made: what it also looks after.
 
     The others are told if this program ends while they wait for it. A rank that waits in a
-    collective of the program's own, in the default group, is woken up by the alarm.
+    collective of the program's own, in the default group, is woken up by the alarm; one in
+    ``dist.barrier`` also raises it.
     """
     _watch_end()
     if control is not None and dist.group.WORLD is not None:
         watch_group(dist.group.WORLD.group_name, beside=control.group_name)
+        _watch_barriers()
+
+
+@cache
+def _watch_barriers() -> None:
+    barrier = dist.barrier
+
+    @wraps(barrier)
+    def watched(
+        group: dist.ProcessGroup | None = None, async_op: bool = False, device_ids: Any = None
+    ) -> Any:
+        world = dist.group.WORLD
+        if async_op or world is None or group not in (None, world):
+            return barrier(group, async_op, device_ids)
+        with waiting(world, "torch.distributed.barrier"):
+            return barrier(group, async_op, device_ids)
+
+    dist.barrier = watched
 
 
 @cache
