@@ -81,14 +81,13 @@ def _watch_barriers() -> None:
     barrier = dist.barrier
 
     @wraps(barrier)
-    def watched(
-        group: dist.ProcessGroup | None = None, async_op: bool = False, device_ids: Any = None
-    ) -> Any:
+    def watched(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
         world = dist.group.WORLD
-        if async_op or world is None or group not in (None, world):
-            return barrier(group, async_op, device_ids)
+        has_own_timeout = len(args) > 1 or kwargs.get("timeout") is not None
+        if async_op or has_own_timeout or world is None or group not in (None, world):
+            return barrier(group, async_op, *args, **kwargs)
         with waiting(world, "torch.distributed.barrier"):
-            return barrier(group, async_op, device_ids)
+            return barrier(group, async_op, *args, **kwargs)
 
     dist.barrier = watched
 
