@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import optim
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from zerocore.common.agreement import agree
@@ -15,6 +16,7 @@ from zerocore.hooks.optimizer_states import fit_states, place_states, wrap_state
 from zerocore.tensor.parameter import ShardedParameter
 
 _WRAPPED = "_zerocore_wrapped"
+_EAGER = "_zerocore_eager"
 # Each element's update depends on that element alone, so their steps need none of the rules.
 _ELEMENTWISE: frozenset[type] = frozenset(
     {
@@ -73,9 +75,17 @@ def _checked(add: Callable[..., Any]) -> Callable[..., Any]:
                 self.param_groups.pop()
                 raise
             _watch_state_dicts(self)
+            _keep_eager(type(self))
 
     setattr(add_param_group, _WRAPPED, True)
     return add_param_group
+
+
+def _keep_eager(cls: Any) -> None:
+    """``torch.compile(optimizer.step)`` runs the step without graphs, which cannot take shards."""
+    if not hasattr(cls.step, _EAGER):
+        cls.step = _disable_dynamo(cls.step)
+        setattr(cls.step, _EAGER, True)
 
 
 def _refuse(optimizer: Optimizer, sharded: list[ShardedParameter]) -> None:
