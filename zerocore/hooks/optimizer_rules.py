@@ -14,22 +14,19 @@ from zerocore.common.agreement import agree
 from zerocore.hooks.optimizer_states import fit_states, place_states, wrap_states
 from zerocore.tensor.parameter import ShardedParameter
 
-_WRAPPED = "_zerocore_wrapped"
 # Each element's update depends on that element alone, so their steps need none of the rules.
-_ELEMENTWISE: frozenset[type] = frozenset(
-    {
-        optim.SGD,
-        optim.Adam,
-        optim.AdamW,
-        optim.NAdam,
-        optim.RAdam,
-        optim.Adamax,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.Adagrad,
-        optim.Adadelta,
-        optim.ASGD,
-    }
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    optim.SGD,
+    optim.AdamW,  # before Adam, whose step it inherits
+    optim.Adam,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.ASGD,
 )
 # Why each of these cannot update shards; by name, as a torch may lack one.
 _REFUSED = {
@@ -50,17 +47,9 @@ _ADVICE = {
 }
 
 
-def watch_optimizers() -> None:
-    """Wraps ``add_param_group`` and the steps of elementwise optimizers, once."""
-    if not hasattr(Optimizer.add_param_group, _WRAPPED):
-        setattr(Optimizer, "add_param_group", _checked(Optimizer.add_param_group))  # noqa: B010
-    for cls in _ELEMENTWISE | {optim.LBFGS}:
-        own = vars(cls).get("step")
-        if own is not None and not hasattr(own, _WRAPPED):
-            setattr(cls, "step", _without_rules(own))  # noqa: B010
+def checks_shards(add: Callable[..., Any]) -> Callable[..., Any]:
+    """``Optimizer.add_param_group`` that refuses shards which the optimizer cannot update."""
 
-
-def _checked(add: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(add)
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
         add(self, param_group)
@@ -74,7 +63,6 @@ def _checked(add: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             _watch_state_dicts(self)
 
-    setattr(add_param_group, _WRAPPED, True)
     return add_param_group
 
 
@@ -92,12 +80,20 @@ def _refuse(optimizer: Optimizer, sharded: list[ShardedParameter]) -> None:
         )
 
 
-def _without_rules(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch functions of shards are looked up in Python, about a microsecond each: not in here."""
+def without_rules(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step of an optimizer of elements, in which torch functions go by no rules of shards.
+
+    Python looks these up, about a microsecond each.
+    """
+    if hasattr(step, "hooked"):
+        # Torch wraps the step when an optimizer of the class is made; its hooks need the rules.
+        hooked: Any = Optimizer.profile_hook_step(without_rules(vars(step)["__wrapped__"]))
+        hooked.hooked = True
+        return hooked
 
     @wraps(step)
     def run(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if type(self) not in _ELEMENTWISE and type(self) is not optim.LBFGS:
+        if type(self) not in ELEMENTWISE and type(self) is not optim.LBFGS:
             return step(self, closure)  # what a subclass adds may be no matter of single elements
         if closure is not None and not hasattr(torch._C, "_EnableTorchFunction"):
             return step(self, closure)
@@ -108,7 +104,6 @@ def _without_rules(step: Callable[..., Any]) -> Callable[..., Any]:
                 place_states(self)
         return result
 
-    setattr(run, _WRAPPED, True)
     return run
 
 

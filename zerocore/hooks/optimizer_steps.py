@@ -10,10 +10,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from zerocore._C import UpdatedUnit
 from zerocore.hooks.host_steps import show_device_gradients, with_host_gradients
@@ -113,8 +109,8 @@ def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState |
         )
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """What torch then calls the step with; None for the same."""
+def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Torch's hook before each step; returns other arguments for it, or None."""
     known = _updates.get(optimizer)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if known is None or known[0] != count:
@@ -170,7 +166,8 @@ def _is_shown_full(state: ShardState | None) -> bool:
     return state is not None and state.shown_full.total() > 0
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Torch's hook after each step."""
     show_device_gradients(optimizer)
     casts = getattr(optimizer, "casts_model_weights", False)
     # Version counters show in-place updates, not those an optimizer makes through `.data`.
@@ -178,9 +175,3 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if (state := updated.state_ref()) is not None:
             state.engine.end_update(updated.parts, casts)
             state.meters.note_update()
-
-
-def watch_steps() -> None:
-    """From now on the steps of all optimizers are looked at."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)

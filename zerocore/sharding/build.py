@@ -22,12 +22,9 @@ from zerocore.common.alarm import watch
 from zerocore.common.cores import local_ranks, update_threads
 from zerocore.common.host_link import emulated_host_link
 from zerocore.common.host_memory import check_obtainable, shortage
-from zerocore.hooks.applied_functions import watch_functions
-from zerocore.hooks.backward_calls import watch_backward_calls
 from zerocore.hooks.loads import watch_loads
 from zerocore.hooks.moves import keep_in_place
 from zerocore.hooks.optimizer_steps import mark_full, mark_replaced
-from zerocore.hooks.pipelines import refuse_split_backward
 from zerocore.hooks.registration import watch_registrations
 from zerocore.model.buffers import BufferSync
 from zerocore.model.call_order import call_order, units_by_module
@@ -75,10 +72,8 @@ def build(request: ShardRequest) -> ShardState:
     if engine.lands_gradients or loads_late:
         updates.watch(ref(state))
     remember_model(state, model)
-    watch_backward_calls(explain_backward)
-    watch_functions()
+    state.explain_backward = explain_backward
     watch_registrations(model, state)
-    refuse_split_backward()
     return state
 
 

@@ -14,10 +14,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as _optimizer
-from torch.utils import _foreach_utils
 
-from zerocore._C import define_grad
 from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
 from zerocore.tensor.chunks import chunk_list, find_chunk, write_items
@@ -386,15 +383,3 @@ def rebuild_shard(
     shard = data.as_subclass(LocalShard)
     shard.place = Place(fqn, torch.Size(global_shape), shard_range, None, strides)
     return shard
-
-
-def make_shards_known() -> None:
-    """Torch loads shards from files, and its optimizers update lists of them in one call.
-
-    Unknown ones they would update in a for-loop, without a word.
-    """
-    define_grad(ShardedParameter)
-    torch.serialization.add_safe_globals([rebuild_shard])
-    kinds: list[Any] = [ShardedParameter, ShardedGrad, LocalShard]
-    _optimizer._foreach_supported_types.extend(kinds)
-    _foreach_utils._foreach_supported_types.extend(kinds)

@@ -8,6 +8,7 @@ matters. Whatever is left is refused by name.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -218,3 +219,20 @@ def initialise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         func(full, *rest, **kwargs)
         local.copy_(shard.place.part_of(full))
     return shard
+
+
+def initialises_shards(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of ``torch.nn.init`` that sees the full shape of shards.
+
+    Most ask for the number of dimensions before any torch function could tell, and some return
+    early from an empty tensor without drawing numbers.
+    """
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensor = args[0] if args else kwargs.get("tensor")
+        if isinstance(tensor, Placed):
+            return initialise(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return run
