@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from zerocore.tensor.place import Placed
+from zerocore.tensor.place import Placed, leaves
 
 # Before 2.13 torch does not ask the tensors of these, as it does those of the other collectives.
 UNASKED = (
@@ -45,17 +45,9 @@ def asks_shards(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def ask_first(*args: Any, **kwargs: Any) -> Any:
-        tensors = tuple(_tensors((*args, *kwargs.values())))
+        tensors = tuple(value for value in leaves((args, kwargs)) if isinstance(value, Tensor))
         if has_torch_function(tensors):
             return handle_torch_function(ask_first, tensors, *args, **kwargs)
         return function(*args, **kwargs)
 
     return ask_first
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

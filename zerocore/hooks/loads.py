@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from zerocore.common.agreement import agree
+from zerocore.common.agreement import together
 from zerocore.common.alarm import operation
 from zerocore.model.state import ShardState
 from zerocore.tensor.parameter import ShardedParameter
@@ -21,25 +21,15 @@ def watch_loads(model: nn.Module, state: ShardState) -> None:
 
     @operation("load_state_dict")
     def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        error = _find_mistake(state, state_dict, prefix)
-        agree(state.ranks.groups, error, [], state.device)
+        with together(state.ranks.groups, state.device):
+            for param in state.params():
+                for fqn in param.fqns:
+                    _check_place(prefix + fqn, state_dict.get(prefix + fqn), param.shard)
         state.begin_load()
 
     model.register_load_state_dict_pre_hook(check)
     for module in {owner for param in state.params() for owner, _ in param.owners}:
         module.register_load_state_dict_pre_hook(_check)
-
-
-def _find_mistake(state: ShardState, state_dict: dict[str, Any], prefix: str) -> ValueError | None:
-    for param in state.params():
-        for fqn in param.fqns:
-            value = state_dict.get(prefix + fqn)
-            if isinstance(value, Placed):
-                try:
-                    _check_place(prefix + fqn, value, param.shard)
-                except ValueError as error:
-                    return error
-    return None
 
 
 def _check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -49,12 +39,13 @@ def _check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
         ValueError: names the parameter and both places.
     """
     for name, param in module._parameters.items():
-        value = state_dict.get(prefix + name)
-        if isinstance(param, ShardedParameter) and isinstance(value, Placed):
-            _check_place(prefix + name, value, param)
+        if isinstance(param, ShardedParameter):
+            _check_place(prefix + name, state_dict.get(prefix + name), param)
 
 
-def _check_place(key: str, value: Placed, param: ShardedParameter) -> None:
+def _check_place(key: str, value: Any, param: ShardedParameter) -> None:
+    if not isinstance(value, Placed):
+        return
     saved, own = value.place, param.place
     if (saved.global_shape, saved.shard_range, saved.strides) != (
         own.global_shape,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from zerocore.common.agreement import agree
-from zerocore.hooks.optimizer_states import fit_states, place_states, wrap_states
+from zerocore.common.agreement import together
+from zerocore.hooks.optimizer_states import fit_states, params_of, place_states, wrap_states
 from zerocore.tensor.parameter import ShardedParameter
 
 # Each element's update depends on that element alone, so their steps need none of the rules.
@@ -130,19 +131,11 @@ def _watch_state_dicts(optimizer: Optimizer) -> None:
 
 def _fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """As ``fit_states``, on all ranks together."""
-    error, fitted = None, state_dict
-    try:
+    shards = (param for param in params_of(optimizer) if isinstance(param, ShardedParameter))
+    with ExitStack() as stack:
+        for state in filter(None, {param.state_ref(): None for param in shards}):
+            stack.enter_context(together(state.ranks.groups, state.device))
         fitted = fit_states(optimizer, state_dict)
-    except ValueError as caught:
-        error = caught
-    states = {
-        param.state_ref(): None
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if isinstance(param, ShardedParameter)
-    }
-    for state in filter(None, states):
-        agree(state.ranks.groups, error, [], state.device)
     return fitted
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,6 +20,38 @@ from zerocore.tensor.parameter import ShardedParameter
 
 _log = logging.getLogger("zerocore")
 _MISTAKE = "_zerocore_mistake"  # what to say to an optimizer that holds the parameter
+
+
+class ShardOptimizer(Optimizer):
+    """The base of zerocore's optimizers, which says what their steps do; others do none of it.
+
+    Attributes:
+        casts_model_weights: writes the weights that layers compute with, beside main weights.
+        updates_on_host: updates what is on the host there, from gradients that come by themselves.
+        moves_matrices: sends whole matrices to the ranks that own them.
+    """
+
+    casts_model_weights = False
+    updates_on_host = False
+    moves_matrices = False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; returns what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        raise NotImplementedError
+
+
+def _known(optimizer: Optimizer) -> ShardOptimizer | type[ShardOptimizer]:
+    """Says what the steps of any optimizer do."""
+    return optimizer if isinstance(optimizer, ShardOptimizer) else ShardOptimizer
 
 
 @dataclass(frozen=True)
@@ -118,7 +151,7 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         _updates[optimizer] = _find_updates(optimizer)
     if any(_is_shown_full(updated.state_ref()) for updated in _updates[optimizer][1]):
         check_outside_of_unsharded(optimizer)
-    casts = getattr(optimizer, "casts_model_weights", False)
+    casts = _known(optimizer).casts_model_weights
     reads_on_host = False
     for updated in _updates[optimizer][1]:
         if (state := updated.state_ref()) is not None:
@@ -134,7 +167,7 @@ def _reads_on_host(optimizer: Optimizer, state: ShardState) -> bool:
     config = state.config
     if state.device.type == "cpu" and not state.engine.lands_gradients:
         return False
-    updates_itself = not getattr(optimizer, "updates_on_host", False)
+    updates_itself = not _known(optimizer).updates_on_host
     on_device = not config.leaves("states")
     return config.offload is not None and (updates_itself or on_device)
 
@@ -142,9 +175,9 @@ def _reads_on_host(optimizer: Optimizer, state: ShardState) -> bool:
 def _check_offload(optimizer: Optimizer, state: ShardState) -> None:
     """Raises ValueError if the optimizer cannot update what has left the device."""
     offload, name = state.config.offload, type(optimizer).__name__
-    if offload is None or getattr(optimizer, "updates_on_host", False):
+    if offload is None or _known(optimizer).updates_on_host:
         return
-    if getattr(optimizer, "moves_matrices", False):
+    if _known(optimizer).moves_matrices:
         raise ValueError(
             f"{name} moves whole matrices between ranks, which is not built for a model with "
             "offload=; use zerocore.optim.AdamW, or leave offload= out"
@@ -169,7 +202,7 @@ def _is_shown_full(state: ShardState | None) -> bool:
 def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Torch's hook after each step."""
     show_device_gradients(optimizer)
-    casts = getattr(optimizer, "casts_model_weights", False)
+    casts = _known(optimizer).casts_model_weights
     # Version counters show in-place updates, not those an optimizer makes through `.data`.
     for updated in _updates[optimizer][1]:
         if (state := updated.state_ref()) is not None:

@@ -9,7 +9,7 @@ from zerocore._C import ShardOptions
 from zerocore.common.checks import require_int
 from zerocore.model.offload import Offload, leaves, place_of
 from zerocore.model.precision import MixedPrecision
-from zerocore.model.stages import STAGES
+from zerocore.model.stages import STAGES, Placements, placements_of
 
 ACCUMULATE_MODES = ("sharded", "full")
 
@@ -56,6 +56,11 @@ class ShardConfig:
     offload: Offload | None = None
     overlap_reductions: bool = True
     gather_at_step: bool = False
+
+    @property
+    def placements(self) -> Placements:
+        """The state that ranks share between them."""
+        return placements_of(self.stage)
 
     @property
     def holds_full(self) -> bool:

