@@ -47,15 +47,9 @@ def _check_place(key: str, value: Any, param: ShardedParameter) -> None:
     if not isinstance(value, Placed):
         return
     saved, own = value.place, param.place
-    if (saved.global_shape, saved.shard_range, saved.strides) != (
-        own.global_shape,
-        own.shard_range,
-        own.strides,
-    ):
+    if saved.elements != own.elements:
         raise ValueError(
-            f"parameter '{key}': the state dict holds elements {saved.shard_range[0]}:"
-            f"{saved.shard_range[1]} of shape {tuple(saved.global_shape)}, this rank "
-            f"{own.shard_range[0]}:{own.shard_range[1]} of {tuple(own.global_shape)}. Shards load "
-            "on the rank, stage and number of ranks that saved them; for others use "
+            f"parameter '{key}': the state dict holds elements {saved.text}, this rank {own.text}. "
+            "Shards load on the rank, stage and number of ranks that saved them; for others use "
             "torch.distributed.checkpoint or zerocore.Checkpoints, or zerocore.full_state_dict"
         )

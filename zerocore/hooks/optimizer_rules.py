@@ -96,8 +96,6 @@ def without_rules(step: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if type(self) not in ELEMENTWISE and type(self) is not optim.LBFGS:
             return step(self, closure)  # what a subclass adds may be no matter of single elements
-        if closure is not None and not hasattr(torch._C, "_EnableTorchFunction"):
-            return step(self, closure)
         enabled = None if closure is None else _with_rules(closure)
         with torch._C.DisableTorchFunctionSubclass():
             result = step(self, enabled)
@@ -144,11 +142,10 @@ def _fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
 
 def check_outside_of_unsharded(optimizer: Optimizer) -> None:
     """Raises RuntimeError if a parameter's full value stands in its place now."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            state = param.state_ref() if isinstance(param, ShardedParameter) else None
-            if state is not None and state.shown_full[param.unit] > 0:
-                raise RuntimeError(
-                    f"optimizer.step() inside of zerocore.unsharded: '{param.fqn}' is shown in "
-                    "full there, and the update of its shard would be lost. Call step() outside"
-                )
+    for param in params_of(optimizer):
+        state = param.state_ref() if isinstance(param, ShardedParameter) else None
+        if state is not None and state.shown_full[param.unit] > 0:
+            raise RuntimeError(
+                f"optimizer.step() inside of zerocore.unsharded: '{param.fqn}' is shown in full "
+                "there, and the update of its shard would be lost. Call step() outside"
+            )

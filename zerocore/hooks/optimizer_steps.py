@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zerocore._C import UpdatedUnit
 from zerocore.hooks.host_steps import show_device_gradients, with_host_gradients
 from zerocore.hooks.optimizer_rules import check_outside_of_unsharded
+from zerocore.hooks.optimizer_states import params_of
 from zerocore.model.state import ShardState
 from zerocore.tensor.parameter import ShardedParameter
 
@@ -88,11 +89,10 @@ def mark_full(param: nn.Parameter, fqn: str) -> None:
 
 def check_not_stale(optimizer: Optimizer) -> None:
     """Raises ValueError if the optimizer holds other parameters of a sharded model than shards."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            mistake = getattr(param, _MISTAKE, None)
-            if mistake is not None:
-                raise ValueError(mistake)
+    for param in params_of(optimizer):
+        mistake = getattr(param, _MISTAKE, None)
+        if mistake is not None:
+            raise ValueError(mistake)
 
 
 def optimizers_of(state: ShardState) -> list[Optimizer]:
@@ -105,7 +105,7 @@ def optimizers_of(state: ShardState) -> list[Optimizer]:
 
 
 def _find_updates(optimizer: Optimizer) -> tuple[int, list[_Updated]]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     found: dict[Callable[[], ShardState | None], dict[int, list[int]]] = {}
     for param in params:
         if isinstance(param, ShardedParameter):

@@ -97,9 +97,10 @@ class ShardedStrategy(_Sharding, DDPStrategy):
         with no_sync(self.model):
             yield
 
-    def _run_step(self, name: str, context: Any, args: Any, kwargs: Any) -> Any:
+    def _run_step(self, name: str, args: Any, kwargs: Any) -> Any:
+        short = {"training_step": "train_step", "validation_step": "val_step"}.get(name, name)
         # Through the module's call, in which its layers are gathered ahead.
-        with context:
+        with getattr(self.precision_plugin, f"{short}_context")():
             if find_state(self.model) is None:
                 return getattr(self.lightning_module, name)(*args, **kwargs)
             return self._forward_redirection(
@@ -108,25 +109,19 @@ class ShardedStrategy(_Sharding, DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's."""
-        return self._run_step(
-            "training_step", self.precision_plugin.train_step_context(), args, kwargs
-        )
+        return self._run_step("training_step", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's."""
-        return self._run_step(
-            "validation_step", self.precision_plugin.val_step_context(), args, kwargs
-        )
+        return self._run_step("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's."""
-        return self._run_step("test_step", self.precision_plugin.test_step_context(), args, kwargs)
+        return self._run_step("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's."""
-        return self._run_step(
-            "predict_step", self.precision_plugin.predict_step_context(), args, kwargs
-        )
+        return self._run_step("predict_step", args, kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Full values on rank 0, ``{}`` elsewhere; all ranks call."""

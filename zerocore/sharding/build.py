@@ -20,8 +20,8 @@ from zerocore._C import (
 from zerocore.common.agreement import together
 from zerocore.common.alarm import watch
 from zerocore.common.cores import local_ranks, update_threads
-from zerocore.common.host_link import emulated_host_link
 from zerocore.common.host_memory import check_obtainable, shortage
+from zerocore.common.links import emulated_host_link
 from zerocore.hooks.loads import watch_loads
 from zerocore.hooks.moves import keep_in_place
 from zerocore.hooks.optimizer_steps import mark_full, mark_replaced

@@ -44,12 +44,18 @@ class Place:
 
         One that was loaded from a file knows no group, and goes with any.
         """
-        groups = {self.group, other.group} - {None}
-        return len(groups) < 2 and (self.global_shape, self.shard_range, self.strides) == (
-            other.global_shape,
-            other.shard_range,
-            other.strides,
-        )
+        return len({self.group, other.group} - {None}) < 2 and self.elements == other.elements
+
+    @property
+    def elements(self) -> tuple[torch.Size, tuple[int, int], tuple[int, ...] | None]:
+        """Which elements these are of which layout."""
+        return self.global_shape, self.shard_range, self.strides
+
+    @property
+    def text(self) -> str:
+        """As errors name the elements."""
+        start, end = self.shard_range
+        return f"{start}:{end} of shape {tuple(self.global_shape)}"
 
     def check_whole(self) -> None:
         """Raises RuntimeError if the other elements lie on ranks that are not known."""
@@ -202,12 +208,11 @@ def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
     A TypeError; but a RuntimeError from what Python's operators call: of a TypeError they would
     make "unsupported operand type(s)", and the advice would be lost.
     """
-    start, end = shard.shard_range
     reason = reason or _REASONS.get(name, "")
     kind = RuntimeError if has_operator(name) else TypeError
     raise kind(
         f"{name}() of {shard.what} '{shard.fqn}' would only see this rank's elements "
-        f"({start}:{end} of shape {tuple(shard.global_shape)}){reason}. "
+        f"({shard.place.text}){reason}. "
         f"{_advice_in_step()}{_advice_on_operator(name)}Call .full_tensor() on all "
         "ranks for the full value, .local() for the local elements as a plain tensor; to change "
         "it, use `with zerocore.unsharded(model, write_back=True)`; to save, "
