@@ -78,7 +78,7 @@ def shard(
         overlap_reductions: on NCCL, reductions of stage 3 have a communicator of their own; see
             :class:`ShardConfig`.
         gather_at_step: the first gather of a forward at stage 3 begins at the optimizer's step;
-            weights must not be changed between the two. See :class:`ShardConfig`.
+            weights that change between the two are gathered again. See :class:`ShardConfig`.
 
     Returns:
         ``model`` itself.

@@ -35,7 +35,6 @@ void Unit::allocate_persistent() {
     shards_->attach(context_.memory_of(tier, id_, StatePart::Parameters, shards_->nbytes()));
   } else if (!shards_ && !bucket_.attached()) {
     bucket_.attach(allocate_memory(device, bucket_.nbytes()));
-    state_ = UnitState::Unsharded;
   }
 }
 

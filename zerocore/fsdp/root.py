@@ -6,6 +6,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from zerocore._C import (
     CallEvent,
@@ -69,6 +70,7 @@ class Root:
         """The groups that are units of the engine, in their order."""
         return [group for _, group in self.groups if group.params]
 
+    @_disable_dynamo  # torch.compile(root) would trace it
     def ready(self) -> Engine:
         """The engine; made anew if parameters were replaced or moved since. Collective then.
 

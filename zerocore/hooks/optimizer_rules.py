@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import optim
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from zerocore.common.agreement import together
 from zerocore.hooks.optimizer_states import fit_states, params_of, place_states, wrap_states
 from zerocore.tensor.parameter import ShardedParameter
 
+_EAGER = "_zerocore_eager"
 # Each element's update depends on that element alone, so their steps need none of the rules.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.SGD,
@@ -63,8 +65,16 @@ def checks_shards(add: Callable[..., Any]) -> Callable[..., Any]:
                 self.param_groups.pop()
                 raise
             _watch_state_dicts(self)
+            _keep_eager(type(self))
 
     return add_param_group
+
+
+def _keep_eager(cls: Any) -> None:
+    """``torch.compile(optimizer.step)`` runs the step without graphs, which cannot take shards."""
+    if not hasattr(cls.step, _EAGER):
+        cls.step = _disable_dynamo(cls.step)
+        setattr(cls.step, _EAGER, True)
 
 
 def _refuse(optimizer: Optimizer, sharded: list[ShardedParameter]) -> None:

@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 from torch.utils import _foreach_utils
 
+from zerocore.common import alarm
 from zerocore.hooks import (
     applied_functions,
     backward_calls,
@@ -63,6 +64,7 @@ PATCHES = (
     Patch("torch.autograd", "grad", backward_calls.noted),
     Patch("torch.autograd.graph", "_get_grad_fn_or_grad_acc", backward_calls.takes_full),
     Patch("torch.autograd.function._SingleLevelFunction", "apply", applied_functions.reads_in_full),
+    Patch("torch.distributed", "barrier", alarm.watched_barrier),
     Patch("torch.distributed", "_broadcast_coalesced", broadcasts.sends_no_shards),
     *(
         Patch("torch.distributed", name, broadcasts.asks_shards, before="2.13")

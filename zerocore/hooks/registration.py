@@ -56,6 +56,15 @@ def check_param(module: nn.Module, name: str, param: Any) -> None:
                     "zerocore.shard"
                 )
             return
+    # weight_norm, spectral_norm and pruning leave these in the place of the parameter.
+    parts = tuple(f"{fqn}_{part}" for part in ("g", "v", "orig"))
+    parts += (fqn.removesuffix(name) + f"parametrizations.{name}.",)
+    if any(known.fqn.startswith(parts) for known in state.params()):
+        raise ValueError(
+            f"the parametrization of '{fqn}' is removed from a model that is sharded already. "
+            "Remove it before zerocore.shard; to export, load zerocore.full_state_dict(model) into "
+            "a plain copy of the model and remove it there"
+        )
     raise _refusal(fqn)
 
 

@@ -29,9 +29,8 @@ class ShardConfig:
             its collectives one after the other (NCCL), so that none waits for a gather. It takes
             device memory of its own; off, reductions and gathers share one.
         gather_at_step: at stage 3, the first gather of a forward begins when the optimizer has
-            stepped, under what comes between the two. All ranks must take the same steps. Weights
-            that are changed between a step and the forward, other than by loading or inside of
-            ``unsharded(write_back=True)``, are an error on all ranks when the backward begins.
+            stepped, under logging and loading. All ranks must take the same steps and change
+            weights alike; weights that change between a step and the forward are gathered again.
 
     Raises:
         ValueError: an option is out of range.

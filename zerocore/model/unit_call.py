@@ -145,7 +145,11 @@ def _calling_class(cls: Any) -> Any:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    return type(cls)(cls.__name__, (cls,), namespace)
+    meta = type(cls)
+    if any(isinstance(value, property) for value in vars(cls).values()):
+        # remove_parametrizations deletes one, and goes on to the error of registration.py.
+        meta = type("Calling", (meta,), {"__delattr__": lambda _, name: delattr(cls, name)})
+    return meta(cls.__name__, (cls,), namespace)
 
 
 def leave_out_of_graphs(function: Any) -> None:
