@@ -30,7 +30,12 @@ except ModuleNotFoundError:
 class _Sharding:
     """What both strategies share: the options of ``shard``, and precision as one of them."""
 
-    _shard_options: dict[str, Any]
+    _PLACES = ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend")
+
+    def __init__(self, **options: Any) -> None:
+        places = {name: options.pop(name) for name in self._PLACES if name in options}
+        self._shard_options = options
+        super().__init__(**places)
 
     def _shard(self, model: nn.Module) -> nn.Module:
         return model if find_state(model) is not None else shard(model, **self._shard_options)
@@ -62,12 +67,6 @@ class ShardedStrategy(_Sharding, DDPStrategy):
     """
 
     model: Any
-    _PLACES = ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend")
-
-    def __init__(self, **options: Any) -> None:
-        places = {name: options.pop(name) for name in self._PLACES if name in options}
-        self._shard_options = options
-        super().__init__(**places)
 
     @property
     def precision_plugin(self) -> Any:
@@ -152,10 +151,7 @@ class ShardedFabricStrategy(_Sharding, FabricDDPStrategy):
     """
 
     def __init__(self, **options: Any) -> None:
-        names = ShardedStrategy._PLACES
-        places = {name: options.pop(name) for name in names if name in options}
-        self._shard_options = options
-        super().__init__(**places)
+        super().__init__(**options)
         self._backward_sync_control = _NoSync()
 
     @property

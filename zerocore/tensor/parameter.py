@@ -19,7 +19,7 @@ from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
 from zerocore.tensor.chunks import chunk_list, find_chunk, write_items
 from zerocore.tensor.full_reads import call_with_full, in_call, is_recorded
-from zerocore.tensor.place import Place, Placed, PlacedParameter, local_of
+from zerocore.tensor.place import Place, Placed, PlacedParameter, keep_place, local_of
 
 _grad: Any = torch._C.TensorBase.grad
 _data: Any = torch._C.TensorBase.data
@@ -53,7 +53,7 @@ class _Shard(Placed):
         return format(self.full_tensor().item(), spec) if spec else repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = rules.keep_place(local_of(self).clone(), self)
+        copied = keep_place(local_of(self).clone(), self)
         memo[id(self)] = copied
         return copied
 

@@ -176,6 +176,15 @@ def local_of(shard: Any) -> Tensor:
         return Tensor.detach(shard).as_subclass(Tensor)
 
 
+def keep_place(result: Any, source: Any) -> Any:
+    """A changed copy of a shard is as local as the shard: a shard, if ``result`` has its shape."""
+    if type(result) is not Tensor or result.shape != local_of(source).shape:
+        return result
+    placed: Any = result.as_subclass(type(source).result_type)
+    placed.place = source.place
+    return placed
+
+
 def outline_of(value: Any) -> Any:
     """A shard's full shape and strides as a meta tensor; any other value as it is."""
     return value.place.outline(value.dtype) if isinstance(value, Placed) else value
