@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zerocore.install import hook_into_torch
 from zerocore.model.config import ShardConfig
 from zerocore.model.materialize import InitFn
 from zerocore.model.offload import Offload
@@ -111,6 +112,7 @@ def shard(
         optimizer=optimizer,
         memory_budget=memory_budget,
     )
+    hook_into_torch()
     build(request)
     return model
 

@@ -68,9 +68,9 @@ FLOORS = (
     ("optim",),
     ("sharding", "state_dict", "emulated"),
     ("checkpoint", "offload"),
+    ("install",),
     ("api",),
     ("fsdp", "integrations"),
-    ("install",),
     ("",),  # zerocore itself, which exports what is public
     ("cli",),
     ("__main__",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, wraps
@@ -73,12 +73,10 @@ def watch(control: dist.ProcessGroup | None) -> None:
     _watch_end()
     if control is not None and dist.group.WORLD is not None:
         watch_group(dist.group.WORLD.group_name, beside=control.group_name)
-        _watch_barriers()
 
 
-@cache
-def _watch_barriers() -> None:
-    barrier = dist.barrier
+def watched_barrier(barrier: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.barrier`` of the default group, in which the alarm is raised, too."""
 
     @wraps(barrier)
     def watched(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +87,7 @@ def _watch_barriers() -> None:
         with waiting(world, "torch.distributed.barrier"):
             return barrier(group, async_op, *args, **kwargs)
 
-    dist.barrier = watched
+    return watched
 
 
 @cache

@@ -23,10 +23,7 @@ from zerocore.common.alarm import stall_seconds, watch
 from zerocore.fsdp.group import Group, RowParam, check_gathered_as_is, groups_below
 from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.rows import as_dtensor, at_origin
-from zerocore.hooks.backward_calls import watch_backward_calls
-from zerocore.hooks.pipelines import refuse_split_backward
 from zerocore.model.ranks import Ranks, control_group, find_ranks, with_reductions
-from zerocore.reporting.out_of_memory import explain_backward
 from zerocore.tensor.parameter import make_alike
 
 _live: WeakSet[Root] = WeakSet()
@@ -121,8 +118,6 @@ class Root:
         self.engine = engine
         for group in self.with_params():
             apply_settings(group)
-        watch_backward_calls(explain_backward)
-        refuse_split_backward()
 
     def _check(self) -> None:
         self._check_ties()

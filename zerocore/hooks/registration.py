@@ -7,10 +7,6 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from zerocore.model.state import ShardState, find_state
 from zerocore.model.wrappers import elsewhere, refusal, refuse_fully_shard, wrapper_name
@@ -41,7 +37,8 @@ def _home_of(module: nn.Module) -> tuple[ShardState, str] | None:
     return None if state is None else (state, name)
 
 
-def _check_param(module: nn.Module, name: str, param: Any) -> None:
+def check_param(module: nn.Module, name: str, param: Any) -> None:
+    """Torch's hook on each registration of a parameter, anywhere."""
     home = _home_of(module)
     if home is None and isinstance(param, ShardedParameter):
         raise elsewhere(param, name, type(module).__name__)
@@ -71,7 +68,8 @@ def _check_param(module: nn.Module, name: str, param: Any) -> None:
     raise _refusal(fqn)
 
 
-def _check_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+def check_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Torch's hook on each registration of a module, anywhere."""
     home = _home_of(module)
     if child is None or not _homes:
         return
@@ -95,9 +93,3 @@ def _refusal(fqn: str) -> ValueError:
         "peft.get_peft_model; weight_norm, spectral_norm, prune), then call zerocore.shard on the "
         "outermost module"
     )
-
-
-def watch_modules() -> None:
-    """From now on every registration of a parameter or module, anywhere, is looked at."""
-    register_module_parameter_registration_hook(_check_param)
-    register_module_module_registration_hook(_check_module)
