@@ -45,7 +45,7 @@ def check_obtainable(nbytes: int, local_ranks: int) -> None:
 
 
 def shortage(nbytes: int, local_ranks: int) -> str:
-    """What an error says of memory that cannot be had."""
+    """The sentence of an error about memory that cannot be had."""
     most = obtainable_nbytes(local_ranks)
     available = "unknown" if most is None else f"{most:,} bytes"
     shared = "" if local_ranks == 1 else f", shared by {local_ranks} ranks"
