@@ -28,7 +28,7 @@ except ModuleNotFoundError:
 
 
 class _Sharding:
-    """The common part of both strategies: the options of ``shard``, and precision as one of them."""
+    """The part of both strategies: the options of ``shard``, and precision as one of them."""
 
     _PLACES = ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend")
 

@@ -227,7 +227,7 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
 
     @property
     def data(self) -> Tensor:
-        """As :meth:`detach`. A value that it is set to is copied: this rank's part, or the full one.
+        """As :meth:`detach`. A value that it is set to is copied: a full one, or this rank's part.
 
         Raises:
             TypeError, ValueError: set to another dtype, device or shape.

@@ -67,7 +67,7 @@ class AtStepRun:
                 rounds.waits.append(waits_of(self._events(subject, 1), self._events(subject, 3)))
 
     def table(self) -> Table:
-        """Hidden shares: of all, of the most that a gather in the forward allows, and at the step."""
+        """Hidden shares: of all, of the most that a gather in the forward allows, at the step."""
         shares = ("hidden %", "of possible %", "at the step %")
         table = Table(
             f"{self.run.link.label}: the first gather of a step, and a pause before the forward",
