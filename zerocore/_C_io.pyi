@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 DISK_ALIGNMENT: int
-"""What offsets, sizes and addresses of requests to a disk file are multiples of."""
+"""Offsets, sizes and addresses of requests to a disk file are multiples of it."""
 
 class DiskWay:
     """How a disk file moves bytes; ANY is io_uring where the system allows it."""
