@@ -104,6 +104,7 @@ def test_replicas_have_near_ranks_of_their_own() -> None:
 
 
 def compare_with_plan(num_near: int, options: dict[str, Any]) -> None:
+    model: Any
     model, optimizer = make(regather=num_near, **options)
     for number in range(4):
         with zerocore.record_events(model) as events:
@@ -130,8 +131,8 @@ def test_events_and_bytes_equal_the_plan(num_near: int, options: dict[str, Any])
 
 def change_between() -> None:
     """Weights that a user changes are gathered from all ranks again; an exception leaves all."""
-    model, _ = make(regather=2)
-    plain, _ = make()
+    model: Any = make(regather=2)[0]
+    plain: Any = make()[0]
     for each in (model, plain):
         each(batch(0)).sum().backward()
         with torch.no_grad(), zerocore.unsharded(each, write_back=True):
@@ -155,10 +156,10 @@ def test_changed_weights_are_gathered_from_all() -> None:
 
 class Clamped(Chain):
     def forward(self, x: Tensor) -> Tensor:
+        first: Any = self.blocks[0]
         with torch.no_grad():
-            self.blocks[0].weight.clamp_(-1, 1)
-        out: Tensor = super().forward(x)
-        return out
+            first.weight.clamp_(-1, 1)
+        return super().forward(x)
 
 
 def refuse() -> None:

@@ -26,8 +26,8 @@ class Event:
 
     Attributes:
         op: ``all_gather``, ``gather_near``, ``reduce_scatter``, ``all_reduce``, ``unshard`` or
-            ``reshard``; or ``all_to_all``, of an optimizer of whole matrices, and ``to_host``, ``host_squares``,
-            ``host_update``, ``to_device``, of states on the host.
+            ``reshard``; or ``all_to_all``, of an optimizer of whole matrices, and ``to_host``,
+            ``host_squares``, ``host_update``, ``to_device``, of states on the host.
         unit: name of the unit, or ``optimizer``.
         nbytes: bytes of the full bucket; of an all-to-all those that this rank sends.
         pool_nbytes: bytes of the bucket pool in use right after.

@@ -23,7 +23,7 @@ def new_group(members: Sequence[int], what: str, **options: Any) -> dist.Process
         what: the group's description.
         options: more arguments of ``torch.distributed.new_group``.
     """
-    c10d = dist.distributed_c10d
+    c10d: Any = dist.distributed_c10d
     ranks = "_".join(map(str, members))
     label = f"{what}_{hashlib.sha256(ranks.encode()).hexdigest()}"
     _num_made[label] += 1
