@@ -27,7 +27,7 @@ struct ReductionOptions {
   bool on_host = false; // collectives run on no stream: the host waits for them
 };
 
-// What gradients are reduced of.
+// A unit whose gradients are reduced.
 struct ReducedUnit {
   const Layout* layout = nullptr;
   UnitMesh mesh;
