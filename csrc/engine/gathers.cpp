@@ -34,11 +34,11 @@ Gathers::Gathers(
 
 void Gathers::begin(
     const std::vector<int>& regions,
-    bool again,
+    int64_t version,
     const std::shared_future<void>& after) {
   after_ = after;
   together_.clear(); // of gathers that failed
-  unsharding_.begin(regions, again, *this);
+  unsharding_.begin(regions, std::exchange(version_, version) == version, *this);
 }
 
 void Gathers::run(const GatherStep& step) {

@@ -30,7 +30,10 @@ class Gathers final : private GatherSteps {
     return unsharding_.state();
   }
   // See Unsharding. This rank's part has its values when `after`, if it is valid, is ready.
-  void begin(const std::vector<int>& regions, bool again, const std::shared_future<void>& after);
+  void begin(
+      const std::vector<int>& regions,
+      int64_t version,
+      const std::shared_future<void>& after);
   // Orders compute behind the gathers, or blocks, see PendingCollective::wait.
   void wait() {
     unsharding_.wait(*this);
@@ -76,6 +79,7 @@ class Gathers final : private GatherSteps {
   const Bucket* own_;
   std::optional<Bucket> received_; // where parameters come in another order
   Unsharding unsharding_;
+  int64_t version_ = -1; // of the parameters, when the last gather began
   Slot full_slot_, received_slot_;
   std::shared_future<void> after_; // of the gathers that begin now
   std::shared_future<void> arrival_; // of the load of the region that is gathered next

@@ -17,12 +17,8 @@ std::optional<Bucket> shards_of(
     return std::nullopt;
   }
   const c10::Device device = context.device_of(context.tiers.parameters);
-  return Bucket(
-      layout.of_shard(context.mesh.shard()),
-      layout.all_regions(),
-      0,
-      device,
-      "unit '" + unit + "'");
+  const Layout own = layout.of_shard(context.mesh.shard());
+  return Bucket(own, layout.all_regions(), 0, device, "unit '" + unit + "'");
 }
 
 } // namespace
@@ -64,11 +60,8 @@ std::vector<int64_t> Unit::shard_sizes(int param) const {
 
 at::Tensor Unit::make_shard(int param) const {
   const int region = layout_.places().at(param).region;
-  if (!main_.has(region)) {
-    return model_part(param);
-  }
-  return main_.view(
-      region, layout_.offset_in_shard(param, context_.mesh.shard()), shard_sizes(param));
+  const int64_t offset = layout_.offset_in_shard(param, context_.mesh.shard());
+  return main_.has(region) ? main_.view(region, offset, shard_sizes(param)) : model_part(param);
 }
 
 at::Tensor Unit::make_model_shard(int param) const {
@@ -118,7 +111,7 @@ void Unit::unshard(const std::shared_future<void>& after) {
   wait_for_unshard();
   const std::vector<at::Tensor> written = in_use ? copy_of_writes() : std::vector<at::Tensor>();
   gathered_version_ = version();
-  gathers_.begin(regions, std::exchange(near_version_, version()) == version(), after);
+  gathers_.begin(regions, gathered_version_, after);
   for (const int region : regions) {
     gathered_[region] = versions_.of_region(region);
   }
@@ -177,9 +170,8 @@ bool Unit::is_gathered() const {
 }
 
 int64_t Unit::persistent_nbytes() const {
-  const int64_t own =
-      context_.tiers.has_host_parameters() ? 0 : (shards_ ? *shards_ : bucket_).nbytes();
-  return own + gathers_.near_nbytes();
+  const Bucket& own = shards_ ? *shards_ : bucket_;
+  return gathers_.near_nbytes() + (context_.tiers.has_host_parameters() ? 0 : own.nbytes());
 }
 
 } // namespace zerocore

@@ -177,7 +177,6 @@ class Unit {
   ParamVersions versions_;
   std::vector<int64_t> gathered_; // version of each region that is in the buffer
   int64_t gathered_version_ = -1;
-  int64_t near_version_ = -1; // that the last gather began with
   bool written_ = false; // by calls, since mark_fresh()
   std::vector<std::vector<at::Tensor>> past_; // by write, then region
   int64_t cast_version_ = -1;

@@ -164,9 +164,8 @@ def plan(
     num_states = optimizer_states(optimizer)
     module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
     planned = choose_units(module, units)
-    planner = make_planner(module, planned, precision, num_states)
     planner = replace(
-        planner,
+        make_planner(module, planned, precision, num_states),
         micro_batches=micro_batches,
         hold_full=config.holds_full,
         moves_matrices=isinstance(optimizer, str) and optimizer.lower() == "muon",
