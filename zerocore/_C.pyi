@@ -118,7 +118,7 @@ def note_backward_call(roots: Any) -> None: ...
 def forget_backward_call() -> None: ...
 
 class GroupNames:
-    """Names of c10d groups: to shard over, with the same shards, and all ranks on the CPU.
+    """Names of c10d groups: to shard over, with the same shards, near, and all ranks on the CPU.
 
     ``reductions``: another one of the ranks of ``shard``, for reductions; None for the same.
     """
@@ -128,6 +128,7 @@ class GroupNames:
         *,
         shard: str | None,
         replicas: str | None,
+        near: str | None,
         control: str | None,
         reductions: str | None = None,
     ) -> None: ...
@@ -169,7 +170,9 @@ class UnitParam:
 class UnitSpec:
     """A unit to be sharded."""
 
-    def __init__(self, name: str, params: Sequence[UnitParam], stays: bool = False) -> None: ...
+    def __init__(
+        self, name: str, params: Sequence[UnitParam], stays: bool = False, near: bool = True
+    ) -> None: ...
 
 class ParamOwner:
     """Where a parameter is registered: the dict of a module, and the name in it."""

@@ -161,7 +161,7 @@ class ReductionOptions:
         num_replicas: int = 1,
         backend: str = "nccl",
         on_host: bool = False,
-        counts_kept: bool = True,
+        rank: int = 0,
     ) -> None: ...
 
 class Reduction:
@@ -203,6 +203,7 @@ class PlanOptions:
         backend: str = "nccl",
         micro_batches: int = 1,
         num_replicas: int = 1,
+        num_near: int = 1,
         sums_on_host: bool = False,
         first_order: Sequence[CallEvent] = (),
         backward: Sequence[BackwardEvent] = (),
@@ -231,7 +232,7 @@ class PlannedEvent:
     nbytes: int
     pool_nbytes: int
     moment: int
-    across: bool
+    axis: str
 
 class HostBytes:
     """Predicted bytes on the host for one rank, and in its file."""

@@ -44,6 +44,7 @@ def shard(
     offload: Offload | None = None,
     overlap_reductions: bool = True,
     gather_at_step: bool = False,
+    regather: Any = None,
 ) -> nn.Module:
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
@@ -79,6 +80,12 @@ def shard(
             :class:`ShardConfig`.
         gather_at_step: the first gather of a forward at stage 3 begins at the optimizer's step;
             weights that change between the two are gathered again. See :class:`ShardConfig`.
+        regather: stage 3: ranks with fast links between them, such as those of a node: a process
+            group or 1-D DeviceMesh of a part of ``group``, or how many that follow each other. The
+            first gather after a change of the weights comes from all ranks; each of these k then
+            keeps a k-th of the unit (in memory beside its shard), and all later gathers, in the
+            backward, in further micro-batches and in evaluation, come from these k alone (hpZ of
+            ZeRO++, https://arxiv.org/abs/2306.10209; ``reshard_after_forward=k`` of FSDP2).
 
     Returns:
         ``model`` itself.
@@ -111,6 +118,7 @@ def shard(
         init_fn=init_fn,
         optimizer=optimizer,
         memory_budget=memory_budget,
+        regather=regather,
     )
     hook_into_torch()
     build(request)

@@ -55,14 +55,20 @@ void register_engine_options(py::module_& module) {
       .def(
           py::init([](std::optional<std::string> shard,
                       std::optional<std::string> replicas,
+                      std::optional<std::string> near,
                       std::optional<std::string> control,
                       std::optional<std::string> reductions) {
             return GroupNames{
-                std::move(shard), std::move(replicas), std::move(control), std::move(reductions)};
+                std::move(shard),
+                std::move(replicas),
+                std::move(near),
+                std::move(control),
+                std::move(reductions)};
           }),
           py::kw_only(),
           py::arg("shard"),
           py::arg("replicas"),
+          py::arg("near"),
           py::arg("control"),
           py::arg("reductions") = py::none());
   py::class_<EngineOptions>(module, "EngineOptions")
@@ -106,12 +112,13 @@ void register_units(py::module_& module) {
           py::arg("lacks_main"));
   py::class_<UnitSpec>(module, "UnitSpec")
       .def(
-          py::init([](std::string name, std::vector<UnitParam> params, bool stays) {
-            return UnitSpec{std::move(name), std::move(params), stays};
+          py::init([](std::string name, std::vector<UnitParam> params, bool stays, bool near) {
+            return UnitSpec{std::move(name), std::move(params), stays, near};
           }),
           py::arg("name"),
           py::arg("params"),
-          py::arg("stays") = false);
+          py::arg("stays") = false,
+          py::arg("near") = true);
   py::class_<ParamOwner>(module, "ParamOwner")
       .def(py::init(&make_owner), py::arg("parameters"), py::arg("name"));
   py::class_<UpdatedUnit>(module, "UpdatedUnit")

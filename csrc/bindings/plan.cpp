@@ -277,15 +277,16 @@ void register_options(py::module_& module) {
                       const std::string& backend,
                       int micro_batches,
                       int64_t num_replicas,
+                      int64_t num_near,
                       bool sums_on_host,
                       std::vector<CallEvent> first_order,
                       std::vector<BackwardEvent> backward) {
+            const Axis state{world_size, 0, WireMethods::of_backend(backend)};
+            const Axis near{num_near, 0, state.methods};
             return PlanOptions{
                 sharding,
-                world_size,
-                WireMethods::of_backend(backend),
+                UnitMesh::of(sharding, state, Axis{num_replicas}, sums_on_host, near),
                 micro_batches,
-                num_replicas,
                 sums_on_host,
                 std::move(first_order),
                 std::move(backward)};
@@ -296,6 +297,7 @@ void register_options(py::module_& module) {
           py::arg("backend") = "nccl",
           py::arg("micro_batches") = 1,
           py::arg("num_replicas") = 1,
+          py::arg("num_near") = 1,
           py::arg("sums_on_host") = false,
           py::arg("first_order") = std::vector<CallEvent>{},
           py::arg("backward") = std::vector<BackwardEvent>{});
@@ -305,7 +307,7 @@ void register_units(py::module_& module) {
   py::class_<UnitPlan>(module, "UnitPlan")
       .def(
           py::init([](std::vector<ParamSpec> params, std::vector<int> unused, bool stays) {
-            return UnitPlan{std::move(params), std::move(unused), stays};
+            return UnitPlan{std::move(params), std::move(unused), stays, /*near=*/true};
           }),
           py::arg("params"),
           py::arg("unused") = std::vector<int>{},
@@ -322,7 +324,7 @@ void register_units(py::module_& module) {
       .def_readonly("nbytes", &PlannedEvent::nbytes)
       .def_readonly("pool_nbytes", &PlannedEvent::pool_nbytes)
       .def_readonly("moment", &PlannedEvent::moment)
-      .def_readonly("across", &PlannedEvent::across)
+      .def_property_readonly("axis", [](const PlannedEvent& e) { return axis_name(e.axis); })
       .def(py::self == py::self);
 }
 

@@ -70,10 +70,15 @@ const char* place_name(GradPlace place) {
   return "";
 }
 
+struct PyReductionOptions {
+  ReductionOptions options;
+  UnitMesh mesh;
+};
+
 // A reduction whose steps are only written down.
 struct PyReduction final : GradSteps {
-  PyReduction(const ReductionOptions& options, std::vector<Layout> layouts_)
-      : layouts(std::move(layouts_)), reduction(options, pointers()) {}
+  PyReduction(const PyReductionOptions& options, std::vector<Layout> layouts_)
+      : layouts(std::move(layouts_)), reduction(options.options, units_over(options.mesh)) {}
 
   void run(const GradStep& step) override {
     RecordedStep recorded{step, {}};
@@ -87,10 +92,10 @@ struct PyReduction final : GradSteps {
   std::vector<RecordedStep> take() {
     return std::exchange(steps, {});
   }
-  std::vector<const Layout*> pointers() const {
-    std::vector<const Layout*> result;
+  std::vector<ReducedUnit> units_over(const UnitMesh& mesh) const {
+    std::vector<ReducedUnit> result;
     for (const Layout& layout : layouts) {
-      result.push_back(&layout);
+      result.push_back({&layout, mesh});
     }
     return result;
   }
@@ -100,22 +105,16 @@ struct PyReduction final : GradSteps {
   std::vector<RecordedStep> steps;
 };
 
-ReductionOptions make_options(
+PyReductionOptions make_options(
     const ShardOptions& sharding,
     int64_t world_size,
     int64_t num_replicas,
     const std::string& backend,
     bool on_host,
-    bool counts_kept) {
-  ReductionOptions options;
-  options.sharding = sharding;
-  options.policy = StagePolicy::of(sharding, world_size, on_host);
-  options.world_size = world_size;
-  options.num_replicas = num_replicas;
-  options.method = WireMethods::of_backend(backend).reduce;
-  options.on_host = on_host;
-  options.counts_kept = counts_kept;
-  return options;
+    int64_t rank) {
+  const Axis state{world_size, rank % world_size, WireMethods::of_backend(backend)};
+  const Axis replicas{num_replicas, rank / world_size};
+  return {{sharding, on_host}, UnitMesh::of(sharding, state, replicas, on_host)};
 }
 
 void register_step(py::module_& module) {
@@ -140,7 +139,7 @@ void register_step(py::module_& module) {
 
 void register_reduction(py::module_& module) {
   register_step(module);
-  py::class_<ReductionOptions>(module, "ReductionOptions")
+  py::class_<PyReductionOptions>(module, "ReductionOptions")
       .def(
           py::init(&make_options),
           py::arg("sharding"),
@@ -149,11 +148,11 @@ void register_reduction(py::module_& module) {
           py::arg("num_replicas") = 1,
           py::arg("backend") = "nccl",
           py::arg("on_host") = false,
-          py::arg("counts_kept") = true);
+          py::arg("rank") = 0);
   using R = PyReduction;
   py::class_<R>(module, "Reduction")
       .def(
-          py::init([](const ReductionOptions& options, std::vector<Layout> layouts) {
+          py::init([](const PyReductionOptions& options, std::vector<Layout> layouts) {
             return std::make_unique<PyReduction>(options, std::move(layouts));
           }),
           py::arg("options"),

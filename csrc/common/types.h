@@ -32,6 +32,7 @@ inline const char* stream_role_name(StreamRole role) {
 // come there, are squared for their norm, weights are updated there, and go back.
 enum class TraceOp : uint8_t {
   AllGather,
+  GatherNear,
   ReduceScatter,
   AllReduce,
   AllToAll,
@@ -48,6 +49,8 @@ inline const char* trace_op_name(TraceOp op) {
   switch (op) {
     case TraceOp::AllGather:
       return "all_gather";
+    case TraceOp::GatherNear:
+      return "gather_near";
     case TraceOp::ReduceScatter:
       return "reduce_scatter";
     case TraceOp::AllReduce:

@@ -101,7 +101,7 @@ void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
   side_doors_.announce(number);
   note_changes(id);
   TORCH_CHECK(
-      !c10::GradMode::is_enabled() || !parts_.context.policy.shards_parameters() ||
+      !c10::GradMode::is_enabled() || !parts_.context.mesh.shards_parameters() ||
           parts_.schedule.is_held_unsharded(id),
       "backward with create_graph=True through unit '",
       parts_.units[id]->name(),
@@ -175,7 +175,7 @@ void BackwardRun::grad_ready(UnitId id, int param) {
     ++progress.num_fired;
   }
   // The gradient of the unit's input may still need frozen parameters: released when left, too.
-  const bool needed = parts_.context.policy.shards_parameters() &&
+  const bool needed = parts_.context.mesh.shards_parameters() &&
       in_use_.num_trainable(id) < static_cast<int>(progress.fired.size());
   if (progress.num_fired == in_use_.num_trainable(id) && !needed) {
     parts_.schedule.ready(id, parts_.actions);

@@ -9,7 +9,7 @@ void DiskStates::open(
     const DiskPlace& place,
     const std::vector<std::unique_ptr<Unit>>& units,
     const UnitContext& context) {
-  DiskLayout layout(context.tiers, context.policy.shards_parameters(), context.shard);
+  DiskLayout layout(context.tiers, context.mesh.shards_parameters(), context.mesh.shard());
   SwapOptions options{place.folder, place.name, {}, {}, 0, DiskLayout::kNumUpdateBuffers};
   std::vector<Range> parameters;
   for (const auto& unit : units) {

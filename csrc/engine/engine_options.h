@@ -13,6 +13,7 @@ namespace zerocore {
 struct GroupNames {
   std::optional<std::string> shard; // the ranks to shard over; none for a world of one
   std::optional<std::string> replicas; // those that hold the same shards; none where nobody does
+  std::optional<std::string> near; // of `shard`, see Note [Near ranks]; none where all are
   std::optional<std::string> control; // all of them, on the CPU; none where they are simulated
   std::optional<std::string> reductions; // as `shard`, for reductions; none for the same one
 };

@@ -24,14 +24,26 @@ std::unique_ptr<Collectives> make_collectives(
       : nullptr;
 }
 
+GroupCollectives make_groups(const GroupNames& names, const Streams& streams, Alarm* alarm) {
+  return {
+      make_collectives(names.shard, streams, alarm, names.reductions),
+      make_collectives(names.replicas, streams, alarm),
+      make_collectives(names.near, streams, alarm)};
+}
+
 std::unique_ptr<Peers> make_peers(const std::optional<std::string>& name, Alarm* alarm) {
   return name ? std::make_unique<Peers>(c10d::resolve_process_group(*name), alarm) : nullptr;
 }
 
+Axis axis_of(const Collectives* collectives) {
+  return collectives == nullptr
+      ? Axis{}
+      : Axis{collectives->size(), collectives->rank(), collectives->methods()};
+}
+
 UnitContext make_context(
-    ShardOptions sharding,
-    Collectives* collectives,
-    Collectives* replicas,
+    const ShardOptions& sharding,
+    const GroupCollectives& groups,
     Peers* peers,
     Streams& streams,
     BucketPool& pool,
@@ -39,15 +51,16 @@ UnitContext make_context(
     HostLink* host_link,
     HostStates* host,
     DiskStates* disk) {
-  if (collectives == nullptr) {
-    std::swap(collectives, replicas); // nothing to shard: replicas of everything
-    sharding.stage = 0;
-  }
   UnitContext context;
-  const int64_t world_size = collectives == nullptr ? 1 : collectives->size();
-  context.policy = StagePolicy::of(sharding, world_size, !streams.has_streams());
-  context.collectives = collectives;
-  context.replicas = replicas;
+  context.mesh = UnitMesh::of(
+      sharding,
+      axis_of(groups.shard.get()),
+      axis_of(groups.replicas.get()),
+      !streams.has_streams(),
+      axis_of(groups.near.get()));
+  context.collectives = groups.of(context.mesh.state.name);
+  context.replicas = groups.of(context.mesh.replicas.name);
+  context.near = groups.near.get();
   context.peers = peers;
   context.streams = &streams;
   context.pool = &pool;
@@ -55,8 +68,6 @@ UnitContext make_context(
   context.host_link = host_link;
   context.host = host;
   context.disk = disk;
-  context.num_shards = context.policy.shards_optimizer() ? world_size : 1;
-  context.shard = context.policy.shards_optimizer() ? collectives->rank() : 0;
   context.by_rows = sharding.by_rows;
   context.tiers = sharding.tiers;
   if (sharding.tiers.has_host_gradients()) {
@@ -79,7 +90,11 @@ std::vector<std::unique_ptr<Unit>> make_units(
   std::vector<std::unique_ptr<Unit>> units;
   for (UnitSpec& spec : specs) {
     const auto id = static_cast<UnitId>(units.size());
-    units.push_back(std::make_unique<Unit>(id, std::move(spec), context));
+    UnitContext own = context;
+    if (!spec.near) {
+      own.mesh = own.mesh.without_near();
+    }
+    units.push_back(std::make_unique<Unit>(id, std::move(spec), own));
   }
   return units;
 }
@@ -97,12 +112,7 @@ EngineParts::EngineParts(
       pool(streams),
       trace(streams),
       alarm(engine_options, specs),
-      collectives(make_collectives(
-          engine_options.groups.shard,
-          streams,
-          alarm.get(),
-          engine_options.groups.reductions)),
-      replicas(make_collectives(engine_options.groups.replicas, streams, alarm.get())),
+      groups(make_groups(engine_options.groups, streams, alarm.get())),
       peers(make_peers(engine_options.groups.control, alarm.get())),
       host_link(
           engine_options.host_link ? std::make_unique<HostLink>(*engine_options.host_link)
@@ -113,8 +123,7 @@ EngineParts::EngineParts(
       disk(engine_options.sharding.tiers.uses_disk() ? std::make_unique<DiskStates>() : nullptr),
       context(make_context(
           engine_options.sharding,
-          collectives.get(),
-          replicas.get(),
+          groups,
           peers.get(),
           streams,
           pool,
@@ -129,7 +138,7 @@ EngineParts::EngineParts(
           ScheduleOptions::of(
               static_cast<int>(units.size()),
               engine_options.sharding,
-              context.policy),
+              context.mesh),
           std::move(order)),
       reducer(units, context, engine_options, offload),
       registrar(std::move(registrar_)),
@@ -188,7 +197,7 @@ void EngineParts::mark_forked() {
   if (disk != nullptr) {
     disk->mark_forked();
   }
-  if (collectives != nullptr || replicas != nullptr) {
+  if (context.mesh.communicates()) {
     thread_check.mark_forked();
   }
 }
@@ -197,16 +206,13 @@ void EngineParts::mark_forked() {
 void EngineParts::expect_step() {
   std::vector<UnitPlan> plans;
   for (const auto& unit : units) {
-    plans.push_back({specs_of(unit->params()), {}, stays[unit->id()]});
+    const bool near = unit->context().mesh.gathers_near();
+    plans.push_back({specs_of(unit->params()), {}, stays[unit->id()], near});
   }
   PlanOptions expected;
   expected.sharding = options.sharding;
-  expected.world_size = collectives == nullptr ? 1 : collectives->size();
-  expected.num_replicas = replicas == nullptr ? 1 : replicas->size();
+  expected.mesh = context.mesh;
   expected.sums_on_host = !streams.has_streams();
-  if (collectives != nullptr) {
-    expected.methods = collectives->methods();
-  }
   pool.expect(plan_pool(plans, schedule.order(), expected));
 }
 

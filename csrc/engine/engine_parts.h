@@ -27,6 +27,15 @@ class Registrar {
   virtual void show(UnitId unit, bool full) = 0;
 };
 
+// Null where there is one rank.
+struct GroupCollectives {
+  std::unique_ptr<Collectives> shard, replicas, near;
+
+  Collectives* of(AxisName axis) const {
+    return (axis == AxisName::State ? shard : axis == AxisName::Replicas ? replicas : near).get();
+  }
+};
+
 struct EngineParts {
   // `order` is the expected order of calls.
   EngineParts(
@@ -58,7 +67,7 @@ struct EngineParts {
   BucketPool pool;
   Trace trace;
   ModelAlarm alarm;
-  std::unique_ptr<Collectives> collectives, replicas;
+  GroupCollectives groups;
   std::unique_ptr<Peers> peers;
   std::unique_ptr<HostLink> host_link; // emulated; null for none
   std::unique_ptr<HostStates> host; // null where nothing is on the host

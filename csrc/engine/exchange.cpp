@@ -24,7 +24,7 @@ Exchange start_exchange(
     bool across,
     const at::Tensor& sent,
     MessageSizes sizes) {
-  Collectives* group = across ? parts.replicas.get() : parts.collectives.get();
+  Collectives* group = across ? parts.groups.replicas.get() : parts.groups.shard.get();
   TORCH_INTERNAL_ASSERT(group != nullptr, "an exchange over a group that the model does not have");
   const int64_t leaves = sum_of(sizes.sent) - sizes.sent.at(group->rank());
   Exchange exchange;

@@ -21,7 +21,7 @@ class FirstGather {
 
   // Whether steps begin gathers at all.
   bool is_on() const {
-    return parts_.context.policy.gathers_at_step(parts_.options.sharding) &&
+    return parts_.context.mesh.gathers_at_step(parts_.options.sharding) &&
         !parts_.schedule.order().empty();
   }
   // An optimizer is going to update units, outside of calls.

@@ -21,26 +21,24 @@ Gathers::Gathers(
       layout_(layout),
       full_(full),
       own_(own),
-      unsharding_(
-          id,
-          {context.policy,
-           context.tiers,
-           context.num_shards > 1 ? context.collectives->methods().gather : GatherMethod()},
-          layout) {
+      unsharding_(id, {context.mesh, context.tiers}, layout) {
   if (layout.copies_out()) {
     received_.emplace(
         layout,
         layout.all_regions(),
-        context.shard,
+        context.mesh.shard(),
         context.streams->device(),
         "unit '" + name + "'");
   }
 }
 
-void Gathers::begin(const std::vector<int>& regions, const std::shared_future<void>& after) {
+void Gathers::begin(
+    const std::vector<int>& regions,
+    int64_t version,
+    const std::shared_future<void>& after) {
   after_ = after;
   together_.clear(); // of gathers that failed
-  unsharding_.begin(regions, *this);
+  unsharding_.begin(regions, std::exchange(version_, version) == version, *this);
 }
 
 void Gathers::run(const GatherStep& step) {
@@ -77,6 +75,9 @@ void Gathers::run(const GatherStep& step) {
       break;
     case GatherStepKind::Show:
       full_.show();
+      break;
+    case GatherStepKind::Keep:
+      keep();
       break;
   }
 }
@@ -121,7 +122,7 @@ void Gathers::load(const GatherStep& step) {
     load_on_stream(to, from, record.get());
     streams.note_write(StreamRole::AllGather, bucket.own(step.region), "loads", name_);
   }
-  if (context_.num_shards == 1) { // the host had all of it
+  if (context_.mesh.num_shards() == 1) { // the host had all of it
     loads_.push_back(arrival_);
   }
 }
@@ -145,27 +146,59 @@ void Gathers::load_on_stream(const at::Tensor& to, const at::Tensor& from, OpenR
 
 void Gathers::start(const GatherStep& step) {
   std::shared_future<void> after = context_.tiers.has_host_parameters() ? arrival_ : after_;
-  Collectives& collectives = *context_.collectives;
+  const bool is_near = step.op == TraceOp::GatherNear;
+  Collectives& collectives = is_near ? *context_.near : *context_.collectives;
   if (after.valid() && !collectives.holds()) {
     after.get();
     after = {};
   }
-  const at::Tensor& own = step.from == ParamMemory::Own
-      ? own_->full_bytes(step.region)
-      : bucket_of(step.from).own_bytes(step.region);
+  const at::Tensor own = source_of(step);
   const at::Tensor& full = bucket_of(step.to).full_bytes(step.region);
   CollectiveTag tag{&name_, context_.note(step.op, id_, step.nbytes), id_};
   if (layout_.regions().size() > 1 && collectives.launches_together()) {
+    together_by_ = &collectives;
     together_.push_back({full, own, std::move(tag)});
   } else {
     pending_.push_back(collectives.all_gather(full, own, std::move(tag), after));
   }
 }
 
+at::Tensor Gathers::source_of(const GatherStep& step) {
+  if (step.from == ParamMemory::Near) {
+    context_.streams->wait(StreamRole::AllGather, kept_);
+    return near_.at(step.region);
+  }
+  if (step.op == TraceOp::GatherNear) {
+    return near_part(step.region);
+  }
+  return step.from == ParamMemory::Own ? own_->full_bytes(step.region)
+                                       : bucket_of(step.from).own_bytes(step.region);
+}
+
+at::Tensor Gathers::near_part(int region) const {
+  const at::Tensor& full = full_.full_bytes(region);
+  const int64_t nbytes = context_.mesh.near_nbytes(full.numel());
+  return full.narrow(0, context_.mesh.near.rank * nbytes, nbytes);
+}
+
+// On the compute stream.
+void Gathers::keep() {
+  near_.resize(layout_.regions().size());
+  for (const int region : full_.regions()) {
+    const at::Tensor part = near_part(region);
+    at::Tensor& near = near_.at(region);
+    if (!near.defined()) {
+      near = at::empty_like(part);
+    }
+    context_.streams->note_write(StreamRole::Compute, near, "keeps for near ranks", name_);
+    near.copy_(part);
+  }
+  kept_ = context_.streams->record(StreamRole::Compute);
+}
+
 void Gathers::launch() {
   if (!together_.empty()) {
-    pending_ =
-        context_.collectives->start_together(TraceOp::AllGather, std::exchange(together_, {}));
+    pending_ = together_by_->start_together(TraceOp::AllGather, std::exchange(together_, {}));
   }
 }
 
@@ -176,7 +209,7 @@ void Gathers::finish() {
       load.get();
     }
   }
-  if (context_.num_shards == 1) {
+  if (context_.mesh.num_shards() == 1) {
     context_.streams->order(StreamRole::Compute, StreamRole::AllGather);
   }
 }

@@ -30,13 +30,20 @@ class Gathers final : private GatherSteps {
     return unsharding_.state();
   }
   // See Unsharding. This rank's part has its values when `after`, if it is valid, is ready.
-  void begin(const std::vector<int>& regions, const std::shared_future<void>& after);
+  void begin(
+      const std::vector<int>& regions,
+      int64_t version,
+      const std::shared_future<void>& after);
   // Orders compute behind the gathers, or blocks, see PendingCollective::wait.
   void wait() {
     unsharding_.wait(*this);
   }
   void reshard() {
     unsharding_.reshard(*this);
+  }
+  // Bytes kept for near ranks.
+  int64_t near_nbytes() const {
+    return near_.empty() ? 0 : context_.mesh.near_nbytes(layout_.nbytes());
   }
   // Behind the last copy from parameters on the host, which may not change before; null for none.
   const StreamEvent& loaded() const {
@@ -60,6 +67,9 @@ class Gathers final : private GatherSteps {
   void launch();
   void finish();
   void copy_out();
+  void keep();
+  at::Tensor near_part(int region) const;
+  at::Tensor source_of(const GatherStep& step);
 
   const UnitId id_;
   const std::string& name_;
@@ -69,13 +79,17 @@ class Gathers final : private GatherSteps {
   const Bucket* own_;
   std::optional<Bucket> received_; // where parameters come in another order
   Unsharding unsharding_;
+  int64_t version_ = -1; // of the parameters, when the last gather began
   Slot full_slot_, received_slot_;
   std::shared_future<void> after_; // of the gathers that begin now
   std::shared_future<void> arrival_; // of the load of the region that is gathered next
   std::vector<CollectiveCall> together_; // to be one launch
+  Collectives* together_by_ = nullptr;
   std::vector<PendingCollective> pending_;
   std::vector<std::shared_future<void>> loads_; // that no gather waits for
   StreamEvent loaded_;
+  std::vector<at::Tensor> near_; // bytes by region, see Note [Near ranks]; empty before the first
+  StreamEvent kept_; // behind the copies to `near_`
 };
 
 } // namespace zerocore

@@ -30,7 +30,7 @@ GradientMemory::GradientMemory(const Unit& unit, int index)
     : unit_(unit.id()),
       region_(index),
       host_(host_of(unit, index)),
-      home_(unit.context().policy.shards_gradients() ? GradPlace::Kept : GradPlace::Full) {
+      home_(unit.context().mesh.shards_gradients() ? GradPlace::Kept : GradPlace::Full) {
   const UnitContext& context = unit.context();
   const Region& region = unit.layout().regions()[index];
   const Layout kept = unit.layout().retyped(&Region::grad);
@@ -44,17 +44,17 @@ GradientMemory::GradientMemory(const Unit& unit, int index)
         place == home_ && on_host ? c10::Device(c10::kCPU) : context.streams->device(),
         "the gradient of unit '" + unit.name() + "'");
   };
-  make(GradPlace::Full, kept, context.shard);
+  make(GradPlace::Full, kept, context.mesh.shard());
   if (home_ == GradPlace::Kept) {
-    make(GradPlace::Kept, kept.of_shard(context.shard), 0);
+    make(GradPlace::Kept, kept.of_shard(context.mesh.shard()), 0);
   } else {
-    home_begin_ = region.shard_range(context.shard).begin;
+    home_begin_ = region.shard_range(context.mesh.shard()).begin;
   }
   if (context.collectives != nullptr) {
-    const int64_t parts = context.collectives->methods().reduce.parts(context.num_shards);
-    make(GradPlace::Scratch, parts > 1 ? sent : sent.of_shard(context.shard), 0);
+    const int64_t parts = context.mesh.state.methods.reduce.parts(context.mesh.num_shards());
+    make(GradPlace::Scratch, parts > 1 ? sent : sent.of_shard(context.mesh.shard()), 0);
     if (region.has_wire()) {
-      make(GradPlace::Wire, sent, context.shard);
+      make(GradPlace::Wire, sent, context.mesh.shard());
     }
   }
 }

@@ -7,7 +7,10 @@ namespace zerocore {
 
 void HostStates::plan(const std::vector<std::unique_ptr<Unit>>& units, const UnitContext& context) {
   layout_.emplace(
-      context.tiers, context.policy.shards_parameters(), context.shard, context.lands_gradients());
+      context.tiers,
+      context.mesh.shards_parameters(),
+      context.mesh.shard(),
+      context.lands_gradients());
   for (const auto& unit : units) {
     layout_->add(unit->layout());
   }

@@ -9,7 +9,7 @@ namespace zerocore {
 
 MainWeights::MainWeights(const Layout& layout, const UnitContext& context, const std::string& unit)
     : context_(context), unit_(unit), model_(layout.regions().size()) {
-  const Layout own = layout.of_shard(context.shard);
+  const Layout own = layout.of_shard(context.mesh.shard());
   const std::string owner = "unit '" + unit + "'";
   if (const auto regions = context.tiers.main_regions(layout); !regions.empty()) {
     const c10::Device device = context.device_of(context.tiers.states);

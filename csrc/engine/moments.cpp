@@ -7,7 +7,7 @@ Moments::Moments(const std::vector<std::unique_ptr<Unit>>& units, const UnitCont
   for (const auto& unit : units) {
     OfUnit& own = units_.emplace_back(OfUnit{*unit, {}, {}});
     own.given.resize(unit->params().size());
-    const Layout main = unit->layout().of_shard(context.shard).retyped(&Region::main);
+    const Layout main = unit->layout().of_shard(context.mesh.shard()).retyped(&Region::main);
     const std::vector<int> regions = Tiers::trained_regions(main);
     if (regions.empty()) {
       continue;
@@ -32,7 +32,7 @@ std::vector<at::Tensor> Moments::make(UnitId id, int param) {
   if (given && !given->expired()) {
     return {};
   }
-  const int64_t offset = unit.layout().offset_in_shard(param, unit.context().shard);
+  const int64_t offset = unit.layout().offset_in_shard(param, unit.context().mesh.shard());
   std::vector<at::Tensor> made;
   for (const auto& bucket : own.buckets) {
     made.push_back(bucket->view(region, offset, unit.shard_sizes(param)));

@@ -169,8 +169,8 @@ Agreed PassAgreement::agreed(size_t num_backward_shapes) const {
   result.num_calls = parts_.schedule.calls().size();
   result.num_shapes = num_backward_shapes;
   const Collectives* control = parts_.peers == nullptr ? nullptr : &parts_.peers->collectives();
-  const std::array<const Collectives*, 3> groups = {
-      parts_.context.collectives, parts_.context.replicas, control};
+  const std::array<const Collectives*, 4> groups = {
+      parts_.context.collectives, parts_.context.replicas, parts_.context.near, control};
   for (const Collectives* each : groups) {
     if (each != nullptr && each->guard() != nullptr) {
       result.num_points += each->guard()->num_points();

@@ -13,30 +13,12 @@ namespace zerocore {
 
 namespace {
 
-ReductionOptions reduction_options(const UnitContext& context, const ShardOptions& sharding) {
-  const Collectives* ranks = context.collectives;
-  const Collectives* replicas = context.replicas;
-  ReductionOptions options;
-  options.policy = context.policy;
-  options.world_size = ranks == nullptr ? 1 : ranks->size();
-  options.num_replicas = replicas == nullptr ? 1 : replicas->size();
-  if (ranks != nullptr) {
-    options.method = ranks->methods().reduce;
-  }
-  options.sharding = sharding;
-  options.on_host = !context.streams->has_streams();
-  options.shard = context.shard;
-  options.counts_kept = (replicas == nullptr || replicas->rank() == 0) &&
-      (context.policy.shards_optimizer() || ranks == nullptr || ranks->rank() == 0);
-  return options;
-}
-
-std::vector<const Layout*> layouts_of(const std::vector<std::unique_ptr<Unit>>& units) {
-  std::vector<const Layout*> layouts;
+std::vector<ReducedUnit> reduced_units(const std::vector<std::unique_ptr<Unit>>& units) {
+  std::vector<ReducedUnit> reduced;
   for (const auto& unit : units) {
-    layouts.push_back(&unit->layout());
+    reduced.push_back({&unit->layout(), unit->context().mesh});
   }
-  return layouts;
+  return reduced;
 }
 
 } // namespace
@@ -49,7 +31,7 @@ Reducer::Reducer(
     : units_(units),
       context_(context),
       offload_(offload),
-      reduction_(reduction_options(context, options.sharding), layouts_of(units)),
+      reduction_({options.sharding, !context.streams->has_streams()}, reduced_units(units)),
       shown_(units, context, reduction_),
       memory_(units.size()),
       touched_(units.size()),
@@ -71,7 +53,7 @@ at::Tensor Reducer::make_grad(UnitId id, int param) const {
     return {};
   }
   return memory_[id][region].view(
-      layout.offset_in_shard(param, context_.shard), units_[id]->shard_sizes(param));
+      layout.offset_in_shard(param, context_.mesh.shard()), units_[id]->shard_sizes(param));
 }
 
 // -- a backward -----------------------------------------------------------------------------

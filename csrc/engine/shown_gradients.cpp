@@ -79,7 +79,7 @@ bool ShownGradients::lacks_any(const std::vector<bool>& reduced) const {
 }
 
 void ShownGradients::show(UnitId unit, bool reduced) {
-  const bool held_back = !reduced && context_.policy.shards_gradients();
+  const bool held_back = !reduced && context_.mesh.shards_gradients();
   for (int i = 0; i < static_cast<int>(params_[unit].size()); ++i) {
     Param& param = params_[unit][i];
     UnitParam& owner = units_[unit]->params()[i];

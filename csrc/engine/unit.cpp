@@ -13,12 +13,12 @@ std::optional<Bucket> shards_of(
     const Layout& layout,
     const UnitContext& context,
     const std::string& unit) {
-  if (!context.policy.shards_parameters()) {
+  if (!context.mesh.shards_parameters()) {
     return std::nullopt;
   }
   const c10::Device device = context.device_of(context.tiers.parameters);
-  return Bucket(
-      layout.of_shard(context.shard), layout.all_regions(), 0, device, "unit '" + unit + "'");
+  const Layout own = layout.of_shard(context.mesh.shard());
+  return Bucket(own, layout.all_regions(), 0, device, "unit '" + unit + "'");
 }
 
 } // namespace
@@ -28,18 +28,18 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
       name_(std::move(spec.name)),
       params_(std::move(spec.params)),
       context_(context),
-      layout_(Layout::build(specs_of(params_), context.num_shards, context.by_rows)),
+      layout_(Layout::build(specs_of(params_), context.mesh.num_shards(), context.by_rows)),
       bucket_(
           layout_,
           layout_.all_regions(),
-          context.shard,
+          context.mesh.shard(),
           context.streams->device(),
           "unit '" + name_ + "'",
-          /*hides=*/context.policy.shards_parameters()),
+          /*hides=*/context.mesh.shards_parameters()),
       shards_(shards_of(layout_, context_, name_)),
       main_(layout_, context_, name_),
       gathers_(id_, name_, context_, layout_, bucket_, shards_ ? &*shards_ : nullptr),
-      settings_{1.0 / static_cast<double>(context.world_size())},
+      settings_{1.0 / static_cast<double>(context.mesh.world_size())},
       versions_(params_, layout_),
       gathered_(layout_.regions().size(), -1) {
   for (const int region : layout_.all_regions()) {
@@ -54,21 +54,19 @@ at::Tensor Unit::make_full(int param) const {
 }
 
 std::vector<int64_t> Unit::shard_sizes(int param) const {
-  const int64_t numel = layout_.owned(param, context_.shard).size();
+  const int64_t numel = layout_.owned(param, context_.mesh.shard()).size();
   return context_.by_rows ? params_[param].spec.rows_of(numel) : std::vector<int64_t>{numel};
 }
 
 at::Tensor Unit::make_shard(int param) const {
   const int region = layout_.places().at(param).region;
-  if (!main_.has(region)) {
-    return model_part(param);
-  }
-  return main_.view(region, layout_.offset_in_shard(param, context_.shard), shard_sizes(param));
+  const int64_t offset = layout_.offset_in_shard(param, context_.mesh.shard());
+  return main_.has(region) ? main_.view(region, offset, shard_sizes(param)) : model_part(param);
 }
 
 at::Tensor Unit::make_model_shard(int param) const {
   const int region = layout_.places().at(param).region;
-  const int64_t offset = layout_.offset_in_shard(param, context_.shard);
+  const int64_t offset = layout_.offset_in_shard(param, context_.mesh.shard());
   if (context_.tiers.returns_weights()) {
     return main_.written_view(region, offset, shard_sizes(param));
   }
@@ -87,11 +85,11 @@ void Unit::bind(int index, at::Tensor full, at::Tensor shard, at::Tensor local) 
 
 at::Tensor Unit::model_part(int param) const {
   const int region = layout_.places().at(param).region;
-  const int64_t offset = layout_.offset_in_shard(param, context_.shard);
+  const int64_t offset = layout_.offset_in_shard(param, context_.mesh.shard());
   if (shards_) {
     return shards_->view(region, offset, shard_sizes(param));
   }
-  const int64_t begin = layout_.regions()[region].shard_range(context_.shard).begin;
+  const int64_t begin = layout_.regions()[region].shard_range(context_.mesh.shard()).begin;
   return bucket_.view(region, begin + offset, shard_sizes(param));
 }
 
@@ -113,7 +111,7 @@ void Unit::unshard(const std::shared_future<void>& after) {
   wait_for_unshard();
   const std::vector<at::Tensor> written = in_use ? copy_of_writes() : std::vector<at::Tensor>();
   gathered_version_ = version();
-  gathers_.begin(regions, after);
+  gathers_.begin(regions, gathered_version_, after);
   for (const int region : regions) {
     gathered_[region] = versions_.of_region(region);
   }
@@ -172,7 +170,8 @@ bool Unit::is_gathered() const {
 }
 
 int64_t Unit::persistent_nbytes() const {
-  return context_.tiers.has_host_parameters() ? 0 : (shards_ ? *shards_ : bucket_).nbytes();
+  const Bucket& own = shards_ ? *shards_ : bucket_;
+  return gathers_.near_nbytes() + (context_.tiers.has_host_parameters() ? 0 : own.nbytes());
 }
 
 } // namespace zerocore

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "engine/peers.h"
-#include "plan/stage_policy.h"
 #include "plan/state_parts.h"
 #include "plan/tiers.h"
+#include "plan/unit_mesh.h"
 #include "runtime/bucket_pool.h"
 #include "runtime/collectives.h"
 #include "runtime/host_link.h"
@@ -20,16 +20,15 @@ class HostStates;
 
 // Shared by the units of a model; outlives them.
 struct UnitContext {
-  StagePolicy policy;
-  Collectives* collectives = nullptr; // of the ranks that share a shard each; null on one rank
-  Collectives* replicas = nullptr; // of the ranks that hold the same shard; null if there is one
+  UnitMesh mesh;
+  Collectives* collectives = nullptr; // of mesh.state, null for one rank; as the next two
+  Collectives* replicas = nullptr;
+  Collectives* near = nullptr;
   Peers* peers = nullptr; // all ranks; null where there is one or the others are simulated
   Streams* streams = nullptr;
   BucketPool* pool = nullptr;
   Trace* trace = nullptr;
   HostLink* host_link = nullptr; // emulated; null for none
-  int64_t num_shards = 1;
-  int64_t shard = 0; // this rank's
   bool by_rows = false; // see Note [Shards of rows]
   Tiers tiers; // see Note [States on the host]
   HostStates* host = nullptr; // null where nothing is on the host
@@ -45,11 +44,6 @@ struct UnitContext {
   }
   // For a part of the unit that lies in that tier.
   c10::DataPtr memory_of(Tier tier, UnitId unit, StatePart part, int64_t nbytes) const;
-  // All ranks.
-  int64_t world_size() const {
-    return (collectives == nullptr ? 1 : collectives->size()) *
-        (replicas == nullptr ? 1 : replicas->size());
-  }
   // Counts what happens to a unit now; null where it is not traced.
   std::shared_ptr<OpenRecord> note(TraceOp op, UnitId unit, int64_t nbytes) const {
     return trace->add(op, unit, nbytes, pool->stats().in_use_nbytes);

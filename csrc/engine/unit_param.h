@@ -37,6 +37,7 @@ struct UnitSpec {
   std::string name;
   std::vector<UnitParam> params;
   bool stays = false; // unsharded from its forward to its backward
+  bool near = true; // gathers again from near ranks, where there are some
 };
 
 // Throws unless `given`, which the user has set as the parameter's data, can lie in `home`.

@@ -16,7 +16,7 @@ void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast_full)
   const at::NoGradGuard no_grad;
   allocate_persistent();
   wait_for_unshard();
-  const FullValues values(layout_, context_.shard, *context_.streams, name_);
+  const FullValues values(layout_, context_.mesh.shard(), *context_.streams, name_);
   values.fill(params_, full);
   for (Collectives* collectives : {context_.replicas, context_.collectives}) {
     if (broadcast_full && collectives != nullptr) {
@@ -55,11 +55,11 @@ std::vector<at::Tensor> Unit::full_values() const {
   TORCH_INTERNAL_ASSERT(!context_.by_rows, "shards of rows are tensors that gather themselves");
   const c10::InferenceMode normal(false);
   const at::NoGradGuard no_grad;
-  const FullValues values(layout_, context_.shard, *context_.streams, name_);
+  const FullValues values(layout_, context_.mesh.shard(), *context_.streams, name_);
   for (const int region : values.bucket().regions()) {
     values.bucket().own(region).copy_(updated_shard(region));
   }
-  if (context_.num_shards > 1) {
+  if (context_.mesh.num_shards() > 1) {
     values.gather(
         *context_.collectives, [this](int64_t nbytes) { return tag(TraceOp::AllGather, nbytes); });
   }
@@ -115,7 +115,7 @@ void Unit::write_back() {
   note_use();
   note_change();
   for (const int region : bucket_.regions()) {
-    const at::Tensor own = own_part(layout_, bucket_, region, context_.shard);
+    const at::Tensor own = own_part(layout_, bucket_, region, context_.mesh.shard());
     if (main_.has(region)) {
       main_.take_changes(region, own);
     }

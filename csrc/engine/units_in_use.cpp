@@ -197,8 +197,8 @@ void UnitsInUse::set_kept(UnitId id, bool kept) {
 
 // Gathers begin behind the compute stream, on which the shards were written.
 void UnitsInUse::order_gathers() {
-  const StagePolicy& policy = parts_.context.policy;
-  if (policy.shards_optimizer() || policy.shards_parameters()) {
+  const UnitMesh& mesh = parts_.context.mesh;
+  if (mesh.shards_optimizer() || mesh.shards_parameters()) {
     parts_.streams.order(StreamRole::AllGather, StreamRole::Compute);
   }
 }
@@ -213,7 +213,7 @@ void UnitsInUse::settle() {
   for (UnitId id = 0; id < parts_.num_units(); ++id) {
     Unit& unit = *parts_.units[id];
     unit.take_back(/*keeps=*/false);
-    if (parts_.context.policy.shards_parameters()) {
+    if (parts_.context.mesh.shards_parameters()) {
       if (!parts_.schedule.is_resident(id) && unit.state() != UnitState::Sharded) {
         unit.reshard();
       }
@@ -235,9 +235,16 @@ void UnitsInUse::keep_writes(UnitId id) {
   if (!was_replaced && !was_written) {
     return;
   }
+  TORCH_CHECK_VALUE(
+      !unit.context().mesh.gathers_near(),
+      "unit '",
+      unit.name(),
+      "': its forward changes parameters in place, which does not go with regather=: near ranks "
+      "keep "
+      "parts of what they gathered. Shard the model without regather=.");
   unit.mark_written();
-  if (parts_.context.policy.shards_parameters() || !unit.main().empty()) {
-    if (parts_.peers != nullptr && parts_.context.policy.shards_parameters() &&
+  if (parts_.context.mesh.shards_parameters() || !unit.main().empty()) {
+    if (parts_.peers != nullptr && parts_.context.mesh.shards_parameters() &&
         parts_.schedule.in_rooted_pass()) {
       unit.keep_past();
     }
@@ -328,7 +335,8 @@ void UnitsInUse::note_trainable(UnitId id) {
   }
   trainable_ += hash - use.trainable;
   use.trainable = hash;
-  for (Collectives* each : {parts_.context.collectives, parts_.context.replicas}) {
+  for (Collectives* each :
+       {parts_.context.collectives, parts_.context.replicas, parts_.context.near}) {
     if (each != nullptr) {
       each->set_facts(trainable_);
     }

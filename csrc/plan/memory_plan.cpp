@@ -5,7 +5,6 @@
 
 #include "plan/disk_layout.h"
 #include "plan/host_layout.h"
-#include "plan/stage_policy.h"
 #include "plan/step_simulation.h"
 
 namespace zerocore {
@@ -17,13 +16,14 @@ void add_unit(
     MemoryPlan& plan,
     const UnitPlan& unit,
     const Layout& layout,
-    const StagePolicy& policy,
+    const UnitMesh& mesh,
     const Tiers& tiers,
     int64_t shard) {
   const Layout own = layout.of_shard(shard);
   if (tiers.parameters == Tier::Device) {
-    plan.parameters += policy.shards_parameters() ? own.nbytes() : layout.nbytes();
+    plan.parameters += mesh.shards_parameters() ? own.nbytes() : layout.nbytes();
   }
+  plan.parameters += mesh.near_nbytes(layout.nbytes());
   if (tiers.states == Tier::Device) {
     plan.main_weights += own.retyped(&Region::main).nbytes_of(tiers.main_regions(layout));
   }
@@ -42,17 +42,16 @@ void add_unit(
 
 } // namespace
 
+UnitMesh mesh_of(const UnitPlan& unit, const PlanOptions& options) {
+  return unit.near ? options.mesh : options.mesh.without_near();
+}
+
 std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanOptions& options) {
-  const StagePolicy policy =
-      StagePolicy::of(options.sharding, options.world_size, options.sums_on_host);
   std::vector<Layout> layouts;
   layouts.reserve(units.size());
   for (const UnitPlan& unit : units) {
     layouts.push_back(
-        Layout::build(
-            unit.params,
-            policy.shards_optimizer() ? options.world_size : 1,
-            options.sharding.by_rows));
+        Layout::build(unit.params, options.mesh.num_shards(), options.sharding.by_rows));
   }
   return layouts;
 }
@@ -90,15 +89,14 @@ MemoryPlan plan_memory(
   simulation.run_steps();
   MemoryPlan plan;
   const Tiers& tiers = options.sharding.tiers;
-  const StagePolicy policy =
-      StagePolicy::of(options.sharding, options.world_size, options.sums_on_host);
-  const int64_t shard = policy.shards_optimizer() ? rank : 0;
+  const UnitMesh& mesh = options.mesh;
+  const int64_t shard = mesh.shards_optimizer() ? rank : 0;
   const bool lands = tiers.lands_gradients(options.sums_on_host);
-  HostLayout host(tiers, policy.shards_parameters(), shard, lands);
-  DiskLayout disk(tiers, policy.shards_parameters(), shard);
+  HostLayout host(tiers, mesh.shards_parameters(), shard, lands);
+  DiskLayout disk(tiers, mesh.shards_parameters(), shard);
   for (size_t i = 0; i < units.size(); ++i) {
     const Layout& layout = simulation.layout(i);
-    add_unit(plan, units[i], layout, policy, tiers, shard);
+    add_unit(plan, units[i], layout, mesh_of(units[i], options), tiers, shard);
     host.add(layout);
     disk.add(layout);
     plan.gradients += tiers.gradients == Tier::Device ? simulation.kept_gradients(i) : 0;

@@ -9,7 +9,7 @@
 #include "plan/pool_map.h"
 #include "plan/schedule.h"
 #include "plan/shard_options.h"
-#include "plan/wire_methods.h"
+#include "plan/unit_mesh.h"
 
 namespace zerocore {
 
@@ -24,10 +24,8 @@ struct BackwardEvent {
 
 struct PlanOptions {
   ShardOptions sharding;
-  int64_t world_size = 1;
-  WireMethods methods;
+  UnitMesh mesh;
   int micro_batches = 1; // forwards and backwards of a step, all but the last under no_sync
-  int64_t num_replicas = 1; // groups of world_size ranks that hold the same (hybrid sharding)
   bool sums_on_host = false; // the CPU computes: sums over replicas start when it knows the first
   // The order that the schedule expects before it has seen a forward; empty for the order itself.
   std::vector<CallEvent> first_order;
@@ -40,6 +38,7 @@ struct UnitPlan {
   std::vector<ParamSpec> params;
   std::vector<int> unused; // indices of parameters that no backward gives a gradient
   bool stays = false; // unsharded from its forward to its backward
+  bool near = true; // gathers again from near ranks, where there are some
 };
 
 struct PlannedEvent {
@@ -50,7 +49,7 @@ struct PlannedEvent {
   // When: at event i of the order in the forward, mirrored at 2n - 1 - i in the backward, 2n at
   // its end, 2n + 1 at the optimizer's step.
   int32_t moment = 0;
-  bool across = false; // among the ranks that hold the same shard, not those that share the state
+  AxisName axis = AxisName::State; // the ranks that communicate
 
   bool operator==(const PlannedEvent& other) const = default;
 };
@@ -84,6 +83,9 @@ struct MemoryPlan {
     return parameters + main_weights + gradients + optimizer + pool_reserved;
   }
 };
+
+// The mesh of one unit.
+UnitMesh mesh_of(const UnitPlan& unit, const PlanOptions& options);
 
 std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanOptions& options);
 

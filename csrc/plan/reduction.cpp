@@ -19,12 +19,12 @@ GradStep make_step(GradStepKind kind, std::pair<UnitId, int> key) {
 
 } // namespace
 
-Reduction::Reduction(const ReductionOptions& options, std::vector<const Layout*> layouts)
-    : facts_(options, std::move(layouts)) {
-  for (const Layout* layout : facts_.layouts()) {
+Reduction::Reduction(const ReductionOptions& options, std::vector<ReducedUnit> units)
+    : facts_(options, std::move(units)) {
+  for (const ReducedUnit& reduced : facts_.units()) {
     UnitState& unit = units_.emplace_back();
-    unit.params.resize(layout->places().size());
-    for (const Region& region : layout->regions()) {
+    unit.params.resize(reduced.layout->places().size());
+    for (const Region& region : reduced.layout->regions()) {
       unit.regions.emplace_back().trainable = region.requires_grad;
     }
   }
@@ -36,7 +36,7 @@ void Reduction::set_trainable(UnitId unit, int region, bool trainable) {
 
 bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
   const bool holds =
-      !sync && (!facts_.options().policy.shards_gradients() || facts_.options().sharding.hold_full);
+      !sync && (!facts_.mesh_of(unit).shards_gradients() || facts_.options().sharding.hold_full);
   if (completes_first(unit)) {
     complete_all(steps);
   }
@@ -46,7 +46,7 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
       pack({unit, region}, holds, steps);
     }
   }
-  if (!holds && facts_.communicates()) {
+  if (!holds && facts_.mesh_of(unit).communicates()) {
     steps.run(make_step(GradStepKind::Order, {unit, 0}));
     for (int region = 0; region < num_regions; ++region) {
       if (state_of({unit, region}).trainable) {
@@ -76,17 +76,17 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
 // At most one reduction is in flight where it holds blocks of the pool, which the next one then
 // takes, and where the sum over the replicas waits for the host.
 bool Reduction::completes_first(UnitId unit) const {
-  const auto& regions = facts_.layouts().at(unit)->regions();
-  return facts_.options().policy.shards_gradients() || facts_.parts() > 1 ||
-      (facts_.options().on_host && facts_.sums_across()) ||
-      (facts_.communicates() &&
-       std::any_of(
-           regions.begin(), regions.end(), [](const Region& region) { return region.has_wire(); }));
+  const auto& regions = facts_.layout_of(unit).regions();
+  const UnitMesh& mesh = facts_.mesh_of(unit);
+  return mesh.shards_gradients() || facts_.parts(unit) > 1 || facts_.hands_across(unit) ||
+      (mesh.communicates() && std::any_of(regions.begin(), regions.end(), [](const Region& region) {
+           return region.has_wire();
+         }));
 }
 
 void Reduction::finish(GradSteps& steps) {
   complete_all(steps);
-  for (UnitId unit = 0; facts_.sums_across() && unit < static_cast<UnitId>(units_.size()); ++unit) {
+  for (UnitId unit = 0; unit < static_cast<UnitId>(units_.size()); ++unit) {
     for (int region = 0; region < static_cast<int>(units_[unit].regions.size()); ++region) {
       if (state_of({unit, region}).across) {
         wait_across({unit, region}, steps);
@@ -134,7 +134,8 @@ void Reduction::pack(Key key, bool holds, GradSteps& steps) {
   if (wired) {
     take(key, GradPlace::Wire, state.wire, steps);
   }
-  if (facts_.options().policy.shards_gradients() && !to_wire) {
+  const bool shards = facts_.mesh_of(key.first).shards_gradients();
+  if (shards && !to_wire) {
     take(key, GradPlace::Full, state.full, steps);
   }
   GradStep step = make_step(GradStepKind::Pack, key);
@@ -147,7 +148,7 @@ void Reduction::pack(Key key, bool holds, GradSteps& steps) {
     steps.run(step);
   }
   // Reduced values that lie in memory of their own, or in a part that the sums leave alone.
-  state.adds = (facts_.options().policy.shards_gradients() || to_wire) && any_valid(key);
+  state.adds = (shards || to_wire) && any_valid(key);
   state.local = holds;
   for (const int param : facts_.region_of(key).params) {
     units_[key.first].params[param].local = true;
@@ -155,7 +156,8 @@ void Reduction::pack(Key key, bool holds, GradSteps& steps) {
 }
 
 Range Reduction::added(const GradStep& pack, int param) const {
-  const Layout& layout = *facts_.layouts()[pack.unit];
+  const Layout& layout = facts_.layout_of(pack.unit);
+  const UnitMesh& mesh = facts_.mesh_of(pack.unit);
   const Range place = layout.places().at(param).range();
   const Range none{place.begin, place.begin};
   const ParamState& state = units_[pack.unit].params[param];
@@ -166,11 +168,11 @@ Range Reduction::added(const GradStep& pack, int param) const {
     return state.local ? place : none;
   }
   // A reduced value counts once in the next sum: on one of the ranks that own it.
-  if (facts_.options().policy.shards_gradients() || !state.valid || !facts_.options().counts_kept) {
+  if (mesh.shards_gradients() || !state.valid || !mesh.counts_kept()) {
     return none;
   }
   const Region& region = layout.regions()[pack.region];
-  const Range kept = intersect(place, region.shard_range(facts_.options().shard));
+  const Range kept = intersect(place, region.shard_range(mesh.shard()));
   return kept.empty() ? none : kept;
 }
 
@@ -183,13 +185,13 @@ bool Reduction::any_valid(Key key) const {
 // -- reducing -------------------------------------------------------------------------------
 
 void Reduction::issue(Key key, GradSteps& steps) {
-  const bool sharded = facts_.options().policy.shards_optimizer();
+  const bool sharded = facts_.mesh_of(key.first).shards_optimizer();
   choose_result(key, steps);
   GradStep step = make_step(GradStepKind::Start, key);
   step.op = sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce;
   step.from = facts_.is_wired(key) ? GradPlace::Wire : GradPlace::Full;
   step.to = state_of(key).result;
-  step.parts = facts_.parts();
+  step.parts = facts_.parts(key.first);
   step.nbytes = facts_.sent_nbytes(key, step.from);
   steps.run(step);
   in_flight_.push_back(key);
@@ -197,7 +199,7 @@ void Reduction::issue(Key key, GradSteps& steps) {
 
 // On a device: behind all of the unit's reductions, which may be one launch.
 void Reduction::start_across(UnitId unit, GradSteps& steps) {
-  if (facts_.options().on_host || !facts_.sums_across()) {
+  if (!facts_.runs_across(unit)) {
     return;
   }
   for (int region = 0; region < static_cast<int>(units_[unit].regions.size()); ++region) {
@@ -211,9 +213,9 @@ void Reduction::start_across(UnitId unit, GradSteps& steps) {
 void Reduction::choose_result(Key key, GradSteps& steps) {
   RegionState& state = state_of(key);
   const bool wired = facts_.is_wired(key);
-  const bool sharded = facts_.options().policy.shards_optimizer();
+  const bool sharded = facts_.mesh_of(key.first).shards_optimizer();
   state.result = wired ? GradPlace::Wire : facts_.lands() ? GradPlace::Full : GradPlace::Kept;
-  if (facts_.parts() > 1 || (sharded && !wired && (state.adds || facts_.lands()))) {
+  if (facts_.parts(key.first) > 1 || (sharded && !wired && (state.adds || facts_.lands()))) {
     take(key, GradPlace::Scratch, state.scratch, steps);
     state.result = GradPlace::Scratch;
   }
@@ -232,7 +234,7 @@ void Reduction::complete_all(GradSteps& steps) {
 
 // Where the sum over the replicas runs right behind the reduction, it is what is waited for.
 void Reduction::wait(Key key, GradSteps& steps) {
-  const bool is_behind = facts_.sums_across() && !facts_.options().on_host;
+  const bool is_behind = facts_.runs_across(key.first);
   steps.run(make_step(is_behind ? GradStepKind::WaitAcross : GradStepKind::Wait, key));
 }
 
@@ -240,15 +242,15 @@ void Reduction::wait(Key key, GradSteps& steps) {
 void Reduction::complete(Key key, GradSteps& steps) {
   RegionState& state = state_of(key);
   wait(key, steps);
-  if (facts_.options().on_host && facts_.sums_across()) {
+  if (facts_.hands_across(key.first)) {
     complete_across(key, steps);
   } else if (facts_.lands()) {
-    if (facts_.parts() > 1) {
+    if (facts_.parts(key.first) > 1) {
       sum_parts(key, GradPlace::Scratch, steps);
     }
     land(key, state.result, steps);
   } else if (state.result != GradPlace::Kept) {
-    add_to_kept(key, state.result, facts_.parts(), steps);
+    add_to_kept(key, state.result, facts_.parts(key.first), steps);
   }
   give_back(key, GradPlace::Scratch, state.scratch, steps);
   give_back(key, GradPlace::Wire, state.wire, steps);
@@ -272,7 +274,7 @@ void Reduction::complete_across(Key key, GradSteps& steps) {
   const RegionState& state = state_of(key);
   const bool in_place = !state.adds && !facts_.is_wired(key);
   const GradPlace sum = in_place ? GradPlace::Kept : state.result;
-  if (facts_.parts() > 1) {
+  if (facts_.parts(key.first) > 1) {
     sum_parts(key, sum, steps);
   }
   start_across(key, sum, steps);
@@ -287,7 +289,7 @@ void Reduction::sum_parts(Key key, GradPlace to, GradSteps& steps) {
   GradStep step = make_step(GradStepKind::Sum, key);
   step.from = GradPlace::Scratch;
   step.to = to;
-  step.parts = facts_.parts();
+  step.parts = facts_.parts(key.first);
   steps.run(step);
 }
 

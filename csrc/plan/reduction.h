@@ -88,7 +88,7 @@ class GradSteps {
 class Reduction {
  public:
   // The units' layouts outlive it.
-  Reduction(const ReductionOptions& options, std::vector<const Layout*> layouts);
+  Reduction(const ReductionOptions& options, std::vector<ReducedUnit> units);
 
   // Packs the unit's gradients and starts their reduction. Without sync they may only be summed on
   // this rank; false then.

@@ -5,23 +5,24 @@ namespace zerocore {
 
 int64_t ReductionFacts::nbytes_at(RegionKey key, GradPlace place) const {
   const Region& region = region_of(key);
+  const UnitMesh& mesh = mesh_of(key.first);
   switch (place) {
     case GradPlace::Kept:
-      return region.grad.itemsize *
-          (options_.policy.shards_gradients() ? region.shard_numel : region.numel());
+      return region.grad.itemsize * (mesh.shards_gradients() ? region.shard_numel : region.numel());
     case GradPlace::Full:
       return region.grad.itemsize * region.numel();
     case GradPlace::Wire:
       return region.reduce.itemsize * region.numel();
     case GradPlace::Scratch:
-      return options_.method.received_nbytes(result_nbytes(key), options_.world_size);
+      return mesh.state.methods.reduce.received_nbytes(result_nbytes(key), mesh.state.size);
   }
   return 0;
 }
 
 int64_t ReductionFacts::sent_nbytes(RegionKey key, GradPlace place) const {
   const int64_t nbytes = nbytes_at(key, place);
-  return options_.policy.shards_optimizer() ? options_.method.wire_nbytes(nbytes) : nbytes;
+  const UnitMesh& mesh = mesh_of(key.first);
+  return mesh.shards_optimizer() ? mesh.state.methods.reduce.wire_nbytes(nbytes) : nbytes;
 }
 
 } // namespace zerocore

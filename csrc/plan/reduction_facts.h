@@ -9,8 +9,7 @@
 #include "common/types.h"
 #include "plan/layout.h"
 #include "plan/shard_options.h"
-#include "plan/stage_policy.h"
-#include "plan/wire_methods.h"
+#include "plan/unit_mesh.h"
 
 namespace zerocore {
 
@@ -25,13 +24,13 @@ inline constexpr int kNumGradPlaces = 4;
 
 struct ReductionOptions {
   ShardOptions sharding;
-  StagePolicy policy; // of the stage, or of 0 where there is nothing to shard
-  int64_t world_size = 1; // ranks that share the state
-  int64_t num_replicas = 1;
-  ReduceMethod method; // of reduce-scatters
   bool on_host = false; // collectives run on no stream: the host waits for them
-  int64_t shard = 0; // this rank's
-  bool counts_kept = true; // among the ranks that hold a gradient, this is the one that adds it
+};
+
+// A unit whose gradients are reduced.
+struct ReducedUnit {
+  const Layout* layout = nullptr;
+  UnitMesh mesh;
 };
 
 using RegionKey = std::pair<UnitId, int>; // unit and region
@@ -39,34 +38,43 @@ using RegionKey = std::pair<UnitId, int>; // unit and region
 class ReductionFacts {
  public:
   // The units' layouts outlive it.
-  ReductionFacts(const ReductionOptions& options, std::vector<const Layout*> layouts)
-      : options_(options), layouts_(std::move(layouts)) {}
+  ReductionFacts(const ReductionOptions& options, std::vector<ReducedUnit> units)
+      : options_(options), units_(std::move(units)) {}
 
   const ReductionOptions& options() const {
     return options_;
   }
-  const std::vector<const Layout*>& layouts() const {
-    return layouts_;
+  const std::vector<ReducedUnit>& units() const {
+    return units_;
+  }
+  const Layout& layout_of(UnitId unit) const {
+    return *units_[unit].layout;
+  }
+  const UnitMesh& mesh_of(UnitId unit) const {
+    return units_[unit].mesh;
   }
   const Region& region_of(RegionKey key) const {
-    return layouts_[key.first]->regions()[key.second];
+    return layout_of(key.first).regions()[key.second];
   }
-  bool communicates() const {
-    return options_.world_size * options_.num_replicas > 1;
+  // Sums over the replicas start when the host knows the first ones, see Note [Replicas].
+  bool hands_across(UnitId unit) const {
+    return options_.on_host && mesh_of(unit).sums_across();
   }
-  bool sums_across() const {
-    return options_.world_size > 1 && options_.num_replicas > 1;
+  // They run right behind the first ones.
+  bool runs_across(UnitId unit) const {
+    return !options_.on_host && mesh_of(unit).sums_across();
   }
   // See Note [Gradients on the host].
   bool lands() const {
     return options_.sharding.tiers.lands_gradients(options_.on_host);
   }
   bool is_wired(RegionKey key) const {
-    return communicates() && region_of(key).has_wire();
+    return mesh_of(key.first).communicates() && region_of(key).has_wire();
   }
   // That the collective leaves for each element.
-  int64_t parts() const {
-    return options_.policy.shards_optimizer() ? options_.method.parts(options_.world_size) : 1;
+  int64_t parts(UnitId unit) const {
+    const UnitMesh& mesh = mesh_of(unit);
+    return mesh.shards_optimizer() ? mesh.state.methods.reduce.parts(mesh.state.size) : 1;
   }
   // Of a place; of a bucket as the collective sends it; of this rank's part of a sum.
   int64_t nbytes_at(RegionKey key, GradPlace place) const;
@@ -77,7 +85,7 @@ class ReductionFacts {
 
  private:
   ReductionOptions options_;
-  std::vector<const Layout*> layouts_;
+  std::vector<ReducedUnit> units_;
 };
 
 } // namespace zerocore

@@ -6,7 +6,7 @@
 
 #include "common/types.h"
 #include "plan/shard_options.h"
-#include "plan/stage_policy.h"
+#include "plan/unit_mesh.h"
 
 namespace zerocore {
 
@@ -25,12 +25,9 @@ struct ScheduleOptions {
   bool gathers = true; // parameters have to be gathered at all
   bool releases = true; // unsharded parameters are given back after use (stage 3)
 
-  static ScheduleOptions of(
-      int num_units,
-      const ShardOptions& sharding,
-      const StagePolicy& policy) {
-    const bool gathers = policy.shards_optimizer() || policy.shards_parameters();
-    return {num_units, sharding.prefetch, gathers, policy.shards_parameters()};
+  static ScheduleOptions of(int num_units, const ShardOptions& sharding, const UnitMesh& mesh) {
+    const bool gathers = mesh.shards_optimizer() || mesh.shards_parameters();
+    return {num_units, sharding.prefetch, gathers, mesh.shards_parameters()};
   }
 };
 

@@ -10,7 +10,7 @@ namespace zerocore {
 
 // Each is read where it acts; what lies between hands the struct on.
 struct ShardOptions {
-  int64_t stage = 3; // see StagePolicy
+  int64_t stage = 3; // see UnitMesh
   int prefetch = 1; // units gathered ahead
   bool hold_full = false; // stages 2, 3: full sums of gradients are kept while not syncing
   bool by_rows = false; // a shard is some rows of each parameter, see plan/layout.h

@@ -29,23 +29,15 @@ bool is_trainable(const Region& region) {
   return region.requires_grad;
 }
 
-std::vector<const Layout*> pointers_to(const std::vector<Layout>& layouts) {
-  std::vector<const Layout*> pointers;
-  for (const Layout& layout : layouts) {
-    pointers.push_back(&layout);
+std::vector<ReducedUnit> reduced_units(
+    const std::vector<UnitPlan>& plans,
+    const std::vector<Layout>& layouts,
+    const PlanOptions& options) {
+  std::vector<ReducedUnit> units;
+  for (size_t unit = 0; unit < plans.size(); ++unit) {
+    units.push_back({&layouts[unit], mesh_of(plans[unit], options)});
   }
-  return pointers;
-}
-
-ReductionOptions reduction_options(const PlanOptions& options, const StagePolicy& policy) {
-  ReductionOptions reduction;
-  reduction.policy = policy;
-  reduction.world_size = options.world_size;
-  reduction.num_replicas = options.num_replicas;
-  reduction.method = options.methods.reduce;
-  reduction.sharding = options.sharding;
-  reduction.on_host = options.sums_on_host;
-  return reduction;
+  return units;
 }
 
 } // namespace
@@ -58,17 +50,17 @@ StepSimulation::StepSimulation(
     : options_(options),
       order_(order),
       backward_(options.backward.empty() ? mirrored(order) : options.backward),
-      policy_(StagePolicy::of(options.sharding, options.world_size, options.sums_on_host)),
       schedule_(
-          ScheduleOptions::of(static_cast<int>(units.size()), options.sharding, policy_),
+          ScheduleOptions::of(static_cast<int>(units.size()), options.sharding, options.mesh),
           options.first_order.empty() ? order : options.first_order),
       layouts_(plan_layouts(units, options)),
-      reduction_(reduction_options(options, policy_), pointers_to(layouts_)),
-      pool_(std::move(pool)) {
+      reduction_({options.sharding, options.sums_on_host}, reduced_units(units, layouts_, options)),
+      pool_(std::move(pool)),
+      gathered_(units.size()) {
   for (size_t unit = 0; unit < layouts_.size(); ++unit) {
     unsharding_.emplace_back(
         static_cast<UnitId>(unit),
-        GatherFacts{policy_, options_.sharding.tiers, options_.methods.gather},
+        GatherFacts{mesh_of(units[unit], options_), options_.sharding.tiers},
         layouts_[unit]);
     schedule_.residency().set_staying(static_cast<UnitId>(unit), {units[unit].stays, false});
     const auto& regions = layouts_[unit].regions();
@@ -101,13 +93,22 @@ void StepSimulation::step() {
       reduction_.drop(static_cast<UnitId>(unit), static_cast<int>(param));
     }
   }
+  forget_gathered();
   gather_at_step(actions);
+}
+
+// The optimizer's step changes what is trained.
+void StepSimulation::forget_gathered() {
+  for (size_t unit = 0; unit < layouts_.size(); ++unit) {
+    const auto& regions = layouts_[unit].regions();
+    gathered_[unit] = gathered_[unit] && std::none_of(regions.begin(), regions.end(), is_trainable);
+  }
 }
 
 // As FirstGather::begin.
 void StepSimulation::gather_at_step(Actions& actions) {
   const std::vector<CallEvent>& order = schedule_.order();
-  if (policy_.gathers_at_step(options_.sharding) && !order.empty()) {
+  if (options_.mesh.gathers_at_step(options_.sharding) && !order.empty()) {
     const UnitId first = order.front().unit;
     schedule_.invalidate(first, actions);
     schedule_.residency().gather_ahead(first, actions);
@@ -207,8 +208,12 @@ void StepSimulation::run(Actions& actions) {
 // Where full parameters stay, those that nothing updates are not gathered again.
 void StepSimulation::unshard(UnitId unit) {
   const Layout& layout = layouts_[unit];
+  const bool again = gathered_[unit];
+  gathered_[unit] = true;
   unsharding_[unit].begin(
-      policy_.shards_parameters() ? layout.all_regions() : Tiers::trained_regions(layout), *this);
+      options_.mesh.shards_parameters() ? layout.all_regions() : Tiers::trained_regions(layout),
+      again,
+      *this);
 }
 
 void StepSimulation::run(const GatherStep& step) {
@@ -220,8 +225,13 @@ void StepSimulation::run(const GatherStep& step) {
       give_back(block_of(step), step.nbytes);
       break;
     case GatherStepKind::Count:
-    case GatherStepKind::Start:
       add(step.op, step.unit, step.nbytes);
+      break;
+    case GatherStepKind::Start:
+      add(step.op,
+          step.unit,
+          step.nbytes,
+          step.op == TraceOp::GatherNear ? AxisName::Near : AxisName::State);
       break;
     case GatherStepKind::Load:
       add(TraceOp::ToDevice, step.unit, step.nbytes);
@@ -240,11 +250,10 @@ void StepSimulation::run(const GradStep& step) {
       give_back(block_of(step), step.nbytes);
       break;
     case GradStepKind::Start:
-      // Where nothing is sharded all ranks are replicas.
-      add(step.op, step.unit, step.nbytes, /*across=*/options_.world_size == 1);
+      add(step.op, step.unit, step.nbytes, options_.mesh.state.name);
       break;
     case GradStepKind::StartAcross:
-      add(step.op, step.unit, step.nbytes, /*across=*/true);
+      add(step.op, step.unit, step.nbytes, options_.mesh.replicas.name);
       break;
     case GradStepKind::Land:
       add(TraceOp::ToHost, step.unit, step.nbytes);
@@ -276,8 +285,8 @@ void StepSimulation::give_back(const BlockKey& key, int64_t nbytes) {
   }
 }
 
-void StepSimulation::add(TraceOp op, UnitId unit, int64_t nbytes, bool across) {
-  events_.push_back({op, unit, nbytes, pool_.stats().in_use_nbytes, moment_, across});
+void StepSimulation::add(TraceOp op, UnitId unit, int64_t nbytes, AxisName axis) {
+  events_.push_back({op, unit, nbytes, pool_.stats().in_use_nbytes, moment_, axis});
 }
 
 } // namespace zerocore

@@ -11,7 +11,7 @@
 #include "plan/pool_map.h"
 #include "plan/reduction.h"
 #include "plan/schedule.h"
-#include "plan/stage_policy.h"
+#include "plan/unit_mesh.h"
 #include "plan/unsharding.h"
 
 namespace zerocore {
@@ -48,6 +48,7 @@ class StepSimulation final : private GradSteps, private GatherSteps {
  private:
   void step();
   void micro_batch();
+  void forget_gathered();
   void gather_at_step(Actions& actions);
   void forward(Actions& actions);
   void backward(Actions& actions);
@@ -59,12 +60,11 @@ class StepSimulation final : private GradSteps, private GatherSteps {
   void leave(const GradStep& step);
   void take(const BlockKey& key, int64_t nbytes);
   void give_back(const BlockKey& key, int64_t nbytes);
-  void add(TraceOp op, UnitId unit, int64_t nbytes, bool across = false);
+  void add(TraceOp op, UnitId unit, int64_t nbytes, AxisName axis = AxisName::State);
 
   PlanOptions options_;
   std::vector<CallEvent> order_;
   std::vector<BackwardEvent> backward_;
-  StagePolicy policy_;
   Schedule schedule_;
   std::vector<Layout> layouts_;
   Reduction reduction_;
@@ -72,6 +72,7 @@ class StepSimulation final : private GradSteps, private GatherSteps {
   std::vector<PlannedEvent> events_;
   PoolMap pool_;
   std::vector<Unsharding> unsharding_; // by unit
+  std::vector<bool> gathered_; // units whose parameters have not changed since a gather
   bool sync_ = true; // the last micro-batch of the step
   int32_t moment_ = 0;
 };

@@ -10,16 +10,19 @@ Unsharding::Unsharding(UnitId unit, const GatherFacts& facts, const Layout& layo
       facts_(facts),
       layout_(layout),
       copies_out_(layout.copies_out()),
-      state_(facts.policy.shards_parameters() ? UnitState::Sharded : UnitState::Unsharded),
-      has_full_(!facts.policy.shards_parameters()) {}
+      state_(facts.mesh.shards_parameters() ? UnitState::Sharded : UnitState::Unsharded),
+      has_full_(!facts.mesh.shards_parameters()) {}
 
-void Unsharding::begin(const std::vector<int>& regions, GatherSteps& steps) {
+void Unsharding::begin(const std::vector<int>& regions, bool again, GatherSteps& steps) {
   wait(steps); // a rank that skipped the unit may not have waited for its last gather
-  const bool in_use = has_full_ && facts_.policy.shards_parameters();
+  const bool in_use = has_full_ && facts_.mesh.shards_parameters();
   if (in_use) {
     steps.run({.kind = GatherStepKind::Order, .unit = unit_});
   }
-  if (copies_out_) {
+  is_near_ = again && facts_.mesh.gathers_near() && (has_near_ || has_full_);
+  has_near_ = has_near_ && is_near_;
+  is_whole_ = false;
+  if (copies_out_ && !is_near_) {
     take(ParamMemory::Received, StreamRole::AllGather, steps);
   } else if (!has_full_) {
     take(ParamMemory::Full, StreamRole::AllGather, steps);
@@ -28,13 +31,14 @@ void Unsharding::begin(const std::vector<int>& regions, GatherSteps& steps) {
     steps.run({.unit = unit_, .nbytes = layout_.nbytes(), .op = TraceOp::Unshard});
   }
   state_ = UnitState::Unsharding;
-  if (facts_.tiers.parameters == Tier::Disk) {
+  if (facts_.tiers.parameters == Tier::Disk && !is_near_) {
     steps.run({.kind = GatherStepKind::Read, .unit = unit_});
   }
   for (const int region : regions) {
-    start(region, steps);
+    is_near_ ? start_near(region, steps) : start(region, steps);
   }
   steps.run({.kind = GatherStepKind::Launch, .unit = unit_});
+  is_whole_ = true;
 }
 
 void Unsharding::start(int index, GatherSteps& steps) const {
@@ -45,11 +49,20 @@ void Unsharding::start(int index, GatherSteps& steps) const {
     steps.run({GatherStepKind::Load, unit_, index, ParamMemory::Own, to, region.shard_nbytes()});
   }
   if (layout_.num_shards() > 1) {
-    const bool is_in_place = loads || !facts_.policy.shards_parameters();
+    const bool is_in_place = loads || !facts_.mesh.shards_parameters();
     const ParamMemory from = is_in_place ? to : ParamMemory::Own;
-    const int64_t nbytes = facts_.method.wire_nbytes(region.nbytes());
+    const int64_t nbytes = facts_.mesh.state.methods.gather.wire_nbytes(region.nbytes());
     steps.run({GatherStepKind::Start, unit_, index, from, to, nbytes, TraceOp::AllGather});
   }
+}
+
+// A rank that still uses the unit has its part of Full.
+void Unsharding::start_near(int region, GatherSteps& steps) const {
+  const ParamMemory from = has_near_ ? ParamMemory::Near : ParamMemory::Full;
+  const int64_t nbytes =
+      facts_.mesh.near.methods.gather.wire_nbytes(layout_.regions()[region].nbytes());
+  steps.run(
+      {GatherStepKind::Start, unit_, region, from, ParamMemory::Full, nbytes, TraceOp::GatherNear});
 }
 
 void Unsharding::wait(GatherSteps& steps) {
@@ -57,7 +70,7 @@ void Unsharding::wait(GatherSteps& steps) {
     return;
   }
   steps.run({.kind = GatherStepKind::Wait, .unit = unit_});
-  if (copies_out_) {
+  if (copies_out_ && !is_near_) {
     if (!has_full_) {
       take(ParamMemory::Full, StreamRole::Compute, steps);
     }
@@ -75,7 +88,11 @@ void Unsharding::wait(GatherSteps& steps) {
 void Unsharding::reshard(GatherSteps& steps) {
   wait(steps);
   TORCH_INTERNAL_ASSERT(
-      has_full_ && facts_.policy.shards_parameters(), "unit ", unit_, " has nothing to give back");
+      has_full_ && facts_.mesh.shards_parameters(), "unit ", unit_, " has nothing to give back");
+  if (facts_.mesh.gathers_near() && is_whole_ && !has_near_) {
+    steps.run({.kind = GatherStepKind::Keep, .unit = unit_});
+    has_near_ = true;
+  }
   state_ = UnitState::Sharded;
   has_full_ = false;
   steps.run(

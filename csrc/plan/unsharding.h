@@ -9,6 +9,7 @@
 // stage 3       Own is memory of its own, on the device, the host or the disk. Full is a block of
 //               the pool from a gather to the reshard.
 // A layout of rows is gathered into Received, a block that is copied out to Full and given back.
+// With near ranks a part of Full stays in Near, from the first reshard until the parameters change.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,7 @@
 #include "plan/layout.h"
 #include "plan/pool_map.h"
 #include "plan/shard_options.h"
-#include "plan/stage_policy.h"
-#include "plan/wire_methods.h"
+#include "plan/unit_mesh.h"
 
 namespace zerocore {
 
@@ -31,6 +31,7 @@ enum class ParamMemory : uint8_t {
   Own, // this rank's shard, where it has memory of its own
   Received, // as the parameters come from the wire
   Full, // as layers compute with them
+  Near, // this rank's part of Full among the near ranks
 };
 
 enum class GatherStepKind : uint8_t {
@@ -45,6 +46,7 @@ enum class GatherStepKind : uint8_t {
   Wait, // for all gathers and loads
   CopyOut, // Received goes to Full
   Show, // layers may read Full
+  Keep, // this rank's part of Full goes to Near
 };
 
 struct GatherStep {
@@ -73,9 +75,8 @@ class GatherSteps {
 };
 
 struct GatherFacts {
-  StagePolicy policy; // of the stage, or of 0 where there is nothing to shard
+  UnitMesh mesh;
   Tiers tiers;
-  GatherMethod method;
 };
 
 class Unsharding {
@@ -87,8 +88,8 @@ class Unsharding {
     return state_;
   }
   // Gathers `regions`: all where parameters are sharded, else those that have changed. A unit that
-  // is in use already stays where it is.
-  void begin(const std::vector<int>& regions, GatherSteps& steps);
+  // is in use already stays where it is. `again`: nothing has changed since the gather before.
+  void begin(const std::vector<int>& regions, bool again, GatherSteps& steps);
   // Completes the gathers that begin() has started, if there are any.
   void wait(GatherSteps& steps);
   // Completes them and gives Full back; the unit is not sharded.
@@ -96,6 +97,7 @@ class Unsharding {
 
  private:
   void start(int region, GatherSteps& steps) const;
+  void start_near(int region, GatherSteps& steps) const;
   void take(ParamMemory memory, StreamRole user, GatherSteps& steps);
 
   const UnitId unit_;
@@ -104,6 +106,9 @@ class Unsharding {
   bool copies_out_;
   UnitState state_;
   bool has_full_; // a block, or memory that stays
+  bool has_near_ = false; // Near holds this rank's part
+  bool is_near_ = false; // the gather that began last comes from the near ranks
+  bool is_whole_ = false; // all of its regions began
 };
 
 } // namespace zerocore

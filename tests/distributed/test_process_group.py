@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,3 +98,17 @@ def give_wrong_group() -> None:
 
 def test_what_is_not_a_group() -> None:
     run_ranks(give_wrong_group, 1)
+
+
+def shard_beside_other_groups(folder: str) -> None:
+    for member in range(dist.get_world_size() - 1):  # the last rank is in none of them
+        dist.new_group([member])
+    case = case_named("plain")
+    model = zerocore.shard(case.seeded_build(), regather=2)
+    zerocore.Checkpoints(folder, model).save(1).wait()
+    accumulate(model, case, 0)
+    assert_gradients(model, case, 0)
+
+
+def test_ranks_may_be_in_different_numbers_of_groups(tmp_path: Path) -> None:
+    run_ranks(shard_beside_other_groups, 4, str(tmp_path), timeout=60)

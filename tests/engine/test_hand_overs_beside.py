@@ -79,3 +79,19 @@ def test_every_wait_of_a_gather_at_the_step_is_needed(
     # gather is behind the use of the first one as well, whose bytes it takes.
     assert {stream for _, stream in idle} <= {"all_gather"}
     assert len(idle) == (0 if prefetch else 3)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("seed", range(30))
+def test_gathers_from_near_ranks_are_ordered(seed: int, mesh: Mesh) -> None:
+    model = shard(seed, 3, mesh, regather=2)
+    assert find_race(train(model, seed)) is None
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_gather_from_near_ranks_waits_for_what_is_kept(prefetch: int) -> None:
+    model = zerocore.shard(five_in_a_row(), units=[Block], prefetch=prefetch, regather=3)
+    log, setup = log_of_steps(model)
+    assert find_race(log) is None
+    races = {i: find_race(log, without=i) for i in waits(log) if i >= setup}
+    assert any("keeps for near ranks" in race for race in races.values() if race is not None)

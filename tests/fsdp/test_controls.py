@@ -26,6 +26,7 @@ from tests.fsdp.both import (
     train,
     train_both,
 )
+from zerocore.fsdp.group import group_of
 
 
 def options(**given: Any) -> Any:
@@ -214,6 +215,25 @@ def train_with_all() -> None:
 
 def test_controls_are_those_of_fsdp2() -> None:
     run_ranks(train_with_all, 2, timeout=180)
+
+
+def reshards_to_two() -> None:
+    """On 4 ranks: the values of FSDP2, with gathers from two ranks after the first of a step."""
+    check_same(train_both(options(reshard_after_forward=2)))
+    model = make_net()
+    for block in model.blocks:
+        zerocore.fsdp.fully_shard(block, reshard_after_forward=2)
+    zerocore.fsdp.fully_shard(model)
+    loss_of(model, tokens_of(0)).backward()
+    counters = group_of(model).root.engine.counters
+    assert counters["gather_near"].count == len(model.blocks)
+    model.set_reshard_after_forward(True)
+    loss_of(model, tokens_of(0)).backward()
+    assert group_of(model).root.engine.counters["gather_near"].count == 0
+
+
+def test_a_number_of_ranks_reshards_to_near_ranks() -> None:
+    run_ranks(reshards_to_two, 4, timeout=120)
 
 
 def test_ddp_leaves_sharded_modules_alone() -> None:

@@ -218,7 +218,7 @@ def test_held_sums_are_cast_to_the_wire() -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_reduced_gradient_counts_once_in_the_next_sum(stage: int, counts: bool) -> None:
     """Of a bucket that stays, on one of the ranks that have it: here the first shard."""
-    reduction = make(stage, counts_kept=counts)
+    reduction = make(stage, rank=0 if counts else 4)
     reduction.reduce(0)
     reduction.finish()
     (pack,) = [step for step in reduction.reduce(0) if step.kind == "pack"]

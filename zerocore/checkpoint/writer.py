@@ -12,6 +12,7 @@ import torch.distributed as dist
 from zerocore._C import watch_group
 from zerocore.common.agreement import gather_objects, is_simulated
 from zerocore.common.alarm import operation
+from zerocore.common.groups import new_group
 from zerocore.model.state import ShardState
 
 P = ParamSpec("P")
@@ -60,6 +61,6 @@ def _own_group(state: ShardState) -> dist.ProcessGroup | None:
     if not groups:
         return None
     ranks = sorted(gather_objects(groups, [dist.get_rank()], state.device))
-    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    group = new_group(ranks, "zerocore_saves", backend="gloo")
     watch_group(group.group_name, beside=groups[0].group_name)
     return group

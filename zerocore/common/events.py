@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from zerocore._C import TraceRecord
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+GATHERS = ("all_gather", "gather_near")
+"""From all ranks that share the state, and from those that are near."""
+COLLECTIVES = (*GATHERS, "reduce_scatter", "all_reduce")
 """Those of units; the planner predicts them."""
 EXCHANGE = "all_to_all"
 """An optimizer of whole matrices issues it; its events belong to no unit."""
@@ -23,9 +25,9 @@ class Event:
     """One thing the runtime did.
 
     Attributes:
-        op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``unshard`` or ``reshard``; or
-            ``all_to_all``, of an optimizer of whole matrices, and ``to_host``, ``host_squares``,
-            ``host_update``, ``to_device``, of states on the host.
+        op: ``all_gather``, ``gather_near``, ``reduce_scatter``, ``all_reduce``, ``unshard`` or
+            ``reshard``; or ``all_to_all``, of an optimizer of whole matrices, and ``to_host``,
+            ``host_squares``, ``host_update``, ``to_device``, of states on the host.
         unit: name of the unit, or ``optimizer``.
         nbytes: bytes of the full bucket; of an all-to-all those that this rank sends.
         pool_nbytes: bytes of the bucket pool in use right after.
@@ -68,9 +70,9 @@ ONE_QUEUE: Queues = {}
 def queues_of_device(own_reductions: bool) -> Queues:
     """On a GPU collectives of one communicator take turns.
 
-    Sums over replicas have one of their own, and so may reductions.
+    Sums over replicas and gathers from near ranks have one of their own, and so may reductions.
     """
-    across = {"all_reduce": "across"}
+    across = {"all_reduce": "across", "gather_near": "near"}
     return {**across, "reduce_scatter": "own", EXCHANGE: "own"} if own_reductions else across
 
 
@@ -88,7 +90,7 @@ def transfers(events: Iterable[Event], queues: Queues) -> Iterator[tuple[Event, 
         if event.op not in (*COLLECTIVES, EXCHANGE) or event.done_ns < 0:
             continue
         queue = queues.get(event.op, "")
-        ready_ns = there_ns.get(event.unit, 0) if event.op == "all_gather" else 0
+        ready_ns = there_ns.get(event.unit, 0) if event.op in GATHERS else 0
         begin_ns = max(event.issued_ns, free_ns.get(queue, 0), ready_ns)
         yield event, min(begin_ns, event.done_ns)
         free_ns[queue] = event.done_ns

@@ -119,6 +119,7 @@ class Group:
     mesh: DeviceMesh
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None  # None: unless it is the root's
+    num_near: int = 1  # ranks that gather again from each other; 1 for none
     params: list[RowParam] = field(default_factory=list)
     viewed: list[tuple[int, RowParam]] = field(default_factory=list)  # where modules see views
     reshard_after_backward: bool = True

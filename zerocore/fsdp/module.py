@@ -132,7 +132,10 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
             )
-        self._set(recurse, reshard_after_forward=reshard_after_forward)
+        for group in self._groups(recurse):
+            if group.num_near > 1 and group.root is not None:
+                group.root.release()  # its units are made for near ranks
+        self._set(recurse, reshard_after_forward=reshard_after_forward, num_near=1)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

@@ -23,7 +23,14 @@ from zerocore.common.alarm import stall_seconds, watch
 from zerocore.fsdp.group import Group, RowParam, check_gathered_as_is, groups_below
 from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.rows import as_dtensor, at_origin
-from zerocore.model.ranks import Ranks, control_group, find_ranks, with_reductions
+from zerocore.model.ranks import (
+    Ranks,
+    control_group,
+    find_ranks,
+    make_near,
+    with_near,
+    with_reductions,
+)
 from zerocore.tensor.parameter import make_alike
 
 _live: WeakSet[Root] = WeakSet()
@@ -97,12 +104,14 @@ class Root:
         error: Exception | None = None
         try:
             self._check()
+            ranks = with_near(ranks, max(group.num_near for _, group in self.groups))
         except Exception as caught:
             error = caught
         device = device_of(self.group.mesh)
         name = agree(ranks.groups, error, self._facts(), device)
         if all(group.overlaps_reductions for _, group in self.groups):
             ranks = with_reductions(ranks, device)
+        ranks = make_near(ranks, device)
         for unit, group in enumerate(self.with_params()):
             group.unit = unit
         engine = Engine(
@@ -121,6 +130,12 @@ class Root:
 
     def _check(self) -> None:
         self._check_ties()
+        numbers = sorted({group.num_near for _, group in self.groups if group.num_near > 1})
+        if len(numbers) > 1:
+            raise NotImplementedError(
+                f"reshard_after_forward={numbers[0]} and {numbers[1]}: zerocore.fsdp takes one "
+                "number of ranks for a model"
+            )
         for name, group in self.groups:
             if group.mesh != self.group.mesh:
                 raise ValueError(
@@ -159,7 +174,7 @@ class Root:
     def _facts(self) -> list[object]:
         return [
             f"parameter '{param.fqn}' of group '{name}', of shape {list(param.shard.shape)}, "
-            f"{param.shard.dtype}, {group.policy}"
+            f"{param.shard.dtype}, {group.policy}, {group.num_near} near ranks"
             for name, group in self.groups
             for param in group.params
         ]
@@ -167,7 +182,9 @@ class Root:
     def _spec(self, name: str, group: Group) -> UnitSpec:
         prefix = f"{name}." if name else ""
         params = [_unit_param(param, f"{prefix}{param.fqn}", group) for param in group.params]
-        return UnitSpec(name or type(self.module).__name__, params, stays=group.stays)
+        return UnitSpec(
+            name or type(self.module).__name__, params, group.stays, near=group.num_near > 1
+        )
 
 
 def apply_settings(group: Group) -> None:
@@ -219,6 +236,7 @@ def _options(ranks: Ranks, name: str) -> EngineOptions:
         groups=GroupNames(
             shard=None if ranks.shard is None else ranks.shard.group_name,
             replicas=None if ranks.replicas is None else ranks.replicas.group_name,
+            near=None if ranks.near is None else ranks.near.group_name,
             control=None if control is None else control.group_name,
             reductions=None if ranks.reductions is None else ranks.reductions.group_name,
         ),

@@ -40,8 +40,9 @@ def fully_shard(
         module: a module, or a list of modules whose parameters are gathered together.
         mesh: 1-D, or 2-D of replicas by shards; all ranks by default.
         reshard_after_forward: whether full parameters are given back after the forward; by default
-            unless the module is the root. A number of ranks to reshard to counts as True, 1 as
-            False.
+            unless the module is the root. A number k of ranks: each of k ranks that follow each
+            other keeps a k-th, from which all gathers come until the parameters change; 1 counts
+            as False.
         shard_placement_fn: says ``Shard(dim)`` for a parameter, or None for the first dimension;
             other dimensions must divide evenly.
         mp_policy: dtypes of parameters in layers, of gradients on the wire, of inputs and outputs.
@@ -62,7 +63,7 @@ def fully_shard(
     _check_options(mesh, offload_policy, dp_mesh_dims)
     hook_into_torch()
     ignored = set() if ignored_params is None else ignored_params
-    group = Group(modules, mesh, mp_policy, _reshards(reshard_after_forward, mesh.size(-1)))
+    group = Group(modules, mesh, mp_policy, *_reshards(reshard_after_forward, mesh.size(-1)))
     group.shard_params(ignored, _placement_of(shard_placement_fn))
     group.move_buffers(device_of(mesh))
     for each in modules:
@@ -132,9 +133,9 @@ def _placement_of(placement_fn: Callable[[nn.Parameter], Any] | None) -> Placeme
     return placement_of
 
 
-def _reshards(reshard: bool | int | None, num_shards: int) -> bool | None:
+def _reshards(reshard: bool | int | None, num_shards: int) -> tuple[bool | None, int]:
     if reshard is None or isinstance(reshard, bool):
-        return reshard
+        return reshard, 1
     if not isinstance(reshard, int):
         raise ValueError(
             "reshard_after_forward should be a bool or an int representing the group size to "
@@ -145,4 +146,4 @@ def _reshards(reshard: bool | int | None, num_shards: int) -> bool | None:
             "If passing reshard_after_forward as an int, it should be a factor of "
             f"{num_shards}, not {reshard}"
         )
-    return reshard > 1
+    return reshard > 1, reshard

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerocore.common.agreement import is_simulated
+from zerocore.common.groups import new_group
 
 _log = logging.getLogger("zerocore")
 
@@ -26,12 +28,17 @@ class Ranks:
         members: numbers of all of them in the default group.
         reductions: another communicator of the ranks of ``shard``, for their reductions; None
             where these go by ``shard``.
+        near: ranks of ``shard`` that gather again from each other; None where there are none, and
+            before :func:`make_near`.
+        num_near: how many these are to be.
     """
 
     shard: dist.ProcessGroup | None = None
     replicas: dist.ProcessGroup | None = None
     members: tuple[int, ...] = ()
     reductions: dist.ProcessGroup | None = None
+    near: dist.ProcessGroup | None = None
+    num_near: int = 1
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -102,6 +109,96 @@ def _of_mesh(mesh: Any) -> Ranks:
     return Ranks(_unless_one(mesh.get_group(1)), _unless_one(mesh.get_group(0)), members)
 
 
+def with_near(ranks: Ranks, regather: Any) -> Ranks:
+    """The ranks with those of them that gather again from each other; communicates nothing.
+
+    Args:
+        ranks: of the model.
+        regather: a process group or 1-D DeviceMesh of some of the ranks that share the state, a
+            number of them that follow each other, or None for none.
+
+    Raises:
+        TypeError: neither a group nor a number.
+        ValueError: other ranks than those that share the state, or a number that does not divide
+            theirs.
+    """
+    if regather is None:
+        return ranks
+    if hasattr(regather, "get_group"):
+        if regather.ndim != 1:
+            raise ValueError(f"regather: expected a 1-D DeviceMesh, got {regather.ndim} dimensions")
+        regather = regather.get_group()
+    group = regather if isinstance(regather, dist.ProcessGroup) else None
+    if group is None and (not isinstance(regather, int) or isinstance(regather, bool)):
+        raise TypeError(
+            "regather: expected a ProcessGroup, a DeviceMesh or a number of ranks, got "
+            f"{type(regather)}"
+        )
+    num = regather if group is None else group.size()
+    if num < 1 or ranks.num_shards % num != 0:
+        raise ValueError(
+            f"regather: {num} ranks do not divide the {ranks.num_shards} that share the state"
+        )
+    if num in (1, ranks.num_shards):
+        return ranks  # all ranks are alike
+    strangers = set() if group is None else _members(group) - _members(ranks.shard)
+    if strangers:
+        raise ValueError(
+            f"regather: ranks {sorted(strangers)} of its group do not share the state with this "
+            "one; pass a part of group="
+        )
+    return replace(ranks, near=group, num_near=num)
+
+
+def _members(group: dist.ProcessGroup | None) -> set[int]:
+    return set() if group is None else set(dist.get_process_group_ranks(group))
+
+
+_near_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def make_near(ranks: Ranks, device: torch.device) -> Ranks:
+    """The ranks with the group of those near this one, if they are to have one; collective.
+
+    Models of the same ranks share it.
+
+    Raises:
+        ValueError: such a group cannot be made by these ranks alone.
+    """
+    shard = ranks.shard
+    if ranks.num_near == 1 or ranks.near is not None or shard is None:
+        return ranks
+    first = ranks.shard_rank // ranks.num_near * ranks.num_near
+    members = tuple(dist.get_process_group_ranks(shard)[first : first + ranks.num_near])
+    group = _near_groups.get(members)
+    if group is None or not _exists(group):
+        world = dist.group.WORLD
+        splits = world is not None and world.bound_device_id is not None
+        if splits and len(ranks.members) != dist.get_world_size():
+            raise ValueError(
+                f"regather={ranks.num_near}: the default group is bound to a device, so that all "
+                "ranks make a group together; pass a dimension of a DeviceMesh"
+            )
+        group = _sibling_of(shard, device, members, "zerocore_near")
+        _near_groups[members] = group
+    return replace(ranks, near=group)
+
+
+def _sibling_of(
+    group: dist.ProcessGroup, device: torch.device, members: Sequence[int], what: str
+) -> dist.ProcessGroup:
+    """Another group, of some of its ranks, on the same backend; collective of these."""
+    backend = group._get_backend(device)
+    name = backend.name()
+    return new_group(
+        members,
+        what,
+        backend=name,
+        timeout=backend.options._timeout if name == "nccl" else None,
+        pg_options=backend if name == "emulated" else None,  # it shares the link
+    )
+
+
 _control_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
@@ -117,7 +214,7 @@ def control_group(ranks: Ranks) -> dist.ProcessGroup | None:
         return None
     group = _control_groups.get(ranks.members)
     if group is None or not _exists(group):
-        group = dist.new_group(list(ranks.members), backend="gloo", use_local_synchronization=True)
+        group = new_group(ranks.members, "zerocore_control", backend="gloo")
         _control_groups[ranks.members] = group
     return group
 
@@ -137,16 +234,8 @@ def with_reductions(ranks: Ranks, device: torch.device) -> Ranks:
         return ranks
     group = _reduction_groups.get(shard.group_name)
     if group is None or not _exists(group):
-        backend = shard._get_backend(device)
-        name = backend.name()
-        group = dist.new_group(
-            dist.get_process_group_ranks(shard),
-            backend=name,
-            timeout=backend.options._timeout if name == "nccl" else None,
-            pg_options=backend if name == "emulated" else None,  # it shares the link
-            use_local_synchronization=True,
-            group_desc="zerocore_reductions",
-        )
+        members = dist.get_process_group_ranks(shard)
+        group = _sibling_of(shard, device, members, "zerocore_reductions")
         _reduction_groups[shard.group_name] = group
     return replace(ranks, reductions=group)
 

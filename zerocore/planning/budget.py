@@ -39,6 +39,7 @@ def check_budget(
         backend=ranks.backend,
         offload=config.offload,
         gather_at_step=config.gather_at_step,
+        num_near=ranks.num_near,
     )
     candidate = Candidate(planner, division)
     needed = candidate.nbytes

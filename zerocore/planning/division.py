@@ -16,6 +16,7 @@ class Division:
         stage: 0 to 3.
         world_size: all ranks, numbered replica by replica.
         num_replicas: groups of ranks that hold the same; the ranks of one share the state.
+        num_near: ranks that gather again from each other; 1 where all gathers come from all.
         prefetch: units gathered ahead.
         rank: whose bytes; rank 0 owns the most.
         backend: of the groups; the memory of a reduction depends on it.
@@ -33,6 +34,7 @@ class Division:
     sums_on_host: bool = False
     offload: Offload | None = None
     gather_at_step: bool = False
+    num_near: int = 1
 
     @property
     def num_shards(self) -> int:

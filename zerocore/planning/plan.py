@@ -60,6 +60,7 @@ def plan(
     world_size: int,
     *,
     num_replicas: int = 1,
+    regather: int = 1,
     mixed_precision: MixedPrecision | None = None,
     optimizer: str | int = "adamw",
     dtype: torch.dtype | None = None,
@@ -76,6 +77,7 @@ def plan(
     memory: str | int = "24GiB",
     links: Sequence[Link | str | float] | Link | str | float | None = None,
     replica_link: Link | str | float | None = None,
+    near_link: Link | str | float | None = None,
     flops: str | float = DEFAULT_FLOPS,
     rank: int = 0,
     host_memory: str | int | None = None,
@@ -93,6 +95,8 @@ def plan(
         num_replicas: groups of ranks that hold the same (hybrid sharding): the state is sharded
             over ``world_size / num_replicas`` ranks, as with ``group=`` a DeviceMesh of
             ``(num_replicas, world_size // num_replicas)``.
+        regather: ranks that gather again from each other at stage 3, as with ``regather=``; 1 where
+            all gathers come from all ranks.
         mixed_precision: main weights in the model's own dtype, layers in a narrower one.
         optimizer: a name such as ``"adamw"``, or how many tensors of a parameter's size it keeps.
             ``"muon"`` is that on all matrices by shape: what it sends is counted, its time is not.
@@ -117,6 +121,8 @@ def plan(
             beyond.
         replica_link: the link between replicas. By default they share the one of ``links``; without
             ``links`` it is ``nvlink4`` up to 8 ranks in all and ``ib400`` beyond.
+        near_link: the link between ranks of ``regather``. By default that of ``links``; without
+            ``links`` it is ``nvlink4`` up to 8 of them and ``ib400`` beyond.
         flops: operations per second that layers reach.
         rank: whose bytes, counted replica by replica; rank 0 owns the most.
         host_memory: bytes of a machine beside its devices, such as ``"512GiB"``, which up to 8
@@ -133,6 +139,7 @@ def plan(
         loss,
         world_size=world_size,
         num_replicas=num_replicas,
+        regather=regather,
         micro_batch=micro_batch,
         micro_batches=micro_batches,
         seq_len=seq_len,
@@ -151,13 +158,14 @@ def plan(
         replica_link=across,
         host=_find_host(host_memory, host_bandwidth),
         gather_at_step=gather_at_step,
+        num_near=regather,
+        near_link=_find_near_link(links, near_link, regather),
     )
     num_states = optimizer_states(optimizer)
     module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
     planned = choose_units(module, units)
-    planner = make_planner(module, planned, precision, num_states)
     planner = replace(
-        planner,
+        make_planner(module, planned, precision, num_states),
         micro_batches=micro_batches,
         hold_full=config.holds_full,
         moves_matrices=isinstance(optimizer, str) and optimizer.lower() == "muon",
@@ -237,6 +245,13 @@ def _find_links(
     return inside, across if num_replicas > 1 else None
 
 
+def _find_near_link(links: object, near_link: Link | str | float | None, num: int) -> Link | None:
+    """The link between near ranks; None where it is that of the others."""
+    if near_link is None and links is None:
+        near_link = default_link(num)
+    return None if near_link is None or num == 1 else find_link(near_link)
+
+
 def plan_stage(
     planner: Planner, stage: int, setting: Setting, activations: Activations | None
 ) -> StagePlan:
@@ -248,6 +263,7 @@ def plan_stage(
         setting.prefetch,
         setting.rank,
         gather_at_step=setting.gather_at_step,
+        num_near=setting.num_near,
     )
     memory, events = planner.memory(division), planner.events(division)
     collectives = [event for event in events if event.op in COLLECTIVES]
@@ -261,7 +277,10 @@ def plan_stage(
         if planner.micro_batches > 1:
             one = replace(planner, micro_batches=1).events(division)
         played = (one, activations.order, activations.flops, setting.flops_per_s)
-        timings = [predict_timing(*played, link, setting.replica_link) for link in setting.links]
+        timings = [
+            predict_timing(*played, link, setting.replica_link, setting.near_link)
+            for link in setting.links
+        ]
     return StagePlan(
         stage=stage,
         **asdict(memory),
@@ -270,7 +289,7 @@ def plan_stage(
         spare=setting.memory_nbytes - peak.nbytes,
         sent_nbytes=_sent_nbytes(collectives) + exchanged,
         exchanged_nbytes=exchanged,
-        across_nbytes=_sent_nbytes([event for event in collectives if event.across]),
+        across_nbytes=_sent_nbytes([event for event in collectives if event.axis == "replicas"]),
         num_collectives=len(collectives),
         timings=tuple(timings),
         checkpoint=checkpoint_bytes(planner, division),

@@ -51,13 +51,15 @@ class PlannedEvent(NamedTuple):
     """One thing a rank does in a step.
 
     Attributes:
-        op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``unshard`` or ``reshard``.
+        op: ``all_gather``, ``gather_near``, ``reduce_scatter``, ``all_reduce``, ``unshard`` or
+            ``reshard``.
         unit: index of the unit.
         nbytes: bytes of the full bucket.
         pool_nbytes: bytes of the bucket pool in use right after.
         moment: when, counted by the calls of the forward; one after the backward's end is at the
             optimizer's step.
-        across: among the ranks that hold the same shard, not those that share the state.
+        axis: among which ranks: ``state``, those that share the state, ``replicas``, those that
+            hold the same shard, or ``near``, those that gather again from each other.
         num_ranks: how many these are.
     """
 
@@ -66,7 +68,7 @@ class PlannedEvent(NamedTuple):
     nbytes: int
     pool_nbytes: int
     moment: int
-    across: bool
+    axis: str
     num_ranks: int
 
 
@@ -135,7 +137,11 @@ class Planner:
 
     def events(self, division: Division) -> list[PlannedEvent]:
         """A steady step, in order."""
-        sizes = {True: division.num_replicas, False: division.num_shards}
+        sizes = {
+            "state": division.num_shards,
+            "replicas": division.num_replicas,
+            "near": division.num_near,
+        }
         return [
             PlannedEvent(
                 event.op,
@@ -143,8 +149,8 @@ class Planner:
                 event.nbytes,
                 event.pool_nbytes,
                 event.moment,
-                event.across,
-                sizes[event.across],
+                event.axis,
+                sizes[event.axis],
             )
             for event in _C.plan_events(self._units(), self.order, self._options(division))
         ]
@@ -166,6 +172,7 @@ class Planner:
             ),
             world_size=division.num_shards,
             num_replicas=division.num_replicas,
+            num_near=division.num_near,
             backend=division.backend,
             sums_on_host=division.sums_on_host,
             micro_batches=self.micro_batches,

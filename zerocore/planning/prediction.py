@@ -53,6 +53,7 @@ def division_of(state: ShardState) -> Division:
         sums_on_host=state.device.type == "cpu",
         offload=state.config.offload,
         gather_at_step=state.config.gather_at_step,
+        num_near=state.ranks.num_near,
     )
 
 

@@ -43,12 +43,20 @@ class Setting:
     replica_link: Link | None = None
     host: Host | None = None
     gather_at_step: bool = False
+    num_near: int = 1
+    near_link: Link | None = None
 
     def __post_init__(self) -> None:
         if self.world_size % self.num_replicas != 0:
             raise ValueError(
                 f"num_replicas must divide world_size, which counts all ranks: {self.world_size} "
                 f"ranks are not {self.num_replicas} replicas of equal size"
+            )
+        num_shards = self.world_size // self.num_replicas
+        if num_shards % self.num_near != 0:
+            raise ValueError(
+                f"regather must divide the number of ranks that share the state, {num_shards}; got "
+                f"{self.num_near}"
             )
         check_int("rank", self.rank, 0)
         if self.rank >= self.world_size:

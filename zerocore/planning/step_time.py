@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zerocore._C import CallEvent
-from zerocore.common.events import COLLECTIVES
+from zerocore.common.events import COLLECTIVES, GATHERS
 from zerocore.common.links import Link
 from zerocore.planning.planner import PlannedEvent
 
@@ -54,6 +54,7 @@ def predict_timing(
     flops_per_s: float,
     link: Link,
     replica_link: Link | None = None,
+    near_link: Link | None = None,
 ) -> Timing:
     """Plays one step: compute runs on, collectives queue on their link in the order of issue.
 
@@ -69,13 +70,15 @@ def predict_timing(
         flops_per_s: operations per second that the layers reach.
         link: the link of this rank to those that it shares the state with.
         replica_link: its link to the other replicas; None for the same.
+        near_link: its link to near ranks; None for the same.
     """
-    across = replica_link or link
+    across, near = replica_link or link, near_link or link
+    links = {"state": link, "replicas": across, "near": near}
     by_moment: dict[int, list[PlannedEvent]] = {}
     for event in events:
         by_moment.setdefault(event.moment, []).append(event)
     now = reduced = 0.0
-    free, busy = {link: 0.0, across: 0.0}, {link: 0.0, across: 0.0}
+    free, busy = dict.fromkeys(links.values(), 0.0), dict.fromkeys(links.values(), 0.0)
     gathered: dict[int, float] = {}
     for event in by_moment.get(2 * len(order) + 1, ()):  # at the optimizer's step
         if event.op in COLLECTIVES:
@@ -86,7 +89,7 @@ def predict_timing(
                 continue
             if event.op == "reduce_scatter":
                 now = max(now, reduced)
-            used, is_gather = across if event.across else link, event.op == "all_gather"
+            used, is_gather = links[event.axis], event.op in GATHERS
             seconds = used.seconds(event.op, event.nbytes, event.num_ranks)
             busy[used] += seconds
             free[used] = max(free[used], now, 0.0 if is_gather else reduced) + seconds
@@ -99,7 +102,7 @@ def predict_timing(
             now = max(now, gathered.get(starting, 0.0))
         now += flops[moment] / flops_per_s
     return Timing(
-        link.name if across == link else f"{link.name} + {across.name}",
+        " + ".join(dict.fromkeys(each.name for each in links.values())),
         sum(busy.values()),
         sum(flops) / flops_per_s,
         max(now, *free.values()),

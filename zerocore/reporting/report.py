@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zerocore._C import allocator_counts
-from zerocore.common.events import read_events
+from zerocore.common.events import GATHERS, read_events
 from zerocore.common.tables import render_table
 from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.meters import Step
@@ -151,7 +151,7 @@ def report(
 def _figures(
     step: Step, trace: dict[str, Communication] | None, rate: float | None, mfu: float | None
 ) -> StepFigures:
-    gathered = step.counts["all_gather"].nbytes
+    gathered = sum(step.counts[op].nbytes for op in GATHERS)
     return StepFigures(
         number=step.number,
         step_ms=step.step_ns / 1e6,

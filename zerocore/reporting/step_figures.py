@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
-from zerocore.common.events import EXCHANGE, Event, Queues, transfers
+from zerocore.common.events import EXCHANGE, GATHERS, Event, Queues, transfers
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,9 @@ def times_by_unit(events: Sequence[Event], queues: Queues) -> dict[str, Communic
     found: dict[str, Communication] = defaultdict(Communication)
     for event, begin_ns in transfers(events, queues):
         own, busy_ms = found[event.unit], (event.done_ns - begin_ns) / 1e6
-        field = {"all_gather": "all_gather_ms", EXCHANGE: "exchange_ms"}.get(event.op, "reduce_ms")
+        field = {**dict.fromkeys(GATHERS, "all_gather_ms"), EXCHANGE: "exchange_ms"}.get(
+            event.op, "reduce_ms"
+        )
         busy = {field: getattr(own, field) + busy_ms}
         found[event.unit] = replace(own, exposed_ms=own.exposed_ms + event.wait_ns / 1e6, **busy)
     return dict(found)

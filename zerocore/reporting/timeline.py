@@ -19,6 +19,7 @@ COLORS = {
     "backward": "tab:olive",
     "optimizer": "tab:purple",
     "all_gather": "tab:blue",
+    "gather_near": "tab:blue",
     "reduce_scatter": "tab:green",
     "all_reduce": "tab:green",
     EXCHANGE: "tab:cyan",

@@ -32,7 +32,7 @@ from zerocore.model.casting import cast_around_kept
 from zerocore.model.config import ShardConfig
 from zerocore.model.materialize import InitFn, full_values, materialize_buffers
 from zerocore.model.precision import MixedPrecision, param_types
-from zerocore.model.ranks import Ranks, control_group, with_reductions
+from zerocore.model.ranks import Ranks, control_group, make_near, with_reductions
 from zerocore.model.state import Param, ShardState, Unit, set_state
 from zerocore.model.unit_call import UnitCall, looked_at_by, set_unit_call
 from zerocore.model.units import ParamChoice, UnitPlanned
@@ -48,7 +48,7 @@ from zerocore.tensor.replaced import replace
 def build(request: ShardRequest) -> ShardState:
     """Shards ``request.model`` in place and returns its state; on all ranks alike."""
     model, config, planned = request.model, request.config, request.planned
-    ranks = request.ranks
+    ranks = make_near(request.ranks, request.device)
     if config.sync_params:
         check_same_values(request)
     if config.placements.parameters and config.overlap_reductions:
@@ -86,6 +86,7 @@ def _make_engine(request: ShardRequest, ranks: Ranks, order: list[CallEvent]) ->
         groups=GroupNames(
             shard=_name_of(ranks.shard),
             replicas=_name_of(ranks.replicas),
+            near=_name_of(ranks.near),
             control=_name_of(control),
             reductions=_name_of(ranks.reductions),
         ),

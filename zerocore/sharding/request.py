@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from zerocore.model.config import ShardConfig
 from zerocore.model.kinds import check_kinds
 from zerocore.model.materialize import InitFn
 from zerocore.model.precision import ParamTypes, param_types
-from zerocore.model.ranks import Ranks
+from zerocore.model.ranks import Ranks, with_near
 from zerocore.model.state import find_state
 from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
 from zerocore.planning.budget import check_budget
@@ -58,6 +59,7 @@ def validate(
     init_fn: InitFn | None = None,
     optimizer: Optimizer | None = None,
     memory_budget: str | int | None = None,
+    regather: Any = None,
 ) -> ShardRequest:
     """The request for sharding ``model``; arguments as of :func:`zerocore.shard`.
 
@@ -71,6 +73,7 @@ def validate(
     try:
         config = make_config()
         _check_model(model, optimizer)
+        ranks = _with_near(ranks, regather, config)
         check_kinds(model, ranks.world_size)
         planned = choose_units(model, units)
         _check_types(planned, config)
@@ -102,6 +105,15 @@ def _check_model(model: nn.Module, optimizer: Optimizer | None) -> None:
             "optimizer: build it after zerocore.shard, from model.parameters(); one built before "
             "holds parameters that the model does not use any more"
         )
+
+
+def _with_near(ranks: Ranks, regather: Any, config: ShardConfig) -> Ranks:
+    if regather is not None and not config.placements.parameters:
+        raise ValueError(
+            f"regather: stage {config.stage} gathers parameters once a step; leave it out, or use "
+            "stage=3"
+        )
+    return with_near(ranks, regather)
 
 
 def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> torch.device:
@@ -148,7 +160,7 @@ def types_of(choice: ParamChoice, config: ShardConfig) -> ParamTypes:
 
 
 def _facts(request: ShardRequest) -> list[object]:
-    facts: list[object] = [request.config]
+    facts: list[object] = [request.config, f"regather={request.ranks.num_near}"]
     for unit in request.planned:
         facts.append(f"unit '{unit.name}'")
         facts += [

@@ -1,0 +1,105 @@
+// The ranks of a unit as axes of a mesh, and the placement of its state over them; the only place
+// that knows the numbers of stages.
+//
+//                       | over the replicas | over the ranks that share the state
+//   stage s             | -                 | row s of the table
+//   hybrid, stage s     | replicated        | row s of the table
+//   one rank of each    | row 0             | -
+//
+// Note [Near ranks]
+// Where ranks that share parameters have faster links to some of the others, these are `near`: the
+// first gather after a change of the parameters comes from all, and from then on each of k near
+// ranks keeps a k-th of them, from which it gathers again.
+#pragma once
+
+#include <cstdint>
+
+#include "plan/shard_options.h"
+#include "plan/wire_methods.h"
+
+namespace zerocore {
+
+enum class Placement : uint8_t { Replicated, Sharded };
+
+enum class AxisName : uint8_t { State, Replicas, Near };
+
+inline const char* axis_name(AxisName axis) {
+  return axis == AxisName::State ? "state" : axis == AxisName::Replicas ? "replicas" : "near";
+}
+
+// Ranks that differ along one dimension of a mesh.
+struct Axis {
+  int64_t size = 1;
+  int64_t rank = 0; // this one's
+  WireMethods methods = {};
+  AxisName name = AxisName::State;
+};
+
+struct UnitMesh {
+  Axis state; // ranks that share the state; where nothing is shared, all that hold the same
+  Axis replicas; // ranks that hold the same part of it
+  Axis near; // of `state`; see Note [Near ranks]
+  Placement parameters = Placement::Replicated;
+  Placement gradients = Placement::Replicated;
+  Placement optimizer = Placement::Replicated;
+
+  // Parameters on the host are gathered from there, also by one rank, and gradients that a device
+  // keeps on the host pass through a block. `on_host`: the CPU computes.
+  // Throws c10::ValueError for a stage other than 0 to 3.
+  static UnitMesh of(
+      const ShardOptions& sharding,
+      Axis state,
+      Axis replicas,
+      bool on_host,
+      Axis near = {});
+
+  bool shards_parameters() const {
+    return parameters == Placement::Sharded;
+  }
+  bool shards_gradients() const {
+    return gradients == Placement::Sharded;
+  }
+  bool shards_optimizer() const {
+    return optimizer == Placement::Sharded;
+  }
+  // Equal parts of the state, and this rank's.
+  int64_t num_shards() const {
+    return shards_optimizer() ? state.size : 1;
+  }
+  int64_t shard() const {
+    return shards_optimizer() ? state.rank : 0;
+  }
+  int64_t world_size() const {
+    return state.size * replicas.size;
+  }
+  bool communicates() const {
+    return world_size() > 1;
+  }
+  // Sums of gradients go over the replicas as well.
+  bool sums_across() const {
+    return replicas.size > 1;
+  }
+  // Among the ranks that hold a gradient this is the one whose value counts in a sum.
+  bool counts_kept() const {
+    return replicas.rank == 0 && (shards_optimizer() || state.rank == 0);
+  }
+  bool gathers_near() const {
+    return near.size > 1;
+  }
+  // All gathers come from all ranks.
+  UnitMesh without_near() const {
+    UnitMesh mesh = *this;
+    mesh.near = {};
+    return mesh;
+  }
+  // Of `nbytes` of parameters, those that a rank keeps for the near ones.
+  int64_t near_nbytes(int64_t nbytes) const {
+    return gathers_near() ? nbytes / near.size : 0;
+  }
+  // Whether an optimizer's step begins the first gather of the forward that comes next.
+  bool gathers_at_step(const ShardOptions& sharding) const {
+    return sharding.gather_at_step && shards_parameters() && shards_optimizer();
+  }
+};
+
+} // namespace zerocore

@@ -1,0 +1,195 @@
+"""Near ranks: the first gather after a change comes from all, later ones from the near ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zerocore
+from tests.distributed.chain import WIDTH, Chain
+from tests.distributed.harness import run_ranks
+from zerocore.planning.prediction import planned_events
+
+MIXED = zerocore.MixedPrecision(torch.bfloat16, torch.float32)
+STEPS, MICRO_BATCHES = 4, 2
+
+
+def make(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    chain = Chain()
+    if options.pop("frozen", False):
+        chain.blocks[1].requires_grad_(False)
+    model = zerocore.shard(chain, stage=3, **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def batch(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    return torch.randn(3, WIDTH, generator=generator)
+
+
+def train(**options: Any) -> tuple[list[float], dict[str, Tensor], list[list[Any]]]:
+    """Losses, full values at the end, and the events of the steps, an evaluation after each."""
+    model, optimizer = make(**options)
+    losses, events = [], []
+    for step in range(STEPS):
+        with zerocore.record_events(model) as recorded:
+            for index in range(MICRO_BATCHES):
+                last = index == MICRO_BATCHES - 1
+                with nullcontext() if last else zerocore.no_sync(model):
+                    loss = model(batch(10 * step + index)).square().mean()
+                    loss.backward()
+                    losses.append(loss.item())
+        events.append(list(recorded))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(model(batch(step)).square().mean().item())
+    return losses, zerocore.full_state_dict(model), events
+
+
+def local_mesh(num_near: int) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // num_near, num_near))
+    return mesh.__class__("cpu", mesh.mesh, mesh_dim_names=("node", "local"))["local"]
+
+
+def train_as_without(num_near: int, as_mesh: bool, options: dict[str, Any]) -> None:
+    regather = local_mesh(num_near) if as_mesh else num_near
+    losses, state, _ = train(**options)
+    near_losses, near_state, events = train(regather=regather, **options)
+    assert near_losses == losses
+    assert all(torch.equal(near_state[name], value) for name, value in state.items())
+    ops = Counter(event.op for step in events[1:] for event in step)
+    assert ops["all_gather"] == 0, "the evaluation after the update had gathered from all"
+    assert ops["gather_near"] > 0
+
+
+@pytest.mark.parametrize("as_mesh", [False, True])
+@pytest.mark.parametrize(("world_size", "num_near"), [(4, 2), (8, 2), (8, 4)])
+def test_the_bits_are_those_of_gathers_from_all(
+    world_size: int, num_near: int, as_mesh: bool
+) -> None:
+    run_ranks(train_as_without, world_size, num_near, as_mesh, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mixed_precision": MIXED},
+        {"accumulate": "full", "prefetch": 2},
+        {"prefetch": 0, "frozen": True},
+        {"gather_at_step": True},
+        {"offload": zerocore.Offload(parameters="cpu")},
+    ],
+    ids=["mixed", "full", "frozen", "at-step", "host"],
+)
+def test_the_bits_are_equal_with_other_options(options: dict[str, Any]) -> None:
+    run_ranks(train_as_without, 4, 2, False, options)
+
+
+def train_replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 4))
+    train_as_without(2, False, {"group": mesh})
+
+
+def test_replicas_have_near_ranks_of_their_own() -> None:
+    run_ranks(train_replicas, 8)
+
+
+def compare_with_plan(num_near: int, options: dict[str, Any]) -> None:
+    model: Any
+    model, optimizer = make(regather=num_near, **options)
+    for number in range(4):
+        with zerocore.record_events(model) as events:
+            for index in range(MICRO_BATCHES):
+                with nullcontext() if index else zerocore.no_sync(model):
+                    model(batch(index)).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        if number > 0:
+            actual = [(e.op, e.unit, e.nbytes, e.pool_nbytes) for e in events]
+            assert actual == planned_events(model, micro_batches=MICRO_BATCHES)
+    num_blocks = len(model.blocks)
+    ops = Counter(event.op for event in events)
+    assert ops["all_gather"] == num_blocks - (1 if options.get("frozen") else 0)
+    usage = zerocore.memory_usage(model, optimizer)
+    assert usage == zerocore.predict_memory(model, micro_batches=MICRO_BATCHES)
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen": True}, {"gather_at_step": True}])
+@pytest.mark.parametrize("num_near", [2, 4])
+def test_events_and_bytes_equal_the_plan(num_near: int, options: dict[str, Any]) -> None:
+    run_ranks(compare_with_plan, 8, num_near, options)
+
+
+def change_between() -> None:
+    """Weights that a user changes are gathered from all ranks again; an exception leaves all."""
+    model: Any = make(regather=2)[0]
+    plain: Any = make()[0]
+    for each in (model, plain):
+        each(batch(0)).sum().backward()
+        with torch.no_grad(), zerocore.unsharded(each, write_back=True):
+            each.blocks[1].weight.mul_(2)
+        each(batch(1)).sum().backward()
+        with torch.no_grad():
+            for param in each.parameters():
+                param.add_(0.5)
+        with pytest.raises(RuntimeError, match="shapes"):
+            each(torch.randn(3, WIDTH + 1))
+        each(batch(2)).sum().backward()
+        each.load_state_dict(each.state_dict())
+    assert torch.equal(model(batch(3)), plain(batch(3)))
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own.grad.local(), other.grad.local())
+
+
+def test_changed_weights_are_gathered_from_all() -> None:
+    run_ranks(change_between, 4)
+
+
+class Clamped(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        first: Any = self.blocks[0]
+        with torch.no_grad():
+            first.weight.clamp_(-1, 1)
+        return super().forward(x)
+
+
+def refuse() -> None:
+    world = dist.get_world_size()
+    others = dist.new_group([0, 1])
+    with pytest.raises(ValueError, match="regather: stage 2 gathers parameters once a step"):
+        zerocore.shard(Chain(), stage=2, regather=2)
+    with pytest.raises(ValueError, match=f"regather: 3 ranks do not divide the {world}"):
+        zerocore.shard(Chain(), regather=3)
+    with pytest.raises(TypeError, match="regather: expected a ProcessGroup"):
+        zerocore.shard(Chain(), regather="node")
+    with pytest.raises((ValueError, RuntimeError), match="regather"):
+        zerocore.shard(Chain(), regather=others if dist.get_rank() < 2 else 4)
+    model = zerocore.shard(Clamped(), regather=2)
+    with pytest.raises(ValueError, match="its forward changes parameters in place"):
+        model(batch(0))
+
+
+def test_mistakes_are_errors_on_all_ranks() -> None:
+    run_ranks(refuse, 4)
+
+
+def alike(num_near: int) -> list[str]:
+    model, _ = make(regather=num_near)
+    with zerocore.record_events(model) as events:
+        model(batch(0)).sum().backward()
+    return sorted({event.op for event in events})
+
+
+@pytest.mark.parametrize("num_near", [1, 2])
+def test_one_rank_and_all_ranks_are_no_near_ranks(num_near: int) -> None:
+    for ops in run_ranks(alike, 2, num_near):
+        assert "gather_near" not in ops

@@ -1,0 +1,38 @@
+"""Process groups that ranks make together, whatever other groups they are in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+_num_made: Counter[str] = Counter()
+
+
+def new_group(members: Sequence[int], what: str, **options: Any) -> dist.ProcessGroup:
+    """A group of these ranks, in ascending order; collective of them alone.
+
+    Torch names such a group by the number of groups that its rank is in. Where these numbers
+    differ, as after ``dist.new_group([0])``, ranks would wait for each other for ever.
+
+    Args:
+        members: numbers of the ranks in the default group.
+        what: the group's description.
+        options: more arguments of ``torch.distributed.new_group``.
+    """
+    c10d: Any = dist.distributed_c10d
+    ranks = "_".join(map(str, members))
+    label = f"{what}_{hashlib.sha256(ranks.encode()).hexdigest()}"
+    _num_made[label] += 1
+    name = f"{label}_{_num_made[label]}"
+    named_by_torch = c10d._process_group_name
+    c10d._process_group_name = lambda *_, **__: name
+    try:
+        return dist.new_group(
+            list(members), use_local_synchronization=True, group_desc=what, **options
+        )
+    finally:
+        c10d._process_group_name = named_by_torch
