@@ -44,7 +44,7 @@ def test_every_element_is_saved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_plan, "MAX_NBYTES", 80)  # 20 elements
     for _ in range(300):
         plan = random_plan(choose)
-        metadata = plan.metadata({}, {}, "x")
+        metadata = plan.metadata({}, {})
         by_rank = {}
         for rank in range(plan.world_size):
             for piece in plan.pieces_of(rank):

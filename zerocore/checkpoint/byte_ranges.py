@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerocore._C import FileWriter
 from zerocore.checkpoint import files
 
 _PIECE_NUMEL = 1 << 20  # what is cast, or copied from another device, at a time
@@ -34,13 +35,11 @@ def read_into(file: int, offset: int, dtype: torch.dtype, values: Tensor) -> Non
         piece.copy_(buffer)
 
 
-def write_from(file: int, offset: int, dtype: torch.dtype, values: Tensor) -> int:
-    """Writes ``values`` (plain, 1-D, contiguous) as ``dtype``; returns the CRC-32 of the bytes."""
-    crc = 0
+def write_from(file: FileWriter, offset: int, dtype: torch.dtype, values: Tensor) -> None:
+    """Writes ``values`` (plain, 1-D, contiguous) as ``dtype``."""
     for begin, piece in _pieces(values):
         data = piece.to("cpu", dtype).contiguous()
-        crc = files.write(file, offset + begin * dtype.itemsize, data, crc)
-    return crc
+        files.write(file, offset + begin * dtype.itemsize, data)
 
 
 def _pieces(values: Tensor) -> Iterator[tuple[int, Tensor]]:

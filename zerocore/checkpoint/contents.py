@@ -1,8 +1,4 @@
-"""What a checkpoint's small files say, each read once: metadata, sizes and checksums.
-
-Each chunk is a zip file with a checksum, which ``torch.load`` does not compare. Those that zerocore
-writes have one of every bit, the frame's too.
-"""
+"""What a checkpoint's small files say, each read once: metadata, sizes and checksums."""
 
 from __future__ import annotations
 
@@ -10,52 +6,35 @@ import io
 import os
 import zipfile
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
-from typing import Any
-from zlib import crc32
+from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
-from zerocore.checkpoint.checksums import MAX_SMALL_NBYTES, METADATA, NAME, Sums, read_sums
-from zerocore.checkpoint.safe_files import named, read_small, shown, size_of
+from zerocore.checkpoint.checksums import METADATA, NAME, FileSums, read_checked, read_sums
+from zerocore.checkpoint.safe_files import named, opened, shown, size_of
 from zerocore.checkpoint.safe_metadata import read_metadata
 from zerocore.checkpoint.safe_pickles import check_stored
 from zerocore.checkpoint.save_plan import FORMAT
-from zerocore.checkpoint.torch_chunks import is_intact
 
 
-@dataclass(frozen=True)
-class Stored:
-    """One chunk of a tensor, or a plain value, in a file.
-
-    Attributes:
-        key: of the state.
-        offset, length: bytes in the file.
-        data_nbytes: of the tensor's memory, where zerocore framed it.
-        crc: of a plain value, where zerocore wrote it.
-    """
+class Stored(NamedTuple):
+    """One chunk of a tensor, or a plain value, of a key of the state: its bytes in a file."""
 
     key: str
-    offset: int
-    length: int
-    data_nbytes: int | None = None
-    crc: int | None = None
+    begin: int
+    end: int
 
     def is_good(self, file: Any) -> bool:
-        """Whether the open file holds what was written."""
-        if self.data_nbytes is not None:
-            return is_intact(file.fileno(), self.offset, self.data_nbytes)
-        if self.crc is not None:
-            return crc32(os.pread(file.fileno(), self.length, self.offset)) == self.crc
+        """Whether the chunk has the checksums of ``torch.save``; its frame has none."""
+        nbytes = self.end - self.begin
         try:
-            part = io.BufferedReader(Part(file, self.offset, self.length))
-            check_stored(part, self.length)
+            part = io.BufferedReader(Part(file, self.begin, nbytes))
+            check_stored(part, nbytes)
             with zipfile.ZipFile(part) as chunk:
                 return chunk.testzip() is None
-        except Exception:  # a zip that is not one any more fails in many ways
+        except Exception:  # a damaged zip file fails in many ways
             return False
 
 
@@ -65,7 +44,7 @@ class Contents:
     Attributes:
         folder: of the checkpoint.
         metadata: as torch knows it.
-        sums: the list of the files, if there is one, as where zerocore wrote them.
+        sums: checksums of all files, if there are any, as where zerocore wrote them.
         is_ours: whether zerocore wrote the files, of which it knows more than of torch's.
 
     Raises:
@@ -81,32 +60,43 @@ class Contents:
             )
         self.folder = folder
         self.sums = read_sums(folder)
-        data = (
-            read_small(path, MAX_SMALL_NBYTES) if self.sums is None else self.sums.check_whole(path)
-        )
+        data = read_checked(path, self.sums)
         with named(path):
             self.metadata: Metadata = read_metadata(data)
         save_id = getattr(self.metadata.storage_meta, "save_id", None)
-        self.is_ours = isinstance(save_id, str) and save_id.startswith(FORMAT)
+        self.is_ours = save_id == FORMAT
         if self.is_ours and self.sums is None:
             raise ValueError(f"{folder / NAME} is missing")
 
     @cached_property
     def files(self) -> dict[str, list[Stored]]:
-        """What lies in each file."""
-        sums = self._sums_of_ours
-        sizes = {} if sums is None else _data_sizes(self.metadata)
+        """What lies in each file, in the order in it."""
         parts: dict[str, list[Stored]] = defaultdict(list)
         for index, info in self.metadata.storage_data.items():
-            key = index.fqn
-            crc = None if sums is None else sums.values.get(key)
-            nbytes = sizes.get((key, index.offset))
-            parts[info.relative_path].append(Stored(key, info.offset, info.length, nbytes, crc))
-        return dict(parts)
+            item = Stored(index.fqn, info.offset, info.offset + info.length)
+            parts[info.relative_path].append(item)
+        return {name: sorted(items, key=lambda item: item.begin) for name, items in parts.items()}
 
-    @property
-    def _sums_of_ours(self) -> Sums | None:
-        return self.sums if self.is_ours else None
+    def sums_of(self, name: str) -> FileSums | None:
+        """The checksums of a file, if the folder has any.
+
+        Raises:
+            ValueError: the folder has checksums, and none of this file.
+        """
+        if self.sums is not None and name not in self.sums:
+            raise ValueError(f"{self.folder / name} is not in {NAME}")
+        return None if self.sums is None else self.sums[name]
+
+    def keys_in(self, name: str, ranges: list[range]) -> list[str]:
+        """The keys in ranges of bytes of a file; the damaged ones if their chunks tell."""
+        items = [
+            item
+            for item in self.files.get(name, ())
+            if any(item.begin < each.stop and each.start < item.end for each in ranges)
+        ]
+        with opened(self.folder / name) as file:
+            damaged = [item.key for item in items if not item.is_good(file)]
+        return damaged or [item.key for item in items]
 
     def check_sizes(self) -> None:
         """Compares the sizes of all files.
@@ -116,43 +106,23 @@ class Contents:
                 common; names file and key.
         """
         for name, items in self.files.items():
-            _check_size(self.folder / name, items, self._sums_of_ours)
-
-    def check_wholes(self) -> None:
-        """Compares the checksums of the small files, where zerocore wrote them.
-
-        Raises:
-            ValueError: bytes have changed; names the file.
-        """
-        if self.sums is not None:
-            for name in self.sums.wholes:
-                self.sums.check_whole(self.folder / name)
+            _check_size(self.folder / name, items, self.sums_of(name))
 
 
-def _data_sizes(metadata: Metadata) -> dict[tuple[str, Any], int]:
-    return {
-        (key, chunk.offsets): facts.properties.dtype.itemsize * prod(chunk.sizes)
-        for key, facts in metadata.state_dict_metadata.items()
-        if isinstance(facts, TensorStorageMetadata)
-        for chunk in facts.chunks
-    }
-
-
-def _check_size(path: Path, items: list[Stored], sums: Sums | None) -> None:
+def _check_size(path: Path, items: list[Stored], sums: FileSums | None) -> None:
     size = size_of(path) if path.exists() else -1
     last = None
-    for item in sorted(items, key=lambda item: item.offset):
-        end = item.offset + item.length
-        if end > size:
+    for item in items:
+        if item.end > size:
             found = "is missing" if size < 0 else f"has {size} bytes"
             raise ValueError(
-                f"{path} {found}, but {shown(item.key)} lies at bytes {item.offset}:{end}"
+                f"{path} {found}, but {shown(item.key)} lies at bytes {item.begin}:{item.end}"
             )
-        if last is not None and item.offset < last.offset + last.length:
+        if last is not None and item.begin < last.end:
             raise ValueError(f"{path}: {shown(last.key)} and {shown(item.key)} overlap")
         last = item
-    if sums is not None and sums.sizes.get(path.name) != size:
-        raise ValueError(f"{path} has {size} bytes, expected {sums.sizes.get(path.name)}")
+    if sums is not None and sums.nbytes != size:
+        raise ValueError(f"{path} has {size} bytes, expected {sums.nbytes}")
 
 
 class Part(io.RawIOBase):

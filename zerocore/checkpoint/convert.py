@@ -17,11 +17,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from zerocore.checkpoint import files
 from zerocore.checkpoint.byte_ranges import read_into, write_from
+from zerocore.checkpoint.checksums import NAME, Checksums, FileSums
 from zerocore.checkpoint.commit import fsync_file, fsync_tree
 from zerocore.checkpoint.contents import Contents
-from zerocore.checkpoint.files import flush_folder
 from zerocore.checkpoint.safe_files import named, opened, size_of
+from zerocore.checkpoint.safe_reader import load_tensors, quiet
 from zerocore.checkpoint.safetensors_files import (
     INDEX_NAME,
     NAME_OF,
@@ -29,7 +31,6 @@ from zerocore.checkpoint.safetensors_files import (
     plan_files,
     read_folder,
 )
-from zerocore.checkpoint.torch_files import load_tensors, quiet
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 Advance = Callable[[int], None]  # told of bytes that are done
@@ -138,7 +139,7 @@ def convert(
 
     writers[kind](source, temporary, read)
     os.rename(temporary, target)
-    flush_folder(target.parent)
+    files.flush_folder(target.parent)
 
 
 class _Streaming(DefaultSavePlanner):
@@ -171,18 +172,21 @@ def _write_safetensors(source: Weights, target: Path, read: Callable[[str], Tens
             raise ValueError(f"'{name}' is {dtype}, which safetensors does not know")
     plans = plan_files(target, source.facts, 5_000_000_000, {"format": "pt"})
     target.mkdir()
+    sums = Checksums()
     for plan in plans:
         with open(target / plan.name, "wb", buffering=0) as file:
-            file.write(plan.header)
-            file.truncate(plan.nbytes)
-            sums = {}
+            writer = files.writer(file.fileno(), plan.nbytes)
+            files.write(writer, 0, plan.header)
             for name, entry in plan.entries.items():
                 values = read(name).contiguous().view(-1)
-                sums[name] = write_from(file.fileno(), entry.begin, entry.dtype, values)
-            file.seek(0)
-            file.write(plan.header_with(sums))
+                write_from(writer, entry.begin, entry.dtype, values)
+            files.finish(writer)
+            sums[plan.name] = FileSums(plan.nbytes, writer.sums())
     if len(plans) > 1:
-        (target / INDEX_NAME).write_text(index_text(plans))
+        text = index_text(plans).encode()
+        (target / INDEX_NAME).write_bytes(text)
+        sums[INDEX_NAME] = FileSums.of(text)
+    (target / NAME).write_bytes(sums.text())
     fsync_tree(target)
 
 

@@ -26,12 +26,16 @@ def reserve(file: int, nbytes: int) -> None:
     _C.reserve(file, nbytes)
 
 
-def writer(file: int, nbytes: int) -> _C.FileWriter:
-    """Writes to a new file of ``nbytes`` in large blocks; what is given to it may be held back."""
-    return _C.FileWriter(file, nbytes)
+def writer(file: int, nbytes: int, way: _C.StreamWay = _C.StreamWay.ANY) -> _C.FileWriter:
+    """Writes to a file of ``nbytes`` in large blocks; what is given to it may be held back.
+
+    Args:
+        way: ``StreamWay.CACHED`` where other processes write to the same file.
+    """
+    return _C.FileWriter(file, nbytes, way)
 
 
-def write(file: int | _C.FileWriter, offset: int, data: Tensor | bytes, crc: int = 0) -> int:
+def write(file: _C.FileWriter, offset: int, data: Tensor | bytes, crc: int = 0) -> int:
     """Writes at byte ``offset``; returns the CRC-32 of what ``crc`` is that of, and of this.
 
     Args:
@@ -39,8 +43,6 @@ def write(file: int | _C.FileWriter, offset: int, data: Tensor | bytes, crc: int
     """
     if isinstance(data, bytes):
         data = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
-    if isinstance(file, int):
-        return _C.write_at(file, data.data_ptr(), data.nbytes, offset, crc)
     return file.write(data.data_ptr(), data.nbytes, offset, crc)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zerocore.checkpoint.save_plan import FORMAT, SavePlan, Spread
+from zerocore.checkpoint.save_plan import SavePlan, Spread
 from zerocore.model.state import ShardState
 from zerocore.tensor.place import Place
 from zerocore.tensor.shares import owned_ranges, saved_ranges
@@ -32,7 +32,7 @@ class KeptPlan:
         self._facts: Facts = {}
         self._plan = SavePlan({}, state.world_size)
         self._written: tuple[Any, ...] = ()
-        self._metadata = self._name = b""
+        self._metadata = b""
 
     @property
     def rank(self) -> int:
@@ -55,16 +55,12 @@ class KeptPlan:
             return self._plan
 
     def metadata(
-        self, plan: SavePlan, values: Mapping[str, tuple[int, int]], paths: Any, identity: str
+        self, plan: SavePlan, values: Mapping[str, tuple[int, int]], paths: Mapping[str, Any]
     ) -> bytes:
-        """``plan.metadata(values, paths, identity)`` pickled; all but the identity is kept."""
-        name, written = f"{FORMAT}-{identity}".encode(), (plan, values, paths)
-        is_known = written == self._written and len(name) == len(self._name)
-        if is_known and self._metadata.count(self._name) == 1:
-            self._metadata = self._metadata.replace(self._name, name)
-        else:
-            self._metadata = pickle.dumps(plan.metadata(values, paths, identity))
-        self._written, self._name = written, name
+        """``plan.metadata(values, paths)`` pickled; kept as long as they are the same."""
+        if (plan, values, paths) != self._written:
+            self._metadata = pickle.dumps(plan.metadata(values, paths))
+            self._written = plan, values, paths
         return self._metadata
 
     def _spread(self, of: Place | torch.Size) -> Spread:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-from zerocore.checkpoint.checksums import MAX_SMALL_NBYTES, METADATA
+from zerocore._C import StreamWay
+from zerocore.checkpoint.checksums import METADATA, read_checked, read_range
 from zerocore.checkpoint.commit import on_all_ranks, reading
-from zerocore.checkpoint.contents import Contents, Stored
+from zerocore.checkpoint.contents import Contents
 from zerocore.checkpoint.kept_plan import KeptPlan
 from zerocore.checkpoint.own_file import OwnFile, Target, own_targets, values_of
-from zerocore.checkpoint.safe_files import is_count, named, opened, read_small, shown
+from zerocore.checkpoint.safe_files import is_count, named, shown
 from zerocore.checkpoint.safe_pickles import load_plain
+from zerocore.checkpoint.safe_reader import load_tensors
 from zerocore.checkpoint.save_plan import SavePlan
 from zerocore.checkpoint.saved_state import SavedState, saved_state
 from zerocore.checkpoint.saving import own_name
-from zerocore.checkpoint.torch_files import load_tensors
 from zerocore.checkpoint.training_state import (
     Optimizers,
     State,
@@ -146,11 +145,10 @@ class TrainingLoad:
         with reading(self._folder):
             if not all_have_own:
                 self._targets = None
-                verify(self._contents, self._state.rank, self._state.world_size)
+                rank, world_size = self._state.rank, self._state.world_size
+                verify(self._contents, rank, world_size, StreamWay.CACHED)  # to be read again
                 return {}
             assert self._targets is not None
-            if self._state.rank == 0:
-                self._contents.check_wholes()
             self._file.verify(self._contents, self._targets)
             return values_of(self._targets)
 
@@ -196,27 +194,27 @@ def read_groups(contents: Contents) -> list[dict[str, Any]]:
     Raises:
         ValueError: one is broken; names file and key.
     """
-    stored = {item.key: (name, item) for name, items in contents.files.items() for item in items}
+    groups = contents.metadata.planner_data or {}
+    paths = {key: path for key, path in groups.items() if path[:2] == ("optim", "param_groups")}
     found: dict[int, dict[str, Any]] = {}
-    for key, path in (contents.metadata.planner_data or {}).items():
-        if path[:2] == ("optim", "param_groups"):
-            if len(path) != 4 or key not in stored:
-                raise ValueError(f"{contents.folder / METADATA}: {shown(key)} is no group's option")
-            name, item = stored[key]
-            found.setdefault(path[2], {})[path[3]] = _read_value(contents.folder / name, item)
+    for name, items in contents.files.items():
+        stored = [item for item in items if item.key in paths]
+        begin, end = (stored[0].begin, stored[-1].end) if stored else (0, 0)
+        file = contents.folder / name
+        data = read_range(file, contents.sums_of(name), begin, end - begin) if stored else b""
+        for item in stored:
+            path = paths.pop(item.key)
+            value = data[item.begin - begin : item.end - begin]
+            with named(file, f"cannot be read at {shown(item.key)}"):
+                number, option = path[2:]
+                found.setdefault(number, {})[option] = load_plain(io.BytesIO(value), len(value))
+    if paths:
+        key = next(iter(paths))
+        raise ValueError(f"{contents.folder / METADATA}: {shown(key)} is no group's option")
     groups = [found.get(number, {}) for number in range(len(found))]
     if not all(type(group.get("params")) is list for group in groups):
         raise ValueError(f"{contents.folder / METADATA} lacks parameters of the optimizer's groups")
     return groups
-
-
-def _read_value(path: Path, item: Stored) -> Any:
-    with opened(path) as file:
-        data = os.pread(file.fileno(), item.length, item.offset)
-    if item.crc not in (None, crc32(data)):
-        raise ValueError(f"{path} is damaged: {shown(item.key)} is not what was written")
-    with named(path, f"cannot be read at {shown(item.key)}"):
-        return load_plain(io.BytesIO(data), len(data))
 
 
 def read_own(contents: Contents, rank: int) -> dict[str, Any]:
@@ -226,10 +224,10 @@ def read_own(contents: Contents, rank: int) -> dict[str, Any]:
         ValueError: they cannot be read; names the file.
     """
     path = contents.folder / own_name(rank)
-    path = path if path.exists() else path.with_name(own_name(0))
+    if not (path.exists() or (contents.sums is not None and path.name in contents.sums)):
+        path = path.with_name(own_name(0))
     with named(path):
-        sums = contents.sums
-        data = read_small(path, MAX_SMALL_NBYTES) if sums is None else sums.check_whole(path)
+        data = read_checked(path, contents.sums)
         own = load_plain(io.BytesIO(data), len(data))
         tests = {
             "step": is_count,

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,20 +24,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from zerocore._C import FileStream, HostMemory, StreamWay
 from zerocore.checkpoint.byte_ranges import read_into
 from zerocore.checkpoint.chunk_reads import Chunk, locate
-from zerocore.checkpoint.contents import Contents, Stored
+from zerocore.checkpoint.contents import Contents
 from zerocore.checkpoint.files import bytes_of
 from zerocore.checkpoint.io_threads import in_threads, num_threads
 from zerocore.checkpoint.safe_files import opened, size_of
 from zerocore.checkpoint.save_plan import box_strides
 from zerocore.checkpoint.saved_state import SavedState
-from zerocore.checkpoint.torch_chunks import (
-    chunk_nbytes,
-    data_offset,
-    has_form,
-    is_frame_of,
-    tail_nbytes,
-)
-from zerocore.checkpoint.verify import damaged
+from zerocore.checkpoint.torch_chunks import chunk_nbytes, data_offset, has_form
 from zerocore.tensor.place import Place
 
 _AHEAD_NBYTES = 64 << 20  # what a disk gives while names and shapes are compared
@@ -144,15 +138,6 @@ def keep_beside(targets: Iterable[Target]) -> None:
         target.landing = memory.view(_ALIGNMENT * begin, target.memory.numel(), dtype)
 
 
-class _Chunk(NamedTuple):
-    """A chunk that is read, its head and tail in memory beside its data."""
-
-    item: Stored
-    target: Target | None
-    head: Tensor
-    tail: Tensor
-
-
 class OwnFile:
     """This rank's file of a checkpoint, read once.
 
@@ -182,8 +167,9 @@ class OwnFile:
             ValueError: bytes have changed; names file and keys.
             OSError: the file cannot be read.
         """
-        items = contents.files.get(self.path.name, [])
-        if not items:
+        name = self.path.name
+        sums = contents.sums_of(name)
+        if sums is None or name not in contents.files:
             return
         if self._stream is None:
             fits = in_use(targets.values()) <= self._budget
@@ -191,13 +177,20 @@ class OwnFile:
         if self._stream.is_direct:  # else the page cache has what is read a second time
             keep_beside(targets.values())
         runs: list[tuple[int, int, int]] = []
-        chunks: list[_Chunk | Stored] = []
-        for item in sorted(items, key=lambda item: item.offset):
-            chunks.append(_add_runs(runs, item, targets.get(item.offset)))
-        sums = iter(self._stream.read(runs))
-        bad = [chunk for chunk in chunks if not _is_good(chunk, sums, self.path)]
-        if bad:
-            raise damaged(self.path, [(c if isinstance(c, Stored) else c.item).key for c in bad])
+        heads: list[tuple[Tensor, Target]] = []
+        for offset, target in sorted(targets.items()):
+            if target.landing is not None:
+                head = torch.empty(data_offset(), dtype=torch.uint8)
+                begin, nbytes = offset + data_offset(), target.memory.nbytes
+                runs.append((offset, head.nbytes, head.data_ptr()))
+                runs.append((begin, nbytes, target.landing.data_ptr()))
+                heads.append((head, target))
+        sums.check(self.path, 0, self._stream.read(runs), partial(contents.keys_in, name))
+        for head, target in heads:
+            if has_form(bytes_of(head), *target.form):
+                assert target.landing is not None
+                target.landing[:0].zero_()  # the version counter does not see what is read
+                target.is_read = True
 
     def read_rest(self, saved: SavedState, targets: dict[int, Target]) -> set[str]:
         """Fills the memory of all shards, and says the keys of which all is read.
@@ -215,38 +208,3 @@ class OwnFile:
         for target in shards.values():
             found[target.key] += target.memory.numel() if target.is_read else 0
         return {key for key in found if found[key] == saved.tensors[key][0].numel()}
-
-
-def _add_runs(
-    runs: list[tuple[int, int, int]], item: Stored, target: Target | None
-) -> _Chunk | Stored:
-    """Adds what is to be read of an item, and says where it will be."""
-    if item.data_nbytes is None:
-        runs.append((item.offset, item.length, 0))
-        return item
-    head = torch.empty(data_offset(), dtype=torch.uint8)
-    tail = torch.empty(tail_nbytes(item.data_nbytes), dtype=torch.uint8)
-    landing = None if target is None else target.landing
-    data = item.offset + data_offset()
-    runs.append((item.offset, head.nbytes, head.data_ptr()))
-    runs.append((data, item.data_nbytes, 0 if landing is None else landing.data_ptr()))
-    runs.append((data + item.data_nbytes, tail.nbytes, tail.data_ptr()))
-    return _Chunk(item, target, head, tail)
-
-
-def _is_good(chunk: _Chunk | Stored, sums: Any, path: Path) -> bool:
-    """Whether what was read is what was written, by the next of the sums; marks its target."""
-    if isinstance(chunk, Stored):
-        crc = next(sums)
-        if chunk.crc is not None:
-            return bool(crc == chunk.crc)
-        with opened(path) as file:
-            return chunk.is_good(file)
-    _, crc, _ = next(sums), next(sums), next(sums)
-    head, tail, target = bytes_of(chunk.head), bytes_of(chunk.tail), chunk.target
-    if not is_frame_of(head, crc, tail):
-        return False
-    if target is not None and target.landing is not None and has_form(head, *target.form):
-        target.landing[:0].zero_()  # the version counter does not see what is read
-        target.is_read = True
-    return True

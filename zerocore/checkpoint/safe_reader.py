@@ -6,16 +6,20 @@ What torch's reader would read by other means, which could run code, is read her
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
 from zerocore.checkpoint.chunk_reads import locate, read_box
@@ -100,3 +104,25 @@ class SafePlanner(DefaultLoadPlanner):
         torch.save(loaded, plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)
+
+
+def load_tensors(state: dict[str, Any], contents: Contents) -> None:
+    """Reads into the tensors of ``state``, what this rank needs of them; asks no other rank.
+
+    Raises:
+        OSError, ValueError: a file cannot be read; names it, and the key.
+    """
+    with quiet():
+        try:
+            load(state, storage_reader=SafeReader(contents), planner=SafePlanner(), no_dist=True)
+        except CheckpointException as error:
+            for cause, _ in error.failures.values():
+                raise cause from None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Torch warns where one process saves for itself, as it is told to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield

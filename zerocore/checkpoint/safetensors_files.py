@@ -5,25 +5,30 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zerocore._C import crc32_at
+from zerocore._C import StreamWay
+from zerocore.checkpoint.checksums import (
+    Checksums,
+    check_files,
+    read_checked,
+    read_range,
+    read_sums,
+)
 from zerocore.checkpoint.safe_files import (
     is_count,
     is_plain_name,
     named,
     numel_of,
-    opened,
     parsed_json,
-    read_small,
     shown,
+    size_of,
 )
-from zerocore.checkpoint.safetensors_sums import filled, is_marked, placeholder, sums_of
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_NBYTES = 100_000_000  # what safetensors itself reads
@@ -39,41 +44,44 @@ DTYPE_OF: dict[str, torch.dtype] = {name: dtype for dtype, name in NAME_OF.items
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: C-contiguous, its bytes at ``begin:end``, their checksum if known."""
+    """A tensor in a file: C-contiguous, its bytes at ``begin:end``."""
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
     end: int
-    crc: int | None = None
     name: str = ""
 
 
-def read_folder(folder: str | os.PathLike[str]) -> dict[str, Entry]:
+def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str, Entry]:
     """The tensors of a folder by name: those of its index, or of all of its files.
 
     Args:
         folder: a folder, or one file.
+        verify: compare the checksums of index and headers, if the folder has any.
 
     Raises:
         FileNotFoundError: there is no such file, or none in the folder.
-        ValueError: a file is no safetensors file, is truncated, or lacks what the index says.
+        ValueError: a file is no safetensors file, is truncated or damaged, or lacks a tensor of the
+            index.
     """
     path = Path(folder)
+    sums = read_sums(path.parent if path.is_file() else path) if verify else None
     if path.is_file():
-        return read_header(path)
+        return read_header(path, sums)
     index = path / INDEX_NAME
     if not index.exists():
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"no safetensors files in {path}")
-        return {name: entry for file in files for name, entry in read_header(file).items()}
+        return {name: entry for file in files for name, entry in read_header(file, sums).items()}
+    data = read_checked(index, sums if sums and index.name in sums else None, _MAX_HEADER_NBYTES)
     with named(index, "is no index of safetensors files"):
-        weight_map: dict[str, str] = parsed_json(read_small(index))["weight_map"]
+        weight_map: dict[str, str] = parsed_json(data)["weight_map"]
         if bad := [file for file in weight_map.values() if not is_plain_name(file)]:
             raise ValueError(f"{shown(bad[0])} is no name of a file in this folder")
-    headers = {file: read_header(path / file) for file in sorted(set(weight_map.values()))}
+    headers = {file: read_header(path / file, sums) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in headers[file]:
             raise ValueError(
@@ -82,19 +90,22 @@ def read_folder(folder: str | os.PathLike[str]) -> dict[str, Entry]:
     return {name: headers[file][name] for name, file in weight_map.items()}
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path, sums: Checksums | None = None) -> dict[str, Entry]:
     """The tensors of one file; none of their bytes are read. The rules are those of safetensors.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is no safetensors file, is truncated, or its header has changed.
     """
-    with opened(path) as file, named(path, "is no safetensors file"):
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
+    listed = None if sums is None else sums.get(path.name)
+    size = size_of(path)
+    with named(path, "is no safetensors file"):
+        if listed is not None and listed.nbytes != size:
+            raise ValueError(f"it has {size} bytes, expected {listed.nbytes}")
+        length = int.from_bytes(read_range(path, listed, 0, 8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_NBYTES):
             raise ValueError(f"its header would have {length} bytes, the file has {size}")
-        text = file.read(length)
+        text = read_range(path, listed, 8, length)
         header = parsed_json(text)
         metadata = header.pop("__metadata__", {})
         if type(metadata) is not dict or not all(
@@ -103,9 +114,6 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise ValueError("its free metadata is no text")
         entries = {name: _entry(path, 8 + length, name, facts) for name, facts in header.items()}
         _check_places(entries, 8 + length, size)
-        if is_marked(metadata):
-            sums = sums_of(length.to_bytes(8, "little") + text, metadata, entries)
-            entries = {name: replace(entry, crc=sums[name]) for name, entry in entries.items()}
     return entries
 
 
@@ -148,10 +156,6 @@ class FilePlan:
     entries: dict[str, Entry]
     nbytes: int
 
-    def header_with(self, sums: Mapping[str, int]) -> bytes:
-        """The header with the checksum of each tensor; as long as without."""
-        return filled(self.header, sums)
-
 
 def plan_files(
     folder: Path,
@@ -186,7 +190,7 @@ def _plan_file(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     metadata: Mapping[str, str],
 ) -> FilePlan:
-    header: dict[str, Any] = {"__metadata__": {**metadata, **placeholder(len(tensors))}}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     # The widest first, so that each begins on a multiple of its own size.
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
@@ -207,23 +211,30 @@ def index_text(files: Sequence[FilePlan]) -> str:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
 
 
-def check_sums(entries: Iterable[Entry], part: int = 0, parts: int = 1) -> None:
-    """Compares the checksums of the ``part``-th of ``parts`` equal parts of the bytes, if known.
+def check_entries(
+    entries: Iterable[Entry], part: int = 0, parts: int = 1, way: StreamWay = StreamWay.ANY
+) -> int:
+    """Compares the ``part``-th of ``parts`` equal parts of the files that hold the entries.
+
+    Returns how many of the files have checksums.
 
     Raises:
-        ValueError: bytes have changed; names file and key.
+        ValueError: bytes have changed; names file and keys.
     """
-    known = [entry for entry in entries if entry.crc is not None]
-    total, done = sum(entry.end - entry.begin for entry in known), 0
-    for entry in known:
-        is_own = total * part <= done * parts < total * (part + 1)
-        done += entry.end - entry.begin
-        if not is_own:
-            continue
-        with opened(entry.file) as file:
-            crc = crc32_at(file.fileno(), entry.begin, entry.end - entry.begin)
-        if crc != entry.crc:
-            raise ValueError(
-                f"{entry.file} is damaged: the checksum of {shown(entry.name)} is another one than "
-                "when it was written"
-            )
+    by_file: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_file.setdefault(entry.file.name, []).append(entry)
+        folder = entry.file.parent
+    listed = (read_sums(folder) if by_file else None) or Checksums()
+    sums = {name: listed[name] for name in sorted(by_file) if name in listed}
+
+    def keys_in(name: str, ranges: list[range]) -> list[str]:
+        return [
+            entry.name
+            for entry in by_file[name]
+            if any(entry.begin < each.stop and each.start < entry.end for each in ranges)
+        ]
+
+    if sums:
+        check_files(folder, sums, part, parts, way, keys_in)
+    return len(sums)

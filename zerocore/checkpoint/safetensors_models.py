@@ -10,23 +10,25 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zerocore._C import crc32_joined
+from zerocore._C import BLOCK_NBYTES, StreamWay
+from zerocore.checkpoint import files
 from zerocore.checkpoint.byte_ranges import read_into, write_from
+from zerocore.checkpoint.checksums import NAME, Checksums, FileSums
 from zerocore.checkpoint.commit import (
     check_empty,
+    fsync_file,
     gathered,
     on_all_ranks,
     same_id,
     same_on_all,
 )
-from zerocore.checkpoint.files import flush_folder
 from zerocore.checkpoint.safe_files import opened, shown
 from zerocore.checkpoint.safetensors_files import (
     INDEX_NAME,
     NAME_OF,
     Entry,
     FilePlan,
-    check_sums,
+    check_entries,
     index_text,
     plan_files,
     read_folder,
@@ -40,7 +42,7 @@ from zerocore.tensor.place import local_of
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 Target = Param | Tensor  # a parameter, or a buffer
-Written = tuple[str, int, int, int]  # name, offset in the file, bytes, checksum
+Written = tuple[int, dict[int, int]]  # bytes of a file, and sums of blocks by their number
 
 
 @operation("load_safetensors")
@@ -77,14 +79,14 @@ def load_safetensors(
     def check() -> None:
         if state.shown_full.total() > 0:
             raise RuntimeError("load_safetensors inside of zerocore.unsharded; call it outside")
-        found.update(_renamed(read_folder(folder), rename))
+        found.update(_renamed(read_folder(folder, verify), rename))
         _check(targets, found, strict, folder)
 
     on_all_ranks(state, check)
     same_on_all(state, [f"{name} at {e.begin} of {e.file.name}" for name, e in found.items()])
-
     if verify:
-        on_all_ranks(state, lambda: check_sums(found.values(), state.rank, state.world_size))
+        part, parts = state.rank, state.world_size
+        on_all_ranks(state, lambda: check_entries(found.values(), part, parts, StreamWay.CACHED))
 
     def load() -> None:
         done: set[int] = set()
@@ -199,28 +201,30 @@ def save_safetensors(
     path = Path(folder)
     temporary = path / f".safetensors-{same_id(state)}"
     targets: dict[str, Target] = {}
-    files: list[FilePlan] = []
+    plans: list[FilePlan] = []
 
     def prepare() -> None:
-        check_empty(path, ("*.safetensors", INDEX_NAME))
+        check_empty(path, ("*.safetensors", INDEX_NAME, NAME))
         nbytes = parse_nbytes(max_file_size, "max_file_size")
         metadata = {"format": "pt", **_first_names(_targets(model, state), targets)}
-        files.extend(plan_files(temporary, _facts(targets, dtype), nbytes, metadata))
+        plans.extend(plan_files(temporary, _facts(targets, dtype), nbytes, metadata))
         if state.rank == 0:
-            _create(temporary, files)
+            _create(temporary, plans)
 
     on_all_ranks(state, prepare)
-    written = _write_all(state, temporary, files, targets)
-    sums = _joined(gathered(state, written))
+    sums = _joined(gathered(state, _write_all(state, temporary, plans, targets)))
 
     def commit() -> None:
         if state.rank == 0:
-            for plan in files:
-                _fill_sums(temporary / plan.name, plan, sums)
-            for name in [file.name for file in files] + [INDEX_NAME] * (len(files) > 1):
+            index = {INDEX_NAME: index_text(plans).encode()} if len(plans) > 1 else {}
+            sums.update({name: FileSums.of(text) for name, text in index.items()})
+            for name, text in {**index, NAME: sums.text()}.items():
+                (temporary / name).write_bytes(text)
+                fsync_file(temporary / name)
+            for name in [NAME, *(file.name for file in plans), *index]:
                 os.replace(temporary / name, path / name)
             temporary.rmdir()
-            flush_folder(path)
+            files.flush_folder(path)
 
     on_all_ranks(state, commit)
 
@@ -251,57 +255,52 @@ def _facts(
     return facts
 
 
-def _create(folder: Path, files: list[FilePlan]) -> None:
+def _create(folder: Path, plans: list[FilePlan]) -> None:
     folder.mkdir(parents=True)
-    for plan in files:
+    for plan in plans:
         with open(folder / plan.name, "wb") as file:
-            file.write(plan.header)
             file.truncate(plan.nbytes)
-    if len(files) > 1:
-        with open(folder / INDEX_NAME, "w") as file:
-            file.write(index_text(files))
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def _write_all(
-    state: ShardState, folder: Path, files: list[FilePlan], targets: Mapping[str, Target]
-) -> list[Written]:
-    written: list[Written] = []
+    state: ShardState, folder: Path, plans: list[FilePlan], targets: Mapping[str, Target]
+) -> dict[str, Written]:
+    """Writes the parts of this rank; returns the sums of those blocks that it wrote to."""
+    written: dict[str, Written] = {}
     error: Exception | None = None
     with ExitStack() as stack, torch.no_grad():
-        for plan in files:
+        for plan in plans:
             try:
                 file = stack.enter_context(open(folder / plan.name, "r+b", buffering=0))
+                writer = files.writer(file.fileno(), plan.nbytes, StreamWay.CACHED)
+                if state.rank == 0:
+                    files.write(writer, 0, plan.header)
             except OSError as caught:
                 error = error or caught
             for name, entry in plan.entries.items():
                 values, begin = _own_part(state, targets[name])  # may be collective: on all ranks
                 try:
-                    if error is None and values.numel() > 0:
+                    if error is None:
                         offset = entry.begin + begin * entry.dtype.itemsize
-                        crc = write_from(file.fileno(), offset, entry.dtype, values)
-                        written.append((name, offset, values.numel() * entry.dtype.itemsize, crc))
+                        write_from(writer, offset, entry.dtype, values)
                 except OSError as caught:
                     error = caught
             if error is None:
                 os.fsync(file.fileno())
+                written[plan.name] = (plan.nbytes, {i: s for i, s in enumerate(writer.sums()) if s})
     agree(state.ranks.groups, error, [], state.device)
     return written
 
 
-def _joined(parts: list[list[Written]]) -> dict[str, int]:
-    """The checksum of each tensor, from those of its parts."""
-    sums: dict[str, int] = {}
-    for name, _, nbytes, crc in sorted(part for ranks in parts for part in ranks):
-        sums[name] = crc32_joined(sums.get(name, 0), crc, nbytes)
+def _joined(parts: list[dict[str, Written]]) -> Checksums:
+    """The checksums of files, from those of each rank's bytes in them."""
+    sums = Checksums()
+    for name, (nbytes, _) in parts[0].items():
+        sums[name] = FileSums(nbytes, [0] * -(-nbytes // BLOCK_NBYTES))
+        for part in parts:
+            for index, crc in part[name][1].items():
+                sums[name].crcs[index] ^= crc
     return sums
-
-
-def _fill_sums(path: Path, plan: FilePlan, sums: Mapping[str, int]) -> None:
-    with open(path, "r+b", buffering=0) as file:
-        file.write(plan.header_with({name: sums.get(name, 0) for name in plan.entries}))
-        os.fsync(file.fileno())
 
 
 def _own_part(state: ShardState, target: Target) -> tuple[Tensor, int]:

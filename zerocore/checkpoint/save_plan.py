@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from zerocore.checkpoint.torch_chunks import MAX_NBYTES, chunk_nbytes
 from zerocore.tensor.boxes import Box, boxes_of, memory_order
 
-FORMAT = "zerocore-1"  # begins the save_id of files whose chunks are framed as torch_chunks does
+FORMAT = "zerocore-1"  # the save_id of files whose chunks are framed as torch_chunks does
 
 
 @dataclass(frozen=True)
@@ -117,15 +117,12 @@ class SavePlan:
         """Bytes of the tensors themselves."""
         return sum(dtype.itemsize * prod(s.shape) for dtype, s in self.tensors.values())
 
-    def metadata(
-        self, values: Mapping[str, tuple[int, int]], paths: Mapping[str, Any], save_id: str
-    ) -> Metadata:
+    def metadata(self, values: Mapping[str, tuple[int, int]], paths: Mapping[str, Any]) -> Metadata:
         """What torch's reader asks for.
 
         Args:
             values: ``(offset, length)`` of plain values, at the begin of the first file.
             paths: of every key in the nested state.
-            save_id: of this save.
         """
         entries: dict[str, Any] = {}
         places: dict[MetadataIndex, Any] = {}
@@ -149,7 +146,7 @@ class SavePlan:
                 torch.Size(spread.shape),
                 [chunk for _, _, chunk in chunks],
             )
-        meta = StorageMeta(save_id=f"{FORMAT}-{save_id}")
+        meta = StorageMeta(save_id=FORMAT)
         return Metadata(entries, dict(paths), places, meta, CURRENT_DCP_VERSION)
 
 

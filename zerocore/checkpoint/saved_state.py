@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from zerocore._C import FileWriter
 from zerocore.checkpoint import files
-from zerocore.checkpoint.io_threads import in_threads
+from zerocore.checkpoint.checksums import FileSums
 from zerocore.checkpoint.kept_plan import Facts, KeptPlan
 from zerocore.checkpoint.save_plan import Piece, SavePlan, box_strides
 from zerocore.checkpoint.torch_chunks import data_offset, frame
@@ -65,13 +65,13 @@ class SavedState:
         """The values one after the other, as they stand at the begin of the first file."""
         return b"".join(self.values.values())
 
-    def metadata(self, identity: str) -> bytes:
-        """The file of metadata of a save of that name."""
+    def metadata(self) -> bytes:
+        """The file of metadata."""
         places, offset = {}, 0
         for key, data in self.values.items():
             places[key] = (offset, len(data))
             offset += len(data)
-        return self.kept.metadata(self.plan, places, self.paths, identity)
+        return self.kept.metadata(self.plan, places, self.paths)
 
     def digest(self) -> str:
         """The same on all ranks if they save the same tensors."""
@@ -98,16 +98,18 @@ class SavedState:
     def parts(self) -> Iterator[Tensor]:
         """The memory that this rank writes, in the order in its file, in small parts."""
         for piece in self.plan.pieces_of(self.rank):
-            yield from self.parts_of(piece)
+            local, begin = self.tensors[piece.key]
+            start = piece.box.begin - begin
+            if piece.box.numel > 0:
+                yield from local[start : start + piece.box.numel].split(
+                    PART_NBYTES // local.element_size()
+                )
 
-    def parts_of(self, piece: Piece) -> Iterator[Tensor]:
-        """The memory of one piece of this rank."""
-        local, begin = self.tensors[piece.key]
-        start = piece.box.begin - begin
-        if piece.box.numel > 0:
-            yield from local[start : start + piece.box.numel].split(
-                PART_NBYTES // local.element_size()
-            )
+    def parts_on_cpu(self) -> Iterator[Tensor]:
+        """The same on the CPU, for tensors that nobody changes until all is written."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # this thread has a stream of its own
+        return (part.cpu() for part in self.parts())
 
 
 def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedState:
@@ -142,50 +144,33 @@ def _pickled(value: Any) -> bytes:
 
 
 def write_rank_file(
-    folder: Path, saved: SavedState, copies: Iterable[Tensor] | None, begun: Callable[[], None]
-) -> None:
-    """Writes one rank's file and makes it durable.
+    folder: Path, saved: SavedState, copies: Iterable[Tensor], begun: Callable[[], None]
+) -> FileSums:
+    """Writes one rank's file and makes it durable; returns its checksums.
 
     Args:
-        copies: of ``saved.parts()``, on the CPU; None to write from the tensors themselves.
+        copies: of ``saved.parts()``, on the CPU.
         begun: called when the file has its room.
     """
-    file = files.create(folder / saved.plan.file_name(saved.rank))
+    plan, rank = saved.plan, saved.rank
+    file = files.create(folder / plan.file_name(rank))
     try:
-        nbytes = saved.plan.file_nbytes[saved.rank]
+        nbytes = plan.file_nbytes[rank]
         files.reserve(file, nbytes)
         writer = files.writer(file, nbytes)
         begun()
         if saved.front:
             files.write(writer, 0, saved.front)
-        if copies is None:
-            _write_live(writer, saved)
-        else:
-            _write_copies(writer, saved, iter(copies))
+        parts = iter(copies)
+        for piece in plan.pieces_of(rank):
+            _write_piece(writer, plan, piece, parts)
+        for _ in parts:  # its end says whether all was well
+            raise AssertionError("a part is left")
         files.finish(writer)
         files.flush(file)
+        return FileSums(nbytes, writer.sums())
     finally:
         files.close(file)
-
-
-def _write_live(file: FileWriter, saved: SavedState) -> None:
-    """Writes several pieces at a time, which nobody changes meanwhile."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # other threads copy, which have streams of their own
-
-    def write(piece: Piece) -> None:
-        _write_piece(file, saved.plan, piece, (part.cpu() for part in saved.parts_of(piece)))
-
-    for _ in in_threads(write, saved.plan.pieces_of(saved.rank)):
-        pass
-
-
-def _write_copies(file: FileWriter, saved: SavedState, copies: Iterator[Tensor]) -> None:
-    """Writes piece after piece, as the copies come."""
-    for piece in saved.plan.pieces_of(saved.rank):
-        _write_piece(file, saved.plan, piece, copies)
-    for _ in copies:  # its end says whether all was well
-        raise AssertionError("a part is left")
 
 
 def _write_piece(file: FileWriter, plan: SavePlan, piece: Piece, parts: Iterator[Tensor]) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch.distributed as dist
 from torch import Tensor
 
 from zerocore.checkpoint import checksums, files, folder
-from zerocore.checkpoint.checksums import METADATA, Sums
+from zerocore.checkpoint.checksums import METADATA, Checksums, FileSums
 from zerocore.checkpoint.commit import common_result
 from zerocore.checkpoint.contents import Contents
 from zerocore.checkpoint.saved_state import SavedState, write_rank_file
@@ -59,9 +58,9 @@ class Save:
         """
         try:
             with operation(f"save of '{self.final.name}'"):
-                temporary, sums = self._begin()
-                self._together(lambda: self._write_files(temporary, sums, copies))
-                self._together(lambda: self._commit(temporary))
+                temporary = self._begin()
+                sums = self._together(lambda: self._write_files(temporary, copies))
+                self._together(lambda: self._commit(temporary, sums))
             self.known[self.final] = True
         finally:
             folder.end(self._temporary)
@@ -71,24 +70,20 @@ class Save:
         """The folder that all write to, if this is the first rank."""
         return folder.temporary_of(self.final)
 
-    def _begin(self) -> tuple[Path, dict[str, int]]:
-        """Makes the folder, when all ranks want to save the same.
+    def _begin(self) -> Path:
+        """Makes the folder, when all ranks want to save the same."""
 
-        Returns it, and the checksum of what each rank saves for itself.
-        """
-
-        def prepare() -> tuple[int, str, str, int]:
+        def prepare() -> tuple[int, str, str]:
             if self.saved.rank == 0:
                 self._refuse_good()
                 folder.begin(self._temporary)
-            return self.saved.rank, self._temporary.name, self.saved.digest(), crc32(self.own)
+            return self.saved.rank, self._temporary.name, self.saved.digest()
 
         answers = self._together(prepare)
-        digests = [digest for _, _, digest, _ in answers]
+        digests = [digest for _, _, digest in answers]
         if len(set(digests)) > 1:
             raise ValueError(f"the ranks would save different tensors: {digests}")
-        temporary = self.final.with_name(min(answers)[1])
-        return temporary, {own_name(rank): crc for rank, _, _, crc in answers}
+        return self.final.with_name(min(answers)[1])
 
     def _refuse_good(self) -> None:
         """Raises FileExistsError if there is something else than a damaged checkpoint."""
@@ -102,21 +97,24 @@ class Save:
         else:
             raise FileExistsError(f"{self.final} exists; checkpoints are never overwritten")
 
-    def _write_files(
-        self, temporary: Path, sums: dict[str, int], copies: Iterable[Tensor] | None
-    ) -> None:
-        """This rank's files, and on the first rank those that tell of all.
+    def _write_files(self, temporary: Path, copies: Iterable[Tensor] | None) -> Checksums:
+        """This rank's files, and on the first rank the metadata of all; returns their checksums.
 
         The small ones are written beside the large one, and flushed behind it: what makes that one
         durable does most of it for them, too.
         """
         small: list[int] = []
-        values = self.saved.values
+        sums = Checksums()
+        _ = self.saved.values  # before another thread asks for them
 
         def write_small() -> None:
-            for name, data in self._small_files(temporary, sums, values):
+            data = {own_name(self.saved.rank): self.own}
+            if self.saved.rank == 0:
+                data[METADATA] = self.saved.metadata()
+            for name, each in data.items():
                 small.append(files.create(temporary / name))
-                files.write(small[-1], 0, data)
+                _write_all(small[-1], each)
+                sums[name] = FileSums.of(each)
 
         written: list[Future[None]] = []
         with ThreadPoolExecutor(1, "checkpoint-small") as thread:
@@ -125,7 +123,9 @@ class Save:
                 written.append(thread.submit(write_small))
 
             try:
-                write_rank_file(temporary, self.saved, copies, begin_small)
+                name = self.saved.plan.file_name(self.saved.rank)
+                parts = self.saved.parts_on_cpu() if copies is None else copies
+                found = write_rank_file(temporary, self.saved, parts, begin_small)
                 for each in written:
                     each.result()
                 for file in small:
@@ -134,37 +134,36 @@ class Save:
                 wait(written)
                 for file in small:
                     files.close(file)
+        sums[name] = found
+        return sums
 
-    def _small_files(
-        self, temporary: Path, sums: dict[str, int], values: dict[str, bytes]
-    ) -> Iterator[tuple[str, bytes]]:
-        """``(name, bytes)`` of each that this rank writes beside its tensors."""
-        yield own_name(self.saved.rank), self.own
-        if self.saved.rank == 0:
-            plan = self.saved.plan
-            data = self.saved.metadata(temporary.name.rpartition("-")[2])
-            yield METADATA, data
-            sizes = {plan.file_name(rank): size for rank, size in enumerate(plan.file_nbytes)}
-            sums = {**sums, METADATA: crc32(data)}
-            listed = {key: crc32(value) for key, value in values.items()}
-            yield checksums.NAME, Sums(sizes, sums, listed).text()
-
-    def _commit(self, temporary: Path) -> None:
+    def _commit(self, temporary: Path, parts: list[Checksums]) -> None:
         """On the first rank: gives the folder its name, as all ranks have flushed their files."""
         if self.saved.rank != 0:
             return
-        plan = self.saved.plan
-        for rank, size in enumerate(plan.file_nbytes):
-            path = temporary / plan.file_name(rank)
-            found = path.stat().st_size
-            if found != size:
-                raise OSError(f"{path} has {found} bytes, expected {size}")
+        sums = Checksums({name: each for part in parts for name, each in part.items()})
+        for name, each in sums.items():
+            found = (temporary / name).stat().st_size
+            if found != each.nbytes:
+                raise OSError(f"{temporary / name} has {found} bytes, expected {each.nbytes}")
+        file = files.create(temporary / checksums.NAME)
+        try:
+            _write_all(file, sums.text())
+            files.flush(file)
+        finally:
+            files.close(file)
         folder.complete(temporary, self.final)
         damaged = {path for path, is_good in self.known.items() if not is_good} - {self.final}
         folder.delete_old(self.final, self.keep, damaged)
 
     def _together(self, action: Callable[[], Any]) -> list[Any]:
         return together(self.group, action)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    writer = files.writer(file, len(data))
+    files.write(writer, 0, data)
+    files.finish(writer)
 
 
 def together(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> list[Any]:

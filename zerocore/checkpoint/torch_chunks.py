@@ -4,13 +4,12 @@ A chunk that is written here has its parts at fixed places, so that its length f
 tensor's bytes alone and its other bytes from dtype, shape and checksum. Zip files of a tensor hold
 
     data.pkl | data/0 (the tensor's memory) | byteorder | version | list of the four with checksums
-    | comment: zeros, and a checksum of all this but the tensor's memory
+    | comment: zeros
 """
 
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import struct
 from collections import OrderedDict
@@ -22,8 +21,6 @@ from zlib import crc32
 
 import torch
 
-from zerocore._C import crc32_at
-
 MAX_NBYTES = 1 << 30  # of a chunk's data; zip files above 4 GiB have another form
 _HEAD_NBYTES = 768  # before the data; room for the shape of a tensor of 24 dimensions
 _ALIGNMENT = 64
@@ -32,21 +29,12 @@ _VERSION = (b"archive/version", b"3\n")
 _PICKLE_NAME, _DATA_NAME = b"archive/data.pkl", b"archive/data/0"
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
-_SUM = struct.Struct("<I")  # of all of the frame that comes before it; the zip file's comment
 _END = struct.Struct("<4s4H2IH")
 _NAMES = (_PICKLE_NAME, _DATA_NAME, _ORDER[0], _VERSION[0])
 _TAIL_NBYTES = (
     sum(_LOCAL.size + len(name) + len(data) for name, data in (_ORDER, _VERSION))
     + sum(_CENTRAL.size + len(name) for name in _NAMES)
     + _END.size
-    + _SUM.size
-)
-# In the tail: the checksum of the data, which is the second one that is listed.
-_DATA_SUM_AT = (
-    sum(_LOCAL.size + len(name) + len(data) for name, data in (_ORDER, _VERSION))
-    + _CENTRAL.size
-    + len(_PICKLE_NAME)
-    + 16
 )
 
 
@@ -100,37 +88,8 @@ def frame(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], crc:
         for (name, crc, size), at in zip(facts, offsets, strict=True)
     )
     comment = chunk_nbytes(nbytes) - _HEAD_NBYTES - nbytes - _TAIL_NBYTES
-    tail += listed + _END.pack(b"PK\5\6", 0, 0, 4, 4, len(listed), begin, comment + _SUM.size)
-    tail += bytes(comment)
-    return Frame(head, tail + _SUM.pack(crc32(tail, crc32(head))))
-
-
-def is_intact(file: int, offset: int, data_nbytes: int) -> bool:
-    """Whether a chunk that was framed here is as it was written, to the last bit.
-
-    It is read from the begin to the end, as the system reads ahead.
-    """
-    try:
-        head = os.pread(file, _HEAD_NBYTES, offset)
-        begin = offset + _HEAD_NBYTES
-        crc = crc32_at(file, begin, data_nbytes)
-        tail = os.pread(file, tail_nbytes(data_nbytes), begin + data_nbytes)
-    except OSError:
-        return False
-    return is_frame_of(head, crc, tail)
-
-
-def tail_nbytes(data_nbytes: int) -> int:
-    """Bytes of a chunk behind the tensor's memory."""
-    return chunk_nbytes(data_nbytes) - _HEAD_NBYTES - data_nbytes
-
-
-def is_frame_of(head: bytes, crc: int, tail: bytes) -> bool:
-    """Whether head and tail are as they were written, and around data of the checksum ``crc``."""
-    at = _DATA_SUM_AT
-    if len(tail) < _TAIL_NBYTES or tail[at : at + _SUM.size] != _SUM.pack(crc):
-        return False
-    return tail[-_SUM.size :] == _SUM.pack(crc32(tail[: -_SUM.size], crc32(head)))
+    tail += listed + _END.pack(b"PK\5\6", 0, 0, 4, 4, len(listed), begin, comment)
+    return Frame(head, tail + bytes(comment))
 
 
 def has_form(

@@ -60,7 +60,7 @@ def plan_seconds(world_size: int) -> dict[str, float]:
     plan = SavePlan(tensors, world_size)
     pieces = plan.pieces_of(world_size // 2)
     ready = time.process_time()
-    metadata = plan.metadata({}, {}, "x")
+    metadata = plan.metadata({}, {})
     built = time.process_time()
     data = pickle.dumps(metadata)
     return {
