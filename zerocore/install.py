@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerocore import emulated
-from zerocore.checkpoint.torch_seams import watch_imports
+from zerocore.checkpoint.dcp.patches import watch_imports
 from zerocore.hooks.broadcasts import refuse_broadcasts
 from zerocore.hooks.moves import watch_moves
 from zerocore.hooks.optimizer_rules import watch_optimizers

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 import zerocore
 from tests.checkpoint import mutants
 from tests.checkpoint.fuzz import run_mutants
-from zerocore.checkpoint.contents import Contents
 from zerocore.checkpoint.convert import open_weights
-from zerocore.checkpoint.safetensors_files import read_folder, read_header
+from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.safetensors.files import read_folder, read_header
 
 Model = tuple[nn.Module, zerocore.Checkpoints, Path]
 

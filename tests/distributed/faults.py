@@ -1,4 +1,4 @@
-"""Files that fail, and a model of power loss: wraps the calls of zerocore.checkpoint.files."""
+"""Files that fail, and a model of power loss: wraps the calls of checkpoint.commit.files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocore.checkpoint import files
+from zerocore.checkpoint.commit import files
 
 CALLS = (
     "create",

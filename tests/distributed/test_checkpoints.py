@@ -25,9 +25,9 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import OPTIMIZERS, assert_equal, full_states, make, train, trained
 from tests.io.page_cache import can_bypass_cache, drop_from_cache
 from zerocore._C import BLOCK_NBYTES
-from zerocore.checkpoint import loading
-from zerocore.checkpoint.contents import Contents
-from zerocore.checkpoint.safe_reader import load_tensors
+from zerocore.checkpoint.dcp import loading
+from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.dcp.safe_reader import load_tensors
 
 COMMON = (ValueError, RuntimeError)
 

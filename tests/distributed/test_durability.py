@@ -17,7 +17,7 @@ import zerocore
 from tests.distributed.faults import Count, Disk, Recorder
 from tests.distributed.harness import run_ranks, run_to_end
 from tests.distributed.saved_nets import assert_equal, full_states, make, train, trained
-from zerocore.checkpoint import files
+from zerocore.checkpoint.commit import files
 
 COMMON = (ValueError, RuntimeError)
 

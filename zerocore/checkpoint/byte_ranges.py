@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zerocore._C import FileWriter
-from zerocore.checkpoint import files
+from zerocore.checkpoint.commit import files
 
 _PIECE_NUMEL = 1 << 20  # what is cast, or copied from another device, at a time
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerocore.checkpoint.commit import DamagedError
-from zerocore.checkpoint.folder import path_of, steps_in
-from zerocore.checkpoint.snapshot import StreamedCopy
-from zerocore.checkpoint.writer import writer_of
+from zerocore.checkpoint.commit.agreement import DamagedError
+from zerocore.checkpoint.commit.folder import path_of, steps_in
+from zerocore.checkpoint.commit.writer import writer_of
+from zerocore.checkpoint.dcp.snapshot import StreamedCopy
 from zerocore.common.agreement import from_first
 from zerocore.common.alarm import operation
 from zerocore.common.garbage import no_collections
@@ -31,8 +31,8 @@ from zerocore.planning.checkpoint_bytes import MEMORY_BUDGET
 from zerocore.tensor.place import Placed
 
 if TYPE_CHECKING:
-    from zerocore.checkpoint.saved_state import SavedState
-    from zerocore.checkpoint.saving import Save
+    from zerocore.checkpoint.commit.saving import Save
+    from zerocore.checkpoint.dcp.saved_state import SavedState
 
 _log = logging.getLogger("zerocore")
 _MIN_BUDGET = 16 << 20  # two parts, so that one is copied while another is written
@@ -123,8 +123,10 @@ class Checkpoints:
         rng: bool = True,
         **stateful: Any,
     ) -> None:
-        import_module("zerocore.checkpoint.saving")  # takes a second: not while training waits
-        from zerocore.checkpoint.kept_plan import KeptPlan
+        import_module(
+            "zerocore.checkpoint.commit.saving"
+        )  # takes a second: not while training waits
+        from zerocore.checkpoint.dcp.plan_cache import KeptPlan
         from zerocore.checkpoint.training_state import optimizers_of
 
         if keep is not None and keep < 1:
@@ -171,7 +173,7 @@ class Checkpoints:
                 neither saved nor loaded the first rank finds that out, in the background.
             Exception: what went wrong in the save before.
         """
-        from zerocore.checkpoint.saving import Save, together
+        from zerocore.checkpoint.commit.saving import Save, together
 
         began = time.perf_counter()
         self.wait()
@@ -249,7 +251,7 @@ class Checkpoints:
 
     def _collect(self, step: int) -> tuple[SavedState, bytes]:
         """What this rank has of the model and its optimizer, and what it saves for itself."""
-        from zerocore.checkpoint.saved_state import saved_state
+        from zerocore.checkpoint.dcp.saved_state import saved_state
         from zerocore.checkpoint.training_state import random_state, training_state
 
         nested = training_state(self._model, self._optimizers)
@@ -266,7 +268,7 @@ class Checkpoints:
         return saved_state(self._kept, nested, copy=self._background), written.getvalue()
 
     def _load(self, folder: Path) -> None:
-        from zerocore.checkpoint.loading import TrainingLoad, restore_buffers, restore_own
+        from zerocore.checkpoint.dcp.loading import TrainingLoad, restore_buffers, restore_own
 
         state = self._state
         load = TrainingLoad(

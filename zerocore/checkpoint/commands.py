@@ -79,9 +79,9 @@ def _progress() -> Progress:
 @app.command()
 def verify(folder: _Folder) -> None:
     """Compare the size of every file and the checksum of every byte; exit 1 if one is damaged."""
-    from zerocore.checkpoint.contents import Contents
-    from zerocore.checkpoint.safetensors_files import check_entries, read_folder
-    from zerocore.checkpoint.verify import verify as check_contents
+    from zerocore.checkpoint.dcp.contents import Contents
+    from zerocore.checkpoint.dcp.verify import verify as check_contents
+    from zerocore.checkpoint.safetensors.files import check_entries, read_folder
 
     with _named_errors(), _progress() as progress:
         for path in _checkpoints(folder):

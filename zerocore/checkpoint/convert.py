@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from zerocore.checkpoint import files
 from zerocore.checkpoint.byte_ranges import read_into, write_from
 from zerocore.checkpoint.checksums import NAME, Checksums, FileSums
-from zerocore.checkpoint.commit import fsync_file, fsync_tree
-from zerocore.checkpoint.contents import Contents
+from zerocore.checkpoint.commit import files
+from zerocore.checkpoint.commit.agreement import fsync_file, fsync_tree
+from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.dcp.safe_reader import load_tensors, quiet
 from zerocore.checkpoint.safe_files import named, opened, size_of
-from zerocore.checkpoint.safe_reader import load_tensors, quiet
-from zerocore.checkpoint.safetensors_files import (
+from zerocore.checkpoint.safetensors.files import (
     INDEX_NAME,
     NAME_OF,
     index_text,

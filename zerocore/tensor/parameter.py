@@ -18,9 +18,9 @@ from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
 from zerocore._C import define_grad
+from zerocore.checkpoint.slices.dcp_protocol import chunk_list, find_chunk, write_items
 from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
-from zerocore.tensor.chunks import chunk_list, find_chunk, write_items
 from zerocore.tensor.full_reads import call_with_full, in_call, is_recorded
 from zerocore.tensor.place import Place, Placed, PlacedParameter, local_of
 

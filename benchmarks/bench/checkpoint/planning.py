@@ -42,8 +42,8 @@ def plan_seconds(world_size: int) -> dict[str, float]:
     """
     import_zerocore()
     from zerocore._C import Layout, ParamSpec
-    from zerocore.checkpoint.save_plan import SavePlan, Spread
-    from zerocore.tensor.shares import owned_ranges
+    from zerocore.checkpoint.dcp.save_plan import SavePlan, Spread
+    from zerocore.checkpoint.slices.save_ownership import owned_ranges
 
     layouts = [
         (unit, Layout.build([ParamSpec(n, list(s), 6, 4) for n, s in unit], world_size))

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from zerocore.checkpoint.save_plan import SavePlan, Spread
+from zerocore.checkpoint.dcp.save_plan import SavePlan, Spread
+from zerocore.checkpoint.slices.save_ownership import owned_ranges, saved_ranges
 from zerocore.model.state import ShardState
 from zerocore.tensor.place import Place
-from zerocore.tensor.shares import owned_ranges, saved_ranges
 
 Facts = Mapping[str, tuple[torch.dtype, Place | torch.Size]]
 

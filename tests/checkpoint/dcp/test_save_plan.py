@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import zerocore
 from tests.distributed.harness import run_ranks
 from zerocore._C import Layout, ParamSpec
-from zerocore.checkpoint import save_plan
-from zerocore.checkpoint.contents import Contents
-from zerocore.checkpoint.save_plan import SavePlan, Spread
-from zerocore.checkpoint.torch_chunks import chunk_nbytes
-from zerocore.tensor.shares import owned_ranges, saved_ranges
+from zerocore.checkpoint.dcp import save_plan
+from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.dcp.save_plan import SavePlan, Spread
+from zerocore.checkpoint.dcp.torch_chunks import chunk_nbytes
+from zerocore.checkpoint.slices.save_ownership import owned_ranges, saved_ranges
 
 
 def random_plan(choose: random.Random) -> SavePlan:

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zerocore.checkpoint.torch_chunks import MAX_NBYTES, chunk_nbytes
-from zerocore.tensor.boxes import Box, boxes_of, memory_order
+from zerocore.checkpoint.dcp.torch_chunks import MAX_NBYTES, chunk_nbytes
+from zerocore.checkpoint.slices.boxes import Box, boxes_of, memory_order
 
 FORMAT = "zerocore-1"  # the save_id of files whose chunks are framed as torch_chunks does
 

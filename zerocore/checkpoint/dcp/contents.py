@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata
 
 from zerocore.checkpoint.checksums import METADATA, NAME, FileSums, read_checked, read_sums
+from zerocore.checkpoint.dcp.safe_metadata import read_metadata
+from zerocore.checkpoint.dcp.save_plan import FORMAT
 from zerocore.checkpoint.safe_files import named, opened, shown, size_of
-from zerocore.checkpoint.safe_metadata import read_metadata
 from zerocore.checkpoint.safe_pickles import check_stored
-from zerocore.checkpoint.save_plan import FORMAT
 
 
 class Stored(NamedTuple):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from zerocore.tensor.boxes import Box, boxes_of
-from zerocore.tensor.chunks import box_view, chunk_boxes
+from zerocore.checkpoint.slices.boxes import Box, boxes_of
+from zerocore.checkpoint.slices.dcp_protocol import box_view, chunk_boxes
 from zerocore.tensor.place import Place
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from zerocore._C import StreamWay
 from zerocore.checkpoint.checksums import check_files
-from zerocore.checkpoint.contents import Contents
+from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.io_threads import in_threads
 from zerocore.checkpoint.safe_files import opened, shown
 

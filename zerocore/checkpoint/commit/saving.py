@@ -13,12 +13,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from zerocore.checkpoint import checksums, files, folder
+from zerocore.checkpoint import checksums
 from zerocore.checkpoint.checksums import METADATA, Checksums, FileSums
-from zerocore.checkpoint.commit import common_result
-from zerocore.checkpoint.contents import Contents
-from zerocore.checkpoint.saved_state import SavedState, write_rank_file
-from zerocore.checkpoint.verify import verify
+from zerocore.checkpoint.commit import files, folder
+from zerocore.checkpoint.commit.agreement import common_result
+from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.dcp.saved_state import SavedState, write_rank_file
+from zerocore.checkpoint.dcp.verify import verify
 from zerocore.common.alarm import operation, waiting
 
 _log = logging.getLogger("zerocore")

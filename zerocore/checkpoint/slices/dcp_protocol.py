@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zerocore.tensor.boxes import Box, boxes_of, memory_order
+from zerocore.checkpoint.slices.boxes import Box, boxes_of, memory_order
 from zerocore.tensor.place import Place
 
 if TYPE_CHECKING:

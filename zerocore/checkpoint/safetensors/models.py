@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from zerocore._C import BLOCK_NBYTES, StreamWay
-from zerocore.checkpoint import files
 from zerocore.checkpoint.byte_ranges import read_into, write_from
 from zerocore.checkpoint.checksums import NAME, Checksums, FileSums
-from zerocore.checkpoint.commit import (
+from zerocore.checkpoint.commit import files
+from zerocore.checkpoint.commit.agreement import (
     check_empty,
     fsync_file,
     gathered,
@@ -23,7 +23,7 @@ from zerocore.checkpoint.commit import (
     same_on_all,
 )
 from zerocore.checkpoint.safe_files import opened, shown
-from zerocore.checkpoint.safetensors_files import (
+from zerocore.checkpoint.safetensors.files import (
     INDEX_NAME,
     NAME_OF,
     Entry,

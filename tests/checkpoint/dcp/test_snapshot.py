@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from zerocore.checkpoint.snapshot import StreamedCopy
+from zerocore.checkpoint.dcp.snapshot import StreamedCopy
 
 CPU = torch.device("cpu")
 

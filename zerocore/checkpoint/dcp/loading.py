@@ -13,16 +13,17 @@ from torch import Tensor, nn
 
 from zerocore._C import StreamWay
 from zerocore.checkpoint.checksums import METADATA, read_checked, read_range
-from zerocore.checkpoint.commit import on_all_ranks, reading
-from zerocore.checkpoint.contents import Contents
-from zerocore.checkpoint.kept_plan import KeptPlan
-from zerocore.checkpoint.own_file import OwnFile, Target, own_targets, values_of
+from zerocore.checkpoint.commit.agreement import on_all_ranks, reading
+from zerocore.checkpoint.commit.saving import own_name
+from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.dcp.plan_cache import KeptPlan
+from zerocore.checkpoint.dcp.rank_file_reader import OwnFile, Target, own_targets, values_of
+from zerocore.checkpoint.dcp.safe_reader import load_tensors
+from zerocore.checkpoint.dcp.save_plan import SavePlan
+from zerocore.checkpoint.dcp.saved_state import SavedState, saved_state
+from zerocore.checkpoint.dcp.verify import verify
 from zerocore.checkpoint.safe_files import is_count, named, shown
 from zerocore.checkpoint.safe_pickles import load_plain
-from zerocore.checkpoint.safe_reader import load_tensors
-from zerocore.checkpoint.save_plan import SavePlan
-from zerocore.checkpoint.saved_state import SavedState, saved_state
-from zerocore.checkpoint.saving import own_name
 from zerocore.checkpoint.training_state import (
     Optimizers,
     State,
@@ -36,7 +37,6 @@ from zerocore.checkpoint.training_state import (
     set_random_state,
     training_state,
 )
-from zerocore.checkpoint.verify import verify
 from zerocore.model.state import ShardState
 
 _log = logging.getLogger("zerocore")

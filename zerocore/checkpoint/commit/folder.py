@@ -14,9 +14,9 @@ import uuid
 from collections.abc import Container
 from pathlib import Path
 
-from zerocore.checkpoint import files
 from zerocore.checkpoint.checksums import METADATA, NAME
-from zerocore.checkpoint.job import Job, this_job
+from zerocore.checkpoint.commit import files
+from zerocore.checkpoint.commit.job import Job, this_job
 
 _log = logging.getLogger("zerocore")
 _STEP = re.compile(r"step-(\d{8,})")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerocore.checkpoint import files
-from zerocore.checkpoint.chunk_reads import locate, read_box
-from zerocore.checkpoint.torch_chunks import chunk_nbytes, data_offset, frame
+from zerocore.checkpoint.commit import files
+from zerocore.checkpoint.dcp.chunk_reads import locate, read_box
+from zerocore.checkpoint.dcp.torch_chunks import chunk_nbytes, data_offset, frame
 
 DTYPES = [
     torch.float32,

@@ -13,8 +13,8 @@ from torch import nn
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import assert_equal, full_states
-from zerocore.checkpoint.contents import Contents
-from zerocore.checkpoint.save_plan import SavePlan
+from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.dcp.save_plan import SavePlan
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -23,14 +23,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from zerocore._C import FileStream, HostMemory, StreamWay
 from zerocore.checkpoint.byte_ranges import read_into
-from zerocore.checkpoint.chunk_reads import Chunk, locate
-from zerocore.checkpoint.contents import Contents
-from zerocore.checkpoint.files import bytes_of
+from zerocore.checkpoint.commit.files import bytes_of
+from zerocore.checkpoint.dcp.chunk_reads import Chunk, locate
+from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.dcp.save_plan import box_strides
+from zerocore.checkpoint.dcp.saved_state import SavedState
+from zerocore.checkpoint.dcp.torch_chunks import chunk_nbytes, data_offset, has_form
 from zerocore.checkpoint.io_threads import in_threads, num_threads
 from zerocore.checkpoint.safe_files import opened, size_of
-from zerocore.checkpoint.save_plan import box_strides
-from zerocore.checkpoint.saved_state import SavedState
-from zerocore.checkpoint.torch_chunks import chunk_nbytes, data_offset, has_form
 from zerocore.tensor.place import Place
 
 _AHEAD_NBYTES = 64 << 20  # what a disk gives while names and shapes are compared

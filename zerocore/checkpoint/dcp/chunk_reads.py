@@ -17,7 +17,7 @@ from torch import Tensor
 from zerocore.checkpoint.byte_ranges import read_into
 from zerocore.checkpoint.safe_files import is_count
 from zerocore.checkpoint.safe_pickles import Maker, read_pickle
-from zerocore.tensor.boxes import memory_order
+from zerocore.checkpoint.slices.boxes import memory_order
 
 _TAIL_NBYTES = 1024  # of a chunk, which hold the list of its parts
 _CENTRAL = struct.Struct("<4s6H3I5H2I")

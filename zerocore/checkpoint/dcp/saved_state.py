@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from zerocore._C import FileWriter
-from zerocore.checkpoint import files
 from zerocore.checkpoint.checksums import FileSums
-from zerocore.checkpoint.kept_plan import Facts, KeptPlan
-from zerocore.checkpoint.save_plan import Piece, SavePlan, box_strides
-from zerocore.checkpoint.torch_chunks import data_offset, frame
+from zerocore.checkpoint.commit import files
+from zerocore.checkpoint.dcp.plan_cache import Facts, KeptPlan
+from zerocore.checkpoint.dcp.save_plan import Piece, SavePlan, box_strides
+from zerocore.checkpoint.dcp.torch_chunks import data_offset, frame
 from zerocore.tensor.place import Place, Placed, local_of
 
 PART_NBYTES = 8 << 20  # what is copied and written at a time

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zerocore.checkpoint.files import flush_folder
+from zerocore.checkpoint.commit.files import flush_folder
 from zerocore.common.agreement import agree, from_first, gather_objects
 from zerocore.model.state import ShardState
 
