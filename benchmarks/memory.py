@@ -20,8 +20,9 @@ from rich.progress import track
 from bench.lib.results import RESULTS_FOLDER, write_results
 from bench.lib.tables import make_console
 from bench.memory.cell import SIZES, SYSTEMS, Cell, MemoryRun, run_in_fresh_process
+from bench.memory.nvml import NvmlDevice
 from bench.memory.report import draw_bars, draw_step, model_state, phases, reconciliation
-from zerocore.common.nvml import NvmlDevice, NvmlUnavailable
+from zerocore.common.nvml import NvmlUnavailable, driver_version
 
 DTYPES = ("float32", "bfloat16")
 NUM_RAW_SAMPLES = 100
@@ -32,8 +33,8 @@ def choose_device(wanted: str) -> tuple[str, str]:
     if wanted == "cpu":
         return "cpu", "asked for"
     try:
-        with NvmlDevice() as device:
-            return "cuda", f"driver {device.driver()}"
+        with NvmlDevice():
+            return "cuda", f"driver {driver_version()}"
     except NvmlUnavailable as error:
         if wanted == "cuda":
             raise typer.BadParameter(str(error), param_hint="--device") from None

@@ -11,7 +11,7 @@ from zerocore.common.events import Event
 from zerocore.common.links import Link
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.emulated import Emulation, emulate
-from zerocore.install import hook_into_torch
+from zerocore.install import register
 from zerocore.model.config import ShardConfig
 from zerocore.model.offload import Offload
 from zerocore.model.precision import MixedPrecision
@@ -35,7 +35,7 @@ from zerocore.tensor.operators import register_elementwise
 from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
 from zerocore.tensor.place import Place
 
-hook_into_torch()
+register()
 
 __version__ = "0.1.0"
 

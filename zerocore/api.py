@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zerocore.install import hook_into_torch
 from zerocore.model.config import ShardConfig
 from zerocore.model.materialize import InitFn
 from zerocore.model.offload import Offload
@@ -77,7 +78,7 @@ def shard(
         overlap_reductions: on NCCL, reductions of stage 3 have a communicator of their own; see
             :class:`ShardConfig`.
         gather_at_step: the first gather of a forward at stage 3 begins at the optimizer's step;
-            weights must not be changed between the two. See :class:`ShardConfig`.
+            weights that change between the two are gathered again. See :class:`ShardConfig`.
 
     Returns:
         ``model`` itself.
@@ -111,6 +112,7 @@ def shard(
         optimizer=optimizer,
         memory_budget=memory_budget,
     )
+    hook_into_torch()
     build(request)
     return model
 

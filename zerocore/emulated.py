@@ -22,8 +22,7 @@ from torch.distributed import distributed_c10d
 
 from zerocore._C import EmulatedGroup, LinkModel
 from zerocore.common.checks import check_int
-from zerocore.common.host_link import set_emulated_host_link
-from zerocore.common.links import Link, default_link, find_link
+from zerocore.common.links import Link, default_link, find_link, set_emulated_host_link
 from zerocore.common.quantities import parse_seconds
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerocore.common.agreement import agree
+from zerocore.common.agreement import together
 from zerocore.common.alarm import operation
 from zerocore.hooks.optimizer_states import params_of
 from zerocore.model.buffers import broadcast as broadcast_tensors
@@ -119,10 +119,13 @@ def load_full_state_dict(
     source = not broadcast or state.rank == 0
     keys = param_keys(model, state)
     buffers = buffers_of(model, keys)
-    error = _check_values(model, keys, buffers, state_dict or {}) if source else None
-    facts = [f"buffer '{key}' of shape {list(b.shape)}, {b.dtype}" for key, b in buffers.items()]
-    agree(state.ranks.groups, error, list(facts) if broadcast else [], state.device)
     values = state_dict or {}
+    with together(state.ranks.groups, state.device) as facts:
+        if source:
+            _check_values(model, keys, buffers, values)
+        if broadcast:
+            for key, buffer in buffers.items():
+                facts.append(f"buffer '{key}' of shape {list(buffer.shape)}, {buffer.dtype}")
     for unit in state.units:
         _load_unit(state, unit, keys, values if source else None, broadcast)
     for key, buffer in buffers.items():
@@ -141,11 +144,11 @@ def buffers_of(model: nn.Module, keys: Keys) -> dict[str, Tensor]:
 
 def _check_values(
     model: nn.Module, keys: Keys, buffers: Mapping[str, Tensor], values: Mapping[str, Any]
-) -> Exception | None:
+) -> None:
     expected = set(model.state_dict())
     missing, unexpected = sorted(expected - set(values)), sorted(set(values) - expected)
     if missing or unexpected:
-        return ValueError(
+        raise ValueError(
             f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected "
             f"{unexpected or 'nothing'}"
         )
@@ -153,18 +156,17 @@ def _check_values(
     for kind, key, place in [*places, *(("buffer", k, buffer) for k, buffer in buffers.items())]:
         value = values[key]
         if not isinstance(value, Tensor):
-            return TypeError(f"{kind} '{key}': the state dict has a {type(value).__name__}")
+            raise TypeError(f"{kind} '{key}': the state dict has a {type(value).__name__}")
         if value.shape != place.shape:
-            return ValueError(
+            raise ValueError(
                 f"{kind} '{key}': the state dict has shape {tuple(value.shape)}, the model "
                 f"{tuple(place.shape)}"
             )
         if value.is_complex() and not place.is_complex():
-            return ValueError(
+            raise ValueError(
                 f"{kind} '{key}': the state dict has {value.dtype}, whose imaginary part would be "
                 f"lost in the model's {place.dtype}; convert it, as torch.view_as_real does"
             )
-    return None
 
 
 def _load_unit(

@@ -116,10 +116,16 @@ void Engine::begin_pass() {
   backward_run_.recomputed_calls().forget(parts_.schedule.oldest_pass());
   first_gather_.begin_pass();
   bool changed = false;
+  std::vector<UnitId> again;
   for (UnitId id = 0; id < parts_.num_units(); ++id) {
+    const bool was_resident = parts_.schedule.is_resident(id);
     changed = in_use_.refresh(id) || changed;
     in_use_.note_trainable(id);
+    if (was_resident && !parts_.schedule.is_resident(id)) {
+      again.push_back(id);
+    }
   }
+  agreement_.begin_pass(again);
   if (changed) {
     in_use_.order_gathers();
   }
@@ -131,13 +137,6 @@ void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
   leave_adopted(outputs);
   if (pop_call().recomputing) {
     return; // nested
-  }
-  try {
-    first_gather_.check();
-  } catch (...) {
-    agreement_.fail_pass();
-    reset();
-    throw;
   }
   agreement_.leave_pass();
   for (const auto& unit : parts_.units) {

@@ -1,134 +1,202 @@
-// Gathers of a unit, behind loads of this rank's part.
+// Carries out gathers of a unit with tensors and collectives.
 #include "engine/gathers.h"
 
 #include <utility>
 
 #include "engine/disk_states.h"
+#include "kernels/ops.h"
 
 namespace zerocore {
 
-void Gathers::begin(
-    const std::vector<int>& regions,
-    const GatherMemory& memory,
-    const std::shared_future<void>& after) {
-  std::vector<CollectiveCall> together;
-  const bool joins = memory.bucket.regions().size() > 1 && context_.num_shards > 1 &&
-      context_.collectives->launches_together();
-  if (context_.tiers.parameters == Tier::Disk) {
-    if (after.valid()) {
-      after.get();
-    }
-    context_.disk->loads().load(id_);
+Gathers::Gathers(
+    UnitId id,
+    const std::string& name,
+    const UnitContext& context,
+    const Layout& layout,
+    Bucket& full,
+    const Bucket* own)
+    : id_(id),
+      name_(name),
+      context_(context),
+      layout_(layout),
+      full_(full),
+      own_(own),
+      unsharding_(
+          {context.policy,
+           context.tiers,
+           context.num_shards > 1 ? context.collectives->methods().gather : GatherMethod()},
+          layout) {
+  if (layout.copies_out()) {
+    received_.emplace(
+        layout,
+        layout.all_regions(),
+        context.shard,
+        context.streams->device(),
+        "unit '" + name + "'");
   }
-  for (const int region : regions) {
-    gather(region, memory, after, joins ? &together : nullptr);
-  }
-  if (!together.empty()) {
-    pending_ = context_.collectives->start_together(TraceOp::AllGather, std::move(together));
-  }
-  copies_ = false;
 }
 
-void Gathers::wait() {
+void Gathers::begin(const std::vector<int>& regions, const std::shared_future<void>& after) {
+  after_ = after;
+  unsharding_.begin(regions, *this);
+}
+
+void Gathers::run(const GatherStep& step) {
+  switch (step.kind) {
+    case GatherStepKind::Count:
+      context_.note(step.op, id_, step.nbytes);
+      break;
+    case GatherStepKind::Take:
+      take(step);
+      break;
+    case GatherStepKind::GiveBack:
+      give_back(step);
+      break;
+    case GatherStepKind::Order:
+      context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
+      break;
+    case GatherStepKind::Read:
+      read();
+      break;
+    case GatherStepKind::Load:
+      load(step);
+      break;
+    case GatherStepKind::Start:
+      start(step);
+      break;
+    case GatherStepKind::Launch:
+      launch();
+      break;
+    case GatherStepKind::Wait:
+      finish();
+      break;
+    case GatherStepKind::CopyOut:
+      copy_out();
+      break;
+    case GatherStepKind::Show:
+      full_.show();
+      break;
+  }
+}
+
+void Gathers::take(const GatherStep& step) {
+  Slot& slot = slot_of(step.to);
+  slot = context_.pool->acquire(block_of(id_, step), step.nbytes, step.user);
+  bucket_of(step.to).attach(slot.data);
+}
+
+void Gathers::give_back(const GatherStep& step) {
+  bucket_of(step.from).detach();
+  context_.pool->release(slot_of(step.from));
+}
+
+void Gathers::read() {
+  if (after_.valid()) {
+    after_.get();
+  }
+  context_.disk->loads().load(id_);
+}
+
+// This rank's part comes from the host, or from what was read of the disk. Over the emulated link
+// it is under way when this returns; a device copies on the stream of the gather.
+void Gathers::load(const GatherStep& step) {
+  const Bucket& bucket = bucket_of(step.to);
+  const at::Tensor& to = bucket.own_bytes(step.region);
+  const bool on_disk = context_.tiers.parameters == Tier::Disk;
+  const at::Tensor& shard = own_->full_bytes(step.region);
+  const at::Tensor from = on_disk ? context_.disk->loads().loaded(shard) : shard;
+  const Streams& streams = *context_.streams;
+  const auto record = context_.note(TraceOp::ToDevice, id_, step.nbytes);
+  arrival_ = {};
+  if (!on_disk && context_.host_link != nullptr && !streams.has_streams()) {
+    HostLink::Transfer transfer{false, to.numel(), [to, from] { to.copy_(from); }, record, after_};
+    arrival_ = transfer.arrival->future();
+    context_.host_link->carry(std::move(transfer));
+  } else {
+    if (after_.valid()) {
+      after_.get();
+    }
+    load_on_stream(to, from, record.get());
+    streams.note_write(StreamRole::AllGather, bucket.own(step.region), "loads", name_);
+  }
+  if (context_.num_shards == 1) { // the host had all of it
+    loads_.push_back(arrival_);
+  }
+}
+
+void Gathers::load_on_stream(const at::Tensor& to, const at::Tensor& from, OpenRecord* record) {
+  const Streams& streams = *context_.streams;
+  if (record != nullptr) {
+    record->begin = streams.record_timed(StreamRole::AllGather);
+  }
+  {
+    const auto guard = streams.use(StreamRole::AllGather);
+    const bool is_buffer = context_.tiers.parameters == Tier::Disk; // the next read overwrites it
+    to.copy_(from, /*non_blocking=*/!is_buffer);
+  }
+  loaded_ = streams.record(StreamRole::AllGather);
+  if (record != nullptr) {
+    record->done_ns = now_ns(); // a device's events replace it
+    record->end = streams.record_timed(StreamRole::AllGather);
+  }
+}
+
+void Gathers::start(const GatherStep& step) {
+  std::shared_future<void> after = context_.tiers.has_host_parameters() ? arrival_ : after_;
+  Collectives& collectives = *context_.collectives;
+  if (after.valid() && !collectives.holds()) {
+    after.get();
+    after = {};
+  }
+  const at::Tensor& own = step.from == ParamMemory::Own
+      ? own_->full_bytes(step.region)
+      : bucket_of(step.from).own_bytes(step.region);
+  const at::Tensor& full = bucket_of(step.to).full_bytes(step.region);
+  CollectiveTag tag{&name_, context_.note(step.op, id_, step.nbytes), id_};
+  if (layout_.regions().size() > 1 && collectives.launches_together()) {
+    together_.push_back({full, own, std::move(tag)});
+  } else {
+    pending_.push_back(collectives.all_gather(full, own, std::move(tag), after));
+  }
+}
+
+void Gathers::launch() {
+  if (!together_.empty()) {
+    pending_ =
+        context_.collectives->start_together(TraceOp::AllGather, std::exchange(together_, {}));
+  }
+}
+
+void Gathers::finish() {
   wait_for_all(pending_, *context_.streams);
   for (const std::shared_future<void>& load : std::exchange(loads_, {})) {
     if (load.valid()) {
       load.get();
     }
   }
-  if (const auto next = std::exchange(when_gathered_, nullptr)) {
-    next();
+  if (context_.num_shards == 1) {
+    context_.streams->order(StreamRole::Compute, StreamRole::AllGather);
   }
 }
 
-// With others in `together`, if that is given; else at once.
-void Gathers::gather(
-    int region,
-    const GatherMemory& memory,
-    std::shared_future<void> after,
-    std::vector<CollectiveCall>* together) {
-  const bool loads = context_.tiers.has_host_parameters();
-  if (loads) {
-    after = load(region, memory, after);
+// On the compute stream. See Note [Shards of rows].
+void Gathers::copy_out() {
+  std::vector<kernels::Piece> pieces;
+  for (const int index : full_.regions()) {
+    const Region& region = layout_.regions()[index];
+    pieces.clear();
+    for (const int param : region.params) {
+      const ParamPlace& place = layout_.places()[param];
+      for (int64_t rank = 0; rank < layout_.num_shards(); ++rank) {
+        const Range rows = layout_.owned(param, rank);
+        const int64_t from = rank * region.shard_numel + place.shard_offset;
+        pieces.push_back({from, place.offset + rows.begin, rows.size()});
+      }
+    }
+    context_.streams->note_read(StreamRole::Compute, received_->full(index), "copies out", name_);
+    context_.streams->note_write(StreamRole::Compute, full_.full(index), "copies out", name_);
+    kernels::copy_pieces(full_.full(index), received_->full(index), pieces);
   }
-  if (context_.num_shards == 1) { // the host had all of it
-    loads_.push_back(std::move(after));
-    return;
-  }
-  if (after.valid() && !context_.collectives->holds()) {
-    after.get();
-    after = {};
-  }
-  const at::Tensor& own = is_in_place(region, memory, !after.valid())
-      ? memory.bucket.own_bytes(region)
-      : memory.shards->full_bytes(region);
-  const at::Tensor& full = memory.received.full_bytes(region);
-  const int64_t nbytes = context_.collectives->methods().gather.wire_nbytes(full.numel());
-  CollectiveTag tag{&name_, context_.note(TraceOp::AllGather, id_, nbytes), id_};
-  if (together != nullptr) {
-    together->push_back({full, own, std::move(tag)});
-  } else {
-    pending_.push_back(context_.collectives->all_gather(full, own, std::move(tag), after));
-  }
-}
-
-// Whether this rank's part lies where it is gathered to; it is copied there if its values are to
-// stay as they are now, when they are there.
-bool Gathers::is_in_place(int region, const GatherMemory& memory, bool is_there) const {
-  if (memory.shards == nullptr || context_.tiers.has_host_parameters()) {
-    return true;
-  }
-  if (copies_ && is_there) {
-    copy_own(region, memory);
-  }
-  return copies_ && is_there;
-}
-
-void Gathers::copy_own(int region, const GatherMemory& memory) const {
-  const Streams& streams = *context_.streams;
-  {
-    const auto guard = streams.use(StreamRole::AllGather);
-    memory.bucket.own_bytes(region).copy_(memory.shards->full_bytes(region), /*non_blocking=*/true);
-  }
-  streams.note_read(StreamRole::AllGather, memory.shards->full(region), "is copied", name_);
-  streams.note_write(StreamRole::AllGather, memory.bucket.own(region), "is copied", name_);
-}
-
-// This rank's part comes from the host, or from what was read of the disk. Over the emulated link
-// it is under way when this returns; a device copies on the stream of the gather.
-std::shared_future<void> Gathers::load(
-    int region,
-    const GatherMemory& memory,
-    const std::shared_future<void>& after) {
-  const at::Tensor& to = memory.bucket.own_bytes(region);
-  const bool on_disk = context_.tiers.parameters == Tier::Disk; // read by what comes next
-  const at::Tensor& shard = memory.shards->full_bytes(region);
-  const at::Tensor from = on_disk ? context_.disk->loads().loaded(shard) : shard;
-  const Streams& streams = *context_.streams;
-  const auto record = context_.note(TraceOp::ToDevice, id_, to.numel());
-  if (!on_disk && context_.host_link != nullptr && !streams.has_streams()) {
-    HostLink::Transfer transfer{false, to.numel(), [to, from] { to.copy_(from); }, record, after};
-    const auto arrival = transfer.arrival;
-    context_.host_link->carry(std::move(transfer));
-    return arrival->future();
-  }
-  if (after.valid()) {
-    after.get();
-  }
-  if (record != nullptr) {
-    record->begin = streams.record_timed(StreamRole::AllGather);
-  }
-  {
-    const auto guard = streams.use(StreamRole::AllGather);
-    to.copy_(from, /*non_blocking=*/!on_disk);
-  }
-  loaded_ = streams.record(StreamRole::AllGather);
-  streams.note_write(StreamRole::AllGather, memory.bucket.own(region), "loads", name_);
-  if (record != nullptr) {
-    record->done_ns = now_ns(); // a device's events replace it
-    record->end = streams.record_timed(StreamRole::AllGather);
-  }
-  return {};
 }
 
 } // namespace zerocore

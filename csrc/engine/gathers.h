@@ -1,74 +1,81 @@
-// Brings the parameters of a unit from the ranks that hold them; where this rank's part is not on
-// the device, from the host or the disk first.
+// Gathers the parameters of a unit from the ranks that hold them, where this rank's part is not on
+// the device from the host or the disk first; decides nothing. See plan/unsharding.h, which does.
 #pragma once
 
-#include <functional>
 #include <future>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "engine/unit_context.h"
+#include "plan/unsharding.h"
 #include "runtime/bucket.h"
 #include "runtime/collectives.h"
 
 namespace zerocore {
 
-// What gathers of a unit read and write.
-struct GatherMemory {
-  const Bucket& bucket; // that layers compute with
-  const Bucket& received; // as it comes from the wire: the same, or a staging
-  const Bucket* shards; // this rank's part; null where it is in the bucket
-};
-
-class Gathers {
+class Gathers final : private GatherSteps {
  public:
-  // `name` and `context` outlive it.
-  Gathers(UnitId id, const std::string& name, const UnitContext& context)
-      : id_(id), name_(name), context_(context) {}
+  // All outlive it. `full`: what layers compute with. `own`: this rank's part; null where it is in
+  // `full`.
+  Gathers(
+      UnitId id,
+      const std::string& name,
+      const UnitContext& context,
+      const Layout& layout,
+      Bucket& full,
+      const Bucket* own);
 
-  // Issues those of `regions`, in one launch where the backend can. This rank's part has its values
-  // when `after`, if it is valid, is ready.
-  void begin(
-      const std::vector<int>& regions,
-      const GatherMemory& memory,
-      const std::shared_future<void>& after);
+  UnitState state() const {
+    return unsharding_.state();
+  }
+  // See Unsharding. This rank's part has its values when `after`, if it is valid, is ready.
+  void begin(const std::vector<int>& regions, const std::shared_future<void>& after);
+  // Orders compute behind the gathers, or blocks, see PendingCollective::wait.
+  void wait() {
+    unsharding_.wait(*this);
+  }
+  void reshard() {
+    unsharding_.reshard(*this);
+  }
   // Behind the last copy from parameters on the host, which may not change before; null for none.
   const StreamEvent& loaded() const {
     return loaded_;
   }
-  // Orders compute behind them, or blocks, see PendingCollective::wait.
-  void wait();
-  // The next gather sends a copy of this rank's part, from where it is gathered to: the shard may
-  // change before it is waited for.
-  void copy_next() {
-    copies_ = true;
-  }
-  // Runs when the gathers under way have been waited for, once.
-  void then(std::function<void()> when_gathered) {
-    when_gathered_ = std::move(when_gathered);
-  }
 
  private:
-  void gather(
-      int region,
-      const GatherMemory& memory,
-      std::shared_future<void> after,
-      std::vector<CollectiveCall>* together);
-  bool is_in_place(int region, const GatherMemory& memory, bool is_there) const;
-  void copy_own(int region, const GatherMemory& memory) const;
-  std::shared_future<void> load(
-      int region,
-      const GatherMemory& memory,
-      const std::shared_future<void>& after);
+  void run(const GatherStep& step) override;
+  Bucket& bucket_of(ParamMemory memory) {
+    return memory == ParamMemory::Received ? *received_ : full_;
+  }
+  Slot& slot_of(ParamMemory memory) {
+    return memory == ParamMemory::Received ? received_slot_ : full_slot_;
+  }
+  void take(const GatherStep& step);
+  void give_back(const GatherStep& step);
+  void read();
+  void load(const GatherStep& step);
+  void load_on_stream(const at::Tensor& to, const at::Tensor& from, OpenRecord* record);
+  void start(const GatherStep& step);
+  void launch();
+  void finish();
+  void copy_out();
 
   const UnitId id_;
   const std::string& name_;
   const UnitContext& context_;
-  bool copies_ = false; // what is sent
-  std::function<void()> when_gathered_;
+  const Layout& layout_;
+  Bucket& full_;
+  const Bucket* own_;
+  std::optional<Bucket> received_; // where parameters come in another order
+  Unsharding unsharding_;
+  Slot full_slot_, received_slot_;
+  std::shared_future<void> after_; // of the gathers that begin now
+  std::shared_future<void> arrival_; // of the load of the region that is gathered next
+  std::vector<CollectiveCall> together_; // to be one launch
   std::vector<PendingCollective> pending_;
-  StreamEvent loaded_;
   std::vector<std::shared_future<void>> loads_; // that no gather waits for
+  StreamEvent loaded_;
 };
 
 } // namespace zerocore

@@ -8,9 +8,37 @@
 #include <utility>
 #include <vector>
 
+#include "common/math.h"
 #include "runtime/issue_guard.h"
 
 namespace zerocore {
+
+void PassAgreement::begin_pass(const std::vector<UnitId>& again) {
+  uint64_t hash = 0;
+  for (const UnitId id : again) {
+    hash = mix(hash, static_cast<uint64_t>(id) + 1);
+  }
+  gathered_ = static_cast<int64_t>(hash >> 1);
+  first_gathered_ = again.empty() ? -1 : again.front();
+}
+
+void PassAgreement::say(Peers::Answer own) const {
+  own.gathered = gathered_;
+  parts_.peers->say(own);
+}
+
+Peers::Answer PassAgreement::wait() {
+  const Peers::Answer answer = parts_.peers->wait();
+  TORCH_CHECK_VALUE(
+      !answer.gathers_differ,
+      first_gathered_ < 0 ? "weights have changed on another rank only, since they were gathered"
+                          : "unit '" + parts_.units[first_gathered_]->name() +
+              "': its weights have changed on this rank since they were gathered, and not on all",
+      ". The ranks have issued different collectives, so this process has to begin again, from a "
+      "checkpoint. Change weights on all ranks alike, or inside of `with "
+      "zerocore.unsharded(model, write_back=True):`.");
+  return answer;
+}
 
 bool PassAgreement::is_alone() const {
   return parts_.peers == nullptr || !parts_.schedule.follows_order();
@@ -19,8 +47,8 @@ bool PassAgreement::is_alone() const {
 void PassAgreement::ask_for(UnitId id) {
   const int num_writes = parts_.units[id]->num_writes();
   for (;;) {
-    parts_.peers->say({id, num_writes, /*changed=*/true, /*skipped=*/true, std::nullopt});
-    const Peers::Answer answer = parts_.peers->wait();
+    say({id, num_writes, /*changed=*/true, /*skipped=*/true, std::nullopt});
+    const Peers::Answer answer = wait();
     TORCH_INTERNAL_ASSERT(answer.wanted, "ranks that need a unit get none");
     const UnitId next = *answer.wanted;
     if (next == id && answer.num_writes == num_writes) {
@@ -75,8 +103,8 @@ void PassAgreement::serve_others() {
     return;
   }
   for (;;) {
-    parts_.peers->say({});
-    const std::optional<UnitId> next = parts_.peers->wait().wanted;
+    say({});
+    const std::optional<UnitId> next = wait().wanted;
     if (!next) {
       return;
     }
@@ -93,8 +121,7 @@ void PassAgreement::leave_pass() {
   }
   parts_.schedule.close_pass(parts_.actions);
   in_use_.run(parts_.actions);
-  parts_.peers->say(
-      {std::nullopt, 0, parts_.schedule.changed(), parts_.schedule.skipped(), failed_});
+  say({std::nullopt, 0, parts_.schedule.changed(), parts_.schedule.skipped(), failed_});
   leaving_ = true;
   if (parts_.schedule.changed() || parts_.schedule.skipped() || !c10::GradMode::is_enabled()) {
     settle_pass();
@@ -117,11 +144,11 @@ void PassAgreement::settle_pass() {
   if (!std::exchange(leaving_, false)) {
     return;
   }
-  Peers::Answer answer = parts_.peers->wait();
+  Peers::Answer answer = wait();
   while (answer.wanted) {
     serve(answer, /*in_pass=*/true);
-    parts_.peers->say({std::nullopt, 0, true, true, failed_});
-    answer = parts_.peers->wait();
+    say({std::nullopt, 0, true, true, failed_});
+    answer = wait();
   }
   in_use_.forget_past();
   failed_ = answer.failed;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <optional>
+#include <vector>
 
 #include "engine/units_in_use.h"
 
@@ -22,6 +23,9 @@ class PassAgreement {
   // Both outlive it.
   PassAgreement(EngineParts& parts, UnitsInUse& in_use) : parts_(parts), in_use_(in_use) {}
 
+  // A pass begins, for which this rank gathers units again whose weights have changed since they
+  // were gathered. Where ranks differ in this, their next collectives do not match.
+  void begin_pass(const std::vector<UnitId>& again);
   // Whether no other rank asks what this one does in the pass.
   bool is_alone() const;
   // Serves the others until all of them gather the unit.
@@ -61,6 +65,8 @@ class PassAgreement {
   Agreed agreed(size_t num_backward_shapes) const;
 
  private:
+  void say(Peers::Answer own) const;
+  Peers::Answer wait();
   // Gathers a unit that other ranks need, as it is behind the writes that they have made.
   void serve(const Peers::Answer& answer, bool in_pass);
 
@@ -68,6 +74,8 @@ class PassAgreement {
   UnitsInUse& in_use_;
   bool leaving_ = false; // a pass that other ranks may still be in
   bool ranks_differ_ = false;
+  int64_t gathered_ = 0; // again, for the pass; see begin_pass()
+  UnitId first_gathered_ = -1;
   std::optional<int> failed_;
 };
 

@@ -19,7 +19,7 @@ const std::string kUsed = "the parameters that a backward used";
 // fewest writes to it, or 0.
 constexpr int64_t kFirstUnit = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMostWrites = std::numeric_limits<int32_t>::max();
-enum Field : uint8_t { Wanted, Changed, Skipped, Failed, kNumFields };
+enum Field : uint8_t { Wanted, Changed, Skipped, Failed, MostGathered, LeastGathered, kNumFields };
 
 at::Tensor to_bytes(const std::vector<bool>& flags) {
   at::Tensor values = at::empty({static_cast<int64_t>(flags.size())}, at::kByte);
@@ -60,6 +60,8 @@ void Peers::say(const Answer& own) {
   fields[Changed] = own.changed ? 1 : 0;
   fields[Skipped] = own.skipped ? 1 : 0;
   fields[Failed] = own.failed ? 1 + *own.failed : 0;
+  fields[MostGathered] = own.gathered;
+  fields[LeastGathered] = -own.gathered;
   round_ = collectives_.all_reduce(message_, {&kCalls, nullptr}, c10d::ReduceOp::MAX);
 }
 
@@ -76,6 +78,7 @@ Peers::Answer Peers::wait() {
     answer.wanted = static_cast<UnitId>(kFirstUnit - fields[Wanted] / kMostWrites);
     answer.num_writes = static_cast<int>(kMostWrites - 1 - fields[Wanted] % kMostWrites);
   }
+  answer.gathers_differ = fields[MostGathered] != -fields[LeastGathered];
   return answer;
 }
 

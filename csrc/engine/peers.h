@@ -22,6 +22,8 @@ class Peers {
     bool changed = false; // on any rank
     bool skipped = false; // any rank left out calls that others may have made
     std::optional<int> failed; // the last rank whose forward raised
+    int64_t gathered = 0; // of `own`: a number for what this rank has gathered again
+    bool gathers_differ = false;
   };
 
   // `control`: a gloo group of all ranks of the model.

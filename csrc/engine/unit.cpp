@@ -6,6 +6,23 @@
 
 namespace zerocore {
 
+namespace {
+
+// This rank's parameters where they have memory of their own.
+std::optional<Bucket> shards_of(
+    const Layout& layout,
+    const UnitContext& context,
+    const std::string& unit) {
+  if (!context.policy.shards_parameters()) {
+    return std::nullopt;
+  }
+  const c10::Device device = context.device_of(context.tiers.parameters);
+  return Bucket(
+      layout.of_shard(context.shard), layout.all_regions(), 0, device, "unit '" + unit + "'");
+}
+
+} // namespace
+
 Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
     : id_(id),
       name_(std::move(spec.name)),
@@ -19,22 +36,12 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
           context.streams->device(),
           "unit '" + name_ + "'",
           /*hides=*/context.policy.shards_parameters()),
+      shards_(shards_of(layout_, context_, name_)),
       main_(layout_, context_, name_),
-      gathers_(id_, name_, context_),
+      gathers_(id_, name_, context_, layout_, bucket_, shards_ ? &*shards_ : nullptr),
       settings_{1.0 / static_cast<double>(context.world_size())},
       versions_(params_, layout_),
       gathered_(layout_.regions().size(), -1) {
-  if (context_.policy.shards_parameters()) {
-    shards_.emplace(
-        layout_.of_shard(context_.shard),
-        layout_.all_regions(),
-        0,
-        context_.device_of(context_.tiers.parameters),
-        "unit '" + name_ + "'");
-  }
-  if (layout_.copies_out()) {
-    staging_.emplace(id_, layout_, context_.shard, context_.streams->device(), name_);
-  }
   for (const int region : layout_.all_regions()) {
     main_.set_model(region, model_shard(region));
   }
@@ -96,36 +103,20 @@ const at::Tensor& Unit::updated_shard(int region) const {
   return main_.has(region) ? main_.full(region) : model_shard(region);
 }
 
-void Unit::set_state(UnitState next) {
-  const bool legal = (state_ == UnitState::Sharded && next == UnitState::Unsharding) ||
-      (state_ == UnitState::Unsharding && next == UnitState::Unsharded) ||
-      (state_ == UnitState::Unsharded && next != UnitState::Unsharded);
-  TORCH_INTERNAL_ASSERT(
-      legal, "unit ", name_, ": ", static_cast<int>(state_), " > ", static_cast<int>(next));
-  state_ = next;
-}
-
 void Unit::unshard(const std::shared_future<void>& after) {
-  // At stages 1 and 2 a unit with stale parameters is gathered again in place; a rank that
-  // skipped it may not have waited for the last gather yet.
-  wait_for_unshard();
+  std::vector<int> regions = bucket_.regions();
+  if (!shards_) {
+    std::erase_if(regions, [&](int region) { return is_gathered(region); });
+  }
   // This rank may be in a call that the others have left: they gather the unit anew, it goes on.
-  const bool in_use = shards_ && state_ != UnitState::Sharded;
+  const bool in_use = shards_ && state() != UnitState::Sharded;
+  wait_for_unshard();
   const std::vector<at::Tensor> written = in_use ? copy_of_writes() : std::vector<at::Tensor>();
-  if (in_use) {
-    context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
-  } else if (shards_ && !staging_) {
-    take_bucket(StreamRole::AllGather);
-  }
-  if (staging_) {
-    staging_->take(*context_.pool);
-  }
-  if (shards_ && !in_use) {
-    context_.note(TraceOp::Unshard, id_, bucket_.nbytes());
-  }
-  set_state(UnitState::Unsharding);
   gathered_version_ = version();
-  gather(after);
+  gathers_.begin(regions, after);
+  for (const int region : regions) {
+    gathered_[region] = versions_.of_region(region);
+  }
   if (in_use) {
     wait_for_unshard();
   }
@@ -146,44 +137,6 @@ std::vector<at::Tensor> Unit::copy_of_writes() const {
   return copies;
 }
 
-void Unit::gather(const std::shared_future<void>& after) {
-  std::vector<int> regions;
-  for (const int region : bucket_.regions()) {
-    if (shards_ || !is_gathered(region)) {
-      regions.push_back(region);
-    }
-  }
-  const Bucket& received = staging_ ? staging_->bucket() : bucket_;
-  gathers_.begin(regions, {bucket_, received, shards_ ? &*shards_ : nullptr}, after);
-  for (const int region : regions) {
-    gathered_[region] = versions_.of_region(region);
-  }
-}
-
-void Unit::take_bucket(StreamRole user) {
-  slot_ = context_.pool->acquire({id_, BlockUse::Parameters}, bucket_.nbytes(), user);
-  bucket_.attach(slot_.data);
-}
-
-void Unit::wait_for_unshard() {
-  if (state_ != UnitState::Unsharding) {
-    return;
-  }
-  gathers_.wait();
-  if (context_.num_shards == 1) {
-    context_.streams->order(StreamRole::Compute, StreamRole::AllGather);
-  }
-  if (staging_) {
-    if (!bucket_.attached()) {
-      take_bucket(StreamRole::Compute);
-    }
-    staging_->copy_out(bucket_, *context_.streams, name_);
-    staging_->give_back(*context_.pool);
-  }
-  bucket_.show();
-  set_state(UnitState::Unsharded);
-}
-
 void Unit::note_use() const {
   for (const int region : bucket_.regions()) {
     context_.streams->note_read(StreamRole::Compute, bucket_.full(region), "computes", name_);
@@ -199,10 +152,7 @@ void Unit::note_change() const {
 void Unit::reshard() {
   wait_for_unshard();
   note_use();
-  set_state(UnitState::Sharded);
-  bucket_.detach();
-  context_.pool->release(slot_);
-  context_.note(TraceOp::Reshard, id_, bucket_.nbytes());
+  gathers_.reshard();
 }
 
 bool Unit::mark_fresh() {

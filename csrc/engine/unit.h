@@ -12,16 +12,12 @@
 #include "engine/gathers.h"
 #include "engine/main_weights.h"
 #include "engine/param_versions.h"
-#include "engine/staging.h"
 #include "engine/unit_context.h"
 #include "engine/unit_param.h"
 #include "plan/layout.h"
 #include "runtime/bucket.h"
 
 namespace zerocore {
-
-// SHARDED > UNSHARDING > UNSHARDED > SHARDED
-enum class UnitState : uint8_t { Sharded, Unsharding, Unsharded };
 
 class Unit {
  public:
@@ -52,7 +48,7 @@ class Unit {
     return {&name_, context_.note(op, id_, nbytes), id_};
   }
   UnitState state() const {
-    return state_;
+    return gathers_.state();
   }
 
   UnitSettings& settings() {
@@ -98,7 +94,9 @@ class Unit {
   // have changed since. This rank's part has its values when `after`, if it is valid, is ready.
   void unshard(const std::shared_future<void>& after = {});
   // Unsharding > Unsharded: orders compute behind the gathers.
-  void wait_for_unshard();
+  void wait_for_unshard() {
+    gathers_.wait();
+  }
   // For the checker: the compute stream reads the unsharded parameters now.
   void note_use() const;
   // For the checker: the compute stream has changed the shards.
@@ -150,19 +148,11 @@ class Unit {
   const MainWeights& main() const {
     return main_;
   }
-  Gathers& gathers() {
+  const Gathers& gathers() const {
     return gathers_;
-  }
-  // At stage 3, of a region: this rank's part, and what it sent.
-  const at::Tensor& shard_bytes(int region) const {
-    return shards_->full_bytes(region);
-  }
-  const at::Tensor& sent_bytes(int region) const {
-    return bucket_.own_bytes(region);
   }
 
  private:
-  void set_state(UnitState next);
   at::Tensor model_part(int param) const;
   // Persistent memory, 1-D, this rank's part of a region: what gathers send, what is updated.
   const at::Tensor& model_shard(int region) const;
@@ -172,8 +162,6 @@ class Unit {
   bool is_gathered(int region) const {
     return gathered_[region] == versions_.of_region(region);
   }
-  void gather(const std::shared_future<void>& after);
-  void take_bucket(StreamRole user);
   std::vector<at::Tensor> copy_of_writes() const;
 
   UnitId id_;
@@ -182,13 +170,10 @@ class Unit {
   UnitContext context_;
   Layout layout_;
   Bucket bucket_; // unsharded
-  std::optional<Staging> staging_; // as it comes from the wire, where that is another order
   std::optional<Bucket> shards_; // own memory where parameters are sharded
   MainWeights main_;
   Gathers gathers_;
-  Slot slot_;
   UnitSettings settings_;
-  UnitState state_ = UnitState::Sharded;
   ParamVersions versions_;
   std::vector<int64_t> gathered_; // version of each region that is in the buffer
   int64_t gathered_version_ = -1;

@@ -21,4 +21,20 @@ const UnitParam* find_moved(const std::vector<UnitParam>& params) {
   return moved == params.end() ? nullptr : &*moved;
 }
 
+void check_data(const UnitParam& param, const at::Tensor& given, const at::Tensor& home) {
+  TORCH_CHECK_VALUE(
+      given.sizes() == home.sizes() && given.dtype() == home.dtype(),
+      "parameter '",
+      param.spec.fqn,
+      "' is sharded: its data cannot become ",
+      given.dtype(),
+      " of shape ",
+      given.sizes(),
+      " from ",
+      home.dtype(),
+      " of shape ",
+      home.sizes(),
+      "; change it before zerocore.shard.");
+}
+
 } // namespace zerocore

@@ -39,4 +39,7 @@ struct UnitSpec {
   bool stays = false; // unsharded from its forward to its backward
 };
 
+// Throws unless `given`, which the user has set as the parameter's data, can lie in `home`.
+void check_data(const UnitParam& param, const at::Tensor& given, const at::Tensor& home);
+
 } // namespace zerocore

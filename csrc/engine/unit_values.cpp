@@ -35,7 +35,6 @@ void Unit::allocate_persistent() {
     shards_->attach(context_.memory_of(tier, id_, StatePart::Parameters, shards_->nbytes()));
   } else if (!shards_ && !bucket_.attached()) {
     bucket_.attach(allocate_memory(device, bucket_.nbytes()));
-    state_ = UnitState::Unsharded;
   }
 }
 
@@ -104,19 +103,7 @@ bool Unit::take_back(bool keeps) {
     const at::Tensor given = full.detach();
     full.set_data(home); // autograd is not told, as elsewhere
     if (keeps) {
-      TORCH_CHECK_VALUE(
-          given.sizes() == home.sizes() && given.dtype() == home.dtype(),
-          "parameter '",
-          params_[param].spec.fqn,
-          "' is sharded: its data cannot become ",
-          given.dtype(),
-          " of shape ",
-          given.sizes(),
-          " from ",
-          home.dtype(),
-          " of shape ",
-          home.sizes(),
-          "; change it before zerocore.shard.");
+      check_data(params_[param], given, home);
       home.copy_(given);
       versions_.mark_written(param);
     }

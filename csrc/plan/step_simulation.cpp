@@ -64,9 +64,10 @@ StepSimulation::StepSimulation(
           options.first_order.empty() ? order : options.first_order),
       layouts_(plan_layouts(units, options)),
       reduction_(reduction_options(options, policy_), pointers_to(layouts_)),
-      pool_(std::move(pool)),
-      gathered_(units.size(), false) {
+      pool_(std::move(pool)) {
   for (size_t unit = 0; unit < layouts_.size(); ++unit) {
+    unsharding_.emplace_back(
+        GatherFacts{policy_, options_.sharding.tiers, options_.methods.gather}, layouts_[unit]);
     schedule_.residency().set_staying(static_cast<UnitId>(unit), {units[unit].stays, false});
     const auto& regions = layouts_[unit].regions();
     schedule_.set_reducible(
@@ -186,13 +187,13 @@ int32_t StepSimulation::first_enter(UnitId unit) const {
 
 void StepSimulation::run(Actions& actions) {
   for (const Action& action : actions) {
-    const Layout& layout = layouts_[action.unit];
     switch (action.kind) {
       case ActionKind::Unshard:
-        unshard(action.unit, layout);
+        unshard(action.unit);
         break;
       case ActionKind::Reshard:
-        reshard(action.unit);
+        gathering_ = action.unit;
+        unsharding_[action.unit].reshard(*this);
         break;
       case ActionKind::Reduce:
         reduction_.reduce(action.unit, sync_, *this);
@@ -202,36 +203,37 @@ void StepSimulation::run(Actions& actions) {
   actions.clear();
 }
 
-void StepSimulation::unshard(UnitId unit, const Layout& layout) {
-  if (policy_.shards_parameters()) {
-    gathered_[unit] = layout.copies_out();
-    take({unit, gathered_[unit] ? BlockUse::Gathered : BlockUse::Parameters}, layout.nbytes());
-    add(TraceOp::Unshard, unit, layout.nbytes());
-  }
-  // Where full parameters stay, those that nothing updates are not gathered again.
-  for (const Region& region : layout.regions()) {
-    if (options_.sharding.tiers.has_host_parameters()) {
-      add(TraceOp::ToDevice, unit, region.shard_nbytes());
-    }
-    if (layout.num_shards() > 1 && (policy_.shards_parameters() || region.requires_grad)) {
-      add(TraceOp::AllGather, unit, options_.methods.gather.wire_nbytes(region.nbytes()));
-    }
-  }
+// Where full parameters stay, those that nothing updates are not gathered again.
+void StepSimulation::unshard(UnitId unit) {
+  const Layout& layout = layouts_[unit];
+  gathering_ = unit;
+  unsharding_[unit].begin(
+      policy_.shards_parameters() ? layout.all_regions() : Tiers::trained_regions(layout), *this);
 }
 
-// As Unit::wait_for_unshard.
 void StepSimulation::wait_for_unshard(UnitId unit) {
-  if (gathered_[unit]) {
-    gathered_[unit] = false;
-    take({unit, BlockUse::Parameters}, layouts_[unit].nbytes());
-    give_back({unit, BlockUse::Gathered}, layouts_[unit].nbytes());
-  }
+  gathering_ = unit;
+  unsharding_[unit].wait(*this);
 }
 
-void StepSimulation::reshard(UnitId unit) {
-  wait_for_unshard(unit);
-  give_back({unit, BlockUse::Parameters}, layouts_[unit].nbytes());
-  add(TraceOp::Reshard, unit, layouts_[unit].nbytes());
+void StepSimulation::run(const GatherStep& step) {
+  switch (step.kind) {
+    case GatherStepKind::Take:
+      take(block_of(gathering_, step), step.nbytes);
+      break;
+    case GatherStepKind::GiveBack:
+      give_back(block_of(gathering_, step), step.nbytes);
+      break;
+    case GatherStepKind::Count:
+    case GatherStepKind::Start:
+      add(step.op, gathering_, step.nbytes);
+      break;
+    case GatherStepKind::Load:
+      add(TraceOp::ToDevice, gathering_, step.nbytes);
+      break;
+    default:
+      break; // moves values, not bytes
+  }
 }
 
 void StepSimulation::run(const GradStep& step) {

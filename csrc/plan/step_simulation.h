@@ -12,10 +12,11 @@
 #include "plan/reduction.h"
 #include "plan/schedule.h"
 #include "plan/stage_policy.h"
+#include "plan/unsharding.h"
 
 namespace zerocore {
 
-class StepSimulation final : private GradSteps {
+class StepSimulation final : private GradSteps, private GatherSteps {
  public:
   StepSimulation(
       const std::vector<UnitPlan>& units,
@@ -52,9 +53,9 @@ class StepSimulation final : private GradSteps {
   void backward(Actions& actions);
   int32_t first_enter(UnitId unit) const;
   void run(Actions& actions);
-  void unshard(UnitId unit, const Layout& layout);
+  void unshard(UnitId unit);
   void wait_for_unshard(UnitId unit);
-  void reshard(UnitId unit);
+  void run(const GatherStep& step) override;
   void run(const GradStep& step) override;
   void leave(const GradStep& step);
   void take(const BlockKey& key, int64_t nbytes);
@@ -71,7 +72,8 @@ class StepSimulation final : private GradSteps {
   std::vector<std::pair<CallEvent, CallHandle>> calls_;
   std::vector<PlannedEvent> events_;
   PoolMap pool_;
-  std::vector<bool> gathered_; // units that are to be copied out
+  std::vector<Unsharding> unsharding_; // by unit
+  UnitId gathering_ = -1; // whose steps are carried out
   bool sync_ = true; // the last micro-batch of the step
   int32_t moment_ = 0;
 };

@@ -132,7 +132,7 @@ def try_waits(
         try:
             return trial.run(*faults)
         except (RuntimeError, ValueError) as error:
-            if not any(text in str(error) for text in ("gather_at_step", "the forward raised on")):
+            if "the forward raised on" not in str(error):
                 raise
             extension.end_waits()  # a rank has found that it has other weights: it shows
             extension.synchronize()

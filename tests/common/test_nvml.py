@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from zerocore.common.nvml import NvmlDevice, NvmlUnavailable, unavailable
+from bench.memory.nvml import NvmlDevice
+from zerocore.common.nvml import NvmlUnavailable, unavailable
 
 pynvml = pytest.importorskip("pynvml")
 

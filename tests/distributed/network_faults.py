@@ -28,10 +28,11 @@ from torch import nn
 
 import zerocore
 from tests.distributed.nodes import Nodes
-from zerocore.checkpoint import files, saving  # noqa: F401  (imported before ranks are forked)
+from zerocore.checkpoint.commit import files, saving  # noqa: F401  (imported before the fork)
 from zerocore.checkpoint.dcp.loading import TrainingLoad
 from zerocore.common.alarm import STALL_SECONDS
 
+PROGRAM = "tests.distributed.network_faults"
 WORLD_SIZE = 3
 STEPS = 6
 FAULTY_STEP = 3
@@ -335,12 +336,34 @@ def report(fault: Fault, ends: list[End], found: list[str]) -> None:
 
 
 def table(results: dict[Fault, tuple[list[End], list[str]]]) -> str:
+    failed = sum(bool(found) for _, found in results.values())
     lines = [
         "# Faults of one of three ranks",
         "",
-        f"{datetime.date.today()}",
+        f"{datetime.date.today()}, `{shlex.join(['python', '-m', PROGRAM, *sys.argv[1:]])}`: "
+        f"{len(results)} faults, {failed} failed.",
+        "",
+        "Each rank has a network namespace of its own. A cell holds, for each rank that can end, "
+        "the seconds from the fault to the end of its process. "
+        f"The limit of silence is {LIMIT:.0f} s, and {BLIP_LIMIT:.0f} s for `blip`, after which "
+        f"training goes on. The other faults fail if a rank takes over {LIMIT + PATIENCE:.0f} s, "
+        "does not end by itself or prints no true sentence.",
+        "",
+        "| fault | part of the step | on rank 0 | on rank 1 | on rank 2 |",
+        "|---|---|---|---|---|",
     ]
-    return "\n".join(lines)
+    for kind in KINDS:
+        for phase in PHASES:
+            cells = [cell(results.get(Fault(kind, phase, rank))) for rank in range(WORLD_SIZE)]
+            lines.append(f"| {kind} | {phase} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def cell(result: tuple[list[End], list[str]] | None) -> str:
+    if result is None:
+        return ""
+    ends, found = result
+    return ", ".join(f"{end.seconds:.1f}" for end in ends) + "".join(f"; {each}" for each in found)
 
 
 if __name__ == "__main__":

@@ -202,6 +202,30 @@ def test_each_living_rank_is_told(stage: int, world_size: int) -> None:
         assert [problem for case in found for problem in case] == []
 
 
+def wait_in_a_barrier(act: Callable[[Model], None]) -> str:
+    """Rank 0 does not come to the program's own barrier, in which all others wait.
+
+    That is before the first step: the limit is the same there.
+    """
+    os.environ[STALL_SECONDS] = str(LIMIT)
+    model = sharded(3)
+    if dist.get_rank() == 0:
+        act(model)
+    with pytest.raises(dist.DistBackendError) as error:
+        dist.barrier()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("act", [end, pytest.param(stop, marks=pytest.mark.nightly)])
+def test_a_barrier_of_the_program(act: Callable[[Model], None]) -> None:
+    timeout = 2 * (LIMIT + PATIENCE)
+    outcomes = run_to_end(wait_in_a_barrier, 3, act, timeout=timeout, group_timeout=600.0)
+    for rank in (1, 2):
+        assert outcomes[rank].error is None, outcomes[rank].error
+        told = r"rank.* waits? in torch\.distributed\.barrier.*rank 0 (did not answer|ended)"
+        assert re.search(told, outcomes[rank].value), outcomes[rank].value
+
+
 def save_alone(folder: Path) -> str:
     """Only one rank saves, as programs do that saved whole models before."""
     os.environ[STALL_SECONDS] = str(LIMIT)

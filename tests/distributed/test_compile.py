@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocore
+import zerocore.fsdp
 from tests.distributed.by_night import stage_3_by_day
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import adamw, assert_same_state, case_named
@@ -239,3 +240,48 @@ def compile_huggingface(name: str) -> None:
 def test_huggingface() -> None:
     pytest.importorskip("transformers")
     run_ranks(compile_huggingface, 2, "hf_qwen3_tied", timeout=200)
+
+
+def losses_of(model: Any, run: Any, compiles_step: bool) -> Tensor:
+    """Losses of this rank; the last ones show whether all updates arrived."""
+    optimizer, losses = adamw(model.parameters()), []
+    step = torch.compile(optimizer.step, backend="aot_eager") if compiles_step else optimizer.step
+    for index in range(NUM_STEPS):
+        loss = run(rank_batch(index, dist.get_rank())).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        step()
+        optimizer.zero_grad()
+    return torch.tensor(losses)
+
+
+def compile_step(stage: int) -> None:
+    eager, compiled = (
+        losses_of(model := zerocore.shard(seeded_stack(), stage=stage), model, compiles)
+        for compiles in (False, True)
+    )
+    assert torch.equal(eager, compiled) and eager[0] != eager[-1]
+
+
+@stage_3_by_day
+def test_step(stage: int) -> None:
+    run_ranks(compile_step, 2, stage)
+
+
+def fully_sharded() -> Any:
+    model = seeded_stack()
+    for block in model.blocks:
+        zerocore.fsdp.fully_shard(block)
+    return zerocore.fsdp.fully_shard(model)
+
+
+def compile_fully_sharded() -> None:
+    plain = losses_of(model := fully_sharded(), model, False)
+    run = torch.compile(model := fully_sharded(), backend="aot_eager")
+    assert torch.equal(losses_of(model, run, False), plain)
+    torch.testing.assert_close(losses_of(model := fully_sharded(), model, True), plain)
+
+
+def test_fully_sharded() -> None:
+    """The whole model, then the step of its optimizer."""
+    run_ranks(compile_fully_sharded, 2, timeout=120)

@@ -37,7 +37,7 @@ from tests.distributed.offloading import (
 from tests.distributed.test_offload import VARIANTS, frozen, train, trained_blocks
 from tests.distributed.training import case_named
 from zerocore import Offload, emulated
-from zerocore.common.host_link import set_emulated_host_link
+from zerocore.common.links import set_emulated_host_link
 
 
 def offloads_for(stage: int, name: str, make: Any) -> list[Offload]:

@@ -29,7 +29,7 @@ from tests.distributed.offloading import (
 )
 from zerocore import MixedPrecision, Offload, emulated
 from zerocore._C import HostUpdate
-from zerocore.common.host_link import set_emulated_host_link
+from zerocore.common.links import set_emulated_host_link
 from zerocore.model.state import state_of
 
 

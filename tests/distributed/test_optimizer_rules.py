@@ -70,11 +70,45 @@ class Centred(torch.optim.SGD):
         return super().step(closure)
 
 
+class Prodigy(Optimizer):
+    """As prodigyopt: the step size is a quotient of sums over all parameters, read as numbers."""
+
+    def __init__(self, params: Iterable[nn.Parameter], slice_p: int = 1) -> None:
+        super().__init__(params, {"d": 1e-3, "numerator": 0.0, "slice_p": slice_p})
+
+    def _observe(self, p: nn.Parameter, d: float, every: int) -> tuple[float, float]:
+        grad, state = p.grad.data, self.state[p]  # type: ignore[union-attr]
+        if not state:
+            state["s"] = torch.zeros_like(p.data.flatten()[::every]).detach()
+            state["p0"] = p.flatten()[::every].detach().clone()
+            state["m"], state["v"] = (torch.zeros_like(p.data).detach() for _ in range(2))
+        sliced = grad.flatten()[::every]
+        gain = torch.dot(sliced, state["p0"].data - p.data.flatten()[::every]).item()
+        state["m"].mul_(0.9).add_(grad, alpha=0.1 * d)
+        state["v"].mul_(0.99).addcmul_(grad, grad, value=0.01 * d * d)
+        state["s"].mul_(0.99).add_(sliced, alpha=1e3 * d * d)
+        return 1e3 * d * d * gain, state["s"].abs().sum().item()
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        d, params = group["d"], [p for p in group["params"] if p.grad is not None]
+        sums = [self._observe(p, d, group["slice_p"]) for p in params]
+        group["numerator"] = 0.99 * group["numerator"] + sum(gain for gain, _ in sums)
+        group["d"] = max(d, group["numerator"] / sum(size for _, size in sums))
+        for p in params:
+            state = self.state[p]
+            p.data.addcdiv_(state["m"], state["v"].sqrt().add_(d * 1e-3), value=-d)
+
+
+def sliced_prodigy(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return Prodigy(parameters, slice_p=11)
+
+
 def centred(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return Centred(parameters, lr=0.05, momentum=0.9)
 
 
-@pytest.mark.parametrize("make", [Lamb, Lion, centred])
+@pytest.mark.parametrize("make", [Lamb, Lion, centred, Prodigy, sliced_prodigy])
 def test_other_optimizers_are_exact(stage: int, make: Callable[..., Optimizer]) -> None:
     run_ranks(compare_with_one_process, 3, "plain", stage, make)
 

@@ -96,3 +96,28 @@ def change_places() -> None:
 
 def test_parametrizations_after_shard() -> None:
     run_ranks(change_places, 2)
+
+
+REMOVALS: dict[str, Callable[[nn.Module], Any]] = {
+    "parametrize": lambda m: parametrize.remove_parametrizations(m, "weight"),
+    "weight_norm": lambda m: parametrize.remove_parametrizations(m, "weight"),
+    "old weight_norm": nn.utils.remove_weight_norm,
+    "spectral_norm": lambda m: parametrize.remove_parametrizations(m, "weight"),
+    "old spectral_norm": nn.utils.remove_spectral_norm,
+    "prune": lambda m: prune.remove(m, "weight"),
+}
+
+
+def remove_parametrizations() -> None:
+    """Of modules that are units, and of modules in a unit."""
+    for name, remove in REMOVALS.items():
+        for units in (["Linear"], []):
+            model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+            CHANGES[name](model[1])
+            zerocore.shard(model, units=units)
+            with pytest.raises(ValueError, match=r"'1\.weight' is removed .*full_state_dict"):
+                remove(model[1])
+
+
+def test_parametrizations_are_not_removed_after_shard() -> None:
+    run_ranks(remove_parametrizations, 2)

@@ -72,9 +72,6 @@ def test_every_wait_of_a_gather_at_the_step_is_needed(
         gather_at_step=True,
     )
     log, setup = log_of_steps(model, zerocore.optim.AdamW if ours else torch.optim.SGD)
-    engine = state_of(model).engine
-    copies = [each for each in log if (each.what, each.kind) == ("is copied", "write")]
-    assert len(copies) == 4 * len(engine.layout(0).regions)
     assert find_race(log) is None
     needed = [position for position in waits(log) if position >= setup]
     idle = [(i, log[i].stream) for i in needed if find_race(log, without=i) is None]

@@ -14,8 +14,7 @@ from tests.zoo import CASES
 from zerocore.model.units import choose_units
 from zerocore.planning import activations
 from zerocore.planning.activations import Activations, measure
-from zerocore.planning.fake import fake_copy, fake_like
-from zerocore.planning.fake_mode import RepeatingFakeMode
+from zerocore.planning.fake_mode import RepeatingFakeMode, fake_copy, fake_like
 
 
 def figures(run: Activations) -> tuple[object, ...]:

@@ -69,9 +69,9 @@ FLOORS = (
     ("optim",),
     ("sharding", "state_dict", "emulated"),
     ("checkpoint", "offload"),
+    ("install",),
     ("api",),
     ("fsdp", "integrations"),
-    ("install",),
     ("",),  # zerocore itself, which exports what is public
     ("cli",),
     ("__main__",),

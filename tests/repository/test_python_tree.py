@@ -113,7 +113,7 @@ def test_importing_acts_in_one_place() -> None:
     """Changes of torch or of the process are functions that ``zerocore.install`` calls."""
     effects = {name: import_effects(text) for name, text in python_files(PACKAGE).items()}
     assert {name: found for name, found in effects.items() if found} == {
-        "zerocore": ["hook_into_torch()"],
+        "zerocore": ["register()"],
         "zerocore.cli.app": ["app.add_typer(checkpoint_commands, name='checkpoint')"],
         "zerocore.extension": ["import_extension(Path(__file__).parent)"],
         "zerocore.__main__": ["main()"],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -56,6 +56,23 @@ def agree(
         if other != answers[0][1]:
             raise ValueError(_difference(rank, answers[0][1], other))
     return answers[0][2]
+
+
+@contextmanager
+def together(
+    groups: Sequence[dist.ProcessGroup], device: torch.device | None = None
+) -> Iterator[list[Any]]:
+    """Makes what a rank raises in the block an error on all ranks; see :func:`agree`.
+
+    Facts that are appended to the list which it yields are compared, too.
+    """
+    facts: list[Any] = []
+    error: Exception | None = None
+    try:
+        yield facts
+    except Exception as caught:
+        error = caught
+    agree(groups, error, [] if error else facts, device)
 
 
 def gather_objects(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, wraps
+from typing import Any
 
 import torch.distributed as dist
 
@@ -66,11 +67,27 @@ def watch(control: dist.ProcessGroup | None) -> None:
     """The alarm of a model has been made: what it also looks after.
 
     The others are told if this program ends while they wait for it. A rank that waits in a
-    collective of the program's own, in the default group, is woken up by the alarm.
+    collective of the program's own, in the default group, is woken up by the alarm; one in
+    ``dist.barrier`` also raises it.
     """
     _watch_end()
     if control is not None and dist.group.WORLD is not None:
         watch_group(dist.group.WORLD.group_name, beside=control.group_name)
+
+
+def watched_barrier(barrier: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.barrier`` of the default group, in which the alarm is raised, too."""
+
+    @wraps(barrier)
+    def watched(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
+        world = dist.group.WORLD
+        has_own_timeout = len(args) > 1 or kwargs.get("timeout") is not None
+        if async_op or has_own_timeout or world is None or group not in (None, world):
+            return barrier(group, async_op, *args, **kwargs)
+        with waiting(world, "torch.distributed.barrier"):
+            return barrier(group, async_op, *args, **kwargs)
+
+    return watched
 
 
 @cache

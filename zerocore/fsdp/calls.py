@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map_only
 
 from zerocore._C import Engine
@@ -26,12 +27,17 @@ def root_of(group: Group, is_provisional: bool = False) -> Tree:
             are gathered together.
     """
     if group.root is None:
-        Root(group)
+        _make_root(group)
     root = group.root
     assert root is not None
     if not is_provisional:
         root.settle()
     return root
+
+
+@_disable_dynamo  # torch.compile(root) would trace it
+def _make_root(group: Group) -> None:
+    Root(group)
 
 
 def call(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -49,7 +55,8 @@ def call(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> 
         if group.unit >= 0:
             engine.enter(group.unit)
             entered = True
-            group.show_views(engine)
+            if group.viewed:
+                group.show_views(engine)
         output = _run(group, function, args, kwargs)
     except BaseException:
         _fail(engine, group.unit if entered else -1, begun)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -141,6 +142,7 @@ class Group:
             return self.root is not None and self.root.group is self
         return not self.reshard_after_forward
 
+    @_disable_dynamo
     def show_views(self, engine: Engine) -> None:
         """After the engine has unsharded the group: makes the views that modules see."""
         for index, param in self.viewed:

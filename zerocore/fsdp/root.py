@@ -6,6 +6,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from zerocore._C import (
     CallEvent,
@@ -22,10 +23,7 @@ from zerocore.common.alarm import stall_seconds, watch
 from zerocore.fsdp.group import Group, RowParam, check_gathered_as_is, groups_below
 from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.rows import as_dtensor, at_origin
-from zerocore.hooks.backward_calls import watch_backward_calls
-from zerocore.hooks.pipelines import refuse_split_backward
 from zerocore.model.ranks import Ranks, control_group, find_ranks, with_reductions
-from zerocore.reporting.out_of_memory import explain_backward
 from zerocore.tensor.parameter import make_alike
 
 _live: WeakSet[Root] = WeakSet()
@@ -72,6 +70,7 @@ class Root:
         """The groups that are units of the engine, in their order."""
         return [group for _, group in self.groups if group.params]
 
+    @_disable_dynamo  # torch.compile(root) would trace it
     def ready(self) -> Engine:
         """The engine; made anew if parameters were replaced or moved since. Collective then.
 
@@ -119,8 +118,6 @@ class Root:
         self.engine = engine
         for group in self.with_params():
             apply_settings(group)
-        watch_backward_calls(explain_backward)
-        refuse_split_backward()
 
     def _check(self) -> None:
         self._check_ties()

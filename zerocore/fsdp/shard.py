@@ -15,6 +15,7 @@ from zerocore.fsdp.mesh import check_mesh, device_of
 from zerocore.fsdp.module import fsdp_class, show_shards
 from zerocore.fsdp.state import state_of
 from zerocore.fsdp.updates import watch_updates
+from zerocore.install import hook_into_torch
 from zerocore.tensor.parameter import ShardedParameter
 
 
@@ -59,6 +60,7 @@ def fully_shard(
     mesh = check_mesh(mesh)
     _check_modules(modules)
     _check_options(mesh, offload_policy, dp_mesh_dims)
+    hook_into_torch()
     ignored = set() if ignored_params is None else ignored_params
     group = Group(modules, mesh, mp_policy, _reshards(reshard_after_forward, mesh.size(-1)))
     group.shard_params(ignored, _placement_of(shard_placement_fn))

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -24,6 +25,7 @@ def watch_updates() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
+@_disable_dynamo  # a compiled step goes on with it behind its graphs
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     engines = [root.engine for root in live_roots() if root.engine is not None]
     if not engines:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import _SingleLevelFunction
 
 from zerocore.tensor.full_reads import call_with_full
 from zerocore.tensor.parameter import ShardedParameter
@@ -17,15 +16,12 @@ _apply: Callable[..., Any] = torch._C._FunctionBase.__dict__["apply"]
 _MAY_HOLD = frozenset({ShardedParameter, list, tuple, dict})
 
 
-def watch_functions() -> None:
-    """From now on parameters among the arguments of a Function are read in full.
+def reads_in_full(apply: Any) -> Any:
+    """The ``apply`` of a base class, in which ``Function.apply`` ends.
 
-    ``Function.apply`` ends in the ``apply`` of a base class, which is where the arguments are
-    looked at: an ``apply`` that was taken from its class before comes there, too.
+    An ``apply`` that was taken from its class before comes there, too.
     """
-    watched: Any = _SingleLevelFunction
-    if "apply" not in vars(watched):
-        watched.apply = classmethod(_apply_with_full)
+    return classmethod(_apply_with_full)
 
 
 def _apply_with_full(cls: type, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -14,42 +13,25 @@ from zerocore._C import forget_backward_call, note_backward_call
 from zerocore.model.state import live_states
 from zerocore.tensor.place import PlacedParameter
 
-_WATCHED = "_zerocore_watched"
-# Is given what a backward raised, and returns what to raise instead, or None.
-Explain = Callable[[BaseException], BaseException | None]
 
-
-def watch_backward_calls(explain: Explain) -> None:
-    """From now on the engines know of each call of a backward, and when one fails.
-
-    ``inputs`` that are sharded parameters stand for the full ones, which take part in the graph:
-    ``backward`` reduces their gradients alone, and ``torch.autograd.grad`` returns this rank's own
-    full gradients, as it does under DistributedDataParallel.
-
-    Args:
-        explain: makes an error of a backward say more, see :data:`Explain`.
-    """
-    for name in ("backward", "grad"):
-        function = getattr(torch.autograd, name)
-        if not hasattr(function, _WATCHED):
-            setattr(torch.autograd, name, _watched(function, explain))
-    graph: Any = torch.autograd.graph
-    if not hasattr(graph._get_grad_fn_or_grad_acc, _WATCHED):
-        graph._get_grad_fn_or_grad_acc = _node_of_full(graph._get_grad_fn_or_grad_acc)
-
-
-def _node_of_full(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+def takes_full(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     """For edges and hooks of several tensors: the node of a parameter is that of the full one."""
 
     @wraps(function)
     def run(tensor: Tensor) -> Any:
         return function(_full(tensor))
 
-    setattr(run, _WATCHED, True)
     return run
 
 
-def _watched(function: Callable[..., Any], explain: Explain) -> Callable[..., Any]:
+def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of a backward of which the engines know, also when it fails.
+
+    ``inputs`` that are sharded parameters stand for the full ones, which take part in the graph:
+    ``backward`` reduces their gradients alone, and ``torch.autograd.grad`` returns this rank's own
+    full gradients, as it does under DistributedDataParallel.
+    """
+
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if function.__name__ == "grad" and len(args) > 1:
@@ -60,8 +42,10 @@ def _watched(function: Callable[..., Any], explain: Explain) -> Callable[..., An
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            explained = explain(error)
-            for state in live_states():
+            states = live_states()
+            answers = (state.explain_backward(error, state) for state in states)
+            explained = next(filter(None, answers), None)
+            for state in states:
                 state.engine.fail_backward()
             if explained is not None:
                 raise explained from error
@@ -69,7 +53,6 @@ def _watched(function: Callable[..., Any], explain: Explain) -> Callable[..., An
         finally:
             forget_backward_call()
 
-    setattr(run, _WATCHED, True)
     return run
 
 

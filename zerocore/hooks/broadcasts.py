@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-import torch.distributed
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from zerocore.tensor.place import Placed
+from zerocore.tensor.place import Placed, leaves
 
-_WRAPPED = "_zerocore_wrapped"
 # Before 2.13 torch does not ask the tensors of these, as it does those of the other collectives.
-_UNASKED = (
+UNASKED = (
     *("all_gather_coalesced", "all_reduce_coalesced", "all_to_all", "broadcast", "gather"),
     *("irecv", "isend", "recv", "reduce", "reduce_scatter", "scatter", "send"),
 )
 
 
-def refuse_broadcasts() -> None:
-    """From now on torch refuses to broadcast lists that hold shards, before anything is sent; once.
+def sends_no_shards(send: Callable[..., Any]) -> Callable[..., Any]:
+    """The broadcast of a list of tensors, which refuses shards before anything is sent.
 
     Other collectives of shards are refused by their rules. This one, with which wrappers and
     trainers give all ranks the module of rank 0, goes past them.
     """
-    dist: Any = torch.distributed
-    send = dist._broadcast_coalesced
-    if hasattr(send, _WRAPPED):
-        return
-    for name in _UNASKED:
-        function = getattr(dist, name)
-        if "has_torch_function" not in inspect.unwrap(function).__code__.co_names:
-            asking = _asking(function)
-            setattr(dist, name, asking)
-            setattr(dist.distributed_c10d, name, asking)
 
     @wraps(send)
     def check_first(group: Any, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -50,26 +37,17 @@ def refuse_broadcasts() -> None:
                 )
         return send(group, tensors, *args, **kwargs)
 
-    setattr(check_first, _WRAPPED, True)
-    dist._broadcast_coalesced = check_first
+    return check_first
 
 
-def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
+def asks_shards(function: Callable[..., Any]) -> Callable[..., Any]:
     """A collective that lets shards among its tensors decide, by their rules."""
 
     @wraps(function)
     def ask_first(*args: Any, **kwargs: Any) -> Any:
-        tensors = tuple(_tensors((*args, *kwargs.values())))
+        tensors = tuple(value for value in leaves((args, kwargs)) if isinstance(value, Tensor))
         if has_torch_function(tensors):
             return handle_torch_function(ask_first, tensors, *args, **kwargs)
         return function(*args, **kwargs)
 
     return ask_first
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerocore._C import show_grad
+from zerocore.hooks.optimizer_states import params_of
 from zerocore.tensor import updates
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 
@@ -49,17 +50,16 @@ def _show_host_gradients(optimizer: Optimizer) -> None:
     updates.finish()
     shown = _shown.setdefault(optimizer, [])
     with torch._C.DisableTorchFunctionSubclass():
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                grad = param.grad
-                if grad is None or not isinstance(param, ShardedParameter) or not param.on_host:
-                    continue
-                if grad.device != param.device:
-                    state: Any = param.state_ref()
-                    host = state.engine.arrived_gradient(param.unit, param.position)
-                    host = ShardedGrad.make(host, param.place, param.state_ref)
-                    show_grad(param, host)
-                    shown.append((param, grad, host))
+        for param in params_of(optimizer):
+            grad = param.grad
+            if grad is None or not isinstance(param, ShardedParameter) or not param.on_host:
+                continue
+            if grad.device != param.device:
+                state: Any = param.state_ref()
+                host = state.engine.arrived_gradient(param.unit, param.position)
+                host = ShardedGrad.make(host, param.place, param.state_ref)
+                show_grad(param, host)
+                shown.append((param, grad, host))
 
 
 def _wrapped(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:

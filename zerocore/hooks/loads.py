@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from zerocore.common.agreement import agree
+from zerocore.common.agreement import together
 from zerocore.common.alarm import operation
 from zerocore.model.state import ShardState
 from zerocore.tensor.parameter import ShardedParameter
@@ -21,25 +21,15 @@ def watch_loads(model: nn.Module, state: ShardState) -> None:
 
     @operation("load_state_dict")
     def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        error = _find_mistake(state, state_dict, prefix)
-        agree(state.ranks.groups, error, [], state.device)
+        with together(state.ranks.groups, state.device):
+            for param in state.params():
+                for fqn in param.fqns:
+                    _check_place(prefix + fqn, state_dict.get(prefix + fqn), param.shard)
         state.begin_load()
 
     model.register_load_state_dict_pre_hook(check)
     for module in {owner for param in state.params() for owner, _ in param.owners}:
         module.register_load_state_dict_pre_hook(_check)
-
-
-def _find_mistake(state: ShardState, state_dict: dict[str, Any], prefix: str) -> ValueError | None:
-    for param in state.params():
-        for fqn in param.fqns:
-            value = state_dict.get(prefix + fqn)
-            if isinstance(value, Placed):
-                try:
-                    _check_place(prefix + fqn, value, param.shard)
-                except ValueError as error:
-                    return error
-    return None
 
 
 def _check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -49,22 +39,17 @@ def _check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
         ValueError: names the parameter and both places.
     """
     for name, param in module._parameters.items():
-        value = state_dict.get(prefix + name)
-        if isinstance(param, ShardedParameter) and isinstance(value, Placed):
-            _check_place(prefix + name, value, param)
+        if isinstance(param, ShardedParameter):
+            _check_place(prefix + name, state_dict.get(prefix + name), param)
 
 
-def _check_place(key: str, value: Placed, param: ShardedParameter) -> None:
+def _check_place(key: str, value: Any, param: ShardedParameter) -> None:
+    if not isinstance(value, Placed):
+        return
     saved, own = value.place, param.place
-    if (saved.global_shape, saved.shard_range, saved.strides) != (
-        own.global_shape,
-        own.shard_range,
-        own.strides,
-    ):
+    if saved.elements != own.elements:
         raise ValueError(
-            f"parameter '{key}': the state dict holds elements {saved.shard_range[0]}:"
-            f"{saved.shard_range[1]} of shape {tuple(saved.global_shape)}, this rank "
-            f"{own.shard_range[0]}:{own.shard_range[1]} of {tuple(own.global_shape)}. Shards load "
-            "on the rank, stage and number of ranks that saved them; for others use "
+            f"parameter '{key}': the state dict holds elements {saved.text}, this rank {own.text}. "
+            "Shards load on the rank, stage and number of ranks that saved them; for others use "
             "torch.distributed.checkpoint or zerocore.Checkpoints, or zerocore.full_state_dict"
         )

@@ -19,7 +19,6 @@ from zerocore.tensor.parameter import ShardedParameter
 
 _NAME = "_zerocore_kept_in_place"  # the FQN, an attribute of tensors that lie in flat buffers
 _Move = Callable[[Tensor], Tensor]
-_original: Callable[..., nn.Module] = nn.Module._apply
 _TO_EMPTY = [code for code in nn.Module.to_empty.__code__.co_consts if isinstance(code, CodeType)]
 
 
@@ -41,25 +40,30 @@ class _Checked:
         return tensor.to(result.device) if self.is_empty and not tensor.is_meta else result
 
 
-@wraps(_original)
-def _apply(self: nn.Module, fn: _Move, recurse: bool = True) -> nn.Module:
-    if not isinstance(fn, _Checked):
-        kept = {p: name for p in self.parameters(recurse) if (name := getattr(p, _NAME, None))}
-        if not kept:
-            return _original(self, fn, recurse)
-        _check(self, kept, fn)
-        fn = _Checked(fn)
-    params = self._parameters
-    own = {key: p for key, p in params.items() if p is not None and hasattr(p, _NAME)}
-    try:
-        params.update(dict.fromkeys(own))  # what is None is not moved
-        _original(self, fn, recurse)
-    finally:
-        params.update(own)
-    if not fn.is_empty:
-        for param in own.values():
-            _take_values(param, fn)
-    return self
+def spares_shards(move_all: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """``nn.Module._apply``, which all moves and casts go through, with shards left in place."""
+
+    @wraps(move_all)
+    def apply(self: nn.Module, fn: _Move, recurse: bool = True) -> nn.Module:
+        if not isinstance(fn, _Checked):
+            kept = {p: name for p in self.parameters(recurse) if (name := getattr(p, _NAME, None))}
+            if not kept:
+                return move_all(self, fn, recurse)
+            _check(self, kept, fn)
+            fn = _Checked(fn)
+        params = self._parameters
+        own = {key: p for key, p in params.items() if p is not None and hasattr(p, _NAME)}
+        try:
+            params.update(dict.fromkeys(own))  # what is None is not moved
+            move_all(self, fn, recurse)
+        finally:
+            params.update(own)
+        if not fn.is_empty:
+            for param in own.values():
+                _take_values(param, fn)
+        return self
+
+    return apply
 
 
 def _check(module: nn.Module, kept: dict[Any, str], move: _Move) -> None:
@@ -104,8 +108,3 @@ def _take_values(param: Tensor, move: _Move) -> None:
             is_untouched = place.numel() == 0 or torch.equal(as_bytes(result), as_bytes(place))
         if not is_untouched:
             place.copy_(result[: place.numel()] if place.dim() == 1 else result)
-
-
-def watch_moves() -> None:
-    """From now on moves and casts of modules, which all go through ``_apply``, spare shards."""
-    nn.Module._apply = _apply  # type: ignore[method-assign]

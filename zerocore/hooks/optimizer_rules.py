@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import optim
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from zerocore.common.agreement import agree
-from zerocore.hooks.optimizer_states import fit_states, place_states, wrap_states
+from zerocore.common.agreement import together
+from zerocore.hooks.optimizer_states import fit_states, params_of, place_states, wrap_states
 from zerocore.tensor.parameter import ShardedParameter
 
-_WRAPPED = "_zerocore_wrapped"
+_EAGER = "_zerocore_eager"
 # Each element's update depends on that element alone, so their steps need none of the rules.
-_ELEMENTWISE: frozenset[type] = frozenset(
-    {
-        optim.SGD,
-        optim.Adam,
-        optim.AdamW,
-        optim.NAdam,
-        optim.RAdam,
-        optim.Adamax,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.Adagrad,
-        optim.Adadelta,
-        optim.ASGD,
-    }
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    optim.SGD,
+    optim.AdamW,  # before Adam, whose step it inherits
+    optim.Adam,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.ASGD,
 )
 # Why each of these cannot update shards; by name, as a torch may lack one.
 _REFUSED = {
@@ -50,17 +50,9 @@ _ADVICE = {
 }
 
 
-def watch_optimizers() -> None:
-    """Wraps ``add_param_group`` and the steps of elementwise optimizers, once."""
-    if not hasattr(Optimizer.add_param_group, _WRAPPED):
-        setattr(Optimizer, "add_param_group", _checked(Optimizer.add_param_group))  # noqa: B010
-    for cls in _ELEMENTWISE | {optim.LBFGS}:
-        own = vars(cls).get("step")
-        if own is not None and not hasattr(own, _WRAPPED):
-            setattr(cls, "step", _without_rules(own))  # noqa: B010
+def checks_shards(add: Callable[..., Any]) -> Callable[..., Any]:
+    """``Optimizer.add_param_group`` that refuses shards which the optimizer cannot update."""
 
-
-def _checked(add: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(add)
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
         add(self, param_group)
@@ -73,9 +65,16 @@ def _checked(add: Callable[..., Any]) -> Callable[..., Any]:
                 self.param_groups.pop()
                 raise
             _watch_state_dicts(self)
+            _keep_eager(type(self))
 
-    setattr(add_param_group, _WRAPPED, True)
     return add_param_group
+
+
+def _keep_eager(cls: Any) -> None:
+    """``torch.compile(optimizer.step)`` runs the step without graphs, which cannot take shards."""
+    if not hasattr(cls.step, _EAGER):
+        cls.step = _disable_dynamo(cls.step)
+        setattr(cls.step, _EAGER, True)
 
 
 def _refuse(optimizer: Optimizer, sharded: list[ShardedParameter]) -> None:
@@ -92,15 +91,21 @@ def _refuse(optimizer: Optimizer, sharded: list[ShardedParameter]) -> None:
         )
 
 
-def _without_rules(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch functions of shards are looked up in Python, about a microsecond each: not in here."""
+def without_rules(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step of an optimizer of elements, in which torch functions go by no rules of shards.
+
+    Python looks these up, about a microsecond each.
+    """
+    if hasattr(step, "hooked"):
+        # Torch wraps the step when an optimizer of the class is made; its hooks need the rules.
+        hooked: Any = Optimizer.profile_hook_step(without_rules(vars(step)["__wrapped__"]))
+        hooked.hooked = True
+        return hooked
 
     @wraps(step)
     def run(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if type(self) not in _ELEMENTWISE and type(self) is not optim.LBFGS:
+        if type(self) not in ELEMENTWISE and type(self) is not optim.LBFGS:
             return step(self, closure)  # what a subclass adds may be no matter of single elements
-        if closure is not None and not hasattr(torch._C, "_EnableTorchFunction"):
-            return step(self, closure)
         enabled = None if closure is None else _with_rules(closure)
         with torch._C.DisableTorchFunctionSubclass():
             result = step(self, enabled)
@@ -108,7 +113,6 @@ def _without_rules(step: Callable[..., Any]) -> Callable[..., Any]:
                 place_states(self)
         return result
 
-    setattr(run, _WRAPPED, True)
     return run
 
 
@@ -135,19 +139,11 @@ def _watch_state_dicts(optimizer: Optimizer) -> None:
 
 def _fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """As ``fit_states``, on all ranks together."""
-    error, fitted = None, state_dict
-    try:
+    shards = (param for param in params_of(optimizer) if isinstance(param, ShardedParameter))
+    with ExitStack() as stack:
+        for state in filter(None, {param.state_ref(): None for param in shards}):
+            stack.enter_context(together(state.ranks.groups, state.device))
         fitted = fit_states(optimizer, state_dict)
-    except ValueError as caught:
-        error = caught
-    states = {
-        param.state_ref(): None
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if isinstance(param, ShardedParameter)
-    }
-    for state in filter(None, states):
-        agree(state.ranks.groups, error, [], state.device)
     return fitted
 
 
@@ -156,11 +152,10 @@ def _fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
 
 def check_outside_of_unsharded(optimizer: Optimizer) -> None:
     """Raises RuntimeError if a parameter's full value stands in its place now."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            state = param.state_ref() if isinstance(param, ShardedParameter) else None
-            if state is not None and state.shown_full[param.unit] > 0:
-                raise RuntimeError(
-                    f"optimizer.step() inside of zerocore.unsharded: '{param.fqn}' is shown in "
-                    "full there, and the update of its shard would be lost. Call step() outside"
-                )
+    for param in params_of(optimizer):
+        state = param.state_ref() if isinstance(param, ShardedParameter) else None
+        if state is not None and state.shown_full[param.unit] > 0:
+            raise RuntimeError(
+                f"optimizer.step() inside of zerocore.unsharded: '{param.fqn}' is shown in full "
+                "there, and the update of its shard would be lost. Call step() outside"
+            )

@@ -122,17 +122,10 @@ def fitted(param: ShardedParameter, key: str, value: Any) -> Any:
 
 def _check_place(param: ShardedParameter, key: str, saved: Place) -> None:
     own = param.place
-    if (saved.fqn, saved.global_shape, saved.shard_range, saved.strides) != (
-        own.fqn,
-        own.global_shape,
-        own.shard_range,
-        own.strides,
-    ):
+    if (saved.fqn, saved.elements) != (own.fqn, own.elements):
         raise ValueError(
-            f"the optimizer's state {key} is that of '{saved.fqn}', elements "
-            f"{saved.shard_range[0]}:{saved.shard_range[1]} of shape {tuple(saved.global_shape)}, "
-            f"but this rank's parameter in its place is '{own.fqn}', elements "
-            f"{own.shard_range[0]}:{own.shard_range[1]} of {tuple(own.global_shape)}. Shards load "
+            f"the optimizer's state {key} is that of '{saved.fqn}', elements {saved.text}, but "
+            f"this rank's parameter in its place is '{own.fqn}', elements {own.text}. Shards load "
             "on the rank, stage and number of ranks that saved them, in the same order of "
             "parameters; for others save with torch.distributed.checkpoint or zerocore.Checkpoints"
         )

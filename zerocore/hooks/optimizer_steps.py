@@ -8,21 +8,51 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from zerocore._C import UpdatedUnit
 from zerocore.hooks.host_steps import show_device_gradients, with_host_gradients
 from zerocore.hooks.optimizer_rules import check_outside_of_unsharded
+from zerocore.hooks.optimizer_states import params_of
 from zerocore.model.state import ShardState
 from zerocore.tensor.parameter import ShardedParameter
 
 _log = logging.getLogger("zerocore")
 _MISTAKE = "_zerocore_mistake"  # what to say to an optimizer that holds the parameter
+
+
+class ShardOptimizer(Optimizer):
+    """The base of zerocore's optimizers, which says what their steps do; others do none of it.
+
+    Attributes:
+        casts_model_weights: writes the weights that layers compute with, beside main weights.
+        updates_on_host: updates what is on the host there, from gradients that come by themselves.
+        moves_matrices: sends whole matrices to the ranks that own them.
+    """
+
+    casts_model_weights = False
+    updates_on_host = False
+    moves_matrices = False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; returns what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        raise NotImplementedError
+
+
+def _known(optimizer: Optimizer) -> ShardOptimizer | type[ShardOptimizer]:
+    """Says what the steps of any optimizer do."""
+    return optimizer if isinstance(optimizer, ShardOptimizer) else ShardOptimizer
 
 
 @dataclass(frozen=True)
@@ -59,11 +89,10 @@ def mark_full(param: nn.Parameter, fqn: str) -> None:
 
 def check_not_stale(optimizer: Optimizer) -> None:
     """Raises ValueError if the optimizer holds other parameters of a sharded model than shards."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            mistake = getattr(param, _MISTAKE, None)
-            if mistake is not None:
-                raise ValueError(mistake)
+    for param in params_of(optimizer):
+        mistake = getattr(param, _MISTAKE, None)
+        if mistake is not None:
+            raise ValueError(mistake)
 
 
 def optimizers_of(state: ShardState) -> list[Optimizer]:
@@ -76,7 +105,7 @@ def optimizers_of(state: ShardState) -> list[Optimizer]:
 
 
 def _find_updates(optimizer: Optimizer) -> tuple[int, list[_Updated]]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     found: dict[Callable[[], ShardState | None], dict[int, list[int]]] = {}
     for param in params:
         if isinstance(param, ShardedParameter):
@@ -113,8 +142,8 @@ def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState |
         )
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """What torch then calls the step with; None for the same."""
+def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Torch's hook before each step; returns other arguments for it, or None."""
     known = _updates.get(optimizer)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if known is None or known[0] != count:
@@ -122,7 +151,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         _updates[optimizer] = _find_updates(optimizer)
     if any(_is_shown_full(updated.state_ref()) for updated in _updates[optimizer][1]):
         check_outside_of_unsharded(optimizer)
-    casts = getattr(optimizer, "casts_model_weights", False)
+    casts = _known(optimizer).casts_model_weights
     reads_on_host = False
     for updated in _updates[optimizer][1]:
         if (state := updated.state_ref()) is not None:
@@ -138,7 +167,7 @@ def _reads_on_host(optimizer: Optimizer, state: ShardState) -> bool:
     config = state.config
     if state.device.type == "cpu" and not state.engine.lands_gradients:
         return False
-    updates_itself = not getattr(optimizer, "updates_on_host", False)
+    updates_itself = not _known(optimizer).updates_on_host
     on_device = not config.leaves("states")
     return config.offload is not None and (updates_itself or on_device)
 
@@ -146,9 +175,9 @@ def _reads_on_host(optimizer: Optimizer, state: ShardState) -> bool:
 def _check_offload(optimizer: Optimizer, state: ShardState) -> None:
     """Raises ValueError if the optimizer cannot update what has left the device."""
     offload, name = state.config.offload, type(optimizer).__name__
-    if offload is None or getattr(optimizer, "updates_on_host", False):
+    if offload is None or _known(optimizer).updates_on_host:
         return
-    if getattr(optimizer, "moves_matrices", False):
+    if _known(optimizer).moves_matrices:
         raise ValueError(
             f"{name} moves whole matrices between ranks, which is not built for a model with "
             "offload=; use zerocore.optim.AdamW, or leave offload= out"
@@ -170,17 +199,12 @@ def _is_shown_full(state: ShardState | None) -> bool:
     return state is not None and state.shown_full.total() > 0
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Torch's hook after each step."""
     show_device_gradients(optimizer)
-    casts = getattr(optimizer, "casts_model_weights", False)
+    casts = _known(optimizer).casts_model_weights
     # Version counters show in-place updates, not those an optimizer makes through `.data`.
     for updated in _updates[optimizer][1]:
         if (state := updated.state_ref()) is not None:
             state.engine.end_update(updated.parts, casts)
             state.meters.note_update()
-
-
-def watch_steps() -> None:
-    """From now on the steps of all optimizers are looked at."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)

@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from functools import cache, wraps
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from typing import Any
 
 from zerocore.tensor.parameter import ShardedParameter
 
 
-@cache
-def refuse_split_backward() -> None:
-    """From now on a backward for the inputs of a sharded stage alone is an error.
+def checked_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward for the inputs of a stage alone, which refuses a sharded stage."""
 
-    On every rank of the pipeline before the first step, where the schedule is known beforehand.
-    """
-    from torch.distributed.pipelining import schedules, stage  # late: takes a while
-
-    runner: Any = stage
-    backward_input = getattr(runner, "stage_backward_input", None)
-    step: Any = schedules.PipelineScheduleMulti.step
-    if backward_input is None:  # a torch that splits backwards elsewhere
-        return
-
-    @wraps(backward_input)
-    def checked_backward(outputs: Any, grads: Any, inputs: Any, weights: Any) -> Any:
+    @wraps(backward)
+    def run(outputs: Any, grads: Any, inputs: Any, weights: Any) -> Any:
         weights = list(weights)
         _check(weights)
-        return backward_input(outputs, grads, inputs, iter(weights))
+        return backward(outputs, grads, inputs, iter(weights))
+
+    return run
+
+
+def checked_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step of a schedule, which refuses sharded stages on every rank before the first one."""
+    from torch.distributed.pipelining import schedules  # late: takes a while
 
     @wraps(step)
-    def checked_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if schedules.BACKWARD_INPUT in _computations(self):
             for part in self._stages:
                 _check(part.submod.parameters())
         return step(self, *args, **kwargs)
 
-    for owner, name, function in (
-        (runner, "stage_backward_input", checked_backward),
-        (schedules.PipelineScheduleMulti, "step", checked_step),
-    ):
-        setattr(owner, name, function)
+    return run
 
 
 def _computations(schedule: Any) -> Iterator[Any]:

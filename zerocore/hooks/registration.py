@@ -7,10 +7,6 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from zerocore.model.state import ShardState, find_state
 from zerocore.model.wrappers import elsewhere, refusal, refuse_fully_shard, wrapper_name
@@ -41,7 +37,8 @@ def _home_of(module: nn.Module) -> tuple[ShardState, str] | None:
     return None if state is None else (state, name)
 
 
-def _check_param(module: nn.Module, name: str, param: Any) -> None:
+def check_param(module: nn.Module, name: str, param: Any) -> None:
+    """Torch's hook on each registration of a parameter, anywhere."""
     home = _home_of(module)
     if home is None and isinstance(param, ShardedParameter):
         raise elsewhere(param, name, type(module).__name__)
@@ -59,10 +56,20 @@ def _check_param(module: nn.Module, name: str, param: Any) -> None:
                     "zerocore.shard"
                 )
             return
+    # weight_norm, spectral_norm and pruning leave these in the place of the parameter.
+    parts = tuple(f"{fqn}_{part}" for part in ("g", "v", "orig"))
+    parts += (fqn.removesuffix(name) + f"parametrizations.{name}.",)
+    if any(known.fqn.startswith(parts) for known in state.params()):
+        raise ValueError(
+            f"the parametrization of '{fqn}' is removed from a model that is sharded already. "
+            "Remove it before zerocore.shard; to export, load zerocore.full_state_dict(model) into "
+            "a plain copy of the model and remove it there"
+        )
     raise _refusal(fqn)
 
 
-def _check_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+def check_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Torch's hook on each registration of a module, anywhere."""
     home = _home_of(module)
     if child is None or not _homes:
         return
@@ -86,9 +93,3 @@ def _refusal(fqn: str) -> ValueError:
         "peft.get_peft_model; weight_norm, spectral_norm, prune), then call zerocore.shard on the "
         "outermost module"
     )
-
-
-def watch_modules() -> None:
-    """From now on every registration of a parameter or module, anywhere, is looked at."""
-    register_module_parameter_registration_hook(_check_param)
-    register_module_module_registration_hook(_check_module)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from zerocore.api import no_sync
 from zerocore.common.extras import missing
+from zerocore.hooks.optimizer_states import params_of
 from zerocore.integrations.precision import check_precision
 from zerocore.integrations.shard_folders import ShardFolders
 from zerocore.model.state import find_state
@@ -133,6 +134,5 @@ def _updates(optimizer: Any, model: nn.Module) -> bool:
     state = find_state(model)
     return any(
         isinstance(param, ShardedParameter) and param.state_ref() is state
-        for group in optimizer.param_groups
-        for param in group["params"]
+        for param in params_of(optimizer)
     )

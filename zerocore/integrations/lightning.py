@@ -30,7 +30,12 @@ except ModuleNotFoundError:
 class _Sharding:
     """What both strategies share: the options of ``shard``, and precision as one of them."""
 
-    _shard_options: dict[str, Any]
+    _PLACES = ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend")
+
+    def __init__(self, **options: Any) -> None:
+        places = {name: options.pop(name) for name in self._PLACES if name in options}
+        self._shard_options = options
+        super().__init__(**places)
 
     def _shard(self, model: nn.Module) -> nn.Module:
         return model if find_state(model) is not None else shard(model, **self._shard_options)
@@ -62,12 +67,6 @@ class ShardedStrategy(_Sharding, DDPStrategy):
     """
 
     model: Any
-    _PLACES = ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend")
-
-    def __init__(self, **options: Any) -> None:
-        places = {name: options.pop(name) for name in self._PLACES if name in options}
-        self._shard_options = options
-        super().__init__(**places)
 
     @property
     def precision_plugin(self) -> Any:
@@ -97,9 +96,10 @@ class ShardedStrategy(_Sharding, DDPStrategy):
         with no_sync(self.model):
             yield
 
-    def _run_step(self, name: str, context: Any, args: Any, kwargs: Any) -> Any:
+    def _run_step(self, name: str, args: Any, kwargs: Any) -> Any:
+        short = {"training_step": "train_step", "validation_step": "val_step"}.get(name, name)
         # Through the module's call, in which its layers are gathered ahead.
-        with context:
+        with getattr(self.precision_plugin, f"{short}_context")():
             if find_state(self.model) is None:
                 return getattr(self.lightning_module, name)(*args, **kwargs)
             return self._forward_redirection(
@@ -108,25 +108,19 @@ class ShardedStrategy(_Sharding, DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's."""
-        return self._run_step(
-            "training_step", self.precision_plugin.train_step_context(), args, kwargs
-        )
+        return self._run_step("training_step", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's."""
-        return self._run_step(
-            "validation_step", self.precision_plugin.val_step_context(), args, kwargs
-        )
+        return self._run_step("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's."""
-        return self._run_step("test_step", self.precision_plugin.test_step_context(), args, kwargs)
+        return self._run_step("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's."""
-        return self._run_step(
-            "predict_step", self.precision_plugin.predict_step_context(), args, kwargs
-        )
+        return self._run_step("predict_step", args, kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Full values on rank 0, ``{}`` elsewhere; all ranks call."""
@@ -157,10 +151,7 @@ class ShardedFabricStrategy(_Sharding, FabricDDPStrategy):
     """
 
     def __init__(self, **options: Any) -> None:
-        names = ShardedStrategy._PLACES
-        places = {name: options.pop(name) for name in names if name in options}
-        self._shard_options = options
-        super().__init__(**places)
+        super().__init__(**options)
         self._backward_sync_control = _NoSync()
 
     @property

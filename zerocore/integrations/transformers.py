@@ -146,7 +146,12 @@ def _sync_generate(model: nn.Module) -> None:
     """
     state = find_state(model)
     generate = getattr(model, "generate", None)
-    if state is None or generate is None or state.world_size == 1 or state.config.stage < 3:
+    if (
+        state is None
+        or generate is None
+        or state.world_size == 1
+        or not state.config.placements.parameters
+    ):
         return
 
     @wraps(generate)

@@ -9,36 +9,28 @@ from zerocore._C import ShardOptions
 from zerocore.common.checks import require_int
 from zerocore.model.offload import Offload, leaves, place_of
 from zerocore.model.precision import MixedPrecision
-from zerocore.model.stages import STAGES
+from zerocore.model.stages import STAGES, Placements, placements_of
 
 ACCUMULATE_MODES = ("sharded", "full")
 
 
 @dataclass(frozen=True)
 class ShardConfig:
-    """Options of :func:`zerocore.shard`.
+    """Options of :func:`zerocore.shard`, which explains those that are not here.
 
     Attributes:
-        stage: ZeRO stage, 0 to 3.
-        prefetch: units gathered ahead of the one that computes, 0 or more.
         accumulate: ``"sharded"`` reduces gradients in every backward (stages 2 and 3, also under
             ``no_sync``); ``"full"`` holds full gradients under ``no_sync`` and communicates once.
-        sync_params: rank 0's parameter values win on all ranks.
         find_unused_parameters: changes nothing: a parameter that no rank used keeps
             ``grad is None`` in every backward. Accepted as DistributedDataParallel's.
         sync_buffers: buffers take rank 0's values before the calls before which
             DistributedDataParallel broadcasts them: batch norm's statistics stay alike.
-        gradient_divide_factor: what the sum of the ranks' gradients is divided by; None for the
-            number of ranks, which averages them, 1 to sum them.
-        mixed_precision: dtypes of parameters and gradients; None leaves all as they are.
-        offload: what lies in the host's memory or on disk; None leaves all on the device.
         overlap_reductions: at stage 3, reductions have a communicator of their own where one runs
             its collectives one after the other (NCCL), so that none waits for a gather. It takes
             device memory of its own; off, reductions and gathers share one.
         gather_at_step: at stage 3, the first gather of a forward begins when the optimizer has
-            stepped, under what comes between the two. All ranks must take the same steps. Weights
-            that are changed between a step and the forward, other than by loading or inside of
-            ``unsharded(write_back=True)``, are an error on all ranks when the backward begins.
+            stepped, under logging and loading. All ranks must take the same steps and change
+            weights alike; weights that change between a step and the forward are gathered again.
 
     Raises:
         ValueError: an option is out of range.
@@ -56,6 +48,11 @@ class ShardConfig:
     offload: Offload | None = None
     overlap_reductions: bool = True
     gather_at_step: bool = False
+
+    @property
+    def placements(self) -> Placements:
+        """The state that ranks share between them."""
+        return placements_of(self.stage)
 
     @property
     def holds_full(self) -> bool:

@@ -6,9 +6,14 @@ import os
 from dataclasses import dataclass
 
 from zerocore.common.checks import check_int
+from zerocore.model.stages import STAGES, placements_of
 
 PLACES = ("device", "cpu", "disk")
-FIRST_STAGE = {"states": 0, "gradients": 2, "parameters": 3}
+FIRST_STAGE = {
+    "states": STAGES[0],
+    "gradients": next(stage for stage in STAGES if placements_of(stage).gradients),
+    "parameters": next(stage for stage in STAGES if placements_of(stage).parameters),
+}
 """The lowest stage at which each part can leave the device."""
 
 

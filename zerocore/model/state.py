@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from zerocore.model.unit_call import unit_call_of
 from zerocore.tensor.parameter import ShardedParameter
 
 _STATE = "_zerocore_state"
+Explain = Callable[[BaseException, "ShardState"], BaseException | None]
 
 
 @dataclass(eq=False)
@@ -62,6 +62,8 @@ class ShardState:
     shown_full: Counter[int] = field(default_factory=Counter)  # units inside of unsharded()
     # Each returns when it does not read weights and optimizer states any more.
     readers: list[Callable[[], None]] = field(default_factory=list)
+    # Returns the error to raise in the place of one of a backward, or None.
+    explain_backward: Explain = lambda error, state: None
 
     def __post_init__(self) -> None:
         self.meters = Meters(self.engine, self.device)
@@ -112,16 +114,10 @@ def live_states() -> list[ShardState]:
     return list(_states)
 
 
-def _mark_forked() -> None:
-    # The child has none of the threads that carry out collectives.
+def mark_forked() -> None:
+    """Tells a forked process that it has no threads which carry out its parent's collectives."""
     for state in list(_states):
         state.engine.mark_forked()
-
-
-def watch_forks() -> None:
-    """From now on a forked process is told that it cannot use the models of its parent."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_mark_forked)
 
 
 def find_state(module: nn.Module) -> ShardState | None:

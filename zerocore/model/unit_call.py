@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
 
@@ -18,6 +19,7 @@ _UNIT_CALL = "_zerocore_unit_call"
 Explain = Callable[[BaseException, Any, tuple[int, ...]], BaseException | None]
 
 
+@dataclass(eq=False, slots=True)
 class UnitCall:
     """Goes around a module's call: enters its units, and begins the pass if it is the root.
 
@@ -26,32 +28,15 @@ class UnitCall:
     units of modules inside whose parameters the module looks at in evaluation, see `looked_at_by`.
     """
 
-    __slots__ = (
-        "before_call", "cast_inputs", "cast_outputs", "engine", "explain", "is_root", "looked_at",
-        "state", "units",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        state: Any,
-        engine: Engine,
-        explain: Explain,
-        units: tuple[int, ...],
-        is_root: bool,
-        cast_inputs: torch.dtype | None = None,
-        cast_outputs: torch.dtype | None = None,
-        before_call: Callable[[], None] | None = None,
-        looked_at: tuple[int, ...] = (),
-    ) -> None:
-        self.state = state
-        self.engine = engine
-        self.explain = explain
-        self.units = units
-        self.is_root = is_root
-        self.cast_inputs = cast_inputs
-        self.cast_outputs = cast_outputs
-        self.before_call = before_call
-        self.looked_at = looked_at
+    state: Any
+    engine: Engine
+    explain: Explain
+    units: tuple[int, ...]
+    is_root: bool
+    cast_inputs: torch.dtype | None = None
+    cast_outputs: torch.dtype | None = None
+    before_call: Callable[[], None] | None = None
+    looked_at: tuple[int, ...] = ()
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
@@ -145,7 +130,11 @@ def _calling_class(cls: Any) -> Any:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    return type(cls)(cls.__name__, (cls,), namespace)
+    meta = type(cls)
+    if any(isinstance(value, property) for value in vars(cls).values()):
+        # remove_parametrizations deletes one, and goes on to the error of registration.py.
+        meta = type("Calling", (meta,), {"__delattr__": lambda _, name: delattr(cls, name)})
+    return meta(cls.__name__, (cls,), namespace)
 
 
 def leave_out_of_graphs(function: Any) -> None:

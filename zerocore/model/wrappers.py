@@ -6,12 +6,12 @@ DDP, DataParallel, FSDP, FSDP2; parametrizations.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
-from torch.nn.utils.parametrize import ParametrizationList
 
 from zerocore.tensor.parameter import ShardedParameter
 
@@ -80,16 +80,14 @@ def _refuse_mark(module: nn.Module, value: bool) -> None:
 # before its first collective.
 fsdp_mark = property(_mark_of, _refuse_mark)
 
-_init_list = ParametrizationList.__init__
 
+def takes_no_shard(init: Callable[..., None]) -> Callable[..., None]:
+    """``ParametrizationList.__init__`` that refuses a shard before it computes with it."""
 
-@wraps(_init_list)
-def _init(self: ParametrizationList, modules: Any, original: Any, *args: Any, **kw: Any) -> None:
-    if isinstance(original, ShardedParameter):
-        raise elsewhere(original, "original", "ParametrizationList")
-    _init_list(self, modules, original, *args, **kw)
+    @wraps(init)
+    def checked(self: Any, modules: Any, original: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(original, ShardedParameter):
+            raise elsewhere(original, "original", "ParametrizationList")
+        init(self, modules, original, *args, **kwargs)
 
-
-def refuse_parametrizations() -> None:
-    """From now on torch refuses to parametrize a shard, before it computes with it."""
-    ParametrizationList.__init__ = _init  # type: ignore[method-assign]
+    return checked

@@ -6,15 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerocore.hooks.optimizer_states import fitted, without_state
+from zerocore.hooks.optimizer_states import fitted, params_of, without_state
+from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.optim.flat_states import State, adopt_states, allocate_states, check_loaded
 from zerocore.optim.kernel_calls import UpdatePlan, global_norm, is_same_state, make_plan
 from zerocore.reporting.out_of_memory import explain_step
@@ -32,7 +32,7 @@ _TORCH_OPTIONS = {
 }
 
 
-class AdamW(Optimizer):
+class AdamW(ShardOptimizer):
     """AdamW as one kernel call for all tensors of a group, for sharded and plain parameters.
 
     In float32 on a CPU a step gives the bits of ``torch.optim.AdamW(fused=True)``, except that
@@ -64,13 +64,14 @@ class AdamW(Optimizer):
             the step changes nothing, and no tensor's ``step`` counts it.
 
     Raises:
+        OutOfMemory: in a step of shards, if there is no room; the first step makes the states.
         ValueError: an option out of range, or a parameter that is not dense in memory.
         TypeError: a parameter that is not float32, bfloat16, float16 or float64, or a DTensor.
     """
 
     _step_supports_amp_scaling = True
-    casts_model_weights = True  # which zerocore.hooks.optimizer_steps looks for
-    updates_on_host = True  # the same
+    casts_model_weights = True
+    updates_on_host = True
     clip_grad_norm: float | None = None
     grad_norm: Tensor | None = None
     _plan: UpdatePlan | None = None
@@ -112,31 +113,21 @@ class AdamW(Optimizer):
         group["betas"] = tuple(float(beta) for beta in group["betas"])
         self._plan = None
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns what ``closure`` returns.
-
-        Raises:
-            OutOfMemory: no room, for the states in the first step; only for shards of a model.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        # Shards' gradients are a subclass: none of what follows is to be looked up in Python.
+    def _update(self) -> None:
+        """Explains an OutOfMemory, as the first step makes the states of shards."""
         try:
+            # Gradients of shards are a subclass, which Python need not look up here.
             with torch._C.DisableTorchFunctionSubclass():
-                self._update()
+                self.update(None)
         except (RuntimeError, MemoryError) as error:
-            explained = explain_step(error, self._params())
+            explained = explain_step(error, params_of(self))
             if explained is None:
                 raise
             raise explained from error
-        return loss
 
-    def _update(self, factor: Tensor | None = None) -> None:
-        """One step with gradients times ``factor``; by default what clipping and a scaler say."""
-        params = self._params()
+    def update(self, factor: Tensor | None) -> None:
+        """One step with gradients times ``factor``; for None what clipping and a scaler say."""
+        params = params_of(self)
         grads: list[Any] = [param.grad for param in params]
         kinds = [None if grad is None else grad.dtype for grad in grads]
         plan = self._plan
@@ -158,9 +149,6 @@ class AdamW(Optimizer):
             RuntimeError: what went wrong in the step.
         """
         updates.finish()
-
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
 
     def _make_plan(
         self, params: list[Tensor], grads: list[Any], kinds: list[torch.dtype | None]
@@ -217,7 +205,7 @@ class AdamW(Optimizer):
 
     def make_states(self) -> None:
         """Makes the states of all parameters that have none yet, as the first step would."""
-        new = without_state(self._params(), self.state)
+        new = without_state(params_of(self), self.state)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self.state.update(zip(new, allocate_states(new), strict=True))
         self._plan = None

@@ -69,11 +69,9 @@ class Batch:
         if self.host is not None:
             self._run_on_host(self.host, grads, grad_scale, found_inf)
             return
-        group = self.group
-        lr, lr_tensor = group["lr"], None
+        lr, lr_tensor = self.group["lr"], None
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
             lr, lr_tensor = 0.0, _scalar_on(self.device, lr)
-        beta1, beta2 = group["betas"]
         torch.ops.zerocore.adamw(
             self.weights,
             [_on(self.device, grads[index]) for index in self.indices],
@@ -82,17 +80,18 @@ class Batch:
             self.steps,
             self.model_weights,
             lr=float(lr),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
+            **self._options(),
             lr_tensor=lr_tensor,
             grad_scale=_scalar_on(self.device, grad_scale),
             found_inf=_scalar_on(self.device, found_inf),
         )
         for model_weight, weight in self.other_casts:
             model_weight.copy_(weight)
+
+    def _options(self) -> dict[str, Any]:
+        beta1, beta2 = self.group["betas"]
+        names = ("eps", "weight_decay", "maximize")
+        return {"beta1": beta1, "beta2": beta2, **{name: self.group[name] for name in names}}
 
     def _run_on_host(
         self,
@@ -102,7 +101,6 @@ class Batch:
         found_inf: Tensor | None,
     ) -> None:
         """Asks for one step and returns; what it needs is taken now."""
-        beta1, beta2 = self.group["betas"]
         update = HostUpdate(
             host.unit,
             self.positions,
@@ -114,11 +112,7 @@ class Batch:
             self.model_weights,
             self.other_casts,
             lr=float(self.group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=self.group["eps"],
-            weight_decay=self.group["weight_decay"],
-            maximize=self.group["maximize"],
+            **self._options(),
             grad_scale=_copied(grad_scale),
             found_inf=_copied(found_inf),
         )

@@ -6,16 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from zerocore.common.agreement import agree
-from zerocore.hooks.optimizer_states import as_shard, without_state
+from zerocore.common.agreement import together
+from zerocore.hooks.optimizer_states import as_shard, params_of, without_state
+from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.model.state import ShardState
 from zerocore.optim.adamw import AdamW
 from zerocore.optim.choice import Choice, choice_of
@@ -38,7 +38,7 @@ from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import local_of
 
 
-class Muon(Optimizer):
+class Muon(ShardOptimizer):
     """Muon on matrices and stacks of matrices of a sharded model, the fused AdamW on the rest.
 
     Matrices are the parameters whose full shape has two or three dimensions; the last two are
@@ -62,13 +62,14 @@ class Muon(Optimizer):
             norm in each step.
 
     Raises:
+        ValueError: in a step, on every rank, if a matrix has a gradient on some ranks only.
         ValueError: no parameter is a matrix, parameters that are not those of one sharded model, a
             split that does not divide, or an option out of range; it names the parameter.
         RuntimeError: another rank failed, or was given other parameters or options.
     """
 
-    casts_model_weights = True  # which zerocore.hooks.optimizer_steps looks for
-    moves_matrices = True  # the same
+    casts_model_weights = True
+    moves_matrices = True
     clip_grad_norm: float | None = None
     grad_norm: Tensor | None = None
 
@@ -98,14 +99,11 @@ class Muon(Optimizer):
         groups = groups_of(params)
         self._model: ShardState = check_sharded(groups, "Muon")
         self._adamw_options, self._adamw_names = dict(adamw or {}), tuple(adamw_names)
-        error: Exception | None = None
-        try:
+        with together(self._model.ranks.groups, self._model.device) as facts:
             self._splits = Splits(split)
             super().__init__(groups, options)
             self._check_choice()
-        except (TypeError, ValueError) as caught:
-            error = caught
-        agree(self._model.ranks.groups, error, [] if error else self._facts(), self._model.device)
+            facts += self._facts()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; becomes a group of matrices and one of the
@@ -176,7 +174,7 @@ class Muon(Optimizer):
         ]
 
     def _check_choice(self) -> None:
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = params_of(self)
         matrices = [param for param, _ in self._muon_params()]
         if not matrices:
             shapes = {param.fqn: tuple(param.global_shape) for param in params[:8]}
@@ -237,43 +235,27 @@ class Muon(Optimizer):
 
     # -- steps ------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns what ``closure`` returns.
-
-        All ranks must call.
-
-        Raises:
-            ValueError: on every rank, if a matrix has a gradient on some ranks only; names it.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        # Shards' gradients are a subclass: none of what follows is to be looked up in Python.
-        with torch._C.DisableTorchFunctionSubclass():
-            self._update()
-        return loss
-
     def _update(self) -> None:
-        factor = self._clip_factor()
-        if self.grad_norm is not None and not self.grad_norm.isfinite():
-            return
-        params = [param for param, _ in self._muon_params()]
-        plan = self._plan_for(used_in_step(self._model, "Muon", params))
-        self._make_momenta(p for p in params if p.grad is not None and not self.state.get(p))
-        plan.run(self.state, factor, lambda: self._update_rest(factor))
+        # Gradients of shards are a subclass, which Python need not look up here.
+        with torch._C.DisableTorchFunctionSubclass():
+            factor = self._clip_factor()
+            if self.grad_norm is not None and not self.grad_norm.isfinite():
+                return
+            params = [param for param, _ in self._muon_params()]
+            plan = self._plan_for(used_in_step(self._model, "Muon", params))
+            self._make_momenta(p for p in params if p.grad is not None and not self.state.get(p))
+            plan.run(self.state, factor, lambda: self._update_rest(factor))
 
     def _update_rest(self, factor: Tensor | None) -> None:
         if self._adamw is not None:
-            self._adamw._update(factor)
+            self._adamw.update(factor)
 
     def _clip_factor(self) -> Tensor | None:
         """What gradients are multiplied by; float64, None for no clipping."""
         self.grad_norm = None
         if self.clip_grad_norm is None:
             return None
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = params_of(self)
         grads: list[Any] = [param.grad for param in params]
         norm = global_norm(squares_of(params, grads), grads)
         self.grad_norm = norm.float()

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from zerocore.common.agreement import agree, gather_objects
-from zerocore.hooks.optimizer_states import stepped_state, without_state
+from zerocore.common.agreement import agree, gather_objects, together
+from zerocore.hooks.optimizer_states import params_of, stepped_state, without_state
+from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.optim.choice import Choice, choice_of
 from zerocore.optim.exchange import Lanes, to_owners, to_shards
 from zerocore.optim.gradients import Used, plan_of, used_in_step
@@ -54,7 +55,7 @@ def owned(optimizer_class: type[Optimizer], params: Any, **options: Any) -> Owne
     return OwnedOptimizer(optimizer_class, params, options)
 
 
-class OwnedOptimizer(Optimizer):
+class OwnedOptimizer(ShardOptimizer):
     """What :func:`owned` returns: an optimizer of shards around one of full parameters.
 
     ``param_groups`` hold the shards and the options; what is changed in them counts in the next
@@ -64,7 +65,7 @@ class OwnedOptimizer(Optimizer):
         inner: the optimizer of the full parameters that this rank owns.
     """
 
-    moves_matrices = True  # which zerocore.hooks.optimizer_steps looks for
+    moves_matrices = True
 
     def __init__(
         self, optimizer_class: type[Optimizer], params: Any, options: dict[str, Any]
@@ -80,16 +81,12 @@ class OwnedOptimizer(Optimizer):
         self._rounds: dict[Used, list[tuple[Round, Tensor]]] = {}
         self._is_built = False
         super().__init__(groups, {})
-        facts = [f"'{param.fqn}' for {name}" for param in self._params()]
+        facts = [f"'{param.fqn}' for {name}" for param in params_of(self)]
         agree(self._model.ranks.groups, None, facts, self._model.device)
-        error: Exception | None = None
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._own(range(len(facts)))
-        try:
+        with together(self._model.ranks.groups, self._model.device):
             self.inner = self._make_inner()
-        except (TypeError, ValueError, RuntimeError) as caught:
-            error = caught
-        agree(self._model.ranks.groups, error, [], self._model.device)
         self._is_built = True
         self.defaults = self.inner.defaults
         self._take_options(0)
@@ -101,22 +98,19 @@ class OwnedOptimizer(Optimizer):
             return
         [group] = groups_of([param_group])
         check_sharded([group], self._name, self._model)
-        begin, number = len(self._params()), len(self.param_groups)
+        begin, number = len(params_of(self)), len(self.param_groups)
         super().add_param_group(group)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._own(range(begin, len(self._params())))
+            self._own(range(begin, len(params_of(self))))
         self.inner.add_param_group(self._inner_group(self.param_groups[number], begin))
         self._release()
         self._take_options(number)
 
     # -- ownership --------------------------------------------------------------------------------
 
-    def _params(self) -> list[ShardedParameter]:
-        return [param for group in self.param_groups for param in group["params"]]
-
     def _own(self, numbers: range) -> None:
         """Gives each of these parameters an owner: what is trained first, largest first."""
-        params = self._params()
+        params = params_of(self)
         costs = {number: whole_cost(params[number].place.global_shape) for number in numbers}
         ordered = sorted(costs, key=lambda n: (not params[n].requires_grad, -costs[n], n))
         owners = assign([costs[n] for n in ordered], self._loads)
@@ -144,7 +138,7 @@ class OwnedOptimizer(Optimizer):
 
     def _blame(self, error: Exception) -> None:
         """Raises the error again with the name of the first parameter that alone gives one."""
-        params = self._params()
+        params = params_of(self)
         for number, whole in sorted(self._whole.items()):
             try:
                 self._class([whole], **self._options)
@@ -167,20 +161,9 @@ class OwnedOptimizer(Optimizer):
 
     # -- steps ------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns what ``closure`` returns.
-
-        All ranks must call.
-
-        Raises:
-            ValueError: on every rank, if a parameter has a gradient on some ranks only; names it.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        used = used_in_step(self._model, self._name, self._params())
+    def _update(self) -> None:
+        """Raises ValueError on every rank if a parameter has a gradient on some ranks only."""
+        used = used_in_step(self._model, self._name, params_of(self))
         with torch._C.DisableTorchFunctionSubclass():
             self._gather(used, local_of, self._set_value)
             self._gather(used, _gradient, self._set_gradient)
@@ -191,7 +174,6 @@ class OwnedOptimizer(Optimizer):
         with torch._C.DisableTorchFunctionSubclass():
             self._scatter(used)
             self._release()
-        return loss
 
     def _gather(
         self,
@@ -200,7 +182,7 @@ class OwnedOptimizer(Optimizer):
         keep: Callable[[int, Tensor], None],
     ) -> None:
         """Hands ``keep`` the number and the flattened elements of each parameter owned here."""
-        params = self._params()
+        params = params_of(self)
 
         def send(step: Round, like: Tensor) -> Callable[[], list[Tensor]]:
             parts = [read(params[matrix.param]) for matrix in step.matrices]
@@ -212,14 +194,14 @@ class OwnedOptimizer(Optimizer):
                 keep(step.matrices[index].param, flat)
 
     def _set_value(self, number: int, flat: Tensor) -> None:
-        self._whole[number].data = self._params()[number].place.full_of(flat)
+        self._whole[number].data = params_of(self)[number].place.full_of(flat)
 
     def _set_gradient(self, number: int, flat: Tensor) -> None:
-        self._whole[number].grad = self._params()[number].place.full_of(flat)
+        self._whole[number].grad = params_of(self)[number].place.full_of(flat)
 
     def _scatter(self, used: Sequence[bool]) -> None:
         """Gives every rank its elements of what the owners have made of the parameters."""
-        params = self._params()
+        params = params_of(self)
 
         def send(step: Round, like: Tensor) -> Callable[[], list[Tensor]]:
             numbers = [step.matrices[index].param for index in step.mine]
@@ -243,7 +225,7 @@ class OwnedOptimizer(Optimizer):
 
     def _make_rounds(self, used: Sequence[bool]) -> list[tuple[Round, Tensor]]:
         by_dtype: dict[torch.dtype, list[int]] = {}
-        params = self._params()
+        params = params_of(self)
         for number in (number for number, is_used in enumerate(used) if is_used):
             by_dtype.setdefault(params[number].dtype, []).append(number)
         return [
@@ -253,7 +235,7 @@ class OwnedOptimizer(Optimizer):
         ]
 
     def _plan(self, numbers: Sequence[int], dtype: torch.dtype) -> list[Round]:
-        params, matrices = self._params(), []
+        params, matrices = params_of(self), []
         for number in numbers:
             shape = params[number].place.global_shape
             matrices.append(Matrix(number, 0, shape.numel(), shape, whole_cost(shape)))
@@ -264,7 +246,7 @@ class OwnedOptimizer(Optimizer):
 
     def describe(self) -> Choice:
         """Who owns which parameter, and what a step sends in which all have gradients."""
-        params = self._params()
+        params = params_of(self)
         rounds = self._rounds_of([param.requires_grad for param in params])
         sent = sum(
             (2 * step.sent_to_owners() + step.sent_to_shards()) * like.itemsize
@@ -293,12 +275,8 @@ class OwnedOptimizer(Optimizer):
             ValueError: other groups or parameters.
             RuntimeError: another rank failed.
         """
-        error: Exception | None = None
-        try:
+        with together(self._model.ranks.groups, self._model.device):
             self._load(state_dict)
-        except (KeyError, TypeError, ValueError, RuntimeError) as caught:
-            error = caught
-        agree(self._model.ranks.groups, error, [], self._model.device)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]

@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from zerocore._C import BackwardEvent, CallEvent
 from zerocore.model.call_order import backward_reads, units_by_module
 from zerocore.model.units import UnitPlanned
-from zerocore.planning.fake import fake_copy, fake_like
-from zerocore.planning.fake_mode import RepeatingFakeMode
+from zerocore.planning.fake_mode import RepeatingFakeMode, fake_copy, fake_like
 from zerocore.planning.operators import FusedAttention, StorageTracker
 
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from zerocore.common.links import RANKS_PER_NODE
 from zerocore.common.quantities import format_nbytes, format_seconds
-from zerocore.model.stages import HIGHEST_STAGE, placements_of
+from zerocore.model.stages import HIGHEST_STAGE, placements_of, stages_above
 from zerocore.planning.changes import Candidate, with_fewer_replicas, with_more_ranks
 from zerocore.planning.division import Division
 from zerocore.planning.offloading import advise_offload
@@ -43,7 +43,8 @@ def advise(plan: Plan, planner: Planner) -> list[str]:
 
 
 def _headroom(plan: Plan, fit: StagePlan) -> str:
-    following = [stage for stage in plan.stages[fit.stage + 1 :] if stage.spare > fit.spare]
+    higher = (stage for stage in plan.stages if stage.stage in stages_above(fit.stage))
+    following = [stage for stage in higher if stage.spare > fit.spare]
     more = (
         f"; stage {following[-1].stage} leaves {format_nbytes(following[-1].spare)}"
         if following

@@ -9,7 +9,7 @@ from zerocore.common.links import RANKS_PER_NODE
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.common.quantities import format_nbytes
 from zerocore.model.offload import Offload
-from zerocore.model.stages import STAGES
+from zerocore.model.stages import STAGES, placements_of
 from zerocore.planning.division import Division
 from zerocore.planning.planner import Planner
 
@@ -68,9 +68,9 @@ class OffloadPlan:
 def offloads_at(stage: int) -> Iterator[Offload]:
     """What can leave the device at a stage, least first."""
     yield Offload(states="cpu")
-    if stage >= 2:
+    if placements_of(stage).gradients:
         yield Offload(states="cpu", gradients="cpu")
-    if stage >= 3:
+    if placements_of(stage).parameters:
         yield Offload(states="cpu", gradients="cpu", parameters="cpu")
 
 
@@ -82,9 +82,9 @@ def on_disk(parameters: str) -> Offload:
 def offloads_to_disk(stage: int) -> Iterator[Offload]:
     """What can be on disk at a stage, least first."""
     yield Offload(states="disk", path=FOLDER)
-    if stage >= 2:
+    if placements_of(stage).gradients:
         yield on_disk("device")
-    if stage >= 3:
+    if placements_of(stage).parameters:
         yield on_disk("disk")
 
 

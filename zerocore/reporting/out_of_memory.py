@@ -113,14 +113,10 @@ def remember_model(state: ShardState, model: nn.Module) -> None:
     _models[state] = ref(model)
 
 
-def explain_backward(error: BaseException) -> OutOfMemory | None:
-    """The error to raise for one in a backward, if there is one."""
-    for state in list(_models):
-        units = _units_in_use(state)
-        explained = _explain(error, state, "backward", units) if units else None
-        if explained is not None:
-            return explained
-    return None
+def explain_backward(error: BaseException, state: ShardState) -> OutOfMemory | None:
+    """The error to raise for one in a backward, if units of the model are in use."""
+    units = _units_in_use(state)
+    return _explain(error, state, "backward", units) if units else None
 
 
 def _explain(

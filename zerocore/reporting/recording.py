@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -27,6 +27,7 @@ from zerocore.common.events import (
 from zerocore.model.state import ShardState, state_of
 from zerocore.model.unit_call import unit_call_of
 from zerocore.reporting.timeline import Box, Timeline, check_path, communication_boxes, host_boxes
+from zerocore.tensor.place import leaves
 
 
 @contextmanager
@@ -145,7 +146,7 @@ class _ModuleRecorder:
     def _watch(self, module: nn.Module, label: str) -> list[Any]:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             self._leave()
-            for tensor in _tensors(output):
+            for tensor in filter(torch.is_tensor, leaves(output)):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _grad: self._begin_backward(label))
 
@@ -179,15 +180,3 @@ class _ModuleRecorder:
         if self._current is not None and self._attached:
             self._spans.append((*self._current[::-1], self._since, now))
         self._current, self._since = following, now
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors in nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)

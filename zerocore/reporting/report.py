@@ -178,32 +178,21 @@ def _read_trace(step: Step, state: ShardState) -> dict[str, Communication]:
 
 
 def _memory(state: ShardState) -> MemoryFigures:
-    stats = state.engine.pool_stats
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if allocator_counts(str(state.device)) is None:
-        counted = (None, None, None, None)
-        return MemoryFigures(
-            stats.peak_nbytes, stats.reserved_nbytes, *counted, resident, *_offloaded(state)
-        )
-    counts = torch.cuda.memory_stats(state.device)
-    return MemoryFigures(
-        stats.peak_nbytes,
-        stats.reserved_nbytes,
-        counts.get("allocated_bytes.all.peak", 0),
-        counts.get("reserved_bytes.all.peak", 0),
-        counts.get("num_alloc_retries", 0),
-        counts.get("num_device_alloc", 0),
-        resident,
-        *_offloaded(state),
-    )
-
-
-def _offloaded(state: ShardState) -> tuple[int, int]:
-    """Bytes on the host and on disk."""
-    if state.config.offload is None:
-        return 0, 0
+    is_counted = allocator_counts(str(state.device)) is not None
+    counts = torch.cuda.memory_stats(state.device) if is_counted else {}
+    default = 0 if is_counted else None
     usage = usage_of(state, optimizers_of(state))
-    return usage.host, usage.disk
+    return MemoryFigures(
+        pool_peak=state.engine.pool_stats.peak_nbytes,
+        pool_reserved=state.engine.pool_stats.reserved_nbytes,
+        allocated_peak=counts.get("allocated_bytes.all.peak", default),
+        reserved_peak=counts.get("reserved_bytes.all.peak", default),
+        num_retries=counts.get("num_alloc_retries", default),
+        num_device_allocations=counts.get("num_device_alloc", default),
+        resident_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        host=usage.host,
+        disk=usage.disk,
+    )
 
 
 def _known_peak(device: torch.device) -> float | None:

@@ -17,17 +17,14 @@ from zerocore._C import (
     UnitParam,
     UnitSpec,
 )
-from zerocore.common.agreement import agree
+from zerocore.common.agreement import together
 from zerocore.common.alarm import watch
 from zerocore.common.cores import local_ranks, update_threads
-from zerocore.common.host_link import emulated_host_link
 from zerocore.common.host_memory import check_obtainable, shortage
-from zerocore.hooks.applied_functions import watch_functions
-from zerocore.hooks.backward_calls import watch_backward_calls
+from zerocore.common.links import emulated_host_link
 from zerocore.hooks.loads import watch_loads
 from zerocore.hooks.moves import keep_in_place
 from zerocore.hooks.optimizer_steps import mark_full, mark_replaced
-from zerocore.hooks.pipelines import refuse_split_backward
 from zerocore.hooks.registration import watch_registrations
 from zerocore.model.buffers import BufferSync
 from zerocore.model.call_order import call_order, units_by_module
@@ -54,11 +51,12 @@ def build(request: ShardRequest) -> ShardState:
     ranks = request.ranks
     if config.sync_params:
         check_same_values(request)
-    if config.stage == 3 and config.overlap_reductions:
+    if config.placements.parameters and config.overlap_reductions:
         ranks = with_reductions(ranks, request.device)
     engine = _make_engine(request, ranks, call_order(model, planned))
     if config.offload is not None and config.offload.path is not None:
-        _open_disk(engine, request, config.offload.path)
+        with together(ranks.groups, request.device):  # the room of this rank's file is taken
+            engine.open_disk(config.offload.path, f"states-of-rank-{ranks.rank}")
     if config.leaves("states") or config.leaves("gradients"):
         _map_host_memory(engine, request)
     state = ShardState(engine, config, ranks, request.device)
@@ -75,10 +73,8 @@ def build(request: ShardRequest) -> ShardState:
     if engine.lands_gradients or loads_late:
         updates.watch(ref(state))
     remember_model(state, model)
-    watch_backward_calls(explain_backward)
-    watch_functions()
+    state.explain_backward = explain_backward
     watch_registrations(model, state)
-    refuse_split_backward()
     return state
 
 
@@ -117,25 +113,13 @@ def _host_threads(config: ShardConfig, device: torch.device) -> int:
 
 def _map_host_memory(engine: Engine, request: ShardRequest) -> None:
     """Takes this rank's memory on the host; raises MemoryError if there is none for all ranks."""
-    error: MemoryError | None = None
-    try:
+    with together(request.ranks.groups, request.device):
         check_obtainable(engine.host_memory_nbytes, local_ranks())
-        engine.map_host_memory()
-    except MemoryError as caught:
-        error = caught
-    except RuntimeError as caught:
-        error = MemoryError(f"{shortage(engine.host_memory_nbytes, local_ranks())}. {caught}")
-    agree(request.ranks.groups, error, [], request.device)
-
-
-def _open_disk(engine: Engine, request: ShardRequest, folder: str) -> None:
-    """Takes the room of this rank's file; raises OSError if there is none for all ranks."""
-    error: OSError | None = None
-    try:
-        engine.open_disk(folder, f"states-of-rank-{request.ranks.rank}")
-    except OSError as caught:
-        error = caught
-    agree(request.ranks.groups, error, [], request.device)
+        try:
+            engine.map_host_memory()
+        except RuntimeError as error:
+            lack = shortage(engine.host_memory_nbytes, local_ranks())
+            raise MemoryError(f"{lack}. {error}") from error
 
 
 def _name_of(group: ProcessGroup | None) -> str | None:

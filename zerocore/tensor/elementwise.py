@@ -13,7 +13,7 @@ from torch import Tensor
 from zerocore.common.alarm import waiting
 from zerocore.tensor.functions import COPIES, VIEWS, is_foreach, is_in_place, name_of
 from zerocore.tensor.operators import returns_nothing
-from zerocore.tensor.place import Place, Placed, PlacedParameter, local_of, outline_of
+from zerocore.tensor.place import Place, Placed, PlacedParameter, keep_place, local_of, outline_of
 
 
 class NotLocal(Exception):
@@ -26,18 +26,17 @@ def apply(
     base: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    wrap: Callable[[Any, Placed], Any],
 ) -> Any:
-    """Calls ``func`` on local elements; ``wrap(result, source)`` gives results their place.
+    """Calls ``func`` on local elements; results are shards.
 
     Raises:
         NotLocal: nothing was done.
     """
     if is_foreach(name):
-        return _apply_foreach(func, name, args, kwargs, wrap)
+        return _apply_foreach(func, name, args, kwargs)
     if base in VIEWS:
-        return _view(func, args, kwargs, wrap)
-    return _apply_one(func, name, args, kwargs, wrap, base in COPIES)
+        return _view(func, args, kwargs)
+    return _apply_one(func, name, args, kwargs, base in COPIES)
 
 
 def _apply_one(
@@ -45,7 +44,6 @@ def _apply_one(
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    wrap: Callable[[Any, Placed], Any],
     is_copy: bool = False,
 ) -> Any:
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -61,7 +59,7 @@ def _apply_one(
     for old, new in replaced.items():
         if result is new:  # a function in place returns what it was given
             return next(tensor for tensor in tensors if id(tensor) == old)
-    return _wrapped(result, source, wrap)
+    return _wrapped(result, source)
 
 
 def _source(tensors: Iterable[Any]) -> Placed:
@@ -70,10 +68,10 @@ def _source(tensors: Iterable[Any]) -> Placed:
     return next((value for value in sources if value.place.group is not None), sources[0])
 
 
-def _wrapped(result: Any, source: Placed, wrap: Callable[[Any, Placed], Any]) -> Any:
+def _wrapped(result: Any, source: Placed) -> Any:
     if isinstance(result, list | tuple):
-        return type(result)(_wrapped(item, source, wrap) for item in result)
-    return wrap(result, source)
+        return type(result)(_wrapped(item, source) for item in result)
+    return keep_place(result, source)
 
 
 def apply_operator(
@@ -81,7 +79,6 @@ def apply_operator(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     changed: list[Any],
-    wrap: Callable[[Any, Placed], Any],
 ) -> Any:
     """Calls an operator that was declared to work element by element, on local elements.
 
@@ -101,7 +98,7 @@ def apply_operator(
         return None  # kernels need not expect tensors without elements
     has_lists = any(_is_list(value) for value in (*args, *kwargs.values()))
     run = _apply_foreach if has_lists else _apply_one
-    return run(func, name_of(func), args, kwargs, wrap)
+    return run(func, name_of(func), args, kwargs)
 
 
 def _is_list(value: Any) -> bool:
@@ -113,7 +110,6 @@ def _apply_foreach(
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    wrap: Callable[[Any, Placed], Any],
 ) -> Any:
     values = [*args, *kwargs.values()]
     if any(isinstance(value, Placed) for value in values):
@@ -129,7 +125,7 @@ def _apply_foreach(
         return None
     sources = [next((t for t in row if isinstance(t, Placed)), None) for row in rows]
     return [
-        result if source is None else wrap(result, source)
+        result if source is None else keep_place(result, source)
         for result, source in zip(results, sources, strict=True)
     ]
 
@@ -222,7 +218,6 @@ def _view(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    wrap: Callable[[Any, Placed], Any],
 ) -> Any:
     """The same local elements, which are a part of another shape."""
     source: Any = _source((*args, *kwargs.values()))
@@ -235,12 +230,12 @@ def _view(
     in_order = before.is_contiguous() and after.is_contiguous()
     if after.dtype != before.dtype or not (is_same or in_order):
         raise NotLocal("; its elements would come in another order")
-    result = wrap(source.detach(), source)
+    result = keep_place(source.detach(), source)
     result.place = replace(source.place, global_shape=after.shape)
     return result
 
 
-def get_items(shard: Any, index: Any, wrap: Callable[[Any, Placed], Any]) -> Any:
+def get_items(shard: Any, index: Any) -> Any:
     """``shard[:]``, and of a vector every slice: a view, whose elements are in the same order.
 
     Raises:
@@ -250,7 +245,7 @@ def get_items(shard: Any, index: Any, wrap: Callable[[Any, Placed], Any]) -> Any
     if isinstance(shard, PlacedParameter) or not isinstance(shard, Placed):
         raise NotLocal("")
     if index is Ellipsis or (isinstance(index, slice) and index == slice(None) and len(shape) > 0):
-        return wrap(local_of(shard), shard)
+        return keep_place(local_of(shard), shard)
     if not isinstance(index, slice) or len(shape) != 1 or (index.step or 1) < 1:
         raise NotLocal("")
     whole = range(shape[0])[index]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from zerocore.tensor.functions import is_in_place, name_of
 from zerocore.tensor.place import Placed, PlacedParameter, leaves, local_of
@@ -35,7 +36,9 @@ class FullCopy(Tensor):
                 return NotImplemented  # its own rules know what this is beside a shard
             result = func(*args, **(kwargs or {}))
             sources = [value for value in leaves(args) if isinstance(value, FullCopy)]
-            return _map(result, lambda t: _mark(t) if _shares_memory(t, sources) else t)
+            return tree_map_only(
+                Tensor, lambda t: _mark(t) if _shares_memory(t, sources) else t, result
+            )
 
     def __reduce_ex__(self, proto: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -75,7 +78,7 @@ def call_with_full(
             else:
                 engine.enter(unit)
                 entered.append((engine, unit))
-        full = (_with_full(args), _with_full(kwargs))
+        full = tree_map_only(Placed, _with_full, (args, kwargs))
         fulls = _replaced((args, kwargs), full) if entered else []
         output = func(*full[0], **full[1])
         if entered:
@@ -120,27 +123,9 @@ def _engine(param: PlacedParameter) -> Any:
     return state.engine
 
 
-def _with_full(value: Any) -> Any:
-    if isinstance(value, PlacedParameter):
-        return value.full
-    if isinstance(value, Placed):
-        return value.place.gather(local_of(value))  # a shard beside a parameter, in full as well
-    if isinstance(value, tuple | list):
-        return type(value)(_with_full(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _with_full(item) for key, item in value.items()}
-    return value
-
-
-def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The value with tensors changed; the same object if none is."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple | list):
-        items = [_map(item, change) for item in value]
-        same = all(new is old for new, old in zip(items, value, strict=True))
-        return value if same else type(value)(items)
-    return value
+def _with_full(shard: Placed) -> Tensor:
+    # A shard beside a parameter is wanted in full as well.
+    return shard.full if isinstance(shard, PlacedParameter) else shard.place.gather(local_of(shard))
 
 
 def _shares_memory(tensor: Tensor, sources: Iterable[Any]) -> bool:
@@ -152,7 +137,7 @@ def _without(fulls: list[Tensor], output: Any) -> Any:
     """The output with copies of what shares memory with full values."""
     if type(output).__name__ == "ndarray":
         return output.copy()
-    return _map(output, lambda t: _copy(t) if _shares_memory(t, fulls) else t)
+    return tree_map_only(Tensor, lambda t: _copy(t) if _shares_memory(t, fulls) else t, output)
 
 
 def _copy(tensor: Tensor) -> Tensor:

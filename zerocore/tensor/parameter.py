@@ -14,15 +14,12 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as _optimizer
-from torch.utils import _foreach_utils
 
-from zerocore._C import define_grad
 from zerocore.checkpoint.slices.dcp_protocol import chunk_list, find_chunk, write_items
 from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
 from zerocore.tensor.full_reads import call_with_full, in_call, is_recorded
-from zerocore.tensor.place import Place, Placed, PlacedParameter, local_of
+from zerocore.tensor.place import Place, Placed, PlacedParameter, keep_place, local_of
 
 _grad: Any = torch._C.TensorBase.grad
 _data: Any = torch._C.TensorBase.data
@@ -56,7 +53,7 @@ class _Shard(Placed):
         return format(self.full_tensor().item(), spec) if spec else repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = rules.keep_place(local_of(self).clone(), self)
+        copied = keep_place(local_of(self).clone(), self)
         memo[id(self)] = copied
         return copied
 
@@ -386,15 +383,3 @@ def rebuild_shard(
     shard = data.as_subclass(LocalShard)
     shard.place = Place(fqn, torch.Size(global_shape), shard_range, None, strides)
     return shard
-
-
-def make_shards_known() -> None:
-    """Torch loads shards from files, and its optimizers update lists of them in one call.
-
-    Unknown ones they would update in a for-loop, without a word.
-    """
-    define_grad(ShardedParameter)
-    torch.serialization.add_safe_globals([rebuild_shard])
-    kinds: list[Any] = [ShardedParameter, ShardedGrad, LocalShard]
-    _optimizer._foreach_supported_types.extend(kinds)
-    _foreach_utils._foreach_supported_types.extend(kinds)

@@ -44,12 +44,18 @@ class Place:
 
         One that was loaded from a file knows no group, and goes with any.
         """
-        groups = {self.group, other.group} - {None}
-        return len(groups) < 2 and (self.global_shape, self.shard_range, self.strides) == (
-            other.global_shape,
-            other.shard_range,
-            other.strides,
-        )
+        return len({self.group, other.group} - {None}) < 2 and self.elements == other.elements
+
+    @property
+    def elements(self) -> tuple[torch.Size, tuple[int, int], tuple[int, ...] | None]:
+        """Which elements these are of which layout."""
+        return self.global_shape, self.shard_range, self.strides
+
+    @property
+    def text(self) -> str:
+        """As errors name the elements."""
+        start, end = self.shard_range
+        return f"{start}:{end} of shape {tuple(self.global_shape)}"
 
     def check_whole(self) -> None:
         """Raises RuntimeError if the other elements lie on ranks that are not known."""
@@ -170,13 +176,25 @@ def local_of(shard: Any) -> Tensor:
         return Tensor.detach(shard).as_subclass(Tensor)
 
 
+def keep_place(result: Any, source: Any) -> Any:
+    """A changed copy of a shard is as local as the shard: a shard, if ``result`` has its shape."""
+    if type(result) is not Tensor or result.shape != local_of(source).shape:
+        return result
+    placed: Any = result.as_subclass(type(source).result_type)
+    placed.place = source.place
+    return placed
+
+
 def outline_of(value: Any) -> Any:
     """A shard's full shape and strides as a meta tensor; any other value as it is."""
     return value.place.outline(value.dtype) if isinstance(value, Placed) else value
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """The values that nested lists, tuples and dicts hold."""
+    """The values that nested lists, tuples and dicts hold.
+
+    Every torch function of a shard asks, and torch's ``tree_leaves`` takes seven times as long.
+    """
     if isinstance(value, list | tuple):
         for item in value:
             yield from leaves(item)
@@ -199,12 +217,11 @@ def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
     A TypeError; but a RuntimeError from what Python's operators call: of a TypeError they would
     make "unsupported operand type(s)", and the advice would be lost.
     """
-    start, end = shard.shard_range
     reason = reason or _REASONS.get(name, "")
     kind = RuntimeError if has_operator(name) else TypeError
     raise kind(
         f"{name}() of {shard.what} '{shard.fqn}' would only see this rank's elements "
-        f"({start}:{end} of shape {tuple(shard.global_shape)}){reason}. "
+        f"({shard.place.text}){reason}. "
         f"{_advice_in_step()}{_advice_on_operator(name)}Call .full_tensor() on all "
         "ranks for the full value, .local() for the local elements as a plain tensor; to change "
         "it, use `with zerocore.unsharded(model, write_back=True)`; to save, "

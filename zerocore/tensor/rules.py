@@ -8,6 +8,7 @@ matters. Whatever is left is refused by name.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -31,7 +32,15 @@ from zerocore.tensor.functions import (
     name_of,
 )
 from zerocore.tensor.operators import changed_by, is_elementwise
-from zerocore.tensor.place import Placed, PlacedParameter, leaves, local_of, outline_of, refuse
+from zerocore.tensor.place import (
+    Placed,
+    PlacedParameter,
+    keep_place,
+    leaves,
+    local_of,
+    outline_of,
+    refuse,
+)
 from zerocore.tensor.reductions import foreach_norm, norm, reduce, unscale
 
 _TEMPLATES = ("view_as", "reshape_as", "expand_as")
@@ -123,11 +132,11 @@ def _local_or_global(
 ) -> Any:
     """NotImplemented, or NotLocal is raised, where it is neither."""
     if is_elementwise(func):
-        return apply_operator(func, args, kwargs, changed, keep_place)
+        return apply_operator(func, args, kwargs, changed)
     name = name_of(func)
     base = base_of(name)
     if name == "__getitem__":
-        return get_items(args[0], args[1], keep_place)
+        return get_items(args[0], args[1])
     if name == "__setitem__":
         return _set_items(*args)
     if base == "_amp_foreach_non_finite_check_and_unscale":
@@ -142,17 +151,8 @@ def _local_or_global(
             return [reduce(torch.max, base, (t,), {}) for t in args[0]] if base == "max" else whole
         return (norm if base in _NORMS else reduce)(func, base, args, kwargs)
     if base in ELEMENTWISE or pair:
-        return apply(func, name, base, args, kwargs, keep_place)
+        return apply(func, name, base, args, kwargs)
     return NotImplemented
-
-
-def keep_place(result: Any, source: Any) -> Any:
-    """A changed copy of a shard is as local as the shard: a shard, if ``result`` has its shape."""
-    if type(result) is not Tensor or result.shape != local_of(source).shape:
-        return result
-    placed: Any = result.as_subclass(type(source).result_type)
-    placed.place = source.place
-    return placed
 
 
 def _set_items(changed: Any, index: Any, value: Any) -> Any:
@@ -164,12 +164,12 @@ def _set_items(changed: Any, index: Any, value: Any) -> Any:
     elif not isinstance(changed, Placed):
         return NotImplemented
     elif is_all and isinstance(value, Tensor):
-        apply(Tensor.copy_, "copy_", "copy", (changed, value), {}, keep_place)
+        apply(Tensor.copy_, "copy_", "copy", (changed, value), {})
     elif is_all:
         local_of(changed).fill_(value)
     elif isinstance(index, Tensor) and index.dtype == torch.bool and not isinstance(value, Tensor):
         masked: Any = Tensor.masked_fill_
-        apply(masked, "masked_fill_", "masked_fill", (changed, index, value), {}, keep_place)
+        apply(masked, "masked_fill_", "masked_fill", (changed, index, value), {})
     else:
         return NotImplemented
     return None
@@ -218,3 +218,20 @@ def initialise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         func(full, *rest, **kwargs)
         local.copy_(shard.place.part_of(full))
     return shard
+
+
+def initialises_shards(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of ``torch.nn.init`` that sees the full shape of shards.
+
+    Most ask for the number of dimensions before any torch function could tell, and some return
+    early from an empty tensor without drawing numbers.
+    """
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensor = args[0] if args else kwargs.get("tensor")
+        if isinstance(tensor, Placed):
+            return initialise(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return run

@@ -13,7 +13,7 @@ from types import TracebackType
 
 import torch
 
-import zerocore.common.nvml
+from bench.memory.nvml import NvmlDevice
 
 PAGE_NBYTES = resource.getpagesize()
 
@@ -70,7 +70,7 @@ class CudaMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._nvml = zerocore.common.nvml.NvmlDevice(device)
+        self._nvml = NvmlDevice(device)
 
     def outside_nbytes(self) -> int:
         """Bytes in use on the device, by whomever."""

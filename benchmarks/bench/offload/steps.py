@@ -67,7 +67,7 @@ def run_beside_link(system: System) -> RankReport:
     import torch.distributed as dist
 
     from zerocore import emulated
-    from zerocore.common.host_link import set_emulated_host_link
+    from zerocore.common.links import set_emulated_host_link
 
     if dist.get_backend() == EMULATED:
         set_emulated_host_link(emulated.link(HOST_LINK))

@@ -17,7 +17,7 @@ from bench.lib.tables import Table
 from bench.overlap.run import GOAL_RATIO, OverlapRun
 from zerocore import Event, Offload, Timeline
 from zerocore.common.events import HOST
-from zerocore.common.host_link import set_emulated_host_link
+from zerocore.common.links import set_emulated_host_link
 
 HIDDEN_GOAL = 95.0
 EVERYTHING = Offload(states="cpu", gradients="cpu", parameters="cpu", threads=1)

@@ -20,10 +20,8 @@ HEAD = """# Programs that are not exact
 Look here before you port a training loop: of {count} ordinary programs, which ones do not train
 as plain replicas do, and why.
 
-```bash
-python -m tests.distributed.programs --only NAME  # one program under each system
-python -m tests.distributed.programs --markdown   # all, writes this page and the full table
-```
+- `python -m tests.distributed.programs --only NAME`: one program under each system
+- `python -m tests.distributed.programs --markdown`: all, writes this page and the full table
 
 The [full table](../benchmarks/results/programs.md) has every program and says how it is measured,
 with torch {torch}. *exact*: each number is that of plain replicas, to 1e-5. *refused*: all ranks

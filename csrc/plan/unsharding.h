@@ -1,0 +1,107 @@
+// Decides how the parameters of one unit are gathered and given back; integers only.
+//
+// The unit carries out the steps with tensors, the planner with sizes: the planner predicts what
+// the unit does. Each step is carried out before the next one is decided.
+//
+// Note [Where parameters live]
+// stage 0 to 2  Full stays. This rank's shard is its part of Full; a gather reads it there, and
+//               only regions that have changed are gathered.
+// stage 3       Own is memory of its own, on the device, the host or the disk. Full is a block of
+//               the pool from a gather to the reshard.
+// A layout of rows is gathered into Received, a block that is copied out to Full and given back.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/types.h"
+#include "plan/layout.h"
+#include "plan/pool_map.h"
+#include "plan/shard_options.h"
+#include "plan/stage_policy.h"
+#include "plan/wire_methods.h"
+
+namespace zerocore {
+
+// SHARDED > UNSHARDING > UNSHARDED > SHARDED; where Full stays: UNSHARDED > UNSHARDING > UNSHARDED
+enum class UnitState : uint8_t { Sharded, Unsharding, Unsharded };
+
+// Memory for the parameters of a unit.
+enum class ParamMemory : uint8_t {
+  Own, // this rank's shard, where it has memory of its own
+  Received, // as the parameters come from the wire
+  Full, // as layers compute with them
+};
+
+enum class GatherStepKind : uint8_t {
+  Count, // the trace counts `op`, with `nbytes`
+  Take, // `to` is a block of the pool
+  GiveBack, // `from` is none any more
+  Order, // gathers start behind the compute stream, which reads Full
+  Read, // the unit's shard comes from the disk
+  Load, // this rank's part of `to` comes from the host
+  Start, // the gather of a region, from `from` (this rank's part of it) to `to`
+  Launch, // no Start follows
+  Wait, // for all gathers and loads
+  CopyOut, // Received goes to Full
+  Show, // layers may read Full
+};
+
+struct GatherStep {
+  GatherStepKind kind = GatherStepKind::Count;
+  int region = -1; // -1 for the whole unit
+  ParamMemory from = ParamMemory::Own, to = ParamMemory::Full;
+  int64_t nbytes = 0; // of the block, of the load, on the wire
+  TraceOp op = TraceOp::Unshard;
+  StreamRole user = StreamRole::Compute; // writes first to a block that is taken
+};
+
+// The block of a Take or a GiveBack.
+inline BlockKey block_of(UnitId unit, const GatherStep& step) {
+  const ParamMemory memory = step.kind == GatherStepKind::Take ? step.to : step.from;
+  return {unit, memory == ParamMemory::Full ? BlockUse::Parameters : BlockUse::Gathered};
+}
+
+// Carries out steps.
+class GatherSteps {
+ public:
+  virtual void run(const GatherStep& step) = 0;
+
+ protected:
+  ~GatherSteps() = default;
+};
+
+struct GatherFacts {
+  StagePolicy policy; // of the stage, or of 0 where there is nothing to shard
+  Tiers tiers;
+  GatherMethod method;
+};
+
+class Unsharding {
+ public:
+  // The layout outlives it.
+  Unsharding(const GatherFacts& facts, const Layout& layout);
+
+  UnitState state() const {
+    return state_;
+  }
+  // Gathers `regions`: all where parameters are sharded, else those that have changed. A unit that
+  // is in use already stays where it is.
+  void begin(const std::vector<int>& regions, GatherSteps& steps);
+  // Completes the gathers that begin() has started, if there are any.
+  void wait(GatherSteps& steps);
+  // Completes them and gives Full back.
+  void reshard(GatherSteps& steps);
+
+ private:
+  void start(int region, GatherSteps& steps) const;
+  void take(ParamMemory memory, StreamRole user, GatherSteps& steps);
+
+  GatherFacts facts_;
+  const Layout& layout_;
+  bool copies_out_;
+  UnitState state_;
+  bool has_full_; // a block, or memory that stays
+};
+
+} // namespace zerocore

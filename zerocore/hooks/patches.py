@@ -1,0 +1,114 @@
+"""Everything that the first ``shard`` or ``fully_shard`` changes in torch and in this process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from pkgutil import resolve_name
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import init
+from torch.nn.modules import module as torch_modules
+from torch.optim import optimizer as torch_optimizers
+from torch.utils import _foreach_utils
+
+from zerocore.common import alarm
+from zerocore.hooks import (
+    applied_functions,
+    backward_calls,
+    broadcasts,
+    moves,
+    optimizer_rules,
+    optimizer_steps,
+    pipelines,
+    registration,
+)
+from zerocore.model import state, wrappers
+from zerocore.tensor import rules
+from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
+
+
+class Patch(NamedTuple):
+    """An attribute of torch and what takes its place.
+
+    Attributes:
+        owner: dotted path of the module, or of the class in it.
+        name: of the attribute; a torch that lacks it is left as it is.
+        wrap: makes the new value from the old one.
+        before: the first release of torch that does without the patch, if one does.
+    """
+
+    owner: str
+    name: str
+    wrap: Callable[[Any], Any]
+    before: str | None = None
+
+
+_INITIALISERS = [name for name in dir(init) if name.endswith("_") and not name.startswith("_")]
+_ELEMENTWISE = [cls.__name__ for cls in optimizer_rules.ELEMENTWISE]
+
+PATCHES = (
+    *(Patch("torch.nn.init", name, rules.initialises_shards) for name in _INITIALISERS),
+    Patch("torch.nn.Module", "_apply", moves.spares_shards),
+    Patch("torch.nn.utils.parametrize.ParametrizationList", "__init__", wrappers.takes_no_shard),
+    Patch("torch.optim.Optimizer", "add_param_group", optimizer_rules.checks_shards),
+    *(
+        Patch(f"torch.optim.{name}", "step", optimizer_rules.without_rules)
+        for name in (*_ELEMENTWISE, "LBFGS")
+    ),
+    Patch("torch.autograd", "backward", backward_calls.noted),
+    Patch("torch.autograd", "grad", backward_calls.noted),
+    Patch("torch.autograd.graph", "_get_grad_fn_or_grad_acc", backward_calls.takes_full),
+    Patch("torch.autograd.function._SingleLevelFunction", "apply", applied_functions.reads_in_full),
+    Patch("torch.distributed", "barrier", alarm.watched_barrier),
+    Patch("torch.distributed", "_broadcast_coalesced", broadcasts.sends_no_shards),
+    *(
+        Patch("torch.distributed", name, broadcasts.asks_shards, before="2.13")
+        for name in broadcasts.UNASKED
+    ),
+    Patch("torch.distributed.pipelining.stage", "stage_backward_input", pipelines.checked_backward),
+    Patch(
+        "torch.distributed.pipelining.schedules.PipelineScheduleMulti",
+        "step",
+        pipelines.checked_step,
+    ),
+)
+
+
+@cache
+def install() -> None:
+    """Applies the patches and registers the hooks that torch has, once in a process."""
+    functions: dict[int, tuple[Any, Any]] = {}  # by id: the old one, which must live, and the new
+    for patch in PATCHES:
+        owner = resolve_name(patch.owner)
+        old = getattr(owner, patch.name, None)
+        if old is None or (patch.before is not None and torch.__version__ >= patch.before):
+            continue
+        new = patch.wrap(old)
+        setattr(owner, patch.name, new)
+        if isinstance(owner, ModuleType):
+            functions[id(old)] = (old, new)
+    _replace_imported(functions)
+    torch_modules.register_module_parameter_registration_hook(registration.check_param)
+    torch_modules.register_module_module_registration_hook(registration.check_module)
+    torch_optimizers.register_optimizer_step_pre_hook(optimizer_steps.before_step)
+    torch_optimizers.register_optimizer_step_post_hook(optimizer_steps.after_step)
+    # Torch updates lists of unknown kinds of tensors in a for-loop.
+    kinds: list[Any] = [ShardedParameter, ShardedGrad, LocalShard]
+    for known in (torch_optimizers, _foreach_utils):
+        known._foreach_supported_types.extend(kinds)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=state.mark_forked)
+
+
+def _replace_imported(functions: Mapping[int, tuple[Any, Any]]) -> None:
+    """Replaces the functions where modules have imported them by name."""
+    for module in list(sys.modules.values()):
+        names = vars(module) if isinstance(module, ModuleType) else {}
+        for name, value in list(names.items()):
+            if id(value) in functions:
+                names[name] = functions[id(value)][1]
