@@ -120,7 +120,7 @@ def describe_cuda_build() -> str:
 
 
 def define_macros(has_cuda: bool) -> list[tuple[str, str]]:
-    """What ``python -m zerocore env`` says about this build; no paths."""
+    """Facts of this build for ``python -m zerocore env``; no paths."""
     facts = {"ZEROCORE_CXX_FLAGS": " ".join(CXX_FLAGS)}
     if has_cuda:
         facts["ZEROCORE_CUDA_BUILD"] = describe_cuda_build()

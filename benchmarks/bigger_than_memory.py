@@ -56,7 +56,7 @@ class Moved:
 
 @dataclass
 class Run:
-    """What a run did."""
+    """The figures of a run."""
 
     limit_nbytes: int
     numel: int = 0

@@ -118,7 +118,7 @@ def background_table(cell: CheckpointCell, ranks: list[Figures]) -> Table:
 
 
 def bytes_table(cell: CheckpointCell, found: dict[str, list[dict[str, int]]]) -> Table:
-    """What is read where another number of ranks loads."""
+    """Bytes that are read where another number of ranks loads."""
     columns = ["2 ranks saved", "asked of the system", "of the state", "from the disk"]
     table = Table("bytes read on another number of ranks", [*columns, "of the state"])
     for label, ranks in found.items():

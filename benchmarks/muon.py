@@ -54,7 +54,7 @@ def step_table(runs: list[MuonRun], load: float) -> Table:
 
 
 def hidden_table(found: list[HiddenExchange], world_size: int, load: float) -> Table:
-    """What a step waits for its exchange, on links of several speeds."""
+    """The time that a step waits for its exchange, on links of several speeds."""
     columns = ["exchange / step without delay", "MB/s", "exchange, ms", "waited, ms"]
     columns += ["hidden", "step, ms"]
     title = f"emulated: a step of Muon, 10 M parameters, rank 0 of {world_size}"

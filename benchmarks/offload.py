@@ -42,7 +42,7 @@ ADAMW_NOTES = (
     "to itself. Medians over rounds in which all take their turn; ratios are medians of ratios in "
     "the same round.",
     "Memory: the fastest of a copy, a scale in place and a triad of as many bytes by as many "
-    "threads. What is written but not read before is read by the processor all the same, which is "
+    "threads. The processor also reads memory that is written and was not read before, which is "
     "not counted.",
 )
 DISK_NOTES = (

@@ -1,7 +1,7 @@
 """Train a Hugging Face model with their Trainer, sharded, on two ranks or one per GPU.
 
 The model is a small Qwen3 with random weights and reads bytes; the text is what comes with Python.
-What is zerocore's is the import of `Trainer` and `shard=`; the rest is as ever.
+Only the import of `Trainer` and `shard=` are zerocore's; the rest is as ever.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def _run_spawned(
     # mp.spawn sends SIGINT when the parent is gone. Handled by Python, or ignored as in the jobs a
     # shell starts in the background, it would not end a rank that waits inside a collective.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # What torchrun sets, and trainers of other libraries look at; the address is not used.
+    # The variables of torchrun, for trainers of other libraries; the address is not used.
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
     os.environ.update({name: str(number) for name, number in ranks.items()})
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT="0")

@@ -1,6 +1,6 @@
 """Train a small GPT, sharded, in Accelerate's loop, in Lightning's Trainer or in Fabric's loop.
 
-Runs on two ranks on the CPU, or one per GPU. What is zerocore's is marked; the rest is as ever.
+Runs on two ranks on the CPU, or one per GPU. The lines of zerocore are marked; the rest is as ever.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def _show_torch() -> None:
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    """What the build needs beside pyproject.toml's; without running setup.py, which needs torch."""
+    """Needs of the build beside pyproject.toml's; without running setup.py, which needs torch."""
     return _requires([])
 
 

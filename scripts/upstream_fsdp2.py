@@ -117,7 +117,7 @@ def _passed(rows: Rows, name: str) -> bool:
 
 
 def failures(results: dict[str, Rows], min_pass: int) -> list[str]:
-    """What the run was to show and did not."""
+    """The expectations that the run does not meet."""
     ours = results.get("zerocore", {})
     count = Counter(row["status"] for row in ours.values())
     found = [] if count["passed"] >= min_pass else [f"{count['passed']} passed, not {min_pass}"]

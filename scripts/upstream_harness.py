@@ -44,7 +44,7 @@ PORTS = (
     (r"\"npu(:0)?\"", '"cpu"'),
     (r"type='npu'", "type='cpu'"),
 )
-# What a port took out with the names above.
+# Lines that a port took out with the names above.
 PORTED_IMPORTS = (
     "from torch.testing._internal.common_fsdp import FSDPTest\n"
     "from torch.testing._internal.common_distributed import skip_if_lt_x_gpu\n"

@@ -1,4 +1,4 @@
-"""What tools make of sources, kept between runs and checkouts until the sources or tools change."""
+"""Outputs of tools, kept between runs and checkouts until the sources or tools change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a logger warns of."""
+"""The warnings of a logger."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ HAS_CUDA_KERNELS: bool
 """Whether this build has the kernels for CUDA devices."""
 
 class SegmentChunk:
-    """What one block of a kernel works on."""
+    """The elements that one block of a kernel works on."""
 
     segment: int
     elements: Range

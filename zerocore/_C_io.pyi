@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 DISK_ALIGNMENT: int
-"""What offsets, sizes and addresses of requests to a disk file are multiples of."""
+"""Offsets, sizes and addresses of requests to a disk file are multiples of it."""
 
 BLOCK_NBYTES: int
 """What files of checkpoints have a checksum of."""

@@ -94,7 +94,7 @@ class CallHandle:
     unit: int
 
 class Action:
-    """What is to be done with a unit: "unshard", "reshard" or "reduce"."""
+    """A change of a unit: "unshard", "reshard" or "reduce"."""
 
     kind: str
     unit: int

@@ -2,8 +2,8 @@
 
 A c10d backend named ``"emulated"``, for CPU and CUDA tensors, so zerocore, FSDP2 and DDP
 run on it unchanged. The peers are mirrors of this rank, so a training step computes what a single
-process computes whose batch every rank sees; only the wire is a model. What is measured on it is
-*emulated*, and has to be called so.
+process computes whose batch every rank sees; only the wire is a model. A time that is measured
+on it is *emulated*, and has to be called so.
 
 ``torch.distributed.init_process_group("emulated", rank=0, world_size=64, store=HashStore())`` works
 too, with ``pg_options=link("ib400")`` for another link than the default one.

@@ -276,7 +276,7 @@ void register_steps(py::class_<PyEngine>& engine) {
           [](PyEngine& self, bool sync) { self.engine->parts().sync = sync; });
 }
 
-// What FSDP2's interface sets for each unit.
+// Settings of each unit in FSDP2's interface.
 void register_unit_controls(py::class_<PyEngine>& engine) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   engine.def(

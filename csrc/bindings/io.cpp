@@ -28,7 +28,7 @@ void* as_memory(uintptr_t address) {
 
 using Released = py::call_guard<py::gil_scoped_release>;
 
-// What the system refuses is an OSError with its errno, as of Python's own functions.
+// A system call that fails is an OSError with its errno, as of Python's own functions.
 void translate_os_error(std::exception_ptr caught) {
   try {
     std::rethrow_exception(std::move(caught));

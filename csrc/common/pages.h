@@ -1,4 +1,4 @@
-// What bytes of files and mappings are counted in.
+// Units of files and mappings.
 #pragma once
 
 #include <unistd.h>
@@ -8,7 +8,7 @@
 
 namespace zerocore {
 
-// What offsets, sizes and addresses of direct transfers are multiples of, as O_DIRECT needs it.
+// Offsets, sizes and addresses of direct transfers are multiples of it, as O_DIRECT requires.
 constexpr int64_t kDiskAlignment = 4096;
 
 // A multiple of both the pages of memory and what direct transfers are made of.

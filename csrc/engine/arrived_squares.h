@@ -19,7 +19,7 @@ class ArrivedSquares {
   // `layout` outlives it; `shard` is this rank's.
   ArrivedSquares(const Layout& layout, int64_t shard);
 
-  // What another thread does once `gradient`, this rank's part of a region, 1-D, has come. From
+  // The work of another thread once `gradient`, this rank's part of a region, 1-D, has come. From
   // here on the region's squares are known.
   std::function<void()> take(int region, const at::Tensor& gradient);
   void forget();

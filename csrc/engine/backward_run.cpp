@@ -214,8 +214,8 @@ void BackwardRun::end() {
 }
 
 // Gradients that came when the calls said that there are no more: of a unit that this rank used
-// when the order of all ranks had left it, or that is used outside of calls. What ranks reduce must
-// not depend on the gradients of one, so they ask each other after the first backward of each
+// when the order of all ranks had left it, or that is used outside of calls. The reductions
+// must not depend on one rank's gradients, so ranks ask each other after the first backward of each
 // sequence of calls, which is the same on all ranks, and from then on if there were such gradients.
 void BackwardRun::reduce_rest() {
   std::vector<bool> rest;

@@ -43,10 +43,10 @@ class DiskLoads {
   // Reads the unit's parameters, or waits until they are read, and begins with the next unit.
   // A failure is kept: the ranks go on to the gather together.
   void load(UnitId unit);
-  // What load() has read in the place of `bytes`, which lie in the file's memory. Until the load
-  // after the next one.
+  // The bytes that load() has read in the place of `bytes`, which lie in the file's memory. Valid
+  // until the load after the next one.
   at::Tensor loaded(const at::Tensor& bytes) const;
-  // What went wrong in a load since the last call; null for nothing.
+  // The error of a load since the last call, or null.
   std::exception_ptr take_failure() {
     return std::exchange(failure_, nullptr);
   }

@@ -1,4 +1,4 @@
-// What units have on disk.
+// The states of units on disk.
 #include "engine/disk_states.h"
 
 #include <system_error>

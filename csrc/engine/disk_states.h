@@ -1,4 +1,4 @@
-// What units have on disk: the memory of their buckets and moments, brought in for updates and
+// The states of units on disk: the memory of their buckets and moments, brought in for updates and
 // read for gathers. See Note [Memory of a file] and Note [Swapping].
 #pragma once
 
@@ -49,7 +49,7 @@ class DiskStates {
   void begin_step(std::vector<UnitId> order);
   // The unit's bytes are in memory; what was brought stays until it is given back.
   void bring(UnitId unit);
-  // What was brought is changed, and goes to the file; where gathers read it, it is there.
+  // The unit has changed and goes to the file, where gathers read it.
   void give_back(UnitId unit);
   // Everything is in the file.
   void end_step();

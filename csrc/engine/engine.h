@@ -29,7 +29,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
       std::unique_ptr<Registrar> registrar);
   ~Engine();
 
-  // What is neither called nor stepped through the engine.
+  // For work that is neither a call nor a step of the engine.
   EngineParts& parts() {
     return parts_;
   }
@@ -56,7 +56,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void enter(UnitId unit);
   // `keep`: see Schedule::exit.
   void exit(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep = false);
-  // Somebody reads a parameter of a unit that nobody has entered: the innermost call that runs owns
+  // A parameter of a unit that was not entered is read: the innermost call that runs owns
   // the unit from here to its end.
   void adopt(UnitId unit);
   bool in_call() const {

@@ -27,7 +27,7 @@ Exchange start_exchange(
     bool across,
     const at::Tensor& sent,
     MessageSizes sizes);
-// What came, for work of the compute stream from here on; on the CPU blocks until it is there.
+// The received tensor, for work of the compute stream from here on; blocks on the CPU.
 at::Tensor finish_exchange(EngineParts& parts, Exchange& exchange);
 
 } // namespace zerocore

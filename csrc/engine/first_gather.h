@@ -34,7 +34,7 @@ class FirstGather {
   bool is_pending() const {
     return pending_ >= 0;
   }
-  // What was gathered is not needed next; on all ranks.
+  // The gathered unit is not needed next; on all ranks.
   void drop();
   // A pass begins, which uses what was gathered, unless that has changed since.
   void begin_pass();

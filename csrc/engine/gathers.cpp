@@ -22,6 +22,7 @@ Gathers::Gathers(
       full_(full),
       own_(own),
       unsharding_(
+          id,
           {context.policy,
            context.tiers,
            context.num_shards > 1 ? context.collectives->methods().gather : GatherMethod()},
@@ -38,6 +39,7 @@ Gathers::Gathers(
 
 void Gathers::begin(const std::vector<int>& regions, const std::shared_future<void>& after) {
   after_ = after;
+  together_.clear(); // of gathers that failed
   unsharding_.begin(regions, *this);
 }
 
@@ -81,7 +83,7 @@ void Gathers::run(const GatherStep& step) {
 
 void Gathers::take(const GatherStep& step) {
   Slot& slot = slot_of(step.to);
-  slot = context_.pool->acquire(block_of(id_, step), step.nbytes, step.user);
+  slot = context_.pool->acquire(block_of(step), step.nbytes, step.user);
   bucket_of(step.to).attach(slot.data);
 }
 

@@ -1,10 +1,10 @@
 // Gradients that a device keeps in the host's memory: how what it has reduced gets there.
 //
 // Note [Gradients of a device on the host]
-// What a reduction leaves is a block of the pool. It is copied to the host beside the other
+// A reduction leaves its result in a block of the pool. It is copied to the host beside the other
 // streams, and the block is free when the copy is done. Where there is a gradient already, or where
 // gradients travel in another type than they are kept in, it is copied to one of two buffers, from
-// which the worker adds it; otherwise to its place. Whoever reads gradients waits for the worker.
+// which the worker adds it; otherwise to its place. Readers of gradients wait for the worker.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// What a model has in the host's memory.
+// The states of a model in the host's memory.
 #include "engine/host_states.h"
 
 #include "runtime/page_pinning.h"

@@ -1,4 +1,4 @@
-// What a model has in the host's memory: one mapping, of the size that the plan says, and the
+// The states of a model in the host's memory: one mapping, of the size that the plan says, and the
 // memory of the units' buckets in it.
 #pragma once
 
@@ -22,8 +22,8 @@ class HostStates {
 
   // Takes no memory.
   void plan(const std::vector<std::unique_ptr<Unit>>& units, const UnitContext& context);
-  // Maps what was planned. What a CUDA device copies is pinned. Throws c10::Error where there is
-  // too little.
+  // Maps the planned memory, and pins the part that a CUDA device copies. Throws c10::Error where
+  // there is too little.
   void open();
   // Of a unit's part, zeros at first.
   c10::DataPtr memory(UnitId unit, StatePart part) const;

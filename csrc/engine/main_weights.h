@@ -3,7 +3,7 @@
 // Note [Main and model weights]
 // Layers compute with model weights, which gathers move. Where the optimizer is to update another
 // dtype, this rank also holds main weights, its shard only; they are cast to model weights once
-// after every change, not once for every gather. What is loaded and saved are main weights.
+// after every change, not once for every gather. Loads and saves take main weights.
 #pragma once
 
 #include <ATen/core/Tensor.h>

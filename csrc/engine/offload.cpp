@@ -136,7 +136,7 @@ void Offload::announce(UnitId id) {
   }
 }
 
-// By the worker. What it cannot bring from the disk it does not touch.
+// By the worker, which leaves alone a unit that it cannot bring from the disk.
 void Offload::bring_states(UnitId id) const {
   if (context_.disk != nullptr) {
     context_.disk->bring(id);
@@ -279,7 +279,7 @@ void Offload::synchronize() {
   check_disk();
 }
 
-// What the disk has failed to do is lost: nobody gets to see what is there instead.
+// A failed transfer is lost: its error is raised before anyone reads the memory.
 void Offload::check_disk() const {
   if (context_.disk != nullptr && worker_ != nullptr) {
     context_.disk->check();

@@ -10,9 +10,9 @@
 // faster than the host's.
 // An update of a unit is submitted next, then the return of its weights. The next forward waits for
 // a unit's weights before it gathers or uses them, so later units are updated under the forward of
-// earlier ones. Whoever else reads or writes the memory that an update works on waits for all of
-// them. Versions count when work is submitted: they are the same on all ranks, whatever the worker
-// has done.
+// earlier ones. All other readers and writers of the memory that an update works on wait for all
+// of them. Versions count when work is submitted: they are the same on all ranks, whatever the
+// worker has done.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -55,7 +55,7 @@ class Offload {
   Offload(const Offload&) = delete;
   Offload& operator=(const Offload&) = delete;
 
-  // What lies in `from` is to go to the gradient `kept`, see HostGradients.
+  // `from` is to be copied to the gradient `kept`, see HostGradients.
   void land(UnitId unit, const at::Tensor& from, const at::Tensor& kept, bool adds);
   // A region's gradient is complete; `kept` is this rank's part of it, 1-D.
   void leave(UnitId unit, int region, const at::Tensor& kept);

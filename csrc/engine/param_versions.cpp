@@ -10,7 +10,7 @@ int64_t ParamVersions::of_param(size_t param) const {
     return static_cast<int64_t>(tensor.unsafeGetTensorImpl()->version_counter().current_version());
   };
   const UnitParam& counted = params_[param];
-  // What changes a DTensor may count in either.
+  // A change of a DTensor may count in either.
   const int64_t local = counted.local.defined() ? count(counted.local) : 0;
   return changes_[param] + count(counted.shard) + local;
 }

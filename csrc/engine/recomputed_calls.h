@@ -3,8 +3,9 @@
 // Nodes of autograd are numbered as they are made. While a node runs, the backward has left the
 // calls that began behind it. A reentrant checkpoint is one node; its forward runs right behind it
 // and records nothing, so the calls without a graph that follow the node, up to the first one whose
-// backward has come, are those that it makes again, in their order. What a checkpoint that is not
-// reentrant makes again is not looked for: hooks on the outputs of its forward tell of its calls.
+// backward has come, are those that it makes again, in their order. Calls that a checkpoint makes
+// again without being reentrant are not looked for: hooks on the outputs of its forward tell of
+// them.
 #pragma once
 
 #include <cstdint>

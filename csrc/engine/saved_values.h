@@ -2,8 +2,8 @@
 //
 // Note [Gathers that nobody reads]
 // The backward of an embedding reads indices and no weight, so gathering the weight for it moves
-// bytes for nothing. What a backward reads is known for certain only where every node that the call
-// recorded is of a kind that is known, and what each of them saved lies in other memory. All else
+// bytes for nothing. The reads of a backward are known for certain only where every node that the
+// call recorded is of a known kind, and all that the nodes saved lies in other memory. All else
 // counts as reading: nodes written in Python keep what they like (checkpoints make calls again),
 // and so do hooks on saved tensors and on nodes. It follows from the graph alone; ranks compare it
 // with their calls, see Note [One order on every rank].

@@ -39,7 +39,7 @@ class StepWorker {
   void wait(Ticket ticket);
   // The same, and notes in `record`, if there is one, for how long.
   void wait(Ticket ticket, const std::shared_ptr<OpenRecord>& record);
-  // What went wrong first, once; null for nothing.
+  // The first error, once; null for none.
   std::exception_ptr take_error();
 
  private:

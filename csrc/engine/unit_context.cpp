@@ -1,4 +1,4 @@
-// What the units of a model share.
+// The parts of an engine that its units share.
 #include "engine/unit_context.h"
 
 #include "engine/disk_states.h"

@@ -1,4 +1,4 @@
-// What the units of a model share, and what may be set for each.
+// The parts of an engine that its units share, and the settings of each unit.
 #pragma once
 
 #include <cstdint>
@@ -60,7 +60,7 @@ struct UnitContext {
   }
 };
 
-// What may be set for each unit.
+// Settings of a unit.
 struct UnitSettings {
   double gradient_scale = 1; // gradients are multiplied by it before they are summed over the ranks
   bool syncs = true; // a backward reduces them

@@ -251,7 +251,7 @@ void UnitsInUse::forget_past() {
   }
 }
 
-// What an update has brought from the disk is not to be written by hand before it is back there.
+// A unit that an update has brought from the disk is written by hand only when it is back there.
 void UnitsInUse::write_back_now(UnitId id) {
   if (parts_.disk != nullptr) {
     parts_.offload.wait_updates();

@@ -3,10 +3,10 @@
 //
 // Note [Gathers behind a call]
 // A gather of weights that come back from the host cannot be issued before they are on their way,
-// for which the host waits. What is gathered ahead in a forward is therefore issued when the device
-// has been given what the running call computes: with the next call, or when this one ends. Whether
-// the weights are there is not asked, as ranks must issue collectives in one order. On the CPU
-// nothing computes behind the host, so there it would only come late.
+// for which the host waits. A gather ahead of its use in a forward is therefore issued when the
+// device has been given the work of the running call: with the next call, or when this one ends.
+// Whether the weights are there is not asked, as ranks must issue collectives in one order. On the
+// CPU nothing computes behind the host, so there it would only come late.
 #pragma once
 
 #include <cstdint>

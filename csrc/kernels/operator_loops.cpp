@@ -1,7 +1,7 @@
 // The device that others add to torch (PrivateUse1): its loops are torch's operators.
 //
-// They order themselves on its streams as its operators do. Whoever gives such a device to torch
-// gives it operators, too; ours for optimizers reach it as torch's do, so they need no loops.
+// They order themselves on its streams as its operators do. A library that gives such a device to
+// torch gives it operators, too; ours for optimizers reach it as torch's do, so they need no loops.
 #include "kernels/loops.h"
 
 #include <ATen/core/Tensor.h>

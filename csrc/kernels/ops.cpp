@@ -47,7 +47,7 @@ void find_squares(
   }
 }
 
-// What is known of shard `index`; null for nothing.
+// The known squares of shard `index`, or null.
 void* known_squares(const std::vector<at::Tensor>& known, size_t index, const at::Tensor& shard) {
   if (known.empty() || !known[index].defined()) {
     return nullptr;

@@ -1,7 +1,7 @@
 // Where the parts of units lie in one mapping of the host's memory; integers only.
 //
-// What is copied to and from a device comes first, unit after unit, so that it can be pinned by
-// itself, and behind it two buffers where gradients come off a device, see Note [Gradients of a
+// Memory that is copied to and from a device comes first, unit after unit, so that it can be pinned
+// by itself, and behind it two buffers where gradients come off a device, see Note [Gradients of a
 // device on the host]; then, from a page on, the moments, which take memory once an optimizer
 // touches them. Each part begins where a region may begin.
 #pragma once

@@ -6,11 +6,12 @@
 // held at a time, so the map remembers which were. For a step of the Llamas that ship as presets
 // the arena then needs no more than is held at a time.
 //
-// The first places come from the expected step, before anything is allocated. What does something
-// else is served all the same: a block without a place, or whose place is taken, gets memory of its
-// own until it is released. Once nothing is held (the end of a backward, mostly) all places are
-// given anew, to suit what was done since the last such moment as well as what was known. Where
-// both together pack badly, as with another order of calls, what was known is forgotten.
+// The first places come from the expected step, before anything is allocated. A step that does
+// something else is served all the same: a block without a place, or whose place is taken, gets
+// memory of its own until it is released. Once nothing is held (the end of a backward, mostly)
+// all places are given anew, to suit what was done since the last such moment as well as what was
+// known. Where both together pack badly, as with another order of calls, what was known is
+// forgotten.
 //
 // The planner drives the same object as the runtime, so their bytes are equal.
 #pragma once

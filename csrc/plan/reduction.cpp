@@ -305,7 +305,7 @@ void Reduction::wait_across(Key key, GradSteps& steps) {
   }
 }
 
-// What is added to is no old value.
+// A gradient that is added to holds no old value.
 void Reduction::zero_invalid(Key key, GradSteps& steps) {
   for (const int param : facts_.region_of(key).params) {
     if (state_of(key).adds && !is_valid(key.first, param)) {

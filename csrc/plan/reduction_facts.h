@@ -1,5 +1,5 @@
-// What follows from how gradients are reduced: who sums, what is sent, how large blocks are;
-// integers only.
+// Facts of a reduction of gradients: the rank that sums, the bytes that are sent, the sizes of
+// blocks; integers only.
 #pragma once
 
 #include <cstdint>

@@ -33,8 +33,7 @@ void Schedule::begin_pass(bool grad, Actions& out) {
   open_pass(grad);
   rooted_ = true;
   retained_ = -1;
-  // What was gathered for it may have to be refused, of which the ranks hear as they leave the
-  // pass.
+  // A gather at the step may differ between ranks, which hear of that as they leave the pass.
   follows_ = residency_.take_ahead() || grad || !residency_.all_resident();
   if (follows_) {
     order_.begin(grad);

@@ -18,8 +18,8 @@ inline constexpr int kNumStateParts = 6;
 // By StatePart.
 using PartSizes = std::array<int64_t, kNumStateParts>;
 
-// What `shard` has of a unit on the host or on disk. `shards_parameters`: gathers load them from
-// shards.
+// Sizes of the parts of a unit that `shard` has on the host or on disk. `shards_parameters`:
+// gathers load parameters from shards.
 PartSizes part_sizes(
     Tier tier,
     const Layout& layout,

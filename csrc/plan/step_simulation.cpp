@@ -67,7 +67,9 @@ StepSimulation::StepSimulation(
       pool_(std::move(pool)) {
   for (size_t unit = 0; unit < layouts_.size(); ++unit) {
     unsharding_.emplace_back(
-        GatherFacts{policy_, options_.sharding.tiers, options_.methods.gather}, layouts_[unit]);
+        static_cast<UnitId>(unit),
+        GatherFacts{policy_, options_.sharding.tiers, options_.methods.gather},
+        layouts_[unit]);
     schedule_.residency().set_staying(static_cast<UnitId>(unit), {units[unit].stays, false});
     const auto& regions = layouts_[unit].regions();
     schedule_.set_reducible(
@@ -132,8 +134,8 @@ void StepSimulation::micro_batch() {
   forward(actions);
   schedule_.end_pass(actions);
   run(actions);
-  for (UnitId unit = 0; unit < static_cast<UnitId>(layouts_.size()); ++unit) {
-    wait_for_unshard(unit);
+  for (Unsharding& unit : unsharding_) {
+    unit.wait(*this);
   }
   schedule_.begin_backward();
   backward(actions);
@@ -155,7 +157,7 @@ void StepSimulation::forward(Actions& actions) {
     calls_.emplace_back(event, call);
     run(actions);
     if (event.kind == EventKind::Enter) {
-      wait_for_unshard(event.unit);
+      unsharding_[event.unit].wait(*this);
     }
   }
 }
@@ -172,7 +174,7 @@ void StepSimulation::backward(Actions& actions) {
     }
     run(actions);
     if (!event.ready) {
-      wait_for_unshard(calls_.at(event.index).first.unit);
+      unsharding_[calls_.at(event.index).first.unit].wait(*this);
     }
   }
 }
@@ -192,7 +194,6 @@ void StepSimulation::run(Actions& actions) {
         unshard(action.unit);
         break;
       case ActionKind::Reshard:
-        gathering_ = action.unit;
         unsharding_[action.unit].reshard(*this);
         break;
       case ActionKind::Reduce:
@@ -206,30 +207,24 @@ void StepSimulation::run(Actions& actions) {
 // Where full parameters stay, those that nothing updates are not gathered again.
 void StepSimulation::unshard(UnitId unit) {
   const Layout& layout = layouts_[unit];
-  gathering_ = unit;
   unsharding_[unit].begin(
       policy_.shards_parameters() ? layout.all_regions() : Tiers::trained_regions(layout), *this);
-}
-
-void StepSimulation::wait_for_unshard(UnitId unit) {
-  gathering_ = unit;
-  unsharding_[unit].wait(*this);
 }
 
 void StepSimulation::run(const GatherStep& step) {
   switch (step.kind) {
     case GatherStepKind::Take:
-      take(block_of(gathering_, step), step.nbytes);
+      take(block_of(step), step.nbytes);
       break;
     case GatherStepKind::GiveBack:
-      give_back(block_of(gathering_, step), step.nbytes);
+      give_back(block_of(step), step.nbytes);
       break;
     case GatherStepKind::Count:
     case GatherStepKind::Start:
-      add(step.op, gathering_, step.nbytes);
+      add(step.op, step.unit, step.nbytes);
       break;
     case GatherStepKind::Load:
-      add(TraceOp::ToDevice, gathering_, step.nbytes);
+      add(TraceOp::ToDevice, step.unit, step.nbytes);
       break;
     default:
       break; // moves values, not bytes

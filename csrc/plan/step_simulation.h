@@ -54,7 +54,6 @@ class StepSimulation final : private GradSteps, private GatherSteps {
   int32_t first_enter(UnitId unit) const;
   void run(Actions& actions);
   void unshard(UnitId unit);
-  void wait_for_unshard(UnitId unit);
   void run(const GatherStep& step) override;
   void run(const GradStep& step) override;
   void leave(const GradStep& step);
@@ -73,7 +72,6 @@ class StepSimulation final : private GradSteps, private GatherSteps {
   std::vector<PlannedEvent> events_;
   PoolMap pool_;
   std::vector<Unsharding> unsharding_; // by unit
-  UnitId gathering_ = -1; // whose steps are carried out
   bool sync_ = true; // the last micro-batch of the step
   int32_t moment_ = 0;
 };

@@ -1,4 +1,4 @@
-// Who is read, who gives way.
+// Units that are read, and units that give way.
 #include "plan/swap_ring.h"
 
 #include <c10/util/Exception.h>
@@ -143,7 +143,7 @@ void SwapRing::replace(int index, UnitId unit, SwapSteps& steps) {
 }
 
 // The next units of the order, as long as there is a buffer whose unit is used later than they.
-// What is read earlier than it must be takes the buffer of one that may be used again before.
+// A unit that is read earlier than it must be takes the buffer of one that may be used before it.
 void SwapRing::read_ahead(SwapSteps& steps) {
   constexpr size_t kNumAhead = 2;
   for (size_t use = next_; use < std::min(order_.size(), next_ + kNumAhead); ++use) {

@@ -3,8 +3,8 @@
 //
 // Note [Swapping]
 // Every unit has a range of the file. A unit in use is held in a buffer; so are the next two, whose
-// reads began earlier, and some that were used last, whose writes are under way. Who comes next is
-// an order that is said beforehand: forward and back, or the order of steps. The unit that gives
+// reads began earlier, and some that were used last, whose writes are under way. The order of
+// units is announced beforehand: forward and back, or the order of steps. The unit that gives
 // way is the one whose next use is farthest (Belady 1966). With three buffers one unit is read and
 // one written while one is in use.
 #pragma once

@@ -1,10 +1,10 @@
 // Which memory holds a part of the training state: the device's, the host's or a file's.
 //
 // Note [States on the host]
-// What is trained then has main weights on the host, also where layers compute in the same type.
+// Trained parameters have main weights on the host, also where layers compute in the same type.
 // They are what the optimizer sees and updates there, beside its moments. The device keeps the
 // weights that layers compute with, and gets them anew after each update. Parameters that do not
-// require grad when the model is sharded have no states and stay as they are. What is on disk is
+// require grad when the model is sharded have no states and stay as they are. A state on disk is
 // memory of the host whose bytes are a file's, see Note [Memory of a file].
 #pragma once
 

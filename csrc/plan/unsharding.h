@@ -49,6 +49,7 @@ enum class GatherStepKind : uint8_t {
 
 struct GatherStep {
   GatherStepKind kind = GatherStepKind::Count;
+  UnitId unit = -1;
   int region = -1; // -1 for the whole unit
   ParamMemory from = ParamMemory::Own, to = ParamMemory::Full;
   int64_t nbytes = 0; // of the block, of the load, on the wire
@@ -57,9 +58,9 @@ struct GatherStep {
 };
 
 // The block of a Take or a GiveBack.
-inline BlockKey block_of(UnitId unit, const GatherStep& step) {
+inline BlockKey block_of(const GatherStep& step) {
   const ParamMemory memory = step.kind == GatherStepKind::Take ? step.to : step.from;
-  return {unit, memory == ParamMemory::Full ? BlockUse::Parameters : BlockUse::Gathered};
+  return {step.unit, memory == ParamMemory::Full ? BlockUse::Parameters : BlockUse::Gathered};
 }
 
 // Carries out steps.
@@ -80,7 +81,7 @@ struct GatherFacts {
 class Unsharding {
  public:
   // The layout outlives it.
-  Unsharding(const GatherFacts& facts, const Layout& layout);
+  Unsharding(UnitId unit, const GatherFacts& facts, const Layout& layout);
 
   UnitState state() const {
     return state_;
@@ -90,13 +91,14 @@ class Unsharding {
   void begin(const std::vector<int>& regions, GatherSteps& steps);
   // Completes the gathers that begin() has started, if there are any.
   void wait(GatherSteps& steps);
-  // Completes them and gives Full back.
+  // Completes them and gives Full back; the unit is not sharded.
   void reshard(GatherSteps& steps);
 
  private:
   void start(int region, GatherSteps& steps) const;
   void take(ParamMemory memory, StreamRole user, GatherSteps& steps);
 
+  const UnitId unit_;
   GatherFacts facts_;
   const Layout& layout_;
   bool copies_out_;

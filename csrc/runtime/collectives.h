@@ -67,7 +67,7 @@ struct CollectiveTag {
   const std::string* unit = nullptr;
   std::shared_ptr<OpenRecord> record; // null when not traced
   UnitId id = -1; // of the unit, -1 for several
-  // What ranks compare, the same on all of them; those of the tensors that are written by default.
+  // Bytes that ranks compare, the same on all of them; by default those of the written tensors.
   std::optional<int64_t> nbytes = std::nullopt;
 };
 

@@ -14,7 +14,7 @@ c10::DataPtr allocate_memory(c10::Device device, int64_t nbytes) {
   if (device.is_cpu()) {
     return c10::GetAllocator(device.type())->allocate(static_cast<size_t>(nbytes));
   }
-  // What c10 knows as a GPU's allocator is the one of before any was plugged in. Modes of Python
+  // The GPU allocator that c10 knows is the one from before any was plugged in. Modes of Python
   // (that make fake tensors) have no say in it.
   const c10::impl::ExcludeDispatchKeyGuard below_modes(c10::python_ks);
   const auto options = at::TensorOptions().dtype(at::kByte).device(device);

@@ -3,11 +3,11 @@
 // Note [Memory of a file]
 // The whole file is mapped at one place, so tensors over it stay where they are and can be read and
 // written at any time: what is touched comes and goes through the page cache, as the system sees
-// fit. What is worked on is brought in: memory of this process takes the place of the mapping of
-// those bytes, and direct reads fill it, many at a time. When direct writes have stored it, the
+// fit. Bytes that are worked on are brought in: memory of this process takes the place of their
+// mapping, and direct reads fill it, many at a time. When direct writes have stored it, the
 // mapping takes the place back, and the memory is free. The kernel keeps both in step: a direct
 // read first stores what was changed in the page cache, a direct write drops what that has of its
-// bytes. Whoever brings bytes in sees to it that nobody else touches them until they are back.
+// bytes. The caller sees to it that no other code touches bytes that are brought in.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -38,7 +38,7 @@ class FileMemory : public std::enable_shared_from_this<FileMemory> {
   void bring(const Range& range);
   // The file's bytes are there again.
   void put_back(const Range& range);
-  // What was written through the mapping is in the file, and takes no memory. Throws
+  // Bytes that were written through the mapping are in the file, and take no memory. Throws
   // std::system_error when the disk fails.
   void store(const Range& range);
 

@@ -29,8 +29,8 @@ struct HandOver {
 
 class HandOverLog {
  public:
-  // The compute stream of this process is now number `stream`; 0 at first. Whoever changes it has
-  // to order it behind the one before, so the logs say that it is.
+  // The compute stream of this process is now number `stream`; 0 at first. The caller orders it
+  // behind the one before, so the logs say that it is.
   static void set_compute_stream(int stream);
   // Begins another epoch if that is another stream than in the last one; true then.
   bool follow_compute_stream();

@@ -1,4 +1,4 @@
-// What mirrors of this rank send and get.
+// Messages of the mirrors of this rank.
 #include "runtime/mirrored_call.h"
 
 #include <utility>

@@ -12,7 +12,7 @@ namespace {
 
 using Ranks = std::vector<size_t>;
 using Reports = std::vector<RankReport>;
-// Who a sentence is about, in order of the first of them.
+// Sentences and the ranks that each is about, in order of the first rank.
 using Statements = std::vector<std::pair<std::string, Ranks>>;
 
 constexpr size_t kNamedRanks = 8;

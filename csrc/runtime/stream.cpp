@@ -74,7 +74,7 @@ void Streams::follow_compute_stream() const {
   }
 }
 
-// What waits for an event keeps to the point it had then, so it can be recorded again.
+// A wait keeps to the point that the event had then, so the event can be recorded again.
 std::shared_ptr<RecordedEvent> Streams::take_unused(c10::EventFlag flag) const {
   const size_t kind = flag == c10::EventFlag::BACKEND_DEFAULT ? 1 : 0;
   std::unique_ptr<RecordedEvent> event;

@@ -40,7 +40,7 @@ class SwappedUnits {
   char* acquire(UnitId unit);
   // A changed unit is on its way to the file afterwards.
   void release(UnitId unit, bool changed);
-  // What was released of the unit is in the file.
+  // The released bytes of the unit are in the file.
   void settle(UnitId unit);
   // Everything is in the file, nothing in memory.
   void finish();

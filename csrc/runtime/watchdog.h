@@ -30,7 +30,7 @@ class Watchdog {
   bool remove(const Alarm* alarm);
   // The one that has looked after the group for the longest time; null if there is none.
   std::shared_ptr<Alarm> alarm_of(const std::string& group);
-  // What looks after the group `beside` looks after this one, too.
+  // The thread that looks after the group `beside` looks after this one, too.
   void add_group(const std::string& group, const std::string& beside);
   // Looks at all alarms now.
   void wake();

@@ -32,8 +32,8 @@ Works reduce(
 // In place.
 Works all_reduce(c10d::Backend& backend, const at::Tensor& tensor, c10d::ReduceOp op, bool async);
 
-// What is issued while it lives is one launch. It ends in any case: a backend would collect for
-// ever.
+// Collectives that are issued while it lives are one launch. It ends in any case: a backend would
+// collect for ever.
 class JointLaunch {
  public:
   // Throws what a backend does that cannot (Backend::supportsCoalescing).

@@ -3,8 +3,8 @@
 // Note [Poison]
 // Memory that is freed is filled with bytes that are NaN in every floating type, on the stream that
 // it was allocated on and behind what that stream was given. Its next user on that stream comes
-// behind, as with CUDA's allocator. Whoever reads it later, or on another stream without an event
-// or record_stream, computes with NaN.
+// behind, as with CUDA's allocator. A reader that comes later, or on another stream without an
+// event or record_stream, computes with NaN.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>

@@ -60,7 +60,7 @@ def _create_group(options: Any, _: Any) -> Any:
 
 
 def _module(extension: Any) -> ModuleType:
-    """What torch and others look for in ``torch.<device>``."""
+    """The attributes that torch and others look for in ``torch.<device>``."""
     module: Any = ModuleType(f"torch.{DEVICE}")
     module.is_available = lambda: True
     module.is_initialized = lambda: True

@@ -162,7 +162,7 @@ def ends_of_each_kind(waits: list[Wait]) -> list[Wait]:
 
 
 def options_of(stage: int, offloads: bool) -> list[dict[str, Any]]:
-    """What is tried at a stage."""
+    """The options that are tried at a stage."""
     if offloads:
         parts = [STATES] + [GRADIENTS] * (stage >= 2) + [PARAMETERS] * (stage == 3)
         return [{"stage": stage, "offload": offload} for offload in parts]

@@ -1,4 +1,4 @@
-// What c10 knows of the device: its streams, its events and its random numbers.
+// The device as c10 knows it: its streams, its events and its random numbers.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -12,7 +12,7 @@ namespace async_device {
 
 namespace {
 
-// What a c10::Event holds; recorded again, it is another point.
+// The contents of a c10::Event; recorded again, it is another point.
 struct Event {
   PointPtr point;
 };

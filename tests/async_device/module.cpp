@@ -1,4 +1,4 @@
-// What tests ask of the device, in Python.
+// Functions of the device for tests, in Python.
 #include <torch/csrc/utils/pybind.h>
 
 #include "allocator.h"

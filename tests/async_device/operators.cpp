@@ -1,7 +1,7 @@
 // Operators of the device: the CPU's kernels, carried out by the current stream's thread.
 //
-// A boxed fallback takes every operator that torch does not make of others. What it returns is
-// known from the meta device, is allocated by the host, and is written by the stream. Operators
+// A boxed fallback takes every operator that torch does not make of others. Its results are
+// known from the meta device, are allocated by the host, and are written by the stream. Operators
 // whose result the host must see, or that have no meta kernel, make the host wait.
 #include "operators.h"
 
@@ -49,7 +49,7 @@ at::Tensor on_meta(const at::Tensor& tensor) {
   return at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type());
 }
 
-// What a task reads of the host is as it was when the host issued it.
+// A task reads the host's memory as it was when the host issued the task.
 at::Tensor for_task(const at::Tensor& tensor) {
   if (is_ours(tensor)) {
     return on_cpu(tensor);
@@ -113,7 +113,7 @@ Stack arguments_for_task(const c10::OperatorHandle& op, const Stack& args) {
   return result;
 }
 
-// What an operator writes to is returned by it.
+// An operator returns the argument that it writes to.
 const IValue* written_argument(const c10::OperatorHandle& op, const Stack& args, size_t output) {
   const c10::FunctionSchema& schema = op.schema();
   const c10::AliasInfo* wanted = schema.returns()[output].alias_info();
@@ -134,7 +134,7 @@ bool only_writes(const c10::OperatorHandle& op) {
   });
 }
 
-// What the operator returns, on the meta device; nothing if only its kernel knows.
+// The results of the operator on the meta device; none if only its kernel knows them.
 std::optional<Stack> on_meta_device(const c10::OperatorHandle& op, const Stack& args) {
   Stack stack = replaced(args, c10::DeviceType::Meta, &on_meta);
   for (size_t i = 0; i < stack.size(); ++i) {

@@ -13,7 +13,7 @@ namespace async_device {
 
 namespace {
 
-// What the host's threads share. Never destroyed: streams outlive the interpreter.
+// The state that the host's threads share. Never destroyed: streams outlive the interpreter.
 struct Shared {
   std::mutex mutex;
   std::array<std::unique_ptr<Queue>, kNumStreams> queues;

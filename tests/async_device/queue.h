@@ -1,7 +1,7 @@
 // Streams that are threads: each carries out its tasks one after the other, behind the host.
 //
 // A task sees memory by address, as a kernel does: nothing keeps alive what it reads. Events are
-// points between tasks. What goes wrong in a task is thrown at the host where it next waits.
+// points between tasks. An error of a task is thrown at the host where it next waits.
 #pragma once
 
 #include <chrono>

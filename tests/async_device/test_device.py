@@ -149,7 +149,7 @@ def exchanged(own: Tensor, async_op: bool) -> tuple[Any, Tensor]:
 
 
 def collect(device: torch.device) -> list[list[float]]:
-    """What each collective gives, on the current stream and beside it."""
+    """The result of each collective, on the current stream and beside it."""
     found = []
     for call in (gathered, scattered, reduced, spread, exchanged):
         for async_op in (False, True):

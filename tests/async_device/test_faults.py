@@ -31,10 +31,10 @@ def test_a_missing_wait_shows(stage: int, more: dict[str, bool]) -> None:
     assert shown == KINDS
 
 
-# What shows of the waits that copies add. Two kinds never do, as others order the same: compute
-# behind gradients on their way (before it adds to them, the host has waited for the copy), and
-# weights on their way back behind compute (their update has waited for its gradients). Gradients
-# that are kept on the host leave a block, whose next user waits for the copy.
+# Waits for copies that show when they are left out. Two kinds never do, as others order the same:
+# compute behind gradients on their way (before it adds to them, the host has waited for the copy),
+# and weights on their way back behind compute (their update has waited for its gradients).
+# Gradients that are kept on the host leave a block, whose next user waits for the copy.
 OF_COPIES = {
     (0, STATES): {("compute", "host_to_device")},
     (3, STATES): {

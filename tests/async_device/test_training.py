@@ -129,7 +129,7 @@ def test_gathers_at_the_step_have_the_bits_of_those_in_the_forward(num_ranks: in
 
 
 def change_weights_alone(options: dict[str, Any], trains: bool) -> str:
-    """What a rank raises where only the last one changes a weight that was gathered."""
+    """The error of a rank where only the last one changes a weight that was gathered."""
     device, _ = start(on_device=True)
     model = zerocore.shard(make_model(device), units=[Block], **options)
     inputs = torch.ones(4, WIDTH, device=device)

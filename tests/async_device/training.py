@@ -1,4 +1,4 @@
-"""What ranks on the device do, and what the same ranks do on the CPU."""
+"""Training of ranks on the device, and of the same ranks on the CPU."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def full_disk(last: int | None) -> Count:
 
 
 class _File:
-    """What the system has of a file, what the disk has, and what is held back to be written."""
+    """The bytes of a file in the system, on the disk, and held back to be written."""
 
     def __init__(self) -> None:
         self.now = self.durable = b""
@@ -142,7 +142,7 @@ class Recorder:
 
 
 class Disk:
-    """What calls leave on a disk that loses power.
+    """The files that calls leave on a disk that loses power.
 
     Bytes of a file are sure to last when the file was flushed after they were written; names when
     their folder was flushed after they were made, changed or deleted. The rest may last or not.

@@ -47,7 +47,7 @@ PHASES = ("forward", "backward", "step", "save", "load", "barrier")
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to which rank in what part of a step."""
+    """A fault of one rank in a part of a step."""
 
     kind: str
     phase: str
@@ -251,7 +251,7 @@ class Trial:
 
 
 def mistakes(fault: Fault, ends: list[End]) -> list[str]:
-    """What is wrong: each process must end by itself, soon, with a sentence that is true."""
+    """The violations: each process must end by itself, soon, with a sentence that is true."""
     if fault.kind == "blip":
         found = [f"rank {end.rank} ended with {end.code}" for end in ends if end.code != 0]
         return found + [f"rank {end.rank} lost losses" for end in ends if not end.losses]

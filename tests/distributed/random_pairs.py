@@ -128,7 +128,7 @@ class Net(nn.Module):
         if "codebook" in features:
             self.codes = nn.Parameter(torch.randn(3, WIDTH), requires_grad=False)
         self.clock: tuple[int, ...] = (0, 0, 0)
-        self.moved: set[tuple[int, ...]] = set()
+        self.moved: dict[tuple[int, ...], Tensor] = {}  # the codes, by clock
         self.rank = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,16 +154,25 @@ class Net(nn.Module):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Moves the codes once in each training forward, however many ranks one process plays."""
-        if self.training and self.clock not in self.moved:
-            self.moved.add(self.clock)
+        """Moves the codes in each training forward, alike for all ranks of one process."""
+        if not self.training:
+            return
+        if self.clock in self.moved:
+            self.codes.copy_(self.moved[self.clock])
+        else:
             self.codes.mul_(0.5).add_(float(sum(self.clock)))
+            self.moved[self.clock] = self.codes.clone()
 
 
 def build(case: Case) -> Net:
     """The model, the same in each call."""
     torch.manual_seed(case.seed)
-    return Net(case.features).to(case.dtype)
+    net = Net(case.features).to(case.dtype)
+    if "mixed_precision" in case.features:  # frozen weights have no wide copy
+        for p in net.parameters():
+            if not p.requires_grad:
+                p.data = p.data.bfloat16().to(p.dtype)
+    return net
 
 
 class Player:
@@ -233,7 +242,8 @@ class Player:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=self.has("scaler"))
         if self.has("hooks"):
             for p in list(self.model.parameters())[::2]:
-                if p.requires_grad:
+                # As in FSDP2, no gradient passes through a DTensor.
+                if p.requires_grad and self.case.stage != "fsdp":
                     p.register_hook(lambda grad: grad * 0.5)
             self.net.blocks[1].register_forward_hook(lambda module, args, output: output * 0.5)
         if self.has("compile"):
@@ -278,7 +288,9 @@ class Player:
 
     def operate(self) -> None:
         """Changes gradients as people do."""
-        how = self.case.choose("data", "assigned", "in_place", "sign")
+        # As in FSDP2, `p.grad.data = t` does nothing to a DTensor.
+        ways = ("data", "assigned", "in_place", "sign")
+        how = self.case.choose(*ways[self.case.stage == "fsdp" :])
         for p in self.owner.parameters():
             if p.grad is None:
                 continue

@@ -28,7 +28,7 @@ def seeds_of(index: int, count: int, after: int = 0) -> range:
 
 
 def references(reference: Callable[[int, int], Result], seeds: range) -> dict[int, Result]:
-    """What one process makes of each seed; each rank computes some of them."""
+    """The result of one process for each seed; each rank computes some of them."""
     rank, size = dist.get_rank(), dist.get_world_size()
     own = {seed: reference(seed, size) for seed in seeds[rank::size]}
     parts: list[Any] = [None] * size
@@ -82,7 +82,7 @@ def train_all(
 
 
 def parser_of(description: str | None, shapes: Sequence[str]) -> argparse.ArgumentParser:
-    """What every such command takes."""
+    """The parser of the arguments that all such commands share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("first", type=int, help="the first seed")
     parser.add_argument("count", type=int)

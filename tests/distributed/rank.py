@@ -34,7 +34,7 @@ Launch = Literal["group", "torchrun", "none"]
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank of a call does."""
+    """The work of one rank of a call."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -122,7 +122,7 @@ def _launch(job: Job) -> None:
 def _end_group() -> None:
     """Models end first, as their engines use the group.
 
-    What is left are modules and caches: the collections of the next functions leave them out.
+    Modules and caches are left: the collections of the next functions leave them out.
     """
     gc.collect()
     gc.freeze()
@@ -131,7 +131,7 @@ def _end_group() -> None:
 
 
 class Surroundings(NamedTuple):
-    """What a function may change for the next one."""
+    """The state of a process that a function may change for the next one."""
 
     settings: dict[str, Any]  # of the process
     names: dict[Any, dict[str, Any]]  # of zerocore's modules and their classes

@@ -1,4 +1,4 @@
-"""What else lies in a folder of checkpoints: it ends no save, and nothing is lost that others need.
+"""Other files in a folder of checkpoints: they end no save, and none that others need is lost.
 
 Links, files of users, unfinished saves of processes that live or have ended, damaged checkpoints.
 """
@@ -32,7 +32,7 @@ TEMPORARY = "step-00000009.tmp-{}-0123abcd"
 
 @contextmanager
 def first_rank_only() -> Any:
-    """What is in it happens on the first rank, and before the others go on."""
+    """The block runs on the first rank, before the others go on."""
     dist.barrier()
     yield dist.get_rank() == 0
     dist.barrier()
@@ -72,7 +72,7 @@ def save_past(folder: Path) -> None:
 
 
 def put_in_the_way(folder: Path, saved: Path, step: int) -> None:
-    """What people and file systems do to a checkpoint, another thing to each."""
+    """Changes of checkpoints by people and file systems, another one to each."""
     if step == 1:
         (folder / "step-1.tmp-notes.txt").write_text("mine")
         (folder / "step-00000009.tmp-mine").mkdir()
@@ -200,7 +200,7 @@ def break_head(path: Path) -> None:
 
 
 def damages(last: int) -> dict[str, Any]:
-    """What happens to a checkpoint, by what a warning names."""
+    """The damage of a checkpoint, by the name in its warning."""
     return {
         f"__{last}_0.distcp is damaged": lambda at: flip(at / f"__{last}_0.distcp", 0.7),
         f"rank-{last}.pt": lambda at: flip(at / f"rank-{last}.pt", 0.5),

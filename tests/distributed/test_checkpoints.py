@@ -229,7 +229,7 @@ def break_files(folder: Path) -> None:
 
 
 def bytes_asked() -> int:
-    """What this process has asked the system to read so far."""
+    """The bytes that this process has asked the system to read so far."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["rchar"])
 
@@ -263,7 +263,7 @@ def read_once(folder: Path) -> None:
             zerocore.Checkpoints(folder, model, loaded, memory_budget=budget).load()
         found.append((bytes_asked() - before) / own)
     assert rest == []  # nothing is left to torch
-    # What is in use of the 3 parts of 20 MiB, all or the weights, is read twice, but where it is
+    # The used ones of the 3 parts of 20 MiB, all or the weights, are read twice, but where it is
     # read past the page cache and may be kept beside the model. The first block of the first file
     # has the options of the optimizer.
     first = BLOCK_NBYTES / own

@@ -1,4 +1,4 @@
-"""Whatever fails in a save, and whatever changes in its files: the last good one loads."""
+"""The last good save loads, whichever call fails and whichever byte changes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def record(folder: Path) -> list[Any]:
 
 
 def test_a_loss_of_power_after_every_call(tmp_path: Path) -> None:
-    """What was not flushed is lost, or only names or only bytes of it are."""
+    """Files that were not flushed are lost, or only their names or bytes."""
     logs = run_ranks(record, 2, tmp_path / "real")
     log = sorted(
         ((stamp, rank, *rest) for rank, own in enumerate(logs) for stamp, *rest in own),

@@ -79,7 +79,7 @@ def batch(number: int, rank: int) -> Tensor:
 
 @contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
-    """What adapters do to show the model below them: their flags go off, and on again."""
+    """Shows the model below its adapters as they do: their flags go off, and on again."""
     adapters = [p for name, p in model.named_parameters() if ".down." in name or ".up." in name]
     for block in model.blocks:
         block.adapts = False
@@ -331,7 +331,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def compare(system: str, names: list[str]) -> dict[str, str]:
-    """What went wrong, by scenario."""
+    """The errors by scenario."""
     wrong = {}
     for name in names:
         expected_grads, expected = Way("plain").train(SCENARIOS[name])

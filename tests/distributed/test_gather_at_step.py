@@ -131,7 +131,7 @@ def two_steps(training: Training, step: int) -> None:
 
 
 def saving(training: Training, step: int) -> None:
-    """What reads and writes weights between steps."""
+    """Functions that read and write weights between steps."""
     plainly(training, step)
     model = training.model
     if step == 0:

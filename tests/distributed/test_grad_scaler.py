@@ -239,3 +239,31 @@ def take_norm_of_groups() -> None:
 
 def test_parameters_of_several_groups() -> None:
     run_ranks(take_norm_of_groups, 2)
+
+
+def train_offloaded(offload: zerocore.Offload | None, plain: bool = False) -> list[float]:
+    """Losses with gradients unscaled by hand; a large eps shows a scale that is left."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+    if not plain:
+        zerocore.shard(model, units=[nn.Linear], offload=offload)
+    make = torch.optim.AdamW if plain else zerocore.optim.AdamW
+    optimizer, scaler = make(model.parameters(), lr=0.1, eps=0.1), GradScaler("cpu", 1024.0)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(2, 6)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("part", ["states", "gradients", "parameters"])
+def test_gradients_unscaled_by_hand_reach_the_host(part: str) -> None:
+    offload = zerocore.Offload(**{part: "cpu"})
+    expected = run_ranks(train_offloaded, 2, None, True)
+    for found, right in zip(run_ranks(train_offloaded, 2, offload), expected, strict=True):
+        assert found == pytest.approx(right, rel=1e-6)

@@ -72,7 +72,7 @@ def test_hybrid_sharding_divides_the_work_over_all_ranks() -> None:
     run_ranks(train_hybrid, 4)
 
 
-# What is done around a step: (options of shard, options of Muon, micro-batches)
+# The loop around a step: (options of shard, options of Muon, micro-batches)
 LOOPS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     ({"stage": 3}, {}, 4),
     ({"stage": 2, "accumulate": "full"}, {}, 4),

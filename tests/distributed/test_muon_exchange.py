@@ -136,7 +136,7 @@ def end_in_a_step(optimizer: Any, model: nn.Module) -> None:
 
 
 def disagree(act: Any, stage: int) -> tuple[str, float] | None:
-    """What this rank is told, and after how many seconds; None for nothing."""
+    """The error of this rank, and the seconds until it came; None for none."""
     os.environ[STALL_SECONDS] = str(LIMIT)
     model = zerocore.shard(seeded(), stage=stage, units=["Linear"])
     optimizer = MAKES[0](list(model.named_parameters()))

@@ -227,7 +227,7 @@ def assert_least_bytes(model: nn.Module, optimizer: Any, stage: int, choice: Any
 
 
 def plan_all_matrices() -> None:
-    """What ``plan`` says before a model is sharded."""
+    """The figures of ``plan`` before a model is sharded."""
     world_size = dist.get_world_size()
     planned = zerocore.plan(seeded_model(), world_size, optimizer="muon", rank=dist.get_rank())
     for stage, expected in enumerate(planned.stages):

@@ -215,7 +215,7 @@ def test_refusals_are_named_on_every_rank() -> None:
 
 
 def fail_on_one_rank(offload: Offload, how: str) -> str:
-    """What the ranks are told when the disk of rank 0 fails in the third step."""
+    """The errors of the ranks when the disk of rank 0 fails in the third step."""
     model, optimizer = blocks(3, offload)
     for _ in range(2):
         step(model, optimizer)

@@ -119,7 +119,7 @@ def test_moments_of_one_optimizer_have_a_place() -> None:
 
 
 def refuse_all(limits: bool) -> list[str]:
-    """What each rank is told where rank 0 has too little memory."""
+    """The errors of this rank where rank 0 has too little memory."""
     errors = []
     with torch.device("meta"):
         huge = nn.Linear(1 << 22, 1 << 20, bias=False)

@@ -94,7 +94,7 @@ def test_units_leave_and_return_one_by_one() -> None:
 def arrivals_and_gathers(
     events: list[zerocore.Event],
 ) -> Iterator[tuple[zerocore.Event, zerocore.Event]]:
-    """What comes from the host after a step, and the first gather of it."""
+    """The loads from the host after a step, and the first gather of each."""
     begin = next(index for index, event in enumerate(events) if event.op == "host_update")
     for unit in ("0", "1", "2", "3"):
         of_unit = [event for event in events[begin:] if event.unit == unit]
@@ -197,7 +197,7 @@ def test_an_update_has_as_many_threads_as_asked() -> None:
 
 
 def check_readers() -> None:
-    """Whoever reads after a step finds all of it done."""
+    """A read after a step finds all of it done."""
     set_emulated_host_link(emulated.link("1GB/s,20ms"))
     readers: dict[str, Callable[[nn.Module, Any], Any]] = {
         "full_state_dict": lambda model, _: zerocore.full_state_dict(model, rank0_only=False),
@@ -276,7 +276,7 @@ def test_planned_bytes_are_those_taken(world_size: int) -> None:
 
 
 def fail_on_one_rank() -> str:
-    """What the ranks are told when an update has failed on rank 0."""
+    """The errors of the ranks when an update has failed on rank 0."""
     model, optimizer = blocks(3, STATES)
     backward(model)
     optimizer.step()

@@ -162,7 +162,7 @@ def refuse(stages: tuple[int, ...]) -> None:
         zerocore.register_elementwise(ops.update)
         plain_state, count = torch.zeros(33, 9), torch.zeros(())
         advice = r"zerocore\.register_elementwise\('{}'\)"
-        # What is called with the weight, and what the error says.
+        # The call with the weight, and the text of its error.
         calls: list[tuple[Callable[[Any], Any], str]] = [
             (lambda p: ops.undeclared(p, p, p, 1.0), advice.format(f"{NAME}::undeclared")),
             (lambda p: ops.undeclared.default(p, p, p, 1.0), advice.format(f"{NAME}::undeclared")),

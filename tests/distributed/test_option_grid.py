@@ -346,7 +346,7 @@ def assert_as_one_process(
 
 
 @pytest.mark.parametrize(
-    ("options", "most"), [(OPTIONS, 24), (EAGER_OPTIONS, 16), (HYBRID_OPTIONS, 14)]
+    ("options", "most"), [(OPTIONS, 24), (EAGER_OPTIONS, 20), (HYBRID_OPTIONS, 14)]
 )
 def test_rows_hold_all_pairs(options: Options, most: int) -> None:
     rows = cover_pairs(options)

@@ -67,7 +67,7 @@ its reason:
   on two lines.
 - `two_b`: another.
 
-What follows.
+Other text.
 
 - `three`: is another list.
 """

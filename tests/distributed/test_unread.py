@@ -118,7 +118,7 @@ def with_hooks_around(table: Table, index: Tensor) -> Any:
 
 
 def hooked_later(table: Table, index: Tensor) -> Any:
-    """What is read in the backward is the shards, by their rules, on all ranks."""
+    """The backward reads the shards, by their rules, on all ranks."""
     found = table(index)
     found.register_hook(lambda grad: grad * table.weight.detach().max())
     return found

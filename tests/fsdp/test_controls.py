@@ -1,4 +1,4 @@
-"""What may be set for a module does what it does under ``torch.distributed.fsdp``."""
+"""The settings of a module do as under ``torch.distributed.fsdp``."""
 
 from __future__ import annotations
 

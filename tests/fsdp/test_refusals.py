@@ -1,4 +1,4 @@
-"""What ``zerocore.fsdp`` does not do is refused by name; the classes are as FSDP2 makes them."""
+"""``zerocore.fsdp`` refuses by name, where it does not do as FSDP2; classes are FSDP2's."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def loader(count: int | None = None) -> torch.utils.data.DataLoader[Any]:
 
 
 def parallelize(model: Any, device_mesh: Any) -> Any:
-    """What users of the strategy write."""
+    """The function that users of the strategy write."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = device_mesh["data_parallel"]

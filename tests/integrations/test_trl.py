@@ -137,7 +137,7 @@ def make(kind: str, stage: int | None, folder: str) -> Any:
 
 
 def figures(trainer: Any) -> list[dict[str, float]]:
-    """What was logged, by step."""
+    """The logged figures by step."""
     history = trainer.state.log_history
     return [{key: entry[key] for key in FIGURES if key in entry} for entry in history]
 

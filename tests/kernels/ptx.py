@@ -1,4 +1,4 @@
-"""What nvcc makes of the CUDA kernels: their accesses of memory, registers and spills."""
+"""The PTX of the CUDA kernels: their accesses of memory, registers and spills."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def compile_ptx(source: Path, target: Path) -> Path:
 
 
 def _kept(key: list[str], make: Callable[[], str]) -> str:
-    """What `make` returned for this key, the name of a tool first, or returns now."""
+    """The output of `make` for this key, the name of a tool first, from before or made now."""
     words = [_run(key[0], "--version"), *key]
     folder = kept("ptx", words, lambda folder: (folder / "output").write_text(make()))
     return (folder / "output").read_text()

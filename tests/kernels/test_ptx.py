@@ -15,7 +15,7 @@ KERNELS = CSRC / "kernels" / "cuda"
 
 
 class Limits(NamedTuple):
-    """What is demanded of a kernel: wide accesses at least, registers at most."""
+    """The limits of a kernel: wide accesses at least, registers at most."""
 
     loads: int
     stores: int
@@ -45,7 +45,7 @@ SOURCES = {
 
 
 def faults_of(kernel: Kernel) -> list[str]:
-    """What is wrong with a kernel, in words."""
+    """The faults of a kernel, in words."""
     family = kernel.name.split("<")[0]
     limits = LIMITS[family]
     if family == "accumulate_kernel" and kernel.name.endswith(", 1>"):

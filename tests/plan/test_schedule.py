@@ -90,7 +90,7 @@ def test_exact_events_of_a_chain() -> None:
 
 
 def backward_of(driver: Driver, num_units: int, unread: set[int]) -> list[tuple[str, int]]:
-    """What a step of a chain issues in its backward, in which some calls read no parameters."""
+    """The actions of a chain's backward, in which some calls read no parameters."""
     schedule, handles = driver.schedule, []
     driver.apply(schedule.begin_pass(True))
     for unit in range(num_units):

@@ -1,4 +1,4 @@
-"""What plan says of the host's memory: the least offload that fits, and when it is hidden."""
+"""The plan of the host's memory: the least offload that fits, and when it is hidden."""
 
 from __future__ import annotations
 

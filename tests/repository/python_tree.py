@@ -54,8 +54,8 @@ def import_graph(package: Path) -> dict[str, set[str]]:
     return {name: set(imports(name, text, modules)) for name, text in texts.items()}
 
 
-# Who may import whom: a floor sees those below it and its own package. What stands side by side on
-# one floor does not see each other. checkpoint, offload, fsdp and integrations are to come.
+# Imports that are allowed: a floor sees those below it and its own package. Packages side by side
+# on one floor do not see each other. checkpoint, offload, fsdp and integrations are to come.
 FLOORS = (
     ("_C",),
     ("extension",),

@@ -123,7 +123,7 @@ def test_measured_figures_are_those_predicted(short_run: dict[str, Any], stage: 
 
 
 def run_example(script: str, *args: str | Path, timeout: float, forked: bool = False) -> str:
-    """What an example prints, run as a user would, or (`forked`) without importing torch again."""
+    """The output of an example, as a user runs it, or (`forked`) without importing torch again."""
     if forked:
         code, text = run_script(EXAMPLES / script, *args, timeout=timeout)
     else:
@@ -306,7 +306,7 @@ def test_too_little_text_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def launch_quickstart(folder: Path, steps: int) -> str:
-    """What it prints under torchrun, as a user starts it."""
+    """Its output under torchrun, as a user starts it."""
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     options = ("--out", folder, "--steps", str(steps))
     run = run_python(*launch, EXAMPLES / "quickstart.py", *options, timeout=200)

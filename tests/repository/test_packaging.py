@@ -1,4 +1,4 @@
-"""What is distributed: the sources that a build needs, and which torch it compiles against."""
+"""The distributions: the sources that a build needs, and which torch it compiles against."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_source_distribution_is_complete(tmp_path: Path) -> None:
         members = {name.partition("/")[2] for name in archive.getnames()}
         metadata = archive.extractfile(f"{path.name.removesuffix('.tar.gz')}/PKG-INFO")
         assert metadata is not None
-        # What is built of it runs with the torch that it is built with, and says so.
+        # A build of it runs with the torch that it is built with, and says so.
         release = ".".join(torch.__version__.split(".")[:2])
         assert f"\nRequires-Dist: torch=={release}.*\n" in metadata.read().decode()
     wanted = {

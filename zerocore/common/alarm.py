@@ -44,9 +44,9 @@ _operation: ContextVar[str] = ContextVar("operation", default="")
 
 @contextmanager
 def operation(name: str) -> Iterator[None]:
-    """What this thread communicates for, in the alarm's sentences; also a decorator.
+    """The name of this thread's work in the alarm's sentences; also a decorator.
 
-    What is inside of another one is a part of that.
+    An operation inside of another one is a part of that.
     """
     before = _operation.set(_operation.get() or name)
     try:

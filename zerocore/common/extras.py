@@ -1,4 +1,4 @@
-"""What to say where a library of an extra is not installed."""
+"""Errors where a library of an extra is not installed."""
 
 from __future__ import annotations
 

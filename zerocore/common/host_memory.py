@@ -12,7 +12,7 @@ _LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_byt
 def obtainable_nbytes(local_ranks: int, system: Path = _SYSTEM) -> int | None:
     """Most bytes that each of so many ranks of this machine can have; None where nobody says.
 
-    What this process holds now counts, as a model's parameters give place to their shards. A
+    Memory that this process holds now counts, as a model's parameters give place to their shards. A
     container's limit counts as a whole.
     """
     try:
@@ -45,7 +45,7 @@ def check_obtainable(nbytes: int, local_ranks: int) -> None:
 
 
 def shortage(nbytes: int, local_ranks: int) -> str:
-    """What an error says of memory that cannot be had."""
+    """The sentence of an error about memory that cannot be had."""
     most = obtainable_nbytes(local_ranks)
     available = "unknown" if most is None else f"{most:,} bytes"
     shared = "" if local_ranks == 1 else f", shared by {local_ranks} ranks"

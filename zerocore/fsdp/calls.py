@@ -1,4 +1,4 @@
-"""What goes around a call of a fully sharded module."""
+"""The wrapper of a call of a fully sharded module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one call of ``fully_shard`` makes: parameters that are gathered and reduced together."""
+"""A group of one ``fully_shard`` call: parameters that are gathered and reduced together."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RowParam:
     shown: torch.Tensor | None = None
 
     def registered(self) -> Any:
-        """What the first owner has in its place."""
+        """The entry of the first owner in its place."""
         owner, name = self.owners[0]
         return owner._parameters.get(name)
 

@@ -141,7 +141,7 @@ class FSDPModule(TorchFSDPModule):
         self._set(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What the sum of the ranks' gradients is divided by, instead of their number."""
+        """Divides the sum of the ranks' gradients by ``factor`` instead of their number."""
         self._set(False, divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:

@@ -51,7 +51,7 @@ class Rows:
         return tensor.movedim(0, self.dim) if self.dim else tensor
 
     def show(self, full: Tensor) -> Tensor:
-        """What modules compute with: a view of the engine's leaf, made anew for each call."""
+        """The tensor of the modules: a view of the engine's leaf, made anew for each call."""
         local = self.outward(full)
         if self.whole is None:
             return local

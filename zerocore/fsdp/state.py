@@ -1,4 +1,4 @@
-"""What readers of FSDP2's own state of a module find: names and places, to read only."""
+"""A state of a module for readers of FSDP2's own: names and places, to read only."""
 
 from __future__ import annotations
 

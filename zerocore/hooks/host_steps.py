@@ -20,7 +20,7 @@ from zerocore.hooks.optimizer_states import params_of
 from zerocore.tensor import updates
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 
-# What each optimizer was shown in a step: the parameter, the device's gradient, the host's.
+# The tensors that each optimizer sees in a step: the parameter, the device's gradient, the host's.
 _Shown = list[tuple[ShardedParameter, Tensor, Tensor]]
 _shown: WeakKeyDictionary[Optimizer, _Shown] = WeakKeyDictionary()
 

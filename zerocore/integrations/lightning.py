@@ -28,7 +28,7 @@ except ModuleNotFoundError:
 
 
 class _Sharding:
-    """What both strategies share: the options of ``shard``, and precision as one of them."""
+    """The part of both strategies: the options of ``shard``, and precision as one of them."""
 
     _PLACES = ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend")
 
@@ -70,7 +70,7 @@ class ShardedStrategy(_Sharding, DDPStrategy):
 
     @property
     def precision_plugin(self) -> Any:
-        """What computes in other dtypes than that of the module; none for mixed precision."""
+        """The plugin for other dtypes than the module's; none for mixed precision."""
         return DDPStrategy.precision_plugin.fget(self)
 
     @precision_plugin.setter
@@ -156,7 +156,7 @@ class ShardedFabricStrategy(_Sharding, FabricDDPStrategy):
 
     @property
     def precision(self) -> Any:
-        """What computes in other dtypes than that of the model; none for mixed precision."""
+        """The plugin for other dtypes than the model's; none for mixed precision."""
         return FabricDDPStrategy.precision.fget(self)
 
     @precision.setter

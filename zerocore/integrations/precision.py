@@ -1,4 +1,4 @@
-"""What trainers call "bf16" and "fp16", as mixed precision of a sharded model."""
+"""The "bf16" and "fp16" of trainers, as mixed precision of a sharded model."""
 
 from __future__ import annotations
 

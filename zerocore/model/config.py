@@ -68,7 +68,7 @@ class ShardConfig:
         return place_of(self.offload, part)
 
     def shard_options(self) -> ShardOptions:
-        """What an engine and its plan want to know."""
+        """The options that an engine and its plan share."""
         return ShardOptions(
             stage=self.stage,
             prefetch=self.prefetch,

@@ -19,7 +19,7 @@ FIRST_STAGE = {
 
 @dataclass(frozen=True)
 class Offload:
-    """What leaves the device: each part is ``"device"``, ``"cpu"`` or ``"disk"``, for itself.
+    """The memory of each part of the training state: ``"device"``, ``"cpu"`` or ``"disk"``.
 
     Attributes:
         states: what the optimizer keeps, and the weights that it updates. On ``"cpu"``

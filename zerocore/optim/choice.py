@@ -1,4 +1,4 @@
-"""What an optimizer of whole matrices has chosen: who trains what, who owns it, what is sent."""
+"""The choice of an optimizer of whole matrices: its parameters, their owners, bytes sent."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Note [One number]
 A norm of parts is a sum of powers, so one all-reduce of one float64 gives every rank the same norm.
 Whether it is finite is then the same on all ranks too, and only if it is not do they look for the
-parameter, with one more all-reduce. What decides about that is the norm of the parts that lie on
+parameter, with one more all-reduce. That is decided by the norm of the parts that lie on
 different ranks; a gradient that every rank holds whole was found by all of them.
 """
 

@@ -22,7 +22,7 @@ def items_of(params: Any) -> list[Item]:
 
 
 def groups_of(params: Any) -> list[dict[str, Any]]:
-    """What an optimizer is given, as a list of groups; generators are read once."""
+    """The argument of an optimizer as a list of groups; generators are read once."""
     listed: list[Any] = [params] if isinstance(params, Tensor) else list(params)
     if listed and isinstance(listed[0], dict):
         return [{**group, "params": items_of(group["params"])} for group in listed]

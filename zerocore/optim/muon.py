@@ -219,7 +219,7 @@ class Muon(ShardOptimizer):
         )
 
     def _plan_for(self, used: Used) -> MuonRounds:
-        """What a step does in which these of the matrices' parameters have a gradient."""
+        """The rounds of a step in which these of the matrices' parameters have a gradient."""
         return plan_of(used, self._plans, lambda: self._make_plan(used))
 
     def _make_plan(self, used: Used) -> MuonRounds:
@@ -251,7 +251,7 @@ class Muon(ShardOptimizer):
             self._adamw.update(factor)
 
     def _clip_factor(self) -> Tensor | None:
-        """What gradients are multiplied by; float64, None for no clipping."""
+        """The factor of gradients; float64, None for no clipping."""
         self.grad_norm = None
         if self.clip_grad_norm is None:
             return None

@@ -38,7 +38,7 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 
 class MuonRounds:
-    """What steps do while the same parameters have gradients."""
+    """The work of steps while the same parameters have gradients."""
 
     def __init__(self, rounds: list[Round], lanes: Lanes, pairs: Sequence[Pair]) -> None:
         self.rounds = rounds

@@ -15,7 +15,7 @@ ADJUSTMENTS = ("original", "match_rms_adamw")
 
 
 def orthogonalise(batch: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """What ``torch.optim.Muon`` makes of each matrix, by the same operations.
+    """Orthogonalises each matrix as ``torch.optim.Muon`` does, by the same operations.
 
     Args:
         batch: matrices, ``(count, rows, columns)``, of any floating dtype.

@@ -56,9 +56,9 @@ def owned(optimizer_class: type[Optimizer], params: Any, **options: Any) -> Owne
 
 
 class OwnedOptimizer(ShardOptimizer):
-    """What :func:`owned` returns: an optimizer of shards around one of full parameters.
+    """The result of :func:`owned`: an optimizer of shards around one of full parameters.
 
-    ``param_groups`` hold the shards and the options; what is changed in them counts in the next
+    ``param_groups`` hold the shards and the options; a change of them counts in the next
     step. ``state_dict()`` is that of ``optimizer_class`` in one process, on the CPU of every rank.
 
     Attributes:
@@ -245,7 +245,7 @@ class OwnedOptimizer(ShardOptimizer):
         return make_rounds(matrices, owners, shards, grid, rank, dtype.itemsize)
 
     def describe(self) -> Choice:
-        """Who owns which parameter, and what a step sends in which all have gradients."""
+        """The owner of each parameter, and the bytes of a step in which all have gradients."""
         params = params_of(self)
         rounds = self._rounds_of([param.requires_grad for param in params])
         sent = sum(

@@ -1,10 +1,10 @@
 """Measures what a forward and backward hold, without data: on fake tensors, as they run.
 
 Storages are counted, each once: a tensor and its views are one. Parameters, buffers and
-inputs are not counted. What autograd saves is seen by saved-tensor hooks; what is alive at any
+inputs are not counted. Saved-tensor hooks see the tensors that autograd saves; those alive at any
 time (saved, temporary, gradients of activations, and the full gradients of a unit until the unit
-is done) by following every storage from the operator that makes it until it is freed. Buffers
-that a kernel uses inside are not seen.
+is done) are found by following every storage from the operator that makes it until it is freed.
+Buffers that a kernel uses inside are not seen.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class CheckpointBytes:
 
 
 def checkpoint_bytes(planner: Planner, division: Division) -> CheckpointBytes:
-    """What ``zerocore.Checkpoints`` writes of a model and its optimizer."""
+    """Bytes that ``zerocore.Checkpoints`` writes of a model and its optimizer."""
     total = own = 0
     rows = zip(planner.specs, planner.types, planner.layouts(division), strict=True)
     for specs, types, layout in rows:

@@ -1,4 +1,4 @@
-"""What ``zerocore.optim.Muon`` sends in a step, of a model that is not sharded yet."""
+"""Bytes that ``zerocore.optim.Muon`` sends in a step, of a model that is not sharded yet."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class OffloadPlan:
 
 
 def offloads_at(stage: int) -> Iterator[Offload]:
-    """What can leave the device at a stage, least first."""
+    """The parts that can leave the device at a stage, least first."""
     yield Offload(states="cpu")
     if placements_of(stage).gradients:
         yield Offload(states="cpu", gradients="cpu")
@@ -80,7 +80,7 @@ def on_disk(parameters: str) -> Offload:
 
 
 def offloads_to_disk(stage: int) -> Iterator[Offload]:
-    """What can be on disk at a stage, least first."""
+    """The parts that can be on disk at a stage, least first."""
     yield Offload(states="disk", path=FOLDER)
     if placements_of(stage).gradients:
         yield on_disk("device")

@@ -23,7 +23,7 @@ _WANTED_ROUNDS = 4  # a round's exchange runs under the work of the one before
 
 @dataclass(frozen=True)
 class Matrix:
-    """What one rank needs whole: a run of a parameter's elements.
+    """A run of a parameter's elements that one rank needs whole.
 
     Attributes:
         param: which of the optimizer's parameters.

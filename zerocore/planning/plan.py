@@ -100,8 +100,8 @@ def plan(
         units: as for :func:`zerocore.shard`.
         prefetch: units gathered ahead.
         accumulate: as for :func:`zerocore.shard`.
-        gather_at_step: as for :func:`zerocore.shard`. What lies between steps is taken to last as
-            long as the first gather.
+        gather_at_step: as for :func:`zerocore.shard`. The pause between steps is taken to last
+            as long as the first gather.
         micro_batches: forwards and backwards of a step, all but the last under ``no_sync``. Bytes
             are those of the whole step, times those of one micro-batch that communicates.
         micro_batch: samples in a forward, for Hugging Face models.

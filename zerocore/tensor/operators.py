@@ -1,4 +1,4 @@
-"""What a function changes, by its operator's schema; operators that work element by element."""
+"""The arguments that an operator's schema says it changes; elementwise operators."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
 
     @property
     def data(self) -> Tensor:
-        """As :meth:`detach`. What it is set to is copied: this rank's part, or the full value.
+        """As :meth:`detach`. A value that it is set to is copied: a full one, or this rank's part.
 
         Raises:
             TypeError, ValueError: set to another dtype, device or shape.
@@ -352,7 +352,7 @@ class ShardedGrad(_InPlace, Tensor):  # type: ignore[misc]
 
     @property
     def data(self) -> ShardedGrad:
-        """The same memory. What it is set to is copied, as setting ``grad`` does.
+        """The same memory. A value that it is set to is copied, as setting ``grad`` does.
 
         Raises:
             TypeError, ValueError: set to another dtype, device or shape, or to full gradients that

@@ -179,6 +179,7 @@ def unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Te
     The ranks must agree, or only some would make the step; one that owns no elements takes part.
     """
     func(grads, found_inf, inv_scale)
+    torch.autograd.graph.increment_version(list(grads))  # torch's kernel counts no change
     for group in _groups_of(grads):
         with waiting(group, "GradScaler.unscale_"):
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)

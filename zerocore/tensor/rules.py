@@ -2,7 +2,7 @@
 
 Functions of elements work on the local elements. Norms and full reductions are global. A parameter
 is read in full: inside of a call of its model, where autograd records, and where the shape
-matters. Whatever is left is refused by name.
+matters. All other functions are refused by name.
 """
 
 from __future__ import annotations

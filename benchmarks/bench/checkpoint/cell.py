@@ -1,4 +1,4 @@
-"""What one rank does in a round: each system saves, and loads what the disk alone has."""
+"""The work of one rank in a round: each system saves, and loads from the disk alone."""
 
 from __future__ import annotations
 

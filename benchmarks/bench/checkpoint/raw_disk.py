@@ -1,4 +1,4 @@
-"""What the disk does alone, in several plain ways: the best of them is its rate."""
+"""Rates of the disk alone, in several plain ways: the best of them is its rate."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def run_on_ranks(
 
     `backend` is gloo, nccl (a GPU for each rank) or emulated: one process that plays rank 0.
     `function` has to be importable (spawned processes look it up by name) and its result
-    picklable. What ranks print goes nowhere, except that a failure shows its end. Raises
+    picklable. The output of ranks is dropped, except that a failure shows its end. Raises
     RuntimeError with the failed rank's traceback, TimeoutError after `timeout_s` seconds; either
     way no process is left behind.
     """

@@ -74,7 +74,7 @@ def _step_on_own_threads(cell: AdamWCell) -> Call:
 def _memory_calls(nbytes: int) -> dict[str, Call]:
     """As STREAM moves memory; bytes read plus bytes written are `nbytes`.
 
-    What is written but not read before is read by the processor all the same, which is not counted.
+    The processor also reads memory that is written and was not read before; that is not counted.
     """
     a, b = (torch.rand(nbytes // 8) for _ in range(2))
     x, y, z = (torch.rand(nbytes // 12) for _ in range(3))

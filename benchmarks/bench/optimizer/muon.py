@@ -44,7 +44,7 @@ class MuonRun:
 
 
 class GatheredMuon(torch.optim.Optimizer):
-    """What people write on DTensors: each rank gathers the update and computes all matrices."""
+    """The usual code over DTensors: each rank gathers the update and computes all matrices."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__(params, {"lr": LR})

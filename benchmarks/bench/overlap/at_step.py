@@ -1,4 +1,4 @@
-"""What a first gather that begins at the optimizer's step hides under a pause between steps."""
+"""The time that a first gather at the optimizer's step hides under a pause between steps."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class AtStepRun:
                 rounds.waits.append(waits_of(self._events(subject, 1), self._events(subject, 3)))
 
     def table(self) -> Table:
-        """What is hidden of all, of what a gather in the forward allows, and of one at the step."""
+        """Hidden shares: of all, of the most that a gather in the forward allows, at the step."""
         shares = ("hidden %", "of possible %", "at the step %")
         table = Table(
             f"{self.run.link.label}: the first gather of a step, and a pause before the forward",

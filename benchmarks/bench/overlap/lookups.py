@@ -1,4 +1,4 @@
-"""What a step of a language model gathers at stage 3, and what embeddings spare it."""
+"""Bytes that a step of a language model gathers at stage 3, and bytes that embeddings spare."""
 
 from __future__ import annotations
 

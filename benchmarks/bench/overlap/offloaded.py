@@ -26,7 +26,7 @@ STATES = Offload(states="cpu", threads=1)
 
 @dataclass(frozen=True)
 class Hosted:
-    """What lies on the host. A load and its gather take two units' time, hence `prefetch`."""
+    """The parts on the host. A load and its gather take two units' time, hence `prefetch`."""
 
     label: str
     offload: Offload
@@ -103,7 +103,7 @@ class Steps:
 
 
 def read_work(one: list[Event], three: list[Event]) -> HostWork:
-    """What a step among others has on the host, from the events of one and of three.
+    """The work of a steady step on the host, from the events of one step and of three.
 
     The unit that comes first in the forward is the last whose gradient arrives.
     """
@@ -176,7 +176,7 @@ class HostedRun:
         return found
 
     def table(self) -> Table:
-        """What is hidden of what can be, by step times and by waits."""
+        """Hidden shares of the time that can be hidden, by step times and by waits."""
         found = ("exposed", "hidden %", "of possible %")
         columns = ["on the host", "alone", "step", "/ on the device", "work", *found]
         table = Table(

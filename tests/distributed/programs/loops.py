@@ -190,6 +190,40 @@ def grad_scaler(run: Run) -> None:
         run.record(scaler.get_scale())
 
 
+@program("GradScaler.unscale_ before an AdamW whose eps shows a scale that is left")
+def grad_scaler_adamw(run: Run) -> None:
+    model = run.shard(Net(), [Block])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for x in run.batches():
+        scaler.scale(mean_square(model(x))).backward()
+        run.average(model)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+@program("GradScaler over two micro-batches, clip_grad_value_, weights decayed by hand after AdamW")
+def grad_scaler_values(run: Run) -> None:
+    model = run.shard(Net(), [Block])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=0.1, weight_decay=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for x in run.batches():
+        for part in (x, x.flip(0) + 1.0):
+            scaler.scale(mean_square(model(part)) / 2).backward()
+        run.average(model)
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.99)
+            run.record(mean_square(model(x)))
+
+
 @program("GradScaler where one rank's loss is infinite once")
 def grad_scaler_overflow(run: Run) -> None:
     model = run.shard(Net(), [Block])

@@ -164,7 +164,7 @@ def shared_folder() -> Iterator[str]:
 
 
 def new_training(run: Run) -> tuple[Any, torch.optim.Optimizer]:
-    """What a process begins with."""
+    """The model and optimizer that a process begins with."""
     model = run.shard(Net(), [Block])
     return model, adamw(model.parameters())
 

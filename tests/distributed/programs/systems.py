@@ -267,7 +267,7 @@ SYSTEMS: dict[str, Callable[[int, bool], Run]] = {
 
 
 class TorchCheckpoints:
-    """What torch's manual does with get_state_dict and set_state_dict."""
+    """get_state_dict and set_state_dict as torch's manual uses them."""
 
     def __init__(self, folder: str, model: nn.Module, optimizer: Optimizer) -> None:
         self.folder, self.model, self.optimizer = Path(folder), model, optimizer

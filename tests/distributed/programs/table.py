@@ -14,7 +14,7 @@ from tests.distributed.programs.systems import PEERS
 
 Page = tuple[str, dict[str, dict[str, str]]]  # the version of torch; [program][system]
 
-HEAD = """# What ordinary programs do under each system
+HEAD = """# Ordinary programs under each system
 
 Written by `python -m tests.distributed.programs --markdown`; a test compares the
 columns of plain, the stages and offload with what is measured. Two ranks on gloo, torch {torch};
@@ -51,7 +51,7 @@ def as_markdown(table: Table, programs: dict[str, Program]) -> str:
     for name, row in table.items():
         cells = " | ".join(row[system].kind for system in systems)
         lines.append(f"| {name} | {plain_words(programs[name].title)} | {cells} |")
-    lines += ["", "## What zerocore says", ""]
+    lines += ["", "## Errors of zerocore", ""]
     refused = {
         name: {s: v for s, v in row.items() if s not in PEERS and v.kind == "refused"}
         for name, row in table.items()
@@ -92,7 +92,7 @@ def read_markdown(text: str) -> Page:
 
 
 def read_titles(text: str) -> dict[str, str]:
-    """What each program of a table does."""
+    """The description of each program of a table."""
     return {row[0]: row[1] for row in _rows(text)[1:]}
 
 

@@ -88,7 +88,8 @@ class Stack {
     nbytes_ = memory_.size();
 #ifdef __x86_64__
     const auto end = reinterpret_cast<uintptr_t>(memory_.data() + memory_.size()) & ~uintptr_t(15);
-    // What cuda_on_cpu_switch pops: six registers and where to go; then no address to return to.
+    // The words that cuda_on_cpu_switch pops: six registers and where to go; then no address to
+    // return to.
     top_ = reinterpret_cast<void**>(end) - 8;
     std::fill_n(top_, 8, nullptr);
     top_[6] = reinterpret_cast<void*>(entry);

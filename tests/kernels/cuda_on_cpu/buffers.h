@@ -132,7 +132,7 @@ constexpr zerocore::kernels::Element element_of() {
                                      : Element::BFloat16;
 }
 
-// What the kernels compute in on their way to T.
+// The type that the kernels compute in on their way to T.
 template <typename T>
 using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 

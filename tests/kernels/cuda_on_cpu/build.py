@@ -67,7 +67,7 @@ def compile_with_fault(sound: Path, kernel: str, fault: Fault) -> Path:
 
 
 def _program(compile_in: Callable[[Path], None], *how: str) -> Path:
-    """What was compiled of the same sources in the same way, or is compiled now."""
+    """The program of the same sources and options, compiled before or now."""
     return kept("cuda_on_cpu", [_sources_and_tools(), *how], compile_in) / "checks"
 
 

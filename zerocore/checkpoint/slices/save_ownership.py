@@ -1,4 +1,4 @@
-"""Who owns, and who saves, which elements of a parameter: integers alone."""
+"""The ranks that own and save the elements of a parameter: integers alone."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ Counts counts();
 // the launch, or where threads of a block wait at different barriers.
 void launch(int64_t num_blocks, int64_t num_threads, const std::function<void()>& kernel);
 
-// What threads call.
+// Functions that threads call.
 void wait_for_block();
 double from_lane(double value, int distance); // that of the lane `distance` further in the warp
 
