@@ -9,7 +9,7 @@ DISK_ALIGNMENT: int
 """Offsets, sizes and addresses of requests to a disk file are multiples of it."""
 
 BLOCK_NBYTES: int
-"""What files of checkpoints have a checksum of."""
+"""Bytes of a block of a file, each of which has a checksum."""
 
 class DiskWay:
     """How a disk file moves bytes; ANY is io_uring where the system allows it."""

@@ -62,7 +62,7 @@ def _cases() -> list[Case]:
     for kind in ("ours", "hf"):
         found += [Case(kind, "checksums.json", _sums_changed, True)]
         found += [Case(kind, "checksums.json", m.bytes_changed)]
-    found += [Case("ours", "__0_0.distcp", m.bytes_changed)]
+    found += [Case("ours", name, m.bytes_changed) for name in ("__0_0.distcp", "__0_1.distcp")]
     found += [Case("torch", ".metadata", change) for change in (m.bytes_changed, m.pickle_changed)]
     found += [Case("torch", "__0_0.distcp", m.bytes_changed, True)]
     for kind, name in {"hf": "model.safetensors", "sharded": PART}.items():
@@ -73,7 +73,7 @@ def _cases() -> list[Case]:
     found += [
         Case(kind, name, None)
         for kind, names in {
-            "ours": (".metadata", "checksums.json", "rank-0.pt", "__0_0.distcp"),
+            "ours": (".metadata", "checksums.json", "rank-0.pt", "__0_0.distcp", "__0_1.distcp"),
             "torch": (".metadata", "__0_0.distcp"),
             "hf": ("model.safetensors",),
             "sharded": (index, PART),

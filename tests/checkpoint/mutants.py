@@ -87,7 +87,7 @@ def pickle_changed(data: bytes, choose: random.Random) -> bytes:
 
 
 def _tricks() -> list[bytes]:
-    """What takes an unguarded reader any memory or time, or leads it elsewhere."""
+    """Pickles that take an unguarded reader any memory or time, or lead it elsewhere."""
     deep = b")" + b"\x85" * 200_000
     wide = b")" + b"2\x86" * 100 + b"N"
     return [

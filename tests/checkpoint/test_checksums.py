@@ -53,6 +53,7 @@ def test_the_list_is_what_was_written(sums: Checksums, tmp_path: Path) -> None:
     "text",
     [
         b"[]",
+        b'{"files": {"a": 5}, "crc32": {}, "values": {}}',
         b'{"block_nbytes": 4096, "files": {}}',
         b'{"block_nbytes": 2097152, "files": {"../a": {"nbytes": 0, "crc32": ""}}}',
         b'{"block_nbytes": 2097152, "files": {"a": {"nbytes": 1, "crc32": ""}}}',

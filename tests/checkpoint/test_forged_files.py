@@ -171,7 +171,7 @@ def test_an_index_leads_nowhere_else(made: Model, tmp_path: Path) -> None:
 
 
 def official(blob: bytes) -> Any:
-    """What the format's own reader says of a file; None if it refuses it."""
+    """The tensors that the format's own reader finds in a file; None if it refuses it."""
     safetensors = pytest.importorskip("safetensors")
     try:
         return {name: (x["dtype"], x["shape"]) for name, x in safetensors.deserialize(blob)}
@@ -193,7 +193,7 @@ def test_headers_as_their_own_reader_takes_them(tmp_path: Path) -> None:
         }
     ).encode()
     path, choose, taken = tmp_path / "model.safetensors", random.Random(2), 0
-    # What it takes and is refused here: it cannot be what somebody saved.
+    # Files that it takes and that are refused here: no program has saved them.
     stricter = (
         "stands twice",
         "other facts than",

@@ -23,8 +23,8 @@ import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import assert_equal, full_states, make, train, trained
 from tests.reported import warnings_of
-from zerocore.checkpoint.commit.agreement import DamagedError
 from zerocore.checkpoint.commit.job import Job, _stat, this_job
+from zerocore.checkpoint.safe_files import DamagedError
 
 COMMON = (ValueError, RuntimeError)
 TEMPORARY = "step-00000009.tmp-{}-0123abcd"

@@ -170,7 +170,7 @@ def fail_everywhere(folder: Path, kinds: tuple[str, ...], error: int) -> None:
     [
         (("reserve", "write", "finish"), errno.ENOSPC),
         (("create", "make_folder"), errno.EACCES),
-        (("flush", "flush_folder", "rename"), errno.EIO),
+        (("flush", "flush_path", "rename"), errno.EIO),
     ],
     ids=["full disk", "no permission", "broken disk"],
 )

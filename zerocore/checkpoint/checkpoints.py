@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerocore.checkpoint.commit.agreement import DamagedError
 from zerocore.checkpoint.commit.folder import path_of, steps_in
 from zerocore.checkpoint.commit.writer import writer_of
 from zerocore.checkpoint.dcp.snapshot import StreamedCopy
-from zerocore.common.agreement import from_first
+from zerocore.checkpoint.safe_files import DamagedError
+from zerocore.common.agreement import agree, from_first
 from zerocore.common.alarm import operation
 from zerocore.common.garbage import no_collections
 from zerocore.common.quantities import parse_nbytes
@@ -123,9 +122,7 @@ class Checkpoints:
         rng: bool = True,
         **stateful: Any,
     ) -> None:
-        import_module(
-            "zerocore.checkpoint.commit.saving"
-        )  # takes a second: not while training waits
+        import_module("zerocore.checkpoint.commit.saving")  # takes a second, so not while saving
         from zerocore.checkpoint.dcp.plan_cache import KeptPlan
         from zerocore.checkpoint.training_state import optimizers_of
 
@@ -173,7 +170,7 @@ class Checkpoints:
                 neither saved nor loaded the first rank finds that out, in the background.
             Exception: what went wrong in the save before.
         """
-        from zerocore.checkpoint.commit.saving import Save, together
+        from zerocore.checkpoint.commit.saving import Save
 
         began = time.perf_counter()
         self.wait()
@@ -182,9 +179,9 @@ class Checkpoints:
             if self._known.get(final) and final.exists():  # else the first rank looks into it
                 raise FileExistsError(f"{final} exists; good checkpoints are never overwritten")
             saved, own = self._collect(step)
-            save = Save(final, saved, own, self._writer.group, self._keep, self._known)
+            save = Save(final, saved, own, self._writer.groups, self._keep, self._known)
         except Exception as error:  # without this the others would wait for this rank
-            wait([self._writer.submit(together, self._writer.group, partial(_raise, error))])
+            wait([self._writer.submit(agree, self._writer.groups, error, [])])
             raise
         self._pending = self._start(step, save)
         self._pending.stall_seconds += time.perf_counter() - began
@@ -250,7 +247,7 @@ class Checkpoints:
         return None
 
     def _collect(self, step: int) -> tuple[SavedState, bytes]:
-        """What this rank has of the model and its optimizer, and what it saves for itself."""
+        """The shards of this rank, and the file that it saves for itself."""
         from zerocore.checkpoint.dcp.saved_state import saved_state
         from zerocore.checkpoint.training_state import random_state, training_state
 
@@ -282,7 +279,3 @@ class Checkpoints:
             restore_buffers(self._model, own["buffers"])
         if self._rng:
             restore_own(own, state.rank, state.world_size)
-
-
-def _raise(error: Exception) -> None:
-    raise error

@@ -29,7 +29,7 @@ from zerocore.checkpoint.safe_files import (
 
 NAME = "checksums.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint
-MAX_SMALL_NBYTES = 1 << 30  # of what is read at once
+MAX_SMALL_NBYTES = 1 << 30  # of a read at once
 _DAMAGED = "is damaged: checksum mismatch: the file changed after it was written"
 _STEP = 64  # blocks, after which progress is told
 KeysIn = Callable[[list[range]], list[str]]
@@ -97,8 +97,10 @@ def read_sums(folder: Path) -> Checksums | None:
         raise ValueError(f"{path} {_DAMAGED}")
     with named(path):
         facts = parsed_json(text)
-        if facts["block_nbytes"] != BLOCK_NBYTES:
-            raise ValueError(f"it has blocks of {shown(facts['block_nbytes'])} bytes")
+        if type(facts) is not dict or facts.get("block_nbytes") != BLOCK_NBYTES:
+            raise ValueError(
+                f"it has no checksums of blocks of {BLOCK_NBYTES} bytes: another version wrote it"
+            )
         return Checksums({name: _parsed(name, each) for name, each in facts["files"].items()})
 
 

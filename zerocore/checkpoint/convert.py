@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from zerocore.checkpoint.byte_ranges import read_into, write_from
 from zerocore.checkpoint.checksums import NAME, Checksums, FileSums
 from zerocore.checkpoint.commit import files
-from zerocore.checkpoint.commit.agreement import fsync_file, fsync_tree
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.safe_reader import load_tensors, quiet
 from zerocore.checkpoint.safe_files import named, opened, size_of
@@ -138,8 +137,10 @@ def convert(
         return value
 
     writers[kind](source, temporary, read)
+    for path in [*temporary.glob("*"), temporary]:
+        files.flush_path(path)
     os.rename(temporary, target)
-    files.flush_folder(target.parent)
+    files.flush_path(target.parent)
 
 
 class _Streaming(DefaultSavePlanner):
@@ -163,7 +164,6 @@ def _write_checkpoint(source: Weights, target: Path, read: Callable[[str], Tenso
     with quiet():
         save({"model": meta}, storage_writer=writer, planner=_Streaming(read), no_dist=True)
     Contents(target).check_sizes()
-    fsync_tree(target)
 
 
 def _write_safetensors(source: Weights, target: Path, read: Callable[[str], Tensor]) -> None:
@@ -187,9 +187,7 @@ def _write_safetensors(source: Weights, target: Path, read: Callable[[str], Tens
         (target / INDEX_NAME).write_bytes(text)
         sums[INDEX_NAME] = FileSums.of(text)
     (target / NAME).write_bytes(sums.text())
-    fsync_tree(target)
 
 
 def _write_torch(source: Weights, target: Path, read: Callable[[str], Tensor]) -> None:
     torch.save({name: read(name) for name in source.facts}, target)
-    fsync_file(target)

@@ -276,7 +276,7 @@ def check_stored(file: Any, nbytes: int) -> None:
 
 
 def load_plain(file: io.IOBase, nbytes: int) -> Any:
-    """What ``torch.save`` wrote of plain values and tensors, on the CPU.
+    """Plain values and tensors that ``torch.save`` wrote, on the CPU.
 
     Raises:
         Exception: a damaged or forged file fails in many ways.

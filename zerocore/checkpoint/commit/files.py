@@ -51,6 +51,23 @@ def finish(file: _C.FileWriter) -> None:
     file.finish()
 
 
+def write_all(file: int, data: bytes) -> None:
+    """Writes all bytes of a small file."""
+    small = writer(file, len(data))
+    write(small, 0, data)
+    finish(small)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Makes a small file of its own, and makes it durable."""
+    file = create(path)
+    try:
+        write_all(file, data)
+        flush(file)
+    finally:
+        close(file)
+
+
 def bytes_of(data: Tensor) -> bytes:
     """The memory of a contiguous tensor on the CPU."""
     return ctypes.string_at(data.data_ptr(), data.nbytes)
@@ -61,9 +78,9 @@ def flush(file: int) -> None:
     os.fsync(file)
 
 
-def flush_folder(folder: Path) -> None:
-    """Makes what was created, renamed or deleted in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
+def flush_path(path: Path) -> None:
+    """Makes a closed file durable, or the names of files in a folder."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -2,7 +2,7 @@
 
 A save writes to ``step-<n>.tmp-<job>-<id>``: the name is the lock. A deletion renames to
 ``step-<n>.deleted-<id>`` first. Nothing else is ever deleted, and of these only files that a save
-writes. What cannot be deleted is a warning.
+writes. A file that cannot be deleted is a warning.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def end(temporary: Path) -> None:
 
 def complete(temporary: Path, final: Path) -> None:
     """Gives a folder its name when all in it is durable; a checkpoint of that name is replaced."""
-    files.flush_folder(temporary)
+    files.flush_path(temporary)
     replaced = _put_aside(final) if final.exists() else None
     files.rename(temporary, final)
-    files.flush_folder(final.parent)
+    files.flush_path(final.parent)
     if replaced is not None:
         _delete(replaced)
 
@@ -109,7 +109,7 @@ def delete_old(final: Path, keep: int | None, damaged: Container[Path]) -> None:
 def _delete_checkpoint(path: Path) -> None:
     try:
         doomed = _put_aside(path)
-        files.flush_folder(path.parent)
+        files.flush_path(path.parent)
     except OSError as error:
         _warn(path, str(error))
     else:

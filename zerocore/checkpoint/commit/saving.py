@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +16,12 @@ from torch import Tensor
 from zerocore.checkpoint import checksums
 from zerocore.checkpoint.checksums import METADATA, Checksums, FileSums
 from zerocore.checkpoint.commit import files, folder
-from zerocore.checkpoint.commit.agreement import common_result
 from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.dcp.save_plan import VALUES
 from zerocore.checkpoint.dcp.saved_state import SavedState, write_rank_file
 from zerocore.checkpoint.dcp.verify import verify
-from zerocore.common.alarm import operation, waiting
+from zerocore.common.agreement import on_all_ranks
+from zerocore.common.alarm import operation
 
 _log = logging.getLogger("zerocore")
 
@@ -33,7 +34,7 @@ class Save:
         final: its name when all is on disk.
         saved: this rank's parts.
         own: what this rank saves for itself.
-        group: of the ranks; None for one.
+        groups: of the ranks; none for one.
         keep: how many checkpoints stay; None for all.
         known: whether a checkpoint is good, where that is known; a damaged one may be replaced,
             and is none of ``keep``.
@@ -42,7 +43,7 @@ class Save:
     final: Path
     saved: SavedState
     own: bytes
-    group: dist.ProcessGroup | None
+    groups: Sequence[dist.ProcessGroup]
     keep: int | None
     known: dict[Path, bool]
 
@@ -106,15 +107,16 @@ class Save:
         """
         small: list[int] = []
         sums = Checksums()
-        _ = self.saved.values  # before another thread asks for them
 
         def write_small() -> None:
             data = {own_name(self.saved.rank): self.own}
             if self.saved.rank == 0:
                 data[METADATA] = self.saved.metadata()
+                if self.saved.values:
+                    data[VALUES] = b"".join(self.saved.values.values())
             for name, each in data.items():
                 small.append(files.create(temporary / name))
-                _write_all(small[-1], each)
+                files.write_all(small[-1], each)
                 sums[name] = FileSums.of(each)
 
         written: list[Future[None]] = []
@@ -147,42 +149,13 @@ class Save:
             found = (temporary / name).stat().st_size
             if found != each.nbytes:
                 raise OSError(f"{temporary / name} has {found} bytes, expected {each.nbytes}")
-        file = files.create(temporary / checksums.NAME)
-        try:
-            _write_all(file, sums.text())
-            files.flush(file)
-        finally:
-            files.close(file)
+        files.write_file(temporary / checksums.NAME, sums.text())
         folder.complete(temporary, self.final)
         damaged = {path for path, is_good in self.known.items() if not is_good} - {self.final}
         folder.delete_old(self.final, self.keep, damaged)
 
     def _together(self, action: Callable[[], Any]) -> list[Any]:
-        return together(self.group, action)
-
-
-def _write_all(file: int, data: bytes) -> None:
-    writer = files.writer(file, len(data))
-    files.write(writer, 0, data)
-    files.finish(writer)
-
-
-def together(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> list[Any]:
-    """What ``action`` returns on each rank; what it raises on one is an error on all. Collective.
-
-    Raises:
-        Exception: what it raised, on the rank where it did; RuntimeError on the others.
-    """
-
-    def gathered(value: Any) -> list[Any]:
-        values = [value]
-        if group is not None:
-            values = [None] * group.size()
-            with waiting(group, "save of a checkpoint"):
-                dist.all_gather_object(values, value, group=group)
-        return values
-
-    return common_result(action, gathered)
+        return on_all_ranks(self.groups, action)
 
 
 def own_name(rank: int) -> str:

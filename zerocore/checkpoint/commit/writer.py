@@ -1,8 +1,8 @@
-"""What saves of one model share: a group of its ranks, and threads that carry them out in order."""
+"""The group and the threads by which the ranks of one model save, one save after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
@@ -22,13 +22,13 @@ class Writer:
     """Carries out saves one after the other: all ranks ask for them in the same order.
 
     Attributes:
-        group: a gloo group of the model's ranks, in which only the thread of :meth:`submit`
+        groups: a gloo group of the model's ranks, in which only the thread of :meth:`submit`
             communicates: its collectives must not meet the training's. None for one rank.
         copies: a thread that copies for the save that is written.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self.groups = groups
         # Kept: to start a thread is to wait for it, up to 5 ms while others hold the interpreter.
         self._writes = ThreadPoolExecutor(1, "checkpoint-write")
         self.copies = ThreadPoolExecutor(1, "checkpoint-copy")
@@ -49,17 +49,17 @@ def writer_of(state: ShardState) -> Writer:
         ValueError: the model's other ranks are emulated.
     """
     if state not in _writers:
-        _writers[state] = Writer(_own_group(state))
+        _writers[state] = Writer(_own_groups(state))
     return _writers[state]
 
 
-def _own_group(state: ShardState) -> dist.ProcessGroup | None:
+def _own_groups(state: ShardState) -> list[dist.ProcessGroup]:
     groups = [group for group in state.ranks.groups if not is_simulated(group)]
     if state.world_size > 1 and not groups:
         raise ValueError("an emulated model has one rank's shards only: there is nothing to save")
     if not groups:
-        return None
+        return []
     ranks = sorted(gather_objects(groups, [dist.get_rank()], state.device))
     group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     watch_group(group.group_name, beside=groups[0].group_name)
-    return group
+    return [group]

@@ -1,4 +1,4 @@
-"""What a checkpoint's small files say, each read once: metadata, sizes and checksums."""
+"""The small files of a checkpoint, each read once: metadata, sizes and checksums."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Stored(NamedTuple):
 
 
 class Contents:
-    """What lies in the files of a checkpoint.
+    """The contents of the files of a checkpoint.
 
     Attributes:
         folder: of the checkpoint.
@@ -70,7 +70,7 @@ class Contents:
 
     @cached_property
     def files(self) -> dict[str, list[Stored]]:
-        """What lies in each file, in the order in it."""
+        """The items of each file, in the order in it."""
         parts: dict[str, list[Stored]] = defaultdict(list)
         for index, info in self.metadata.storage_data.items():
             item = Stored(index.fqn, info.offset, info.offset + info.length)

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from zerocore._C import StreamWay
-from zerocore.checkpoint.checksums import METADATA, read_checked, read_range
-from zerocore.checkpoint.commit.agreement import on_all_ranks, reading
+from zerocore.checkpoint.checksums import METADATA, check_files, read_checked, read_range
 from zerocore.checkpoint.commit.saving import own_name
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.plan_cache import KeptPlan
 from zerocore.checkpoint.dcp.rank_file_reader import OwnFile, Target, own_targets, values_of
 from zerocore.checkpoint.dcp.safe_reader import load_tensors
-from zerocore.checkpoint.dcp.save_plan import SavePlan
+from zerocore.checkpoint.dcp.save_plan import VALUES, SavePlan
 from zerocore.checkpoint.dcp.saved_state import SavedState, saved_state
 from zerocore.checkpoint.dcp.verify import verify
-from zerocore.checkpoint.safe_files import is_count, named, shown
+from zerocore.checkpoint.safe_files import is_count, named, reading, shown
 from zerocore.checkpoint.safe_pickles import load_plain
 from zerocore.checkpoint.training_state import (
     Optimizers,
@@ -37,8 +36,10 @@ from zerocore.checkpoint.training_state import (
     set_random_state,
     training_state,
 )
+from zerocore.common.agreement import on_all_ranks
 from zerocore.model.state import ShardState
 
+T = TypeVar("T")
 _log = logging.getLogger("zerocore")
 
 
@@ -86,17 +87,20 @@ class TrainingLoad:
             ValueError: what does not fit, by file and key, before anything is changed.
         """
         try:
-            have_own = on_all_ranks(self._state, lambda: self._prepare(stateful))
+            have_own = self._together(lambda: self._prepare(stateful))
             if self._checksums:
-                self._values, *_ = on_all_ranks(self._state, lambda: self._verify(all(have_own)))
+                self._values, *_ = self._together(lambda: self._verify(all(have_own)))
             self._state.begin_load()
-            on_all_ranks(self._state, self._read_rest)
+            self._together(self._read_rest)
         except BaseException:
             drop_states(self._model, self._optimizers, self._stateless)  # may hold anything
             raise
         self._model.load_state_dict(self._wanted["model"])
         if self._optimizers:
             load_optimizers(self._model, self._optimizers, self._wanted["optim"])
+
+    def _together(self, action: Callable[[], T]) -> list[T]:
+        return on_all_ranks(self._state.ranks.groups, action, self._state.device)
 
     def _prepare(self, stateful: Iterable[str]) -> bool:
         """Compares names, shapes and sizes; whether this rank needs what its own file has."""
@@ -150,6 +154,9 @@ class TrainingLoad:
                 return {}
             assert self._targets is not None
             self._file.verify(self._contents, self._targets)
+            sums = self._contents.sums
+            if self._state.rank == 0 and sums is not None and VALUES in sums:
+                check_files(self._contents.folder, {VALUES: sums[VALUES]})
             return values_of(self._targets)
 
     def _read_rest(self) -> None:

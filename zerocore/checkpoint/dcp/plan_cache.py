@@ -1,10 +1,10 @@
-"""What saves of one model have in common: planned and pickled by the first, used by the next."""
+"""The plan and metadata of the last save, which the next save of the same tensors uses."""
 
 from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,17 +39,16 @@ class KeptPlan:
         """This rank among those that save."""
         return self._state.rank
 
-    def plan_of(self, facts: Facts, front_nbytes: Callable[[], int]) -> SavePlan:
+    def plan_of(self, facts: Facts) -> SavePlan:
         """The plan of a save; the same object as long as the same tensors are saved.
 
         Args:
             facts: dtype of each tensor, and its place or, where one rank has all of it, its shape.
-            front_nbytes: bytes of the plain values; asked once a save.
         """
         with self._lock:
             if facts is not self._facts:
                 tensors = {key: (dtype, self._spread(of)) for key, (dtype, of) in facts.items()}
-                plan = SavePlan(tensors, self._state.world_size, front_nbytes())
+                plan = SavePlan(tensors, self._state.world_size)
                 self._plan = self._plan if plan == self._plan else plan
                 self._facts = facts
             return self._plan

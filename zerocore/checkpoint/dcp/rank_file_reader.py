@@ -2,8 +2,8 @@
 
 The file is read from its begin to its end, and each block is summed while the next ones come. A
 resumed run makes the states of its optimizer to load them: nothing is lost if they are filled
-before all ranks know that all files are good. What the model computes with is read past the page
-cache and kept beside it until then, if all of it may be. Else it is read once more, from the page
+before all ranks know that all files are good. Weights in use are read past the page cache and kept
+beside the model until then, if all of them may be. Else they are read once more, from the page
 cache: that takes no new memory, which costs more than bytes that are there.
 """
 
@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from zerocore._C import FileStream, HostMemory, StreamWay
 from zerocore.checkpoint.byte_ranges import read_into
 from zerocore.checkpoint.commit.files import bytes_of
-from zerocore.checkpoint.dcp.chunk_reads import Chunk, locate
 from zerocore.checkpoint.dcp.contents import Contents
-from zerocore.checkpoint.dcp.save_plan import box_strides
+from zerocore.checkpoint.dcp.save_plan import VALUES, box_strides
 from zerocore.checkpoint.dcp.saved_state import SavedState
 from zerocore.checkpoint.dcp.torch_chunks import chunk_nbytes, data_offset, has_form
 from zerocore.checkpoint.io_threads import in_threads, num_threads
@@ -48,7 +47,8 @@ class Target:
         form: dtype, sizes and strides that the chunk must have.
         landing: what may be filled before all files are known to be good: ``memory`` where nobody
             has used it yet, or as much beside it; None if neither.
-        is_read: whether ``landing`` holds what the file does, and in the end ``memory``.
+        fits: whether the chunk is of its form.
+        is_read: whether ``landing`` holds the values of the file, and in the end ``memory``.
         is_value: whether the memory is no shard, but a copy of a small tensor that all ranks need.
     """
 
@@ -56,20 +56,18 @@ class Target:
     memory: Tensor
     form: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
     landing: Tensor | None
+    fits: bool = False
     is_read: bool = False
     is_value: bool = False
 
     def read(self, file: Any, offset: int) -> None:
         """Fills the memory, if the chunk at ``offset``, which is intact, is of its form."""
-        if self.is_read:
-            if self.landing is not None and self.landing is not self.memory:
-                self.memory.copy_(self.landing)
-                self.landing = None
-            return
-        chunk = locate(file.fileno(), offset, chunk_nbytes(self.memory.nbytes))
-        if chunk == Chunk(*self.form, offset + data_offset()):
-            read_into(file.fileno(), chunk.begin, chunk.dtype, self.memory)
+        if not self.is_read and self.fits:
+            read_into(file.fileno(), offset + data_offset(), self.memory.dtype, self.memory)
             self.is_read = True
+        elif self.landing is not None and self.landing is not self.memory:
+            self.memory.copy_(self.landing)
+            self.landing = None
 
 
 def own_targets(
@@ -83,7 +81,7 @@ def own_targets(
         new: keys of what nobody has used yet.
     """
     plan, rank, metadata = saved.plan, saved.rank, contents.metadata
-    names = {plan.file_name(rank) for rank in range(plan.world_size)}
+    names = {VALUES, *(plan.file_name(rank) for rank in range(plan.world_size))}
     if not (contents.is_ours and set(contents.files) <= names):
         return None
     targets = {}
@@ -179,16 +177,16 @@ class OwnFile:
         runs: list[tuple[int, int, int]] = []
         heads: list[tuple[Tensor, Target]] = []
         for offset, target in sorted(targets.items()):
+            head = torch.empty(data_offset(), dtype=torch.uint8)
+            heads.append((head, target))
+            runs.append((offset, head.nbytes, head.data_ptr()))
             if target.landing is not None:
-                head = torch.empty(data_offset(), dtype=torch.uint8)
-                begin, nbytes = offset + data_offset(), target.memory.nbytes
-                runs.append((offset, head.nbytes, head.data_ptr()))
-                runs.append((begin, nbytes, target.landing.data_ptr()))
-                heads.append((head, target))
+                nbytes, address = target.memory.nbytes, target.landing.data_ptr()
+                runs.append((offset + data_offset(), nbytes, address))
         sums.check(self.path, 0, self._stream.read(runs), partial(contents.keys_in, name))
         for head, target in heads:
-            if has_form(bytes_of(head), *target.form):
-                assert target.landing is not None
+            target.fits = has_form(bytes_of(head), *target.form)
+            if target.fits and target.landing is not None:
                 target.landing[:0].zero_()  # the version counter does not see what is read
                 target.is_read = True
 

@@ -1,4 +1,4 @@
-"""What ``.metadata`` of a checkpoint may say: its types, each field, and that its parts fit."""
+"""Reads ``.metadata`` of a checkpoint: known types, each field checked, parts that fit."""
 
 from __future__ import annotations
 

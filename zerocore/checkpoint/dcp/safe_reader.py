@@ -1,6 +1,6 @@
 """Reads tensors of ``torch.distributed.checkpoint``: those bytes of them that are needed.
 
-What torch's reader would read by other means, which could run code, is read here or refused.
+Torch's reader has other means, which could run code: such bytes are read here or refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SafeReader(FileSystemReader):
         self._metadata = contents.metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the contents say."""
+        """The metadata of the contents."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

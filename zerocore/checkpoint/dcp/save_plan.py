@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from zerocore.checkpoint.dcp.torch_chunks import MAX_NBYTES, chunk_nbytes
 from zerocore.checkpoint.slices.boxes import Box, boxes_of, memory_order
 
+VALUES = "__0_1.distcp"  # the file of the plain values, named as one of torch's own
 FORMAT = "zerocore-1"  # the save_id of files whose chunks are framed as torch_chunks does
 
 
@@ -79,12 +80,10 @@ class SavePlan:
     Attributes:
         tensors: dtype of each, and how it is spread, in the order in the files.
         world_size: the number of files.
-        front_nbytes: what is free at the begin of the first file, for plain values.
     """
 
     tensors: Mapping[str, tuple[torch.dtype, Spread]]
     world_size: int
-    front_nbytes: int = 0
     _pieces: dict[int, list[Piece]] = field(default_factory=dict, compare=False, repr=False)
 
     def file_name(self, rank: int) -> str:
@@ -92,10 +91,10 @@ class SavePlan:
         return f"__{rank}_0.distcp"
 
     def pieces_of(self, rank: int) -> list[Piece]:
-        """What one rank writes, in the order in its file."""
+        """The pieces of one rank, in the order in its file."""
         if rank in self._pieces:
             return self._pieces[rank]
-        found, offset = [], self.front_nbytes if rank == 0 else 0
+        found, offset = [], 0
         for key, (dtype, spread) in self.tensors.items():
             for box in _boxes_of_rank(spread, rank, dtype.itemsize):
                 found.append(Piece(key, box, offset))
@@ -106,7 +105,7 @@ class SavePlan:
     @cached_property
     def file_nbytes(self) -> list[int]:
         """The size of each rank's file."""
-        sizes = [self.front_nbytes, *[0] * (self.world_size - 1)]
+        sizes = [0] * self.world_size
         for dtype, spread in self.tensors.values():
             for rank, box in spread.pieces(dtype.itemsize):
                 sizes[rank] += chunk_nbytes(box.numel * dtype.itemsize)
@@ -118,19 +117,19 @@ class SavePlan:
         return sum(dtype.itemsize * prod(s.shape) for dtype, s in self.tensors.values())
 
     def metadata(self, values: Mapping[str, tuple[int, int]], paths: Mapping[str, Any]) -> Metadata:
-        """What torch's reader asks for.
+        """The metadata for torch's reader.
 
         Args:
-            values: ``(offset, length)`` of plain values, at the begin of the first file.
+            values: ``(offset, length)`` of plain values in their file.
             paths: of every key in the nested state.
         """
         entries: dict[str, Any] = {}
         places: dict[MetadataIndex, Any] = {}
-        offsets = [self.front_nbytes, *[0] * (self.world_size - 1)]
+        offsets = [0] * self.world_size
         names = [self.file_name(rank) for rank in range(self.world_size)]
         for key, (offset, length) in values.items():
             entries[key] = BytesStorageMetadata()
-            places[MetadataIndex(key)] = _StorageInfo(names[0], offset, length)
+            places[MetadataIndex(key)] = _StorageInfo(VALUES, offset, length)
         known: dict[tuple[int, int], list[Any]] = {}  # weights and moments are spread alike
         for key, (dtype, spread) in self.tensors.items():
             size = dtype.itemsize

@@ -1,4 +1,4 @@
-"""What a rank saves of a nested state: its parts of tensors, plain values, and the plan of all."""
+"""The part of a nested state that a rank saves: tensors, plain values, and the plan of all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SMALL_NBYTES = 64 << 10
 
 @dataclass(frozen=True)
 class SavedState:
-    """A state as it goes into the files. What is not asked for while training waits is made later.
+    """A state as it goes into the files. Most of it is made later than training waits.
 
     Attributes:
         kept: of this save and those before.
@@ -52,18 +52,13 @@ class SavedState:
 
     @property
     def plan(self) -> SavePlan:
-        """The same on all ranks, but for the plain values."""
-        return self.kept.plan_of(self.facts, lambda: len(self.front))
+        """The same on all ranks."""
+        return self.kept.plan_of(self.facts)
 
     @cached_property
     def values(self) -> dict[str, bytes]:
-        """What is no tensor, as ``torch.save`` writes it."""
+        """The plain values, as ``torch.save`` writes them, in the order in their file."""
         return {key: _pickled(value) for key, value in self.plain.items()}
-
-    @property
-    def front(self) -> bytes:
-        """The values one after the other, as they stand at the begin of the first file."""
-        return b"".join(self.values.values())
 
     def metadata(self) -> bytes:
         """The file of metadata."""
@@ -159,8 +154,6 @@ def write_rank_file(
         files.reserve(file, nbytes)
         writer = files.writer(file, nbytes)
         begun()
-        if saved.front:
-            files.write(writer, 0, saved.front)
         parts = iter(copies)
         for piece in plan.pieces_of(rank):
             _write_piece(writer, plan, piece, parts)

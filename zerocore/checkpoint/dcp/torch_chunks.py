@@ -50,7 +50,7 @@ def data_offset() -> int:
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands before and behind the memory of a tensor in its chunk."""
+    """The bytes before and behind the memory of a tensor in its chunk."""
 
     head: bytes
     tail: bytes
@@ -128,7 +128,7 @@ class _Pickler(pickle.Pickler):
 def _pickled(
     dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], numel: int
 ) -> bytes:
-    """What ``torch.save`` pickles of a tensor on the CPU."""
+    """The pickle that ``torch.save`` makes of a tensor on the CPU."""
     typed = torch.storage._dtype_to_storage_type_map().get(dtype)
     common: tuple[Any, ...] = (_Storage(), 0, sizes, strides, False, OrderedDict())
     buffer = io.BytesIO()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,14 +15,6 @@ from zerocore._C import BLOCK_NBYTES, StreamWay
 from zerocore.checkpoint.byte_ranges import read_into, write_from
 from zerocore.checkpoint.checksums import NAME, Checksums, FileSums
 from zerocore.checkpoint.commit import files
-from zerocore.checkpoint.commit.agreement import (
-    check_empty,
-    fsync_file,
-    gathered,
-    on_all_ranks,
-    same_id,
-    same_on_all,
-)
 from zerocore.checkpoint.safe_files import opened, shown
 from zerocore.checkpoint.safetensors.files import (
     INDEX_NAME,
@@ -33,7 +26,7 @@ from zerocore.checkpoint.safetensors.files import (
     plan_files,
     read_folder,
 )
-from zerocore.common.agreement import agree
+from zerocore.common.agreement import agree, gather_objects, on_all_ranks
 from zerocore.common.alarm import operation
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.state import Param, ShardState, state_of
@@ -82,11 +75,17 @@ def load_safetensors(
         found.update(_renamed(read_folder(folder, verify), rename))
         _check(targets, found, strict, folder)
 
-    on_all_ranks(state, check)
-    same_on_all(state, [f"{name} at {e.begin} of {e.file.name}" for name, e in found.items()])
+    groups, device = state.ranks.groups, state.device
+    on_all_ranks(groups, check, device)
+    try:
+        facts = [f"{name} at {e.begin} of {e.file.name}" for name, e in found.items()]
+        agree(groups, None, facts, device)
+    except ValueError as error:
+        raise ValueError(f"the ranks see different files: {error}") from None
     if verify:
         part, parts = state.rank, state.world_size
-        on_all_ranks(state, lambda: check_entries(found.values(), part, parts, StreamWay.CACHED))
+        compare = partial(check_entries, found.values(), part, parts, StreamWay.CACHED)
+        on_all_ranks(groups, compare, device)
 
     def load() -> None:
         done: set[int] = set()
@@ -98,7 +97,7 @@ def load_safetensors(
 
     state.begin_load()
     with torch.no_grad():
-        on_all_ranks(state, load)
+        on_all_ranks(groups, load, device)
 
 
 def _targets(model: nn.Module, state: ShardState) -> dict[str, Target]:
@@ -199,34 +198,36 @@ def save_safetensors(
     """
     state = state_of(model)
     path = Path(folder)
-    temporary = path / f".safetensors-{same_id(state)}"
+    groups, device = state.ranks.groups, state.device
+    temporary = path / f".safetensors-{agree(groups, None, [], device)}"
     targets: dict[str, Target] = {}
     plans: list[FilePlan] = []
 
     def prepare() -> None:
-        check_empty(path, ("*.safetensors", INDEX_NAME, NAME))
+        for old in (old for name in ("*.safetensors", INDEX_NAME, NAME) for old in path.glob(name)):
+            raise FileExistsError(f"{old} exists; nothing is overwritten, delete it first")
         nbytes = parse_nbytes(max_file_size, "max_file_size")
         metadata = {"format": "pt", **_first_names(_targets(model, state), targets)}
         plans.extend(plan_files(temporary, _facts(targets, dtype), nbytes, metadata))
         if state.rank == 0:
             _create(temporary, plans)
 
-    on_all_ranks(state, prepare)
-    sums = _joined(gathered(state, _write_all(state, temporary, plans, targets)))
+    on_all_ranks(groups, prepare, device)
+    written = _write_all(state, temporary, plans, targets)
+    sums = _joined(gather_objects(groups, [written], device))
 
     def commit() -> None:
         if state.rank == 0:
             index = {INDEX_NAME: index_text(plans).encode()} if len(plans) > 1 else {}
             sums.update({name: FileSums.of(text) for name, text in index.items()})
             for name, text in {**index, NAME: sums.text()}.items():
-                (temporary / name).write_bytes(text)
-                fsync_file(temporary / name)
+                files.write_file(temporary / name, text)
             for name in [NAME, *(file.name for file in plans), *index]:
                 os.replace(temporary / name, path / name)
             temporary.rmdir()
-            files.flush_folder(path)
+            files.flush_path(path)
 
-    on_all_ranks(state, commit)
+    on_all_ranks(groups, commit, device)
 
 
 def _first_names(all_targets: Mapping[str, Target], kept: dict[str, Target]) -> dict[str, str]:
