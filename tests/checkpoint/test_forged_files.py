@@ -138,7 +138,7 @@ def test_pieces_are_all_of_a_tensor(made: Model) -> None:
             checkpoints.load()
     (folder / ".metadata").write_bytes(good)
     mutants.sign_folder(folder, ".metadata")
-    assert checkpoints.load() == 1 and len(Contents(folder).files) == 1
+    assert checkpoints.load() == 1 and len(Contents(folder).files) == 2
 
 
 def test_links_are_followed_as_in_caches(made: Model, tmp_path: Path) -> None:

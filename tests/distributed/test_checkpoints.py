@@ -192,7 +192,7 @@ def break_files(folder: Path) -> None:
     training.run(1)
     changed = full_states(training.model, training.optimizer)
     saved, rank = folder / "step-00000001", dist.get_rank()
-    file = saved / "__1_0.distcp"
+    file, values = saved / "__1_0.distcp", saved / "__0_1.distcp"
     good = {path: path.read_bytes() for path in saved.iterdir()}
     metadata, sums = saved / ".metadata", saved / "checksums.json"
     evil = pickle.dumps(os.system)
@@ -200,7 +200,7 @@ def break_files(folder: Path) -> None:
         (r"__1_0\.distcp.*damaged.*'(model|optim)", lambda: flip(file)),
         (r"__1_0\.distcp has \d+ bytes, but '", lambda: file.write_bytes(good[file][:-50])),
         (r"__1_0\.distcp is missing", file.unlink),
-        (r"__0_1\.distcp is damaged", lambda: flip(saved / "__0_1.distcp")),
+        (r"__0_1\.distcp is damaged", lambda: values.write_bytes(good[values][:-1] + b"x")),
         (r"posix\.system", lambda: (sums.unlink(), metadata.write_bytes(evil))),
         (r"\.metadata is damaged", lambda: metadata.write_bytes(good[metadata][:100])),
         (r"checksums.json is missing", sums.unlink),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,18 +46,9 @@ def _pieces(values: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _read(file: int, offset: int, values: Tensor) -> None:
-    data = _bytes_of(values)
+    data = files.memory_of(values)
     while data:
         count = os.preadv(file, [data], offset)
         if count == 0:
             raise OSError(f"the file ends {len(data)} bytes before the tensor does")
         data, offset = data[count:], offset + count
-
-
-def _bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, which lives as long as the view."""
-    if values.numel() == 0:
-        return memoryview(b"")
-    array: Any = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
-    array.owner = values
-    return memoryview(array).cast("B")

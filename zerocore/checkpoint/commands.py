@@ -80,7 +80,6 @@ def _progress() -> Progress:
 def verify(folder: _Folder) -> None:
     """Compare the size of every file and the checksum of every byte; exit 1 if one is damaged."""
     from zerocore.checkpoint.dcp.contents import Contents
-    from zerocore.checkpoint.dcp.verify import verify as check_contents
     from zerocore.checkpoint.safetensors.files import check_entries, read_folder
 
     with _named_errors(), _progress() as progress:
@@ -98,7 +97,7 @@ def verify(folder: _Folder) -> None:
             files = contents.files if contents.sums is None else contents.sums
             total = sum((path / name).stat().st_size for name in files)
             task = progress.add_task(path.name, total=total)
-            check_contents(contents, advance=partial(progress.advance, task))
+            contents.verify(advance=partial(progress.advance, task))
             typer.echo(f"{path}: {len(files)} files are good")
 
 

@@ -18,17 +18,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from zerocore.checkpoint.byte_ranges import read_into, write_from
-from zerocore.checkpoint.checksums import NAME, Checksums, FileSums
+from zerocore.checkpoint.checksums import Checksums, FileSums
 from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.safe_reader import load_tensors, quiet
 from zerocore.checkpoint.safe_files import named, opened, size_of
 from zerocore.checkpoint.safetensors.files import (
-    INDEX_NAME,
     NAME_OF,
-    index_text,
     plan_files,
     read_folder,
+    write_lists,
 )
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
@@ -182,11 +181,7 @@ def _write_safetensors(source: Weights, target: Path, read: Callable[[str], Tens
                 write_from(writer, entry.begin, entry.dtype, values)
             files.finish(writer)
             sums[plan.name] = FileSums(plan.nbytes, writer.sums())
-    if len(plans) > 1:
-        text = index_text(plans).encode()
-        (target / INDEX_NAME).write_bytes(text)
-        sums[INDEX_NAME] = FileSums.of(text)
-    (target / NAME).write_bytes(sums.text())
+    write_lists(target, plans, sums)
 
 
 def _write_torch(source: Weights, target: Path, read: Callable[[str], Tensor]) -> None:

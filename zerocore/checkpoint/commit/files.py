@@ -9,6 +9,7 @@ import ctypes
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,9 +69,13 @@ def write_file(path: Path, data: bytes) -> None:
         close(file)
 
 
-def bytes_of(data: Tensor) -> bytes:
-    """The memory of a contiguous tensor on the CPU."""
-    return ctypes.string_at(data.data_ptr(), data.nbytes)
+def memory_of(values: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, which lives as long as the view."""
+    if values.numel() == 0:
+        return memoryview(b"")
+    array: Any = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
+    array.owner = values
+    return memoryview(array).cast("B")
 
 
 def flush(file: int) -> None:

@@ -19,7 +19,6 @@ from zerocore.checkpoint.commit import files, folder
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.save_plan import VALUES
 from zerocore.checkpoint.dcp.saved_state import SavedState, write_rank_file
-from zerocore.checkpoint.dcp.verify import verify
 from zerocore.common.agreement import on_all_ranks
 from zerocore.common.alarm import operation
 
@@ -93,7 +92,7 @@ class Save:
             return
         try:
             if folder.is_checkpoint(self.final):
-                verify(Contents(self.final))
+                Contents(self.final).verify()
         except (OSError, ValueError) as error:
             _log.warning("%s is damaged and will be replaced: %s", self.final, error)
         else:

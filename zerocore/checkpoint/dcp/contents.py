@@ -6,15 +6,25 @@ import io
 import os
 import zipfile
 from collections import defaultdict
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from zerocore.checkpoint.checksums import METADATA, NAME, FileSums, read_checked, read_sums
+from zerocore._C import StreamWay
+from zerocore.checkpoint.checksums import (
+    METADATA,
+    NAME,
+    FileSums,
+    check_files,
+    read_checked,
+    read_sums,
+)
 from zerocore.checkpoint.dcp.safe_metadata import read_metadata
 from zerocore.checkpoint.dcp.save_plan import FORMAT
+from zerocore.checkpoint.io_threads import in_threads
 from zerocore.checkpoint.safe_files import named, opened, shown, size_of
 from zerocore.checkpoint.safe_pickles import check_stored
 
@@ -107,6 +117,38 @@ class Contents:
         """
         for name, items in self.files.items():
             _check_size(self.folder / name, items, self.sums_of(name))
+
+    def verify(
+        self,
+        part: int = 0,
+        parts: int = 1,
+        way: StreamWay = StreamWay.ANY,
+        advance: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """Compares the checksums of the ``part``-th of ``parts`` equal parts of all bytes.
+
+        Torch's files have checksums in their chunks alone, all of which the first part compares.
+
+        Args:
+            advance: is told of bytes.
+
+        Raises:
+            ValueError: bytes have changed; names file and keys.
+        """
+        if self.sums is not None:
+            sums = dict(sorted(self.sums.items()))
+            check_files(self.folder, sums, part, parts, way, self.keys_in, advance)
+            return
+        for name, items in self.files.items() if part == 0 else ():
+            path = self.folder / name
+            with opened(path) as file:
+                found = in_threads(partial(Stored.is_good, file=file), items)
+                for item, is_good in zip(items, found, strict=True):
+                    if not is_good:
+                        raise ValueError(
+                            f"{path} is damaged: checksum mismatch in {shown(item.key)}"
+                        )
+                    advance(item.end - item.begin)
 
 
 def _check_size(path: Path, items: list[Stored], sums: FileSums | None) -> None:

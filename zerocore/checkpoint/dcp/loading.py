@@ -20,7 +20,6 @@ from zerocore.checkpoint.dcp.rank_file_reader import OwnFile, Target, own_target
 from zerocore.checkpoint.dcp.safe_reader import load_tensors
 from zerocore.checkpoint.dcp.save_plan import VALUES, SavePlan
 from zerocore.checkpoint.dcp.saved_state import SavedState, saved_state
-from zerocore.checkpoint.dcp.verify import verify
 from zerocore.checkpoint.safe_files import is_count, named, reading, shown
 from zerocore.checkpoint.safe_pickles import load_plain
 from zerocore.checkpoint.training_state import (
@@ -150,7 +149,7 @@ class TrainingLoad:
             if not all_have_own:
                 self._targets = None
                 rank, world_size = self._state.rank, self._state.world_size
-                verify(self._contents, rank, world_size, StreamWay.CACHED)  # to be read again
+                self._contents.verify(rank, world_size, StreamWay.CACHED)  # to be read again
                 return {}
             assert self._targets is not None
             self._file.verify(self._contents, self._targets)
@@ -170,17 +169,11 @@ class TrainingLoad:
             read = self._file.read_rest(self._saved, self._targets)
             _set_values(self._wanted, self._values)
             read.update(self._values)
-        tensors = {"model": _without(self._wanted["model"], "model.", read)}
-        if "optim" in self._wanted:
-            states = self._wanted["optim"]["state"]
-            tensors["optim"] = {
-                "state": {
-                    name: _without(values, f"optim.state.{name}.", read)
-                    for name, values in states.items()
-                }
-            }
-        if any(True for _ in flat(tensors, "")):
-            load_tensors(tensors, self._contents)
+        wanted = dict(flat(self._wanted, ""))
+        wanted.pop("optim.param_groups", None)  # read before
+        rest = {key: value for key, value in wanted.items() if key not in read}
+        if rest:
+            load_tensors(rest, self._contents)
 
 
 @torch.no_grad()
@@ -188,11 +181,6 @@ def _set_values(own: dict[str, Any], values: dict[str, Tensor]) -> None:
     tensors = dict(flat(own, ""))
     for key, value in values.items():
         tensors[key].copy_(value.view(tensors[key].shape))
-
-
-def _without(values: dict[str, Any], prefix: str, keys: set[str]) -> dict[str, Any]:
-    """The values but those whose keys in the checkpoint are in ``keys``."""
-    return {name: value for name, value in values.items() if f"{prefix}{name}" not in keys}
 
 
 def read_groups(contents: Contents) -> list[dict[str, Any]]:

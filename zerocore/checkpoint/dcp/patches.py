@@ -19,23 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from zerocore.hooks.optimizer_states import as_shard, is_of_shards, make_states
 from zerocore.tensor.place import Placed, local_of
 
 _Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 _MARK = "_zerocore_wrapped"
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """A copy of nested dicts, lists and tuples with every tensor replaced."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(item, function) for item in value)
-    return value
 
 
 def _gathers(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +44,7 @@ def _gathers(original: Callable[..., Any]) -> Callable[..., Any]:
                 return torch.empty(0)
             return whole.cpu() if options.get("cpu_offload") else whole
 
-        return original(map_tensors(state_dict, full), *args, **options)
+        return original(tree_map_only(Tensor, full, state_dict), *args, **options)
 
     return gather
 
@@ -88,14 +78,14 @@ def _copies(original: Callable[..., Any]) -> Callable[..., Any]:
             places.append(value.place if isinstance(value, Placed) else None)
             return local_of(value) if isinstance(value, Placed) else value
 
-        created = original(map_tensors(state_dict, unwrap), *args, **kwargs)
+        created = original(tree_map_only(Tensor, unwrap, state_dict), *args, **kwargs)
         remaining = iter(places)
 
         def wrap(value: Tensor) -> Tensor:
             place = next(remaining)
             return value if place is None else as_shard(value, replace(place, group=None))
 
-        return map_tensors(created, wrap)
+        return tree_map_only(Tensor, wrap, created)
 
     return create
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from zerocore._C import FileStream, HostMemory, StreamWay
 from zerocore.checkpoint.byte_ranges import read_into
-from zerocore.checkpoint.commit.files import bytes_of
+from zerocore.checkpoint.commit.files import memory_of
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.save_plan import VALUES, box_strides
 from zerocore.checkpoint.dcp.saved_state import SavedState
@@ -185,7 +185,7 @@ class OwnFile:
                 runs.append((offset + data_offset(), nbytes, address))
         sums.check(self.path, 0, self._stream.read(runs), partial(contents.keys_in, name))
         for head, target in heads:
-            target.fits = has_form(bytes_of(head), *target.form)
+            target.fits = has_form(bytes(memory_of(head)), *target.form)
             if target.fits and target.landing is not None:
                 target.landing[:0].zero_()  # the version counter does not see what is read
                 target.is_read = True

@@ -172,7 +172,7 @@ def _write_piece(file: FileWriter, plan: SavePlan, piece: Piece, parts: Iterator
     nbytes = piece.box.numel * dtype.itemsize
     begin = piece.offset + data_offset()
     if nbytes <= _SMALL_NBYTES:  # in one call
-        data = files.bytes_of(next(parts)) if nbytes else b""
+        data = bytes(files.memory_of(next(parts))) if nbytes else b""
         made = frame(dtype, piece.box.sizes, strides, crc32(data))
         files.write(file, piece.offset, made.head + data + made.tail)
         return

@@ -14,12 +14,15 @@ import torch
 
 from zerocore._C import StreamWay
 from zerocore.checkpoint.checksums import (
+    NAME,
     Checksums,
+    FileSums,
     check_files,
     read_checked,
     read_range,
     read_sums,
 )
+from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.safe_files import (
     is_count,
     is_plain_name,
@@ -209,6 +212,16 @@ def index_text(files: Sequence[FilePlan]) -> str:
     weight_map = {name: file.name for file in files for name in file.entries}
     total = sum(entry.end - entry.begin for file in files for entry in file.entries.values())
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+
+
+def write_lists(folder: Path, plans: Sequence[FilePlan], sums: Checksums) -> list[str]:
+    """Writes the index of several files, and the checksums of all; returns their names."""
+    lists = {INDEX_NAME: index_text(plans).encode()} if len(plans) > 1 else {}
+    sums.update({name: FileSums.of(text) for name, text in lists.items()})
+    lists[NAME] = sums.text()
+    for name, text in lists.items():
+        files.write_file(folder / name, text)
+    return list(lists)
 
 
 def check_entries(

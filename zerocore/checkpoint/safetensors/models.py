@@ -22,9 +22,9 @@ from zerocore.checkpoint.safetensors.files import (
     Entry,
     FilePlan,
     check_entries,
-    index_text,
     plan_files,
     read_folder,
+    write_lists,
 )
 from zerocore.common.agreement import agree, gather_objects, on_all_ranks
 from zerocore.common.alarm import operation
@@ -218,11 +218,8 @@ def save_safetensors(
 
     def commit() -> None:
         if state.rank == 0:
-            index = {INDEX_NAME: index_text(plans).encode()} if len(plans) > 1 else {}
-            sums.update({name: FileSums.of(text) for name, text in index.items()})
-            for name, text in {**index, NAME: sums.text()}.items():
-                files.write_file(temporary / name, text)
-            for name in [NAME, *(file.name for file in plans), *index]:
+            lists = write_lists(temporary, plans, sums)
+            for name in [lists.pop(), *(file.name for file in plans), *lists]:  # an index is last
                 os.replace(temporary / name, path / name)
             temporary.rmdir()
             files.flush_path(path)
