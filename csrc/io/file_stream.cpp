@@ -96,7 +96,12 @@ FileStream::FileStream(
 }
 
 FileStream::~FileStream() {
-  stop();
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  join();
   ::close(file_);
 }
 
@@ -106,12 +111,7 @@ void FileStream::start() {
   }
 }
 
-void FileStream::stop() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  changed_.notify_all();
+void FileStream::join() {
   for (std::thread& thread : threads_) {
     thread.join();
   }
@@ -141,10 +141,7 @@ std::vector<uint32_t> FileStream::read(std::vector<Run> runs) {
   if (threads_.empty()) {
     start();
   }
-  for (std::thread& thread : threads_) {
-    thread.join();
-  }
-  threads_.clear();
+  join();
   if (error_ != nullptr) {
     std::rethrow_exception(error_);
   }

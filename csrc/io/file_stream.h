@@ -59,7 +59,7 @@ class FileStream {
   };
 
   void start();
-  void stop();
+  void join();
   void work();
   bool may_read() const;
   void read_next(std::unique_lock<std::mutex>& lock);

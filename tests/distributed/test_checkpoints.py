@@ -228,6 +228,17 @@ def break_files(folder: Path) -> None:
     assert_equal(full_states(training.model, training.optimizer), before)
 
 
+def break_values(folder: Path) -> None:
+    training = Training(folder, 3, "adamw")
+    training.checkpoints.save(1).wait()
+    values = folder / "step-00000001" / "__0_1.distcp"
+    if dist.get_rank() == 0:
+        values.write_bytes(values.read_bytes()[:-1] + b"x")
+    dist.barrier()
+    with pytest.raises(COMMON, match=r"__0_1\.distcp is damaged"):
+        zerocore.Checkpoints(folder, training.model).load()  # whose ranks need no options
+
+
 def bytes_asked() -> int:
     """The bytes that this process has asked the system to read so far."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
@@ -339,7 +350,8 @@ def test_several_runs_of_one_model_save_at_once(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_found_before_anything_changes(tmp_path: Path) -> None:
-    run_ranks(break_files, 2, tmp_path)
+    run_ranks(break_files, 2, tmp_path / "read")
+    run_ranks(break_values, 2, tmp_path / "unread")
 
 
 def load_wrong(folder: Path) -> None:

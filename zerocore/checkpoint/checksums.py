@@ -30,7 +30,7 @@ from zerocore.checkpoint.safe_files import (
 NAME = "checksums.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint
 MAX_SMALL_NBYTES = 1 << 30  # of a read at once
-_DAMAGED = "is damaged: checksum mismatch: the file changed after it was written"
+DAMAGED = "is damaged: checksum mismatch: the file changed after it was written"
 _STEP = 64  # blocks, after which progress is told
 KeysIn = Callable[[list[range]], list[str]]
 
@@ -66,7 +66,7 @@ class FileSums:
         ]
         if bad:
             keys = ", ".join(map(shown, keys_in(bad)[:5]))
-            raise ValueError(f"{path} {_DAMAGED}{keys and f', in {keys}'}")
+            raise ValueError(f"{path} {DAMAGED}{keys and f', in {keys}'}")
 
 
 class Checksums(dict[str, FileSums]):
@@ -94,7 +94,7 @@ def read_sums(folder: Path) -> Checksums | None:
     data = read_small(path)
     text, mark, end = data[:-10], data[-10:-9], data[-9:]
     if mark != b"\n" or end != b"%08x\n" % crc32(text):
-        raise ValueError(f"{path} {_DAMAGED}")
+        raise ValueError(f"{path} {DAMAGED}")
     with named(path):
         facts = parsed_json(text)
         if type(facts) is not dict or facts.get("block_nbytes") != BLOCK_NBYTES:
@@ -145,7 +145,7 @@ def read_checked(path: Path, sums: Checksums | None, most_nbytes: int = MAX_SMAL
     """
     data = read_small(path, most_nbytes)
     if sums is not None and FileSums.of(data) != sums.get(path.name):
-        raise ValueError(f"{path} {_DAMAGED}")
+        raise ValueError(f"{path} {DAMAGED}")
     return data
 
 

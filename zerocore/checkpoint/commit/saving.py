@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -119,24 +119,20 @@ class Save:
                 sums[name] = FileSums.of(each)
 
         written: list[Future[None]] = []
-        with ThreadPoolExecutor(1, "checkpoint-small") as thread:
-
-            def begin_small() -> None:
-                written.append(thread.submit(write_small))
-
-            try:
-                name = self.saved.plan.file_name(self.saved.rank)
-                parts = self.saved.parts_on_cpu() if copies is None else copies
-                found = write_rank_file(temporary, self.saved, parts, begin_small)
-                for each in written:
-                    each.result()
-                for file in small:
-                    files.flush(file)
-            finally:
-                wait(written)
-                for file in small:
-                    files.close(file)
-        sums[name] = found
+        parts = self.saved.parts_on_cpu() if copies is None else copies
+        try:
+            with ThreadPoolExecutor(1, "checkpoint-small") as thread:
+                found = write_rank_file(
+                    temporary, self.saved, parts, lambda: written.append(thread.submit(write_small))
+                )
+            for each in written:
+                each.result()
+            for file in small:
+                files.flush(file)
+        finally:
+            for file in small:
+                files.close(file)
+        sums[self.saved.plan.file_name(self.saved.rank)] = found
         return sums
 
     def _commit(self, temporary: Path, parts: list[Checksums]) -> None:

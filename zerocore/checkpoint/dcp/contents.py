@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from zerocore._C import StreamWay
 from zerocore.checkpoint.checksums import (
+    DAMAGED,
     METADATA,
     NAME,
     FileSums,
@@ -145,9 +146,7 @@ class Contents:
                 found = in_threads(partial(Stored.is_good, file=file), items)
                 for item, is_good in zip(items, found, strict=True):
                     if not is_good:
-                        raise ValueError(
-                            f"{path} is damaged: checksum mismatch in {shown(item.key)}"
-                        )
+                        raise ValueError(f"{path} {DAMAGED} in {shown(item.key)}")
                     advance(item.end - item.begin)
 
 

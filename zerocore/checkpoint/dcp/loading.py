@@ -158,29 +158,20 @@ class TrainingLoad:
                 check_files(self._contents.folder, {VALUES: sums[VALUES]})
             return values_of(self._targets)
 
+    @torch.no_grad()
     def _read_rest(self) -> None:
-        """Reads what is not read yet: from this rank's file, and with torch's reader from any."""
+        """Reads all that is left: from this rank's file, and with torch's reader from any."""
         with reading(self._folder):
-            self._read()
-
-    def _read(self) -> None:
-        read: set[str] = set()
-        if self._targets is not None and self._saved is not None:
-            read = self._file.read_rest(self._saved, self._targets)
-            _set_values(self._wanted, self._values)
-            read.update(self._values)
-        wanted = dict(flat(self._wanted, ""))
-        wanted.pop("optim.param_groups", None)  # read before
-        rest = {key: value for key, value in wanted.items() if key not in read}
-        if rest:
-            load_tensors(rest, self._contents)
-
-
-@torch.no_grad()
-def _set_values(own: dict[str, Any], values: dict[str, Tensor]) -> None:
-    tensors = dict(flat(own, ""))
-    for key, value in values.items():
-        tensors[key].copy_(value.view(tensors[key].shape))
+            wanted = dict(flat(self._wanted, ""))
+            wanted.pop("optim.param_groups", None)  # read before
+            if self._targets is not None and self._saved is not None:
+                for key in self._file.read_rest(self._saved, self._targets):
+                    del wanted[key]
+                for key, value in self._values.items():
+                    tensor = wanted.pop(key)
+                    tensor.copy_(value.view(tensor.shape))
+            if wanted:
+                load_tensors(wanted, self._contents)
 
 
 def read_groups(contents: Contents) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -44,13 +43,14 @@ class Spread:
     ranges: tuple[tuple[int, int, int], ...]
     strides: tuple[int, ...] | None = None
 
-    def pieces(self, itemsize: int) -> list[tuple[int, Box]]:
-        """``(rank, box)`` of all that is written; one without elements for an empty tensor."""
+    def pieces(self, itemsize: int, only: int | None = None) -> list[tuple[int, Box]]:
+        """``(rank, box)`` of all ranks or one; a box without elements for an empty tensor."""
         if prod(self.shape) == 0:
-            return [(0, Box((0,) * len(self.shape), self.shape, 0))]
+            return [(0, Box((0,) * len(self.shape), self.shape, 0))] if not only else []
         return [
             (rank, box)
             for rank, begin, end in self.ranges
+            if only in (None, rank)
             for box in cut_boxes(self.shape, begin, end, self.strides, itemsize)
         ]
 
@@ -96,25 +96,16 @@ class SavePlan:
             return self._pieces[rank]
         found, offset = [], 0
         for key, (dtype, spread) in self.tensors.items():
-            for box in _boxes_of_rank(spread, rank, dtype.itemsize):
+            for _, box in spread.pieces(dtype.itemsize, rank):
                 found.append(Piece(key, box, offset))
                 offset += chunk_nbytes(box.numel * dtype.itemsize)
         self._pieces[rank] = found
         return found
 
-    @cached_property
-    def file_nbytes(self) -> list[int]:
-        """The size of each rank's file."""
-        sizes = [0] * self.world_size
-        for dtype, spread in self.tensors.values():
-            for rank, box in spread.pieces(dtype.itemsize):
-                sizes[rank] += chunk_nbytes(box.numel * dtype.itemsize)
-        return sizes
-
-    @property
-    def data_nbytes(self) -> int:
-        """Bytes of the tensors themselves."""
-        return sum(dtype.itemsize * prod(s.shape) for dtype, s in self.tensors.values())
+    def file_nbytes(self, rank: int) -> int:
+        """The size of the file of one rank."""
+        sizes = ((p.box.numel, self.tensors[p.key][0].itemsize) for p in self.pieces_of(rank))
+        return sum(chunk_nbytes(numel * itemsize) for numel, itemsize in sizes)
 
     def metadata(self, values: Mapping[str, tuple[int, int]], paths: Mapping[str, Any]) -> Metadata:
         """The metadata for torch's reader.
@@ -147,16 +138,6 @@ class SavePlan:
             )
         meta = StorageMeta(save_id=FORMAT)
         return Metadata(entries, dict(paths), places, meta, CURRENT_DCP_VERSION)
-
-
-def _boxes_of_rank(spread: Spread, rank: int, itemsize: int) -> Iterator[Box]:
-    if prod(spread.shape) == 0:
-        if rank == 0:
-            yield Box((0,) * len(spread.shape), spread.shape, 0)
-        return
-    for owner, begin, end in spread.ranges:
-        if owner == rank:
-            yield from cut_boxes(spread.shape, begin, end, spread.strides, itemsize)
 
 
 def _chunks(spread: Spread, itemsize: int) -> list[tuple[int, int, ChunkStorageMetadata]]:

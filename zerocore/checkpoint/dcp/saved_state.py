@@ -150,7 +150,7 @@ def write_rank_file(
     plan, rank = saved.plan, saved.rank
     file = files.create(folder / plan.file_name(rank))
     try:
-        nbytes = plan.file_nbytes[rank]
+        nbytes = plan.file_nbytes(rank)
         files.reserve(file, nbytes)
         writer = files.writer(file, nbytes)
         begun()

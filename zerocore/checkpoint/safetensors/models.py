@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from zerocore.checkpoint.safetensors.files import (
     read_folder,
     write_lists,
 )
-from zerocore.common.agreement import agree, gather_objects, on_all_ranks
+from zerocore.common.agreement import agree, on_all_ranks
 from zerocore.common.alarm import operation
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.state import Param, ShardState, state_of
@@ -69,19 +70,17 @@ def load_safetensors(
     targets = _targets(model, state)
     found: dict[str, Entry] = {}
 
-    def check() -> None:
+    def check() -> set[str]:
         if state.shown_full.total() > 0:
             raise RuntimeError("load_safetensors inside of zerocore.unsharded; call it outside")
         found.update(_renamed(read_folder(folder, verify), rename))
         _check(targets, found, strict, folder)
+        return {f"{name} at {entry.begin} of {entry.file.name}" for name, entry in found.items()}
 
     groups, device = state.ranks.groups, state.device
-    on_all_ranks(groups, check, device)
-    try:
-        facts = [f"{name} at {e.begin} of {e.file.name}" for name, e in found.items()]
-        agree(groups, None, facts, device)
-    except ValueError as error:
-        raise ValueError(f"the ranks see different files: {error}") from None
+    for rank, (own, other) in enumerate(pairwise(on_all_ranks(groups, check, device)), 1):
+        if differing := sorted(own ^ other):
+            raise ValueError(f"rank {rank} sees other files than rank {rank - 1}: {differing[0]}")
     if verify:
         part, parts = state.rank, state.world_size
         compare = partial(check_entries, found.values(), part, parts, StreamWay.CACHED)
@@ -213,8 +212,7 @@ def save_safetensors(
             _create(temporary, plans)
 
     on_all_ranks(groups, prepare, device)
-    written = _write_all(state, temporary, plans, targets)
-    sums = _joined(gather_objects(groups, [written], device))
+    sums = _joined(_write_all(state, temporary, plans, targets))
 
     def commit() -> None:
         if state.rank == 0:
@@ -262,32 +260,43 @@ def _create(folder: Path, plans: list[FilePlan]) -> None:
 
 def _write_all(
     state: ShardState, folder: Path, plans: list[FilePlan], targets: Mapping[str, Target]
-) -> dict[str, Written]:
-    """Writes the parts of this rank; returns the sums of those blocks that it wrote to."""
+) -> list[dict[str, Written]]:
+    """Writes the parts of this rank; returns the sums of the blocks to which each rank wrote."""
     written: dict[str, Written] = {}
-    error: Exception | None = None
+    errors: list[OSError] = []
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            errors.append(error)
+
     with ExitStack() as stack, torch.no_grad():
         for plan in plans:
-            try:
+            with noted():
                 file = stack.enter_context(open(folder / plan.name, "r+b", buffering=0))
                 writer = files.writer(file.fileno(), plan.nbytes, StreamWay.CACHED)
                 if state.rank == 0:
                     files.write(writer, 0, plan.header)
-            except OSError as caught:
-                error = error or caught
             for name, entry in plan.entries.items():
                 values, begin = _own_part(state, targets[name])  # may be collective: on all ranks
-                try:
-                    if error is None:
+                with noted():
+                    if not errors:
                         offset = entry.begin + begin * entry.dtype.itemsize
                         write_from(writer, offset, entry.dtype, values)
-                except OSError as caught:
-                    error = caught
-            if error is None:
-                os.fsync(file.fileno())
-                written[plan.name] = (plan.nbytes, {i: s for i, s in enumerate(writer.sums()) if s})
-    agree(state.ranks.groups, error, [], state.device)
-    return written
+            with noted():
+                if not errors:
+                    os.fsync(file.fileno())
+                    sums = {index: crc for index, crc in enumerate(writer.sums()) if crc}
+                    written[plan.name] = (plan.nbytes, sums)
+
+    def outcome() -> dict[str, Written]:
+        if errors:
+            raise errors[0]
+        return written
+
+    return on_all_ranks(state.ranks.groups, outcome, state.device)
 
 
 def _joined(parts: list[dict[str, Written]]) -> Checksums:
