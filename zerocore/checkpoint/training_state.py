@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -18,8 +19,6 @@ from zerocore.common.state_memory import filled_later
 from zerocore.hooks.optimizer_states import make_states, params_of
 
 State = dict[str, Any]
-
-
 Optimizers = Sequence[Optimizer]
 
 
@@ -84,15 +83,6 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [known[id(param)] for param in params]
 
 
-def flat(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """``("optim.state.weight.step", value)`` and so on, as torch flattens dicts."""
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def check_model(state: State, metadata: Metadata, folder: object) -> None:
     """Raises ValueError if the weights of a checkpoint do not fit; names folder and key."""
     _check_tensors(state["model"], "model.", metadata, f"{folder} does not fit the model")
@@ -100,7 +90,7 @@ def check_model(state: State, metadata: Metadata, folder: object) -> None:
 
 def _check_tensors(state: State, prefix: str, metadata: Metadata, trouble: str) -> None:
     saved = {key for key in metadata.state_dict_metadata if key.startswith(prefix)}
-    own = dict(flat(state, prefix))
+    own = {f"{prefix}{key}": value for key, value in flatten_state_dict(state)[0].items()}
     missing, unexpected = sorted(set(own) - saved), sorted(saved - set(own))
     if missing or unexpected:
         raise ValueError(f"{trouble}: missing {shown(missing)}, unexpected {shown(unexpected)}")

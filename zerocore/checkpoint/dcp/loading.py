@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
 
 from zerocore._C import StreamWay
 from zerocore.checkpoint.checksums import METADATA, check_files, read_checked, read_range
@@ -29,7 +31,6 @@ from zerocore.checkpoint.training_state import (
     check_random_state,
     drop_states,
     fit_optimizers,
-    flat,
     load_optimizers,
     params_without_state,
     set_random_state,
@@ -162,8 +163,8 @@ class TrainingLoad:
     def _read_rest(self) -> None:
         """Reads all that is left: from this rank's file, and with torch's reader from any."""
         with reading(self._folder):
-            wanted = dict(flat(self._wanted, ""))
-            wanted.pop("optim.param_groups", None)  # read before
+            wanted, paths = flatten_state_dict(self._wanted)
+            wanted = {k: v for k, v in wanted.items() if paths[k][1] != "param_groups"}
             if self._targets is not None and self._saved is not None:
                 for key in self._file.read_rest(self._saved, self._targets):
                     del wanted[key]
@@ -172,6 +173,9 @@ class TrainingLoad:
                     tensor.copy_(value.view(tensor.shape))
             if wanted:
                 load_tensors(wanted, self._contents)
+            for key, value in wanted.items():
+                if not isinstance(value, Tensor):  # of get_extra_state
+                    set_element(self._wanted, paths[key], value)
 
 
 def read_groups(contents: Contents) -> list[dict[str, Any]]:
