@@ -2,10 +2,10 @@
 //
 // Note [Past the page cache]
 // A block that is read into memory of large pages is a few requests of the disk; by way of the page
-// cache, and into small pages, it is many, and the processor copies it once more. So what is not
-// in the cache is read past it (O_DIRECT). Bytes that are in the cache come from there. Large files
-// are written past it, too: the cache would take as much new memory as the file has bytes, from
-// what trains beside it.
+// cache, and into small pages, it is many, and the processor copies it once more. So bytes that are
+// not in the cache are read past it (O_DIRECT). Bytes that are in the cache come from there. Large
+// files are written past it, too: the cache would take as much new memory as the file has bytes,
+// from what trains beside it.
 #pragma once
 
 #include <cstddef>

@@ -171,7 +171,7 @@ void FileStream::work() {
   }
 }
 
-// The disk has always something to do; what comes from the cache is summed while it is in the
+// The disk has always something to do; blocks from the page cache are summed while they are in the
 // processor's.
 bool FileStream::may_read() const {
   if (next_ >= end_ || (!asked_ && !is_direct_)) {

@@ -14,7 +14,7 @@ class DamageError(SharedError):
 
 
 OTHERS = r"rank 1 failed: OSError: the disk is full"
-# What each rank raises, and the type and message of the error that it gets.
+# The error that each rank raises, and the type and message of the error that it gets.
 CASES: list[tuple[list[Exception | None], list[tuple[type[Exception], str]]]] = [
     (
         [None, OSError("the disk is full"), None],

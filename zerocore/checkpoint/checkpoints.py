@@ -77,21 +77,21 @@ class Checkpoints:
     """Checkpoints of a sharded model, its optimizer and what else training needs, in one folder.
 
     Each is a folder ``step-00000100`` that ``torch.distributed.checkpoint`` reads, too: any number
-    of ranks, any stage. It has its name when all of it is on disk; what a crash leaves besides is
-    not looked at, and deleted by the next save. All ranks make it, save and load together, and see
-    one file system.
+    of ranks, any stage. It has its name when all of it is on disk. Loads ignore the remains of
+    a crash, which the next save deletes. All ranks make it, save and load together, and see one
+    file system.
 
     Args:
         folder: made if need be; one training writes to it. Where another process of the first
             rank's host does, a save is a RuntimeError.
         model: sharded.
         optimizer: of its parameters, or several in a list, each of other ones; None saves none.
-        keep: how many checkpoints stay; older ones are deleted after a save, and what cannot be
-            deleted is a warning. None keeps all.
+        keep: how many checkpoints stay; older ones are deleted after a save, and a deletion that
+            fails is a warning. None keeps all.
         background: ``save`` returns at once; threads copy the state and write it. The next step of
             the optimizer waits until all is copied.
         memory_budget: bytes of CPU memory that the copies may take at a time. Where the state is
-            larger, the next step also waits until what exceeds it is written; and weights that
+            larger, the next step also waits until the excess is written; and weights that
             exceed it are read twice by ``load``, which keeps them beside the model until all files
             are known to be good. 2 GiB by default, at least 16 MiB.
         verify: before loading, compare the checksums of all files.
@@ -162,8 +162,8 @@ class Checkpoints:
     def save(self, step: int) -> PendingSave:
         """Saves the state as that of ``step``; waits for the save before, if that is under way.
 
-        In the background it asks no other rank: what goes wrong on another one, and that the ranks
-        would save different tensors, is raised by ``wait`` and by the next ``save``.
+        In the background it asks no other rank: ``wait`` and the next ``save`` raise the errors of
+        other ranks, and an error if the ranks would save different tensors.
 
         Raises:
             FileExistsError: there is a good checkpoint of this step; of one that this object has

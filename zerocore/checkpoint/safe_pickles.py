@@ -126,7 +126,7 @@ class _Machine:
             target.update(zip(pairs[::2], pairs[1::2], strict=True))
 
     def _check_key(self, key: Any) -> None:
-        """Hashing must end: what is nested is no key."""
+        """Hashing must end: nested values are no keys."""
         is_flat = type(key) is tuple and all(type(item) in _KINDS for item in key)
         if not is_flat and (isinstance(key, tuple | Maker) or id(key) in self._empty):
             raise ValueError("a key is neither plain nor flat")

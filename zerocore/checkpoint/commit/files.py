@@ -28,7 +28,7 @@ def reserve(file: int, nbytes: int) -> None:
 
 
 def writer(file: int, nbytes: int, way: _C.StreamWay = _C.StreamWay.ANY) -> _C.FileWriter:
-    """Writes to a file of ``nbytes`` in large blocks; what is given to it may be held back.
+    """Writes to a file of ``nbytes`` in large blocks; it may hold bytes back.
 
     Args:
         way: ``StreamWay.CACHED`` where other processes write to the same file.

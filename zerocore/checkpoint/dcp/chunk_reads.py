@@ -37,8 +37,8 @@ class Chunk:
 def locate(file: int, offset: int, length: int) -> Chunk | None:
     """Finds the tensor in the chunk of ``length`` bytes at ``offset``.
 
-    None if it is of another form than ``torch.save`` gives to a plain tensor below 4 GiB; what is
-    broken is of another form, too.
+    None if it is of another form than ``torch.save`` gives to a plain tensor below 4 GiB; so is
+    a broken chunk.
     """
     count = min(length, _TAIL_NBYTES)
     parts = _listed_parts(os.pread(file, count, offset + length - count))

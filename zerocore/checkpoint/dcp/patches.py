@@ -38,7 +38,7 @@ def _gathers(original: Callable[..., Any]) -> Callable[..., Any]:
         def full(value: Tensor) -> Tensor:
             if not isinstance(value, Placed):
                 return value
-            # Torch sends the memory of what it broadcasts, whatever the order in it.
+            # Torch broadcasts the memory of a tensor as it is, in any order.
             whole = value.full_tensor().contiguous()
             if not keep:
                 return torch.empty(0)

@@ -28,7 +28,7 @@ def write_items(fqn: str, place: Place, local: Tensor) -> list[WriteItem]:
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    # Torch reads the dtype alone; what else it has noted down differs between its versions.
+    # Torch reads the dtype alone; its other notes differ between its versions.
     properties = TensorProperties(dtype=local.dtype)
     return [
         WriteItem(
