@@ -1,4 +1,4 @@
-"""Plain values of modules and optimizers come back as they were saved."""
+"""Plain values come back as they were saved, and elements in another order in memory do."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from tests.distributed.saved_nets import assert_equal, full_states
 
 
 class Counted(nn.Linear):
@@ -48,3 +49,22 @@ def load_plain_values(folder: Path, calls: int) -> None:
 def test_plain_values_of_modules_and_optimizers(tmp_path: Path) -> None:
     for world_size, calls in ((2, 0), (2, 5), (3, 5)):
         run_ranks(load_plain_values, world_size, tmp_path, calls)
+
+
+def conv(memory_format: torch.memory_format) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = zerocore.shard(nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=memory_format)))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def load_another_order(folder: Path) -> None:
+    first, optimizer = conv(torch.channels_last)
+    first(torch.randn(2, 3, 5, 5)).square().sum().backward()
+    optimizer.step()
+    zerocore.Checkpoints(folder, first, optimizer).save(1).wait()
+    second, loaded = conv(torch.contiguous_format)
+    zerocore.Checkpoints(folder, second, loaded).load()
+    assert_equal(full_states(second, loaded), full_states(first, optimizer))
+
+
+def test_elements_in_another_order_in_memory(tmp_path: Path) -> None:
+    run_ranks(load_another_order, 1, tmp_path)
