@@ -8,6 +8,9 @@ from torch import Tensor
 DISK_ALIGNMENT: int
 """Offsets, sizes and addresses of requests to a disk file are multiples of it."""
 
+BLOCK_NBYTES: int
+"""Bytes of a block of a file, each of which has a checksum."""
+
 class DiskWay:
     """How a disk file moves bytes; ANY is io_uring where the system allows it."""
 
@@ -40,11 +43,12 @@ class StreamWay:
     DIRECT: StreamWay
 
 class FileStream:
-    """A file that several threads read once, from its begin to its end.
+    """Blocks of a file that several threads read once, in their order.
 
-    ``read`` takes ``(offset, bytes, address)`` of what goes where (address 0: is summed only), in
-    the order of the file, and returns the CRC-32 of each. The first ``ahead_nbytes`` may be read
-    before. Raises OSError that names the file; ValueError for another order and a second call.
+    ``read`` returns the CRC-32 of each block from ``first_block`` to ``end_block``, or to the end.
+    It takes ``(offset, bytes, address)`` of what goes where, in the order of the file. The first
+    ``ahead_nbytes`` may be read before. Raises OSError that names the file; ValueError for another
+    order and a second call.
     """
 
     def __init__(
@@ -53,8 +57,10 @@ class FileStream:
         ahead_nbytes: int = 0,
         num_threads: int = 2,
         way: StreamWay = StreamWay.ANY,
+        first_block: int = 0,
+        end_block: int = ...,
     ) -> None: ...
-    def read(self, runs: Sequence[tuple[int, int, int]]) -> list[int]: ...
+    def read(self, runs: Sequence[tuple[int, int, int]] = ()) -> list[int]: ...
     is_direct: bool
 
 class FileWriter:
@@ -64,12 +70,14 @@ class FileWriter:
     returns the CRC-32 of what ``crc`` is that of, and of these bytes; several threads may call it.
     ``finish`` waits for all. Raises OSError for what the system refuses, of bytes that were given
     before, too; ValueError for bytes outside of the file, and in ``finish`` for missing ones.
+    ``sums`` is the CRC-32 of each block; if several writers share a file, the XOR of theirs is.
     """
 
     RING_NBYTES: int  # host memory that it takes where the file is larger
     def __init__(self, file: int, nbytes: int, way: StreamWay = StreamWay.ANY) -> None: ...
     def write(self, address: int, nbytes: int, offset: int, crc: int = 0) -> int: ...
     def finish(self) -> None: ...
+    def sums(self) -> list[int]: ...
     is_direct: bool
 
 class HostMemory:
@@ -114,7 +122,4 @@ class SwappedUnits:
     descriptor: int
 
 def crc32(address: int, nbytes: int, crc: int = 0, by_tables: bool = False) -> int: ...
-def write_at(file: int, address: int, nbytes: int, offset: int, crc: int = 0) -> int: ...
 def reserve(file: int, nbytes: int) -> None: ...
-def crc32_at(file: int, offset: int, nbytes: int) -> int: ...
-def crc32_joined(first: int, second: int, second_nbytes: int) -> int: ...

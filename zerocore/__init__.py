@@ -6,7 +6,7 @@ import zerocore.extension  # noqa: F401  # an extension that does not fit is the
 from zerocore import emulated, optim
 from zerocore.api import no_sync, register_forward_method, reset, shard, unsharded
 from zerocore.checkpoint.checkpoints import Checkpoints, PendingSave
-from zerocore.checkpoint.safetensors_models import load_safetensors, save_safetensors
+from zerocore.checkpoint.safetensors.models import load_safetensors, save_safetensors
 from zerocore.common.events import Event
 from zerocore.common.links import Link
 from zerocore.common.memory_bytes import MemoryBytes

@@ -8,7 +8,7 @@ import torch
 
 from zerocore import emulated
 from zerocore._C import define_grad
-from zerocore.checkpoint.torch_seams import watch_imports
+from zerocore.checkpoint.dcp.patches import watch_imports
 from zerocore.hooks import patches
 from zerocore.tensor.parameter import ShardedParameter, rebuild_shard
 

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <exception>
+#include <limits>
 #include <string>
 #include <system_error>
 #include <tuple>
@@ -13,7 +14,6 @@
 #include "bindings/bindings.h"
 #include "io/crc32.h"
 #include "io/disk_file.h"
-#include "io/file_bytes.h"
 #include "io/file_stream.h"
 #include "io/file_writer.h"
 
@@ -41,6 +41,7 @@ void translate_os_error(std::exception_ptr caught) {
 void register_disk_file(py::module_& module) {
   using io::DiskFile;
   module.attr("DISK_ALIGNMENT") = kDiskAlignment;
+  module.attr("BLOCK_NBYTES") = io::kBlockNbytes;
   py::enum_<io::DiskWay>(module, "DiskWay")
       .value("ANY", io::DiskWay::Any)
       .value("IO_URING", io::DiskWay::IoUring)
@@ -100,13 +101,15 @@ void register_file_stream(py::module_& module) {
       .value("DIRECT", io::StreamWay::Direct);
   py::class_<FileStream>(module, "FileStream")
       .def(
-          py::init<std::string, int64_t, size_t, io::StreamWay>(),
+          py::init<std::string, int64_t, size_t, io::StreamWay, int64_t, int64_t>(),
           py::arg("path"),
           py::arg("ahead_nbytes") = 0,
           py::arg("num_threads") = 2,
           py::arg("way") = io::StreamWay::Any,
+          py::arg("first_block") = 0,
+          py::arg("end_block") = std::numeric_limits<int64_t>::max(),
           Released())
-      .def("read", &read_runs, py::arg("runs"), Released())
+      .def("read", &read_runs, py::arg("runs") = std::vector<PythonRun>(), Released())
       .def_property_readonly("is_direct", &FileStream::is_direct);
 }
 
@@ -130,6 +133,7 @@ void register_file_writer(py::module_& module) {
           py::arg("crc") = 0,
           Released())
       .def("finish", &FileWriter::finish, Released())
+      .def("sums", &FileWriter::sums)
       .def_property_readonly("is_direct", &FileWriter::is_direct)
       .attr("RING_NBYTES") = FileWriter::kRingNbytes;
 }
@@ -152,26 +156,7 @@ void register_io(py::module_& module) {
       py::arg("nbytes"),
       py::arg("crc") = 0,
       py::arg("by_tables") = false);
-  module.def(
-      "crc32_joined",
-      &io::crc32_joined,
-      py::arg("first"),
-      py::arg("second"),
-      py::arg("second_nbytes"));
-  module.def(
-      "write_at",
-      [](int file, uintptr_t address, size_t nbytes, int64_t offset, uint32_t crc) {
-        return io::write_at(file, as_memory(address), nbytes, offset, crc);
-      },
-      py::arg("file"),
-      py::arg("address"),
-      py::arg("nbytes"),
-      py::arg("offset"),
-      py::arg("crc") = 0,
-      Released());
   module.def("reserve", &io::reserve, py::arg("file"), py::arg("nbytes"), Released());
-  module.def(
-      "crc32_at", &io::crc32_at, py::arg("file"), py::arg("offset"), py::arg("nbytes"), Released());
 }
 
 } // namespace zerocore

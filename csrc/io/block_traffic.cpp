@@ -1,4 +1,4 @@
-// What a queue says of parts of blocks becomes what the owner is told of whole ones.
+// A queue reports parts of blocks; the owner hears of whole ones.
 #include "io/block_traffic.h"
 
 #include <algorithm>

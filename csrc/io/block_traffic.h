@@ -18,7 +18,7 @@ enum class DiskWay : uint8_t { Any, IoUring, Threads }; // Any: io_uring, else t
 // Every call but way() is made under the owner's lock.
 class BlockTraffic {
  public:
-  // What is told of a block: the owner's tag, and 0, or the errno of the rest of it that failed.
+  // Takes the owner's tag of a block, and 0 or the errno of the rest of it that failed.
   using Done = std::function<void(int64_t tag, const Block& rest, int error)>;
 
   // Throws EOPNOTSUPP for DiskWay::IoUring where the system has none.

@@ -34,9 +34,9 @@ class DiskFile {
   DiskFile& operator=(const DiskFile&) = delete;
 
   // Begin a transfer of `nbytes` > 0 and return at once. The memory is the request's until wait().
-  // Requests of the same bytes have no order: wait for the first one. What was never written reads
-  // as zeros. Of all requests the first 256 MiB are under way; what is behind them is begun by the
-  // next call of any of the three.
+  // Requests of the same bytes have no order: wait for the first one. Bytes that were never written
+  // read as zeros. Of all requests the first 256 MiB are under way; the next call of any of
+  // the three begins the rest.
   Ticket read(int64_t offset, void* data, int64_t nbytes, std::string label);
   Ticket write(int64_t offset, const void* data, int64_t nbytes, std::string label);
   // Once for each ticket. Throws what went wrong with the request.

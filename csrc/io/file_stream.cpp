@@ -62,18 +62,28 @@ bool choose_direct(int file, int64_t nbytes, StreamWay way) {
 
 } // namespace
 
-FileStream::FileStream(std::string path, int64_t ahead_nbytes, size_t num_threads, StreamWay way)
+FileStream::FileStream(
+    std::string path,
+    int64_t ahead_nbytes,
+    size_t num_threads,
+    StreamWay way,
+    int64_t first_block,
+    int64_t end_block)
     : path_(std::move(path)),
       num_threads_(num_threads),
       ring_(
           std::max(kDirectThreads, num_threads) +
           static_cast<size_t>(num_blocks_of(std::max<int64_t>(ahead_nbytes, 0)))),
       file_(open_to_read(path_)),
+      first_(first_block),
+      end_(end_block),
+      next_(first_block),
       free_(ring_.blocks()) {
   struct stat facts{};
   ::fstat(file_, &facts);
   file_nbytes_ = facts.st_size;
-  end_ = num_blocks_of(file_nbytes_);
+  end_ = std::max(first_, std::min(end_, num_blocks_of(file_nbytes_)));
+  sums_.resize(static_cast<size_t>(end_ - first_));
   is_direct_ = choose_direct(file_, file_nbytes_, way);
   if (way == StreamWay::Direct && !is_direct_) {
     ::close(file_);
@@ -86,7 +96,12 @@ FileStream::FileStream(std::string path, int64_t ahead_nbytes, size_t num_thread
 }
 
 FileStream::~FileStream() {
-  stop();
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  join();
   ::close(file_);
 }
 
@@ -96,12 +111,7 @@ void FileStream::start() {
   }
 }
 
-void FileStream::stop() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  changed_.notify_all();
+void FileStream::join() {
   for (std::thread& thread : threads_) {
     thread.join();
   }
@@ -110,14 +120,14 @@ void FileStream::stop() {
 
 std::vector<uint32_t> FileStream::read(std::vector<Run> runs) {
   for (size_t i = 0; i < runs.size(); ++i) {
-    const int64_t begin = i == 0 ? 0 : runs[i - 1].offset + runs[i - 1].nbytes;
+    const int64_t begin = i == 0 ? first_ * kBlockNbytes : runs[i - 1].offset + runs[i - 1].nbytes;
     if (runs[i].nbytes < 0 || runs[i].offset < begin) {
       throw std::invalid_argument("'" + path_ + "': runs must come in the order of the file");
     }
   }
-  const int64_t end = runs.empty() ? 0 : runs.back().offset + runs.back().nbytes;
-  if (end > file_nbytes_) {
-    fail_with(EIO, "'" + path_ + "' ends at byte " + std::to_string(file_nbytes_));
+  const int64_t end = std::min(end_ * kBlockNbytes, file_nbytes_);
+  if (!runs.empty() && runs.back().offset + runs.back().nbytes > end) {
+    fail_with(EIO, "'" + path_ + "' ends at byte " + std::to_string(end));
   }
   {
     const std::lock_guard lock(mutex_);
@@ -125,22 +135,17 @@ std::vector<uint32_t> FileStream::read(std::vector<Run> runs) {
       throw std::invalid_argument("'" + path_ + "' was read already");
     }
     runs_ = std::move(runs);
-    end_ = num_blocks_of(end);
-    parts_.resize(static_cast<size_t>(std::max(end_, next_)));
     asked_ = true;
   }
   changed_.notify_all();
   if (threads_.empty()) {
     start();
   }
-  for (std::thread& thread : threads_) {
-    thread.join();
-  }
-  threads_.clear();
+  join();
   if (error_ != nullptr) {
     std::rethrow_exception(error_);
   }
-  return joined();
+  return std::move(sums_);
 }
 
 void FileStream::work() {
@@ -166,7 +171,7 @@ void FileStream::work() {
   }
 }
 
-// The disk has always something to do; what comes from the cache is summed while it is in the
+// The disk has always something to do; blocks from the page cache are summed while they are in the
 // processor's.
 bool FileStream::may_read() const {
   if (next_ >= end_ || (!asked_ && !is_direct_)) {
@@ -200,9 +205,9 @@ void FileStream::sum_next(std::unique_lock<std::mutex>& lock) {
   const Block block = waiting_.front();
   waiting_.pop_front();
   lock.unlock();
-  std::vector<Part> parts = sum(block);
+  const uint32_t crc = sum(block);
   lock.lock();
-  parts_[static_cast<size_t>(block.index)] = std::move(parts);
+  sums_[static_cast<size_t>(block.index - first_)] = crc;
   if (block.is_in_ring) {
     free_.push_back(block.data);
     changed_.notify_all();
@@ -219,7 +224,7 @@ char* FileStream::place_of(int64_t index) const {
   }
   const Run& run = runs_[at];
   const bool is_inside = run.offset <= begin && begin + kBlockNbytes <= run.offset + run.nbytes;
-  return is_inside && run.data != nullptr ? run.data + (begin - run.offset) : nullptr;
+  return is_inside ? run.data + (begin - run.offset) : nullptr;
 }
 
 void FileStream::fill(const Block& block) const {
@@ -243,27 +248,31 @@ void FileStream::fill(const Block& block) const {
   }
 }
 
-// Sums what lies in a block, and copies it to its place.
-std::vector<FileStream::Part> FileStream::sum(const Block& block) const {
+// Sums a block piece by piece, and copies each piece to its place while it is in the cache.
+uint32_t FileStream::sum(const Block& block) const {
   const int64_t begin = block.index * kBlockNbytes;
-  const int64_t end = begin + kBlockNbytes;
-  std::vector<Part> parts;
+  const int64_t end = std::min(begin + kBlockNbytes, file_nbytes_);
+  uint32_t crc = 0;
+  for (int64_t from = begin; from < end; from += kSumNbytes) {
+    const int64_t to = std::min(from + kSumNbytes, end);
+    crc = crc32(crc, block.data + (from - begin), static_cast<size_t>(to - from));
+    if (block.is_in_ring) {
+      copy_out(block, from, to);
+    }
+  }
+  return crc;
+}
+
+void FileStream::copy_out(const Block& block, int64_t begin, int64_t end) const {
   for (size_t at = first_run_behind(begin); at < runs_.size() && runs_[at].offset < end; ++at) {
     const Run& run = runs_[at];
-    const int64_t last = std::min(end, run.offset + run.nbytes);
     const int64_t first = std::max(begin, run.offset);
-    uint32_t crc = 0;
-    for (int64_t from = first; from < last; from += kSumNbytes) {
-      const char* data = block.data + (from - begin);
-      const auto nbytes = static_cast<size_t>(std::min(kSumNbytes, last - from));
-      crc = crc32(crc, data, nbytes);
-      if (block.is_in_ring && run.data != nullptr) {
-        std::memcpy(run.data + (from - run.offset), data, nbytes);
-      }
+    const int64_t last = std::min(end, run.offset + run.nbytes);
+    if (first < last) {
+      const char* from = block.data + (first - block.index * kBlockNbytes);
+      std::memcpy(run.data + (first - run.offset), from, static_cast<size_t>(last - first));
     }
-    parts.push_back({at, crc, static_cast<uint64_t>(std::max<int64_t>(last - first, 0))});
   }
-  return parts;
 }
 
 // The first run that has bytes behind `offset`, or ends the runs.
@@ -272,16 +281,6 @@ size_t FileStream::first_run_behind(int64_t offset) const {
     return run.offset + run.nbytes <= offset;
   });
   return static_cast<size_t>(found - runs_.begin());
-}
-
-std::vector<uint32_t> FileStream::joined() const {
-  std::vector<uint32_t> sums(runs_.size(), 0);
-  for (const std::vector<Part>& parts : parts_) {
-    for (const Part& part : parts) {
-      sums[part.run] = crc32_joined(sums[part.run], part.crc, part.nbytes);
-    }
-  }
-  return sums;
 }
 
 } // namespace zerocore::io

@@ -11,7 +11,6 @@
 
 #include "common/pages.h"
 #include "io/crc32.h"
-#include "io/file_bytes.h"
 #include "io/system_calls.h"
 
 namespace zerocore::io {
@@ -19,6 +18,7 @@ namespace zerocore::io {
 namespace {
 
 constexpr size_t kMostUnderWay = 8;
+constexpr int64_t kFlushNbytes = int64_t{8} << 20;
 
 int64_t tag_of(char* data) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(data));
@@ -36,7 +36,8 @@ int own_descriptor(int file) {
   return own;
 }
 
-uint32_t copy_and_sum(char* to, const char* from, int64_t nbytes, uint32_t crc) {
+uint32_t copy_and_sum(char* to, const char* from, int64_t nbytes) {
+  uint32_t crc = 0;
   for (int64_t at = 0; at < nbytes; at += kSumNbytes) {
     const auto count = static_cast<size_t>(std::min(kSumNbytes, nbytes - at));
     crc = crc32(crc, from + at, count);
@@ -45,14 +46,61 @@ uint32_t copy_and_sum(char* to, const char* from, int64_t nbytes, uint32_t crc) 
   return crc;
 }
 
+void write_all(int file, const char* data, int64_t nbytes, int64_t offset) {
+  for (int64_t done = 0; done < nbytes;) {
+    const auto rest = static_cast<size_t>(nbytes - done);
+    const ssize_t count = ::pwrite(file, data + done, rest, offset + done);
+    if (count < 0 && errno != EINTR) {
+      fail_with(errno, "pwrite");
+    }
+    done += std::max<ssize_t>(count, 0);
+  }
+}
+
+// Each piece is written while it is in the cache.
+uint32_t write_and_sum(int file, const char* data, int64_t nbytes, int64_t offset) {
+  uint32_t crc = 0;
+  for (int64_t at = 0; at < nbytes; at += kSumNbytes) {
+    const int64_t count = std::min(kSumNbytes, nbytes - at);
+    crc = crc32(crc, data + at, static_cast<size_t>(count));
+    write_all(file, data + at, count, offset + at);
+  }
+  return crc;
+}
+
+// Asks for what fsync will wait for; an error of it says nothing of the data.
+void begin_flush(
+    [[maybe_unused]] int file,
+    [[maybe_unused]] int64_t begin,
+    [[maybe_unused]] int64_t end) {
+#ifdef __linux__
+  ::sync_file_range(file, begin, end - begin, SYNC_FILE_RANGE_WRITE);
+#endif
+}
+
 } // namespace
+
+void reserve([[maybe_unused]] int file, [[maybe_unused]] int64_t nbytes) {
+#ifdef __linux__
+  // Not posix_fallocate, which writes to each block where the file system cannot.
+  while (nbytes > 0 && ::fallocate(file, 0, 0, nbytes) != 0) {
+    if (errno == ENOSPC || errno == EDQUOT || errno == EFBIG || errno == EIO) {
+      fail_with(errno, "fallocate");
+    }
+    if (errno != EINTR) {
+      return;
+    }
+  }
+#endif
+}
 
 FileWriter::FileWriter(int file, int64_t nbytes, StreamWay way)
     : file_(own_descriptor(file)),
       nbytes_(nbytes),
       is_direct_(
           (way == StreamWay::Direct || (way == StreamWay::Any && nbytes > kRingNbytes)) &&
-          set_direct(file, true)) {
+          set_direct(file, true)),
+      sums_(static_cast<size_t>((nbytes + kBlockNbytes - 1) / kBlockNbytes)) {
   if (way == StreamWay::Direct && !is_direct_) {
     ::close(file_);
     fail_with(EINVAL, "no writes past the page cache");
@@ -84,20 +132,37 @@ uint32_t FileWriter::write(const void* data, size_t nbytes, int64_t offset, uint
         "bytes " + std::to_string(offset) + " to " + std::to_string(end) +
         " are not within a file of " + std::to_string(nbytes_));
   }
-  if (!is_direct_) {
-    return write_at(file_, data, nbytes, offset, crc);
-  }
   const char* from = static_cast<const char*>(data);
-  while (offset < end) {
-    const int64_t index = offset / kBlockNbytes;
-    const int64_t begin = offset % kBlockNbytes;
-    const int64_t count = std::min(end - offset, kBlockNbytes - begin);
-    crc = copy_and_sum(place_of(index) + begin, from, count, crc);
-    add(index, count);
+  for (int64_t at = offset; at < end;) {
+    const int64_t index = at / kBlockNbytes;
+    const int64_t begin = at % kBlockNbytes;
+    const int64_t count = std::min(end - at, kBlockNbytes - begin);
+    const uint32_t part = is_direct_ ? copy_and_sum(place_of(index) + begin, from, count)
+                                     : write_and_sum(file_, from, count, at);
+    note(at, part, count);
+    crc = crc32_joined(crc, part, static_cast<uint64_t>(count));
+    if (is_direct_) {
+      add(index, count);
+    }
     from += count;
-    offset += count;
+    at += count;
+  }
+  if (!is_direct_ && end - offset >= kFlushNbytes) {
+    begin_flush(file_, offset, end);
   }
   return crc;
+}
+
+// The sum of a block is that of its parts, each moved over the bytes behind it, in any order.
+void FileWriter::note(int64_t offset, uint32_t crc, int64_t nbytes) {
+  const int64_t index = offset / kBlockNbytes;
+  const int64_t end = std::min((index + 1) * kBlockNbytes, nbytes_);
+  const auto behind = static_cast<uint64_t>(end - offset - nbytes);
+  sums_[static_cast<size_t>(index)] ^= crc32_joined(crc, 0, behind);
+}
+
+std::vector<uint32_t> FileWriter::sums() const {
+  return {sums_.begin(), sums_.end()};
 }
 
 char* FileWriter::place_of(int64_t index) {
@@ -190,7 +255,8 @@ void FileWriter::finish() {
         std::to_string(index * kBlockNbytes) + " on");
   }
   set_direct(file_, false);
-  write_at(file_, rest_.data(), rest_.size(), nbytes_ - static_cast<int64_t>(rest_.size()), 0);
+  const auto rest = static_cast<int64_t>(rest_.size());
+  write_all(file_, rest_.data(), rest, nbytes_ - rest);
 }
 
 } // namespace zerocore::io

@@ -1,7 +1,8 @@
-// A new file whose bytes come in any order and go to the disk in large blocks, past the page cache:
-// see Note [Past the page cache].
+// A file whose bytes come in any order and go to the disk in large blocks, past the page cache: see
+// Note [Past the page cache].
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -15,6 +16,11 @@
 #include "io/block_traffic.h"
 
 namespace zerocore::io {
+
+// Takes the room of the first `nbytes` of a new file at once, which then are zeros, where the file
+// system can: writing them has less to do, and a full disk is an error before. Throws
+// std::system_error.
+void reserve(int file, int64_t nbytes);
 
 // Any thread, several at a time. Throws std::system_error with the errno of what failed;
 // std::invalid_argument for bytes outside of the file.
@@ -34,10 +40,14 @@ class FileWriter {
   FileWriter& operator=(const FileWriter&) = delete;
 
   // Takes `nbytes` for byte `offset` on, each of the file's once, and returns crc32(crc, data,
-  // nbytes). Throws what went wrong with bytes that were given before, too.
+  // nbytes). Throws the errors of earlier writes, too. By way of the page cache the disk begins
+  // with long writes at once, so that a later fsync finds little left.
   uint32_t write(const void* data, size_t nbytes, int64_t offset, uint32_t crc);
   // Once, when every byte was given: waits until the system has them all. fsync is the caller's.
   void finish();
+  // CRC-32 of each block of the file. If several writers share a file by way of the page cache, the
+  // XOR of their sums: each takes the bytes of the others for none.
+  std::vector<uint32_t> sums() const;
 
   bool is_direct() const {
     return is_direct_;
@@ -55,11 +65,13 @@ class FileWriter {
   void send(std::unique_lock<std::mutex>& lock, int64_t index, char* data);
   void account(char* data, const Block& rest, int error);
   void check() const;
+  void note(int64_t offset, uint32_t crc, int64_t nbytes);
 
   int file_; // a descriptor of its own
   int64_t nbytes_;
   bool is_direct_;
   std::optional<BlockRing> ring_;
+  std::vector<std::atomic<uint32_t>> sums_; // of each block, of the bytes so far
 
   std::mutex mutex_; // what follows
   std::vector<std::unique_ptr<BlockRing>> more_; // of one block each

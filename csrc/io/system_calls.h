@@ -1,5 +1,4 @@
-// What the files of io/ have in common: how a call that fails is told, and reads and writes past
-// the page cache.
+// Errors of system calls, and reads and writes past the page cache.
 #pragma once
 
 #include <fcntl.h>

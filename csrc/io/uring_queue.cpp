@@ -162,7 +162,7 @@ class UringQueue final : public BlockQueue {
   }
 
  private:
-  // What is done by now; false for nothing.
+  // Takes the blocks that are done by now; false for none.
   bool take(std::vector<MovedBlock>& moved) {
     const unsigned begin = done_.word(params_.cq_off.head); // only we write it
     const unsigned end = load(done_.word(params_.cq_off.tail));

@@ -59,9 +59,10 @@ def _cases() -> list[Case]:
     for name, mutate in small:
         found += [Case("ours", name, m.bytes_changed)]
         found += [Case("ours", name, change, True) for change in (m.bytes_changed, mutate, mutate)]
-    found += [Case("ours", "checksums.json", _sums_changed, True)]
-    found += [Case("ours", "checksums.json", m.bytes_changed)]
-    found += [Case("ours", "__0_0.distcp", m.bytes_changed)]
+    for kind in ("ours", "hf"):
+        found += [Case(kind, "checksums.json", _sums_changed, True)]
+        found += [Case(kind, "checksums.json", m.bytes_changed)]
+    found += [Case("ours", name, m.bytes_changed) for name in ("__0_0.distcp", "__0_1.distcp")]
     found += [Case("torch", ".metadata", change) for change in (m.bytes_changed, m.pickle_changed)]
     found += [Case("torch", "__0_0.distcp", m.bytes_changed, True)]
     for kind, name in {"hf": "model.safetensors", "sharded": PART}.items():
@@ -72,7 +73,7 @@ def _cases() -> list[Case]:
     found += [
         Case(kind, name, None)
         for kind, names in {
-            "ours": (".metadata", "checksums.json", "rank-0.pt", "__0_0.distcp"),
+            "ours": (".metadata", "checksums.json", "rank-0.pt", "__0_0.distcp", "__0_1.distcp"),
             "torch": (".metadata", "__0_0.distcp"),
             "hf": ("model.safetensors",),
             "sharded": (index, PART),
@@ -111,16 +112,8 @@ class Fuzzer:
 
     def _write_plain(self, folder: Path) -> None:
         """Without checksums, as other libraries write."""
-        import json
-
-        data = (self._root / "hf" / "model.safetensors").read_bytes()
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length])
-        header["__metadata__"] = {"format": "pt"}
-        text = json.dumps(header).encode()
         folder.mkdir()
-        made = len(text).to_bytes(8, "little") + text + data[8 + length :]
-        (folder / "model.safetensors").write_bytes(made)
+        shutil.copy(self._root / "hf" / "model.safetensors", folder)
 
     @staticmethod
     def signal_hangs() -> None:
@@ -143,7 +136,7 @@ class Fuzzer:
             mutants.replace_file(path, choose)
             return
         path.write_bytes(case.mutate(self._originals[path], choose))
-        if case.is_signed and case.kind == "ours" and case.name != "checksums.json":
+        if case.is_signed and case.name != "checksums.json":
             mutants.sign_folder(folder, case.name)
 
     def restore(self, case: Case) -> None:

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 import zerocore
 from tests.checkpoint import mutants
 from tests.checkpoint.fuzz import run_mutants
-from zerocore.checkpoint.contents import Contents
 from zerocore.checkpoint.convert import open_weights
-from zerocore.checkpoint.safetensors_files import read_folder, read_header
+from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.safetensors.files import read_folder, read_header
 
 Model = tuple[nn.Module, zerocore.Checkpoints, Path]
 
@@ -138,7 +138,7 @@ def test_pieces_are_all_of_a_tensor(made: Model) -> None:
             checkpoints.load()
     (folder / ".metadata").write_bytes(good)
     mutants.sign_folder(folder, ".metadata")
-    assert checkpoints.load() == 1 and len(Contents(folder).files) == 1
+    assert checkpoints.load() == 1 and len(Contents(folder).files) == 2
 
 
 def test_links_are_followed_as_in_caches(made: Model, tmp_path: Path) -> None:
@@ -165,12 +165,13 @@ def test_an_index_leads_nowhere_else(made: Model, tmp_path: Path) -> None:
     good = json.loads(index.read_text())["weight_map"]
     for file in ("../other/model.safetensors", str(tmp_path / "other" / "model.safetensors"), 7):
         index.write_text(json.dumps({"weight_map": dict.fromkeys(good, file)}))
+        mutants.sign_folder(tmp_path / "hf", index.name)
         with pytest.raises(ValueError, match=r"index\.json is no index.*no name of a file"):
             zerocore.load_safetensors(model, tmp_path / "hf")
 
 
 def official(blob: bytes) -> Any:
-    """What the format's own reader says of a file; None if it refuses it."""
+    """The tensors that the format's own reader finds in a file; None if it refuses it."""
     safetensors = pytest.importorskip("safetensors")
     try:
         return {name: (x["dtype"], x["shape"]) for name, x in safetensors.deserialize(blob)}
@@ -192,7 +193,7 @@ def test_headers_as_their_own_reader_takes_them(tmp_path: Path) -> None:
         }
     ).encode()
     path, choose, taken = tmp_path / "model.safetensors", random.Random(2), 0
-    # What it takes and is refused here: it cannot be what somebody saved.
+    # Files that it takes and that are refused here: no program has saved them.
     stricter = (
         "stands twice",
         "other facts than",

@@ -1,4 +1,4 @@
-"""Files that fail, and a model of power loss: wraps the calls of zerocore.checkpoint.files."""
+"""Files that fail, and a model of power loss: wraps the calls of checkpoint.commit.files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocore.checkpoint import files
+from zerocore.checkpoint.commit import files
 
 CALLS = (
     "create",
@@ -23,7 +23,7 @@ CALLS = (
     "finish",
     "flush",
     "close",
-    "flush_folder",
+    "flush_path",
     "make_folder",
     "rename",
     "delete_folder",
@@ -174,7 +174,7 @@ class Disk:
             self.root.now[args[1].name] = self.root.now.pop(args[0].name)
         elif name == "delete_folder":
             self.root.now.pop(args[0].name).now.clear()
-        elif name == "flush_folder":
+        elif name == "flush_path":
             folder = self.root.now.get(args[0].name, self.root)
             folder.durable = dict(folder.now)
 

@@ -28,8 +28,8 @@ from torch import nn
 
 import zerocore
 from tests.distributed.nodes import Nodes
-from zerocore.checkpoint import files, saving  # noqa: F401  (imported before ranks are forked)
-from zerocore.checkpoint.loading import TrainingLoad
+from zerocore.checkpoint.commit import files, saving  # noqa: F401  (imported before the fork)
+from zerocore.checkpoint.dcp.loading import TrainingLoad
 from zerocore.common.alarm import STALL_SECONDS
 
 PROGRAM = "tests.distributed.network_faults"

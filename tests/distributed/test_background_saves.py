@@ -14,7 +14,7 @@ from torch import nn
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import OPTIMIZERS, assert_equal, full_states
-from zerocore.checkpoint import files
+from zerocore.checkpoint.commit import files
 from zerocore.model.state import state_of
 
 NUMEL = 2048

@@ -23,8 +23,8 @@ import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import assert_equal, full_states, make, train, trained
 from tests.reported import warnings_of
-from zerocore.checkpoint.commit import DamagedError
-from zerocore.checkpoint.job import Job, _stat, this_job
+from zerocore.checkpoint.commit.job import Job, _stat, this_job
+from zerocore.checkpoint.safe_files import DamagedError
 
 COMMON = (ValueError, RuntimeError)
 TEMPORARY = "step-00000009.tmp-{}-0123abcd"
@@ -150,7 +150,7 @@ def test_unfinished_saves_of_those_that_live(tmp_path: Path) -> None:
 
 HOLDING = """
 import sys, torch, zerocore
-from zerocore.checkpoint import files
+from zerocore.checkpoint.commit import files
 model = zerocore.shard(torch.nn.Linear(4, 4))
 checkpoints = zerocore.Checkpoints(sys.argv[1], model)
 write, files.write = files.write, lambda *args: (sys.stdin.read(), write(*args))[1]

@@ -24,9 +24,9 @@ from tests.checkpoint.mutants import sign_folder
 from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import OPTIMIZERS, assert_equal, full_states, make, train, trained
 from tests.io.page_cache import can_bypass_cache, drop_from_cache
-from zerocore.checkpoint import loading
-from zerocore.checkpoint.contents import Contents
-from zerocore.checkpoint.torch_files import load_tensors
+from zerocore.checkpoint.dcp import loading
+from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.dcp.safe_reader import load_tensors
 
 COMMON = (ValueError, RuntimeError)
 
@@ -192,7 +192,7 @@ def break_files(folder: Path) -> None:
     training.run(1)
     changed = full_states(training.model, training.optimizer)
     saved, rank = folder / "step-00000001", dist.get_rank()
-    file = saved / "__1_0.distcp"
+    file, values = saved / "__1_0.distcp", saved / "__0_1.distcp"
     good = {path: path.read_bytes() for path in saved.iterdir()}
     metadata, sums = saved / ".metadata", saved / "checksums.json"
     evil = pickle.dumps(os.system)
@@ -200,6 +200,7 @@ def break_files(folder: Path) -> None:
         (r"__1_0\.distcp.*damaged.*'(model|optim)", lambda: flip(file)),
         (r"__1_0\.distcp has \d+ bytes, but '", lambda: file.write_bytes(good[file][:-50])),
         (r"__1_0\.distcp is missing", file.unlink),
+        (r"__0_1\.distcp is damaged", lambda: values.write_bytes(good[values][:-1] + b"x")),
         (r"posix\.system", lambda: (sums.unlink(), metadata.write_bytes(evil))),
         (r"\.metadata is damaged", lambda: metadata.write_bytes(good[metadata][:100])),
         (r"checksums.json is missing", sums.unlink),
@@ -225,6 +226,17 @@ def break_files(folder: Path) -> None:
     dist.barrier()
     training.checkpoints.load()
     assert_equal(full_states(training.model, training.optimizer), before)
+
+
+def break_values(folder: Path) -> None:
+    training = Training(folder, 3, "adamw")
+    training.checkpoints.save(1).wait()
+    values = folder / "step-00000001" / "__0_1.distcp"
+    if dist.get_rank() == 0:
+        values.write_bytes(values.read_bytes()[:-1] + b"x")
+    dist.barrier()
+    with pytest.raises(COMMON, match=r"__0_1\.distcp is damaged"):
+        zerocore.Checkpoints(folder, training.model).load()  # whose ranks need no options
 
 
 def bytes_asked() -> int:
@@ -289,7 +301,7 @@ def break_cold(folder: Path) -> None:
         dist.barrier()
         new = torch.optim.AdamW(model.parameters())
         with pytest.raises(
-            COMMON, match=r"__1_0\.distcp is damaged: the checksum of '(model|optim)"
+            COMMON, match=r"__1_0\.distcp is damaged: checksum mismatch.*'(model|optim)"
         ):
             zerocore.Checkpoints(folder, model, new, memory_budget=budget).load()
         assert not new.state
@@ -338,7 +350,8 @@ def test_several_runs_of_one_model_save_at_once(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_found_before_anything_changes(tmp_path: Path) -> None:
-    run_ranks(break_files, 2, tmp_path)
+    run_ranks(break_files, 2, tmp_path / "read")
+    run_ranks(break_values, 2, tmp_path / "unread")
 
 
 def load_wrong(folder: Path) -> None:

@@ -17,7 +17,7 @@ import zerocore
 from tests.distributed.faults import Count, Disk, Recorder
 from tests.distributed.harness import run_ranks, run_to_end
 from tests.distributed.saved_nets import assert_equal, full_states, make, train, trained
-from zerocore.checkpoint import files
+from zerocore.checkpoint.commit import files
 
 COMMON = (ValueError, RuntimeError)
 
@@ -170,7 +170,7 @@ def fail_everywhere(folder: Path, kinds: tuple[str, ...], error: int) -> None:
     [
         (("reserve", "write", "finish"), errno.ENOSPC),
         (("create", "make_folder"), errno.EACCES),
-        (("flush", "flush_folder", "rename"), errno.EIO),
+        (("flush", "flush_path", "rename"), errno.EIO),
     ],
     ids=["full disk", "no permission", "broken disk"],
 )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.harness import RanksFailed, run_ranks
-from zerocore.checkpoint import files
+from zerocore.checkpoint.commit import files
 
 
 def add_up(number: int) -> tuple[int, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -180,10 +182,26 @@ def test_what_does_not_fit_is_an_error_on_every_rank(tmp_path: Path) -> None:
     run_ranks(refuse, 2, tmp_path)
 
 
+def fail_to_flush(folder: Path) -> None:
+    def fail(file: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(os, "fsync", fail)
+        with pytest.raises((OSError, RuntimeError), match=os.strerror(errno.EIO)):
+            zerocore.save_safetensors(make(3), folder)
+    assert not list(folder.glob("*.safetensors"))
+
+
+def test_a_file_that_a_rank_cannot_flush_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(fail_to_flush, 2, tmp_path)
+
+
 def flip_bits(folder: Path) -> None:
     model = make(3)
     zerocore.save_safetensors(model, folder, max_file_size="1KB")
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = sorted(folder.iterdir())  # files of tensors, the index, the list of checksums
     other = make(3, 1)
     before = zerocore.full_state_dict(other, rank0_only=False)
     choose = random.Random(5)

@@ -80,6 +80,22 @@ def test_bytes_in_any_order(num_threads: int, nbytes: int, way: StreamWay, tmp_p
     assert (tmp_path / "file").read_bytes() == data.numpy().tobytes()
     expected = [zlib.crc32(data[at : at + size].numpy().tobytes(), 5) for at, size in parts]
     assert sums == expected
+    assert writer.sums() == block_sums(data)
+
+
+def block_sums(data: torch.Tensor) -> list[int]:
+    return [zlib.crc32(block.numpy().tobytes()) for block in data.split(BLOCK) if len(data)]
+
+
+def test_sums_of_writers_that_share_a_file(tmp_path: Path) -> None:
+    data = random_bytes(3 * BLOCK + 4097)
+    with created(tmp_path / "file") as file:
+        writers = [FileWriter(file, data.nbytes, StreamWay.CACHED) for _ in range(3)]
+        for index, (at, size) in enumerate(random_parts(data.nbytes, 8)):
+            writers[index % 3].write(data.data_ptr() + at, size, at)
+    assert (tmp_path / "file").read_bytes() == data.numpy().tobytes()
+    parts = zip(*(writer.sums() for writer in writers), strict=True)
+    assert [a ^ b ^ c for a, b, c in parts] == block_sums(data)
 
 
 def test_more_blocks_wait_for_their_bytes_than_the_ring_has(tmp_path: Path) -> None:

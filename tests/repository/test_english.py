@@ -10,15 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("csrc", "zerocore", "tests", "docs", "examples", "benchmarks", "scripts")
 ENDINGS = {".py", ".pyi", ".cpp", ".h", ".cu", ".cuh", ".md", ".sh"}
-# Not rewritten yet; and texts that programs write.
-EXCLUDED = (
-    "csrc/io",
-    "docs/checkpoints.md",
-    "zerocore/checkpoint",
-    "tests/checkpoint",
-    "benchmarks/results",
-    "tests/repository/test_english.py",
-)
+EXCLUDED = ("benchmarks/results", "tests/repository/test_english.py")  # texts of programs
 SUBJECTS = "What|Whatever|Whoever|Who|Nobody|Somebody|Whichever"
 MARK = r"(?://|#+|-|\*|>|\d\.)?"  # of a comment, a heading or an item
 BEGINNING = re.compile(rf"(?:^\s*{MARK}\s*|[.!:] |[\"`]{{2,3}}|\*\* |// |# )({SUBJECTS})\b(.*)")

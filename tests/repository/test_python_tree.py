@@ -137,6 +137,6 @@ def test_the_file_map_is_complete() -> None:
     """Every module is named in its package's row of docs/design.md."""
     text = (PACKAGE.parent / "docs" / "design.md").read_text()
     files = [file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.py")]
-    folders = {file: "root" if len(file.parts) == 1 else file.parts[0] for file in files}
+    folders = {file: "/".join(file.parts[:-1]) or "root" for file in files}
     found = {(folder, file.stem) for file, folder in folders.items() if file.stem != "__init__"}
     assert found - named_files(text, "zerocore/") == set()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerocore.checkpoint import files
+from zerocore._C import FileWriter
+from zerocore.checkpoint.commit import files
 
 _PIECE_NUMEL = 1 << 20  # what is cast, or copied from another device, at a time
 
@@ -34,13 +33,11 @@ def read_into(file: int, offset: int, dtype: torch.dtype, values: Tensor) -> Non
         piece.copy_(buffer)
 
 
-def write_from(file: int, offset: int, dtype: torch.dtype, values: Tensor) -> int:
-    """Writes ``values`` (plain, 1-D, contiguous) as ``dtype``; returns the CRC-32 of the bytes."""
-    crc = 0
+def write_from(file: FileWriter, offset: int, dtype: torch.dtype, values: Tensor) -> None:
+    """Writes ``values`` (plain, 1-D, contiguous) as ``dtype``."""
     for begin, piece in _pieces(values):
         data = piece.to("cpu", dtype).contiguous()
-        crc = files.write(file, offset + begin * dtype.itemsize, data, crc)
-    return crc
+        files.write(file, offset + begin * dtype.itemsize, data)
 
 
 def _pieces(values: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -49,18 +46,9 @@ def _pieces(values: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _read(file: int, offset: int, values: Tensor) -> None:
-    data = _bytes_of(values)
+    data = files.memory_of(values)
     while data:
         count = os.preadv(file, [data], offset)
         if count == 0:
             raise OSError(f"the file ends {len(data)} bytes before the tensor does")
         data, offset = data[count:], offset + count
-
-
-def _bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, which lives as long as the view."""
-    if values.numel() == 0:
-        return memoryview(b"")
-    array: Any = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
-    array.owner = values
-    return memoryview(array).cast("B")

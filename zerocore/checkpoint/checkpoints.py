@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerocore.checkpoint.commit import DamagedError
-from zerocore.checkpoint.folder import path_of, steps_in
-from zerocore.checkpoint.snapshot import StreamedCopy
-from zerocore.checkpoint.writer import writer_of
-from zerocore.common.agreement import from_first
+from zerocore.checkpoint.commit.folder import path_of, steps_in
+from zerocore.checkpoint.commit.writer import writer_of
+from zerocore.checkpoint.dcp.snapshot import StreamedCopy
+from zerocore.checkpoint.safe_files import DamagedError
+from zerocore.common.agreement import agree, from_first
 from zerocore.common.alarm import operation
 from zerocore.common.garbage import no_collections
 from zerocore.common.quantities import parse_nbytes
@@ -31,8 +30,8 @@ from zerocore.planning.checkpoint_bytes import MEMORY_BUDGET
 from zerocore.tensor.place import Placed
 
 if TYPE_CHECKING:
-    from zerocore.checkpoint.saved_state import SavedState
-    from zerocore.checkpoint.saving import Save
+    from zerocore.checkpoint.commit.saving import Save
+    from zerocore.checkpoint.dcp.saved_state import SavedState
 
 _log = logging.getLogger("zerocore")
 _MIN_BUDGET = 16 << 20  # two parts, so that one is copied while another is written
@@ -78,21 +77,21 @@ class Checkpoints:
     """Checkpoints of a sharded model, its optimizer and what else training needs, in one folder.
 
     Each is a folder ``step-00000100`` that ``torch.distributed.checkpoint`` reads, too: any number
-    of ranks, any stage. It has its name when all of it is on disk; what a crash leaves besides is
-    not looked at, and deleted by the next save. All ranks make it, save and load together, and see
-    one file system.
+    of ranks, any stage. It has its name when all of it is on disk. Loads ignore the remains of
+    a crash, which the next save deletes. All ranks make it, save and load together, and see one
+    file system.
 
     Args:
         folder: made if need be; one training writes to it. Where another process of the first
             rank's host does, a save is a RuntimeError.
         model: sharded.
         optimizer: of its parameters, or several in a list, each of other ones; None saves none.
-        keep: how many checkpoints stay; older ones are deleted after a save, and what cannot be
-            deleted is a warning. None keeps all.
+        keep: how many checkpoints stay; older ones are deleted after a save, and a deletion that
+            fails is a warning. None keeps all.
         background: ``save`` returns at once; threads copy the state and write it. The next step of
             the optimizer waits until all is copied.
         memory_budget: bytes of CPU memory that the copies may take at a time. Where the state is
-            larger, the next step also waits until what exceeds it is written; and weights that
+            larger, the next step also waits until the excess is written; and weights that
             exceed it are read twice by ``load``, which keeps them beside the model until all files
             are known to be good. 2 GiB by default, at least 16 MiB.
         verify: before loading, compare the checksums of all files.
@@ -123,8 +122,8 @@ class Checkpoints:
         rng: bool = True,
         **stateful: Any,
     ) -> None:
-        import_module("zerocore.checkpoint.saving")  # takes a second: not while training waits
-        from zerocore.checkpoint.kept_plan import KeptPlan
+        import_module("zerocore.checkpoint.commit.saving")  # takes a second, so not while saving
+        from zerocore.checkpoint.dcp.plan_cache import KeptPlan
         from zerocore.checkpoint.training_state import optimizers_of
 
         if keep is not None and keep < 1:
@@ -163,15 +162,15 @@ class Checkpoints:
     def save(self, step: int) -> PendingSave:
         """Saves the state as that of ``step``; waits for the save before, if that is under way.
 
-        In the background it asks no other rank: what goes wrong on another one, and that the ranks
-        would save different tensors, is raised by ``wait`` and by the next ``save``.
+        In the background it asks no other rank: ``wait`` and the next ``save`` raise the errors of
+        other ranks, and an error if the ranks would save different tensors.
 
         Raises:
             FileExistsError: there is a good checkpoint of this step; of one that this object has
                 neither saved nor loaded the first rank finds that out, in the background.
             Exception: what went wrong in the save before.
         """
-        from zerocore.checkpoint.saving import Save, together
+        from zerocore.checkpoint.commit.saving import Save
 
         began = time.perf_counter()
         self.wait()
@@ -180,9 +179,9 @@ class Checkpoints:
             if self._known.get(final) and final.exists():  # else the first rank looks into it
                 raise FileExistsError(f"{final} exists; good checkpoints are never overwritten")
             saved, own = self._collect(step)
-            save = Save(final, saved, own, self._writer.group, self._keep, self._known)
+            save = Save(final, saved, own, self._writer.groups, self._keep, self._known)
         except Exception as error:  # without this the others would wait for this rank
-            wait([self._writer.submit(together, self._writer.group, partial(_raise, error))])
+            wait([self._writer.submit(agree, self._writer.groups, error, [])])
             raise
         self._pending = self._start(step, save)
         self._pending.stall_seconds += time.perf_counter() - began
@@ -248,8 +247,8 @@ class Checkpoints:
         return None
 
     def _collect(self, step: int) -> tuple[SavedState, bytes]:
-        """What this rank has of the model and its optimizer, and what it saves for itself."""
-        from zerocore.checkpoint.saved_state import saved_state
+        """The shards of this rank, and the file that it saves for itself."""
+        from zerocore.checkpoint.dcp.saved_state import saved_state
         from zerocore.checkpoint.training_state import random_state, training_state
 
         nested = training_state(self._model, self._optimizers)
@@ -266,7 +265,7 @@ class Checkpoints:
         return saved_state(self._kept, nested, copy=self._background), written.getvalue()
 
     def _load(self, folder: Path) -> None:
-        from zerocore.checkpoint.loading import TrainingLoad, restore_buffers, restore_own
+        from zerocore.checkpoint.dcp.loading import TrainingLoad, restore_buffers, restore_own
 
         state = self._state
         load = TrainingLoad(
@@ -280,7 +279,3 @@ class Checkpoints:
             restore_buffers(self._model, own["buffers"])
         if self._rng:
             restore_own(own, state.rank, state.world_size)
-
-
-def _raise(error: Exception) -> None:
-    raise error

@@ -79,29 +79,25 @@ def _progress() -> Progress:
 @app.command()
 def verify(folder: _Folder) -> None:
     """Compare the size of every file and the checksum of every byte; exit 1 if one is damaged."""
-    from zerocore.checkpoint import safetensors_files
-    from zerocore.checkpoint.contents import Contents
-    from zerocore.checkpoint.safetensors_files import read_folder
-    from zerocore.checkpoint.verify import check_sums
+    from zerocore.checkpoint.dcp.contents import Contents
+    from zerocore.checkpoint.safetensors.files import check_entries, read_folder
 
     with _named_errors(), _progress() as progress:
         for path in _checkpoints(folder):
             if not (path / ".metadata").exists():
                 entries = read_folder(path).values()
-                safetensors_files.check_sums(entries)
-                count = sum(entry.crc is not None for entry in entries)
+                count = check_entries(entries)
                 typer.echo(
-                    f"{path}: {len(entries)} tensors, sizes are right, and {count} checksums"
+                    f"{path}: {len(entries)} tensors, sizes are right, and checksums of "
+                    f"{count} files"
                 )
                 continue
             contents = Contents(path)
             contents.check_sizes()
-            files = contents.files
-            sizes = {name: (path / name).stat().st_size for name in files}
-            task = progress.add_task(path.name, total=sum(sizes.values()))
-            for name, items in files.items():
-                check_sums(path, name, items, partial(progress.advance, task))
-            contents.check_wholes()
+            files = contents.files if contents.sums is None else contents.sums
+            total = sum((path / name).stat().st_size for name in files)
+            task = progress.add_task(path.name, total=total)
+            contents.verify(advance=partial(progress.advance, task))
             typer.echo(f"{path}: {len(files)} files are good")
 
 

@@ -18,18 +18,17 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from zerocore.checkpoint.byte_ranges import read_into, write_from
-from zerocore.checkpoint.commit import fsync_file, fsync_tree
-from zerocore.checkpoint.contents import Contents
-from zerocore.checkpoint.files import flush_folder
+from zerocore.checkpoint.checksums import Checksums, FileSums
+from zerocore.checkpoint.commit import files
+from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.dcp.safe_reader import load_tensors, quiet
 from zerocore.checkpoint.safe_files import named, opened, size_of
-from zerocore.checkpoint.safetensors_files import (
-    INDEX_NAME,
+from zerocore.checkpoint.safetensors.files import (
     NAME_OF,
-    index_text,
     plan_files,
     read_folder,
+    write_lists,
 )
-from zerocore.checkpoint.torch_files import load_tensors, quiet
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 Advance = Callable[[int], None]  # told of bytes that are done
@@ -137,8 +136,10 @@ def convert(
         return value
 
     writers[kind](source, temporary, read)
+    for path in [*temporary.glob("*"), temporary]:
+        files.flush_path(path)
     os.rename(temporary, target)
-    flush_folder(target.parent)
+    files.flush_path(target.parent)
 
 
 class _Streaming(DefaultSavePlanner):
@@ -162,7 +163,6 @@ def _write_checkpoint(source: Weights, target: Path, read: Callable[[str], Tenso
     with quiet():
         save({"model": meta}, storage_writer=writer, planner=_Streaming(read), no_dist=True)
     Contents(target).check_sizes()
-    fsync_tree(target)
 
 
 def _write_safetensors(source: Weights, target: Path, read: Callable[[str], Tensor]) -> None:
@@ -171,21 +171,18 @@ def _write_safetensors(source: Weights, target: Path, read: Callable[[str], Tens
             raise ValueError(f"'{name}' is {dtype}, which safetensors does not know")
     plans = plan_files(target, source.facts, 5_000_000_000, {"format": "pt"})
     target.mkdir()
+    sums = Checksums()
     for plan in plans:
         with open(target / plan.name, "wb", buffering=0) as file:
-            file.write(plan.header)
-            file.truncate(plan.nbytes)
-            sums = {}
+            writer = files.writer(file.fileno(), plan.nbytes)
+            files.write(writer, 0, plan.header)
             for name, entry in plan.entries.items():
                 values = read(name).contiguous().view(-1)
-                sums[name] = write_from(file.fileno(), entry.begin, entry.dtype, values)
-            file.seek(0)
-            file.write(plan.header_with(sums))
-    if len(plans) > 1:
-        (target / INDEX_NAME).write_text(index_text(plans))
-    fsync_tree(target)
+                write_from(writer, entry.begin, entry.dtype, values)
+            files.finish(writer)
+            sums[plan.name] = FileSums(plan.nbytes, writer.sums())
+    write_lists(target, plans, sums)
 
 
 def _write_torch(source: Weights, target: Path, read: Callable[[str], Tensor]) -> None:
     torch.save({name: read(name) for name in source.facts}, target)
-    fsync_file(target)

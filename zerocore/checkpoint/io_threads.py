@@ -19,7 +19,7 @@ def num_threads() -> int:
 
 
 def in_threads(call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """What ``call`` returns for each item, in order; raises what one raised when its turn comes.
+    """The results of ``call`` for the items, in order; raises the error of one at its turn.
 
     ``call`` releases the interpreter while it reads or writes. All calls have ended when this ends.
     """

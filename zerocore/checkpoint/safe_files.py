@@ -11,9 +11,25 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from zerocore.common.agreement import SharedError
+
 _MAX_TEXT_NBYTES = 100_000_000  # of JSON: what safetensors itself reads
 _MAX_COUNT = 1 << 63
 _SHOWN = 300  # characters of what a file says, in a message
+
+
+class DamagedError(SharedError):
+    """A checkpoint cannot be read; another one may be."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Makes errors in the block a :class:`DamagedError` that names the file."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        is_named = str(path) in str(error)
+        raise DamagedError(f"{error}" if is_named else f"{path} cannot be read: {error}") from error
 
 
 def opened(path: Path) -> FileIO:
@@ -82,7 +98,7 @@ def numel_of(shape: Sequence[int]) -> int:
 
 
 def shown(value: Any, depth: int = 2) -> str:
-    """What a file says, for a message: printable and short, whatever it is."""
+    """A value of a file for a message: printable and short, whatever it is."""
     if isinstance(value, str):
         value = repr(value[: _SHOWN + 1])
     elif isinstance(value, Sequence) and depth > 0 and len(value) <= 12:
@@ -103,7 +119,7 @@ def _cut(text: str) -> str:
 
 @contextmanager
 def named(path: Path, what: str = "cannot be read") -> Iterator[None]:
-    """Whatever is wrong with what is read inside is an error that names the file.
+    """Makes any error in the block one that names the file.
 
     Raises:
         OSError: the system refuses it, or it ends before.
@@ -121,7 +137,7 @@ def named(path: Path, what: str = "cannot be read") -> Iterator[None]:
 
 
 def parsed_json(data: bytes) -> Any:
-    """What JSON says: every name once, whole numbers, no NaN.
+    """The value of a JSON text: every name once, whole numbers, no NaN.
 
     Raises:
         ValueError: it is no such text.

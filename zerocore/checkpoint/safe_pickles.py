@@ -126,7 +126,7 @@ class _Machine:
             target.update(zip(pairs[::2], pairs[1::2], strict=True))
 
     def _check_key(self, key: Any) -> None:
-        """Hashing must end: what is nested is no key."""
+        """Hashing must end: nested values are no keys."""
         is_flat = type(key) is tuple and all(type(item) in _KINDS for item in key)
         if not is_flat and (isinstance(key, tuple | Maker) or id(key) in self._empty):
             raise ValueError("a key is neither plain nor flat")
@@ -276,7 +276,7 @@ def check_stored(file: Any, nbytes: int) -> None:
 
 
 def load_plain(file: io.IOBase, nbytes: int) -> Any:
-    """What ``torch.save`` wrote of plain values and tensors, on the CPU.
+    """Plain values and tensors that ``torch.save`` wrote, on the CPU.
 
     Raises:
         Exception: a damaged or forged file fails in many ways.

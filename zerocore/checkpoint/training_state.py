@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -18,8 +19,6 @@ from zerocore.common.state_memory import filled_later
 from zerocore.hooks.optimizer_states import make_states, params_of
 
 State = dict[str, Any]
-
-
 Optimizers = Sequence[Optimizer]
 
 
@@ -84,42 +83,34 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [known[id(param)] for param in params]
 
 
-def flat(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """``("optim.state.weight.step", value)`` and so on, as torch flattens dicts."""
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def check_model(state: State, metadata: Metadata, folder: object) -> None:
     """Raises ValueError if the weights of a checkpoint do not fit; names folder and key."""
-    saved = {key for key in metadata.state_dict_metadata if key.startswith("model.")}
-    own = dict(flat(state["model"], "model."))
+    _check_tensors(state["model"], "model.", metadata, f"{folder} does not fit the model")
+
+
+def _check_tensors(state: State, prefix: str, metadata: Metadata, trouble: str) -> None:
+    saved = {key for key in metadata.state_dict_metadata if key.startswith(prefix)}
+    own = {f"{prefix}{key}": value for key, value in flatten_state_dict(state)[0].items()}
     missing, unexpected = sorted(set(own) - saved), sorted(saved - set(own))
     if missing or unexpected:
-        raise ValueError(
-            f"{folder} does not fit the model: missing {shown(missing)}, unexpected "
-            f"{shown(unexpected)}"
-        )
+        raise ValueError(f"{trouble}: missing {shown(missing)}, unexpected {shown(unexpected)}")
     for key, value in own.items():
-        _check_tensor(key, value, metadata, folder)
+        _check_tensor(key, value, metadata.state_dict_metadata[key], trouble)
 
 
-def _check_tensor(key: str, value: Any, metadata: Metadata, folder: object) -> None:
-    facts = metadata.state_dict_metadata[key]
+def _check_tensor(key: str, value: Any, facts: Any, trouble: str) -> None:
     if isinstance(facts, TensorStorageMetadata) != isinstance(value, Tensor):
-        raise ValueError(f"{folder}: '{key}' is no tensor, or should not be one")
+        raise ValueError(f"{trouble}: '{key}' is no tensor, or should not be one")
     if not isinstance(facts, TensorStorageMetadata):
         return
     if facts.size != value.shape:
         raise ValueError(
-            f"{folder}: '{key}' has shape {shown(tuple(facts.size))}, expected {tuple(value.shape)}"
+            f"{trouble}: '{key}' has shape {shown(tuple(facts.size))}, "
+            f"expected {tuple(value.shape)}"
         )
     kinds = [dtype.is_floating_point for dtype in (facts.properties.dtype, value.dtype)]
     if kinds[0] != kinds[1] or facts.properties.dtype.is_complex != value.dtype.is_complex:
-        raise ValueError(f"{folder}: '{key}' is {facts.properties.dtype}, expected {value.dtype}")
+        raise ValueError(f"{trouble}: '{key}' is {facts.properties.dtype}, expected {value.dtype}")
 
 
 def fit_optimizers(
@@ -156,15 +147,8 @@ def fit_optimizers(
             make_states(optimizer)
     drop_states(model, optimizers, new - stated)
     state = {k: v for k, v in _by_names(model, optimizers)["state"].items() if k in stated}
-    own = dict(flat(state, "optim.state."))
-    missing, unexpected = sorted(set(own) - saved), sorted(saved - set(own))
-    if missing or unexpected:
-        raise ValueError(
-            f"{folder} was saved with another kind of optimizer: missing {shown(missing)}, "
-            f"unexpected {shown(unexpected)}"
-        )
-    for key, value in own.items():
-        _check_tensor(key, value, metadata, folder)
+    trouble = f"{folder} was saved with another kind of optimizer"
+    _check_tensors(state, "optim.state.", metadata, trouble)
     return {"state": state, "param_groups": groups}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -45,17 +45,52 @@ def agree(
         RuntimeError: another rank failed; its message is included.
         ValueError: facts differ; the first difference is named.
     """
+
+    def outcome() -> tuple[list[Any], str]:
+        if error is not None:
+            raise error
+        return facts, secrets.token_hex(8)
+
+    answers = on_all_ranks(groups, outcome, device)
+    for rank, (other, _) in enumerate(answers):
+        if other != answers[0][0]:
+            raise ValueError(_difference(rank, answers[0][0], other))
+    return answers[0][1]
+
+
+class SharedError(ValueError):
+    """An error of one rank that all ranks raise, unless some rank has an error of another type."""
+
+
+def on_all_ranks(
+    groups: Sequence[dist.ProcessGroup],
+    action: Callable[[], T],
+    device: torch.device | None = None,
+) -> list[T]:
+    """The small picklable values that ``action`` returns on the ranks; its error fails on all.
+
+    Collective; arguments as for :func:`agree`.
+
+    Raises:
+        Exception: the error of ``action``, on the rank where it failed; RuntimeError on the others.
+            The type of a :class:`SharedError` on all, if no rank has another error.
+    """
+    error: Exception | None = None
+    values: list[T] = []
+    try:
+        values = [action()]
+    except Exception as caught:
+        error = caught
     message = None if error is None else f"{type(error).__name__}: {error}"
-    answers = gather_objects(groups, [(message, facts, secrets.token_hex(8))], device)
-    if error is not None:
+    shared = type(error) if isinstance(error, SharedError) else None
+    answers = gather_objects(groups, [(message, shared, values)], device)
+    failed = [(rank, *answer[:2]) for rank, answer in enumerate(answers) if answer[0] is not None]
+    own = [fact for fact in failed if fact[2] is None]  # errors of one rank alone
+    if error is not None and (shared is None or not own):
         raise error
-    for rank, (message, _, _) in enumerate(answers):
-        if message is not None:
-            raise RuntimeError(f"rank {rank} failed: {message}")
-    for rank, (_, other, _) in enumerate(answers):
-        if other != answers[0][1]:
-            raise ValueError(_difference(rank, answers[0][1], other))
-    return answers[0][2]
+    for rank, message, kind in own or failed:
+        raise (kind or RuntimeError)(f"rank {rank} failed: {message}")
+    return [value for *_, values in answers for value in values]
 
 
 @contextmanager

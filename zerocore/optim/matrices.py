@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from zerocore.checkpoint.slices.boxes import memory_order
 from zerocore.model.state import ShardState
 from zerocore.planning.ownership import Matrix, newton_schulz_cost
-from zerocore.tensor.boxes import memory_order
 from zerocore.tensor.parameter import ShardedParameter
 
 Item = Tensor | tuple[str, Tensor]

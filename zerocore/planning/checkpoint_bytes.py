@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zerocore._C import FileWriter
+from zerocore.checkpoint.slices.save_ownership import owned_ranges, saved_ranges
 from zerocore.planning.division import Division
 from zerocore.planning.planner import Planner
-from zerocore.tensor.shares import owned_ranges, saved_ranges
 
 MEMORY_BUDGET = 2 << 30  # of the copies of a background save, unless another one is asked for
 

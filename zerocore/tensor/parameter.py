@@ -15,9 +15,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from zerocore.checkpoint.slices.dcp_protocol import chunk_list, find_chunk, write_items
 from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
-from zerocore.tensor.chunks import chunk_list, find_chunk, write_items
 from zerocore.tensor.full_reads import call_with_full, in_call, is_recorded
 from zerocore.tensor.place import Place, Placed, PlacedParameter, keep_place, local_of
 

@@ -42,8 +42,8 @@ def plan_seconds(world_size: int) -> dict[str, float]:
     """
     import_zerocore()
     from zerocore._C import Layout, ParamSpec
-    from zerocore.checkpoint.save_plan import SavePlan, Spread
-    from zerocore.tensor.shares import owned_ranges
+    from zerocore.checkpoint.dcp.save_plan import SavePlan, Spread
+    from zerocore.checkpoint.slices.save_ownership import owned_ranges
 
     layouts = [
         (unit, Layout.build([ParamSpec(n, list(s), 6, 4) for n, s in unit], world_size))
@@ -60,7 +60,7 @@ def plan_seconds(world_size: int) -> dict[str, float]:
     plan = SavePlan(tensors, world_size)
     pieces = plan.pieces_of(world_size // 2)
     ready = time.process_time()
-    metadata = plan.metadata({}, {}, "x")
+    metadata = plan.metadata({}, {})
     built = time.process_time()
     data = pickle.dumps(metadata)
     return {

@@ -1,0 +1,182 @@
+"""A folder of checkpoints: their names, and which of its folders may be deleted.
+
+A save writes to ``step-<n>.tmp-<job>-<id>``: the name is the lock. A deletion renames to
+``step-<n>.deleted-<id>`` first. Nothing else is ever deleted, and of these only files that a save
+writes. A file that cannot be deleted is a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import uuid
+from collections.abc import Container
+from pathlib import Path
+
+from zerocore.checkpoint.checksums import METADATA, NAME
+from zerocore.checkpoint.commit import files
+from zerocore.checkpoint.commit.job import Job, this_job
+
+_log = logging.getLogger("zerocore")
+_STEP = re.compile(r"step-(\d{8,})")
+_REMAINS = re.compile(r"step-\d{8,}\.(?:deleted|(?:deleted|tmp)-(?:(.+)-)?[0-9a-f]{8})")
+_OWN_FILE = re.compile(rf"{re.escape(METADATA)}|{re.escape(NAME)}|__\d+_\d+\.distcp|rank-\d+\.pt")
+SILENT_SECONDS = 600.0  # without a change, after which a save of another host has ended
+_writing: set[Path] = set()  # by this process
+_warned: set[str] = set()
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """The name of the checkpoint of a step.
+
+    Raises:
+        ValueError: not a step.
+    """
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"step must be a whole number, 0 or more, got {step!r}")
+    return folder / f"step-{step:08}"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a folder, in order; whether they are good is not looked at."""
+    found = [_STEP.fullmatch(path.name) for path in folder.glob("step-*")]
+    return sorted(
+        int(match[1]) for match in found if match is not None and is_checkpoint(folder / match[0])
+    )
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a save has completed the folder, or torch's; it may have lost either file since."""
+    return (path / METADATA).exists() or (path / NAME).exists()
+
+
+def temporary_of(final: Path) -> Path:
+    """The folder that a save of this process writes to; another one each time."""
+    return final.with_name(f"{final.name}.tmp-{this_job()}-{uuid.uuid4().hex[:8]}")
+
+
+def begin(temporary: Path) -> None:
+    """Makes the folder that a save writes to, and deletes what ended ones have left.
+
+    Raises:
+        RuntimeError: another process of this host writes to the same folder of checkpoints.
+    """
+    folder = temporary.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    _refuse_others(folder)
+    _writing.add(temporary)
+    files.make_folder(temporary)
+    now = temporary.stat().st_mtime  # by the clock of the file system, which other hosts see, too
+    for path, job in _remains(folder):
+        if path not in _writing:
+            _delete_remains(path, job, now)
+
+
+def end(temporary: Path) -> None:
+    """The save that writes to the folder has ended."""
+    _writing.discard(temporary)
+
+
+def complete(temporary: Path, final: Path) -> None:
+    """Gives a folder its name when all in it is durable; a checkpoint of that name is replaced."""
+    files.flush_path(temporary)
+    replaced = _put_aside(final) if final.exists() else None
+    files.rename(temporary, final)
+    files.flush_path(final.parent)
+    if replaced is not None:
+        _delete(replaced)
+
+
+def delete_old(final: Path, keep: int | None, damaged: Container[Path]) -> None:
+    """Deletes checkpoints older than the newest ``keep``, of which damaged ones are none.
+
+    Args:
+        final: what was saved now; it stays also where there are newer ones.
+    """
+    steps = steps_in(final.parent)
+    good = [step for step in steps if path_of(final.parent, step) not in damaged]
+    if keep is None or len(good) < keep:
+        return
+    for step in steps[: steps.index(good[-keep])]:
+        path = path_of(final.parent, step)
+        if path.is_symlink() or not (path / NAME).exists():
+            _warn(path, f"it is a link, or has no {NAME}, as what a save writes")
+        elif path != final:
+            _delete_checkpoint(path)
+
+
+def _delete_checkpoint(path: Path) -> None:
+    try:
+        doomed = _put_aside(path)
+        files.flush_path(path.parent)
+    except OSError as error:
+        _warn(path, str(error))
+    else:
+        _delete(doomed)
+
+
+def _put_aside(path: Path) -> Path:
+    """Half of it must not look like a checkpoint."""
+    doomed = path.with_name(f"{path.name}.deleted-{uuid.uuid4().hex[:8]}")
+    files.rename(path, doomed)
+    return doomed
+
+
+def _remains(folder: Path) -> list[tuple[Path, Job | None]]:
+    """Folders of saves and deletions that have not come to their end, and the jobs of saves."""
+    found = []
+    for path in sorted(folder.glob("step-*")):
+        match = _REMAINS.fullmatch(path.name)
+        if match is not None and path.is_dir() and not path.is_symlink():
+            found.append((path, Job.parse(match[1] or "")))
+    return found
+
+
+def _refuse_others(folder: Path) -> None:
+    for path, job in _remains(folder):
+        if job is not None and job != this_job() and job.is_on_this_host and job.lives:
+            raise RuntimeError(
+                f"process {job.number} of this host writes {path}; give each training a folder of "
+                "its own, or end that process"
+            )
+
+
+def _delete_remains(path: Path, job: Job | None, now: float) -> None:
+    """Deletes a folder that nobody writes to."""
+    is_known = job is not None and job.is_on_this_host  # then it has ended, or it is refused
+    if not is_known and ".tmp-" in path.name and now - _last_change(path, now) < SILENT_SECONDS:
+        host = "unknown" if job is None else job.host
+        _warn(path, f"it was written less than {SILENT_SECONDS:.0f} s ago, on host {host}")
+        return
+    _delete(path)
+
+
+def _last_change(path: Path, now: float) -> float:
+    """When something in the folder was written; now if it is not known."""
+    try:
+        with os.scandir(path) as entries:
+            return max([path.stat().st_mtime, *(entry.stat().st_mtime for entry in entries)])
+    except OSError:
+        return now
+
+
+def _delete(path: Path) -> None:
+    """Deletes what saves write, and the folder if that is all."""
+    others: list[str] = []
+    try:
+        names = sorted(os.listdir(path))
+        others = [name for name in names if not _OWN_FILE.fullmatch(name)]
+        files.delete_folder(path, [name for name in names if name not in others])
+    except OSError as error:
+        if foreign := [name for name in others if not name.startswith(".nfs")]:
+            _warn(path, f"it holds {', '.join(foreign[:3])}, which no save has written")
+        elif not others:  # NFS keeps what is open under such a name, and deletes it itself
+            _warn(path, str(error))
+
+
+def _warn(path: Path, reason: str) -> None:
+    """Says once what is not deleted."""
+    if str(path) not in _warned:
+        _warned.add(str(path))
+        _log.warning("%s is not deleted: %s", path, reason)

@@ -1,0 +1,158 @@
+"""One save on its way to the disk: files of all ranks, metadata, the rename that completes it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zerocore.checkpoint import checksums
+from zerocore.checkpoint.checksums import METADATA, Checksums, FileSums
+from zerocore.checkpoint.commit import files, folder
+from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.dcp.save_plan import VALUES
+from zerocore.checkpoint.dcp.saved_state import SavedState, write_rank_file
+from zerocore.common.agreement import on_all_ranks
+from zerocore.common.alarm import operation
+
+_log = logging.getLogger("zerocore")
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint that is being written.
+
+    Attributes:
+        final: its name when all is on disk.
+        saved: this rank's parts.
+        own: what this rank saves for itself.
+        groups: of the ranks; none for one.
+        keep: how many checkpoints stay; None for all.
+        known: whether a checkpoint is good, where that is known; a damaged one may be replaced,
+            and is none of ``keep``.
+    """
+
+    final: Path
+    saved: SavedState
+    own: bytes
+    groups: Sequence[dist.ProcessGroup]
+    keep: int | None
+    known: dict[Path, bool]
+
+    def write(self, copies: Iterable[Tensor] | None) -> None:
+        """Writes this rank's files, and on the first rank completes the checkpoint. Collective.
+
+        Args:
+            copies: of ``saved.parts()``, on the CPU; None to write from the tensors themselves.
+
+        Raises:
+            Exception: what went wrong, on the rank where it did; RuntimeError on the others.
+            FileExistsError: there is a good checkpoint of that name.
+            ValueError: the ranks would save different tensors.
+        """
+        try:
+            with operation(f"save of '{self.final.name}'"):
+                temporary = self._begin()
+                sums = self._together(lambda: self._write_files(temporary, copies))
+                self._together(lambda: self._commit(temporary, sums))
+            self.known[self.final] = True
+        finally:
+            folder.end(self._temporary)
+
+    @cached_property
+    def _temporary(self) -> Path:
+        """The folder that all write to, if this is the first rank."""
+        return folder.temporary_of(self.final)
+
+    def _begin(self) -> Path:
+        """Makes the folder, when all ranks want to save the same."""
+
+        def prepare() -> tuple[int, str, str]:
+            if self.saved.rank == 0:
+                self._refuse_good()
+                folder.begin(self._temporary)
+            return self.saved.rank, self._temporary.name, self.saved.digest()
+
+        answers = self._together(prepare)
+        digests = [digest for _, _, digest in answers]
+        if len(set(digests)) > 1:
+            raise ValueError(f"the ranks would save different tensors: {digests}")
+        return self.final.with_name(min(answers)[1])
+
+    def _refuse_good(self) -> None:
+        """Raises FileExistsError if there is something else than a damaged checkpoint."""
+        if not self.final.exists() or self.known.get(self.final) is False:
+            return
+        try:
+            if folder.is_checkpoint(self.final):
+                Contents(self.final).verify()
+        except (OSError, ValueError) as error:
+            _log.warning("%s is damaged and will be replaced: %s", self.final, error)
+        else:
+            raise FileExistsError(f"{self.final} exists; checkpoints are never overwritten")
+
+    def _write_files(self, temporary: Path, copies: Iterable[Tensor] | None) -> Checksums:
+        """This rank's files, and on the first rank the metadata of all; returns their checksums.
+
+        The small ones are written beside the large one, and flushed behind it: the flush of
+        that one does most of the work for them, too.
+        """
+        small: list[int] = []
+        sums = Checksums()
+
+        def write_small() -> None:
+            data = {own_name(self.saved.rank): self.own}
+            if self.saved.rank == 0:
+                data[METADATA] = self.saved.metadata()
+                if self.saved.values:
+                    data[VALUES] = b"".join(self.saved.values.values())
+            for name, each in data.items():
+                small.append(files.create(temporary / name))
+                files.write_all(small[-1], each)
+                sums[name] = FileSums.of(each)
+
+        written: list[Future[None]] = []
+        parts = self.saved.parts_on_cpu() if copies is None else copies
+        try:
+            with ThreadPoolExecutor(1, "checkpoint-small") as thread:
+                found = write_rank_file(
+                    temporary, self.saved, parts, lambda: written.append(thread.submit(write_small))
+                )
+            for each in written:
+                each.result()
+            for file in small:
+                files.flush(file)
+        finally:
+            for file in small:
+                files.close(file)
+        sums[self.saved.plan.file_name(self.saved.rank)] = found
+        return sums
+
+    def _commit(self, temporary: Path, parts: list[Checksums]) -> None:
+        """On the first rank: gives the folder its name, as all ranks have flushed their files."""
+        if self.saved.rank != 0:
+            return
+        sums = Checksums({name: each for part in parts for name, each in part.items()})
+        for name, each in sums.items():
+            found = (temporary / name).stat().st_size
+            if found != each.nbytes:
+                raise OSError(f"{temporary / name} has {found} bytes, expected {each.nbytes}")
+        files.write_file(temporary / checksums.NAME, sums.text())
+        folder.complete(temporary, self.final)
+        damaged = {path for path, is_good in self.known.items() if not is_good} - {self.final}
+        folder.delete_old(self.final, self.keep, damaged)
+
+    def _together(self, action: Callable[[], Any]) -> list[Any]:
+        return on_all_ranks(self.groups, action)
+
+
+def own_name(rank: int) -> str:
+    """The file of what a rank saves for itself."""
+    return f"rank-{rank}.pt"

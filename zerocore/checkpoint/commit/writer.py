@@ -1,0 +1,66 @@
+"""The group and the threads by which the ranks of one model save, one save after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from zerocore._C import watch_group
+from zerocore.common.agreement import gather_objects, is_simulated
+from zerocore.common.alarm import operation
+from zerocore.common.groups import new_group
+from zerocore.model.state import ShardState
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Writer:
+    """Carries out saves one after the other: all ranks ask for them in the same order.
+
+    Attributes:
+        groups: a gloo group of the model's ranks, in which only the thread of :meth:`submit`
+            communicates: its collectives must not meet the training's. None for one rank.
+        copies: a thread that copies for the save that is written.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self.groups = groups
+        # Kept: to start a thread is to wait for it, up to 5 ms while others hold the interpreter.
+        self._writes = ThreadPoolExecutor(1, "checkpoint-write")
+        self.copies = ThreadPoolExecutor(1, "checkpoint-copy")
+
+    def submit(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Calls the function when all that were submitted before have ended."""
+        return self._writes.submit(function, *args, **kwargs)
+
+
+_writers: WeakKeyDictionary[ShardState, Writer] = WeakKeyDictionary()
+
+
+@operation("Checkpoints")
+def writer_of(state: ShardState) -> Writer:
+    """The one of a model. Collective when it is asked for the first time.
+
+    Raises:
+        ValueError: the model's other ranks are emulated.
+    """
+    if state not in _writers:
+        _writers[state] = Writer(_own_groups(state))
+    return _writers[state]
+
+
+def _own_groups(state: ShardState) -> list[dist.ProcessGroup]:
+    groups = [group for group in state.ranks.groups if not is_simulated(group)]
+    if state.world_size > 1 and not groups:
+        raise ValueError("an emulated model has one rank's shards only: there is nothing to save")
+    if not groups:
+        return []
+    ranks = sorted(gather_objects(groups, [dist.get_rank()], state.device))
+    group = new_group(ranks, "zerocore_saves", backend="gloo")
+    watch_group(group.group_name, beside=groups[0].group_name)
+    return [group]

@@ -1,0 +1,1 @@
+"""Checkpoints in the files of ``torch.distributed.checkpoint``: saved, read in ranges, checked."""

@@ -1,0 +1,262 @@
+"""Loads a checkpoint into a sharded model: everything is compared first, then read in place."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+
+from zerocore._C import StreamWay
+from zerocore.checkpoint.checksums import METADATA, check_files, read_checked, read_range
+from zerocore.checkpoint.commit.saving import own_name
+from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.dcp.plan_cache import KeptPlan
+from zerocore.checkpoint.dcp.rank_file_reader import OwnFile, Target, own_targets, values_of
+from zerocore.checkpoint.dcp.safe_reader import load_tensors
+from zerocore.checkpoint.dcp.save_plan import VALUES, SavePlan
+from zerocore.checkpoint.dcp.saved_state import SavedState, saved_state
+from zerocore.checkpoint.safe_files import is_count, named, reading, shown
+from zerocore.checkpoint.safe_pickles import load_plain
+from zerocore.checkpoint.training_state import (
+    Optimizers,
+    State,
+    check_model,
+    check_random_state,
+    drop_states,
+    fit_optimizers,
+    load_optimizers,
+    params_without_state,
+    set_random_state,
+    training_state,
+)
+from zerocore.common.agreement import on_all_ranks
+from zerocore.model.state import ShardState
+
+T = TypeVar("T")
+_log = logging.getLogger("zerocore")
+
+
+class TrainingLoad:
+    """A load of model and optimizers, in steps that all ranks take together.
+
+    Attributes:
+        own: what this rank saved for itself.
+
+    Args:
+        folder: of the checkpoint.
+        state: of the model.
+        checksums: whether to compare them before.
+        budget: bytes that may be kept beside the model until then.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        state: ShardState,
+        model: nn.Module,
+        optimizers: Optimizers,
+        checksums: bool,
+        budget: int,
+    ) -> None:
+        self._folder, self._state, self._checksums = folder, state, checksums
+        self._model, self._optimizers = model, optimizers
+        self._file = OwnFile(folder / SavePlan({}, 1).file_name(state.rank), budget)
+        self._stateless: set[str] = set()  # parameters whose states are made to be loaded
+        self._wanted: State = {}  # in the model's memory
+        self._saved: SavedState | None = None  # this rank's parts
+        self._targets: dict[int, Target] | None = None  # their memory, by the place in the file
+        self._values: dict[str, Tensor] = {}  # small tensors that all ranks need, 1-D
+        self.own: State = {}
+
+    def run(self, stateful: Iterable[str]) -> None:
+        """Loads both; collective.
+
+        Args:
+            stateful: names that ``own`` must have.
+
+        Raises:
+            DamagedError: what cannot be read, by file and key; before anything is changed, if
+                checksums are compared.
+            ValueError: what does not fit, by file and key, before anything is changed.
+        """
+        try:
+            have_own = self._together(lambda: self._prepare(stateful))
+            if self._checksums:
+                self._values, *_ = self._together(lambda: self._verify(all(have_own)))
+            self._state.begin_load()
+            self._together(self._read_rest)
+        except BaseException:
+            drop_states(self._model, self._optimizers, self._stateless)  # may hold anything
+            raise
+        self._model.load_state_dict(self._wanted["model"])
+        if self._optimizers:
+            load_optimizers(self._model, self._optimizers, self._wanted["optim"])
+
+    def _together(self, action: Callable[[], T]) -> list[T]:
+        return on_all_ranks(self._state.ranks.groups, action, self._state.device)
+
+    def _prepare(self, stateful: Iterable[str]) -> bool:
+        """Compares names, shapes and sizes; whether this rank needs what its own file has."""
+        with reading(self._folder):
+            self._contents = contents = Contents(self._folder)
+            contents.check_sizes()
+            self.own = read_own(contents, self._state.rank)
+            groups = read_groups(contents) if self._optimizers else []
+            # The small files are read: they would wait behind what is read from now on.
+            if self._checksums and self.own["world_size"] == self._state.world_size:
+                self._file.begin()
+        if missing := sorted(set(stateful) - set(self.own["stateful"])):
+            raise ValueError(f"{self._folder} has no state of {missing}")
+        self._wanted = training_state(self._model, ())
+        check_model(self._wanted, contents.metadata, self._folder)
+        self._check_buffers()
+        if self._optimizers:
+            self._stateless = params_without_state(self._model, self._optimizers)
+            self._wanted["optim"] = fit_optimizers(
+                self._model, self._optimizers, groups, contents.metadata, self._folder
+            )
+        if self._checksums:
+            self._saved = saved_state(KeptPlan(self._state), self._wanted, copy=False)
+            self._targets = own_targets(self._saved, contents, self._new_keys())
+        return self._targets is not None
+
+    def _check_buffers(self) -> None:
+        """Raises ValueError if what this rank saved of its buffers are others."""
+        for key, value in self.own["buffers"].items():
+            own = self._wanted["model"].get(key)
+            if not isinstance(own, Tensor) or getattr(value, "shape", None) != own.shape:
+                raise ValueError(f"{self._folder}: the model has no such buffer as {shown(key)}")
+
+    def _new_keys(self) -> set[str]:
+        """Keys of states that nobody has used yet."""
+        states = self._wanted["optim"]["state"] if "optim" in self._wanted else {}
+        return {
+            f"optim.state.{name}.{what}"
+            for name, values in states.items()
+            if name in self._stateless
+            for what in values
+        }
+
+    def _verify(self, all_have_own: bool) -> dict[str, Tensor]:
+        """Compares checksums, reading what has memory to land in; values that others need."""
+        with reading(self._folder):
+            if not all_have_own:
+                self._targets = None
+                rank, world_size = self._state.rank, self._state.world_size
+                self._contents.verify(rank, world_size, StreamWay.CACHED)  # to be read again
+                return {}
+            assert self._targets is not None
+            self._file.verify(self._contents, self._targets)
+            sums = self._contents.sums
+            if self._state.rank == 0 and sums is not None and VALUES in sums:
+                check_files(self._contents.folder, {VALUES: sums[VALUES]})
+            return values_of(self._targets)
+
+    @torch.no_grad()
+    def _read_rest(self) -> None:
+        """Reads all that is left: from this rank's file, and with torch's reader from any."""
+        with reading(self._folder):
+            wanted, paths = flatten_state_dict(self._wanted)
+            wanted = {k: v for k, v in wanted.items() if paths[k][1] != "param_groups"}
+            if self._targets is not None and self._saved is not None:
+                for key in self._file.read_rest(self._saved, self._targets):
+                    del wanted[key]
+                for key, value in self._values.items():
+                    tensor = wanted.pop(key)
+                    tensor.copy_(value.view(tensor.shape))
+            if wanted:
+                load_tensors(wanted, self._contents)
+            for key, value in wanted.items():
+                if not isinstance(value, Tensor):  # of get_extra_state
+                    set_element(self._wanted, paths[key], value)
+
+
+def read_groups(contents: Contents) -> list[dict[str, Any]]:
+    """The saved options of the optimizer's groups, and the names of their parameters.
+
+    Raises:
+        ValueError: one is broken; names file and key.
+    """
+    groups = contents.metadata.planner_data or {}
+    paths = {key: path for key, path in groups.items() if path[:2] == ("optim", "param_groups")}
+    found: dict[int, dict[str, Any]] = {}
+    for name, items in contents.files.items():
+        stored = [item for item in items if item.key in paths]
+        begin, end = (stored[0].begin, stored[-1].end) if stored else (0, 0)
+        file = contents.folder / name
+        data = read_range(file, contents.sums_of(name), begin, end - begin) if stored else b""
+        for item in stored:
+            path = paths.pop(item.key)
+            value = data[item.begin - begin : item.end - begin]
+            with named(file, f"cannot be read at {shown(item.key)}"):
+                number, option = path[2:]
+                found.setdefault(number, {})[option] = load_plain(io.BytesIO(value), len(value))
+    if paths:
+        key = next(iter(paths))
+        raise ValueError(f"{contents.folder / METADATA}: {shown(key)} is no group's option")
+    groups = [found.get(number, {}) for number in range(len(found))]
+    if not all(type(group.get("params")) is list for group in groups):
+        raise ValueError(f"{contents.folder / METADATA} lacks parameters of the optimizer's groups")
+    return groups
+
+
+def read_own(contents: Contents, rank: int) -> dict[str, Any]:
+    """The values that one rank saved for itself; the first rank's if there was no such rank.
+
+    Raises:
+        ValueError: they cannot be read; names the file.
+    """
+    path = contents.folder / own_name(rank)
+    if not (path.exists() or (contents.sums is not None and path.name in contents.sums)):
+        path = path.with_name(own_name(0))
+    with named(path):
+        data = read_checked(path, contents.sums)
+        own = load_plain(io.BytesIO(data), len(data))
+        tests = {
+            "step": is_count,
+            "world_size": is_count,
+            "buffers": _is_dict,
+            "stateful": _is_dict,
+        }
+        if not _is_dict(own) or not all(key in own and tests[key](own[key]) for key in tests):
+            raise ValueError("it is not what a rank saves for itself")
+        if own["rng"] is not None:
+            check_random_state(own["rng"])
+    return dict(own)
+
+
+def _is_dict(value: Any) -> bool:
+    return type(value) is dict
+
+
+@torch.no_grad()
+def restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+    """Sets buffers to what this rank had; running means of other batches differ between ranks."""
+    own = model.state_dict()
+    for key, value in buffers.items():
+        own[key].copy_(value)
+
+
+def restore_own(own: dict[str, Any], rank: int, world_size: int) -> None:
+    """Continues this rank's random streams, or begins new ones on another number of ranks."""
+    if own["rng"] is None:
+        return
+    if own["world_size"] == world_size:
+        set_random_state(own["rng"])
+        return
+    step: int = own["step"]
+    seed = int(own["rng"]["torch"][:8].view(torch.int64).item())
+    torch.manual_seed((seed + 1_000_003 * step + rank) % (1 << 63))
+    if rank == 0:
+        _log.warning(
+            "the checkpoint was saved on %d ranks: on %d ranks the random streams are new ones",
+            own["world_size"],
+            world_size,
+        )

@@ -1,0 +1,158 @@
+"""Places in ``torch.distributed.checkpoint`` that know DTensor by name and are told of shards here.
+
+Its plans ask every tensor for its chunks. Its helpers do not ask: they copy, gather and make states
+for plain tensors and DTensors alone. Importing that package takes a second, so each helper is
+replaced when its module is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from zerocore.hooks.optimizer_states import as_shard, is_of_shards, make_states
+from zerocore.tensor.place import Placed, local_of
+
+_Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+_MARK = "_zerocore_wrapped"
+
+
+def _gathers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def gather(state_dict: Any, *args: Any, **options: Any) -> Any:
+        """Of ``full_state_dict=True``: shards become full tensors, one after the other."""
+        only = options.get("ranks_only") or ()
+        keep = not only or dist.get_rank(options.get("pg")) in only
+
+        def full(value: Tensor) -> Tensor:
+            if not isinstance(value, Placed):
+                return value
+            # Torch broadcasts the memory of a tensor as it is, in any order.
+            whole = value.full_tensor().contiguous()
+            if not keep:
+                return torch.empty(0)
+            return whole.cpu() if options.get("cpu_offload") else whole
+
+        return original(tree_map_only(Tensor, full, state_dict), *args, **options)
+
+    return gather
+
+
+def _makes_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def init(optim: Any, *args: Any) -> Any:
+        """Torch takes a step without gradients, which leaves it counted."""
+        return make_states(optim) if is_of_shards(optim) else original(optim, *args)
+
+    return init
+
+
+def _stages(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def offload(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, Placed):
+            return original(self, x, *args, **kwargs)
+        local = original(self, local_of(x), *args, **kwargs)
+        return as_shard(local, replace(x.place, group=None))  # it may travel to another process
+
+    return offload
+
+
+def _copies(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def create(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        places: list[Any] = []
+
+        def unwrap(value: Tensor) -> Tensor:
+            places.append(value.place if isinstance(value, Placed) else None)
+            return local_of(value) if isinstance(value, Placed) else value
+
+        created = original(tree_map_only(Tensor, unwrap, state_dict), *args, **kwargs)
+        remaining = iter(places)
+
+        def wrap(value: Tensor) -> Tensor:
+            place = next(remaining)
+            return value if place is None else as_shard(value, replace(place, group=None))
+
+        return tree_map_only(Tensor, wrap, created)
+
+    return create
+
+
+def _refuses(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def write(self: Any, plan: Any, planner: Any, *args: Any, **kwargs: Any) -> Any:
+        state = getattr(planner, "state_dict", {})
+        for item in plan.items:
+            if isinstance(state.get(item.index.fqn), Placed):
+                raise TypeError(
+                    f"HuggingFaceStorageWriter keeps one piece of a tensor in a file, and a shard "
+                    f"of '{item.index.fqn}' may be several. Call zerocore.save_safetensors(model, "
+                    "folder), which writes the same files"
+                )
+        return original(self, plan, planner, *args, **kwargs)
+
+    return write
+
+
+_BASE = "torch.distributed"
+# module: (what is replaced in it, and how)
+_SEAMS: dict[str, Sequence[tuple[str, _Wrapper]]] = {
+    f"{_BASE}._state_dict_utils": [("_create_cpu_state_dict", _copies)],
+    f"{_BASE}.checkpoint.staging": [("_create_cpu_state_dict", _copies)],
+    f"{_BASE}.checkpoint._state_dict_stager": [("StateDictStager._offload_tensor", _stages)],
+    f"{_BASE}.checkpoint.state_dict": [
+        ("_gather_state_dict", _gathers),
+        ("_init_optim_state", _makes_states),
+    ],
+    f"{_BASE}.checkpoint.hf_storage": [("HuggingFaceStorageWriter.write_data", _refuses)],
+}
+
+
+def _replace(module: ModuleType) -> None:
+    for path, wrapper in _SEAMS[module.__name__]:
+        *owners, name = path.split(".")
+        owner: Any = module
+        for part in owners:
+            owner = getattr(owner, part, None)
+        original = getattr(owner, name, None)
+        # Where a torch lacks one, the rules of shards refuse what it would have done.
+        if original is not None and not hasattr(original, _MARK):
+            wrapped = wrapper(original)
+            setattr(wrapped, _MARK, True)
+            setattr(owner, name, wrapped)
+
+
+class _AfterImport(MetaPathFinder):
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path) if fullname in _SEAMS else None
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _replace(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def watch_imports() -> None:
+    """Replaces the helpers now or when they are imported; called once."""
+    for name in _SEAMS:
+        if name in sys.modules:
+            _replace(sys.modules[name])
+    sys.meta_path.insert(0, _AfterImport())

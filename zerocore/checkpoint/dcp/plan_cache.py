@@ -1,0 +1,84 @@
+"""The plan and metadata of the last save, which the next save of the same tensors uses."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zerocore.checkpoint.dcp.save_plan import SavePlan, Spread
+from zerocore.checkpoint.slices.save_ownership import owned_ranges, saved_ranges
+from zerocore.model.state import ShardState
+from zerocore.tensor.place import Place
+
+Facts = Mapping[str, tuple[torch.dtype, Place | torch.Size]]
+
+
+class KeptPlan:
+    """The plan of the last save, and its metadata as they stand in the file.
+
+    Args:
+        state: of the model that is saved, and other tensors with it.
+    """
+
+    def __init__(self, state: ShardState) -> None:
+        self._params = {param.fqn: param.shard for param in state.params()}
+        self._state = state
+        self._spreads: dict[Any, Spread] = {}
+        self._lock = threading.Lock()  # one thread copies by the plan, another one writes by it
+        self._facts: Facts = {}
+        self._plan = SavePlan({}, state.world_size)
+        self._written: tuple[Any, ...] = ()
+        self._metadata = b""
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that save."""
+        return self._state.rank
+
+    def plan_of(self, facts: Facts) -> SavePlan:
+        """The plan of a save; the same object as long as the same tensors are saved.
+
+        Args:
+            facts: dtype of each tensor, and its place or, where one rank has all of it, its shape.
+        """
+        with self._lock:
+            if facts is not self._facts:
+                tensors = {key: (dtype, self._spread(of)) for key, (dtype, of) in facts.items()}
+                plan = SavePlan(tensors, self._state.world_size)
+                self._plan = self._plan if plan == self._plan else plan
+                self._facts = facts
+            return self._plan
+
+    def metadata(
+        self, plan: SavePlan, values: Mapping[str, tuple[int, int]], paths: Mapping[str, Any]
+    ) -> bytes:
+        """``plan.metadata(values, paths)`` pickled; kept as long as they are the same."""
+        if (plan, values, paths) != self._written:
+            self._metadata = pickle.dumps(plan.metadata(values, paths))
+            self._written = plan, values, paths
+        return self._metadata
+
+    def _spread(self, of: Place | torch.Size) -> Spread:
+        """One object for all tensors that are spread alike."""
+        key: Any = of
+        if isinstance(of, Place):
+            key = (of.fqn, of.global_shape, of.strides, of.shard_range, of.group is None)
+        if key not in self._spreads:
+            self._spreads[key] = self._found(of)
+        return self._spreads[key]
+
+    def _found(self, of: Place | torch.Size) -> Spread:
+        if not isinstance(of, Place):
+            return Spread(tuple(of), ((0, 0, of.numel()),))
+        ranks, shape = self._state.ranks, tuple(of.global_shape)
+        if of.group is None:
+            ranges = saved_ranges([(0, 0, of.global_shape.numel())], 1, ranks.world_size)
+            return Spread(shape, ranges, of.strides)
+        param = self._params[of.fqn]
+        owned = owned_ranges(self._state.engine.layout(param.unit), param.position)
+        ranges = saved_ranges(owned, ranks.num_shards, ranks.num_replicas)
+        return Spread(shape, ranges, of.strides)

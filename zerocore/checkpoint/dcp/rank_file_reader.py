@@ -1,0 +1,208 @@
+"""Loads where each rank needs what its own file holds: no plan is needed, and bytes are read once.
+
+The file is read from its begin to its end, and each block is summed while the next ones come. A
+resumed run makes the states of its optimizer to load them: nothing is lost if they are filled
+before all ranks know that all files are good. Weights in use are read past the page cache and kept
+beside the model until then, if all of them may be. Else they are read once more, from the page
+cache: that takes no new memory, which costs more than bytes that are there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from zerocore._C import FileStream, HostMemory, StreamWay
+from zerocore.checkpoint.byte_ranges import read_into
+from zerocore.checkpoint.commit.files import memory_of
+from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.dcp.save_plan import VALUES, box_strides
+from zerocore.checkpoint.dcp.saved_state import SavedState
+from zerocore.checkpoint.dcp.torch_chunks import chunk_nbytes, data_offset, has_form
+from zerocore.checkpoint.io_threads import in_threads, num_threads
+from zerocore.checkpoint.safe_files import opened, size_of
+from zerocore.tensor.place import Place
+
+_AHEAD_NBYTES = 64 << 20  # what a disk gives while names and shapes are compared
+_ALIGNMENT = 64
+_VALUE_NBYTES, _VALUES_NBYTES = 1 << 10, 1 << 20  # of a small tensor, and of all of them
+
+
+@dataclass
+class Target:
+    """Memory for a whole chunk of a file.
+
+    Attributes:
+        key: of the state.
+        memory: plain, 1-D and contiguous, on the CPU.
+        form: dtype, sizes and strides that the chunk must have.
+        landing: what may be filled before all files are known to be good: ``memory`` where nobody
+            has used it yet, or as much beside it; None if neither.
+        fits: whether the chunk is of its form.
+        is_read: whether ``landing`` holds the values of the file, and in the end ``memory``.
+        is_value: whether the memory is no shard, but a copy of a small tensor that all ranks need.
+    """
+
+    key: str
+    memory: Tensor
+    form: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
+    landing: Tensor | None
+    fits: bool = False
+    is_read: bool = False
+    is_value: bool = False
+
+    def read(self, file: Any, offset: int) -> None:
+        """Fills the memory, if the chunk at ``offset``, which is intact, is of its form."""
+        if not self.is_read and self.fits:
+            read_into(file.fileno(), offset + data_offset(), self.memory.dtype, self.memory)
+            self.is_read = True
+        elif self.landing is not None and self.landing is not self.memory:
+            self.memory.copy_(self.landing)
+            self.landing = None
+
+
+def own_targets(
+    saved: SavedState, contents: Contents, new: Container[str]
+) -> dict[int, Target] | None:
+    """Memory of the shards on the CPU, by the places of their chunks in this rank's file.
+
+    None if this rank needs other bytes than that file has: it was saved on other ranks.
+
+    Args:
+        new: keys of what nobody has used yet.
+    """
+    plan, rank, metadata = saved.plan, saved.rank, contents.metadata
+    names = {VALUES, *(plan.file_name(rank) for rank in range(plan.world_size))}
+    if not (contents.is_ours and set(contents.files) <= names):
+        return None
+    targets = {}
+    for piece in plan.pieces_of(rank):
+        dtype, spread = plan.tensors[piece.key]
+        index = MetadataIndex(piece.key, torch.Size(piece.box.offsets))
+        info = metadata.storage_data.get(index)
+        facts = metadata.state_dict_metadata[piece.key]
+        nbytes = chunk_nbytes(piece.box.numel * dtype.itemsize)
+        place = (plan.file_name(rank), nbytes)
+        if info is None or (info.relative_path, info.length) != place:
+            return None
+        is_same = isinstance(facts, TensorStorageMetadata) and facts.properties.dtype == dtype
+        if not is_same or piece.box.numel == 0:
+            continue
+        strides = tuple(box_strides(piece.box, spread.strides, spread.shape))
+        form = (dtype, tuple(piece.box.sizes), strides)
+        local, begin = saved.tensors[piece.key]
+        if not isinstance(saved.facts[piece.key][1], Place):
+            if local.nbytes <= _VALUE_NBYTES:
+                value = torch.empty(local.numel(), dtype=dtype)
+                targets[info.offset] = Target(piece.key, value, form, value, is_value=True)
+        elif local.is_cpu:
+            memory = local[piece.box.begin - begin :][: piece.box.numel]
+            landing = memory if piece.key in new else None
+            targets[info.offset] = Target(piece.key, memory, form, landing)
+    return targets
+
+
+def values_of(targets: dict[int, Target]) -> dict[str, Tensor]:
+    """The small tensors that were read, 1-D; together no larger than a message should be."""
+    values, nbytes = {}, 0
+    for target in targets.values():
+        nbytes += target.memory.nbytes if target.is_value else 0
+        if target.is_value and target.is_read and nbytes <= _VALUES_NBYTES:
+            values[target.key] = target.memory
+    return values
+
+
+def in_use(targets: Iterable[Target]) -> int:
+    """Bytes of memory that must not change yet."""
+    return sum(target.memory.nbytes for target in targets if target.landing is None)
+
+
+def keep_beside(targets: Iterable[Target]) -> None:
+    """Gives memory to land in to the targets in use."""
+    waiting = [target for target in targets if target.landing is None]
+    ends = list(accumulate(-(-target.memory.nbytes // _ALIGNMENT) for target in waiting))
+    memory = HostMemory(_ALIGNMENT * ends[-1] if ends else 0)
+    for target, begin in zip(waiting, [0, *ends], strict=False):
+        dtype = target.memory.dtype
+        target.landing = memory.view(_ALIGNMENT * begin, target.memory.numel(), dtype)
+
+
+class OwnFile:
+    """This rank's file of a checkpoint, read once.
+
+    Args:
+        path: need not exist.
+        budget: bytes that may be kept beside the model.
+    """
+
+    def __init__(self, path: Path, budget: int) -> None:
+        self.path, self._budget = path, budget
+        self._stream: FileStream | None = None
+
+    def begin(self) -> None:
+        """Begins to read what :meth:`verify` will need; the file is known to be this rank's."""
+        # Of a larger one some may have to be read twice, the second time from the page cache.
+        if self.path.exists() and size_of(self.path) <= self._budget:
+            self._stream = self._open(StreamWay.ANY)
+
+    def _open(self, way: StreamWay) -> FileStream:
+        ahead = min(_AHEAD_NBYTES, self._budget)
+        return FileStream(str(self.path), ahead, num_threads(), way)
+
+    def verify(self, contents: Contents, targets: dict[int, Target]) -> None:
+        """Compares the checksums of all of the file, and reads what has memory to land in.
+
+        Raises:
+            ValueError: bytes have changed; names file and keys.
+            OSError: the file cannot be read.
+        """
+        name = self.path.name
+        sums = contents.sums_of(name)
+        if sums is None or name not in contents.files:
+            return
+        if self._stream is None:
+            fits = in_use(targets.values()) <= self._budget
+            self._stream = self._open(StreamWay.ANY if fits else StreamWay.CACHED)
+        if self._stream.is_direct:  # else the page cache has what is read a second time
+            keep_beside(targets.values())
+        runs: list[tuple[int, int, int]] = []
+        heads: list[tuple[Tensor, Target]] = []
+        for offset, target in sorted(targets.items()):
+            head = torch.empty(data_offset(), dtype=torch.uint8)
+            heads.append((head, target))
+            runs.append((offset, head.nbytes, head.data_ptr()))
+            if target.landing is not None:
+                nbytes, address = target.memory.nbytes, target.landing.data_ptr()
+                runs.append((offset + data_offset(), nbytes, address))
+        sums.check(self.path, 0, self._stream.read(runs), partial(contents.keys_in, name))
+        for head, target in heads:
+            target.fits = has_form(bytes(memory_of(head)), *target.form)
+            if target.fits and target.landing is not None:
+                target.landing[:0].zero_()  # the version counter does not see what is read
+                target.is_read = True
+
+    def read_rest(self, saved: SavedState, targets: dict[int, Target]) -> set[str]:
+        """Fills the memory of all shards, and says the keys of which all is read.
+
+        Raises:
+            OSError: the file is not there any more, or ends before.
+        """
+        self._stream = None
+        shards = {at: target for at, target in targets.items() if not target.is_value}
+        if shards:
+            with opened(self.path) as file:
+                for _ in in_threads(lambda one: one[1].read(file, one[0]), shards.items()):
+                    pass
+        found: Counter[str] = Counter()
+        for target in shards.values():
+            found[target.key] += target.memory.numel() if target.is_read else 0
+        return {key for key in found if found[key] == saved.tensors[key][0].numel()}

@@ -1,0 +1,161 @@
+"""Which rank writes which boxes of which tensors, and where: the same on all ranks, asked of none.
+
+Every rank's ranges follow from the layout. So the first rank writes all metadata alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from zerocore.checkpoint.dcp.torch_chunks import MAX_NBYTES, chunk_nbytes
+from zerocore.checkpoint.slices.boxes import Box, boxes_of, memory_order
+
+VALUES = "__0_1.distcp"  # the file of the plain values, named as one of torch's own
+FORMAT = "zerocore-1"  # the save_id of files whose chunks are framed as torch_chunks does
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Which elements of a tensor each rank writes.
+
+    Attributes:
+        shape: of the full tensor.
+        ranges: ``(rank, begin, end)`` in the order of the elements; ranks without any are left out.
+        strides: those of a tensor that is not C-contiguous, whose elements count in memory order.
+    """
+
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int, int], ...]
+    strides: tuple[int, ...] | None = None
+
+    def pieces(self, itemsize: int, only: int | None = None) -> list[tuple[int, Box]]:
+        """``(rank, box)`` of all ranks or one; a box without elements for an empty tensor."""
+        if prod(self.shape) == 0:
+            return [(0, Box((0,) * len(self.shape), self.shape, 0))] if not only else []
+        return [
+            (rank, box)
+            for rank, begin, end in self.ranges
+            if only in (None, rank)
+            for box in cut_boxes(self.shape, begin, end, self.strides, itemsize)
+        ]
+
+
+def cut_boxes(
+    shape: Sequence[int], begin: int, end: int, strides: Sequence[int] | None, itemsize: int
+) -> Iterator[Box]:
+    """The boxes of a range, none of more bytes than a chunk may have."""
+    most = MAX_NBYTES // itemsize
+    for start in range(begin, end, most):
+        yield from boxes_of(shape, start, min(start + most, end), strides)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor in a file, its elements one after the other in memory order."""
+
+    key: str
+    box: Box
+    offset: int  # of its chunk, in the file
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Where all tensors go.
+
+    Attributes:
+        tensors: dtype of each, and how it is spread, in the order in the files.
+        world_size: the number of files.
+    """
+
+    tensors: Mapping[str, tuple[torch.dtype, Spread]]
+    world_size: int
+    _pieces: dict[int, list[Piece]] = field(default_factory=dict, compare=False, repr=False)
+
+    def file_name(self, rank: int) -> str:
+        """As torch's own writer calls it."""
+        return f"__{rank}_0.distcp"
+
+    def pieces_of(self, rank: int) -> list[Piece]:
+        """The pieces of one rank, in the order in its file."""
+        if rank in self._pieces:
+            return self._pieces[rank]
+        found, offset = [], 0
+        for key, (dtype, spread) in self.tensors.items():
+            for _, box in spread.pieces(dtype.itemsize, rank):
+                found.append(Piece(key, box, offset))
+                offset += chunk_nbytes(box.numel * dtype.itemsize)
+        self._pieces[rank] = found
+        return found
+
+    def file_nbytes(self, rank: int) -> int:
+        """The size of the file of one rank."""
+        sizes = ((p.box.numel, self.tensors[p.key][0].itemsize) for p in self.pieces_of(rank))
+        return sum(chunk_nbytes(numel * itemsize) for numel, itemsize in sizes)
+
+    def metadata(self, values: Mapping[str, tuple[int, int]], paths: Mapping[str, Any]) -> Metadata:
+        """The metadata for torch's reader.
+
+        Args:
+            values: ``(offset, length)`` of plain values in their file.
+            paths: of every key in the nested state.
+        """
+        entries: dict[str, Any] = {}
+        places: dict[MetadataIndex, Any] = {}
+        offsets = [0] * self.world_size
+        names = [self.file_name(rank) for rank in range(self.world_size)]
+        for key, (offset, length) in values.items():
+            entries[key] = BytesStorageMetadata()
+            places[MetadataIndex(key)] = _StorageInfo(VALUES, offset, length)
+        known: dict[tuple[int, int], list[Any]] = {}  # weights and moments are spread alike
+        for key, (dtype, spread) in self.tensors.items():
+            size = dtype.itemsize
+            chunks = known.get((id(spread), size))
+            if chunks is None:
+                chunks = known[id(spread), size] = _chunks(spread, size)
+            for rank, nbytes, chunk in chunks:
+                index = MetadataIndex(key, chunk.offsets)
+                places[index] = _StorageInfo(names[rank], offsets[rank], nbytes)
+                offsets[rank] += nbytes
+            entries[key] = TensorStorageMetadata(
+                TensorProperties(dtype=dtype),
+                torch.Size(spread.shape),
+                [chunk for _, _, chunk in chunks],
+            )
+        meta = StorageMeta(save_id=FORMAT)
+        return Metadata(entries, dict(paths), places, meta, CURRENT_DCP_VERSION)
+
+
+def _chunks(spread: Spread, itemsize: int) -> list[tuple[int, int, ChunkStorageMetadata]]:
+    """``(rank, bytes of the chunk, its box)`` of each."""
+    return [
+        (
+            rank,
+            chunk_nbytes(box.numel * itemsize),
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
+        )
+        for rank, box in spread.pieces(itemsize)
+    ]
+
+
+def box_strides(box: Box, strides: Sequence[int] | None, shape: Sequence[int]) -> list[int]:
+    """Strides of a box whose elements lie one after the other in the tensor's memory order."""
+    found, step = [0] * len(shape), 1
+    for dim in reversed(memory_order(shape, strides)):
+        found[dim] = step
+        step *= max(box.sizes[dim], 1)
+    return found

@@ -1,0 +1,186 @@
+"""The part of a nested state that a rank saves: tensors, plain values, and the plan of all."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from zerocore._C import FileWriter
+from zerocore.checkpoint.checksums import FileSums
+from zerocore.checkpoint.commit import files
+from zerocore.checkpoint.dcp.plan_cache import Facts, KeptPlan
+from zerocore.checkpoint.dcp.save_plan import Piece, SavePlan, box_strides
+from zerocore.checkpoint.dcp.torch_chunks import data_offset, frame
+from zerocore.tensor.place import Place, Placed, local_of
+
+PART_NBYTES = 8 << 20  # what is copied and written at a time
+_SMALL_NBYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A state as it goes into the files. Most of it is made later than training waits.
+
+    Attributes:
+        kept: of this save and those before.
+        facts: what is the same on all ranks: each tensor's dtype, and its place or shape.
+        tensors: this rank's elements of each tensor, plain and 1-D, and where they begin.
+        plain: what is no tensor, copied; on the first rank.
+        paths: of every key in the nested state.
+    """
+
+    kept: KeptPlan
+    facts: Facts
+    tensors: Mapping[str, tuple[Tensor, int]]
+    plain: Mapping[str, Any]
+    paths: Mapping[str, Any]
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that save."""
+        return self.kept.rank
+
+    @property
+    def plan(self) -> SavePlan:
+        """The same on all ranks."""
+        return self.kept.plan_of(self.facts)
+
+    @cached_property
+    def values(self) -> dict[str, bytes]:
+        """The plain values, as ``torch.save`` writes them, in the order in their file."""
+        return {key: _pickled(value) for key, value in self.plain.items()}
+
+    def metadata(self) -> bytes:
+        """The file of metadata."""
+        places, offset = {}, 0
+        for key, data in self.values.items():
+            places[key] = (offset, len(data))
+            offset += len(data)
+        return self.kept.metadata(self.plan, places, self.paths)
+
+    def digest(self) -> str:
+        """The same on all ranks if they save the same tensors."""
+        facts = [
+            f"{key} {dtype} {tuple(of.global_shape if isinstance(of, Place) else of)}"
+            for key, (dtype, of) in self.facts.items()
+        ]
+        return f"{len(facts)} tensors, {crc32(repr(facts).encode()):08x}"
+
+    def watch_changes(self) -> Callable[[], None]:
+        """Returns what raises RuntimeError if a tensor has changed in the meantime."""
+        before = [local._version for local, _ in self.tensors.values()]
+
+        def check() -> None:
+            for (key, (local, _)), version in zip(self.tensors.items(), before, strict=True):
+                if local._version != version:
+                    raise RuntimeError(
+                        f"'{key}' was changed while it was being saved, and not by an optimizer's "
+                        "step, which waits. Call wait() of what save returned before changing it"
+                    )
+
+        return check
+
+    def parts(self) -> Iterator[Tensor]:
+        """The memory that this rank writes, in the order in its file, in small parts."""
+        for piece in self.plan.pieces_of(self.rank):
+            local, begin = self.tensors[piece.key]
+            start = piece.box.begin - begin
+            if piece.box.numel > 0:
+                yield from local[start : start + piece.box.numel].split(
+                    PART_NBYTES // local.element_size()
+                )
+
+    def parts_on_cpu(self) -> Iterator[Tensor]:
+        """The same on the CPU, for tensors that nobody changes until all is written."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # this thread has a stream of its own
+        return (part.cpu() for part in self.parts())
+
+
+def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedState:
+    """The state of a model's ranks, on its own memory.
+
+    Args:
+        kept: of the saves of this model.
+        nested: shards, and what is equal on all ranks, of which the first one's is saved.
+        copy: whether to copy what is no shard, which may change at any time.
+    """
+    flat, paths = flatten_state_dict(nested)
+    facts: dict[str, tuple[torch.dtype, Place | torch.Size]] = {}
+    tensors: dict[str, tuple[Tensor, int]] = {}
+    plain: dict[str, Any] = {}
+    for key, value in flat.items():
+        if isinstance(value, Placed):
+            facts[key] = (value.dtype, value.place)
+            tensors[key] = (local_of(value), value.place.shard_range[0])
+        elif isinstance(value, Tensor):
+            facts[key] = (value.dtype, value.shape)
+            if kept.rank == 0:
+                tensors[key] = (value.detach().to("cpu", copy=copy).reshape(-1), 0)
+        elif kept.rank == 0:
+            plain[key] = deepcopy(value)
+    return SavedState(kept, facts, tensors, plain, paths)
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def write_rank_file(
+    folder: Path, saved: SavedState, copies: Iterable[Tensor], begun: Callable[[], None]
+) -> FileSums:
+    """Writes one rank's file and makes it durable; returns its checksums.
+
+    Args:
+        copies: of ``saved.parts()``, on the CPU.
+        begun: called when the file has its room.
+    """
+    plan, rank = saved.plan, saved.rank
+    file = files.create(folder / plan.file_name(rank))
+    try:
+        nbytes = plan.file_nbytes(rank)
+        files.reserve(file, nbytes)
+        writer = files.writer(file, nbytes)
+        begun()
+        parts = iter(copies)
+        for piece in plan.pieces_of(rank):
+            _write_piece(writer, plan, piece, parts)
+        for _ in parts:  # its end says whether all was well
+            raise AssertionError("a part is left")
+        files.finish(writer)
+        files.flush(file)
+        return FileSums(nbytes, writer.sums())
+    finally:
+        files.close(file)
+
+
+def _write_piece(file: FileWriter, plan: SavePlan, piece: Piece, parts: Iterator[Tensor]) -> None:
+    dtype, spread = plan.tensors[piece.key]
+    strides = box_strides(piece.box, spread.strides, spread.shape)
+    nbytes = piece.box.numel * dtype.itemsize
+    begin = piece.offset + data_offset()
+    if nbytes <= _SMALL_NBYTES:  # in one call
+        data = bytes(files.memory_of(next(parts))) if nbytes else b""
+        made = frame(dtype, piece.box.sizes, strides, crc32(data))
+        files.write(file, piece.offset, made.head + data + made.tail)
+        return
+    crc = done = 0
+    while done < nbytes:
+        part = next(parts)
+        crc = files.write(file, begin + done, part, crc)
+        done += part.nbytes
+    made = frame(dtype, piece.box.sizes, strides, crc)
+    files.write(file, piece.offset, made.head)
+    files.write(file, begin + nbytes, made.tail)

@@ -1,0 +1,253 @@
+"""The safetensors format: headers of files, folders of files with an index, plans of new ones."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerocore._C import StreamWay
+from zerocore.checkpoint.checksums import (
+    NAME,
+    Checksums,
+    FileSums,
+    check_files,
+    read_checked,
+    read_range,
+    read_sums,
+)
+from zerocore.checkpoint.commit import files
+from zerocore.checkpoint.safe_files import (
+    is_count,
+    is_plain_name,
+    named,
+    numel_of,
+    parsed_json,
+    shown,
+    size_of,
+)
+
+INDEX_NAME = "model.safetensors.index.json"
+_MAX_HEADER_NBYTES = 100_000_000  # what safetensors itself reads
+_DTYPE_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16",
+    "uint32": "U32", "uint64": "U64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+}  # fmt: skip
+NAME_OF = {getattr(torch, key): name for key, name in _DTYPE_NAMES.items() if hasattr(torch, key)}
+DTYPE_OF: dict[str, torch.dtype] = {name: dtype for dtype, name in NAME_OF.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: C-contiguous, its bytes at ``begin:end``."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    name: str = ""
+
+
+def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str, Entry]:
+    """The tensors of a folder by name: those of its index, or of all of its files.
+
+    Args:
+        folder: a folder, or one file.
+        verify: compare the checksums of index and headers, if the folder has any.
+
+    Raises:
+        FileNotFoundError: there is no such file, or none in the folder.
+        ValueError: a file is no safetensors file, is truncated or damaged, or lacks a tensor of the
+            index.
+    """
+    path = Path(folder)
+    sums = read_sums(path.parent if path.is_file() else path) if verify else None
+    if path.is_file():
+        return read_header(path, sums)
+    index = path / INDEX_NAME
+    if not index.exists():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"no safetensors files in {path}")
+        return {name: entry for file in files for name, entry in read_header(file, sums).items()}
+    data = read_checked(index, sums if sums and index.name in sums else None, _MAX_HEADER_NBYTES)
+    with named(index, "is no index of safetensors files"):
+        weight_map: dict[str, str] = parsed_json(data)["weight_map"]
+        if bad := [file for file in weight_map.values() if not is_plain_name(file)]:
+            raise ValueError(f"{shown(bad[0])} is no name of a file in this folder")
+    headers = {file: read_header(path / file, sums) for file in sorted(set(weight_map.values()))}
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            raise ValueError(
+                f"{shown(name)} is not in {path / file}, where {index.name} says it is"
+            )
+    return {name: headers[file][name] for name, file in weight_map.items()}
+
+
+def read_header(path: Path, sums: Checksums | None = None) -> dict[str, Entry]:
+    """The tensors of one file; none of their bytes are read. The rules are those of safetensors.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no safetensors file, is truncated, or its header has changed.
+    """
+    listed = None if sums is None else sums.get(path.name)
+    size = size_of(path)
+    with named(path, "is no safetensors file"):
+        if listed is not None and listed.nbytes != size:
+            raise ValueError(f"it has {size} bytes, expected {listed.nbytes}")
+        length = int.from_bytes(read_range(path, listed, 0, 8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER_NBYTES):
+            raise ValueError(f"its header would have {length} bytes, the file has {size}")
+        text = read_range(path, listed, 8, length)
+        header = parsed_json(text)
+        metadata = header.pop("__metadata__", {})
+        if type(metadata) is not dict or not all(
+            isinstance(value, str) for value in metadata.values()
+        ):
+            raise ValueError("its free metadata is no text")
+        entries = {name: _entry(path, 8 + length, name, facts) for name, facts in header.items()}
+        _check_places(entries, 8 + length, size)
+    return entries
+
+
+def _entry(path: Path, base: int, name: str, facts: Mapping[str, Any]) -> Entry:
+    if facts.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{shown(name)} has other facts than dtype, shape and offsets")
+    shape, offsets, dtype = facts["shape"], facts["data_offsets"], DTYPE_OF.get(facts["dtype"])
+    if dtype is None:
+        raise ValueError(f"{shown(name)} is of dtype {shown(facts['dtype'])}, which is not known")
+    if not (type(shape) is type(offsets) is list and all(map(is_count, [*shape, *offsets]))):
+        raise ValueError(f"{shown(name)} has the shape {shown(shape)} at {shown(offsets)}")
+    begin, end = offsets
+    if end - begin != numel_of(shape) * dtype.itemsize:
+        raise ValueError(
+            f"{shown(name)} has {end - begin} bytes, for a shape of {shown(shape)} and {dtype}"
+        )
+    return Entry(path, dtype, tuple(shape), base + begin, base + end, name=name)
+
+
+def _check_places(entries: Mapping[str, Entry], begin: int, size: int) -> None:
+    """Whether tensors follow each other, from the header to the end of the file."""
+    for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
+        if entry.end > size:
+            raise ValueError(
+                f"it is truncated: {shown(entry.name)} ends at byte {entry.end}, the file at {size}"
+            )
+        if entry.begin != begin:
+            raise ValueError(f"{shown(entry.name)} is at byte {entry.begin}, expected {begin}")
+        begin = entry.end
+    if begin != size:
+        raise ValueError(f"its tensors end at byte {begin}, the file at {size}")
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file that is to be written: its header, what lies where, its size."""
+
+    name: str
+    header: bytes
+    entries: dict[str, Entry]
+    nbytes: int
+
+
+def plan_files(
+    folder: Path,
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    max_file_nbytes: int,
+    metadata: Mapping[str, str],
+) -> list[FilePlan]:
+    """Which tensors go into which file, in their order; a file has one tensor at least."""
+    groups: list[list[str]] = []
+    filled = 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = prod(shape) * dtype.itemsize
+        if not groups or filled + nbytes > max_file_nbytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += nbytes
+    count = len(groups)
+    files = (
+        ["model.safetensors"]
+        if count <= 1
+        else [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    )
+    return [
+        _plan_file(folder / file, {name: tensors[name] for name in group}, metadata)
+        for file, group in zip(files, groups or [[]], strict=True)
+    ]
+
+
+def _plan_file(
+    path: Path,
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    metadata: Mapping[str, str],
+) -> FilePlan:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    # The widest first, so that each begins on a multiple of its own size.
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        facts = {"dtype": NAME_OF[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = facts
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    base = 8 + len(text)
+    entries = {name: _entry(path, base, name, header[name]) for name in tensors}
+    return FilePlan(path.name, len(text).to_bytes(8, "little") + text, entries, base + end)
+
+
+def index_text(files: Sequence[FilePlan]) -> str:
+    """Hugging Face's index of several files."""
+    weight_map = {name: file.name for file in files for name in file.entries}
+    total = sum(entry.end - entry.begin for file in files for entry in file.entries.values())
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+
+
+def write_lists(folder: Path, plans: Sequence[FilePlan], sums: Checksums) -> list[str]:
+    """Writes the index of several files, and the checksums of all; returns their names."""
+    lists = {INDEX_NAME: index_text(plans).encode()} if len(plans) > 1 else {}
+    sums.update({name: FileSums.of(text) for name, text in lists.items()})
+    lists[NAME] = sums.text()
+    for name, text in lists.items():
+        files.write_file(folder / name, text)
+    return list(lists)
+
+
+def check_entries(
+    entries: Iterable[Entry], part: int = 0, parts: int = 1, way: StreamWay = StreamWay.ANY
+) -> int:
+    """Compares the ``part``-th of ``parts`` equal parts of the files that hold the entries.
+
+    Returns how many of the files have checksums.
+
+    Raises:
+        ValueError: bytes have changed; names file and keys.
+    """
+    by_file: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_file.setdefault(entry.file.name, []).append(entry)
+        folder = entry.file.parent
+    listed = (read_sums(folder) if by_file else None) or Checksums()
+    sums = {name: listed[name] for name in sorted(by_file) if name in listed}
+
+    def keys_in(name: str, ranges: list[range]) -> list[str]:
+        return [
+            entry.name
+            for entry in by_file[name]
+            if any(entry.begin < each.stop and each.start < entry.end for each in ranges)
+        ]
+
+    if sums:
+        check_files(folder, sums, part, parts, way, keys_in)
+    return len(sums)

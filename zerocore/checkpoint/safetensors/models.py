@@ -1,0 +1,326 @@
+"""Sharded models from and to safetensors files, as Hugging Face lays them out; nothing gathered."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from zerocore._C import BLOCK_NBYTES, StreamWay
+from zerocore.checkpoint.byte_ranges import read_into, write_from
+from zerocore.checkpoint.checksums import NAME, Checksums, FileSums
+from zerocore.checkpoint.commit import files
+from zerocore.checkpoint.safe_files import opened, shown
+from zerocore.checkpoint.safetensors.files import (
+    INDEX_NAME,
+    NAME_OF,
+    Entry,
+    FilePlan,
+    check_entries,
+    plan_files,
+    read_folder,
+    write_lists,
+)
+from zerocore.common.agreement import agree, on_all_ranks
+from zerocore.common.alarm import operation
+from zerocore.common.quantities import parse_nbytes
+from zerocore.model.state import Param, ShardState, state_of
+from zerocore.state_dict import buffers_of, param_keys
+from zerocore.tensor.place import local_of
+
+Rename = Callable[[str], str | None] | Mapping[str, str]
+Target = Param | Tensor  # a parameter, or a buffer
+Written = tuple[int, dict[int, int]]  # bytes of a file, and sums of blocks by their number
+
+
+@operation("load_safetensors")
+def load_safetensors(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    rename: Rename | None = None,
+    strict: bool = True,
+    verify: bool = True,
+) -> None:
+    """Loads parameters and buffers from safetensors files; every rank reads its own bytes of them.
+
+    All ranks must call, and see the same files. Values are cast to the dtypes of the model (of its
+    main weights under mixed precision). Of tied parameters one name is enough.
+
+    Args:
+        folder: with ``model.safetensors`` or an index, as ``save_pretrained`` leaves it; or a file.
+        rename: what a name in the files is called in ``model.state_dict()``: a dict, of which
+            missing names stay, or a function, which leaves out what it returns None for.
+        strict: missing and unexpected names are errors.
+        verify: before loading, compare the checksums that :func:`save_safetensors` writes.
+
+    Raises:
+        ValueError: the model is not sharded; names, shapes or dtypes that do not fit, a truncated
+            or damaged file; on every rank, before anything is changed.
+        FileNotFoundError: as above, if there are no such files.
+        RuntimeError: this process was forked from the one that sharded the model.
+    """
+    state = state_of(model)
+    targets = _targets(model, state)
+    found: dict[str, Entry] = {}
+
+    def check() -> set[str]:
+        if state.shown_full.total() > 0:
+            raise RuntimeError("load_safetensors inside of zerocore.unsharded; call it outside")
+        found.update(_renamed(read_folder(folder, verify), rename))
+        _check(targets, found, strict, folder)
+        return {f"{name} at {entry.begin} of {entry.file.name}" for name, entry in found.items()}
+
+    groups, device = state.ranks.groups, state.device
+    for rank, (own, other) in enumerate(pairwise(on_all_ranks(groups, check, device)), 1):
+        if differing := sorted(own ^ other):
+            raise ValueError(f"rank {rank} sees other files than rank {rank - 1}: {differing[0]}")
+    if verify:
+        part, parts = state.rank, state.world_size
+        compare = partial(check_entries, found.values(), part, parts, StreamWay.CACHED)
+        on_all_ranks(groups, compare, device)
+
+    def load() -> None:
+        done: set[int] = set()
+        for name, entry in found.items():
+            target = targets.get(name)
+            if target is not None and id(target) not in done:
+                done.add(id(target))
+                _read_target(entry, target)
+
+    state.begin_load()
+    with torch.no_grad():
+        on_all_ranks(groups, load, device)
+
+
+def _targets(model: nn.Module, state: ShardState) -> dict[str, Target]:
+    keys = param_keys(model, state)
+    targets: dict[str, Target] = {key: param for param, names in keys.items() for key in names}
+    return {**targets, **buffers_of(model, keys)}
+
+
+def _renamed(entries: Mapping[str, Entry], rename: Rename | None) -> dict[str, Entry]:
+    renamed: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        new: str | None = name
+        if rename is not None:
+            new = rename(name) if callable(rename) else rename.get(name, name)
+        if new in renamed:
+            raise ValueError(
+                f"two tensors of {entry.file} become {shown(new)}; {shown(name)} is one"
+            )
+        if new is not None:
+            renamed[new] = entry
+    return renamed
+
+
+def _check(
+    targets: Mapping[str, Target], found: Mapping[str, Entry], strict: bool, folder: object
+) -> None:
+    loaded = {id(target) for name, target in targets.items() if name in found}
+    missing = sorted(name for name, target in targets.items() if id(target) not in loaded)
+    unexpected = sorted(set(found) - set(targets))
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"{folder} does not fit the model: missing {shown(missing)}, unexpected "
+            f"{shown(unexpected)}; rename= maps names, strict=False leaves them out"
+        )
+    for name, entry in found.items():
+        if name not in targets:
+            continue
+        tensor = _full_of(targets[name])
+        if entry.shape != tuple(tensor.shape):
+            raise ValueError(
+                f"{entry.file}: {shown(name)} has shape {shown(entry.shape)}, the model "
+                f"{tuple(tensor.shape)}"
+            )
+        if _kind(entry.dtype) > _kind(tensor.dtype):
+            raise ValueError(
+                f"{entry.file}: {shown(name)} is {entry.dtype}, the model {tensor.dtype}"
+            )
+
+
+def _kind(dtype: torch.dtype) -> int:
+    """Whole numbers become floating-point ones, and these complex ones; never the other way."""
+    return 2 if dtype.is_complex else int(dtype.is_floating_point)
+
+
+def _full_of(target: Target) -> Tensor:
+    return target.full if isinstance(target, Param) else target
+
+
+def _read_target(entry: Entry, target: Target) -> None:
+    with opened(entry.file) as file:
+        if isinstance(target, Param) and target.shard.place.strides is None:
+            begin, _ = target.shard.shard_range
+            offset = entry.begin + begin * entry.dtype.itemsize
+            read_into(file.fileno(), offset, entry.dtype, local_of(target.shard))
+            return
+        dtype = target.shard.dtype if isinstance(target, Param) else target.dtype
+        full = torch.empty(entry.shape, dtype=dtype)
+        read_into(file.fileno(), entry.begin, entry.dtype, full.view(-1))
+    if isinstance(target, Param):  # its elements are in another order in memory
+        local_of(target.shard).copy_(target.shard.place.part_of(full))
+    else:
+        target.copy_(full)
+
+
+@operation("save_safetensors")
+def save_safetensors(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_size: str | int = "5GB",
+) -> None:
+    """Saves parameters and buffers as Hugging Face does; every rank writes its own bytes.
+
+    All ranks must call, and see the same file system. The folder gets ``model.safetensors``, or
+    several files and ``model.safetensors.index.json``, all at once when they are on disk. Main
+    weights are saved; of tied parameters the first name, as ``save_pretrained`` does.
+
+    Args:
+        folder: made if need be; may hold other files, such as a configuration.
+        dtype: of floating-point values in the files; None keeps each.
+        max_file_size: of a file, in bytes or as text; a larger tensor has a file of its own.
+
+    Raises:
+        ValueError: the model is not sharded, or a dtype that safetensors does not know.
+        FileExistsError: the folder has safetensors files already.
+        RuntimeError: this process was forked from the one that sharded the model.
+    """
+    state = state_of(model)
+    path = Path(folder)
+    groups, device = state.ranks.groups, state.device
+    temporary = path / f".safetensors-{agree(groups, None, [], device)}"
+    targets: dict[str, Target] = {}
+    plans: list[FilePlan] = []
+
+    def prepare() -> None:
+        for old in (old for name in ("*.safetensors", INDEX_NAME, NAME) for old in path.glob(name)):
+            raise FileExistsError(f"{old} exists; nothing is overwritten, delete it first")
+        nbytes = parse_nbytes(max_file_size, "max_file_size")
+        metadata = {"format": "pt", **_first_names(_targets(model, state), targets)}
+        plans.extend(plan_files(temporary, _facts(targets, dtype), nbytes, metadata))
+        if state.rank == 0:
+            _create(temporary, plans)
+
+    on_all_ranks(groups, prepare, device)
+    sums = _joined(_write_all(state, temporary, plans, targets))
+
+    def commit() -> None:
+        if state.rank == 0:
+            lists = write_lists(temporary, plans, sums)
+            for name in [lists.pop(), *(file.name for file in plans), *lists]:  # an index is last
+                os.replace(temporary / name, path / name)
+            temporary.rmdir()
+            files.flush_path(path)
+
+    on_all_ranks(groups, commit, device)
+
+
+def _first_names(all_targets: Mapping[str, Target], kept: dict[str, Target]) -> dict[str, str]:
+    """Fills ``kept`` with one name of each tensor; returns the others, and what they stand for."""
+    first: dict[int, str] = {}
+    others = {}
+    for name, target in all_targets.items():
+        if id(target) in first:
+            others[name] = first[id(target)]
+        else:
+            first[id(target)] = name
+            kept[name] = target
+    return others
+
+
+def _facts(
+    targets: Mapping[str, Target], dtype: torch.dtype | None
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    facts = {}
+    for name, target in targets.items():
+        own = target.shard.dtype if isinstance(target, Param) else target.dtype
+        chosen = dtype if dtype is not None and own.is_floating_point else own
+        if chosen not in NAME_OF:
+            raise ValueError(f"'{name}' is {chosen}, which safetensors does not know")
+        facts[name] = (chosen, tuple(_full_of(target).shape))
+    return facts
+
+
+def _create(folder: Path, plans: list[FilePlan]) -> None:
+    folder.mkdir(parents=True)
+    for plan in plans:
+        with open(folder / plan.name, "wb") as file:
+            file.truncate(plan.nbytes)
+
+
+def _write_all(
+    state: ShardState, folder: Path, plans: list[FilePlan], targets: Mapping[str, Target]
+) -> list[dict[str, Written]]:
+    """Writes the parts of this rank; returns the sums of the blocks to which each rank wrote."""
+    written: dict[str, Written] = {}
+    errors: list[OSError] = []
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            errors.append(error)
+
+    with ExitStack() as stack, torch.no_grad():
+        for plan in plans:
+            with noted():
+                file = stack.enter_context(open(folder / plan.name, "r+b", buffering=0))
+                writer = files.writer(file.fileno(), plan.nbytes, StreamWay.CACHED)
+                if state.rank == 0:
+                    files.write(writer, 0, plan.header)
+            for name, entry in plan.entries.items():
+                values, begin = _own_part(state, targets[name])  # may be collective: on all ranks
+                with noted():
+                    if not errors:
+                        offset = entry.begin + begin * entry.dtype.itemsize
+                        write_from(writer, offset, entry.dtype, values)
+            with noted():
+                if not errors:
+                    os.fsync(file.fileno())
+                    sums = {index: crc for index, crc in enumerate(writer.sums()) if crc}
+                    written[plan.name] = (plan.nbytes, sums)
+
+    def outcome() -> dict[str, Written]:
+        if errors:
+            raise errors[0]
+        return written
+
+    return on_all_ranks(state.ranks.groups, outcome, state.device)
+
+
+def _joined(parts: list[dict[str, Written]]) -> Checksums:
+    """The checksums of files, from those of each rank's bytes in them."""
+    sums = Checksums()
+    for name, (nbytes, _) in parts[0].items():
+        sums[name] = FileSums(nbytes, [0] * -(-nbytes // BLOCK_NBYTES))
+        for part in parts:
+            for index, crc in part[name][1].items():
+                sums[name].crcs[index] ^= crc
+    return sums
+
+
+def _own_part(state: ShardState, target: Target) -> tuple[Tensor, int]:
+    """The elements in C order that this rank writes, plain and 1-D, and where they begin."""
+    if not isinstance(target, Param):
+        flat = target.detach().contiguous().view(-1)
+        return (flat if state.rank == 0 else flat[:0]), 0
+    place, local = target.shard.place, local_of(target.shard)
+    if place.strides is not None:  # pieces of it are scattered over the file
+        flat = place.gather(local).contiguous().view(-1)
+        return (flat if state.rank == 0 else flat[:0]), 0
+    copies = state.ranks.num_replicas if place.group is not None else state.world_size
+    index = state.rank // state.ranks.num_shards if place.group is not None else state.rank
+    size = -(-local.numel() // copies)
+    begin = min(index * size, local.numel())
+    return local[begin : begin + size], place.shard_range[0] + begin
