@@ -6,10 +6,12 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-_num_made: Counter[str] = Counter()
+# By default group: the ranks of another one have not made the same groups before.
+_num_made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
 def new_group(members: Sequence[int], what: str, **options: Any) -> dist.ProcessGroup:
@@ -26,8 +28,9 @@ def new_group(members: Sequence[int], what: str, **options: Any) -> dist.Process
     c10d: Any = dist.distributed_c10d
     ranks = "_".join(map(str, members))
     label = f"{what}_{hashlib.sha256(ranks.encode()).hexdigest()}"
-    _num_made[label] += 1
-    name = f"{label}_{_num_made[label]}"
+    made = _num_made.setdefault(dist.group.WORLD, Counter())
+    made[label] += 1
+    name = f"{label}_{made[label]}"
     named_by_torch = c10d._process_group_name
     c10d._process_group_name = lambda *_, **__: name
     try:
