@@ -149,7 +149,7 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
         RuntimeError: parameters were changed without ``write_back``, or this process was forked
             from the one that sharded the model.
     """
-    state = state_of(module)
+    state = state_of(module, by_rows=False)
     units = state.units_of(module)
     indices = [unit.index for unit in units]
     params = [param for unit in units for param in unit.params]
@@ -188,7 +188,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: not sharded, or no such method.
     """
-    state_of(module)
+    state_of(module, by_rows=False)
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{type(module).__name__} has no method '{name}'")
     wrap_method(module, name)

@@ -25,7 +25,11 @@ class KeptPlan:
     """
 
     def __init__(self, state: ShardState) -> None:
-        self._params = {param.fqn: param.shard for param in state.params()}
+        self._positions = {
+            param.fqn: (unit.index, position)
+            for unit in state.units
+            for position, param in enumerate(unit.params)
+        }
         self._state = state
         self._spreads: dict[Any, Spread] = {}
         self._lock = threading.Lock()  # one thread copies by the plan, another one writes by it
@@ -83,7 +87,7 @@ class KeptPlan:
         if of.group is None:
             ranges = saved_ranges([(0, 0, of.global_shape.numel())], 1, ranks.world_size)
             return Spread(shape, ranges, of.strides)
-        param = self._params[of.fqn]
-        owned = owned_ranges(self._state.engine.layout(param.unit), param.position)
+        unit, position = self._positions[of.fqn]
+        owned = owned_ranges(self._state.engine.layout(unit), position)
         ranges = saved_ranges(owned, ranks.num_shards, ranks.num_replicas)
         return Spread(shape, ranges, of.strides)
