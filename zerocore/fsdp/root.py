@@ -98,6 +98,7 @@ class Root:
         """Drops the engine: modules show DTensors, which keep their values."""
         if self.state is None:
             return
+        self.state.finish_reads()
         self.state.engine.reset()
         self.state = None
         drop_state(self.module)

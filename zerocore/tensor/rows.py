@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.parameter import LocalShard, ShardedParameter
+from zerocore.tensor.place import Place, local_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -76,8 +77,13 @@ def as_dtensor(local: Tensor, like: Any) -> DTensor:
         like: a DTensor whose shape, mesh and placements are taken.
     """
     from torch.distributed.tensor import DTensor  # late: takes a second
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    return DTensor(local, like._spec, requires_grad=False)
+    spec = like._spec
+    if local.dtype != like.dtype:
+        meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def as_part(local: Tensor, like: Tensor) -> Tensor:
@@ -92,3 +98,62 @@ def groups_of(param: Any) -> Sequence[dist.ProcessGroup]:
         return ()
     cut = [dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate()]
     return tuple(spec.mesh.get_group(dim) for dim in cut if spec.mesh.size(dim) > 1)
+
+
+# -- as a range of elements, which checkpoints know --------------------------------------------
+
+
+def place_of(param: Any, shard: RowShard) -> Place:
+    """Where this rank's rows lie in the full parameter; its elements count in memory order.
+
+    Raises:
+        ValueError: tensor parallelism cuts the parameter, too.
+    """
+    spec, state = param._spec, shard.state_ref()
+    cuts = [placement for placement in spec.placements if not placement.is_replicate()]
+    if len(cuts) != 1:
+        raise ValueError(
+            f"parameter '{shard.fqn}' is cut in several ways, {tuple(spec.placements)}: this "
+            "rank's part is no range of its elements. Save it with torch.distributed.checkpoint"
+        )
+    dim = cuts[0].dim
+    sizes = (spec.shape[dim], *spec.shape[:dim], *spec.shape[dim + 1 :])
+    strides = torch.empty(sizes, device="meta").movedim(0, dim).stride() if dim else None
+    owned = state.engine.layout(shard.unit).owned(shard.position, state.ranks.shard_rank)
+    return Place(shard.fqn, spec.shape, (owned.begin, owned.end), state.ranks.shard, strides)
+
+
+def as_range(value: Tensor, param: Any) -> Any:
+    """A DTensor of the parameter's shape as a shard at its place, on the same memory.
+
+    Any other value as it is, and that of another kind of parameter.
+
+    Raises:
+        ValueError: a DTensor that no engine knows, or as of :func:`place_of`.
+    """
+    if not hasattr(value, "_spec"):
+        return value
+    shard = shard_of(param)
+    if not isinstance(shard, RowShard) or value.shape != param.shape:
+        raise ValueError(
+            f"a DTensor of shape {tuple(value.shape)} is no part of a model of zerocore.fsdp: "
+            "save it with torch.distributed.checkpoint"
+        )
+    dim = _cut_dim(param)
+    found = local_part(value).detach().movedim(dim, 0).reshape(-1).as_subclass(LocalShard)
+    found.place = place_of(param, shard)
+    return found
+
+
+def as_rows(value: Any, param: Any) -> Any:
+    """What :func:`as_range` has made as a DTensor again, on its memory; any other as it is."""
+    if not isinstance(value, LocalShard) or not hasattr(param, "_spec"):
+        return value
+    dim, local = _cut_dim(param), local_part(param)
+    sizes = (local.shape[dim], *local.shape[:dim], *local.shape[dim + 1 :])
+    return as_part(local_of(value).view(sizes).movedim(0, dim), param)
+
+
+def _cut_dim(param: Any) -> int:
+    dims = [each.dim for each in param._spec.placements if not each.is_replicate()]
+    return int(dims[0])
