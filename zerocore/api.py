@@ -128,7 +128,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         ValueError: the model is not sharded.
         RuntimeError: this process was forked from the one that sharded it.
     """
-    engine = state_of(model).engine
+    engine = state_of(model, by_rows=False).engine
     before = engine.sync
     engine.sync = False
     try:

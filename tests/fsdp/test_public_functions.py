@@ -257,7 +257,7 @@ def refuse() -> None:
         with pytest.raises(ValueError, match="run a forward first"):
             function(model)
     loss_of_net(model, tokens_of(0))
-    for function in (zerocore.full_state_dict, zerocore.unsharded):
+    for function in (zerocore.full_state_dict, zerocore.unsharded, zerocore.no_sync):
         with pytest.raises(ValueError, match="DTensors: use what torch"), function(model):
             pass
     with pytest.raises(ValueError, match="leave stage out"):

@@ -61,7 +61,7 @@ def training_state(model: nn.Module, optimizers: Optimizers) -> State:
 
 
 def _entries(model: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """What ``model.state_dict()`` holds, and the parameter or buffer that it is of."""
+    """The values of ``model.state_dict()``, each with its parameter or buffer."""
     values = model.state_dict()
     return {k: (values[k], own) for k, own in model.state_dict(keep_vars=True).items()}
 

@@ -42,7 +42,7 @@ def backward_reads(module: nn.Module) -> bool:
 
 
 def units_by_module(units: Iterable[Sequence[nn.Module]]) -> UnitsOf:
-    """What each module enters.
+    """The units that each module enters.
 
     Args:
         units: the modules whose calls enter each of them.

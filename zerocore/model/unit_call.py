@@ -99,7 +99,7 @@ def unit_call_of(module: nn.Module) -> UnitCall | None:
 
 
 def note_unit_call(module: nn.Module, unit_call: UnitCall | None) -> None:
-    """What :func:`unit_call_of` answers from now on."""
+    """Sets the answer of :func:`unit_call_of`."""
     module.__dict__[_UNIT_CALL] = unit_call
 
 

@@ -58,10 +58,7 @@ def build(request: ShardRequest) -> ShardState:
         config,
         ranks,
         request.device,
-        units=[
-            UnitSpec(unit.name, [_unit_param(choice, config) for choice in unit.params])
-            for unit in planned
-        ],
+        units=[_unit_spec(unit, config) for unit in planned],
         order=call_order([model], units_of),
         name=request.name,
         stall_seconds=request.stall_seconds,
@@ -151,6 +148,10 @@ def _map_host_memory(engine: Engine, request: ShardRequest) -> None:
 
 def _name_of(group: ProcessGroup | None) -> str | None:
     return None if group is None else group.group_name
+
+
+def _unit_spec(unit: UnitPlanned, config: ShardConfig) -> UnitSpec:
+    return UnitSpec(unit.name, [_unit_param(choice, config) for choice in unit.params])
 
 
 def _unit_param(choice: ParamChoice, config: ShardConfig) -> UnitParam:

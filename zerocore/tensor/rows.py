@@ -146,7 +146,7 @@ def as_range(value: Tensor, param: Any) -> Any:
 
 
 def as_rows(value: Any, param: Any) -> Any:
-    """What :func:`as_range` has made as a DTensor again, on its memory; any other as it is."""
+    """A shard of :func:`as_range` as a DTensor again, on its memory; any other value as it is."""
     if not isinstance(value, LocalShard) or not hasattr(param, "_spec"):
         return value
     dim, local = _cut_dim(param), local_part(param)
