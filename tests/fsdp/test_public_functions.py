@@ -187,9 +187,11 @@ def weights_follow_the_step() -> None:
     optimizer.step()
     optimizer.zero_grad()
     for again in range(2):
-        run(model, optimizer, 2)
         weight = model.blocks[0].qkv.weight
+        old = weight.full_tensor().clone()
+        run(model, optimizer, 2)
         before = weight.full_tensor().clone()
+        assert not torch.equal(before, old)
         full = before.to(torch.bfloat16)
         model.blocks[0].unshard()
         assert torch.equal(model.blocks[0].qkv.weight, full)
