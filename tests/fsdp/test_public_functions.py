@@ -192,6 +192,7 @@ def weights_follow_the_step() -> None:
         run(model, optimizer, 2)
         before = weight.full_tensor().clone()
         assert not torch.equal(before, old)
+        assert len(zerocore.report(model).steps) == 2  # of this engine, which knows the optimizer
         full = before.to(torch.bfloat16)
         model.blocks[0].unshard()
         assert torch.equal(model.blocks[0].qkv.weight, full)
