@@ -213,7 +213,11 @@ class UnitPlan:
     """A unit as the planner sees it; ``unused`` are indices of parameters without a gradient."""
 
     def __init__(
-        self, params: Sequence[ParamSpec], unused: Sequence[int] = (), stays: bool = False
+        self,
+        params: Sequence[ParamSpec],
+        unused: Sequence[int] = (),
+        stays: bool = False,
+        near: bool = True,
     ) -> None: ...
 
 class BackwardEvent:

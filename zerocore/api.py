@@ -136,7 +136,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         ValueError: the model is not sharded.
         RuntimeError: this process was forked from the one that sharded it.
     """
-    engine = state_of(model).engine
+    engine = state_of(model, by_rows=False).engine
     before = engine.sync
     engine.sync = False
     try:
@@ -157,7 +157,7 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
         RuntimeError: parameters were changed without ``write_back``, or this process was forked
             from the one that sharded the model.
     """
-    state = state_of(module)
+    state = state_of(module, by_rows=False)
     units = state.units_of(module)
     indices = [unit.index for unit in units]
     params = [param for unit in units for param in unit.params]
@@ -196,7 +196,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: not sharded, or no such method.
     """
-    state_of(module)
+    state_of(module, by_rows=False)
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{type(module).__name__} has no method '{name}'")
     wrap_method(module, name)

@@ -32,7 +32,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
         ValueError: the model is not sharded.
         RuntimeError: this process was forked from the one that sharded it.
     """
-    state = state_of(model)
+    state = state_of(model, by_rows=False)
     keys = param_keys(model, state)
     keep = not rank0_only or state.rank == 0
     full: dict[str, Tensor] = {}
@@ -115,7 +115,7 @@ def load_full_state_dict(
         ValueError: missing or unexpected keys, a wrong shape, or complex values for real ones; on
             every rank, before anything is changed.
     """
-    state = state_of(model)
+    state = state_of(model, by_rows=False)
     source = not broadcast or state.rank == 0
     keys = param_keys(model, state)
     buffers = buffers_of(model, keys)

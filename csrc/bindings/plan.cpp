@@ -306,12 +306,14 @@ void register_options(py::module_& module) {
 void register_units(py::module_& module) {
   py::class_<UnitPlan>(module, "UnitPlan")
       .def(
-          py::init([](std::vector<ParamSpec> params, std::vector<int> unused, bool stays) {
-            return UnitPlan{std::move(params), std::move(unused), stays, /*near=*/true};
-          }),
+          py::init(
+              [](std::vector<ParamSpec> params, std::vector<int> unused, bool stays, bool near) {
+                return UnitPlan{std::move(params), std::move(unused), stays, near};
+              }),
           py::arg("params"),
           py::arg("unused") = std::vector<int>{},
-          py::arg("stays") = false);
+          py::arg("stays") = false,
+          py::arg("near") = true);
   py::class_<BackwardEvent>(module, "BackwardEvent")
       .def(
           py::init([](bool ready, int32_t index) { return BackwardEvent{ready, index}; }),

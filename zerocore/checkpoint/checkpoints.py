@@ -12,6 +12,7 @@ from concurrent.futures import Future, wait
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from zerocore.common.agreement import agree, from_first
 from zerocore.common.alarm import operation
 from zerocore.common.garbage import no_collections
 from zerocore.common.quantities import parse_nbytes
-from zerocore.model.state import state_of
+from zerocore.model.state import ShardState, ready_state_of
 from zerocore.planning.checkpoint_bytes import MEMORY_BUDGET
 from zerocore.tensor.place import Placed
 
@@ -123,7 +124,6 @@ class Checkpoints:
         **stateful: Any,
     ) -> None:
         import_module("zerocore.checkpoint.commit.saving")  # takes a second, so not while saving
-        from zerocore.checkpoint.dcp.plan_cache import KeptPlan
         from zerocore.checkpoint.training_state import optimizers_of
 
         if keep is not None and keep < 1:
@@ -141,11 +141,22 @@ class Checkpoints:
         self._model, self._stateful = model, stateful
         self._optimizers = optimizers_of(optimizer)
         self._keep, self._background, self._verify, self._rng = keep, background, verify, rng
-        self._state = state_of(model)
-        self._writer = writer_of(self._state)
-        self._kept = KeptPlan(self._state)
         self._known: dict[Path, bool] = {}  # whether a checkpoint is good
         self._pending: PendingSave | None = None
+        self._set_state(ready_state_of(model))
+
+    def _set_state(self, state: ShardState) -> None:
+        from zerocore.checkpoint.dcp.plan_cache import KeptPlan
+
+        self._state_ref = ref(state)  # a model of zerocore.fsdp must be able to let it go
+        self._writer, self._kept = writer_of(state), KeptPlan(state)
+
+    def _ready_state(self) -> ShardState:
+        """The model's state, after the last save; it may be a new one."""
+        self.wait()
+        if (state := ready_state_of(self._model)) is not self._state_ref():
+            self._set_state(state)
+        return state
 
     def steps(self) -> list[int]:
         """Steps of which there is a complete checkpoint, in order."""
@@ -155,8 +166,9 @@ class Checkpoints:
         """Returns when the last save is on disk; raises what went wrong in it."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            if pending.wait_read in self._state.readers:
-                self._state.readers.remove(pending.wait_read)
+            state = self._state_ref()
+            if state is not None and pending.wait_read in state.readers:
+                state.readers.remove(pending.wait_read)
             pending.wait()
 
     def save(self, step: int) -> PendingSave:
@@ -173,31 +185,31 @@ class Checkpoints:
         from zerocore.checkpoint.commit.saving import Save
 
         began = time.perf_counter()
-        self.wait()
+        state = self._ready_state()
         final = path_of(self.folder, step)
         try:
             if self._known.get(final) and final.exists():  # else the first rank looks into it
                 raise FileExistsError(f"{final} exists; good checkpoints are never overwritten")
-            saved, own = self._collect(step)
+            saved, own = self._collect(step, state)
             save = Save(final, saved, own, self._writer.groups, self._keep, self._known)
         except Exception as error:  # without this the others would wait for this rank
             wait([self._writer.submit(agree, self._writer.groups, error, [])])
             raise
-        self._pending = self._start(step, save)
+        self._pending = self._start(step, save, state)
         self._pending.stall_seconds += time.perf_counter() - began
         return self._pending
 
-    def _start(self, step: int, save: Save) -> PendingSave:
+    def _start(self, step: int, save: Save, state: ShardState) -> PendingSave:
         if not self._background:
             written = self._writer.submit(save.write, None)
             wait([written])
             return PendingSave(step, written)
         copy = StreamedCopy(
-            save.saved.parts(), self._budget, self._state.device, save.saved.watch_changes()
+            save.saved.parts(), self._budget, state.device, save.saved.watch_changes()
         )
         # The last thing that is done here: the threads take the interpreter from this one.
         pending = PendingSave(step, self._writer.submit(self._write, save, copy), copy)
-        self._state.readers.append(pending.wait_read)
+        state.readers.append(pending.wait_read)
         return pending
 
     def _write(self, save: Save, copy: StreamedCopy) -> None:
@@ -223,8 +235,7 @@ class Checkpoints:
             DamagedError: it cannot be read; a ValueError that names file and key, on every rank.
             ValueError: it does not fit; names file and key, on every rank.
         """
-        self.wait()
-        state = self._state
+        state = self._ready_state()
         steps = from_first(state.ranks.groups, self.steps(), state.device)
         if step is not None and step not in steps:
             raise FileNotFoundError(f"no checkpoint of step {step} in {self.folder}: {steps}")
@@ -233,7 +244,7 @@ class Checkpoints:
             path = path_of(self.folder, chosen := candidates.pop(0))
             try:
                 with no_collections():
-                    self._load(path)
+                    self._load(path, state)
             except DamagedError as error:
                 self._known[path] = False
                 if not (candidates and fallback):
@@ -246,7 +257,7 @@ class Checkpoints:
             gc.collect()  # the error holds what was read
         return None
 
-    def _collect(self, step: int) -> tuple[SavedState, bytes]:
+    def _collect(self, step: int, state: ShardState) -> tuple[SavedState, bytes]:
         """The shards of this rank, and the file that it saves for itself."""
         from zerocore.checkpoint.dcp.saved_state import saved_state
         from zerocore.checkpoint.training_state import random_state, training_state
@@ -256,7 +267,7 @@ class Checkpoints:
         own = {
             "step": step,
             "buffers": {key: v for key, v in buffers.items() if isinstance(v, Tensor)},
-            "world_size": self._state.world_size,
+            "world_size": state.world_size,
             "stateful": {name: value.state_dict() for name, value in self._stateful.items()},
             "rng": random_state() if self._rng else None,
         }
@@ -264,10 +275,9 @@ class Checkpoints:
         torch.save(own, written)
         return saved_state(self._kept, nested, copy=self._background), written.getvalue()
 
-    def _load(self, folder: Path) -> None:
+    def _load(self, folder: Path, state: ShardState) -> None:
         from zerocore.checkpoint.dcp.loading import TrainingLoad, restore_buffers, restore_own
 
-        state = self._state
         load = TrainingLoad(
             folder, state, self._model, self._optimizers, self._verify, self._budget
         )

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zerocore.checkpoint.safe_files import shown
 from zerocore.common.state_memory import filled_later
 from zerocore.hooks.optimizer_states import make_states, params_of
+from zerocore.tensor.rows import as_range, as_rows
 
 State = dict[str, Any]
 Optimizers = Sequence[Optimizer]
@@ -52,18 +53,33 @@ def training_state(model: nn.Module, optimizers: Optimizers) -> State:
 
     Several optimizers are as one with the groups of all.
     """
-    state: State = {"model": dict(model.state_dict())}
+    state: State = {"model": {k: as_range(*each) for k, each in _entries(model).items()}}
     if optimizers:
         state["optim"] = _by_names(model, optimizers)
     return state
+
+
+def _entries(model: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """The values of ``model.state_dict()``, each with its parameter or buffer."""
+    values = model.state_dict()
+    return {k: (values[k], own) for k, own in model.state_dict(keep_vars=True).items()}
+
+
+def load_model(model: nn.Module, state: State) -> None:
+    """Gives the model what was loaded into the tensors of :func:`training_state`."""
+    owners = _entries(model)
+    model.load_state_dict({key: as_rows(value, owners[key][1]) for key, value in state.items()})
 
 
 def _by_names(model: nn.Module, optimizers: Optimizers) -> State:
     merged: State = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
         names = _names(model, optimizer)
-        packed = optimizer.state_dict()
-        merged["state"].update((names[index], value) for index, value in packed["state"].items())
+        params, packed = params_of(optimizer), optimizer.state_dict()
+        merged["state"].update(
+            (names[index], {key: as_range(value, params[index]) for key, value in state.items()})
+            for index, state in packed["state"].items()
+        )
         merged["param_groups"].extend(
             {**group, "params": [names[index] for index in group["params"]]}
             for group in packed["param_groups"]
@@ -185,7 +201,12 @@ def load_optimizers(model: nn.Module, optimizers: Optimizers, state: State) -> N
             {**group, "params": [numbers[name] for name in group["params"]]}
             for group in islice(saved, len(optimizer.param_groups))
         ]
-        states = {numbers[k]: value for k, value in state["state"].items() if k in numbers}
+        params = params_of(optimizer)
+        states = {
+            numbers[name]: {k: as_rows(v, params[numbers[name]]) for k, v in values.items()}
+            for name, values in state["state"].items()
+            if name in numbers
+        }
         optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 

@@ -9,8 +9,8 @@ from zerocore.fsdp.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from zerocore.fsdp.prediction import predict_memory
 from zerocore.fsdp.shard import fully_shard
+from zerocore.planning.prediction import predict_memory
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -1,4 +1,4 @@
-"""The wrapper of a call of a fully sharded module."""
+"""Calls of fully sharded modules: the first one of a root makes the engine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map_only
 
-from zerocore._C import Engine
 from zerocore.fsdp.group import Group, Tree
-from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.root import Root
-from zerocore.model.casting import cast_floats
+from zerocore.model.state import ShardState
 
 
 def root_of(group: Group, is_provisional: bool = False) -> Tree:
@@ -40,48 +38,22 @@ def _make_root(group: Group) -> None:
     Root(group)
 
 
+def ready_state(group: Group) -> ShardState:
+    """The state of the group's root, made if need be; another root may be called later."""
+    return root_of(group, is_provisional=True).ready()
+
+
 def call(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs ``function(*args, **kwargs)`` with the group's parameters unsharded."""
     root = root_of(group)
-    is_root = root.group is group
-    engine = root.ready() if is_root or root.engine is None else root.engine
-    if is_root and device_of(group.mesh).type != "cpu":
-        args, kwargs = _moved((args, kwargs), device_of(group.mesh))
-    begun = entered = False
-    try:
-        if is_root:
-            engine.begin_pass()
-            begun = True
-        if group.unit >= 0:
-            engine.enter(group.unit)
-            entered = True
-            if group.viewed:
-                group.show_views(engine)
-        output = _run(group, function, args, kwargs)
-    except BaseException:
-        _fail(engine, group.unit if entered else -1, begun)
-        raise
-    if entered:
-        engine.exit(group.unit, output)
-    if begun:
-        engine.end_pass(output)
-    return output
-
-
-def _run(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    policy = group.policy
-    if policy.cast_forward_inputs and policy.param_dtype is not None:
-        args = cast_floats(args, policy.param_dtype)
-        kwargs = cast_floats(kwargs, policy.param_dtype)
-    output = function(*args, **kwargs)
-    return output if policy.output_dtype is None else cast_floats(output, policy.output_dtype)
-
-
-def _fail(engine: Engine, unit: int, begun: bool) -> None:
-    if unit >= 0:
-        engine.exit(unit, None)
-    if begun:
-        engine.fail_pass()
+    if root.group is group or root.state is None:
+        root.ready()
+    unit_call = group.unit_call
+    assert unit_call is not None
+    device = unit_call.state.device
+    if unit_call.is_root and device.type != "cpu":
+        args, kwargs = _moved((args, kwargs), device)
+    return unit_call.call(function, *args, **kwargs)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zerocore._C import Engine
 from zerocore.fsdp.rows import Rows, shard_rows
+from zerocore.model.state import ShardState
+from zerocore.model.unit_call import UnitCall
 
 PlacementOf = Callable[[nn.Parameter], Shard | None]
 _GROUP = "_zerocore_fsdp_group"
@@ -96,7 +98,11 @@ class Tree(Protocol):
     group: Group
     groups: list[tuple[str, Group]]
     is_provisional: bool
-    engine: Engine | None
+    state: ShardState | None
+
+    @property
+    def engine(self) -> Engine | None:
+        """That of the state, once there is one."""
 
     def settle(self) -> None:
         """It is the root; no other one will be called."""
@@ -104,8 +110,8 @@ class Tree(Protocol):
     def with_params(self) -> list[Group]:
         """The groups that are units of the engine, in their order."""
 
-    def ready(self) -> Engine:
-        """The engine; made if need be."""
+    def ready(self) -> ShardState:
+        """The state; made if need be."""
 
     def release(self) -> None:
         """Drops the engine."""
@@ -129,6 +135,7 @@ class Group:
     overlaps_reductions: bool = True
     root: Tree | None = None
     unit: int = -1  # in the root's engine; -1 without parameters
+    unit_call: UnitCall | None = None  # with the engine
     state: Any = None  # what readers of FSDP2's state are given, see state.py
 
     @property

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from zerocore.fsdp.calls import call, root_of
+from zerocore.fsdp.calls import call, ready_state
 from zerocore.fsdp.group import Group, group_of, groups_below
 from zerocore.fsdp.root import apply_settings
 from zerocore.fsdp.state import read_state
-from zerocore.model.unit_call import leave_out_of_graphs
+from zerocore.model.unit_call import UnitCall, leave_out_of_graphs
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -88,7 +88,7 @@ class FSDPModule(TorchFSDPModule):
         group = self._group()
         handle = UnshardHandle(group if group.params else None)
         if group.params:
-            root_of(group, is_provisional=True).ready().keep(group.unit)
+            ready_state(group).engine.keep(group.unit)
         if async_op:
             return handle
         handle.wait()
@@ -244,7 +244,7 @@ def _check_modules(modules: Iterable[Any]) -> None:
 @cache
 def fsdp_class(cls: Any) -> Any:
     """The class of fully sharded modules that were of ``cls``: ``FSDP`` before its name."""
-    for function in (FSDPModule.__call__, call):
+    for function in (FSDPModule.__call__, call, UnitCall.call):
         leave_out_of_graphs(function)
     return type(cls)(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 

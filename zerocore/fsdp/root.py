@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from weakref import WeakSet
+from functools import partial
+from weakref import ref
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from zerocore._C import (
-    CallEvent,
-    Engine,
-    EngineOptions,
-    GroupNames,
-    ParamOwner,
-    ShardOptions,
-    UnitParam,
-    UnitSpec,
-)
+from zerocore._C import Engine, ParamOwner, UnitParam, UnitSpec
 from zerocore.common.agreement import agree
-from zerocore.common.alarm import stall_seconds, watch
+from zerocore.common.alarm import stall_seconds
 from zerocore.fsdp.group import Group, RowParam, check_gathered_as_is, groups_below
 from zerocore.fsdp.mesh import device_of
-from zerocore.fsdp.rows import as_dtensor, at_origin
-from zerocore.model.ranks import (
-    Ranks,
-    control_group,
-    find_ranks,
-    make_near,
-    with_near,
-    with_reductions,
-)
+from zerocore.model.call_order import call_order, units_by_module
+from zerocore.model.config import ShardConfig
+from zerocore.model.precision import ParamTypes
+from zerocore.model.ranks import find_ranks, make_near, with_near, with_reductions
+from zerocore.model.state import Param, ShardState, Unit, drop_state
+from zerocore.model.unit_call import UnitCall, note_unit_call
+from zerocore.reporting.out_of_memory import explain_forward
+from zerocore.sharding.build import make_engine, start
 from zerocore.tensor.parameter import make_alike
+from zerocore.tensor.rows import (
+    RowShard,
+    as_dtensor,
+    at_origin,
+    forget_rows,
+    local_part,
+    note_rows,
+)
 
-_live: WeakSet[Root] = WeakSet()
+_CONFIG = ShardConfig(accumulate="full", sync_params=False, by_rows=True)
 
 
 class Root:
@@ -42,7 +41,7 @@ class Root:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.module = group.modules[0]
-        self.engine: Engine | None = None
+        self.state: ShardState | None = None
         self.is_provisional = True  # another one may be called later
         self.groups = groups_below(*group.modules)
         for name, inner in self.groups:
@@ -55,7 +54,11 @@ class Root:
             if inner.root is not None:
                 inner.root.release()
             inner.root = self
-        _live.add(self)
+
+    @property
+    def engine(self) -> Engine | None:
+        """That of the state, once there is one."""
+        return None if self.state is None else self.state.engine
 
     def settle(self) -> None:
         """It is the root.
@@ -78,31 +81,41 @@ class Root:
         return [group for _, group in self.groups if group.params]
 
     @_disable_dynamo  # torch.compile(root) would trace it
-    def ready(self) -> Engine:
-        """The engine; made anew if parameters were replaced or moved since. Collective then.
+    def ready(self) -> ShardState:
+        """The state; made anew if parameters were replaced or moved since. Collective then.
 
         Raises:
             RuntimeError, ValueError: the model cannot be trained like this, on every rank.
         """
-        if self.engine is not None and not all(param.is_in_place() for param in self.params()):
+        if self.state is not None and not all(param.is_in_place() for param in self.params()):
             self.release()
-        if self.engine is None:
+        if self.state is None:
             self._make()
-        assert self.engine is not None
-        return self.engine
+        assert self.state is not None
+        return self.state
 
     def release(self) -> None:
         """Drops the engine: modules show DTensors, which keep their values."""
-        if self.engine is not None:
-            self.engine.reset()
-            self.engine = None
-            for param in self.params():
-                param.full = param.shown = param.local = None
+        if self.state is None:
+            return
+        self.state.finish_reads()
+        self.state.engine.reset()
+        self.state = None
+        drop_state(self.module)
+        for _, group in self.groups:
+            group.unit_call = None
+            for module in group.modules:
+                note_unit_call(module, None)
+        for param in self.params():
+            forget_rows(param.shard)
+            param.full = param.shown = param.local = None
 
     def _make(self) -> None:
         ranks = find_ranks(self.group.mesh, self.module)
         error: Exception | None = None
+        stall: float | None = None
         try:
+            stall = stall_seconds()
             self._check()
             ranks = with_near(ranks, max(group.num_near for _, group in self.groups))
         except Exception as caught:
@@ -112,21 +125,42 @@ class Root:
         if all(group.overlaps_reductions for _, group in self.groups):
             ranks = with_reductions(ranks, device)
         ranks = make_near(ranks, device)
-        for unit, group in enumerate(self.with_params()):
+        groups = self.with_params()
+        for unit, group in enumerate(groups):
             group.unit = unit
-        engine = Engine(
-            _options(ranks, name),
-            device=device,
-            units=[self._spec(name, group) for name, group in self.groups if group.params],
-            order=call_order(self.group.modules),
+        engine = make_engine(
+            _CONFIG,
+            ranks,
+            device,
+            units=[self._spec(path, group) for path, group in self.groups if group.params],
+            order=call_order(self.group.modules, units_by_module(g.modules for g in groups)),
+            name=name,
+            stall_seconds=stall,
         )
-        watch(control_group(ranks))
-        for group in self.with_params():
-            _bind(engine, group)
-        engine.start(False)
-        self.engine = engine
-        for group in self.with_params():
+        state = ShardState(engine, _CONFIG, ranks, device)
+        for path, group in self.groups:
+            if group.params:
+                state.units.append(_bind(state, group, self._name_of(path)))
+            self._set_unit_call(state, group)
+        self.state = state
+        start(self.module, state, False)
+        for group in groups:
             apply_settings(group)
+
+    def _set_unit_call(self, state: ShardState, group: Group) -> None:
+        policy = group.policy
+        group.unit_call = UnitCall(
+            state,
+            state.engine,
+            explain_forward,
+            (group.unit,) if group.params else (),
+            is_root=group is self.group,
+            cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
+            cast_outputs=policy.output_dtype,
+            after_enter=partial(group.show_views, state.engine) if group.viewed else None,
+        )
+        for module in group.modules:
+            note_unit_call(module, group.unit_call)
 
     def _check(self) -> None:
         self._check_ties()
@@ -182,16 +216,19 @@ class Root:
     def _spec(self, name: str, group: Group) -> UnitSpec:
         prefix = f"{name}." if name else ""
         params = [_unit_param(param, f"{prefix}{param.fqn}", group) for param in group.params]
-        return UnitSpec(
-            name or type(self.module).__name__, params, group.stays, near=group.num_near > 1
-        )
+        return UnitSpec(self._name_of(name), params, group.stays, near=group.num_near > 1)
+
+    def _name_of(self, name: str) -> str:
+        return name or type(self.module).__name__
 
 
 def apply_settings(group: Group) -> None:
     """Tells the engine, if there is one, what is set for the group."""
-    engine = None if group.root is None else group.root.engine
-    if engine is None or group.unit < 0:
+    state = None if group.root is None else group.root.state
+    if state is None or group.unit < 0:
         return
+    state.units[group.unit].stays = group.stays
+    engine = state.engine
     engine.set_staying(
         group.unit,
         after_forward=group.stays,
@@ -201,79 +238,50 @@ def apply_settings(group: Group) -> None:
     engine.set_gradient_scale(group.unit, 1.0 / (group.divide_factor or group.mesh.size()))
 
 
-def live_roots() -> list[Root]:
-    """All of this process."""
-    return list(_live)
-
-
-def call_order(modules: list[nn.Module]) -> list[CallEvent]:
-    """Enters and exits of the units if modules are called in order of registration."""
-    order: list[CallEvent] = []
-    firsts = {group.modules[0]: group.unit for _, group in groups_below(*modules) if group.params}
-    seen: set[nn.Module] = set()
-
-    def visit(inner: nn.Module) -> None:
-        if inner in seen:
-            return
-        seen.add(inner)
-        unit = firsts.get(inner)
-        if unit is not None:
-            order.append(CallEvent(True, unit))
-        for child in inner.children():
-            visit(child)
-        if unit is not None:
-            order.append(CallEvent(False, unit))
-
-    for module in modules:
-        visit(module)
-    return order
-
-
-def _options(ranks: Ranks, name: str) -> EngineOptions:
-    control = control_group(ranks)
-    return EngineOptions(
-        sharding=ShardOptions(stage=3, hold_full=True, by_rows=True),
-        groups=GroupNames(
-            shard=None if ranks.shard is None else ranks.shard.group_name,
-            replicas=None if ranks.replicas is None else ranks.replicas.group_name,
-            near=None if ranks.near is None else ranks.near.group_name,
-            control=None if control is None else control.group_name,
-            reductions=None if ranks.reductions is None else ranks.reductions.group_name,
-        ),
-        alarm_name="" if control is None else name,
-        stall_seconds=stall_seconds(),
-    )
+def _types_of(param: RowParam, group: Group) -> ParamTypes:
+    own, policy = param.shard.dtype, group.policy
+    if not own.is_floating_point:
+        return ParamTypes(own, own, own, own)
+    model = policy.param_dtype or own
+    return ParamTypes(model, own, policy.reduce_dtype or model, own)
 
 
 def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:
-    own, policy = param.shard.dtype, group.policy
-    narrow = policy.param_dtype if own.is_floating_point else None
-    model = narrow or own
-    like = param.rows.inward(torch.empty(param.rows.shape, dtype=model, device="meta"))
-    like = torch.empty(like.shape, dtype=model, device="meta")
+    types = _types_of(param, group)
+    like = param.rows.inward(torch.empty(param.rows.shape, dtype=types.model, device="meta"))
+    like = torch.empty(like.shape, dtype=types.model, device="meta")
     like.requires_grad_(param.shard.requires_grad)
-    reduce = (policy.reduce_dtype or model) if own.is_floating_point else own
-    return UnitParam(fqn, like, main=own, reduce=reduce, grad=own, lacks_main=False)
+    return UnitParam(
+        fqn, like, main=types.main, reduce=types.reduce, grad=types.grad, lacks_main=False
+    )
 
 
-def _bind(engine: Engine, group: Group) -> None:
+def _bind(state: ShardState, group: Group, name: str) -> Unit:
     """Moves the group's rows into the engine's memory and shows the engine where they belong."""
-    engine.materialize(group.unit, [None] * len(group.params), False)  # memory, zero
-    for index, param in enumerate(group.params):
-        shard = param.shard
-        param.full = nn.Parameter(
-            engine.make_full(group.unit, index), requires_grad=shard.requires_grad
-        )
-        make_alike(param.full, param.kind, param.attributes)
-        local = at_origin(engine.make_shard(group.unit, index))
-        param.local = param.rows.outward(local)
-        with torch.no_grad():
-            param.local.copy_(shard._local_tensor)  # type: ignore[attr-defined]
-        shard._local_tensor = param.local  # type: ignore[attr-defined]
-        grad = None
-        if shard.is_floating_point():
-            grad = as_dtensor(param.rows.outward(engine.make_grad(group.unit, index)), shard)
-        owners = [ParamOwner(owner._parameters, name) for owner, name in param.owners]
-        for owner, name in param.owners:
-            owner._parameters[name] = shard
-        engine.bind(group.unit, index, param.full, shard, grad, owners, local)
+    state.engine.materialize(group.unit, [None] * len(group.params), False)  # memory, zero
+    params = [_bind_param(state, group, position) for position in range(len(group.params))]
+    return Unit(group.unit, name, params, group.stays, group.num_near > 1)
+
+
+def _bind_param(state: ShardState, group: Group, position: int) -> Param:
+    engine, unit, param = state.engine, group.unit, group.params[position]
+    shard, rows = param.shard, param.rows
+    full = nn.Parameter(engine.make_full(unit, position), requires_grad=shard.requires_grad)
+    make_alike(full, param.kind, param.attributes)
+    local = at_origin(engine.make_shard(unit, position))
+    param.full, param.local = full, rows.outward(local)
+    with torch.no_grad():
+        param.local.copy_(local_part(shard))
+    shard._local_tensor = param.local  # type: ignore[attr-defined]
+    grad = None
+    if shard.is_floating_point():
+        grad = as_dtensor(rows.outward(engine.make_grad(unit, position)), shard)
+    owners = [ParamOwner(owner._parameters, key) for owner, key in param.owners]
+    for owner, key in param.owners:
+        owner._parameters[key] = shard
+    engine.bind(unit, position, full, shard, grad, owners, local)
+    spec = engine.spec(unit, position)
+    written = engine.make_model_shard(unit, position)
+    model_weight = None if written is None else rows.outward(written)
+    note_rows(shard, RowShard(spec.fqn, ref(state), unit, position, model_weight))
+    return Param([spec.fqn], param.owners, full, shard, spec, _types_of(param, group))

@@ -77,27 +77,6 @@ class _Whole(torch.autograd.Function):
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local, None
 
 
-def at_origin(tensor: Tensor) -> Tensor:
-    """The same memory as a storage of its own, from the begin on.
-
-    ``torch.save`` and ``copy.deepcopy`` take a DTensor with a storage offset for one that has data.
-    """
-    begin = tensor.storage_offset() * tensor.element_size()
-    memory: Any = tensor.untyped_storage()
-    own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return own.set_(memory[begin : begin + tensor.nbytes], 0, tensor.shape, tensor.stride())
-
-
-def as_dtensor(local: Tensor, like: Any) -> DTensor:
-    """A DTensor over ``local`` (this rank's part), which is not copied.
-
-    Args:
-        local: a dense tensor without a gradient.
-        like: a DTensor whose shape, mesh and placements are taken.
-    """
-    return DTensor(local, like._spec, requires_grad=False)
-
-
 def shard_rows(
     param: nn.Parameter, mesh: DeviceMesh, placement: Shard | None
 ) -> tuple[nn.Parameter, Rows]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -10,12 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
+from zerocore.fsdp.calls import ready_state
 from zerocore.fsdp.group import Group, PlacementOf, group_of, set_group
 from zerocore.fsdp.mesh import check_mesh, device_of
 from zerocore.fsdp.module import fsdp_class, show_shards
 from zerocore.fsdp.state import state_of
-from zerocore.fsdp.updates import watch_updates
 from zerocore.install import hook_into_torch
+from zerocore.model.state import set_maker
 from zerocore.tensor.parameter import ShardedParameter
 
 
@@ -68,13 +70,13 @@ def fully_shard(
     group.move_buffers(device_of(mesh))
     for each in modules:
         set_group(each, group)
+        set_maker(each, partial(ready_state, group))
         each._is_fsdp_managed_module = True  # what torch.compile asks for
         each._fsdp_use_orig_params = True
         cls: Any = type(each)
         each.__class__ = fsdp_class(cls)
         each.register_state_dict_pre_hook(show_shards)
         each.register_load_state_dict_pre_hook(show_shards)
-    watch_updates()
     return module
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zerocore.common.state_memory import state_memory
 from zerocore.tensor.parameter import LocalShard, ShardedParameter
 from zerocore.tensor.place import Place, Placed, local_of
+from zerocore.tensor.rows import as_part, local_part
 
 # Numbers, not elements: in the state of a parameter without dimensions they look alike.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -140,7 +141,7 @@ def make_states(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         probed: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = {}
         for param in without_state(group["params"], optimizer.state):
-            local = local_of(param)
+            local = _elements_of(param)
             kind = (local.dtype, local.device)
             if kind not in probed:
                 probed[kind] = _probed_state(optimizer, group, local)
@@ -163,7 +164,7 @@ def _probed_state(optimizer: Optimizer, group: dict[str, Any], local: Tensor) ->
 
 def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Names and first values of the states, from those of a parameter of one element."""
-    local = local_of(param)
+    local = _elements_of(param)
     for key, value in probed.items():
         if not isinstance(value, Tensor):
             yield key, 0 if key == "step" else deepcopy(value)
@@ -174,7 +175,14 @@ def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any
             yield key, as_shard(zeros, param.place)
         else:
             full = torch.full_like(local, value.item(), dtype=value.dtype)
-            yield key, as_shard(full, param.place) if isinstance(param, Placed) else full
+            yield (
+                key,
+                as_shard(full, param.place) if isinstance(param, Placed) else as_part(full, param),
+            )
+
+
+def _elements_of(param: Any) -> Tensor:
+    return local_of(param) if isinstance(param, Placed) else local_part(param).detach()
 
 
 def stepped_state(

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from zerocore._C import UpdatedUnit
@@ -18,6 +19,7 @@ from zerocore.hooks.optimizer_rules import check_outside_of_unsharded
 from zerocore.hooks.optimizer_states import params_of
 from zerocore.model.state import ShardState
 from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.rows import shard_of
 
 _log = logging.getLogger("zerocore")
 _MISTAKE = "_zerocore_mistake"  # what to say to an optimizer that holds the parameter
@@ -64,8 +66,9 @@ class _Updated:
     parts: list[UpdatedUnit]
 
 
-# Found once per number of parameters that the optimizer holds.
-_updates: WeakKeyDictionary[Optimizer, tuple[int, list[_Updated]]] = WeakKeyDictionary()
+# Found once per number of parameters that the optimizer holds, and of states that were made.
+_updates: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[_Updated]]]
+_updates = WeakKeyDictionary()
 
 
 def mark_replaced(param: nn.Parameter, fqn: str) -> None:
@@ -104,15 +107,15 @@ def optimizers_of(state: ShardState) -> list[Optimizer]:
     ]
 
 
-def _find_updates(optimizer: Optimizer) -> tuple[int, list[_Updated]]:
+def _find_updates(optimizer: Optimizer) -> list[_Updated]:
     params = params_of(optimizer)
     found: dict[Callable[[], ShardState | None], dict[int, list[int]]] = {}
     for param in params:
-        if isinstance(param, ShardedParameter):
-            units = found.setdefault(param.state_ref, {})
-            units.setdefault(param.unit, []).append(param.position)
+        if (shard := shard_of(param)) is not None:
+            units = found.setdefault(shard.state_ref, {})
+            units.setdefault(shard.unit, []).append(shard.position)
     _warn_of_unsharded(params, list(found))
-    return len(params), [
+    return [
         _Updated(state_ref, list(units), _parts(state_ref(), units))
         for state_ref, units in found.items()
     ]
@@ -130,7 +133,8 @@ def _parts(state: ShardState | None, units: dict[int, list[int]]) -> list[Update
 
 def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState | None]]) -> None:
     """A head or an adapter outside of the sharded model would train apart on every rank."""
-    shared = any(state is not None and state.world_size > 1 for state in (ref() for ref in states))
+    live = [state for state in (ref() for ref in states) if state is not None]
+    shared = any(state.world_size > 1 and not state.config.by_rows for state in live)
     outside = [p for p in params if p.requires_grad and not isinstance(p, ShardedParameter)]
     if shared and outside:
         _log.warning(
@@ -142,13 +146,14 @@ def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState |
         )
 
 
+@_disable_dynamo  # a compiled step of DTensors goes on behind its graphs
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Torch's hook before each step; returns other arguments for it, or None."""
     known = _updates.get(optimizer)
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if known is None or known[0] != count:
+    key = (sum(len(group["params"]) for group in optimizer.param_groups), ShardState.num_made)
+    if known is None or known[0] != key:
         check_not_stale(optimizer)
-        _updates[optimizer] = _find_updates(optimizer)
+        _updates[optimizer] = (key, _find_updates(optimizer))
     if any(_is_shown_full(updated.state_ref()) for updated in _updates[optimizer][1]):
         check_outside_of_unsharded(optimizer)
     casts = _known(optimizer).casts_model_weights
@@ -199,6 +204,7 @@ def _is_shown_full(state: ShardState | None) -> bool:
     return state is not None and state.shown_full.total() > 0
 
 
+@_disable_dynamo
 def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Torch's hook after each step."""
     show_device_gradients(optimizer)

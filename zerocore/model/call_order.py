@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 from torch import nn
 
 from zerocore._C import CallEvent
-from zerocore.model.units import UnitPlanned
+
+UnitsOf = Mapping[int, tuple[int, ...]]
+"""Units to enter by id of the module that is called."""
 
 
-def call_order(model: nn.Module, planned: list[UnitPlanned]) -> list[CallEvent]:
+def call_order(models: Iterable[nn.Module], units_of: UnitsOf) -> list[CallEvent]:
     """Enters and exits of the units if modules are called in order of registration."""
-    units_of = units_by_module(planned)
     order: list[CallEvent] = []
     seen: set[int] = set()
 
@@ -25,7 +28,8 @@ def call_order(model: nn.Module, planned: list[UnitPlanned]) -> list[CallEvent]:
         reads = backward_reads(module)
         order.extend(CallEvent(False, unit, reads=reads) for unit in units[::-1])
 
-    visit(model)
+    for model in models:
+        visit(model)
     return order
 
 
@@ -37,10 +41,14 @@ def backward_reads(module: nn.Module) -> bool:
     return not isinstance(module, nn.Embedding)
 
 
-def units_by_module(planned: list[UnitPlanned]) -> dict[int, tuple[int, ...]]:
-    """Units to enter by id of the module that is called."""
+def units_by_module(units: Iterable[Sequence[nn.Module]]) -> UnitsOf:
+    """The units that each module enters.
+
+    Args:
+        units: the modules whose calls enter each of them.
+    """
     found: dict[int, tuple[int, ...]] = {}
-    for index, unit in enumerate(planned):
-        for module in unit.modules:
+    for index, modules in enumerate(units):
+        for module in modules:
             found[id(module)] = (*found.get(id(module), ()), index)
     return found

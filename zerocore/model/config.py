@@ -31,6 +31,7 @@ class ShardConfig:
         gather_at_step: at stage 3, the first gather of a forward begins when the optimizer has
             stepped, under logging and loading. All ranks must take the same steps and change
             weights alike; weights that change between a step and the forward are gathered again.
+        by_rows: a shard is some rows of each parameter, a DTensor, as ``zerocore.fsdp`` has it.
 
     Raises:
         ValueError: an option is out of range.
@@ -48,6 +49,7 @@ class ShardConfig:
     offload: Offload | None = None
     overlap_reductions: bool = True
     gather_at_step: bool = False
+    by_rows: bool = False
 
     @property
     def placements(self) -> Placements:
@@ -73,6 +75,7 @@ class ShardConfig:
             stage=self.stage,
             prefetch=self.prefetch,
             hold_full=self.holds_full,
+            by_rows=self.by_rows,
             gather_at_step=self.gather_at_step,
             states=self.place_of("states"),
             gradients=self.place_of("gradients"),

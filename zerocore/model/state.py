@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, ClassVar, cast
 from weakref import WeakSet
 
 import torch
@@ -17,9 +17,10 @@ from zerocore.model.meters import Meters
 from zerocore.model.precision import ParamTypes
 from zerocore.model.ranks import Ranks
 from zerocore.model.unit_call import unit_call_of
-from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.rows import shard_of
 
 _STATE = "_zerocore_state"
+_MAKER = "_zerocore_state_maker"
 Explain = Callable[[BaseException, "ShardState"], BaseException | None]
 
 
@@ -30,7 +31,7 @@ class Param:
     fqns: list[str]
     owners: list[tuple[nn.Module, str]]
     full: nn.Parameter
-    shard: ShardedParameter
+    shard: Any  # a ShardedParameter; a DTensor, if shards are rows
     spec: ParamSpec
     types: ParamTypes
     written_version: int = -1  # of ``full`` when it was written back to the shards last
@@ -47,11 +48,15 @@ class Unit:
     index: int
     name: str
     params: list[Param] = field(default_factory=list)
+    stays: bool = False  # unsharded from forward to backward
+    near: bool = True  # gathers again from near ranks, where there are some
 
 
 @dataclass(eq=False)
 class ShardState:
     """Everything that belongs to one sharded model."""
+
+    num_made: ClassVar[int] = 0  # in this process
 
     engine: Engine
     config: ShardConfig
@@ -107,6 +112,12 @@ def set_state(model: nn.Module, state: ShardState) -> None:
     """Attaches the state to the model."""
     model.__dict__[_STATE] = state
     _states.add(state)
+    ShardState.num_made += 1
+
+
+def drop_state(model: nn.Module) -> None:
+    """Detaches the state, whose engine is gone."""
+    _states.discard(model.__dict__.pop(_STATE))
 
 
 def live_states() -> list[ShardState]:
@@ -120,31 +131,85 @@ def mark_forked() -> None:
         state.engine.mark_forked()
 
 
+def set_maker(module: nn.Module, make: Callable[[], ShardState]) -> None:
+    """``module`` is sharded, and its state is made late: ``make`` makes it, if need be."""
+    module.__dict__[_MAKER] = make
+
+
 def find_state(module: nn.Module) -> ShardState | None:
-    """The state of the sharded model that ``module`` is, contains or belongs to."""
+    """The state of the model of ``zerocore.shard`` that ``module`` is, contains or belongs to."""
+    return next((state for state in _states_in(module) if not state.config.by_rows), None)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``module`` is, contains or belongs to a sharded model, of either kind."""
+    return next(_states_in(module), None) is not None or _maker_in(module) is not None
+
+
+def _states_in(module: nn.Module) -> Iterator[ShardState]:
+    """Those of the modules in ``module``, one of them several times, and of its parameters."""
     for inner in module.modules():
         if _STATE in inner.__dict__:
-            return inner.__dict__[_STATE]
+            yield inner.__dict__[_STATE]
         unit_call = unit_call_of(inner)
         if unit_call is not None:
-            return cast(ShardState, unit_call.state)
+            yield cast(ShardState, unit_call.state)
     for param in module.parameters():
-        if isinstance(param, ShardedParameter):
-            return param.state_ref()
-    return None
+        shard = shard_of(param)
+        state = None if shard is None else shard.state_ref()
+        if state is not None:
+            yield state
 
 
-def state_of(module: nn.Module) -> ShardState:
-    """As :func:`find_state`.
+def _maker_in(module: nn.Module) -> Callable[[], ShardState] | None:
+    makers = (inner.__dict__.get(_MAKER) for inner in module.modules())
+    return next(filter(None, makers), None)
+
+
+def state_of(module: nn.Module, *, by_rows: bool = True) -> ShardState:
+    """The state of the sharded model that ``module`` is, contains or belongs to.
+
+    Args:
+        by_rows: whether a model of ``zerocore.fsdp`` will do.
 
     Raises:
-        ValueError: the module is not sharded.
+        ValueError: the module is not sharded, or holds several sharded models.
         RuntimeError: this process was forked from the one that sharded it.
     """
-    state = find_state(module)
-    if state is None:
+    states = dict.fromkeys(_states_in(module))
+    name = type(module).__name__
+    if not states and _maker_in(module) is not None:
         raise ValueError(
-            f"this {type(module).__name__} is not sharded; call zerocore.shard(model) first"
+            f"this {name} is sharded by zerocore.fsdp and has run no forward yet, in which its "
+            "engine is made; run a forward first"
+        )
+    if not states:
+        raise ValueError(
+            f"this {name} is not sharded; call zerocore.shard(model) or "
+            "zerocore.fsdp.fully_shard(model) first"
+        )
+    if len(states) > 1:
+        raise ValueError(
+            f"this {name} holds {len(states)} models that are sharded by themselves; call "
+            "fully_shard for what holds them, too, or pass one of them"
+        )
+    state = next(iter(states))
+    if state.config.by_rows and not by_rows:
+        raise ValueError(
+            f"this {name} is sharded by zerocore.fsdp, whose parameters are DTensors: use what "
+            "torch.distributed has for these, as docs/fsdp.md shows"
         )
     state.engine.check_process()
     return state
+
+
+def ready_state_of(module: nn.Module) -> ShardState:
+    """As :func:`state_of`; makes a state that is made late, which is collective.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`state_of`, or the state cannot be made.
+    """
+    make = _maker_in(module)
+    if make is not None:
+        make()
+    return state_of(module)

@@ -26,6 +26,7 @@ class UnitCall:
     ``state`` is the ShardState that the module belongs to. ``explain`` is given what a call raised,
     before its units are left, and returns what to raise instead, or None. ``looked_at`` are the
     units of modules inside whose parameters the module looks at in evaluation, see `looked_at_by`.
+    ``after_enter`` is called when the units are unsharded.
     """
 
     state: Any
@@ -37,6 +38,7 @@ class UnitCall:
     cast_outputs: torch.dtype | None = None
     before_call: Callable[[], None] | None = None
     looked_at: tuple[int, ...] = ()
+    after_enter: Callable[[], None] | None = None
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
@@ -56,6 +58,8 @@ class UnitCall:
             for unit in units:
                 engine.enter(unit)
                 entered += 1
+            if self.after_enter is not None:
+                self.after_enter()
             if self.cast_inputs is not None:
                 args = cast_floats(args, self.cast_inputs)
                 kwargs = cast_floats(kwargs, self.cast_inputs)
@@ -94,9 +98,14 @@ def unit_call_of(module: nn.Module) -> UnitCall | None:
     return module.__dict__.get(_UNIT_CALL)
 
 
+def note_unit_call(module: nn.Module, unit_call: UnitCall | None) -> None:
+    """Sets the answer of :func:`unit_call_of`."""
+    module.__dict__[_UNIT_CALL] = unit_call
+
+
 def set_unit_call(module: nn.Module, unit_call: UnitCall) -> None:
     """Makes ``module`` enter units when called; its class keeps its name."""
-    module.__dict__[_UNIT_CALL] = unit_call
+    note_unit_call(module, unit_call)
     cls: Any = type(module)
     module.__class__ = _calling_class(cls)
 

@@ -20,6 +20,7 @@ from zerocore.optim.kernel_calls import UpdatePlan, global_norm, is_same_state, 
 from zerocore.reporting.out_of_memory import explain_step
 from zerocore.tensor import updates
 from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.rows import local_part, shard_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # torch.optim.AdamW has these in its groups, too: a state dict of one loads into the other.
@@ -33,7 +34,7 @@ _TORCH_OPTIONS = {
 
 
 class AdamW(ShardOptimizer):
-    """AdamW as one kernel call for all tensors of a group, for sharded and plain parameters.
+    """AdamW as one kernel call for all tensors of a group: shards, DTensors, plain parameters.
 
     In float32 on a CPU a step gives the bits of ``torch.optim.AdamW(fused=True)``, except that
     the last ``numel % 16`` elements of a tensor may differ in the last bit. A parameter's moments
@@ -66,7 +67,7 @@ class AdamW(ShardOptimizer):
     Raises:
         OutOfMemory: in a step of shards, if there is no room; the first step makes the states.
         ValueError: an option out of range, or a parameter that is not dense in memory.
-        TypeError: a parameter that is not float32, bfloat16, float16 or float64, or a DTensor.
+        TypeError: a parameter that is not float32, bfloat16, float16 or float64.
     """
 
     _step_supports_amp_scaling = True
@@ -75,6 +76,7 @@ class AdamW(ShardOptimizer):
     clip_grad_norm: float | None = None
     grad_norm: Tensor | None = None
     _plan: UpdatePlan | None = None
+    _has_rows = False  # parameters are DTensors
 
     def __init__(
         self,
@@ -107,6 +109,7 @@ class AdamW(ShardOptimizer):
             for param in group["params"]:
                 if param.requires_grad:
                     _check_param(param, self._label(param))
+                self._has_rows = self._has_rows or local_part(param) is not param
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -129,9 +132,12 @@ class AdamW(ShardOptimizer):
         """One step with gradients times ``factor``; for None what clipping and a scaler say."""
         params = params_of(self)
         grads: list[Any] = [param.grad for param in params]
+        parts = params
+        if self._has_rows:
+            parts, grads = list(map(local_part, params)), list(map(local_part, grads))
         kinds = [None if grad is None else grad.dtype for grad in grads]
         plan = self._plan
-        if plan is None or plan.kinds != kinds or not plan.uses(self.state):
+        if plan is None or plan.kinds != kinds or not plan.uses(self.state, parts):
             plan = self._plan = self._make_plan(params, grads, kinds)
         grad_scale, found_inf = (factor, None) if factor is not None else self._factors(plan, grads)
         for batch in plan.batches:
@@ -266,7 +272,8 @@ class AdamW(ShardOptimizer):
         for group in self.param_groups:
             given = group.get("param_names", [None] * len(group["params"]))
             for param, name in zip(group["params"], given, strict=True):
-                name = param.fqn if isinstance(param, ShardedParameter) else name
+                shard = shard_of(param)
+                name = name if shard is None else shard.fqn
                 if name is None:
                     raise ValueError(
                         f"{self._label(param)} has no name; build the optimizer from "
@@ -280,8 +287,8 @@ class AdamW(ShardOptimizer):
 
     def _label(self, param: Tensor) -> str:
         """How an error calls a parameter."""
-        if isinstance(param, ShardedParameter):
-            return f"parameter '{param.fqn}'"
+        if (shard := shard_of(param)) is not None:
+            return f"parameter '{shard.fqn}'"
         for number, group in enumerate(self.param_groups):
             for index, other in enumerate(group["params"]):
                 if other is param and "param_names" in group:
@@ -307,6 +314,7 @@ class AdamW(ShardOptimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group.update(_TORCH_OPTIONS)
+        self._has_rows = any(local_part(param) is not param for param in params)
         self._plan = None
 
 
@@ -328,10 +336,11 @@ def _check_options(group: Mapping[str, Any]) -> None:
 
 
 def _check_param(param: Tensor, label: str) -> None:
+    param = local_part(param)
     if is_traceable_wrapper_subclass(param):
         raise TypeError(
-            f"{label} is a {type(param).__name__}, expected a plain tensor or a shard of "
-            "zerocore.shard; use torch.optim.AdamW for it"
+            f"{label} is a {type(param).__name__}, expected a plain tensor, a shard of "
+            "zerocore.shard or a DTensor; use torch.optim.AdamW for it"
         )
     if param.dtype not in _DTYPES:
         raise TypeError(

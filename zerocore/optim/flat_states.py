@@ -14,6 +14,7 @@ from zerocore.hooks.optimizer_states import as_shard
 from zerocore.tensor import updates
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import Placed
+from zerocore.tensor.rows import as_part, local_part, shard_of
 
 State = dict[str, Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -66,7 +67,7 @@ def allocate_states(params: Sequence[Tensor]) -> list[State]:
         else:
             shared.setdefault((_unit_of(param), param.device, param.dtype), []).append(index)
     for indices in shared.values():
-        found = _allocate([params[index] for index in indices])
+        found = _allocate([local_part(params[index]) for index in indices])
         for index, state in zip(indices, found, strict=True):
             states[index] = state
     return [_placed(*each) for each in zip(params, states, strict=True)]
@@ -74,13 +75,14 @@ def allocate_states(params: Sequence[Tensor]) -> list[State]:
 
 def _placed(param: Tensor, state: State) -> State:
     if not isinstance(param, ShardedParameter):
-        return state
+        return {"step": state["step"], **{name: as_part(state[name], param) for name in MOMENTS}}
     step = state["step"].as_subclass(HostState) if param.on_host else state["step"]
     return {"step": step, **{name: as_shard(state[name], param.place) for name in MOMENTS}}
 
 
 def _unit_of(param: Tensor) -> Hashable:
-    return (param.state_ref, param.unit) if isinstance(param, ShardedParameter) else None
+    shard = shard_of(param)
+    return None if shard is None else (shard.state_ref, shard.unit)
 
 
 class _PlannedMoments:
@@ -141,10 +143,11 @@ def check_loaded(
                     f"{sorted(('step', *MOMENTS))}: it was saved by another kind of optimizer"
                 )
         for name in MOMENTS:
-            if state[name].shape != param.shape:
+            given, own = local_part(state[name]).shape, local_part(param).shape
+            if given != own:
                 raise ValueError(
-                    f"the loaded {name} of {label(param)} has shape {tuple(state[name].shape)}, "
-                    f"this rank's parameter {tuple(param.shape)}. Load a state that was saved with "
+                    f"the loaded {name} of {label(param)} has shape {tuple(given)}, "
+                    f"this rank's parameter {tuple(own)}. Load a state that was saved with "
                     "the same stage and number of ranks"
                 )
 
@@ -160,7 +163,7 @@ def adopt_states(
     for param in stated:
         state = fresh.get(param) or held[param]
         for name in MOMENTS:
-            state[name].copy_(loaded[param][name])
+            local_part(state[name]).copy_(local_part(loaded[param][name]))
         state["step"].copy_(torch.as_tensor(loaded[param]["step"]))
         result[param] = state
     return result

@@ -16,6 +16,7 @@ from zerocore._C import HostUpdate
 from zerocore.common.alarm import waiting
 from zerocore.optim.flat_states import State
 from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.rows import groups_of, local_part, shard_of
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -50,18 +51,19 @@ class Batch:
     other_casts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, index: int, param: Tensor, state: State, model_weight: Tensor | None) -> None:
+        weight = local_part(param)
         self.indices.append(index)
-        self.weights.append(param)
-        self.exp_avgs.append(state["exp_avg"])
-        self.exp_avg_sqs.append(state["exp_avg_sq"])
+        self.weights.append(weight)
+        self.exp_avgs.append(local_part(state["exp_avg"]))
+        self.exp_avg_sqs.append(local_part(state["exp_avg_sq"]))
         self.steps.append(state["step"])
         self.positions.append(getattr(param, "position", -1))
         if model_weight is None:
             return
-        if param.dtype == torch.float32 and model_weight.dtype in _HALF_TYPES:
+        if weight.dtype == torch.float32 and model_weight.dtype in _HALF_TYPES:
             self.model_weights.append(model_weight)
         else:
-            self.other_casts.append((model_weight, param.detach().view(model_weight.shape)))
+            self.other_casts.append((model_weight, weight.detach().view(model_weight.shape)))
 
     def run(
         self, grads: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None
@@ -123,9 +125,9 @@ class Batch:
             engine.send_weights(host.unit)
 
 
-# Gradients on a device whose squares are summed over the ranks of a group (None: each rank has
+# Gradients on a device whose squares are summed over the ranks of groups (none: each rank has
 # all). A group is here without gradients too: other ranks may have some, and would wait.
-Squares = dict[tuple[dist.ProcessGroup | None, torch.device], list[int]]
+Squares = dict[tuple[Sequence[dist.ProcessGroup], torch.device], list[int]]
 # By number: unit and place in it of each parameter whose states are on the host.
 OnHost = dict[int, tuple[HostUnit, int]]
 
@@ -136,18 +138,23 @@ class UpdatePlan:
 
     kinds: list[torch.dtype | None]  # of all parameters' gradients
     states: dict[Any, State]  # the optimizer's, when the plan was made
+    locals: list[Tensor]  # this rank's parts of all parameters
     batches: list[Batch]
     squares: Squares
     on_host: OnHost
 
-    def uses(self, states: Mapping[Any, State]) -> bool:
-        """Whether these are still the states: anyone may drop some, or put in others.
+    def uses(self, states: Mapping[Any, State], locals: Sequence[Tensor]) -> bool:
+        """Whether these are still the states and parts: anyone may drop some, or put in others.
 
         In calls of C alone, as every step asks.
         """
         now, then = states.values(), self.states.values()
         same_sizes = len(now) == len(then) and all(map(eq, map(len, now), map(len, then)))
-        return same_sizes and all(map(is_, _tensors_of(now), _tensors_of(then)))
+        return (
+            same_sizes
+            and all(map(is_, locals, self.locals))
+            and all(map(is_, _tensors_of(now), _tensors_of(then)))
+        )
 
 
 def _tensors_of(states: Iterable[State]) -> Iterator[Any]:
@@ -177,7 +184,8 @@ def make_plan(
     for index, ((param, group), grad) in enumerate(zip(places, grads, strict=True)):
         if grad is None:
             continue
-        model_weight = getattr(param, "model_weight", None)
+        shard = shard_of(param)
+        model_weight = getattr(param if shard is None else shard, "model_weight", None)
         model_dtype = None if model_weight is None else model_weight.dtype
         host = _host_unit(param)
         if host is not None:
@@ -186,7 +194,8 @@ def make_plan(
         batch = batches.setdefault(key, Batch(group, param.device, host))
         batch.add(index, param, states[param], model_weight)
     kept = {param: dict(state) for param, state in states.items()}
-    return UpdatePlan(kinds, kept, _in_order(list(batches.values())), squares, on_host)
+    parts = [local_part(param) for param, _ in places]
+    return UpdatePlan(kinds, kept, parts, _in_order(list(batches.values())), squares, on_host)
 
 
 def _host_unit(param: Tensor) -> HostUnit | None:
@@ -219,10 +228,11 @@ def squares_of(params: Sequence[Tensor], grads: Sequence[Any]) -> Squares:
     """Which gradients' squares are summed where, by their numbers."""
     squares: Squares = {}
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        group, device = None, param.device
+        groups, device = groups_of(param), param.device
         if isinstance(param, ShardedParameter):
-            group, device = param.place.group, param.grad_device
-        found = squares.setdefault((group, device), [])
+            groups = () if param.place.group is None else (param.place.group,)
+            device = param.grad_device
+        found = squares.setdefault((groups, device), [])
         if grad is not None:
             found.append(index)
     return squares
@@ -257,12 +267,12 @@ def global_norm(squares: Squares, grads: Sequence[Any], on_host: OnHost | None =
     Squares of gradients that have come to the host may be known already, chunk by chunk.
     """
     sums: list[Tensor] = []
-    for (group, device), indices in squares.items():
+    for (groups, device), indices in squares.items():
         square = torch.zeros(2, dtype=torch.float64, device=device)
         known = [_known_squares(on_host.get(index)) for index in indices] if on_host else []
         given = None if all(each is None for each in known) else known
         torch.ops.zerocore.sum_of_squares(square, [grads[i] for i in indices], known=given)
-        if group is not None:
+        for group in groups:
             with waiting(group, "the norm of gradients"):
                 dist.all_reduce(square[:1], group=group)
         sums.append(square[0])

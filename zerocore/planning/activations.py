@@ -90,7 +90,7 @@ def measure(
         Exception: what the model raises, also where its forward depends on values of tensors.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    units = units_by_module(planned)
+    units = units_by_module(unit.modules for unit in planned)
     entries = {names[key]: value for key, value in units.items()}
     blocks = [
         names[id(unit.modules[0])]

@@ -55,10 +55,17 @@ def changes(now: Candidate, fits: Fits, narrow: Planner | None = None) -> Iterat
         fits: how few bytes a search for other ranks stops at.
         narrow: plans the model with parameters in bfloat16; without it that is not proposed.
     """
-    yield from _higher_stages(now)
+    rows = now.planner.by_rows
+    if not rows:
+        yield from _higher_stages(now)
+    elif any(now.planner.stays):
+        resharded = replace(now, planner=replace(now.planner, stays=()))
+        text = "reshard_after_forward=True for every module (the backward gathers them again)"
+        yield Change(text, resharded.nbytes)
     fewer = with_fewer_replicas(now, fits)
     if fewer is not None:
-        yield Change(f"group= a {fewer.division.mesh} (gathers reach further)", fewer.nbytes)
+        name = "mesh" if rows else "group"
+        yield Change(f"{name}= a {fewer.division.mesh} (gathers reach further)", fewer.nbytes)
     if narrow is not None:
         yield from _in_bfloat16(replace(now, planner=narrow))
     for stage in sorted({now.division.stage, HIGHEST_STAGE}):
@@ -66,7 +73,7 @@ def changes(now: Candidate, fits: Fits, narrow: Planner | None = None) -> Iterat
         if more is not None:
             text = "" if stage == now.division.stage else f" at stage={stage}"
             yield Change(f"{more.division.ranks}{text}", more.nbytes)
-    if now.division.offload is None:
+    if now.division.offload is None and not rows:
         away = now.at(offload=Offload(states="cpu"))
         yield Change("offload=zerocore.Offload(states='cpu') (updates on the host)", away.nbytes)
         everything = on_disk("disk")

@@ -23,7 +23,7 @@ from zerocore.common.quantities import parse_bandwidth, parse_flops, parse_nbyte
 from zerocore.model.config import ShardConfig
 from zerocore.model.precision import MixedPrecision
 from zerocore.model.stages import STAGES
-from zerocore.model.state import find_state
+from zerocore.model.state import is_sharded
 from zerocore.model.units import UnitChoice, UnitPlanned, choose_units
 from zerocore.planning.activations import Activations, Loss, default_loss, measure
 from zerocore.planning.advice import advise
@@ -303,10 +303,10 @@ def _sent_nbytes(collectives: list[PlannedEvent]) -> int:
 def _resolve(model: Any, precision: Precision) -> tuple[nn.Module, str, Precision]:
     """The module to plan, what to call it, and the dtypes that are still to be applied."""
     if isinstance(model, nn.Module):
-        if find_state(model) is not None:
+        if is_sharded(model):
             raise ValueError(
-                f"this {type(model).__name__} is sharded already; plan it before zerocore.shard, "
-                "or use zerocore.predict_memory"
+                f"this {type(model).__name__} is sharded already; plan it before "
+                "zerocore.shard or fully_shard, or use zerocore.predict_memory"
             )
         return model, type(model).__name__, precision
     config = load_config(model) if isinstance(model, str | Path | dict) else model

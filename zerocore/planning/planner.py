@@ -10,7 +10,7 @@ from torch import nn
 
 from zerocore import _C
 from zerocore.common.memory_bytes import MemoryBytes
-from zerocore.model.call_order import call_order
+from zerocore.model.call_order import call_order, units_by_module
 from zerocore.model.offload import place_of
 from zerocore.model.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.model.units import ParamChoice, UnitPlanned
@@ -88,6 +88,9 @@ class Planner:
         unused: by unit, indices of parameters that get no gradient.
         micro_batches: forwards and backwards of a step, all but the last under ``no_sync``.
         hold_full: ``accumulate="full"``.
+        by_rows: a shard is some rows of each parameter.
+        stays: by unit, whether it stays unsharded from forward to backward.
+        near: by unit, whether it gathers again from near ranks, where there are some.
         moves_matrices: the optimizer is Muon, which moves matrices to their owners.
     """
 
@@ -101,6 +104,9 @@ class Planner:
     unused: tuple[tuple[int, ...], ...] = ()
     micro_batches: int = 1
     hold_full: bool = False
+    by_rows: bool = False
+    stays: tuple[bool, ...] = ()
+    near: tuple[bool, ...] = ()
     moves_matrices: bool = False
 
     @property
@@ -157,7 +163,9 @@ class Planner:
 
     def _units(self) -> list[_C.UnitPlan]:
         unused = self.unused or ((),) * len(self.specs)
-        return [_C.UnitPlan(*unit) for unit in zip(self.specs, unused, strict=True)]
+        stays = self.stays or (False,) * len(self.specs)
+        near = self.near or (True,) * len(self.specs)
+        return [_C.UnitPlan(*unit) for unit in zip(self.specs, unused, stays, near, strict=True)]
 
     def _options(self, division: Division) -> _C.PlanOptions:
         return _C.PlanOptions(
@@ -165,6 +173,7 @@ class Planner:
                 stage=division.stage,
                 prefetch=division.prefetch,
                 hold_full=self.hold_full,
+                by_rows=self.by_rows,
                 gather_at_step=division.gather_at_step,
                 states=place_of(division.offload, "states"),
                 gradients=place_of(division.offload, "gradients"),
@@ -233,7 +242,7 @@ def make_planner(
     """
     precision = precision or Precision()
     types = [[precision.types(choice) for choice in unit.params] for unit in planned]
-    order = tuple(call_order(model, planned))
+    order = tuple(call_order([model], units_by_module(unit.modules for unit in planned)))
     return Planner(
         names=tuple(unit.name for unit in planned),
         specs=tuple(

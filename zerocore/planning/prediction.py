@@ -37,6 +37,11 @@ def predict_memory(
     division = division_of(state)
     if stage is not None:
         check_int("stage", stage, 0)
+        if state.config.by_rows and stage != state.config.stage:
+            raise ValueError(
+                f"stage={stage}: this {type(model).__name__} is sharded by zerocore.fsdp, which is "
+                "stage 3; leave stage out, or plan the model before it is sharded"
+            )
         division = replace(division, stage=stage)
     return planner_of(state, micro_batches, optimizer_states).memory(division)
 
@@ -72,6 +77,9 @@ def planner_of(state: ShardState, micro_batches: int = 1, num_states: int = 2) -
         num_states=num_states,
         micro_batches=micro_batches,
         hold_full=state.config.holds_full,
+        by_rows=state.config.by_rows,
+        stays=tuple(unit.stays for unit in state.units),
+        near=tuple(unit.near for unit in state.units),
     )
 
 

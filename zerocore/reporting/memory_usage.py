@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.model.state import ShardState, state_of
+from zerocore.tensor.rows import local_part, shard_of
 
 
 def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> MemoryBytes:
@@ -51,14 +52,12 @@ def _states_of(optimizer: Optimizer) -> tuple[int, int]:
     device = host = 0
     with torch._C.DisableTorchFunctionSubclass():  # of shards the elements of this rank count
         for param, entry in optimizer.state.items():
-            nbytes = sum(
-                t.numel() * t.element_size()
-                for t in entry.values()
-                if isinstance(t, Tensor) and t.dim() > 0
-            )
-            if getattr(param, "on_disk", False):
+            parts = [local_part(t) for t in entry.values() if isinstance(t, Tensor) and t.dim() > 0]
+            nbytes = sum(t.numel() * t.element_size() for t in parts)
+            shard = shard_of(param)
+            if shard is not None and shard.on_disk:
                 continue
-            if getattr(param, "on_host", False):
+            if shard is not None and shard.on_host:
                 host += nbytes
             else:
                 device += nbytes

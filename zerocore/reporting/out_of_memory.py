@@ -18,7 +18,7 @@ from zerocore.model.state import ShardState, Unit, state_of
 from zerocore.planning.changes import Candidate, changes
 from zerocore.planning.prediction import division_of, planner_of
 from zerocore.reporting.memory_usage import usage_of
-from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.rows import shard_of
 
 NUM_BUCKETS = 3  # that are listed
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -104,7 +104,8 @@ def explain_forward(
 
 def explain_step(error: BaseException, params: Sequence[Any]) -> OutOfMemory | None:
     """The error to raise for one in an optimizer's step of ``params``, if there is one."""
-    state = next((p.state_ref() for p in params if isinstance(p, ShardedParameter)), None)
+    shards = (shard_of(param) for param in params)
+    state = next((shard.state_ref() for shard in shards if shard is not None), None)
     return None if state is None else _explain(error, state, "optimizer step", [])
 
 
@@ -183,7 +184,8 @@ def _units_in_use(state: ShardState) -> list[Unit]:
 def _shows_full(unit: Unit) -> Iterator[bool]:
     for param in unit.params:
         for owner, name in param.owners:
-            yield owner._parameters.get(name) is param.full
+            found = owner._parameters.get(name)  # of rows it may be a view of the full one
+            yield found is not None and found is not param.shard
 
 
 def _buckets(state: ShardState) -> tuple[tuple[str, int], ...]:

@@ -27,7 +27,7 @@ from zerocore.hooks.moves import keep_in_place
 from zerocore.hooks.optimizer_steps import mark_full, mark_replaced
 from zerocore.hooks.registration import watch_registrations
 from zerocore.model.buffers import BufferSync
-from zerocore.model.call_order import call_order, units_by_module
+from zerocore.model.call_order import UnitsOf, call_order, units_by_module
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.config import ShardConfig
 from zerocore.model.materialize import InitFn, full_values, materialize_buffers
@@ -53,7 +53,19 @@ def build(request: ShardRequest) -> ShardState:
         check_same_values(request)
     if config.placements.parameters and config.overlap_reductions:
         ranks = with_reductions(ranks, request.device)
-    engine = _make_engine(request, ranks, call_order(model, planned))
+    units_of = units_by_module(unit.modules for unit in planned)
+    engine = make_engine(
+        config,
+        ranks,
+        request.device,
+        units=[_unit_spec(unit, config) for unit in planned],
+        order=call_order([model], units_of),
+        name=request.name,
+        stall_seconds=request.stall_seconds,
+    )
+    if config.gradient_divide_factor is not None:
+        for index in range(len(planned)):
+            engine.set_gradient_scale(index, 1.0 / config.gradient_divide_factor)
     if config.offload is not None and config.offload.path is not None:
         with together(ranks.groups, request.device):  # the room of this rank's file is taken
             engine.open_disk(config.offload.path, f"states-of-rank-{ranks.rank}")
@@ -65,21 +77,32 @@ def build(request: ShardRequest) -> ShardState:
     for index, unit in enumerate(planned):
         state.units.append(_shard_unit(state, index, unit, request.init_fn))
     materialize_buffers(model, request.device, request.init_fn)
-    _set_unit_calls(model, planned, state)
+    _set_unit_calls(model, units_of, state)
     watch_loads(model, state)
-    engine.start(config.sync_params or state.world_size == 1)
-    set_state(model, state)
+    start(model, state, config.sync_params or state.world_size == 1)
     loads_late = config.leaves("parameters") and request.device.type != "cpu"
     if engine.lands_gradients or loads_late:
         updates.watch(ref(state))
-    remember_model(state, model)
-    state.explain_backward = explain_backward
     watch_registrations(model, state)
     return state
 
 
-def _make_engine(request: ShardRequest, ranks: Ranks, order: list[CallEvent]) -> Engine:
-    config = request.config
+def make_engine(
+    config: ShardConfig,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    units: list[UnitSpec],
+    order: list[CallEvent],
+    name: str,
+    stall_seconds: float | None,
+) -> Engine:
+    """The engine of one model, of whatever kind its shards are; collective.
+
+    Args:
+        name: the same on all ranks and no other model's.
+        stall_seconds: as of :class:`ShardRequest`.
+    """
     control = control_group(ranks)
     options = EngineOptions(
         sharding=config.shard_options(),
@@ -90,21 +113,22 @@ def _make_engine(request: ShardRequest, ranks: Ranks, order: list[CallEvent]) ->
             control=_name_of(control),
             reductions=_name_of(ranks.reductions),
         ),
-        alarm_name="" if control is None else request.name,
-        stall_seconds=request.stall_seconds,
+        alarm_name="" if control is None else name,
+        stall_seconds=stall_seconds,
         host_link=emulated_host_link(),
-        host_threads=_host_threads(config, request.device),
+        host_threads=_host_threads(config, device),
     )
-    units = [
-        UnitSpec(unit.name, [_unit_param(choice, config) for choice in unit.params])
-        for unit in request.planned
-    ]
-    engine = Engine(options, device=request.device, units=units, order=order)
+    engine = Engine(options, device=device, units=units, order=order)
     watch(control)
-    if config.gradient_divide_factor is not None:
-        for unit in range(len(units)):
-            engine.set_gradient_scale(unit, 1.0 / config.gradient_divide_factor)
     return engine
+
+
+def start(model: nn.Module, state: ShardState, consistent: bool) -> None:
+    """The state is complete: functions of zerocore find it, and errors are explained."""
+    state.engine.start(consistent)
+    set_state(model, state)
+    remember_model(state, model)
+    state.explain_backward = explain_backward
 
 
 def _host_threads(config: ShardConfig, device: torch.device) -> int:
@@ -125,6 +149,10 @@ def _map_host_memory(engine: Engine, request: ShardRequest) -> None:
 
 def _name_of(group: ProcessGroup | None) -> str | None:
     return None if group is None else group.group_name
+
+
+def _unit_spec(unit: UnitPlanned, config: ShardConfig) -> UnitSpec:
+    return UnitSpec(unit.name, [_unit_param(choice, config) for choice in unit.params])
 
 
 def _unit_param(choice: ParamChoice, config: ShardConfig) -> UnitParam:
@@ -195,8 +223,7 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     return Param(choice.fqns, choice.owners, full, shard, spec, types_of(choice, state.config))
 
 
-def _set_unit_calls(model: nn.Module, planned: list[UnitPlanned], state: ShardState) -> None:
-    units_of = units_by_module(planned)
+def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> None:
     mixed = state.config.mixed_precision or MixedPrecision()
     sync = BufferSync(model, state.ranks, state.engine) if state.config.sync_buffers else None
     narrow = mixed.param_dtype if mixed.cast_inputs else None

@@ -31,6 +31,7 @@ from zerocore.checkpoint.training_state import (
     check_random_state,
     drop_states,
     fit_optimizers,
+    load_model,
     load_optimizers,
     params_without_state,
     set_random_state,
@@ -95,7 +96,7 @@ class TrainingLoad:
         except BaseException:
             drop_states(self._model, self._optimizers, self._stateless)  # may hold anything
             raise
-        self._model.load_state_dict(self._wanted["model"])
+        load_model(self._model, self._wanted["model"])
         if self._optimizers:
             load_optimizers(self._model, self._optimizers, self._wanted["optim"])
 

@@ -25,19 +25,23 @@ class KeptPlan:
     """
 
     def __init__(self, state: ShardState) -> None:
-        self._params = {param.fqn: param.shard for param in state.params()}
-        self._state = state
+        self._places = {
+            param.fqn: (layout, position)
+            for unit, layout in [(unit, state.engine.layout(unit.index)) for unit in state.units]
+            for position, param in enumerate(unit.params)
+        }
+        self._ranks = state.ranks
         self._spreads: dict[Any, Spread] = {}
         self._lock = threading.Lock()  # one thread copies by the plan, another one writes by it
         self._facts: Facts = {}
-        self._plan = SavePlan({}, state.world_size)
+        self._plan = SavePlan({}, state.ranks.world_size)
         self._written: tuple[Any, ...] = ()
         self._metadata = b""
 
     @property
     def rank(self) -> int:
         """This rank among those that save."""
-        return self._state.rank
+        return self._ranks.rank
 
     def plan_of(self, facts: Facts) -> SavePlan:
         """The plan of a save; the same object as long as the same tensors are saved.
@@ -48,7 +52,7 @@ class KeptPlan:
         with self._lock:
             if facts is not self._facts:
                 tensors = {key: (dtype, self._spread(of)) for key, (dtype, of) in facts.items()}
-                plan = SavePlan(tensors, self._state.world_size)
+                plan = SavePlan(tensors, self._ranks.world_size)
                 self._plan = self._plan if plan == self._plan else plan
                 self._facts = facts
             return self._plan
@@ -74,11 +78,11 @@ class KeptPlan:
     def _found(self, of: Place | torch.Size) -> Spread:
         if not isinstance(of, Place):
             return Spread(tuple(of), ((0, 0, of.numel()),))
-        ranks, shape = self._state.ranks, tuple(of.global_shape)
+        ranks, shape = self._ranks, tuple(of.global_shape)
         if of.group is None:
             ranges = saved_ranges([(0, 0, of.global_shape.numel())], 1, ranks.world_size)
             return Spread(shape, ranges, of.strides)
-        param = self._params[of.fqn]
-        owned = owned_ranges(self._state.engine.layout(param.unit), param.position)
-        ranges = saved_ranges(owned, ranks.num_shards, ranks.num_replicas)
+        ranges = saved_ranges(
+            owned_ranges(*self._places[of.fqn]), ranks.num_shards, ranks.num_replicas
+        )
         return Spread(shape, ranges, of.strides)

@@ -66,7 +66,7 @@ def load_safetensors(
         FileNotFoundError: as above, if there are no such files.
         RuntimeError: this process was forked from the one that sharded the model.
     """
-    state = state_of(model)
+    state = state_of(model, by_rows=False)
     targets = _targets(model, state)
     found: dict[str, Entry] = {}
 
@@ -195,7 +195,7 @@ def save_safetensors(
         FileExistsError: the folder has safetensors files already.
         RuntimeError: this process was forked from the one that sharded the model.
     """
-    state = state_of(model)
+    state = state_of(model, by_rows=False)
     path = Path(folder)
     groups, device = state.ranks.groups, state.device
     temporary = path / f".safetensors-{agree(groups, None, [], device)}"

@@ -11,6 +11,9 @@ _MIN_SHARE_NUMEL = 1 << 14  # of what several ranks hold; below it one of them s
 
 def owned_ranges(layout: Layout, position: int) -> list[tuple[int, int, int]]:
     """``(shard, begin, end)`` of the elements of a unit's parameter, of shards that own any."""
+    if layout.by_rows:
+        owned = [(shard, layout.owned(position, shard)) for shard in range(layout.num_shards)]
+        return [(shard, each.begin, each.end) for shard, each in owned if each.begin < each.end]
     place = layout.places[position]
     size = layout.regions[place.region].shard_numel
     if place.numel == 0:

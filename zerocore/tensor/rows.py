@@ -1,0 +1,159 @@
+"""A shard that is some rows of a parameter: a DTensor, and what the engine knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zerocore.tensor.parameter import LocalShard, ShardedParameter
+from zerocore.tensor.place import Place, local_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(eq=False)
+class RowShard:
+    """Of a DTensor what a :class:`ShardedParameter` knows of itself, by the same names."""
+
+    fqn: str
+    state_ref: Callable[[], Any]
+    unit: int
+    position: int
+    model_weight: Tensor | None = None
+    on_host: bool = False
+    on_disk: bool = False
+
+
+_rows: Any = WeakTensorKeyDictionary()
+
+
+def note_rows(param: Tensor, shard: RowShard) -> None:
+    """``param``, a DTensor, is a shard of an engine."""
+    _rows[param] = shard
+
+
+def forget_rows(param: Tensor) -> None:
+    """The engine of ``param`` is gone."""
+    _rows.pop(param, None)
+
+
+def shard_of(param: Any) -> ShardedParameter | RowShard | None:
+    """The shard of an engine that a parameter is, of either kind; None for another parameter."""
+    if isinstance(param, ShardedParameter):
+        return param
+    found: RowShard | None = _rows.get(param)
+    return found
+
+
+def local_part(tensor: Any) -> Tensor:
+    """A DTensor's part of this rank, a plain tensor on the same memory; any other as it is."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def at_origin(tensor: Tensor) -> Tensor:
+    """The same memory as a storage of its own, from the begin on.
+
+    ``torch.save`` and ``copy.deepcopy`` take a DTensor with a storage offset for one that has data.
+    """
+    begin = tensor.storage_offset() * tensor.element_size()
+    memory: Any = tensor.untyped_storage()
+    own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return own.set_(memory[begin : begin + tensor.nbytes], 0, tensor.shape, tensor.stride())
+
+
+def as_dtensor(local: Tensor, like: Any) -> DTensor:
+    """A DTensor over ``local`` (this rank's part), which is not copied.
+
+    Args:
+        local: a dense tensor without a gradient.
+        like: a DTensor whose shape, mesh and placements are taken.
+    """
+    from torch.distributed.tensor import DTensor  # late: takes a second
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec = like._spec
+    if local.dtype != like.dtype:
+        meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def as_part(local: Tensor, like: Tensor) -> Tensor:
+    """A DTensor over ``local``, if ``like`` is one."""
+    return as_dtensor(at_origin(local), like) if hasattr(like, "_spec") else local
+
+
+def groups_of(param: Any) -> Sequence[dist.ProcessGroup]:
+    """The groups of ranks that have other parts of a DTensor, one for each dimension."""
+    spec = getattr(param, "_spec", None)
+    if spec is None:
+        return ()
+    cut = [dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate()]
+    return tuple(spec.mesh.get_group(dim) for dim in cut if spec.mesh.size(dim) > 1)
+
+
+# -- as a range of elements, which checkpoints know --------------------------------------------
+
+
+def place_of(param: Any, shard: RowShard) -> Place:
+    """Where this rank's rows lie in the full parameter; its elements count in memory order.
+
+    Raises:
+        ValueError: tensor parallelism cuts the parameter, too.
+    """
+    spec, state = param._spec, shard.state_ref()
+    cuts = [placement for placement in spec.placements if not placement.is_replicate()]
+    if len(cuts) != 1:
+        raise ValueError(
+            f"parameter '{shard.fqn}' is cut in several ways, {tuple(spec.placements)}: this "
+            "rank's part is no range of its elements. Save it with torch.distributed.checkpoint"
+        )
+    dim = cuts[0].dim
+    sizes = (spec.shape[dim], *spec.shape[:dim], *spec.shape[dim + 1 :])
+    strides = torch.empty(sizes, device="meta").movedim(0, dim).stride() if dim else None
+    owned = state.engine.layout(shard.unit).owned(shard.position, state.ranks.shard_rank)
+    return Place(shard.fqn, spec.shape, (owned.begin, owned.end), state.ranks.shard, strides)
+
+
+def as_range(value: Tensor, param: Any) -> Any:
+    """A DTensor of the parameter's shape as a shard at its place, on the same memory.
+
+    Any other value as it is, and that of another kind of parameter.
+
+    Raises:
+        ValueError: a DTensor that no engine knows, or as of :func:`place_of`.
+    """
+    if not hasattr(value, "_spec"):
+        return value
+    shard = shard_of(param)
+    if not isinstance(shard, RowShard) or value.shape != param.shape:
+        raise ValueError(
+            f"a DTensor of shape {tuple(value.shape)} is no part of a model of zerocore.fsdp: "
+            "save it with torch.distributed.checkpoint"
+        )
+    dim = _cut_dim(param)
+    found = local_part(value).detach().movedim(dim, 0).reshape(-1).as_subclass(LocalShard)
+    found.place = place_of(param, shard)
+    return found
+
+
+def as_rows(value: Any, param: Any) -> Any:
+    """A shard of :func:`as_range` as a DTensor again, on its memory; any other value as it is."""
+    if not isinstance(value, LocalShard) or not hasattr(param, "_spec"):
+        return value
+    dim, local = _cut_dim(param), local_part(param)
+    sizes = (local.shape[dim], *local.shape[:dim], *local.shape[dim + 1 :])
+    return as_part(local_of(value).view(sizes).movedim(0, dim), param)
+
+
+def _cut_dim(param: Any) -> int:
+    dims = [each.dim for each in param._spec.placements if not each.is_replicate()]
+    return int(dims[0])
