@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.harness import run_ranks
 from tests.fsdp.both import ENGINES, full_params, loss_of, make_net, shard_blocks, tokens_of
-from zerocore.checkpoint.training_state import flat
 
 PAIRS = (("torch", "zerocore"), ("zerocore", "torch"), ("zerocore", "zerocore"))
 
@@ -122,12 +122,12 @@ def copy_and_save() -> None:
         model, optimizer = make(name)
         steps(model, optimizer, 0)
         for state in (model.state_dict(), optimizer.state_dict()):
-            values = dict(flat(state, ""))
+            values = flatten_state_dict(state)[0]
             buffer = io.BytesIO()
             torch.save(state, buffer)
             buffer.seek(0)
             for copied in (copy.deepcopy(state), torch.load(buffer, weights_only=False)):
-                for key, value in flat(copied, ""):
+                for key, value in flatten_state_dict(copied)[0].items():
                     if isinstance(value, torch.Tensor):
                         assert torch.equal(local_of(value), local_of(values[key])), key
                         assert value.data_ptr() == 0 or not isinstance(value, DTensor), key
