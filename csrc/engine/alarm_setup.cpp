@@ -36,7 +36,7 @@ ModelAlarm::ModelAlarm(const EngineOptions& engine, const std::vector<UnitSpec>&
       options.size *= groups.back()->getSize();
     }
   }
-  for (const auto& each : {names.reductions, names.control}) {
+  for (const auto& each : {names.reductions, names.near, names.control}) {
     if (each) {
       groups.push_back(c10d::resolve_process_group(*each));
     }

@@ -61,7 +61,7 @@ def mesh_of(replicas: int, shards: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=names)
 
 
-def options_of(seed: int, shape: str) -> dict[str, Any]:
+def options_of(seed: int, stage: int, shape: str) -> dict[str, Any]:
     """How a model is sharded, by its seed."""
     rng = random.Random(seed + 3)
     replicas, _, shards = shape.rpartition("x")
@@ -71,6 +71,8 @@ def options_of(seed: int, shape: str) -> dict[str, Any]:
     }
     if replicas:
         options["group"] = mesh_of(int(replicas), int(shards))
+    if stage == 3 and shards == "4":
+        options["regather"] = rng.choice([None, 2])
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -85,7 +87,7 @@ def shard(seed: int, model: nn.Module, candidates: list[nn.Module], **options: A
 def train(seed: int, stage: int, shape: str) -> Result:
     """This rank's part of the run; of the numbers those of this rank."""
     model, clock, candidates = build(seed)
-    shard(seed, model, candidates, stage=stage, **options_of(seed, shape))
+    shard(seed, model, candidates, stage=stage, **options_of(seed, stage, shape))
     optimizer = make_optimizer(model)
     rank = dist.get_rank()
     numbers: list[float] = []

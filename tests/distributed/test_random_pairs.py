@@ -76,7 +76,13 @@ class ShardedPlayer(Player):
             offload=zerocore.Offload(**{part.removeprefix("offload_"): "cpu" for part in parts})
             if parts
             else None,
+            regather=rng.choice([None, 2]) if self.has_near() else None,
         )
+
+    def has_near(self) -> bool:
+        """Whether some ranks may be near; not where a forward changes codes in place."""
+        alike = self.has("hybrid") or self.has("codebook")
+        return self.case.stage in (3, "fsdp") and self.case.world_size == 4 and not alike
 
     def adamw(self, parameters: Any, **options: Any) -> Any:
         make = self.case.choose(torch.optim.AdamW, zerocore.optim.AdamW)
@@ -146,7 +152,8 @@ class FsdpPlayer(ShardedPlayer):
             mp_policy=zerocore.fsdp.MixedPrecisionPolicy(*dtypes),
         )
         for block in self.net.blocks:
-            fully_shard(block)
+            near = self.case.choose(True, 2) if self.has_near() else None
+            fully_shard(block, reshard_after_forward=near)
         fully_shard(model)
 
     def adamw(self, parameters: Any, **options: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from tests.distributed.chain import WIDTH, Chain
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_ranks, run_to_end
+from zerocore.common.alarm import STALL_SECONDS
 from zerocore.planning.prediction import planned_events
 
 MIXED = zerocore.MixedPrecision(torch.bfloat16, torch.float32)
@@ -180,6 +183,23 @@ def refuse() -> None:
 
 def test_mistakes_are_errors_on_all_ranks() -> None:
     run_ranks(refuse, 4)
+
+
+def wait_for_a_near_rank() -> None:
+    """Rank 3 does not come to its backward; rank 2 waits for it in a gather from near ranks."""
+    os.environ[STALL_SECONDS] = "3"
+    model, _ = make(regather=2)
+    out = model(batch(0)).sum()
+    if dist.get_rank() == 3:
+        time.sleep(15)
+        return
+    with pytest.raises(dist.DistBackendError):
+        out.backward()
+
+
+def test_a_missing_near_rank_raises_the_alarm() -> None:
+    outcomes = run_to_end(wait_for_a_near_rank, 4, timeout=60, group_timeout=600.0)
+    assert [outcome.error for outcome in outcomes[:3]] == [None] * 3
 
 
 def alike(num_near: int) -> list[str]:

@@ -210,3 +210,19 @@ def test_advice_on_fewer_replicas_or_more_ranks() -> None:
     assert advice(needed[1]) == "stage 3 fits with num_replicas=1"
     assert advice(needed[1] - 1).startswith("stage 3 fits from 64 ranks on in one replica")
     assert not dist.is_initialized()
+
+
+def test_near_ranks_hold_more_and_wait_less() -> None:
+    """Beside its shard a rank keeps an eighth; in the backward it gathers over the faster link."""
+    model, batch = Wide(), torch.empty(4096, 64, device="meta")
+    near = zerocore.plan(model, 64, regather=8, inputs=batch)
+    flat = zerocore.plan(model, 64, inputs=batch)
+    full = zerocore.plan(model, 1, inputs=batch).stages[3].parameters
+    kept = near.stages[3].parameters - flat.stages[3].parameters
+    assert full / 8 <= kept < 1.01 * full / 8
+    assert near.stages[3].timings[0].step_s < flat.stages[3].timings[0].step_s
+    assert [stage.parameters for stage in near.stages[:3]] == [
+        stage.parameters for stage in flat.stages[:3]
+    ]
+    with pytest.raises(ValueError, match="regather must divide the number of ranks that share"):
+        zerocore.plan(model, 64, regather=6, inputs=batch)

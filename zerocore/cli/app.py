@@ -75,6 +75,9 @@ def plan(
     num_replicas: Annotated[
         int, typer.Option(min=1, help="Groups of GPUs that hold the same: hybrid sharding.")
     ] = 1,
+    regather: Annotated[
+        int, typer.Option(min=1, help="GPUs that gather again from each other, at stage 3.")
+    ] = 1,
     memory: Annotated[str, typer.Option(help="Memory of a GPU, such as 24GiB.")] = "24GiB",
     dtype: _DType = None,
     mixed_precision: Annotated[
@@ -102,6 +105,9 @@ def plan(
     replica_link: Annotated[
         str | None, typer.Option(help="Link between replicas; by default that of --link.")
     ] = None,
+    near_link: Annotated[
+        str | None, typer.Option(help="Link between GPUs of --regather; by default --link.")
+    ] = None,
     flops: Annotated[
         str, typer.Option(help="Operations per second that layers reach.")
     ] = "400TFLOP/s",
@@ -126,6 +132,7 @@ def plan(
             _source(hf_config, preset),
             gpus,
             num_replicas=num_replicas,
+            regather=regather,
             memory=memory,
             dtype=_torch_dtype(dtype),
             mixed_precision=mixed,
@@ -139,6 +146,7 @@ def plan(
             checkpointing=checkpointing,
             links=link,
             replica_link=replica_link,
+            near_link=near_link,
             flops=flops,
             rank=rank,
             host_memory=host_memory,

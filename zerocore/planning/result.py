@@ -209,6 +209,7 @@ class Plan:
             f"{self.model}: {self.num_params:,} parameters in {self.num_units} units, rank "
             f"{setting.rank} of {setting.world_size}"
             + (f" in {setting.num_replicas} replicas" if setting.num_replicas > 1 else "")
+            + (f", {setting.num_near} of them near" if setting.num_near > 1 else "")
             + f", {format_nbytes(setting.memory_nbytes)} of memory, prefetch {setting.prefetch}"
             + (", first gather at the step" if setting.gather_at_step else "")
             + (", checkpointed" if setting.checkpointing else "")

@@ -47,6 +47,7 @@ class Description:
     units: tuple[UnitDescription, ...]
     offload: str = ""  # what leaves the device, and where it is
     gather_at_step: bool = False
+    num_near: int = 1
 
     def title(self) -> str:
         """One line: model, stage, ranks."""
@@ -54,6 +55,7 @@ class Description:
             f"{self.model}: stage {self.stage}, rank {self.rank} of {self.world_size}, "
             f"{len(self.units)} units{self.offload and f', {self.offload}'}"
             + (", first gather at the step" if self.gather_at_step else "")
+            + (f", later gathers from {self.num_near} near ranks" if self.num_near > 1 else "")
         )
 
     def rows(self) -> list[list[str]]:
@@ -105,6 +107,7 @@ def describe(model: nn.Module | Optimizer) -> Any:
         units,
         _describe_offload(state.config),
         state.config.gather_at_step,
+        state.ranks.num_near,
     )
 
 
