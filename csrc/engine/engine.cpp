@@ -94,6 +94,7 @@ void Engine::reset() {
   agreement_.forget_failed();
   backward_run_.reset();
   calls_.clear();
+  refused_ = nullptr;
   parts_.thread_check.leave_forward();
   in_use_.settle();
   parts_.reducer.reset();
@@ -135,6 +136,11 @@ void Engine::begin_pass() {
 
 void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
   leave_adopted(outputs);
+  if (refused_ != nullptr) {
+    const auto refused = refused_;
+    fail_pass();
+    std::rethrow_exception(refused);
+  }
   if (pop_call().recomputing) {
     return; // nested
   }
@@ -214,6 +220,7 @@ void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) 
   if (calls_.empty()) {
     backward_run_.side_doors().expect_backward();
   }
+  raise_refused();
 }
 
 void Engine::leave_adopted(const std::vector<at::Tensor>& outputs) {
@@ -244,11 +251,21 @@ void Engine::leave_forward(RecordedCall& recorded, bool has_output, bool reads, 
   // that records: reentrant checkpointing, whose backward comes.
   const bool wanted =
       c10::GradMode::is_enabled() ? recorded.last > recorded.first : in_use_.num_trainable(id) > 0;
-  in_use_.keep_writes(id);
+  try {
+    in_use_.keep_writes(id);
+  } catch (...) { // the call ends anyway
+    refused_ = std::current_exception();
+  }
   parts_.units[id]->note_use();
   recorded.call = parts_.schedule.exit(id, has_output || wanted, reads, parts_.actions, keep);
   in_use_.run(parts_.actions);
   in_use_.update_registration(id);
+}
+
+void Engine::raise_refused() {
+  if (const auto refused = std::exchange(refused_, nullptr)) {
+    std::rethrow_exception(refused);
+  }
 }
 
 // Returns the call's number among side doors, -1 if it is none.

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <exception>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -115,6 +116,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void leave_forward(RecordedCall& recorded, bool has_output, bool reads, bool keep);
   int64_t note_call(const RecordedCall& recorded, const Call& entered);
   Call pop_call();
+  void raise_refused();
 
   EngineParts parts_;
   UnitsInUse in_use_;
@@ -122,6 +124,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   PassAgreement agreement_;
   BackwardRun backward_run_;
   std::vector<Call> calls_; // entered and not left
+  std::exception_ptr refused_; // a call has left its parameters in no order; its end raises it
 };
 
 } // namespace zerocore

@@ -64,8 +64,8 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
     assert Link("x", 100.0, 5.0).seconds("all_gather", 800, 8) == 12.0
 
 
-def event(op: str, unit: int, moment: int, nbytes: int, across: bool = False) -> PlannedEvent:
-    return PlannedEvent(op, unit, nbytes, 0, moment, across, num_ranks=2)
+def event(op: str, unit: int, moment: int, nbytes: int, axis: str = "state") -> PlannedEvent:
+    return PlannedEvent(op, unit, nbytes, 0, moment, axis, num_ranks=2)
 
 
 def gather(unit: int, moment: int, nbytes: int) -> PlannedEvent:
@@ -114,7 +114,7 @@ def test_a_sum_over_replicas_leaves_the_link_to_gathers() -> None:
     """10 s of reduce-scatter, 10 of all-reduce behind it, 4 of a gather that unit 0 waits for."""
     events = [
         event("reduce_scatter", 2, 7, 20),
-        event("all_reduce", 2, 7, 10, across=True),
+        event("all_reduce", 2, 7, 10, axis="replicas"),
         gather(0, 8, 8),
     ]
     timing = step(events, at(m10=1), Link("other", 1.0, 0.0))
@@ -128,7 +128,7 @@ def test_a_sum_over_replicas_leaves_the_link_to_gathers() -> None:
 def test_a_reduction_waits_for_the_sum_over_replicas_before() -> None:
     events = [
         event("reduce_scatter", 2, 7, 20),
-        event("all_reduce", 2, 7, 30, across=True),
+        event("all_reduce", 2, 7, 30, axis="replicas"),
         event("reduce_scatter", 1, 9, 20),
     ]
     assert step(events, at(m7=4), Link("other", 1.0, 0.0)).step_s == 10 + 30 + 10

@@ -252,3 +252,46 @@ def use_unsharded_model() -> None:
 
 def test_functions_want_a_sharded_model() -> None:
     run_ranks(use_unsharded_model, 1)
+
+
+class Reassigning(nn.Module):
+    """Gives a parameter data of another shape in its forward; in a block, or by itself."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.block = nn.Linear(4, 4)
+        self.where = where
+
+    def forward(self, x: torch.Tensor, fails: bool) -> torch.Tensor:
+        y = self.block(x) * self.weight
+        if fails:
+            owner: Any = self if self.where == "root" else self.block
+            owner.weight.data = torch.ones(3)
+        return self.block(y) + self.block.bias
+
+
+def reassign_on_one_rank(stage: int, where: str) -> None:
+    torch.manual_seed(0)
+    model: Any = zerocore.shard(Reassigning(where), stage=stage, units=[nn.Linear])
+    x = torch.ones(2, 4)
+    model(x, False).sum().backward()
+    right = [param.grad.local().clone() for param in model.parameters()]
+    model.zero_grad()
+    if dist.get_rank() == 1:
+        with pytest.raises((ValueError, RuntimeError), match="weight"):
+            model(x, True).sum()
+    else:
+        out = model(x, False).sum()
+        with pytest.raises(RuntimeError, match="rank 1"):
+            out.backward()
+    model.zero_grad()
+    model(x, False).sum().backward()
+    found = [param.grad.local() for param in model.parameters()]
+    torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("where", ["root", "block"])
+def test_data_of_another_shape_on_one_rank(stage: int, where: str) -> None:
+    """All ranks hear of it, and the model is usable."""
+    run_ranks(reassign_on_one_rank, 2, stage, where)

@@ -66,17 +66,20 @@ class UnitCall:
             output = function(*args, **kwargs)
             if self.cast_outputs is not None:
                 output = cast_floats(output, self.cast_outputs)
+            while entered > 0:
+                entered -= 1
+                engine.exit(units[entered], output)
         except BaseException as error:
             explained = self.explain(error, self.state, units)
-            for unit in units[:entered][::-1]:
-                engine.exit(unit, None)
-            if begun:
-                engine.fail_pass()
+            try:
+                for unit in units[:entered][::-1]:
+                    engine.exit(unit, None)
+            finally:
+                if begun:
+                    engine.fail_pass()
             if explained is not None:
                 raise explained from error
             raise
-        for unit in units[::-1]:
-            engine.exit(unit, output)
         if self.is_root:
             engine.end_pass(output)
         return output
