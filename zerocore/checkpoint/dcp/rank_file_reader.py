@@ -166,8 +166,10 @@ class OwnFile:
             OSError: the file cannot be read.
         """
         name = self.path.name
+        if name not in contents.files:
+            return  # this rank would have saved nothing
         sums = contents.sums_of(name)
-        if sums is None or name not in contents.files:
+        if sums is None:
             return
         if self._stream is None:
             fits = in_use(targets.values()) <= self._budget
