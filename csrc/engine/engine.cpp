@@ -6,6 +6,7 @@
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 #include "engine/autograd.h"
@@ -22,6 +23,20 @@ bool any_recorded(const std::vector<at::Tensor>& tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
     return tensor.requires_grad() && !tensor.is_leaf();
   });
+}
+
+void note_error(std::exception_ptr& error, const std::function<void()>& action) {
+  try {
+    action();
+  } catch (...) {
+    error = std::current_exception();
+  }
+}
+
+void raise_noted(std::exception_ptr& error) {
+  if (const auto noted = std::exchange(error, nullptr)) {
+    std::rethrow_exception(noted);
+  }
 }
 
 } // namespace
@@ -136,8 +151,7 @@ void Engine::begin_pass() {
 
 void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
   leave_adopted(outputs);
-  if (refused_ != nullptr) {
-    const auto refused = refused_;
+  if (const auto refused = refused_) {
     fail_pass();
     std::rethrow_exception(refused);
   }
@@ -220,7 +234,7 @@ void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) 
   if (calls_.empty()) {
     backward_run_.side_doors().expect_backward();
   }
-  raise_refused();
+  raise_noted(refused_);
 }
 
 void Engine::leave_adopted(const std::vector<at::Tensor>& outputs) {
@@ -251,21 +265,11 @@ void Engine::leave_forward(RecordedCall& recorded, bool has_output, bool reads, 
   // that records: reentrant checkpointing, whose backward comes.
   const bool wanted =
       c10::GradMode::is_enabled() ? recorded.last > recorded.first : in_use_.num_trainable(id) > 0;
-  try {
-    in_use_.keep_writes(id);
-  } catch (...) { // the call ends anyway
-    refused_ = std::current_exception();
-  }
+  note_error(refused_, [&] { in_use_.keep_writes(id); }); // the call ends anyway
   parts_.units[id]->note_use();
   recorded.call = parts_.schedule.exit(id, has_output || wanted, reads, parts_.actions, keep);
   in_use_.run(parts_.actions);
   in_use_.update_registration(id);
-}
-
-void Engine::raise_refused() {
-  if (const auto refused = std::exchange(refused_, nullptr)) {
-    std::rethrow_exception(refused);
-  }
 }
 
 // Returns the call's number among side doors, -1 if it is none.

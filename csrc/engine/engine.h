@@ -116,7 +116,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void leave_forward(RecordedCall& recorded, bool has_output, bool reads, bool keep);
   int64_t note_call(const RecordedCall& recorded, const Call& entered);
   Call pop_call();
-  void raise_refused();
 
   EngineParts parts_;
   UnitsInUse in_use_;
