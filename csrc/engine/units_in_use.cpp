@@ -240,8 +240,7 @@ void UnitsInUse::keep_writes(UnitId id) {
       "unit '",
       unit.name(),
       "': its forward changes parameters in place, which does not go with regather=: near ranks "
-      "keep "
-      "parts of what they gathered. Shard the model without regather=.");
+      "keep parts of what they gathered. Shard the model without regather=.");
   unit.mark_written();
   if (parts_.context.mesh.shards_parameters() || !unit.main().empty()) {
     if (parts_.peers != nullptr && parts_.context.mesh.shards_parameters() &&

@@ -14,6 +14,17 @@ import torch.distributed as dist
 _num_made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
+_shared: dict[tuple[str, Any], dist.ProcessGroup] = {}
+
+
+def shared_group(key: Any, members: Sequence[int], what: str, **options: Any) -> dist.ProcessGroup:
+    """As :func:`new_group`; the group of that key and description as long as it exists."""
+    group = _shared.get((what, key))
+    if group is None or group not in dist.distributed_c10d._world.pg_map:  # destroyed since
+        group = _shared[what, key] = new_group(members, what, **options)
+    return group
+
+
 def new_group(members: Sequence[int], what: str, **options: Any) -> dist.ProcessGroup:
     """A group of these ranks, in ascending order; collective of them alone.
 

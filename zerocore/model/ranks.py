@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerocore.common.agreement import is_simulated
-from zerocore.common.groups import new_group
+from zerocore.common.groups import shared_group
 
 _log = logging.getLogger("zerocore")
 
@@ -154,9 +154,6 @@ def _members(group: dist.ProcessGroup | None) -> set[int]:
     return set() if group is None else set(dist.get_process_group_ranks(group))
 
 
-_near_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-
 def make_near(ranks: Ranks, device: torch.device) -> Ranks:
     """The ranks with the group of those near this one, if they are to have one; collective.
 
@@ -170,18 +167,14 @@ def make_near(ranks: Ranks, device: torch.device) -> Ranks:
         return ranks
     first = ranks.shard_rank // ranks.num_near * ranks.num_near
     members = tuple(dist.get_process_group_ranks(shard)[first : first + ranks.num_near])
-    group = _near_groups.get(members)
-    if group is None or not _exists(group):
-        world = dist.group.WORLD
-        splits = world is not None and world.bound_device_id is not None
-        if splits and len(ranks.members) != dist.get_world_size():
-            raise ValueError(
-                f"regather={ranks.num_near}: the default group is bound to a device, so that all "
-                "ranks make a group together; pass a dimension of a DeviceMesh"
-            )
-        group = _sibling_of(shard, device, members, "zerocore_near")
-        _near_groups[members] = group
-    return replace(ranks, near=group)
+    world = dist.group.WORLD
+    splits = world is not None and world.bound_device_id is not None
+    if splits and len(ranks.members) != dist.get_world_size():
+        raise ValueError(
+            f"regather={ranks.num_near}: the default group is bound to a device, so that all "
+            "ranks make a group together; pass a dimension of a DeviceMesh"
+        )
+    return replace(ranks, near=_sibling_of(shard, device, members, "zerocore_near"))
 
 
 def _sibling_of(
@@ -190,16 +183,14 @@ def _sibling_of(
     """Another group, of some of its ranks, on the same backend; collective of these."""
     backend = group._get_backend(device)
     name = backend.name()
-    return new_group(
+    return shared_group(
+        (group.group_name, tuple(members)),
         members,
         what,
         backend=name,
         timeout=backend.options._timeout if name == "nccl" else None,
         pg_options=backend if name == "emulated" else None,  # it shares the link
     )
-
-
-_control_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def control_group(ranks: Ranks) -> dist.ProcessGroup | None:
@@ -212,14 +203,7 @@ def control_group(ranks: Ranks) -> dist.ProcessGroup | None:
     """
     if not ranks.groups or any(is_simulated(group) for group in ranks.groups):
         return None
-    group = _control_groups.get(ranks.members)
-    if group is None or not _exists(group):
-        group = new_group(ranks.members, "zerocore_control", backend="gloo")
-        _control_groups[ranks.members] = group
-    return group
-
-
-_reduction_groups: dict[str, dist.ProcessGroup] = {}
+    return shared_group(ranks.members, ranks.members, "zerocore_control", backend="gloo")
 
 
 def with_reductions(ranks: Ranks, device: torch.device) -> Ranks:
@@ -232,12 +216,8 @@ def with_reductions(ranks: Ranks, device: torch.device) -> Ranks:
     shard = ranks.shard
     if shard is None or not _takes_turns(shard, device):
         return ranks
-    group = _reduction_groups.get(shard.group_name)
-    if group is None or not _exists(group):
-        members = dist.get_process_group_ranks(shard)
-        group = _sibling_of(shard, device, members, "zerocore_reductions")
-        _reduction_groups[shard.group_name] = group
-    return replace(ranks, reductions=group)
+    members = dist.get_process_group_ranks(shard)
+    return replace(ranks, reductions=_sibling_of(shard, device, members, "zerocore_reductions"))
 
 
 def _takes_turns(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -252,10 +232,6 @@ def _takes_turns(group: dist.ProcessGroup, device: torch.device) -> bool:
     splits = world is not None and world.bound_device_id is not None
     in_order = members == sorted(members)
     return in_order and (not splits or len(members) == dist.get_world_size())
-
-
-def _exists(group: dist.ProcessGroup) -> bool:
-    return group in dist.distributed_c10d._world.pg_map  # not destroyed since
 
 
 def _unless_one(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
