@@ -100,11 +100,16 @@ def test_training_goes_on(
         run_ranks(load, other_ranks, tmp_path, other, name, {}, expected)
 
 
-def cut_in_the_last_dim(folder: Path) -> None:
-    expected = save(folder, "fsdp", "zerocore", {"shard_placement_fn": last_dim})
-    load(folder, "fsdp", "zerocore", {"shard_placement_fn": last_dim}, expected)
+def save_and_load_everywhere(folder: Path, options: dict[str, Any]) -> None:
+    """Into a model with the same options, into one without, and into the other face's."""
+    expected = save(folder, "fsdp", "zerocore", options)
+    load(folder, "fsdp", "zerocore", options, expected)
     load(folder, "fsdp", "zerocore", {}, expected)
     load(folder, "shard", "zerocore", {}, expected)
+
+
+def cut_in_the_last_dim(folder: Path) -> None:
+    save_and_load_everywhere(folder, {"shard_placement_fn": last_dim})
 
 
 def test_rows_of_another_dimension(tmp_path: Path) -> None:
@@ -113,10 +118,7 @@ def test_rows_of_another_dimension(tmp_path: Path) -> None:
 
 def save_over_replicas(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    expected = save(folder, "fsdp", "zerocore", {"mesh": mesh})
-    load(folder, "fsdp", "zerocore", {"mesh": mesh}, expected)
-    load(folder, "fsdp", "zerocore", {}, expected)
-    load(folder, "shard", "zerocore", {}, expected)
+    save_and_load_everywhere(folder, {"mesh": mesh})
 
 
 def test_replicas(tmp_path: Path) -> None:
