@@ -230,7 +230,7 @@ class OpCounter:
     nbytes: int
 
 def set_device_timer(timer: Any) -> None:
-    """Lends the emulated link a ``DeviceTimer`` (``runtime/device_timer.h``) in a capsule."""
+    """Lends the emulated link a ``DeviceTimer`` (``emulation/device_timer.h``) in a capsule."""
 
 def set_logged_compute_stream(stream: int) -> None:
     """The compute stream of engines that log hand-overs, from here on; 0 at first."""

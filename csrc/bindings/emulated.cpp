@@ -4,9 +4,9 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "runtime/device_timer.h"
-#include "runtime/emulated_group.h"
-#include "runtime/emulated_work.h"
+#include "emulation/device_timer.h"
+#include "emulation/emulated_group.h"
+#include "emulation/emulated_work.h"
 
 namespace py = pybind11;
 

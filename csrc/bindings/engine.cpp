@@ -9,9 +9,9 @@
 
 #include "bindings/bindings.h"
 #include "bindings/py_engine.h"
-#include "engine/autograd.h"
 #include "engine/engine.h"
 #include "engine/exchange.h"
+#include "engine/graph/autograd.h"
 
 namespace py = pybind11;
 
@@ -282,13 +282,13 @@ void register_unit_controls(py::class_<PyEngine>& engine) {
   engine.def(
             "keep", [](PyEngine& self, UnitId unit) { self.engine->set_kept(unit, true); }, no_gil)
       .def(
-          "show", [](PyEngine& self, UnitId unit) { self.engine->in_use().use(unit); }, no_gil)
+          "show", [](PyEngine& self, UnitId unit) { self.engine->lifecycle().use(unit); }, no_gil)
       .def(
           "drop", [](PyEngine& self, UnitId unit) { self.engine->set_kept(unit, false); }, no_gil)
       .def(
           "set_staying",
           [](PyEngine& self, UnitId unit, bool after_forward, bool after_backward) {
-            self.engine->in_use().set_staying(unit, {after_forward, after_backward});
+            self.engine->lifecycle().set_staying(unit, {after_forward, after_backward});
           },
           py::arg("unit"),
           py::kw_only(),

@@ -46,25 +46,25 @@ const char* kind_name(GradStepKind kind) {
       return "wait_across";
     case GradStepKind::Zero:
       return "zero";
-    case GradStepKind::Land:
-      return "land";
-    case GradStepKind::Leave:
-      return "leave";
+    case GradStepKind::OffloadGrad:
+      return "offload_grad";
+    case GradStepKind::GradReady:
+      return "grad_ready";
     case GradStepKind::Sum:
       return "sum";
   }
   return "";
 }
 
-const char* place_name(GradPlace place) {
+const char* place_name(GradBuffer place) {
   switch (place) {
-    case GradPlace::Kept:
+    case GradBuffer::Kept:
       return "kept";
-    case GradPlace::Full:
+    case GradBuffer::Full:
       return "full";
-    case GradPlace::Wire:
+    case GradBuffer::Wire:
       return "wire";
-    case GradPlace::Scratch:
+    case GradBuffer::Scratch:
       return "scratch";
   }
   return "";

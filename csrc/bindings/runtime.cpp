@@ -12,13 +12,13 @@
 
 #include "bindings/bindings.h"
 #include "common/pages.h"
-#include "runtime/alarm.h"
 #include "runtime/allocator_counts.h"
 #include "runtime/bucket_pool.h"
 #include "runtime/host_memory.h"
 #include "runtime/host_threads.h"
 #include "runtime/swapped_units.h"
-#include "runtime/watchdog.h"
+#include "watch/alarm.h"
+#include "watch/watchdog.h"
 
 namespace py = pybind11;
 

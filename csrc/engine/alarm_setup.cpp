@@ -3,8 +3,8 @@
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include "runtime/alarm.h"
-#include "runtime/watchdog.h"
+#include "watch/alarm.h"
+#include "watch/watchdog.h"
 
 namespace zerocore {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "engine/engine_options.h"
-#include "engine/unit.h"
+#include "engine/unit/unit.h"
 
 namespace zerocore {
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/autograd.h"
+#include "engine/graph/autograd.h"
 
 namespace zerocore {
 
@@ -16,12 +16,12 @@ constexpr size_t kMaxBackwardShapes = 4096; // routers may make a new one in eve
 
 } // namespace
 
-BackwardRun::BackwardRun(EngineParts& parts, UnitsInUse& in_use, PassAgreement& agreement)
+BackwardRun::BackwardRun(EngineParts& parts, UnitLifecycle& lifecycle, OrderConsensus& consensus)
     : parts_(parts),
-      in_use_(in_use),
-      agreement_(agreement),
-      side_doors_(
-          [this](const RecordedCall& recorded) { enter_by_side_door(recorded); },
+      lifecycle_(lifecycle),
+      consensus_(consensus),
+      untracked_(
+          [this](const RecordedCall& recorded) { enter_untracked(recorded); },
           [this](const CallHandle& call) {
             return is_done(call.unit) || parts_.schedule.is_resident(call.unit) ||
                 !parts_.schedule.reads(call);
@@ -52,24 +52,24 @@ void BackwardRun::expect(
 
 void BackwardRun::begin() {
   parts_.thread_check.check_hook();
-  throw_side_door_error();
+  throw_untracked_error();
   if (std::exchange(parts_.backward, true)) {
     return;
   }
-  agreement_.settle_pass();
+  consensus_.settle_pass();
   TORCH_CHECK(
-      !agreement_.failed(),
+      !consensus_.failed(),
       "the forward raised on rank ",
-      agreement_.failed().value_or(-1),
+      consensus_.failed().value_or(-1),
       " of the model's ranks, so there is nothing to average this backward with. All ranks must "
       "skip it: let them agree on that before the backward.");
   for (UnitId id = 0; id < parts_.num_units(); ++id) {
-    in_use_.sync_requires_grad(id);
+    lifecycle_.sync_requires_grad(id);
   }
   parts_.schedule.begin_backward();
-  side_doors_.begin_backward();
-  if (agreement_.ranks_differ()) {
-    side_doors_.keep_watching();
+  untracked_.begin_backward();
+  if (consensus_.ranks_differ()) {
+    untracked_.keep_watching();
   }
   mute_units();
   on_backward_end([this, owner = owner_, running = parts_.thread_check.begin_backward()] {
@@ -98,7 +98,7 @@ void BackwardRun::mute_units() {
 
 void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
   const UnitId id = recorded.call.unit;
-  side_doors_.announce(number);
+  untracked_.announce(number);
   note_changes(id);
   TORCH_CHECK(
       !c10::GradMode::is_enabled() || !parts_.context.mesh.shards_parameters() ||
@@ -109,13 +109,13 @@ void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
       "or lower, or run forward and both backwards inside `with zerocore.unsharded(model):`.");
   begin();
   go_through(id);
-  agreement_.ask_in_backward(recorded.call);
+  consensus_.ask_in_backward(recorded.call);
   if (parts_.schedule.pre_backward(recorded.call, parts_.actions)) {
     forget_fired(id);
   }
-  in_use_.run(parts_.actions);
+  lifecycle_.run(parts_.actions);
   if (parts_.schedule.is_here(id)) {
-    in_use_.use(id);
+    lifecycle_.use(id);
   }
 }
 
@@ -128,17 +128,17 @@ void BackwardRun::go_through(UnitId id) {
 }
 
 // Observers of nodes must not throw; the hook that comes next does, or the end of the backward.
-void BackwardRun::enter_by_side_door(const RecordedCall& recorded) noexcept {
+void BackwardRun::enter_untracked(const RecordedCall& recorded) noexcept {
   try {
     pre_backward(recorded, -1);
   } catch (...) {
-    side_door_error_ = std::current_exception();
+    untracked_error_ = std::current_exception();
   }
 }
 
-void BackwardRun::throw_side_door_error() {
-  if (side_door_error_ != nullptr) {
-    std::rethrow_exception(std::exchange(side_door_error_, nullptr));
+void BackwardRun::throw_untracked_error() {
+  if (untracked_error_ != nullptr) {
+    std::rethrow_exception(std::exchange(untracked_error_, nullptr));
   }
 }
 
@@ -176,17 +176,17 @@ void BackwardRun::grad_ready(UnitId id, int param) {
   }
   // The gradient of the unit's input may still need frozen parameters: released when left, too.
   const bool needed = parts_.context.mesh.shards_parameters() &&
-      in_use_.num_trainable(id) < static_cast<int>(progress.fired.size());
-  if (progress.num_fired == in_use_.num_trainable(id) && !needed) {
+      lifecycle_.num_trainable(id) < static_cast<int>(progress.fired.size());
+  if (progress.num_fired == lifecycle_.num_trainable(id) && !needed) {
     parts_.schedule.ready(id, parts_.actions);
-    in_use_.run(parts_.actions);
+    lifecycle_.run(parts_.actions);
   }
 }
 
 // Whether the rest of the unit's backward needs no parameters any more.
 bool BackwardRun::is_done(UnitId id) const {
   const UnitProgress& progress = progress_[id];
-  return in_use_.num_trainable(id) > 0 && progress.num_fired == in_use_.num_trainable(id) &&
+  return lifecycle_.num_trainable(id) > 0 && progress.num_fired == lifecycle_.num_trainable(id) &&
       progress.backward == current_backward();
 }
 
@@ -196,20 +196,20 @@ void BackwardRun::forget_fired(UnitId id) {
 }
 
 void BackwardRun::end() {
-  throw_side_door_error();
+  throw_untracked_error();
   parts_.schedule.finish_steps(parts_.actions);
-  in_use_.run(parts_.actions);
-  agreement_.serve_others();
+  lifecycle_.run(parts_.actions);
+  consensus_.serve_others();
   parts_.schedule.end_backward(parts_.actions);
-  in_use_.run(parts_.actions);
+  lifecycle_.run(parts_.actions);
   reduce_rest();
   forget_progress();
   const std::vector<bool> reduced = parts_.reducer.reduced();
   parts_.reducer.finish();
-  side_doors_.end_backward();
+  untracked_.end_backward();
   recomputed_calls_.end_backward();
   parts_.backward = false;
-  agreement_.end_backward();
+  consensus_.end_backward();
   run_user_hooks(reduced);
 }
 
@@ -229,12 +229,12 @@ void BackwardRun::reduce_rest() {
     }
     const auto [known, is_new] =
         rest_by_shape_.try_emplace(parts_.schedule.backward_shape(), false);
-    if (is_new || known->second || agreement_.ranks_differ()) {
+    if (is_new || known->second || consensus_.ranks_differ()) {
       rest = parts_.context.any_rank(rest);
       known->second = known->second || std::find(rest.begin(), rest.end(), true) != rest.end();
       has_rest = known->second;
     }
-    check_rest(rest, has_rest && !known->second && !agreement_.ranks_differ());
+    check_rest(rest, has_rest && !known->second && !consensus_.ranks_differ());
   }
   for (UnitId id = 0; has_rest && id < parts_.num_units(); ++id) {
     if (rest[id]) {
@@ -273,15 +273,15 @@ void BackwardRun::forget_progress() {
     forget_fired(id);
     progress_[id].backward = -1;
     progress_[id].changed = false;
-    in_use_.update_registration(id);
+    lifecycle_.update_registration(id);
   }
 }
 
 void BackwardRun::reset() {
   parts_.backward = false;
-  side_door_error_ = nullptr;
+  untracked_error_ = nullptr;
   rest_by_shape_.clear();
-  side_doors_.reset();
+  untracked_.reset();
   recomputed_calls_.reset();
 }
 

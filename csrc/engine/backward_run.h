@@ -10,17 +10,17 @@
 #include <utility>
 #include <vector>
 
-#include "engine/pass_agreement.h"
-#include "engine/recomputed_calls.h"
-#include "engine/side_doors.h"
-#include "engine/units_in_use.h"
+#include "engine/graph/recomputed_calls.h"
+#include "engine/graph/untracked_backward.h"
+#include "engine/order_consensus.h"
+#include "engine/unit_lifecycle.h"
 
 namespace zerocore {
 
 class BackwardRun {
  public:
   // All outlive it.
-  BackwardRun(EngineParts& parts, UnitsInUse& in_use, PassAgreement& agreement);
+  BackwardRun(EngineParts& parts, UnitLifecycle& lifecycle, OrderConsensus& consensus);
 
   // Hooks do nothing when the owner is gone.
   void set_owner(std::weak_ptr<void> owner) {
@@ -29,8 +29,8 @@ class BackwardRun {
   // A backward that reaches the outputs begins; and it goes through the call that gave them.
   void expect(const std::vector<at::Tensor>& outputs);
   void expect(const std::vector<at::Tensor>& outputs, const RecordedCall& recorded, int64_t number);
-  SideDoors& side_doors() {
-    return side_doors_;
+  UntrackedBackward& untracked() {
+    return untracked_;
   }
   RecomputedCalls& recomputed_calls() {
     return recomputed_calls_;
@@ -63,8 +63,8 @@ class BackwardRun {
   void pre_backward(const RecordedCall& recorded, int64_t number);
   void note_changes(UnitId unit);
   void go_through(UnitId unit);
-  void enter_by_side_door(const RecordedCall& recorded) noexcept;
-  void throw_side_door_error();
+  void enter_untracked(const RecordedCall& recorded) noexcept;
+  void throw_untracked_error();
   void mute_units();
   bool is_done(UnitId unit) const;
   void reduce_rest();
@@ -72,12 +72,12 @@ class BackwardRun {
   void run_user_hooks(const std::vector<bool>& reduced);
 
   EngineParts& parts_;
-  UnitsInUse& in_use_;
-  PassAgreement& agreement_;
+  UnitLifecycle& lifecycle_;
+  OrderConsensus& consensus_;
   std::weak_ptr<void> owner_;
-  SideDoors side_doors_;
+  UntrackedBackward untracked_;
   RecomputedCalls recomputed_calls_;
-  std::exception_ptr side_door_error_; // thrown at the next chance
+  std::exception_ptr untracked_error_; // thrown at the next chance
   std::vector<UnitProgress> progress_; // by unit
   std::unordered_map<uint64_t, bool> rest_by_shape_; // see reduce_rest()
   bool muted_ = false; // some unit is

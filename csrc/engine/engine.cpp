@@ -9,9 +9,9 @@
 #include <functional>
 #include <utility>
 
-#include "engine/autograd.h"
 #include "engine/exchange.h"
-#include "engine/saved_values.h"
+#include "engine/graph/autograd.h"
+#include "engine/graph/saved_values.h"
 
 namespace zerocore {
 
@@ -48,15 +48,15 @@ Engine::Engine(
     std::vector<CallEvent> order,
     std::unique_ptr<Registrar> registrar)
     : parts_(options, device, std::move(units), std::move(order), std::move(registrar)),
-      in_use_(parts_),
-      first_gather_(parts_, in_use_),
-      agreement_(parts_, in_use_),
-      backward_run_(parts_, in_use_, agreement_) {}
+      lifecycle_(parts_),
+      first_gather_(parts_, lifecycle_),
+      consensus_(parts_, lifecycle_),
+      backward_run_(parts_, lifecycle_, consensus_) {}
 
 Engine::~Engine() {
   // Otherwise what is in flight never ends here, or has ended with the alarm.
   if (!parts_.thread_check.is_forked() && !parts_.alarm.is_raised()) {
-    agreement_.leave_unsettled();
+    consensus_.leave_unsettled();
     const bool is_ahead = first_gather_.is_pending(); // its group may have ended meanwhile
     try {
       first_gather_.drop();
@@ -72,7 +72,7 @@ Engine::~Engine() {
 
 void Engine::start(bool consistent) {
   backward_run_.set_owner(weak_from_this());
-  in_use_.start(consistent, [weak = weak_from_this()](UnitId id, int param) {
+  lifecycle_.start(consistent, [weak = weak_from_this()](UnitId id, int param) {
     if (const auto engine = weak.lock()) {
       engine->backward_run_.grad_ready(id, param);
     }
@@ -94,8 +94,8 @@ void Engine::recover() {
     parts_.thread_check.check_no_backward();
     reset();
   }
-  agreement_.settle_pass();
-  if (agreement_.failed()) {
+  consensus_.settle_pass();
+  if (consensus_.failed()) {
     reset(); // as the rank that raised has done
   }
   parts_.thread_check.enter_forward();
@@ -105,13 +105,13 @@ void Engine::recover() {
 }
 
 void Engine::reset() {
-  agreement_.settle_pass(); // the others count on it
-  agreement_.forget_failed();
+  consensus_.settle_pass(); // the others count on it
+  consensus_.forget_failed();
   backward_run_.reset();
   calls_.clear();
   refused_ = nullptr;
   parts_.thread_check.leave_forward();
-  in_use_.settle();
+  lifecycle_.settle();
   parts_.reducer.reset();
   if (parts_.streams.has_streams()) { // where nothing is resharded: the memory may be freed next
     std::ranges::for_each(parts_.units, [](const auto& unit) { unit->wait_for_unshard(); });
@@ -128,25 +128,25 @@ void Engine::begin_pass() {
     return;
   }
   calls_.push_back({false});
-  backward_run_.side_doors().forget(parts_.schedule.oldest_pass());
+  backward_run_.untracked().forget(parts_.schedule.oldest_pass());
   backward_run_.recomputed_calls().forget(parts_.schedule.oldest_pass());
   first_gather_.begin_pass();
   bool changed = false;
   std::vector<UnitId> again;
   for (UnitId id = 0; id < parts_.num_units(); ++id) {
     const bool was_resident = parts_.schedule.is_resident(id);
-    changed = in_use_.refresh(id) || changed;
-    in_use_.note_trainable(id);
+    changed = lifecycle_.refresh(id) || changed;
+    lifecycle_.note_trainable(id);
     if (was_resident && !parts_.schedule.is_resident(id)) {
       again.push_back(id);
     }
   }
-  agreement_.begin_pass(again);
+  consensus_.begin_pass(again);
   if (changed) {
-    in_use_.order_gathers();
+    lifecycle_.order_gathers();
   }
   parts_.schedule.begin_pass(c10::GradMode::is_enabled(), parts_.actions);
-  in_use_.run(parts_.actions);
+  lifecycle_.run(parts_.actions);
 }
 
 void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
@@ -158,21 +158,21 @@ void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
   if (pop_call().recomputing) {
     return; // nested
   }
-  agreement_.leave_pass();
+  consensus_.leave_pass();
   for (const auto& unit : parts_.units) {
     unit->wait_for_unshard(); // of a skipped unit: must not meet the optimizer's update
   }
   if (any_recorded(outputs)) {
     backward_run_.expect(outputs);
   }
-  backward_run_.side_doors().expect_backward();
+  backward_run_.untracked().expect_backward();
 }
 
-// Ranks may raise in other places than this one, or not at all; see PassAgreement::fail_pass.
+// Ranks may raise in other places than this one, or not at all; see OrderConsensus::fail_pass.
 void Engine::fail_pass() {
   leave_adopted({});
   if (!pop_call().recomputing) { // else nested
-    agreement_.fail_pass();
+    consensus_.fail_pass();
     reset();
   }
 }
@@ -190,29 +190,29 @@ void Engine::enter(UnitId id) {
   } else {
     if (!parts_.schedule.in_rooted_pass()) {
       first_gather_.drop();
-      if (in_use_.refresh(id)) {
-        in_use_.order_gathers();
+      if (lifecycle_.refresh(id)) {
+        lifecycle_.order_gathers();
       }
     }
-    if (parts_.peers != nullptr && parts_.schedule.in_rooted_pass() &&
+    if (parts_.control != nullptr && parts_.schedule.in_rooted_pass() &&
         parts_.schedule.follows_order() && !parts_.schedule.is_expected(id)) {
       parts_.schedule.finish_order(parts_.actions);
-      in_use_.run(parts_.actions);
-      agreement_.ask_for(id);
+      lifecycle_.run(parts_.actions);
+      consensus_.ask_for(id);
     }
     parts_.schedule.enter(id, c10::GradMode::is_enabled(), parts_.actions);
   }
-  in_use_.run(parts_.actions);
-  in_use_.use(id);
+  lifecycle_.run(parts_.actions);
+  lifecycle_.use(id);
 }
 
 // See Note [Recomputed calls].
 CallHandle Engine::recompute(UnitId id) {
   const auto [place, made] = backward_run_.recomputed_calls().find(id);
   parts_.schedule.reach(place, parts_.actions);
-  in_use_.run(parts_.actions);
+  lifecycle_.run(parts_.actions);
   const CallHandle call = parts_.schedule.is_next(made) ? made : CallHandle{-1, -1, id};
-  agreement_.ask_in_backward(call);
+  consensus_.ask_in_backward(call);
   if (parts_.schedule.recompute(call, parts_.actions)) {
     backward_run_.forget_fired(id);
   }
@@ -232,7 +232,7 @@ void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) 
   leave_adopted(outputs);
   leave(id, outputs, keep);
   if (calls_.empty()) {
-    backward_run_.side_doors().expect_backward();
+    backward_run_.untracked().expect_backward();
   }
   raise_noted(refused_);
 }
@@ -261,28 +261,28 @@ void Engine::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep)
 // Sets the call's handle.
 void Engine::leave_forward(RecordedCall& recorded, bool has_output, bool reads, bool keep) {
   const UnitId id = recorded.call.unit;
-  // Outputs that are nowhere to be found, see Note [Side doors]; and without grad mode in a pass
-  // that records: reentrant checkpointing, whose backward comes.
-  const bool wanted =
-      c10::GradMode::is_enabled() ? recorded.last > recorded.first : in_use_.num_trainable(id) > 0;
-  note_error(refused_, [&] { in_use_.keep_writes(id); }); // the call ends anyway
+  // Outputs that are nowhere to be found, see Note [Untracked backward]; and without grad mode in a
+  // pass that records: reentrant checkpointing, whose backward comes.
+  const bool wanted = c10::GradMode::is_enabled() ? recorded.last > recorded.first
+                                                  : lifecycle_.num_trainable(id) > 0;
+  note_error(refused_, [&] { lifecycle_.keep_writes(id); }); // the call ends anyway
   parts_.units[id]->note_use();
   recorded.call = parts_.schedule.exit(id, has_output || wanted, reads, parts_.actions, keep);
-  in_use_.run(parts_.actions);
-  in_use_.update_registration(id);
+  lifecycle_.run(parts_.actions);
+  lifecycle_.update_registration(id);
 }
 
 // Returns the call's number among side doors, -1 if it is none.
 int64_t Engine::note_call(const RecordedCall& recorded, const Call& entered) {
-  SideDoors& side_doors = backward_run_.side_doors();
+  UntrackedBackward& untracked = backward_run_.untracked();
   if (recorded.call.pass >= 0 && parts_.schedule.records(recorded.call.pass)) {
     backward_run_.recomputed_calls().add(recorded, entered.has_graph, entered.recomputing);
   }
   if (entered.recomputing) {
-    return side_doors.add_recomputed(recorded);
+    return untracked.add_recomputed(recorded);
   }
   const bool has_nodes = recorded.last > recorded.first;
-  return has_nodes && recorded.call.pass >= 0 ? side_doors.add(recorded) : -1;
+  return has_nodes && recorded.call.pass >= 0 ? untracked.add(recorded) : -1;
 }
 
 Engine::Call Engine::pop_call() {
@@ -307,7 +307,7 @@ void Engine::hold_unsharded(const std::vector<UnitId>& units) {
   recover();
   first_gather_.drop();
   try {
-    in_use_.hold_unsharded(units);
+    lifecycle_.hold_unsharded(units);
   } catch (...) {
     reset();
     throw;
@@ -318,7 +318,7 @@ void Engine::hold_unsharded(const std::vector<UnitId>& units) {
 void Engine::set_kept(UnitId unit, bool kept) {
   recover();
   first_gather_.drop();
-  in_use_.set_kept(unit, kept);
+  lifecycle_.set_kept(unit, kept);
   leave_if_outside();
 }
 
@@ -345,11 +345,11 @@ void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
     leave_if_outside();
     first_gather_.begin_update(units);
   }
-  in_use_.begin_update(units, casts);
+  lifecycle_.begin_update(units, casts);
 }
 
 void Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
-  in_use_.end_update(units, casts);
+  lifecycle_.end_update(units, casts);
   if (calls_.empty() && !in_backward() && first_gather_.is_due()) {
     recover();
     leave_if_outside();
@@ -360,7 +360,7 @@ void Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
 std::vector<bool> Engine::any_rank(const std::vector<bool>& flags) {
   recover();
   leave_if_outside();
-  return parts_.peers == nullptr ? flags : parts_.peers->any_rank(flags, kOptimizer);
+  return parts_.control == nullptr ? flags : parts_.control->any_rank(flags, kOptimizer);
 }
 
 // After recover() for what is no call of the model: any thread may call it next.

@@ -14,8 +14,8 @@
 #include "engine/backward_run.h"
 #include "engine/engine_parts.h"
 #include "engine/first_gather.h"
-#include "engine/pass_agreement.h"
-#include "engine/units_in_use.h"
+#include "engine/order_consensus.h"
+#include "engine/unit_lifecycle.h"
 
 namespace zerocore {
 
@@ -68,15 +68,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Unshards the units and shows their full parameters until release_unsharded.
   void hold_unsharded(const std::vector<UnitId>& units);
   void release_unsharded(const std::vector<UnitId>& units, bool write_back) {
-    in_use_.release_unsharded(units, write_back);
+    lifecycle_.release_unsharded(units, write_back);
   }
   // Unshards the unit ahead of its next forward, or reshards it if nothing uses it. On all ranks.
   void set_kept(UnitId unit, bool kept);
-  UnitsInUse& in_use() {
-    return in_use_;
+  UnitLifecycle& lifecycle() {
+    return lifecycle_;
   }
   Agreed agreed() const {
-    return agreement_.agreed(backward_run_.num_shapes());
+    return consensus_.agreed(backward_run_.num_shapes());
   }
   // Sets and reads a unit's parameters; collective. See Unit.
   void materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast);
@@ -118,9 +118,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Call pop_call();
 
   EngineParts parts_;
-  UnitsInUse in_use_;
+  UnitLifecycle lifecycle_;
   FirstGather first_gather_;
-  PassAgreement agreement_;
+  OrderConsensus consensus_;
   BackwardRun backward_run_;
   std::vector<Call> calls_; // entered and not left
   std::exception_ptr refused_; // a call has left its parameters in no order; its end raises it

@@ -4,8 +4,8 @@
 #include <optional>
 #include <string>
 
+#include "emulation/link_model.h"
 #include "plan/shard_options.h"
-#include "runtime/link_model.h"
 
 namespace zerocore {
 

@@ -31,8 +31,9 @@ GroupCollectives make_groups(const GroupNames& names, const Streams& streams, Al
       make_collectives(names.near, streams, alarm)};
 }
 
-std::unique_ptr<Peers> make_peers(const std::optional<std::string>& name, Alarm* alarm) {
-  return name ? std::make_unique<Peers>(c10d::resolve_process_group(*name), alarm) : nullptr;
+std::unique_ptr<ControlChannel> make_control(const std::optional<std::string>& name, Alarm* alarm) {
+  return name ? std::make_unique<ControlChannel>(c10d::resolve_process_group(*name), alarm)
+              : nullptr;
 }
 
 Axis axis_of(const Collectives* collectives) {
@@ -44,7 +45,7 @@ Axis axis_of(const Collectives* collectives) {
 UnitContext make_context(
     const ShardOptions& sharding,
     const GroupCollectives& groups,
-    Peers* peers,
+    ControlChannel* control,
     Streams& streams,
     BucketPool& pool,
     Trace& trace,
@@ -61,7 +62,7 @@ UnitContext make_context(
   context.collectives = groups.of(context.mesh.state.name);
   context.replicas = groups.of(context.mesh.replicas.name);
   context.near = groups.near.get();
-  context.peers = peers;
+  context.control = control;
   context.streams = &streams;
   context.pool = &pool;
   context.trace = &trace;
@@ -113,7 +114,7 @@ EngineParts::EngineParts(
       trace(streams),
       alarm(engine_options, specs),
       groups(make_groups(engine_options.groups, streams, alarm.get())),
-      peers(make_peers(engine_options.groups.control, alarm.get())),
+      control(make_control(engine_options.groups.control, alarm.get())),
       host_link(
           engine_options.host_link ? std::make_unique<HostLink>(*engine_options.host_link)
                                    : nullptr),
@@ -124,7 +125,7 @@ EngineParts::EngineParts(
       context(make_context(
           engine_options.sharding,
           groups,
-          peers.get(),
+          control.get(),
           streams,
           pool,
           trace,
@@ -140,7 +141,7 @@ EngineParts::EngineParts(
               engine_options.sharding,
               context.mesh),
           std::move(order)),
-      reducer(units, context, engine_options, offload),
+      reducer(units, context, engine_options.sharding, offload),
       registrar(std::move(registrar_)),
       thread_check(/*backward_threads=*/device.type() != c10::DeviceType::CPU) {
   for (size_t unit = 0; unit < stays.size(); ++unit) {
@@ -152,7 +153,7 @@ EngineParts::EngineParts(
   expect_step();
 }
 
-void EngineParts::open_disk(const DiskPlace& place) {
+void EngineParts::open_disk(const DiskFolder& place) {
   TORCH_CHECK_VALUE(disk != nullptr, "nothing of this model is on disk");
   disk->open(place, units, context);
   if (context.tiers.states == Tier::Disk) {

@@ -6,14 +6,14 @@
 #include <vector>
 
 #include "engine/alarm_setup.h"
-#include "engine/disk_states.h"
 #include "engine/engine_options.h"
-#include "engine/host_states.h"
-#include "engine/moments.h"
-#include "engine/offload.h"
-#include "engine/reducer.h"
+#include "engine/gradients/reducer.h"
+#include "engine/offload/moments.h"
+#include "engine/offload/offload.h"
 #include "engine/thread_check.h"
-#include "engine/unit.h"
+#include "engine/unit/disk_states.h"
+#include "engine/unit/host_states.h"
+#include "engine/unit/unit.h"
 #include "plan/memory_plan.h"
 #include "plan/schedule.h"
 #include "runtime/host_link.h"
@@ -51,7 +51,7 @@ struct EngineParts {
     return static_cast<UnitId>(units.size());
   }
   // See DiskStates. Before anything is materialized, where something is on disk.
-  void open_disk(const DiskPlace& place);
+  void open_disk(const DiskFolder& place);
   // See HostStates. The same, where something is on the host.
   void map_host_memory();
   // See Moments. None where there is no place for them either.
@@ -68,7 +68,7 @@ struct EngineParts {
   Trace trace;
   ModelAlarm alarm;
   GroupCollectives groups;
-  std::unique_ptr<Peers> peers;
+  std::unique_ptr<ControlChannel> control;
   std::unique_ptr<HostLink> host_link; // emulated; null for none
   std::unique_ptr<HostStates> host; // null where nothing is on the host
   std::unique_ptr<DiskStates> disk; // null where nothing is on disk

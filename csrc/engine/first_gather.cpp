@@ -24,15 +24,15 @@ void FirstGather::begin() {
   if (parts_.schedule.is_resident(id)) {
     return;
   }
-  in_use_.refresh(id);
-  in_use_.order_gathers();
+  lifecycle_.refresh(id);
+  lifecycle_.order_gathers();
   pending_ = id;
   try {
     parts_.schedule.residency().gather_ahead(id, parts_.actions);
-    in_use_.run(parts_.actions);
+    lifecycle_.run(parts_.actions);
   } catch (...) {
     parts_.schedule.residency().drop_ahead(std::exchange(pending_, -1), parts_.actions);
-    in_use_.settle();
+    lifecycle_.settle();
     throw;
   }
 }
@@ -40,7 +40,7 @@ void FirstGather::begin() {
 void FirstGather::drop() {
   if (pending_ >= 0) {
     parts_.schedule.residency().drop_ahead(std::exchange(pending_, -1), parts_.actions);
-    in_use_.run(parts_.actions);
+    lifecycle_.run(parts_.actions);
   }
 }
 

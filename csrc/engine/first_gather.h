@@ -10,14 +10,15 @@
 
 #include <vector>
 
-#include "engine/units_in_use.h"
+#include "engine/unit_lifecycle.h"
 
 namespace zerocore {
 
 class FirstGather {
  public:
   // Both outlive it.
-  FirstGather(EngineParts& parts, UnitsInUse& in_use) : parts_(parts), in_use_(in_use) {}
+  FirstGather(EngineParts& parts, UnitLifecycle& lifecycle)
+      : parts_(parts), lifecycle_(lifecycle) {}
 
   // Whether steps begin gathers at all.
   bool is_on() const {
@@ -41,7 +42,7 @@ class FirstGather {
 
  private:
   EngineParts& parts_;
-  UnitsInUse& in_use_;
+  UnitLifecycle& lifecycle_;
   UnitId pending_ = -1; // gathered for the pass that comes next
   int num_steps_ = 0; // of optimizers since the last pass
   int expected_steps_ = 1;

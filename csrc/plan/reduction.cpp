@@ -55,10 +55,10 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
     }
     start_across(unit, steps);
   } else if (!holds) {
-    for (int region = 0; facts_.lands() && region < num_regions; ++region) {
+    for (int region = 0; facts_.offloads_grads() && region < num_regions; ++region) {
       if (state_of({unit, region}).trainable) {
-        land({unit, region}, GradPlace::Full, steps);
-        give_back({unit, region}, GradPlace::Full, state_of({unit, region}).full, steps);
+        offload_grad({unit, region}, GradBuffer::Full, steps);
+        give_back({unit, region}, GradBuffer::Full, state_of({unit, region}).full, steps);
       }
     }
     for (ParamState& param : units_[unit].params) {
@@ -66,7 +66,7 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
     }
     for (int region = 0; region < num_regions; ++region) {
       if (state_of({unit, region}).trainable) {
-        leave({unit, region}, steps);
+        grad_ready({unit, region}, steps);
       }
     }
   }
@@ -90,7 +90,7 @@ void Reduction::finish(GradSteps& steps) {
     for (int region = 0; region < static_cast<int>(units_[unit].regions.size()); ++region) {
       if (state_of({unit, region}).across) {
         wait_across({unit, region}, steps);
-        leave({unit, region}, steps);
+        grad_ready({unit, region}, steps);
       }
     }
   }
@@ -106,12 +106,12 @@ void Reduction::reset(GradSteps& steps) {
       state.local = false;
       state.across = false;
       state.full = state.wire = state.scratch = true;
-      state.result = GradPlace::Kept; // whoever resets has waited for copies to the host
+      state.result = GradBuffer::Kept; // whoever resets has waited for copies to the host
       steps.run(make_step(GradStepKind::Wait, key));
       steps.run(make_step(GradStepKind::WaitAcross, key));
-      give_back(key, GradPlace::Scratch, state.scratch, steps);
-      give_back(key, GradPlace::Wire, state.wire, steps);
-      give_back(key, GradPlace::Full, state.full, steps);
+      give_back(key, GradBuffer::Scratch, state.scratch, steps);
+      give_back(key, GradBuffer::Wire, state.wire, steps);
+      give_back(key, GradBuffer::Full, state.full, steps);
     }
     for (ParamState& param : units_[unit].params) {
       param.local = false;
@@ -132,19 +132,19 @@ void Reduction::pack(Key key, bool holds, GradSteps& steps) {
   const bool wired = facts_.is_wired(key) && !holds;
   const bool to_wire = wired && !state.local;
   if (wired) {
-    take(key, GradPlace::Wire, state.wire, steps);
+    take(key, GradBuffer::Wire, state.wire, steps);
   }
   const bool shards = facts_.mesh_of(key.first).shards_gradients();
   if (shards && !to_wire) {
-    take(key, GradPlace::Full, state.full, steps);
+    take(key, GradBuffer::Full, state.full, steps);
   }
   GradStep step = make_step(GradStepKind::Pack, key);
-  step.to = to_wire ? GradPlace::Wire : GradPlace::Full;
+  step.to = to_wire ? GradBuffer::Wire : GradBuffer::Full;
   steps.run(step);
   if (wired && !to_wire) {
     step.kind = GradStepKind::Cast;
-    step.from = GradPlace::Full;
-    step.to = GradPlace::Wire;
+    step.from = GradBuffer::Full;
+    step.to = GradBuffer::Wire;
     steps.run(step);
   }
   // Reduced values that lie in memory of their own, or in a part that the sums leave alone.
@@ -161,7 +161,7 @@ Range Reduction::added(const GradStep& pack, int param) const {
   const Range place = layout.places().at(param).range();
   const Range none{place.begin, place.begin};
   const ParamState& state = units_[pack.unit].params[param];
-  if (pack.to == GradPlace::Wire) {
+  if (pack.to == GradBuffer::Wire) {
     return none;
   }
   if (units_[pack.unit].regions[pack.region].local) {
@@ -189,7 +189,7 @@ void Reduction::issue(Key key, GradSteps& steps) {
   choose_result(key, steps);
   GradStep step = make_step(GradStepKind::Start, key);
   step.op = sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce;
-  step.from = facts_.is_wired(key) ? GradPlace::Wire : GradPlace::Full;
+  step.from = facts_.is_wired(key) ? GradBuffer::Wire : GradBuffer::Full;
   step.to = state_of(key).result;
   step.parts = facts_.parts(key.first);
   step.nbytes = facts_.sent_nbytes(key, step.from);
@@ -214,10 +214,13 @@ void Reduction::choose_result(Key key, GradSteps& steps) {
   RegionState& state = state_of(key);
   const bool wired = facts_.is_wired(key);
   const bool sharded = facts_.mesh_of(key.first).shards_optimizer();
-  state.result = wired ? GradPlace::Wire : facts_.lands() ? GradPlace::Full : GradPlace::Kept;
-  if (facts_.parts(key.first) > 1 || (sharded && !wired && (state.adds || facts_.lands()))) {
-    take(key, GradPlace::Scratch, state.scratch, steps);
-    state.result = GradPlace::Scratch;
+  state.result = wired          ? GradBuffer::Wire
+      : facts_.offloads_grads() ? GradBuffer::Full
+                                : GradBuffer::Kept;
+  if (facts_.parts(key.first) > 1 ||
+      (sharded && !wired && (state.adds || facts_.offloads_grads()))) {
+    take(key, GradBuffer::Scratch, state.scratch, steps);
+    state.result = GradBuffer::Scratch;
   }
 }
 
@@ -244,28 +247,28 @@ void Reduction::complete(Key key, GradSteps& steps) {
   wait(key, steps);
   if (facts_.hands_across(key.first)) {
     complete_across(key, steps);
-  } else if (facts_.lands()) {
+  } else if (facts_.offloads_grads()) {
     if (facts_.parts(key.first) > 1) {
-      sum_parts(key, GradPlace::Scratch, steps);
+      sum_parts(key, GradBuffer::Scratch, steps);
     }
-    land(key, state.result, steps);
-  } else if (state.result != GradPlace::Kept) {
+    offload_grad(key, state.result, steps);
+  } else if (state.result != GradBuffer::Kept) {
     add_to_kept(key, state.result, facts_.parts(key.first), steps);
   }
-  give_back(key, GradPlace::Scratch, state.scratch, steps);
-  give_back(key, GradPlace::Wire, state.wire, steps);
-  give_back(key, GradPlace::Full, state.full, steps);
+  give_back(key, GradBuffer::Scratch, state.scratch, steps);
+  give_back(key, GradBuffer::Wire, state.wire, steps);
+  give_back(key, GradBuffer::Full, state.full, steps);
   for (const int param : facts_.region_of(key).params) {
     units_[key.first].params[param] = {/*valid=*/true, /*local=*/false};
   }
   if (!state.across) {
-    leave(key, steps);
+    grad_ready(key, steps);
   }
 }
 
-void Reduction::leave(Key key, GradSteps& steps) {
+void Reduction::grad_ready(Key key, GradSteps& steps) {
   if (facts_.options().sharding.tiers.has_host_states()) {
-    steps.run(make_step(GradStepKind::Leave, key));
+    steps.run(make_step(GradStepKind::GradReady, key));
   }
 }
 
@@ -273,7 +276,7 @@ void Reduction::leave(Key key, GradSteps& steps) {
 void Reduction::complete_across(Key key, GradSteps& steps) {
   const RegionState& state = state_of(key);
   const bool in_place = !state.adds && !facts_.is_wired(key);
-  const GradPlace sum = in_place ? GradPlace::Kept : state.result;
+  const GradBuffer sum = in_place ? GradBuffer::Kept : state.result;
   if (facts_.parts(key.first) > 1) {
     sum_parts(key, sum, steps);
   }
@@ -285,15 +288,15 @@ void Reduction::complete_across(Key key, GradSteps& steps) {
 }
 
 // Of what an exchange has left.
-void Reduction::sum_parts(Key key, GradPlace to, GradSteps& steps) {
+void Reduction::sum_parts(Key key, GradBuffer to, GradSteps& steps) {
   GradStep step = make_step(GradStepKind::Sum, key);
-  step.from = GradPlace::Scratch;
+  step.from = GradBuffer::Scratch;
   step.to = to;
   step.parts = facts_.parts(key.first);
   steps.run(step);
 }
 
-void Reduction::start_across(Key key, GradPlace place, GradSteps& steps) {
+void Reduction::start_across(Key key, GradBuffer place, GradSteps& steps) {
   GradStep step = make_step(GradStepKind::StartAcross, key);
   step.to = place;
   step.nbytes = facts_.result_nbytes(key);
@@ -318,20 +321,20 @@ void Reduction::zero_invalid(Key key, GradSteps& steps) {
   }
 }
 
-void Reduction::land(Key key, GradPlace from, GradSteps& steps) {
+void Reduction::offload_grad(Key key, GradBuffer from, GradSteps& steps) {
   zero_invalid(key, steps);
   RegionState& state = state_of(key);
   const Region& region = facts_.region_of(key);
   state.result = from;
-  GradStep step = make_step(GradStepKind::Land, key);
+  GradStep step = make_step(GradStepKind::OffloadGrad, key);
   step.from = from;
   step.adds = state.adds;
-  const ElementType& type = from == GradPlace::Full ? region.grad : region.reduce;
+  const ElementType& type = from == GradBuffer::Full ? region.grad : region.reduce;
   step.nbytes = type.itemsize * region.shard_numel;
   steps.run(step);
 }
 
-void Reduction::add_to_kept(Key key, GradPlace from, int64_t parts, GradSteps& steps) {
+void Reduction::add_to_kept(Key key, GradBuffer from, int64_t parts, GradSteps& steps) {
   const RegionState& state = state_of(key);
   zero_invalid(key, steps);
   GradStep step = make_step(GradStepKind::Sum, key);
@@ -343,7 +346,7 @@ void Reduction::add_to_kept(Key key, GradPlace from, int64_t parts, GradSteps& s
 
 // -- memory ---------------------------------------------------------------------------------
 
-void Reduction::take(Key key, GradPlace place, bool& held, GradSteps& steps) {
+void Reduction::take(Key key, GradBuffer place, bool& held, GradSteps& steps) {
   if (held) {
     return;
   }
@@ -354,12 +357,12 @@ void Reduction::take(Key key, GradPlace place, bool& held, GradSteps& steps) {
   held = true;
 }
 
-void Reduction::give_back(Key key, GradPlace place, bool& held, GradSteps& steps) {
+void Reduction::give_back(Key key, GradBuffer place, bool& held, GradSteps& steps) {
   if (std::exchange(held, false)) {
     GradStep step = make_step(GradStepKind::GiveBack, key);
     step.from = place;
     step.nbytes = facts_.nbytes_at(key, place);
-    if (facts_.lands() && place == state_of(key).result) {
+    if (facts_.offloads_grads() && place == state_of(key).result) {
       step.last_use = StreamRole::DeviceToHost;
     }
     steps.run(step);
@@ -370,7 +373,7 @@ int64_t Reduction::kept_nbytes(UnitId unit) const {
   int64_t nbytes = 0;
   for (int region = 0; region < static_cast<int>(units_.at(unit).regions.size()); ++region) {
     const Key key{unit, region};
-    nbytes += units_[unit].regions[region].kept ? facts_.nbytes_at(key, GradPlace::Kept) : 0;
+    nbytes += units_[unit].regions[region].kept ? facts_.nbytes_at(key, GradBuffer::Kept) : 0;
   }
   return nbytes;
 }

@@ -50,15 +50,15 @@ enum class GradStepKind : uint8_t {
   WaitAcross, // for StartAcross
   Zero, // the kept gradient of `param`, whose memory still holds an old value
   Sum, // the sum of the `parts` of `from` goes to this rank's part of `to`
-  Land, // `from` goes to the kept gradient on the host, see Note [Gradients on the host]
-  Leave, // the kept gradient is complete; the host may have it
+  OffloadGrad, // `from` goes to the kept gradient on the host, see Note [Gradients on the host]
+  GradReady, // the kept gradient is complete; the host may have it
 };
 
 struct GradStep {
   GradStepKind kind = GradStepKind::Keep;
   UnitId unit = -1;
   int region = 0;
-  GradPlace from = GradPlace::Kept, to = GradPlace::Kept;
+  GradBuffer from = GradBuffer::Kept, to = GradBuffer::Kept;
   int64_t nbytes = 0; // of the block or of what is reduced
   int64_t parts = 1; // of a sum; of what the collective leaves for each element
   bool adds = false; // to what `to` holds
@@ -69,10 +69,10 @@ struct GradStep {
 
 // The block of a Take or a GiveBack.
 inline BlockKey block_of(const GradStep& step) {
-  const GradPlace place = step.kind == GradStepKind::Take ? step.to : step.from;
-  const BlockUse use = place == GradPlace::Full ? BlockUse::Gradients
-      : place == GradPlace::Wire                ? BlockUse::Wire
-                                                : BlockUse::Scratch;
+  const GradBuffer place = step.kind == GradStepKind::Take ? step.to : step.from;
+  const BlockUse use = place == GradBuffer::Full ? BlockUse::Gradients
+      : place == GradBuffer::Wire                ? BlockUse::Wire
+                                                 : BlockUse::Scratch;
   return {step.unit, use, step.region};
 }
 
@@ -125,7 +125,7 @@ class Reduction {
     bool local = false; // the full bucket holds sums that were not reduced
     bool adds = false; // what is being reduced is added to the gradient
     bool across = false; // the host has a sum over the replicas to wait for
-    GradPlace result = GradPlace::Kept; // of the reduction
+    GradBuffer result = GradBuffer::Kept; // of the reduction
   };
   struct ParamState {
     bool valid = false;
@@ -151,15 +151,15 @@ class Reduction {
   void complete(Key key, GradSteps& steps);
   void complete_across(Key key, GradSteps& steps);
   void start_across(UnitId unit, GradSteps& steps);
-  void start_across(Key key, GradPlace place, GradSteps& steps);
+  void start_across(Key key, GradBuffer place, GradSteps& steps);
   void wait_across(Key key, GradSteps& steps);
-  void leave(Key key, GradSteps& steps);
-  void sum_parts(Key key, GradPlace to, GradSteps& steps);
+  void grad_ready(Key key, GradSteps& steps);
+  void sum_parts(Key key, GradBuffer to, GradSteps& steps);
   void zero_invalid(Key key, GradSteps& steps);
-  void land(Key key, GradPlace from, GradSteps& steps);
-  void add_to_kept(Key key, GradPlace from, int64_t parts, GradSteps& steps);
-  void take(Key key, GradPlace place, bool& held, GradSteps& steps);
-  void give_back(Key key, GradPlace place, bool& held, GradSteps& steps);
+  void offload_grad(Key key, GradBuffer from, GradSteps& steps);
+  void add_to_kept(Key key, GradBuffer from, int64_t parts, GradSteps& steps);
+  void take(Key key, GradBuffer place, bool& held, GradSteps& steps);
+  void give_back(Key key, GradBuffer place, bool& held, GradSteps& steps);
 
   ReductionFacts facts_;
   std::vector<UnitState> units_;

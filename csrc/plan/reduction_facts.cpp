@@ -3,23 +3,23 @@
 
 namespace zerocore {
 
-int64_t ReductionFacts::nbytes_at(RegionKey key, GradPlace place) const {
+int64_t ReductionFacts::nbytes_at(RegionKey key, GradBuffer place) const {
   const Region& region = region_of(key);
   const UnitMesh& mesh = mesh_of(key.first);
   switch (place) {
-    case GradPlace::Kept:
+    case GradBuffer::Kept:
       return region.grad.itemsize * (mesh.shards_gradients() ? region.shard_numel : region.numel());
-    case GradPlace::Full:
+    case GradBuffer::Full:
       return region.grad.itemsize * region.numel();
-    case GradPlace::Wire:
+    case GradBuffer::Wire:
       return region.reduce.itemsize * region.numel();
-    case GradPlace::Scratch:
+    case GradBuffer::Scratch:
       return mesh.state.methods.reduce.received_nbytes(result_nbytes(key), mesh.state.size);
   }
   return 0;
 }
 
-int64_t ReductionFacts::sent_nbytes(RegionKey key, GradPlace place) const {
+int64_t ReductionFacts::sent_nbytes(RegionKey key, GradBuffer place) const {
   const int64_t nbytes = nbytes_at(key, place);
   const UnitMesh& mesh = mesh_of(key.first);
   return mesh.shards_optimizer() ? mesh.state.methods.reduce.wire_nbytes(nbytes) : nbytes;

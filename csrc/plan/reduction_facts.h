@@ -14,13 +14,13 @@
 namespace zerocore {
 
 // Memory for the gradients of a region.
-enum class GradPlace : uint8_t {
+enum class GradBuffer : uint8_t {
   Kept, // this rank's gradients between steps
   Full, // packed gradients of all ranks' shards; unless gradients are sharded, Kept is a part of it
   Wire, // the same in the type that they travel in
   Scratch, // the result of a reduction, where it is not the gradient yet
 };
-inline constexpr int kNumGradPlaces = 4;
+inline constexpr int kNumGradBuffers = 4;
 
 struct ReductionOptions {
   ShardOptions sharding;
@@ -65,7 +65,7 @@ class ReductionFacts {
     return !options_.on_host && mesh_of(unit).sums_across();
   }
   // See Note [Gradients on the host].
-  bool lands() const {
+  bool offloads_grads() const {
     return options_.sharding.tiers.lands_gradients(options_.on_host);
   }
   bool is_wired(RegionKey key) const {
@@ -77,8 +77,8 @@ class ReductionFacts {
     return mesh.shards_optimizer() ? mesh.state.methods.reduce.parts(mesh.state.size) : 1;
   }
   // Of a place; of a bucket as the collective sends it; of this rank's part of a sum.
-  int64_t nbytes_at(RegionKey key, GradPlace place) const;
-  int64_t sent_nbytes(RegionKey key, GradPlace place) const;
+  int64_t nbytes_at(RegionKey key, GradBuffer place) const;
+  int64_t sent_nbytes(RegionKey key, GradBuffer place) const;
   int64_t result_nbytes(RegionKey key) const {
     return region_of(key).reduce.itemsize * region_of(key).shard_numel;
   }

@@ -255,18 +255,18 @@ void StepSimulation::run(const GradStep& step) {
     case GradStepKind::StartAcross:
       add(step.op, step.unit, step.nbytes, options_.mesh.replicas.name);
       break;
-    case GradStepKind::Land:
+    case GradStepKind::OffloadGrad:
       add(TraceOp::ToHost, step.unit, step.nbytes);
       break;
-    case GradStepKind::Leave:
-      leave(step);
+    case GradStepKind::GradReady:
+      grad_ready(step);
       break;
     default:
       break; // moves values, not bytes
   }
 }
 
-void StepSimulation::leave(const GradStep& step) {
+void StepSimulation::grad_ready(const GradStep& step) {
   if (sync_ && !options_.sharding.tiers.lands_gradients(options_.sums_on_host)) {
     const Region& region = layouts_[step.unit].regions()[step.region];
     add(TraceOp::ToHost, step.unit, region.grad.itemsize * region.shard_numel);

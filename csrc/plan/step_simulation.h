@@ -57,7 +57,7 @@ class StepSimulation final : private GradSteps, private GatherSteps {
   void unshard(UnitId unit);
   void run(const GatherStep& step) override;
   void run(const GradStep& step) override;
-  void leave(const GradStep& step);
+  void grad_ready(const GradStep& step);
   void take(const BlockKey& key, int64_t nbytes);
   void give_back(const BlockKey& key, int64_t nbytes);
   void add(TraceOp op, UnitId unit, int64_t nbytes, AxisName axis = AxisName::State);

@@ -9,10 +9,10 @@
 #include <utility>
 
 #include "common/math.h"
-#include "runtime/alarm.h"
-#include "runtime/emulated_group.h"
-#include "runtime/issue_guard.h"
+#include "emulation/emulated_group.h"
 #include "runtime/wire_calls.h"
+#include "watch/alarm.h"
+#include "watch/issue_guard.h"
 
 namespace zerocore {
 
@@ -266,7 +266,7 @@ PendingCollective Collectives::all_gather(
     CollectiveTag tag,
     const std::shared_future<void>& after) {
   if (after.valid()) {
-    TORCH_INTERNAL_ASSERT(holds());
+    TORCH_INTERNAL_ASSERT(can_defer_start());
     emulated_->hold_next(after);
   }
   return start(

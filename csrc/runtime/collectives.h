@@ -113,14 +113,14 @@ class Collectives {
 
   // Gathers every rank's `own` into `full`, rank after rank. `own` may be this rank's slice of
   // `full` (in place) or other memory. Both are 1-D bytes. Begins when `after` is ready, if it is
-  // valid, which it may be where the ranks' group holds().
+  // valid, which it may be where the ranks' group can_defer_start().
   PendingCollective all_gather(
       const at::Tensor& full,
       const at::Tensor& own,
       CollectiveTag tag,
       const std::shared_future<void>& after = {});
   // Whether a collective can be issued that begins when something on the host is done.
-  bool holds() const {
+  bool can_defer_start() const {
     return emulated_ != nullptr;
   }
 

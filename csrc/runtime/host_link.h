@@ -1,7 +1,7 @@
 // An emulated link between a device and the host.
 //
 // Each direction carries one transfer at a time, in the time that the model says, its real copy
-// included; the two do not disturb each other. See runtime/link_worker.h.
+// included; the two do not disturb each other. See emulation/link_worker.h.
 #pragma once
 
 #include <exception>
@@ -10,8 +10,8 @@
 #include <memory>
 
 #include "common/types.h"
-#include "runtime/link_model.h"
-#include "runtime/link_worker.h"
+#include "emulation/link_model.h"
+#include "emulation/link_worker.h"
 #include "runtime/trace.h"
 
 namespace zerocore {

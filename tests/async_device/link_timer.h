@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "runtime/device_timer.h"
+#include "emulation/device_timer.h"
 
 namespace async_device {
 

@@ -56,7 +56,7 @@ def text(step: GradStep) -> str:
         "start": f"{step.op} {step.source} {step.target} {step.nbytes}{parts}",
         "start_across": f"across {step.target} {step.nbytes}",
         "zero": f"zero {step.param}",
-        "land": f"land {step.source} {step.nbytes}{adds}",
+        "offload_grad": f"offload {step.source} {step.nbytes}{adds}",
         "sum": f"sum {step.source}{parts}{adds} {step.target}",
     }.get(step.kind, step.kind)
 
@@ -113,11 +113,11 @@ def test_gradients_on_the_host_come_from_a_block() -> None:
     ends = ["give back scratch when it is copied", "give back full"]
     for adds in ("", " added to"):
         assert texts(reduction.reduce(0)) == [*begun, f"reduce_scatter full scratch {FP32}"]
-        assert texts(reduction.finish()) == ["wait", f"land scratch {part}{adds}", *ends]
+        assert texts(reduction.finish()) == ["wait", f"offload scratch {part}{adds}", *ends]
     assert reduction.kept_nbytes(0) == part
     reduction.drop(0, 1)
     reduction.reduce(0)
-    landed = f"land scratch {part} added to"
+    landed = f"offload scratch {part} added to"
     assert texts(reduction.finish())[:3] == ["wait", "zero 1", landed]
     on_host = make(3, gradients="cpu", on_host=True)
     assert texts(on_host.reduce(0))[-1] == f"reduce_scatter full kept {FP32}"
@@ -126,15 +126,15 @@ def test_gradients_on_the_host_come_from_a_block() -> None:
 def test_gradients_on_the_host_come_off_the_wire_and_off_one_rank() -> None:
     wired = make(2, gradients="cpu", wired=True)
     assert texts(wired.reduce(0))[-1] == f"reduce_scatter wire wire {FP32}"
-    ends = [f"land wire {FP32 // WORLD}", "give back wire when it is copied"]
+    ends = [f"offload wire {FP32 // WORLD}", "give back wire when it is copied"]
     assert texts(wired.finish()) == ["wait", *ends]
     alone = make(3, world=1, gradients="cpu")
-    packed = [f"take full {FP32}", "pack full", f"land full {FP32}"]
+    packed = [f"take full {FP32}", "pack full", f"offload full {FP32}"]
     assert texts(alone.reduce(0)) == [*packed, "give back full when it is copied"]
-    assert texts(alone.reduce(0))[2] == f"land full {FP32} added to"
+    assert texts(alone.reduce(0))[2] == f"offload full {FP32} added to"
     parts = make(3, gradients="cpu", backend="gloo")
     parts.reduce(0)
-    summed = [f"sum scratch {WORLD} parts scratch", f"land scratch {FP32 // WORLD}"]
+    summed = [f"sum scratch {WORLD} parts scratch", f"offload scratch {FP32 // WORLD}"]
     assert texts(parts.finish())[1:3] == summed
     replicas = make(3, gradients="cpu", num_replicas=2)
     assert texts(replicas.reduce(0))[-1] == f"across scratch {FP32 // WORLD}"

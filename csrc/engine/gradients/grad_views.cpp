@@ -1,0 +1,111 @@
+// Shows gradients in `.grad` of the parameters.
+#include "engine/gradients/grad_views.h"
+
+#include "engine/graph/autograd.h"
+
+namespace zerocore {
+
+GradViews::GradViews(
+    const std::vector<std::unique_ptr<Unit>>& units,
+    const UnitContext& context,
+    Reduction& reduction)
+    : units_(units), context_(context), reduction_(reduction) {
+  for (const auto& unit : units_) {
+    params_.emplace_back(unit->params().size());
+  }
+}
+
+void GradViews::take_changes(UnitId unit, std::vector<GradientMemory>& memory) {
+  for (int i = 0; i < static_cast<int>(params_[unit].size()); ++i) {
+    const at::Tensor& current = gradient_of(units_[unit]->params()[i].shard);
+    const at::Tensor& own = grad(unit, i);
+    if (!current.defined() && context_.by_rows) {
+      reduction_.set_valid(unit, i, false);
+    } else if (!current.defined()) {
+      reduction_.drop(unit, i);
+    } else if (!current.is_same(own) && own.defined()) {
+      memory[units_[unit]->layout().places()[i].region].keep();
+      own.copy_(current);
+      reduction_.set_valid(unit, i, true);
+    }
+  }
+}
+
+void GradViews::note_used(UnitId unit) {
+  for (size_t i = 0; i < params_[unit].size(); ++i) {
+    params_[unit][i].used |= gradient_of(units_[unit]->params()[i].full).defined();
+  }
+}
+
+void GradViews::tell_used() {
+  if (context_.control == nullptr) {
+    return;
+  }
+  std::vector<bool> flags;
+  for (const std::vector<Param>& params : params_) {
+    for (const Param& param : params) {
+      flags.push_back(param.used);
+    }
+  }
+  context_.control->tell_used(flags);
+}
+
+void GradViews::hear_used(const std::vector<bool>& reduced) {
+  if (context_.control == nullptr || !lacks_any(reduced)) {
+    return;
+  }
+  const std::vector<bool> flags = context_.control->hear_used();
+  auto used = flags.begin();
+  for (size_t unit = 0; unit < params_.size(); ++unit) {
+    for (Param& param : params_[unit]) {
+      const bool by_any = *used++;
+      param.used = param.used || (by_any && reduced[unit]);
+    }
+  }
+}
+
+// Whether this rank alone cannot tell which parameters of reduced units have a gradient.
+bool GradViews::lacks_any(const std::vector<bool>& reduced) const {
+  for (size_t unit = 0; unit < params_.size(); ++unit) {
+    for (size_t i = 0; reduced[unit] && i < params_[unit].size(); ++i) {
+      const UnitParam& owner = units_[unit]->params()[i];
+      if (!params_[unit][i].used && owner.full.requires_grad() &&
+          !gradient_of(owner.shard).defined()) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+void GradViews::show(UnitId unit, bool reduced) {
+  const bool held_back = !reduced && context_.mesh.shards_gradients();
+  for (int i = 0; i < static_cast<int>(params_[unit].size()); ++i) {
+    Param& param = params_[unit][i];
+    UnitParam& owner = units_[unit]->params()[i];
+    if (!param.grad.defined() || !owner.full.requires_grad()) {
+      continue;
+    }
+    const bool had_grad = gradient_of(owner.shard).defined();
+    const bool marked = param.used && !(held_back && context_.by_rows);
+    const bool shown = had_grad || marked;
+    reduction_.set_valid(unit, i, held_back ? had_grad && reduction_.is_valid(unit, i) : shown);
+    if (!had_grad && shown && held_back) {
+      param.grad.zero_(); // only a mark that zero_grad() can remove
+    }
+    if (shown && !gradient_of(owner.shard).is_same(param.grad)) {
+      owner.shard.mutable_grad() = param.grad;
+    }
+    param.used = param.used && !reduced;
+  }
+}
+
+void GradViews::forget_used() {
+  for (std::vector<Param>& params : params_) {
+    for (Param& param : params) {
+      param.used = false;
+    }
+  }
+}
+
+} // namespace zerocore

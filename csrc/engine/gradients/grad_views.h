@@ -1,0 +1,70 @@
+// Shows gradients in `.grad` of the parameters, and finds out what the user did to them.
+//
+// Note [Unused parameters]
+// A parameter that no rank used keeps no gradient, as it would on one device; one that some rank
+// used has a gradient on all. In every backward the ranks tell each other what they used, in one
+// small message that travels beside the last reductions. A rank waits for it only if it left out a
+// parameter that has no gradient yet: models that use everything never wait.
+//
+// Note [Sums that were not reduced]
+// At stages 2 and 3 sums of this rank only are no gradient yet. `.grad` then holds a mark, zero, by
+// which zero_grad() drops the sums. By rows it is as with FSDP2: nothing is shown, and the sums
+// stay.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "engine/gradients/gradient_memory.h"
+#include "engine/unit/unit.h"
+#include "plan/reduction.h"
+
+namespace zerocore {
+
+class GradViews {
+ public:
+  GradViews(
+      const std::vector<std::unique_ptr<Unit>>& units,
+      const UnitContext& context,
+      Reduction& reduction);
+
+  // The tensor that becomes `shard.grad`, over the parameter's kept gradient.
+  void bind(UnitId unit, int param, at::Tensor grad) {
+    params_.at(unit).at(param).grad = std::move(grad);
+  }
+  const at::Tensor& grad(UnitId unit, int param) const {
+    return params_[unit][param].grad;
+  }
+
+  // Takes over what the user did to the unit's gradients since the last backward: dropped, kept,
+  // replaced. `memory` by region.
+  void take_changes(UnitId unit, std::vector<GradientMemory>& memory);
+  // Remembers which of the unit's parameters have got a gradient in this backward.
+  void note_used(UnitId unit);
+  // At the end of a backward that reduced some unit: tells the other ranks what this one used, and
+  // then learns, if need be, what they did. Flags by unit.
+  void tell_used();
+  void hear_used(const std::vector<bool>& reduced);
+  // Shows the unit's gradients, which were reduced in this backward or are held back.
+  void show(UnitId unit, bool reduced);
+  // Forgets which parameters took part, as the backward has failed.
+  void forget_used();
+
+ private:
+  struct Param {
+    at::Tensor grad;
+    bool used = false; // took part in a backward since the last reduction
+  };
+
+  bool lacks_any(const std::vector<bool>& reduced) const;
+
+  const std::vector<std::unique_ptr<Unit>>& units_;
+  UnitContext context_;
+  Reduction& reduction_;
+  std::vector<std::vector<Param>> params_; // by unit and parameter
+};
+
+} // namespace zerocore

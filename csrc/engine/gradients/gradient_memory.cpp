@@ -1,0 +1,100 @@
+// Memory for the gradients of one region.
+#include "engine/gradients/gradient_memory.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <utility>
+
+#include "engine/unit/host_states.h"
+
+namespace zerocore {
+
+namespace {
+
+c10::DataPtr zeroed_memory(int64_t nbytes, c10::Device device) {
+  return at::zeros({nbytes}, at::TensorOptions().dtype(at::kByte).device(device))
+      .storage()
+      .set_data_ptr(c10::DataPtr(nullptr, device));
+}
+
+// One that was frozen when the model was sharded has memory apart.
+const HostStates* host_of(const Unit& unit, int region) {
+  const UnitContext& context = unit.context();
+  const bool is_planned = unit.layout().regions()[region].requires_grad;
+  return context.tiers.gradients == Tier::Host && is_planned ? context.host : nullptr;
+}
+
+} // namespace
+
+GradientMemory::GradientMemory(const Unit& unit, int index)
+    : unit_(unit.id()),
+      region_(index),
+      host_(host_of(unit, index)),
+      home_(unit.context().mesh.shards_gradients() ? GradBuffer::Kept : GradBuffer::Full) {
+  const UnitContext& context = unit.context();
+  const Region& region = unit.layout().regions()[index];
+  const Layout kept = unit.layout().retyped(&Region::grad);
+  const Layout sent = unit.layout().retyped(&Region::reduce);
+  const bool on_host = context.tiers.gradients == Tier::Host;
+  const auto make = [&](GradBuffer place, const Layout& layout, int64_t shard) {
+    buckets_[static_cast<size_t>(place)].emplace(
+        layout,
+        std::vector<int>{index},
+        shard,
+        place == home_ && on_host ? c10::Device(c10::kCPU) : context.streams->device(),
+        "the gradient of unit '" + unit.name() + "'");
+  };
+  make(GradBuffer::Full, kept, context.mesh.shard());
+  if (home_ == GradBuffer::Kept) {
+    make(GradBuffer::Kept, kept.of_shard(context.mesh.shard()), 0);
+  } else {
+    home_begin_ = region.shard_range(context.mesh.shard()).begin;
+  }
+  if (context.collectives != nullptr) {
+    const int64_t parts = context.mesh.state.methods.reduce.parts(context.mesh.num_shards());
+    make(GradBuffer::Scratch, parts > 1 ? sent : sent.of_shard(context.mesh.shard()), 0);
+    if (region.has_wire()) {
+      make(GradBuffer::Wire, sent, context.mesh.shard());
+    }
+  }
+}
+
+const at::Tensor& GradientMemory::whole(GradBuffer place) const {
+  return bucket(place).full(region_);
+}
+
+const at::Tensor& GradientMemory::own(GradBuffer place) const {
+  return (place == GradBuffer::Kept ? home() : bucket(place)).own(region_);
+}
+
+at::Tensor GradientMemory::view(int64_t begin, at::IntArrayRef sizes) const {
+  return home().view(region_, home_begin_ + begin, sizes);
+}
+
+void GradientMemory::keep() {
+  if (!is_kept() && host_ != nullptr) {
+    bucket(home_).attach(host_->gradient(unit_, region_));
+  } else if (!is_kept()) {
+    const c10::Device device = home().full(region_).device();
+    bucket(home_).attach(zeroed_memory(home().nbytes(), device));
+  }
+}
+
+void GradientMemory::take(const GradStep& step, BucketPool& pool) {
+  Slot& slot = slots_[static_cast<size_t>(step.to)];
+  TORCH_INTERNAL_ASSERT(step.nbytes == bucket(step.to).nbytes());
+  const bool is_received = step.to == GradBuffer::Scratch;
+  const StreamRole user = is_received ? StreamRole::ReduceScatter : StreamRole::Compute;
+  slot = pool.acquire(block_of(step), step.nbytes, user);
+  bucket(step.to).attach(slot.data);
+}
+
+void GradientMemory::give_back(const GradStep& step, BucketPool& pool) {
+  Slot& slot = slots_[static_cast<size_t>(step.from)];
+  if (slot.held()) {
+    bucket(step.from).detach();
+    pool.release(slot, step.last_use);
+  }
+}
+
+} // namespace zerocore

@@ -1,0 +1,63 @@
+// Memory for the gradients of one region, by place: some stays, some is taken from the pool.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+
+#include "engine/unit/unit.h"
+#include "plan/reduction.h"
+
+namespace zerocore {
+
+class GradientMemory {
+ public:
+  // Allocates nothing.
+  GradientMemory(const Unit& unit, int region);
+
+  // 1-D: all that the place holds, and this rank's part of it. Not to be touched before the place
+  // has memory.
+  const at::Tensor& whole(GradBuffer place) const;
+  const at::Tensor& own(GradBuffer place) const;
+  // 1-D: the `parts` that a reduction leaves there for each element of this rank's part.
+  const at::Tensor& received(GradBuffer place, int64_t parts) const {
+    return parts > 1 ? whole(place) : own(place);
+  }
+  // A contiguous leaf of the kept gradients, from the element `begin` of this rank's.
+  at::Tensor view(int64_t begin, at::IntArrayRef sizes) const;
+
+  // The kept gradients have memory from here on, zeroed at first.
+  void keep();
+  bool is_kept() const {
+    return home().attached();
+  }
+  // Bytes of memory that stays, where it is none of the host's mapping.
+  int64_t kept_nbytes() const {
+    return is_kept() && host_ == nullptr ? home().nbytes() : 0;
+  }
+  // Carry out a Take and a GiveBack.
+  void take(const GradStep& step, BucketPool& pool);
+  void give_back(const GradStep& step, BucketPool& pool);
+
+ private:
+  Bucket& bucket(GradBuffer place) {
+    return *buckets_[static_cast<size_t>(place)];
+  }
+  const Bucket& bucket(GradBuffer place) const {
+    return *buckets_[static_cast<size_t>(place)];
+  }
+  const Bucket& home() const {
+    return bucket(home_);
+  }
+
+  UnitId unit_;
+  int region_;
+  const HostStates* host_; // has the memory of what is kept; null for the device or memory apart
+  GradBuffer home_; // whose bucket holds the kept gradients: Full unless they are sharded
+  int64_t home_begin_ = 0; // their first element in it
+  std::array<std::optional<Bucket>, kNumGradBuffers> buckets_; // by place
+  std::array<Slot, kNumGradBuffers> slots_; // by place
+};
+
+} // namespace zerocore

@@ -1,0 +1,284 @@
+// Carries out reductions of gradients with tensors and collectives.
+#include "engine/gradients/reducer.h"
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/graph/autograd.h"
+#include "kernels/ops.h"
+
+namespace zerocore {
+
+namespace {
+
+std::vector<ReducedUnit> reduced_units(const std::vector<std::unique_ptr<Unit>>& units) {
+  std::vector<ReducedUnit> reduced;
+  for (const auto& unit : units) {
+    reduced.push_back({&unit->layout(), unit->context().mesh});
+  }
+  return reduced;
+}
+
+} // namespace
+
+Reducer::Reducer(
+    const std::vector<std::unique_ptr<Unit>>& units,
+    const UnitContext& context,
+    const ShardOptions& sharding,
+    Offload& offload)
+    : units_(units),
+      context_(context),
+      offload_(offload),
+      reduction_({sharding, !context.streams->has_streams()}, reduced_units(units)),
+      shown_(units, context, reduction_),
+      memory_(units.size()),
+      touched_(units.size()),
+      reduced_(units.size()),
+      leaves_(units.size()) {
+  for (const auto& unit : units_) {
+    const auto num_regions = static_cast<int>(unit->layout().regions().size());
+    in_flight_.emplace_back(num_regions);
+    for (int region = 0; region < num_regions; ++region) {
+      memory_[unit->id()].emplace_back(*unit, region);
+    }
+  }
+}
+
+at::Tensor Reducer::make_grad(UnitId id, int param) const {
+  const Layout& layout = units_.at(id)->layout();
+  const int region = layout.places().at(param).region;
+  if (!c10::isFloatingType(static_cast<c10::ScalarType>(layout.regions()[region].dtype))) {
+    return {};
+  }
+  return memory_[id][region].view(
+      layout.offset_in_shard(param, context_.mesh.shard()), units_[id]->shard_sizes(param));
+}
+
+// -- a backward -----------------------------------------------------------------------------
+
+void Reducer::reduce(UnitId id, bool sync) {
+  const at::NoGradGuard no_grad;
+  if (!touched_[id]) {
+    offload_.recall(id);
+    shown_.take_changes(id, memory_[id]);
+    touched_[id] = true;
+  }
+  leaves_[id] = sync;
+  note_trainable(id);
+  shown_.note_used(id);
+  const bool is_reduced = reduction_.reduce(id, sync, *this);
+  start_joint();
+  clear_full_grads(id);
+  reduced_[id] = reduced_[id] || is_reduced;
+}
+
+bool Reducer::has_grads(UnitId id) const {
+  const auto& params = units_[id]->params();
+  return std::any_of(params.begin(), params.end(), [](const UnitParam& param) {
+    return gradient_of(param.full).defined();
+  });
+}
+
+// Users freeze and thaw parameters between steps.
+void Reducer::note_trainable(UnitId id) {
+  const Unit& unit = *units_[id];
+  for (int region = 0; region < static_cast<int>(memory_[id].size()); ++region) {
+    const auto& params = unit.layout().regions()[region].params;
+    reduction_.set_trainable(id, region, std::any_of(params.begin(), params.end(), [&](int param) {
+                               return unit.params()[param].full.requires_grad();
+                             }));
+  }
+}
+
+void Reducer::clear_full_grads(UnitId id) {
+  for (UnitParam& param : units_[id]->params()) {
+    if (gradient_of(param.full).defined()) {
+      param.full.mutable_grad().reset();
+    }
+  }
+}
+
+void Reducer::finish() {
+  const at::NoGradGuard no_grad;
+  const bool any_reduced = std::find(reduced_.begin(), reduced_.end(), true) != reduced_.end();
+  if (any_reduced) {
+    shown_.tell_used();
+  }
+  reduction_.finish(*this);
+  if (any_reduced) {
+    shown_.hear_used(reduced_);
+  }
+  for (UnitId id = 0; id < static_cast<UnitId>(units_.size()); ++id) {
+    if (touched_[id]) {
+      note_use(id);
+      shown_.show(id, reduced_[id]);
+      offload_.note_shown(id);
+    }
+  }
+  forget_backward();
+}
+
+void Reducer::reset() {
+  joint_ = {};
+  if (context_.lands_gradients()) { // blocks that are given back may be on their way to the host
+    context_.streams->order(StreamRole::Compute, StreamRole::DeviceToHost);
+  }
+  reduction_.reset(*this);
+  for (UnitId id = 0; id < static_cast<UnitId>(units_.size()); ++id) {
+    clear_full_grads(id);
+  }
+  shown_.forget_used();
+  forget_backward();
+}
+
+void Reducer::forget_backward() {
+  std::fill(touched_.begin(), touched_.end(), false);
+  std::fill(reduced_.begin(), reduced_.end(), false);
+}
+
+int64_t Reducer::persistent_nbytes() const {
+  int64_t nbytes = 0;
+  for (const std::vector<GradientMemory>& unit : memory_) {
+    for (const GradientMemory& memory : unit) {
+      nbytes += memory.kept_nbytes();
+    }
+  }
+  return nbytes;
+}
+
+// -- steps ----------------------------------------------------------------------------------
+
+void Reducer::run(const GradStep& step) {
+  GradientMemory& memory = memory_[step.unit][step.region];
+  switch (step.kind) {
+    case GradStepKind::Keep:
+      return memory.keep();
+    case GradStepKind::Take:
+      return memory.take(step, *context_.pool);
+    case GradStepKind::GiveBack:
+      return memory.give_back(step, *context_.pool);
+    case GradStepKind::Pack:
+      return pack(step);
+    case GradStepKind::Cast:
+      return cast(step);
+    case GradStepKind::Order:
+      return context_.streams->order(StreamRole::ReduceScatter, StreamRole::Compute);
+    case GradStepKind::Start:
+      return start_within(step);
+    case GradStepKind::StartAcross:
+      return start_across(step);
+    case GradStepKind::Wait:
+      return in_flight_[step.unit][step.region].within.wait(*context_.streams);
+    case GradStepKind::WaitAcross:
+      return in_flight_[step.unit][step.region].across.wait(*context_.streams);
+    case GradStepKind::Zero:
+      shown_.grad(step.unit, step.param).zero_();
+      return;
+    case GradStepKind::Sum:
+      return sum(step);
+    case GradStepKind::OffloadGrad:
+      return offload_grad(step);
+    case GradStepKind::GradReady:
+      return grad_ready(step);
+  }
+}
+
+void Reducer::pack(const GradStep& step) {
+  const at::Tensor& bucket = memory_[step.unit][step.region].whole(step.to);
+  packer_.pack(*units_[step.unit], step, reduction_, bucket);
+}
+
+void Reducer::cast(const GradStep& step) {
+  const GradientMemory& memory = memory_[step.unit][step.region];
+  const std::string& name = units_[step.unit]->name();
+  const at::Tensor& from = memory.whole(step.from);
+  const at::Tensor& to = memory.whole(step.to);
+  context_.streams->note_read(StreamRole::Compute, from, "casts", name);
+  context_.streams->note_write(StreamRole::Compute, to, "casts", name);
+  kernels::cast(to, {from}, {0});
+}
+
+void Reducer::start_within(const GradStep& step) {
+  const GradientMemory& memory = memory_[step.unit][step.region];
+  const at::Tensor& sent = memory.whole(step.from);
+  const at::Tensor& to =
+      step.op == TraceOp::AllReduce ? sent : memory.received(step.to, step.parts);
+  PendingCollective& pending = in_flight_[step.unit][step.region].within;
+  start(*context_.collectives, step, to, sent, pending);
+}
+
+void Reducer::start_across(const GradStep& step) {
+  const at::Tensor& sum = memory_[step.unit][step.region].own(step.to);
+  PendingCollective& pending = in_flight_[step.unit][step.region].across;
+  start(*context_.replicas, step, sum, sum, pending);
+}
+
+// At once, or with the unit's others.
+void Reducer::start(
+    Collectives& collectives,
+    const GradStep& step,
+    const at::Tensor& to,
+    const at::Tensor& from,
+    PendingCollective& pending) {
+  if (joint_.collectives != &collectives) {
+    start_joint();
+  }
+  CollectiveTag tag = units_[step.unit]->tag(step.op, step.nbytes);
+  if (memory_[step.unit].size() > 1 && collectives.launches_together()) {
+    joint_.collectives = &collectives;
+    joint_.op = step.op;
+    joint_.calls.push_back({to, from, std::move(tag)});
+    joint_.pending.push_back(&pending);
+  } else if (step.op == TraceOp::AllReduce) {
+    pending = collectives.all_reduce(to, std::move(tag));
+  } else {
+    pending = collectives.reduce_scatter(to, from, std::move(tag));
+  }
+}
+
+void Reducer::start_joint() {
+  if (joint_.calls.empty()) {
+    return;
+  }
+  Joint joint = std::exchange(joint_, {});
+  auto started = joint.collectives->start_together(joint.op, std::move(joint.calls));
+  for (size_t i = 0; i < started.size(); ++i) {
+    *joint.pending[i] = std::move(started[i]);
+  }
+}
+
+void Reducer::sum(const GradStep& step) {
+  const GradientMemory& memory = memory_[step.unit][step.region];
+  const std::string& name = units_[step.unit]->name();
+  const at::Tensor& to = memory.own(step.to);
+  const at::Tensor& from = memory.received(step.from, step.parts);
+  context_.streams->note_read(StreamRole::Compute, from, "sums", name);
+  context_.streams->note_write(StreamRole::Compute, to, "sums", name);
+  kernels::accumulate(to, from, step.parts, step.adds);
+}
+
+void Reducer::offload_grad(const GradStep& step) {
+  const GradientMemory& memory = memory_[step.unit][step.region];
+  offload_.offload_grad(step.unit, memory.own(step.from), memory.own(GradBuffer::Kept), step.adds);
+}
+
+void Reducer::grad_ready(const GradStep& step) {
+  if (leaves_[step.unit]) {
+    const GradientMemory& memory = memory_[step.unit][step.region];
+    offload_.grad_ready(step.unit, step.region, memory.own(GradBuffer::Kept));
+  }
+}
+
+// The optimizer may read and write the gradients from here on.
+void Reducer::note_use(UnitId id) const {
+  for (const GradientMemory& memory : memory_[id]) {
+    if (memory.is_kept() && !context_.lands_gradients()) {
+      context_.streams->note_write(
+          StreamRole::Compute, memory.own(GradBuffer::Kept), "gives gradients", units_[id]->name());
+    }
+  }
+}
+
+} // namespace zerocore

@@ -1,0 +1,101 @@
+// Carries out reductions of gradients with tensors and collectives; decides nothing.
+//
+// See the notes in plan/reduction.h, which decides.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "engine/gradients/grad_views.h"
+#include "engine/gradients/gradient_memory.h"
+#include "engine/gradients/gradient_packer.h"
+#include "engine/offload/offload.h"
+#include "engine/unit/unit.h"
+#include "plan/reduction.h"
+#include "plan/shard_options.h"
+
+namespace zerocore {
+
+class Reducer final : private GradSteps {
+ public:
+  Reducer(
+      const std::vector<std::unique_ptr<Unit>>& units,
+      const UnitContext& context,
+      const ShardOptions& sharding,
+      Offload& offload);
+
+  // A tensor over the memory of a parameter's gradient shard, 1-D; memory comes with the first
+  // gradient. Undefined where there is no gradient.
+  at::Tensor make_grad(UnitId unit, int param) const;
+  // The tensor that becomes `shard.grad`; same memory as make_grad.
+  void bind_grad(UnitId unit, int param, at::Tensor grad) {
+    shown_.bind(unit, param, std::move(grad));
+  }
+
+  // Packs the unit's gradients and, with sync, starts their reduction; otherwise they are summed
+  // locally (stages 0, 1, or where full sums are held). Parameters without gradient count as zero.
+  void reduce(UnitId unit, bool sync);
+  // Whether the unit has gradients that reduce() has not seen.
+  bool has_grads(UnitId unit) const;
+  // Units whose gradients were reduced in this backward, one flag each.
+  const std::vector<bool>& reduced() const {
+    return reduced_;
+  }
+  // Ends a backward: waits for the reductions and shows the gradients on the shards.
+  void finish();
+  // Waits for what is in flight and drops it, and all gradients not reduced yet.
+  void reset();
+  // Bytes of gradient memory that stay between steps.
+  int64_t persistent_nbytes() const;
+
+ private:
+  struct InFlight {
+    PendingCollective within; // the ranks that share the state
+    PendingCollective across; // the replicas
+  };
+
+  // Reductions of a unit over the same ranks that are to be one launch, and where they belong.
+  struct Joint {
+    Collectives* collectives = nullptr;
+    TraceOp op = TraceOp::ReduceScatter;
+    std::vector<CollectiveCall> calls;
+    std::vector<PendingCollective*> pending;
+  };
+
+  void run(const GradStep& step) override;
+  void pack(const GradStep& step);
+  void cast(const GradStep& step);
+  void start_within(const GradStep& step);
+  void start_across(const GradStep& step);
+  void start(
+      Collectives& collectives,
+      const GradStep& step,
+      const at::Tensor& to,
+      const at::Tensor& from,
+      PendingCollective& pending);
+  void start_joint();
+  void sum(const GradStep& step);
+  void offload_grad(const GradStep& step);
+  void grad_ready(const GradStep& step);
+  void note_trainable(UnitId unit);
+  void clear_full_grads(UnitId unit);
+  void forget_backward();
+  void note_use(UnitId unit) const;
+
+  const std::vector<std::unique_ptr<Unit>>& units_;
+  UnitContext context_;
+  Offload& offload_;
+  Reduction reduction_;
+  GradViews shown_;
+  GradientPacker packer_;
+  std::vector<std::vector<GradientMemory>> memory_; // by unit and region
+  std::vector<std::vector<InFlight>> in_flight_; // by unit and region
+  Joint joint_; // not started yet
+  std::vector<bool> touched_, reduced_; // units, in this backward
+  std::vector<bool> leaves_; // units whose gradients the ranks are not to add to in this step
+};
+
+} // namespace zerocore

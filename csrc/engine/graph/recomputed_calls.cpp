@@ -1,0 +1,110 @@
+// See the header.
+#include "engine/graph/recomputed_calls.h"
+
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "engine/graph/autograd.h"
+
+namespace zerocore {
+
+namespace {
+
+bool is_before(const CallHandle& a, const CallHandle& b) {
+  return std::pair(a.pass, a.call) < std::pair(b.pass, b.call);
+}
+
+} // namespace
+
+void RecomputedCalls::add(const RecordedCall& call, bool has_graph, bool again) {
+  calls_.push_back({call, at::RecordFunction::currentThreadId(), has_graph, again});
+}
+
+RecomputedCalls::Found RecomputedCalls::find(UnitId unit) {
+  const std::optional<GraphNode> node = current_node();
+  if (!node) {
+    return {{}, {-1, -1, unit}};
+  }
+  const int64_t backward = current_backward();
+  if (node->number != number_ || node->thread != thread_ || backward != backward_) {
+    number_ = node->number;
+    thread_ = node->thread;
+    backward_ = backward;
+    look_behind(number_, thread_);
+  }
+  const auto made = std::find_if(group_.begin(), group_.end(), [&](const Made* each) {
+    return each->recorded.call.unit == unit;
+  });
+  if (made == group_.end()) {
+    return {place_, {-1, -1, unit}};
+  }
+  (*made)->found = true;
+  const CallHandle call = (*made)->recorded.call;
+  group_.erase(group_.begin(), made + 1);
+  return {place_, call};
+}
+
+// Looks through the calls that the backward has left.
+void RecomputedCalls::look_behind(uint64_t number, uint64_t thread) {
+  place_ = {};
+  group_.clear();
+  std::optional<CallHandle> next; // the first one whose backward has come
+  for (auto made = calls_.rbegin(); made != calls_.rend(); ++made) {
+    const RecordedCall& recorded = made->recorded;
+    if (made->thread != thread || recorded.call.pass < 0) {
+      continue;
+    }
+    if (recorded.last <= number) {
+      break; // and so are those that were left before it
+    }
+    if (recorded.first <= number) {
+      continue; // the node is inside of the call
+    }
+    if (!made->has_graph && !made->found) {
+      group_.push_back(&*made);
+    } else if (!next || is_before(recorded.call, *next)) {
+      next = recorded.call;
+    }
+  }
+  if (next) {
+    std::erase_if(group_, [&](const Made* made) { return !is_before(made->recorded.call, *next); });
+    place_ = {next->pass, next->call};
+  }
+  std::sort(group_.begin(), group_.end(), [](const Made* a, const Made* b) {
+    return is_before(a->recorded.call, b->recorded.call);
+  });
+  if (!group_.empty()) {
+    std::erase_if(group_, [pass = group_.front()->recorded.call.pass](const Made* made) {
+      return made->recorded.call.pass != pass;
+    });
+    place_ = {group_.back()->recorded.call.pass, group_.back()->recorded.call.call + 1};
+  }
+}
+
+void RecomputedCalls::end_backward() {
+  while (!calls_.empty() && calls_.back().again) {
+    calls_.pop_back();
+  }
+  for (Made& made : calls_) {
+    made.found = false;
+  }
+  group_.clear();
+  backward_ = -1;
+}
+
+void RecomputedCalls::forget(int64_t oldest_pass) {
+  while (!calls_.empty() && calls_.front().recorded.call.pass < oldest_pass) {
+    calls_.pop_front();
+  }
+}
+
+void RecomputedCalls::reset() {
+  calls_.clear();
+  group_.clear();
+  backward_ = -1;
+}
+
+} // namespace zerocore

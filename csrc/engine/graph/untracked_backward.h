@@ -1,0 +1,95 @@
+// Finds the calls of units that a backward comes into by another way than their outputs.
+//
+// Note [Untracked backward]
+// Hooks on a call's outputs say that its backward is about to run. Tensors leave a call in other
+// ways, too: as an attribute, in a list, through a user's hook, inside of a plain object. Nodes of
+// autograd are numbered as they are made, so the nodes of a call are a range of numbers, and a
+// backward runs nodes from the last to the first: whatever way it takes, the first node of the
+// range that runs is the moment to announce the call. While the watch is on, every node is looked
+// up.
+//
+// A unit may also have been released too early: where ranks take different ways, the order that
+// they share may have left a call that this rank is in. Its nodes show that it is.
+//
+// That costs about 0.2 us a node, so the watch goes off with the first node if a backward of the
+// same shape has gone by without a side door. The shape is how many nodes each call recorded, how
+// many were recorded after the calls, and which ones the backward begins with. It says nothing of
+// other ranks: the watch stays on in a backward in which they differ. If a backward takes a side
+// door all the same, the unit's storage raises an error: it is never read before it was waited for.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <unordered_set>
+#include <vector>
+
+#include "engine/graph/node_watch.h"
+#include "plan/schedule.h"
+
+namespace zerocore {
+
+// One call of a unit as autograd recorded it: nodes number first to last - 1.
+struct RecordedCall {
+  CallHandle call;
+  uint64_t first = 0;
+  uint64_t last = 0;
+};
+
+class UntrackedBackward {
+ public:
+  // `enter` announces a call's backward.
+  using Enter = std::function<void(const RecordedCall&)>;
+
+  // `is_usable` tells whether what the call's backward needs is there.
+  UntrackedBackward(Enter enter, std::function<bool(const CallHandle&)> is_usable);
+
+  // A call has been left; returns its number.
+  int64_t add(const RecordedCall& call);
+  // As add, of a call that a checkpoint makes again in a backward; known until that ends.
+  int64_t add_recomputed(const RecordedCall& call);
+  // The outermost call has been left: a backward may come.
+  void expect_backward();
+  // The first node of a backward runs, or the first one that concerns the model.
+  void begin_backward();
+  // The shape of this backward says nothing.
+  void keep_watching();
+  // The call was announced.
+  void announce(int64_t number);
+  void end_backward();
+  // Forgets the calls of passes before `oldest`.
+  void forget(int64_t oldest_pass);
+  void reset();
+
+ private:
+  struct Visit {
+    RecordedCall recorded;
+    uint64_t thread = 0; // that recorded it: each numbers its nodes by itself
+    bool recomputed = false;
+    bool announced = false; // in this backward
+  };
+
+  int64_t note(const RecordedCall& call, bool recomputed);
+  void see(uint64_t number, uint64_t thread);
+  void look_up(uint64_t number, uint64_t thread);
+
+  Enter enter_;
+  std::function<bool(const CallHandle&)> is_usable_;
+  std::deque<Visit>
+      visits_; // in the order in which calls were left, so `last` grows in each thread
+  int64_t first_visit_ = 0; // number of the first one that is kept
+  std::vector<int64_t> announced_; // numbers
+  uint64_t thread_ = 0; // that records
+  uint64_t recomputing_thread_ = 0; // in this backward: on devices it is autograd's own
+  uint64_t calls_ = 0; // shape of the calls since the last backward
+  uint64_t shape_ = 0; // of the backward under way
+  bool settled_ = true; // no call since the last backward
+  bool in_backward_ = false;
+  bool is_known_ = false; // `shape_` is
+  bool found_ = false; // a side door, in this backward
+  std::unordered_set<uint64_t> plain_; // shapes of backwards without side doors
+  NodeWatch watch_;
+};
+
+} // namespace zerocore

@@ -1,0 +1,158 @@
+// Gradients on their way to the host.
+#include "engine/offload/gradient_offload.h"
+
+#include <utility>
+
+#include "engine/graph/autograd.h"
+
+namespace zerocore {
+
+GradientOffload::GradientOffload(
+    const std::vector<std::unique_ptr<Unit>>& units,
+    const UnitContext& context,
+    StepWorker& worker)
+    : units_(units), context_(context), worker_(worker) {
+  for (const auto& unit : units) {
+    const Layout& layout = unit->layout();
+    LandingUnit& state = states_.emplace_back(ArrivedSquares(layout, context.mesh.shard()));
+    state.left.resize(layout.regions().size());
+    state.shown.resize(unit->params().size());
+    const std::vector<int> regions = context.tiers.landing_regions(layout);
+    if (!regions.empty()) {
+      const Layout kept = layout.of_shard(context.mesh.shard()).retyped(&Region::grad);
+      const std::string owner = "the gradient of unit '" + unit->name() + "'";
+      state.landing.emplace(kept, regions, 0, c10::kCPU, owner);
+    }
+  }
+}
+
+void GradientOffload::grad_ready(UnitId id, int region, const at::Tensor& kept) {
+  LandingUnit& state = states_[id];
+  if (!state.landing) {
+    if (!context_.lands_gradients()) { // it is on the host, and only the link takes time
+      state.left_at = bring(id, static_cast<int64_t>(kept.nbytes()), [] {});
+    }
+    square(id, region, kept);
+  } else if (state.landing->has(region)) {
+    make_landing(id);
+    offload_grad(id, region, kept);
+    state.left[region] = true;
+    square(id, region, state.landing->full(region));
+  }
+}
+
+// Memory is taken with the first gradient.
+void GradientOffload::make_landing(UnitId id) {
+  Bucket& landing = *states_[id].landing;
+  if (!landing.attached()) {
+    landing.attach(context_.memory_of(Tier::Host, id, StatePart::Gradients, landing.nbytes()));
+  }
+}
+
+// A device copies beside its other streams; on the CPU the worker does.
+void GradientOffload::offload_grad(UnitId id, int region, const at::Tensor& kept) {
+  LandingUnit& state = states_[id];
+  const Streams& streams = *context_.streams;
+  const at::Tensor& host = state.landing->full(region);
+  const auto nbytes = static_cast<int64_t>(kept.nbytes());
+  if (!streams.has_streams()) {
+    state.left_at = bring(id, nbytes, [host, kept] { host.copy_(kept); });
+    return;
+  }
+  streams.order(StreamRole::DeviceToHost, StreamRole::Compute);
+  streams.note_read(StreamRole::DeviceToHost, kept, "leaves", units_[id]->name());
+  {
+    const auto guard = streams.use(StreamRole::DeviceToHost);
+    host.copy_(kept, /*non_blocking=*/true);
+  }
+  const StreamEvent copied = streams.record(StreamRole::DeviceToHost);
+  state.left_at = worker_.submit(context_.note(TraceOp::ToHost, id, nbytes), [copied] {
+    if (copied->event) {
+      copied->event->synchronize();
+    }
+  });
+}
+
+StepWorker::Ticket GradientOffload::bring(UnitId id, int64_t nbytes, StepWorker::Work copy) {
+  const auto record = context_.note(TraceOp::ToHost, id, nbytes);
+  if (context_.host_link == nullptr) {
+    return worker_.submit(record, std::move(copy));
+  }
+  HostLink::Transfer transfer{/*to_host=*/true, nbytes, std::move(copy), record};
+  const auto arrived = transfer.arrival->future();
+  context_.host_link->carry(std::move(transfer));
+  return worker_.submit([arrived] { arrived.get(); });
+}
+
+// Behind the arrival.
+void GradientOffload::square(UnitId id, int region, const at::Tensor& host) {
+  if (!takes_squares_ || (context_.streams->has_streams() && !context_.lands_gradients())) {
+    return;
+  }
+  LandingUnit& state = states_[id];
+  const auto nbytes = static_cast<int64_t>(host.nbytes());
+  state.squares_record = context_.note(TraceOp::HostSquares, id, nbytes);
+  state.left_at = worker_.submit(state.squares_record, state.squares.take(region, host));
+}
+
+at::Tensor GradientOffload::known_squares(UnitId id, int param) {
+  takes_squares_ = true;
+  LandingUnit& state = states_.at(id);
+  const Unit& unit = *units_[id];
+  const at::Tensor& grad = gradient_of(unit.params()[param].shard);
+  const bool is_known = state.squares.has(unit.layout().places().at(param).region);
+  if (!is_known || as_shown(grad) != state.shown[param]) {
+    return {};
+  }
+  worker_.wait(state.left_at, state.squares_record);
+  return state.squares.of(param);
+}
+
+at::Tensor GradientOffload::arrived(UnitId id, int param, const at::Tensor& grad) {
+  at::Tensor host = landed(id, param, grad);
+  worker_.wait(states_[id].left_at);
+  return host;
+}
+
+void GradientOffload::recall(UnitId id) {
+  LandingUnit& state = states_[id];
+  worker_.wait(state.left_at);
+  context_.streams->order(StreamRole::Compute, StreamRole::DeviceToHost);
+  state.left.assign(state.left.size(), false);
+  state.squares.forget();
+}
+
+GradientOffload::Shown GradientOffload::as_shown(const at::Tensor& grad) {
+  if (!grad.defined() || grad.numel() == 0) {
+    return {};
+  }
+  const auto version = grad.unsafeGetTensorImpl()->version_counter().current_version();
+  return {grad.const_data_ptr(), version};
+}
+
+void GradientOffload::note_shown(UnitId id) {
+  const auto& params = units_[id]->params();
+  for (size_t i = 0; i < params.size(); ++i) {
+    states_[id].shown[i] = as_shown(gradient_of(params[i].shard));
+  }
+}
+
+// The gradient on the host. One that was changed since it was sent, or set by hand, is copied now.
+at::Tensor GradientOffload::landed(UnitId id, int param, const at::Tensor& grad) {
+  LandingUnit& state = states_[id];
+  if (!state.landing) {
+    return grad;
+  }
+  make_landing(id);
+  const Unit& unit = *units_[id];
+  const int region = unit.layout().places()[param].region;
+  const int64_t begin = unit.layout().offset_in_shard(param, context_.mesh.shard());
+  const at::Tensor host = state.landing->view(region, begin, unit.shard_sizes(param));
+  if (host.numel() > 0 && (!state.left[region] || as_shown(grad) != state.shown[param])) {
+    worker_.wait(state.left_at);
+    host.copy_(grad);
+  }
+  return host;
+}
+
+} // namespace zerocore

@@ -1,0 +1,55 @@
+// Gradients that a device keeps in the host's memory.
+#include "engine/offload/host_gradients.h"
+
+#include <ATen/ops/empty.h>
+
+#include "engine/unit/host_states.h"
+#include "kernels/ops.h"
+
+namespace zerocore {
+
+StepWorker::Ticket HostGradients::offload_grad(
+    UnitId id,
+    const std::string& unit,
+    const at::Tensor& from,
+    const at::Tensor& kept,
+    bool adds) {
+  const Streams& streams = *context_.streams;
+  const bool in_place = !adds && from.scalar_type() == kept.scalar_type();
+  const at::Tensor to = in_place ? kept : take_buffer(from);
+  streams.order(StreamRole::DeviceToHost, StreamRole::Compute);
+  streams.note_read(StreamRole::DeviceToHost, from, "leaves", unit);
+  {
+    const auto guard = streams.use(StreamRole::DeviceToHost);
+    to.copy_(from, /*non_blocking=*/true);
+  }
+  const StreamEvent copied = streams.record(StreamRole::DeviceToHost);
+  const auto record = context_.note(TraceOp::ToHost, id, static_cast<int64_t>(from.nbytes()));
+  const auto ticket = worker_.submit(record, [copied, to, kept, adds, in_place] {
+    if (copied->event) {
+      copied->event->synchronize();
+    }
+    if (!in_place) {
+      kernels::accumulate(kept, to, /*num_parts=*/1, adds);
+    }
+  });
+  if (!in_place) {
+    used_until_[current_] = ticket;
+  }
+  return ticket;
+}
+
+// The other buffer, once nobody uses it; memory apart for a region that was frozen when the model
+// was sharded and does not fit.
+at::Tensor HostGradients::take_buffer(const at::Tensor& like) {
+  const HostLayout& layout = context_.host->layout();
+  current_ = 1 - current_;
+  worker_.wait(used_until_[current_]);
+  const Range buffer = layout.landing_buffer(static_cast<int>(current_));
+  if (static_cast<int64_t>(like.nbytes()) > buffer.size()) {
+    return at::empty({like.numel()}, like.options().device(at::kCPU));
+  }
+  return context_.host->mapped()->view(buffer.begin, like.numel(), like.scalar_type());
+}
+
+} // namespace zerocore

@@ -1,0 +1,305 @@
+// A step whose states lie on the host.
+#include "engine/offload/offload.h"
+
+#include <c10/util/ScopeExit.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/graph/autograd.h"
+#include "engine/unit/disk_states.h"
+
+namespace zerocore {
+
+namespace {
+
+// A device may still be reading parameters on the host, which are going to change.
+void wait_for_load(const StreamEvent& event) {
+  if (event != nullptr && event->event) {
+    event->event->synchronize();
+  }
+}
+
+} // namespace
+
+Offload::Offload(
+    const std::vector<std::unique_ptr<Unit>>& units,
+    const UnitContext& context,
+    int num_threads)
+    : units_(units), context_(context), worker_(std::make_unique<StepWorker>(num_threads)) {
+  if (context_.lands_gradients()) {
+    host_gradients_.emplace(context_, *worker_);
+    landed_at_.resize(units.size());
+  }
+  if (!context.tiers.has_host_states()) {
+    return;
+  }
+  states_.resize(units.size());
+  gradients_.emplace(units, context_, *worker_);
+}
+
+Offload::~Offload() {
+  try {
+    synchronize();
+  } catch (const std::exception& error) {
+    TORCH_WARN("zerocore: an update on the host failed while the model was freed: ", error.what());
+  }
+}
+
+// -- gradients ------------------------------------------------------------------------------
+
+void Offload::offload_grad(UnitId id, const at::Tensor& from, const at::Tensor& kept, bool adds) {
+  landed_at_[id] = host_gradients_->offload_grad(id, units_[id]->name(), from, kept, adds);
+}
+
+void Offload::grad_ready(UnitId id, int region, const at::Tensor& kept) {
+  if (gradients_) {
+    gradients_->grad_ready(id, region, kept);
+  }
+}
+
+void Offload::recall(UnitId id) {
+  if (host_gradients_) {
+    wait(landed_at_[id]);
+  }
+  if (gradients_) {
+    wait(states_[id].updated_at);
+    gradients_->recall(id);
+  }
+}
+
+void Offload::note_shown(UnitId id) {
+  if (gradients_) {
+    gradients_->note_shown(id);
+  }
+}
+
+at::Tensor Offload::known_squares(UnitId id, int param) {
+  const at::Tensor squares = gradients_ ? gradients_->known_squares(id, param) : at::Tensor();
+  if (!squares.defined() && host_gradients_) {
+    wait(landed_at_[id]); // they are taken of the gradient now
+  }
+  return squares;
+}
+
+at::Tensor Offload::arrived_gradient(UnitId id, int param) {
+  TORCH_CHECK_VALUE(updates(id, param), "the parameter is not updated on the host");
+  return gradients_->arrived(id, param, gradient_of(units_[id]->params()[param].shard));
+}
+
+// -- updates --------------------------------------------------------------------------------
+
+bool Offload::updates(UnitId id, int param) const {
+  const Layout& layout = units_.at(id)->layout();
+  return !states_.empty() && layout.regions()[layout.places().at(param).region].requires_grad;
+}
+
+void Offload::update(HostUpdate given) {
+  auto held = std::make_shared<HostUpdate>(std::move(given));
+  int64_t nbytes = 0;
+  for (size_t i = 0; i < held->grads.size(); ++i) {
+    held->grads[i] = gradients_->landed(held->unit, held->params.at(i), held->grads[i]);
+    nbytes += static_cast<int64_t>(held->weights.at(i).nbytes());
+  }
+  const kernels::AdamWTensors tensors{
+      held->weights,
+      held->grads,
+      held->exp_avgs,
+      held->exp_avg_sqs,
+      held->steps,
+      held->model_weights};
+  kernels::AdamWUpdate step(tensors, held->options, held->scalars);
+  announce(held->unit);
+  OffloadedUnit& state = states_[held->unit];
+  state.record = context_.note(TraceOp::HostUpdate, held->unit, nbytes);
+  const StreamEvent loaded = units_[held->unit]->gathers().loaded();
+  last_update_ = worker_->submit(state.record, [this, held, loaded, step = std::move(step)] {
+    wait_for_load(loaded);
+    bring_states(held->unit);
+    step.run();
+    for (const auto& [to, from] : held->casts) {
+      to.copy_(from);
+    }
+  });
+  state.updated_at = last_update_;
+}
+
+// A unit on disk is going to be updated; the first one of a step begins it.
+void Offload::announce(UnitId id) {
+  DiskStates* disk = context_.disk;
+  if (disk == nullptr) {
+    return;
+  }
+  disk->announce(id);
+  if (!std::exchange(is_open_, true)) {
+    worker_->submit([disk, order = std::exchange(order_, {})] { disk->begin_step(order); });
+  }
+}
+
+// By the worker, which leaves alone a unit that it cannot bring from the disk.
+void Offload::bring_states(UnitId id) const {
+  if (context_.disk != nullptr) {
+    context_.disk->bring(id);
+  }
+}
+
+void Offload::give_back(UnitId id) {
+  if (DiskStates* disk = context_.disk) {
+    last_update_ = worker_->submit([disk, id] { disk->give_back(id); });
+  }
+}
+
+void Offload::end_step() {
+  if (std::exchange(is_open_, false) && worker_ != nullptr) {
+    last_update_ = worker_->submit([disk = context_.disk] { disk->end_step(); });
+  }
+}
+
+void Offload::send(UnitId id) {
+  OffloadedUnit& state = states_.at(id);
+  state.sent = true;
+  state.arrival = std::make_shared<Arrival>();
+  const auto arrival = state.arrival;
+  if (!context_.tiers.returns_weights()) { // gathers load them from the host or the disk
+    give_back(id);
+    state.sent_at = worker_->submit([arrival] { arrival->set(nullptr); });
+    return;
+  }
+  const Unit& unit = *units_[id];
+  unit.main().order_send();
+  const int64_t nbytes = unit.main().sent_nbytes();
+  const auto record = state.record = context_.note(TraceOp::ToDevice, id, nbytes);
+  if (HostLink* link = context_.host_link; link != nullptr) {
+    // The worker goes on with the next unit meanwhile.
+    state.sent_at = worker_->submit([this, id, link, &unit, nbytes, record, arrival] {
+      try {
+        bring_states(id);
+      } catch (...) {
+        arrival->set(nullptr); // nothing comes; the worker keeps the error
+        throw;
+      }
+      link->carry({false, nbytes, [&unit] { unit.main().send(); }, record, {}, arrival});
+    });
+  } else {
+    state.sent_at = worker_->submit(record, [this, id, &unit, arrival] {
+      const auto told = c10::make_scope_exit([&] { arrival->set(nullptr); });
+      bring_states(id);
+      unit.main().send();
+    });
+  }
+  state.updated_at = last_update_ = state.sent_at;
+  if (context_.disk != nullptr) { // which the link may still be reading from
+    worker_->submit([arrival] { arrival->future().wait(); });
+    give_back(id);
+  }
+}
+
+bool Offload::take_sent(UnitId id) {
+  return states_.empty() || std::exchange(states_[id].sent, false);
+}
+
+// -- waits ----------------------------------------------------------------------------------
+
+void Offload::wait(StepWorker::Ticket ticket, const std::shared_ptr<OpenRecord>& record) {
+  if (worker_ != nullptr && ticket > 0) {
+    worker_->wait(ticket, record);
+  }
+}
+
+void Offload::wait_weights(UnitId id) {
+  if (states_.empty() || states_[id].sent_at == 0) {
+    return;
+  }
+  OffloadedUnit& state = states_[id];
+  wait(std::exchange(state.sent_at, 0), state.record);
+  const int64_t begin = now_ns();
+  wait_arrival(id);
+  if (const auto record = std::exchange(state.record, nullptr)) {
+    record->wait_ns += now_ns() - begin;
+  }
+  for (const StreamRole role : {StreamRole::AllGather, StreamRole::Compute}) {
+    context_.streams->order(role, StreamRole::HostToDevice);
+  }
+}
+
+std::shared_future<void> Offload::before_gather(UnitId id) {
+  if (states_.empty() || states_[id].sent_at == 0) {
+    return {};
+  }
+  if (context_.collectives == nullptr || !context_.collectives->can_defer_start()) {
+    wait_weights(id);
+    return {};
+  }
+  const auto& arrival = states_[id].arrival; // none where all was waited for
+  return arrival == nullptr ? std::shared_future<void>() : arrival->future();
+}
+
+void Offload::check() {
+  if ((states_.empty() && !host_gradients_) || worker_ == nullptr) {
+    return;
+  }
+  auto error = worker_->take_error();
+  error = error != nullptr ? error : std::exchange(arrival_error_, nullptr);
+  if (error == nullptr && context_.tiers.parameters == Tier::Disk) {
+    error = context_.disk->loads().take_failure();
+  }
+  if (error != nullptr) {
+    std::rethrow_exception(error);
+  }
+}
+
+void Offload::begin_step() {
+  wait_updates();
+  if (gradients_) {
+    gradients_->begin_step();
+  }
+}
+
+void Offload::wait_updates() {
+  end_step();
+  wait(last_update_);
+  wait_arrivals();
+  check();
+  check_disk();
+  if (!states_.empty()) {
+    context_.streams->order(StreamRole::Compute, StreamRole::HostToDevice);
+  }
+}
+
+void Offload::synchronize() {
+  end_step();
+  wait(worker_ == nullptr ? 0 : worker_->last());
+  wait_arrivals();
+  for (const auto& unit : units_) {
+    if (worker_ != nullptr) {
+      wait_for_load(unit->gathers().loaded());
+    }
+  }
+  check();
+  check_disk();
+}
+
+// A failed transfer is lost: its error is raised before anyone reads the memory.
+void Offload::check_disk() const {
+  if (context_.disk != nullptr && worker_ != nullptr) {
+    context_.disk->check();
+  }
+}
+
+void Offload::wait_arrival(UnitId id) {
+  if (states_[id].arrival != nullptr && worker_ != nullptr) {
+    try {
+      std::exchange(states_[id].arrival, nullptr)->future().get();
+    } catch (...) {
+      arrival_error_ = std::current_exception();
+    }
+  }
+}
+
+void Offload::wait_arrivals() {
+  for (UnitId id = 0; id < static_cast<UnitId>(states_.size()); ++id) {
+    wait_arrival(id);
+  }
+}
+
+} // namespace zerocore

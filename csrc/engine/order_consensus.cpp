@@ -1,0 +1,183 @@
+// Tells the other ranks of this one's calls, and serves them.
+#include "engine/order_consensus.h"
+
+#include <c10/core/GradMode.h>
+
+#include <array>
+#include <exception>
+#include <utility>
+#include <vector>
+
+#include "common/math.h"
+#include "watch/issue_guard.h"
+
+namespace zerocore {
+
+void OrderConsensus::begin_pass(const std::vector<UnitId>& again) {
+  uint64_t hash = 0;
+  for (const UnitId id : again) {
+    hash = mix(hash, static_cast<uint64_t>(id) + 1);
+  }
+  gathered_ = static_cast<int64_t>(hash >> 1);
+  first_gathered_ = again.empty() ? -1 : again.front();
+}
+
+void OrderConsensus::say(ControlChannel::Answer own) const {
+  own.gathered = gathered_;
+  parts_.control->say(own);
+}
+
+ControlChannel::Answer OrderConsensus::wait() {
+  const ControlChannel::Answer answer = parts_.control->wait();
+  TORCH_CHECK_VALUE(
+      !answer.gathers_differ,
+      first_gathered_ < 0 ? "weights have changed on another rank only, since they were gathered"
+                          : "unit '" + parts_.units[first_gathered_]->name() +
+              "': its weights have changed on this rank since they were gathered, and not on all",
+      ". The ranks have issued different collectives, so this process has to begin again, from a "
+      "checkpoint. Change weights on all ranks alike, or inside of `with "
+      "zerocore.unsharded(model, write_back=True):`.");
+  return answer;
+}
+
+bool OrderConsensus::is_alone() const {
+  return parts_.control == nullptr || !parts_.schedule.follows_order();
+}
+
+void OrderConsensus::ask_for(UnitId id) {
+  const int num_writes = parts_.units[id]->num_writes();
+  for (;;) {
+    say({id, num_writes, /*changed=*/true, /*skipped=*/true, std::nullopt});
+    const ControlChannel::Answer answer = wait();
+    TORCH_INTERNAL_ASSERT(answer.wanted, "ranks that need a unit get none");
+    const UnitId next = *answer.wanted;
+    if (next == id && answer.num_writes == num_writes) {
+      return;
+    }
+    serve(answer, parts_.schedule.in_rooted_pass());
+    TORCH_CHECK(
+        parts_.units[next]->num_writes() >= answer.num_writes,
+        "unit '",
+        parts_.units[next]->name(),
+        "': another rank has changed its parameters in place in this forward and needs them again, "
+        "and this rank has not changed them yet. Let all ranks call the modules that change their "
+        "parameters in one order.");
+  }
+}
+
+// See Note [Writes in a forward].
+void OrderConsensus::serve(const ControlChannel::Answer& answer, bool in_pass) {
+  Unit& unit = *parts_.units[*answer.wanted];
+  const bool is_past = answer.num_writes < unit.num_writes();
+  if (is_past) {
+    unit.exchange_past(answer.num_writes);
+    lifecycle_.order_gathers();
+  }
+  if (in_pass) {
+    parts_.schedule.serve(unit.id(), parts_.actions);
+  } else {
+    parts_.schedule.serve_one(unit.id(), parts_.actions);
+  }
+  lifecycle_.run(parts_.actions);
+  if (is_past) {
+    unit.exchange_past(answer.num_writes);
+  }
+}
+
+// A unit that was released too early (see Note [Untracked backward]) is gathered once more, which
+// ranks that did not make the call do not know.
+void OrderConsensus::ask_in_backward(const CallHandle& call) {
+  if (ranks_differ_ && parts_.schedule.is_out_of_turn(call)) {
+    parts_.schedule.leave_order(parts_.actions);
+    lifecycle_.run(parts_.actions);
+    if (!parts_.schedule.is_resident(call.unit)) {
+      ask_for(call.unit);
+      parts_.schedule.take_one(call.unit, parts_.actions);
+      lifecycle_.run(parts_.actions);
+    }
+  }
+}
+
+void OrderConsensus::serve_others() {
+  if (!ranks_differ_) {
+    return;
+  }
+  for (;;) {
+    say({});
+    const std::optional<UnitId> next = wait().wanted;
+    if (!next) {
+      return;
+    }
+    parts_.schedule.serve_one(*next, parts_.actions);
+    lifecycle_.run(parts_.actions);
+  }
+}
+
+void OrderConsensus::leave_pass() {
+  if (is_alone()) {
+    parts_.schedule.end_pass(parts_.actions);
+    lifecycle_.run(parts_.actions);
+    return;
+  }
+  parts_.schedule.close_pass(parts_.actions);
+  lifecycle_.run(parts_.actions);
+  say({std::nullopt, 0, parts_.schedule.changed(), parts_.schedule.skipped(), failed_});
+  leaving_ = true;
+  if (parts_.schedule.changed() || parts_.schedule.skipped() || !c10::GradMode::is_enabled()) {
+    settle_pass();
+  }
+}
+
+void OrderConsensus::fail_pass() {
+  if (!is_alone()) {
+    failed_ = parts_.control->rank();
+    try {
+      leave_pass();
+      settle_pass();
+    } catch (const std::exception&) {
+      // The user must see the error of the call itself; the next use raises the alarm.
+    }
+  }
+}
+
+void OrderConsensus::settle_pass() {
+  if (!std::exchange(leaving_, false)) {
+    return;
+  }
+  ControlChannel::Answer answer = wait();
+  while (answer.wanted) {
+    serve(answer, /*in_pass=*/true);
+    say({std::nullopt, 0, true, true, failed_});
+    answer = wait();
+  }
+  lifecycle_.forget_past();
+  failed_ = answer.failed;
+  if (failed_) {
+    parts_.schedule.drop_pass();
+    return;
+  }
+  std::vector<PassCalls> calls;
+  if (answer.changed) {
+    calls = parts_.control->gather(parts_.schedule.calls());
+  }
+  ranks_differ_ = ranks_differ_ || answer.skipped;
+  parts_.schedule.settle_pass(calls, parts_.control->rank());
+}
+
+Agreed OrderConsensus::agreed(size_t num_backward_shapes) const {
+  Agreed result;
+  result.num_calls = parts_.schedule.calls().size();
+  result.num_shapes = num_backward_shapes;
+  const Collectives* control = parts_.control == nullptr ? nullptr : &parts_.control->collectives();
+  const std::array<const Collectives*, 4> groups = {
+      parts_.context.collectives, parts_.context.replicas, parts_.context.near, control};
+  for (const Collectives* each : groups) {
+    if (each != nullptr && each->guard() != nullptr) {
+      result.num_points += each->guard()->num_points();
+      result.num_compared += each->guard()->num_compared();
+    }
+  }
+  return result;
+}
+
+} // namespace zerocore

@@ -1,0 +1,84 @@
+// Lets ranks that take different ways through a model issue one sequence of collectives.
+//
+// See Note [One order on every rank] in plan/schedule.h, and runtime/control_channel.h for the
+// messages.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "engine/unit_lifecycle.h"
+
+namespace zerocore {
+
+// Sizes of all that is kept of what ranks agree on, for tests: none of it grows for ever.
+struct Agreed {
+  size_t num_calls = 0; // in the order of a pass
+  size_t num_shapes = 0; // of backwards
+  size_t num_points = 0; // see Note [Known sequences]; of all groups
+  uint64_t num_compared = 0; // collectives that ranks compared before they issued them
+};
+
+class OrderConsensus {
+ public:
+  // Both outlive it.
+  OrderConsensus(EngineParts& parts, UnitLifecycle& lifecycle)
+      : parts_(parts), lifecycle_(lifecycle) {}
+
+  // A pass begins, for which this rank gathers units again whose weights have changed since they
+  // were gathered. Where ranks differ in this, their next collectives do not match.
+  void begin_pass(const std::vector<UnitId>& again);
+  // Whether no other rank asks what this one does in the pass.
+  bool is_alone() const;
+  // Serves the others until all of them gather the unit.
+  void ask_for(UnitId unit);
+  // As ask_for, if the call's unit has to be gathered once more, out of turn.
+  void ask_in_backward(const CallHandle& call);
+  // At the end of a backward in which other ranks may have asked.
+  void serve_others();
+  // The others hear of it while this rank goes on to its loss, unless there is much to say.
+  void leave_pass();
+  // This rank's call has raised. The pass's collectives are issued to the end, and the others hear
+  // of it, so that all ranks drop the pass.
+  void fail_pass();
+  // Before the next collective of this rank: the others may need units that it did not call.
+  void settle_pass();
+  // Does without the others' answer to the pass that was left: they free their model, too.
+  void leave_unsettled() {
+    leaving_ = false;
+  }
+
+  // The ranks took different ways in passes since the last backward.
+  bool ranks_differ() const {
+    return ranks_differ_;
+  }
+  void end_backward() {
+    ranks_differ_ = false;
+  }
+  // A rank whose forward has raised in this pass.
+  std::optional<int> failed() const {
+    return failed_;
+  }
+  void forget_failed() {
+    failed_.reset();
+  }
+
+  // `num_backward_shapes`: see BackwardRun.
+  Agreed agreed(size_t num_backward_shapes) const;
+
+ private:
+  void say(ControlChannel::Answer own) const;
+  ControlChannel::Answer wait();
+  // Gathers a unit that other ranks need, as it is behind the writes that they have made.
+  void serve(const ControlChannel::Answer& answer, bool in_pass);
+
+  EngineParts& parts_;
+  UnitLifecycle& lifecycle_;
+  bool leaving_ = false; // a pass that other ranks may still be in
+  bool ranks_differ_ = false;
+  int64_t gathered_ = 0; // again, for the pass; see begin_pass()
+  UnitId first_gathered_ = -1;
+  std::optional<int> failed_;
+};
+
+} // namespace zerocore

@@ -1,0 +1,85 @@
+// Full parameters of a unit for a while.
+#include "engine/unit/full_values.h"
+
+#include <ATen/ops/zeros_like.h>
+
+#include "runtime/device_memory.h"
+
+namespace zerocore {
+
+FullValues::FullValues(
+    const Layout& layout,
+    int64_t shard,
+    const Streams& streams,
+    const std::string& unit)
+    : layout_(layout),
+      streams_(streams),
+      unit_(unit),
+      bucket_(
+          layout.retyped(&Region::main),
+          layout.all_regions(),
+          shard,
+          streams.device(),
+          "unit '" + unit + "'") {
+  bucket_.attach(allocate_memory(streams.device(), bucket_.nbytes()));
+}
+
+void FullValues::fill(const std::vector<UnitParam>& params, const std::vector<at::Tensor>& values)
+    const {
+  for (const int region : bucket_.regions()) {
+    bucket_.full(region).zero_();
+    streams_.note_write(StreamRole::Compute, bucket_.full(region), "is filled", unit_);
+  }
+  const std::vector<at::Tensor> views = of(params);
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (values.at(i).defined()) {
+      views[i].copy_(values[i]);
+    }
+  }
+}
+
+void FullValues::broadcast(Collectives& collectives) const {
+  streams_.order(StreamRole::AllGather, StreamRole::Compute);
+  std::vector<PendingCollective> pending;
+  for (const int region : bucket_.regions()) {
+    pending.push_back(collectives.broadcast(bucket_.full_bytes(region), {&unit_, nullptr}));
+  }
+  wait_for_all(pending, streams_);
+}
+
+void FullValues::gather(Collectives& collectives, const std::function<CollectiveTag(int64_t)>& tag)
+    const {
+  streams_.order(StreamRole::AllGather, StreamRole::Compute);
+  std::vector<PendingCollective> pending;
+  for (const int region : bucket_.regions()) {
+    const at::Tensor& full = bucket_.full_bytes(region);
+    pending.push_back(collectives.all_gather(full, bucket_.own_bytes(region), tag(full.numel())));
+  }
+  wait_for_all(pending, streams_);
+}
+
+std::vector<at::Tensor> FullValues::of(const std::vector<UnitParam>& params) const {
+  std::vector<at::Tensor> views;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const ParamPlace& place = layout_.places()[i];
+    views.push_back(
+        bucket_.view(place.region, place.offset, params[i].spec.shape, params[i].strides));
+  }
+  return views;
+}
+
+at::Tensor own_part(const Layout& layout, const Bucket& full, int region, int64_t shard) {
+  if (!layout.by_rows()) {
+    return full.own(region);
+  }
+  const at::Tensor rows = at::zeros_like(full.own(region));
+  for (const int param : layout.regions()[region].params) {
+    const ParamPlace& place = layout.places()[param];
+    const Range own = layout.owned(param, shard);
+    rows.narrow(0, place.shard_offset, own.size())
+        .copy_(full.full(region).narrow(0, place.offset + own.begin, own.size()));
+  }
+  return rows;
+}
+
+} // namespace zerocore

@@ -1,0 +1,45 @@
+// Full parameters of a unit for a while, before anything is rounded.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "engine/unit/unit_param.h"
+#include "runtime/bucket.h"
+#include "runtime/collectives.h"
+
+namespace zerocore {
+
+// In memory from the allocator, not the pool: what is only needed once must not stay reserved.
+class FullValues {
+ public:
+  // All outlive it. `shard` is this rank's.
+  FullValues(const Layout& layout, int64_t shard, const Streams& streams, const std::string& unit);
+
+  // Copies the values in; zero where they are undefined.
+  void fill(const std::vector<UnitParam>& params, const std::vector<at::Tensor>& values) const;
+  // Rank 0's values to all.
+  void broadcast(Collectives& collectives) const;
+  // This rank's part from each rank; `tag` is given the bytes of a collective.
+  void gather(Collectives& collectives, const std::function<CollectiveTag(int64_t)>& tag) const;
+  // Views of the values, by parameter.
+  std::vector<at::Tensor> of(const std::vector<UnitParam>& params) const;
+  const Bucket& bucket() const {
+    return bucket_;
+  }
+
+ private:
+  const Layout& layout_;
+  const Streams& streams_;
+  const std::string& unit_;
+  Bucket bucket_;
+};
+
+// This rank's part of a region of unsharded parameters as it lies in its shard, 1-D. A copy where
+// shards are rows.
+at::Tensor own_part(const Layout& layout, const Bucket& full, int region, int64_t shard);
+
+} // namespace zerocore

@@ -1,0 +1,237 @@
+// Carries out gathers of a unit with tensors and collectives.
+#include "engine/unit/gathers.h"
+
+#include <utility>
+
+#include "engine/unit/disk_states.h"
+#include "kernels/ops.h"
+
+namespace zerocore {
+
+Gathers::Gathers(
+    UnitId id,
+    const std::string& name,
+    const UnitContext& context,
+    const Layout& layout,
+    Bucket& full,
+    const Bucket* own)
+    : id_(id),
+      name_(name),
+      context_(context),
+      layout_(layout),
+      full_(full),
+      own_(own),
+      unsharding_(id, {context.mesh, context.tiers}, layout) {
+  if (layout.copies_out()) {
+    received_.emplace(
+        layout,
+        layout.all_regions(),
+        context.mesh.shard(),
+        context.streams->device(),
+        "unit '" + name + "'");
+  }
+}
+
+void Gathers::begin(
+    const std::vector<int>& regions,
+    int64_t version,
+    const std::shared_future<void>& after) {
+  after_ = after;
+  together_.clear(); // of gathers that failed
+  unsharding_.begin(regions, std::exchange(version_, version) == version, *this);
+}
+
+void Gathers::run(const GatherStep& step) {
+  switch (step.kind) {
+    case GatherStepKind::Count:
+      context_.note(step.op, id_, step.nbytes);
+      break;
+    case GatherStepKind::Take:
+      take(step);
+      break;
+    case GatherStepKind::GiveBack:
+      give_back(step);
+      break;
+    case GatherStepKind::Order:
+      context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
+      break;
+    case GatherStepKind::Read:
+      read();
+      break;
+    case GatherStepKind::Load:
+      load(step);
+      break;
+    case GatherStepKind::Start:
+      start(step);
+      break;
+    case GatherStepKind::Launch:
+      launch();
+      break;
+    case GatherStepKind::Wait:
+      finish();
+      break;
+    case GatherStepKind::CopyOut:
+      copy_out();
+      break;
+    case GatherStepKind::Show:
+      full_.show();
+      break;
+    case GatherStepKind::Keep:
+      keep();
+      break;
+  }
+}
+
+void Gathers::take(const GatherStep& step) {
+  Slot& slot = slot_of(step.to);
+  slot = context_.pool->acquire(block_of(step), step.nbytes, step.user);
+  bucket_of(step.to).attach(slot.data);
+}
+
+void Gathers::give_back(const GatherStep& step) {
+  bucket_of(step.from).detach();
+  context_.pool->release(slot_of(step.from));
+}
+
+void Gathers::read() {
+  if (after_.valid()) {
+    after_.get();
+  }
+  context_.disk->loads().load(id_);
+}
+
+// This rank's part comes from the host, or from what was read of the disk. Over the emulated link
+// it is under way when this returns; a device copies on the stream of the gather.
+void Gathers::load(const GatherStep& step) {
+  const Bucket& bucket = bucket_of(step.to);
+  const at::Tensor& to = bucket.own_bytes(step.region);
+  const bool on_disk = context_.tiers.parameters == Tier::Disk;
+  const at::Tensor& shard = own_->full_bytes(step.region);
+  const at::Tensor from = on_disk ? context_.disk->loads().loaded(shard) : shard;
+  const Streams& streams = *context_.streams;
+  const auto record = context_.note(TraceOp::ToDevice, id_, step.nbytes);
+  arrival_ = {};
+  if (!on_disk && context_.host_link != nullptr && !streams.has_streams()) {
+    HostLink::Transfer transfer{false, to.numel(), [to, from] { to.copy_(from); }, record, after_};
+    arrival_ = transfer.arrival->future();
+    context_.host_link->carry(std::move(transfer));
+  } else {
+    if (after_.valid()) {
+      after_.get();
+    }
+    load_on_stream(to, from, record.get());
+    streams.note_write(StreamRole::AllGather, bucket.own(step.region), "loads", name_);
+  }
+  if (context_.mesh.num_shards() == 1) { // the host had all of it
+    loads_.push_back(arrival_);
+  }
+}
+
+void Gathers::load_on_stream(const at::Tensor& to, const at::Tensor& from, OpenRecord* record) {
+  const Streams& streams = *context_.streams;
+  if (record != nullptr) {
+    record->begin = streams.record_timed(StreamRole::AllGather);
+  }
+  {
+    const auto guard = streams.use(StreamRole::AllGather);
+    const bool is_buffer = context_.tiers.parameters == Tier::Disk; // the next read overwrites it
+    to.copy_(from, /*non_blocking=*/!is_buffer);
+  }
+  loaded_ = streams.record(StreamRole::AllGather);
+  if (record != nullptr) {
+    record->done_ns = now_ns(); // a device's events replace it
+    record->end = streams.record_timed(StreamRole::AllGather);
+  }
+}
+
+void Gathers::start(const GatherStep& step) {
+  std::shared_future<void> after = context_.tiers.has_host_parameters() ? arrival_ : after_;
+  const bool is_near = step.op == TraceOp::GatherNear;
+  Collectives& collectives = is_near ? *context_.near : *context_.collectives;
+  if (after.valid() && !collectives.can_defer_start()) {
+    after.get();
+    after = {};
+  }
+  const at::Tensor own = source_of(step);
+  const at::Tensor& full = bucket_of(step.to).full_bytes(step.region);
+  CollectiveTag tag{&name_, context_.note(step.op, id_, step.nbytes), id_};
+  if (layout_.regions().size() > 1 && collectives.launches_together()) {
+    together_by_ = &collectives;
+    together_.push_back({full, own, std::move(tag)});
+  } else {
+    pending_.push_back(collectives.all_gather(full, own, std::move(tag), after));
+  }
+}
+
+at::Tensor Gathers::source_of(const GatherStep& step) {
+  if (step.from == ParamMemory::Near) {
+    context_.streams->wait(StreamRole::AllGather, kept_);
+    return near_.at(step.region);
+  }
+  if (step.op == TraceOp::GatherNear) {
+    return near_part(step.region);
+  }
+  return step.from == ParamMemory::Own ? own_->full_bytes(step.region)
+                                       : bucket_of(step.from).own_bytes(step.region);
+}
+
+at::Tensor Gathers::near_part(int region) const {
+  const at::Tensor& full = full_.full_bytes(region);
+  const int64_t nbytes = context_.mesh.near_nbytes(full.numel());
+  return full.narrow(0, context_.mesh.near.rank * nbytes, nbytes);
+}
+
+// On the compute stream.
+void Gathers::keep() {
+  near_.resize(layout_.regions().size());
+  for (const int region : full_.regions()) {
+    const at::Tensor part = near_part(region);
+    at::Tensor& near = near_.at(region);
+    if (!near.defined()) {
+      near = at::empty_like(part);
+    }
+    context_.streams->note_write(StreamRole::Compute, near, "keeps for near ranks", name_);
+    near.copy_(part);
+  }
+  kept_ = context_.streams->record(StreamRole::Compute);
+}
+
+void Gathers::launch() {
+  if (!together_.empty()) {
+    pending_ = together_by_->start_together(TraceOp::AllGather, std::exchange(together_, {}));
+  }
+}
+
+void Gathers::finish() {
+  wait_for_all(pending_, *context_.streams);
+  for (const std::shared_future<void>& load : std::exchange(loads_, {})) {
+    if (load.valid()) {
+      load.get();
+    }
+  }
+  if (context_.mesh.num_shards() == 1) {
+    context_.streams->order(StreamRole::Compute, StreamRole::AllGather);
+  }
+}
+
+// On the compute stream. See Note [Shards of rows].
+void Gathers::copy_out() {
+  std::vector<kernels::Piece> pieces;
+  for (const int index : full_.regions()) {
+    const Region& region = layout_.regions()[index];
+    pieces.clear();
+    for (const int param : region.params) {
+      const ParamPlace& place = layout_.places()[param];
+      for (int64_t rank = 0; rank < layout_.num_shards(); ++rank) {
+        const Range rows = layout_.owned(param, rank);
+        const int64_t from = rank * region.shard_numel + place.shard_offset;
+        pieces.push_back({from, place.offset + rows.begin, rows.size()});
+      }
+    }
+    context_.streams->note_read(StreamRole::Compute, received_->full(index), "copies out", name_);
+    context_.streams->note_write(StreamRole::Compute, full_.full(index), "copies out", name_);
+    kernels::copy_pieces(full_.full(index), received_->full(index), pieces);
+  }
+}
+
+} // namespace zerocore

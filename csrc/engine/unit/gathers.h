@@ -1,0 +1,95 @@
+// Gathers the parameters of a unit from the ranks that hold them, where this rank's part is not on
+// the device from the host or the disk first; decides nothing. See plan/unsharding.h, which does.
+#pragma once
+
+#include <future>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/unit/unit_context.h"
+#include "plan/unsharding.h"
+#include "runtime/bucket.h"
+#include "runtime/collectives.h"
+
+namespace zerocore {
+
+class Gathers final : private GatherSteps {
+ public:
+  // All outlive it. `full`: what layers compute with. `own`: this rank's part; null where it is in
+  // `full`.
+  Gathers(
+      UnitId id,
+      const std::string& name,
+      const UnitContext& context,
+      const Layout& layout,
+      Bucket& full,
+      const Bucket* own);
+
+  UnitState state() const {
+    return unsharding_.state();
+  }
+  // See Unsharding. This rank's part has its values when `after`, if it is valid, is ready.
+  void begin(
+      const std::vector<int>& regions,
+      int64_t version,
+      const std::shared_future<void>& after);
+  // Orders compute behind the gathers, or blocks, see PendingCollective::wait.
+  void wait() {
+    unsharding_.wait(*this);
+  }
+  void reshard() {
+    unsharding_.reshard(*this);
+  }
+  // Bytes kept for near ranks.
+  int64_t near_nbytes() const {
+    return near_.empty() ? 0 : context_.mesh.near_nbytes(layout_.nbytes());
+  }
+  // Behind the last copy from parameters on the host, which may not change before; null for none.
+  const StreamEvent& loaded() const {
+    return loaded_;
+  }
+
+ private:
+  void run(const GatherStep& step) override;
+  Bucket& bucket_of(ParamMemory memory) {
+    return memory == ParamMemory::Received ? *received_ : full_;
+  }
+  Slot& slot_of(ParamMemory memory) {
+    return memory == ParamMemory::Received ? received_slot_ : full_slot_;
+  }
+  void take(const GatherStep& step);
+  void give_back(const GatherStep& step);
+  void read();
+  void load(const GatherStep& step);
+  void load_on_stream(const at::Tensor& to, const at::Tensor& from, OpenRecord* record);
+  void start(const GatherStep& step);
+  void launch();
+  void finish();
+  void copy_out();
+  void keep();
+  at::Tensor near_part(int region) const;
+  at::Tensor source_of(const GatherStep& step);
+
+  const UnitId id_;
+  const std::string& name_;
+  const UnitContext& context_;
+  const Layout& layout_;
+  Bucket& full_;
+  const Bucket* own_;
+  std::optional<Bucket> received_; // where parameters come in another order
+  Unsharding unsharding_;
+  int64_t version_ = -1; // of the parameters, when the last gather began
+  Slot full_slot_, received_slot_;
+  std::shared_future<void> after_; // of the gathers that begin now
+  std::shared_future<void> arrival_; // of the load of the region that is gathered next
+  std::vector<CollectiveCall> together_; // to be one launch
+  Collectives* together_by_ = nullptr;
+  std::vector<PendingCollective> pending_;
+  std::vector<std::shared_future<void>> loads_; // that no gather waits for
+  StreamEvent loaded_;
+  std::vector<at::Tensor> near_; // bytes by region, see Note [Near ranks]; empty before the first
+  StreamEvent kept_; // behind the copies to `near_`
+};
+
+} // namespace zerocore

@@ -1,0 +1,41 @@
+// The states of a model in the host's memory.
+#include "engine/unit/host_states.h"
+
+#include "runtime/page_pinning.h"
+
+namespace zerocore {
+
+void HostStates::plan(const std::vector<std::unique_ptr<Unit>>& units, const UnitContext& context) {
+  layout_.emplace(
+      context.tiers,
+      context.mesh.shards_parameters(),
+      context.mesh.shard(),
+      context.lands_gradients());
+  for (const auto& unit : units) {
+    layout_->add(unit->layout());
+  }
+  pins_ = context.streams->device().is_cuda() && page_pinning() != nullptr;
+}
+
+void HostStates::open() {
+  HostMemoryOptions options;
+  options.nbytes = layout_->nbytes();
+  options.pinned_nbytes = pins_ ? layout_->copied_nbytes() : 0;
+  options.inherited = true; // a worker of a data loader may look at a parameter
+  memory_ = HostMemory::map(options);
+}
+
+c10::DataPtr HostStates::at(const Range& range) const {
+  TORCH_INTERNAL_ASSERT(memory_ != nullptr, "the host's memory was not mapped");
+  return memory_->at(range.begin);
+}
+
+c10::DataPtr HostStates::memory(UnitId unit, StatePart part) const {
+  return at(layout_->part(unit, part));
+}
+
+c10::DataPtr HostStates::gradient(UnitId unit, int region) const {
+  return at(layout_->gradient(unit, region));
+}
+
+} // namespace zerocore

@@ -1,0 +1,102 @@
+// Counts the changes of a unit's parameters.
+#include "engine/unit/param_versions.h"
+
+#include <utility>
+
+namespace zerocore {
+
+int64_t ParamVersions::of_param(size_t param) const {
+  const auto count = [](const at::Tensor& tensor) {
+    return static_cast<int64_t>(tensor.unsafeGetTensorImpl()->version_counter().current_version());
+  };
+  const UnitParam& counted = params_[param];
+  // A change of a DTensor may count in either.
+  const int64_t local = counted.local.defined() ? count(counted.local) : 0;
+  return changes_[param] + count(counted.shard) + local;
+}
+
+int64_t ParamVersions::of_region(int region) const {
+  int64_t version = 0;
+  for (const int param : layout_.regions()[region].params) {
+    version += of_param(static_cast<size_t>(param));
+  }
+  return version;
+}
+
+int64_t ParamVersions::of_unit() const {
+  int64_t version = 0;
+  for (size_t param = 0; param < params_.size(); ++param) {
+    version += of_param(param);
+  }
+  return version;
+}
+
+void ParamVersions::mark_changed() {
+  for (int64_t& changes : changes_) {
+    ++changes;
+  }
+}
+
+void ParamVersions::mark_updated() {
+  for (size_t param = 0; param < params_.size(); ++param) {
+    changes_[param] += params_[param].shard.requires_grad() ? 1 : 0;
+  }
+}
+
+void ParamVersions::mark_updated(const std::vector<int>& params) {
+  for (const int param : params) {
+    ++changes_.at(param);
+  }
+}
+
+int64_t ParamVersions::of_full(size_t param) const {
+  return params_[param].full.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+bool ParamVersions::is_written() const {
+  for (size_t param = 0; param < params_.size(); ++param) {
+    if (full_versions_[param] != of_full(param)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool ParamVersions::take_writes(bool keeps) {
+  bool any = false;
+  for (size_t param = 0; param < params_.size(); ++param) {
+    const int64_t version = of_full(param);
+    if (std::exchange(full_versions_[param], version) != version) {
+      any = true;
+      changes_[param] += keeps ? 1 : 0;
+      told_[param] += keeps ? 1 : 0;
+    }
+  }
+  return any;
+}
+
+void ParamVersions::mark_written() {
+  for (size_t param = 0; param < params_.size(); ++param) {
+    mark_written(param);
+  }
+}
+
+void ParamVersions::mark_written(size_t param) {
+  ++changes_[param];
+  ++told_[param];
+}
+
+bool ParamVersions::tell_autograd() {
+  bool any_trained = false;
+  for (size_t param = 0; param < params_.size(); ++param) {
+    const int64_t version = of_param(param);
+    if (std::exchange(told_[param], version) != version) {
+      params_[param].full.unsafeGetTensorImpl()->bump_version();
+      ++full_versions_[param];
+      any_trained = any_trained || params_[param].shard.requires_grad();
+    }
+  }
+  return any_trained;
+}
+
+} // namespace zerocore

@@ -1,0 +1,177 @@
+// One unit and its states.
+#include "engine/unit/unit.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace zerocore {
+
+namespace {
+
+// This rank's parameters where they have memory of their own.
+std::optional<Bucket> shards_of(
+    const Layout& layout,
+    const UnitContext& context,
+    const std::string& unit) {
+  if (!context.mesh.shards_parameters()) {
+    return std::nullopt;
+  }
+  const c10::Device device = context.device_of(context.tiers.parameters);
+  const Layout own = layout.of_shard(context.mesh.shard());
+  return Bucket(own, layout.all_regions(), 0, device, "unit '" + unit + "'");
+}
+
+} // namespace
+
+Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
+    : id_(id),
+      name_(std::move(spec.name)),
+      params_(std::move(spec.params)),
+      context_(context),
+      layout_(Layout::build(specs_of(params_), context.mesh.num_shards(), context.by_rows)),
+      bucket_(
+          layout_,
+          layout_.all_regions(),
+          context.mesh.shard(),
+          context.streams->device(),
+          "unit '" + name_ + "'",
+          /*hides=*/context.mesh.shards_parameters()),
+      shards_(shards_of(layout_, context_, name_)),
+      main_(layout_, context_, name_),
+      gathers_(id_, name_, context_, layout_, bucket_, shards_ ? &*shards_ : nullptr),
+      settings_{1.0 / static_cast<double>(context.mesh.world_size())},
+      versions_(params_, layout_),
+      gathered_(layout_.regions().size(), -1) {
+  for (const int region : layout_.all_regions()) {
+    main_.set_model(region, model_shard(region));
+  }
+}
+
+at::Tensor Unit::make_full(int param) const {
+  const ParamPlace& place = layout_.places().at(param);
+  const UnitParam& full = params_[param];
+  return bucket_.view(place.region, place.offset, full.spec.shape, full.strides);
+}
+
+std::vector<int64_t> Unit::shard_sizes(int param) const {
+  const int64_t numel = layout_.owned(param, context_.mesh.shard()).size();
+  return context_.by_rows ? params_[param].spec.rows_of(numel) : std::vector<int64_t>{numel};
+}
+
+at::Tensor Unit::make_shard(int param) const {
+  const int region = layout_.places().at(param).region;
+  const int64_t offset = layout_.offset_in_shard(param, context_.mesh.shard());
+  return main_.has(region) ? main_.view(region, offset, shard_sizes(param)) : model_part(param);
+}
+
+at::Tensor Unit::make_model_shard(int param) const {
+  const int region = layout_.places().at(param).region;
+  const int64_t offset = layout_.offset_in_shard(param, context_.mesh.shard());
+  if (context_.tiers.returns_weights()) {
+    return main_.written_view(region, offset, shard_sizes(param));
+  }
+  return main_.has(region) ? model_part(param) : at::Tensor();
+}
+
+void Unit::bind(int index, at::Tensor full, at::Tensor shard, at::Tensor local) {
+  UnitParam& param = params_.at(index);
+  param.full = std::move(full);
+  param.shard = std::move(shard);
+  param.local = std::move(local);
+  param.home = memory_of(param).storage().unsafeGetStorageImpl();
+  param.full_home = param.full.storage().unsafeGetStorageImpl();
+  param.trained = param.full.requires_grad();
+}
+
+at::Tensor Unit::model_part(int param) const {
+  const int region = layout_.places().at(param).region;
+  const int64_t offset = layout_.offset_in_shard(param, context_.mesh.shard());
+  if (shards_) {
+    return shards_->view(region, offset, shard_sizes(param));
+  }
+  const int64_t begin = layout_.regions()[region].shard_range(context_.mesh.shard()).begin;
+  return bucket_.view(region, begin + offset, shard_sizes(param));
+}
+
+const at::Tensor& Unit::model_shard(int region) const {
+  return shards_ ? shards_->full(region) : bucket_.own(region);
+}
+
+const at::Tensor& Unit::updated_shard(int region) const {
+  return main_.has(region) ? main_.full(region) : model_shard(region);
+}
+
+void Unit::unshard(const std::shared_future<void>& after) {
+  std::vector<int> regions = bucket_.regions();
+  if (!shards_) {
+    std::erase_if(regions, [&](int region) { return is_gathered(region); });
+  }
+  // This rank may be in a call that the others have left: they gather the unit anew, it goes on.
+  const bool in_use = shards_ && state() != UnitState::Sharded;
+  wait_for_unshard();
+  const std::vector<at::Tensor> written = in_use ? copy_of_writes() : std::vector<at::Tensor>();
+  gathered_version_ = version();
+  gathers_.begin(regions, gathered_version_, after);
+  for (const int region : regions) {
+    gathered_[region] = versions_.of_region(region);
+  }
+  if (in_use) {
+    wait_for_unshard();
+  }
+  for (size_t i = 0; i < written.size(); ++i) {
+    bucket_.full(bucket_.regions()[i]).copy_(written[i]);
+  }
+}
+
+// A call that changes the full parameters in place goes on with them: other ranks' parts may be
+// from before that. See Note [Writes in a forward].
+std::vector<at::Tensor> Unit::copy_of_writes() const {
+  std::vector<at::Tensor> copies;
+  if (versions_.is_written() || num_writes() > 0) {
+    for (const int region : bucket_.regions()) {
+      copies.push_back(bucket_.full(region).clone());
+    }
+  }
+  return copies;
+}
+
+void Unit::note_use() const {
+  for (const int region : bucket_.regions()) {
+    context_.streams->note_read(StreamRole::Compute, bucket_.full(region), "computes", name_);
+  }
+}
+
+void Unit::note_change() const {
+  for (const int region : bucket_.regions()) {
+    context_.streams->note_write(StreamRole::Compute, updated_shard(region), "is updated", name_);
+  }
+}
+
+void Unit::reshard() {
+  wait_for_unshard();
+  note_use();
+  gathers_.reshard();
+}
+
+bool Unit::mark_fresh() {
+  written_ = false;
+  gathered_version_ = version();
+  return versions_.tell_autograd();
+}
+
+void Unit::mark_gathered() {
+  for (const int region : bucket_.regions()) {
+    gathered_[region] = versions_.of_region(region);
+  }
+}
+
+bool Unit::is_gathered() const {
+  return std::ranges::all_of(bucket_.regions(), [&](int region) { return is_gathered(region); });
+}
+
+int64_t Unit::persistent_nbytes() const {
+  const Bucket& own = shards_ ? *shards_ : bucket_;
+  return gathers_.near_nbytes() + (context_.tiers.has_host_parameters() ? 0 : own.nbytes());
+}
+
+} // namespace zerocore

@@ -1,0 +1,185 @@
+// One unit: its parameters, sharded and unsharded, and the moves between the two states.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <future>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/unit/gathers.h"
+#include "engine/unit/main_weights.h"
+#include "engine/unit/param_versions.h"
+#include "engine/unit/unit_context.h"
+#include "engine/unit/unit_param.h"
+#include "plan/layout.h"
+#include "runtime/bucket.h"
+
+namespace zerocore {
+
+class Unit {
+ public:
+  Unit(UnitId id, UnitSpec spec, const UnitContext& context);
+  Unit(const Unit&) = delete;
+  Unit& operator=(const Unit&) = delete;
+
+  UnitId id() const {
+    return id_;
+  }
+  const std::string& name() const {
+    return name_;
+  }
+  const Layout& layout() const {
+    return layout_;
+  }
+  std::vector<UnitParam>& params() {
+    return params_;
+  }
+  const std::vector<UnitParam>& params() const {
+    return params_;
+  }
+  const UnitContext& context() const {
+    return context_;
+  }
+  // Names a collective for the unit, and adds it to the trace.
+  CollectiveTag tag(TraceOp op, int64_t nbytes) const {
+    return {&name_, context_.note(op, id_, nbytes), id_};
+  }
+  UnitState state() const {
+    return gathers_.state();
+  }
+
+  UnitSettings& settings() {
+    return settings_;
+  }
+  const UnitSettings& settings() const {
+    return settings_;
+  }
+  // Shape of this rank's part of a parameter: 1-D, or by rows all dimensions.
+  std::vector<int64_t> shard_sizes(int param) const;
+
+  // New leaves over the unit's memory, to be wrapped as parameters.
+  at::Tensor make_full(int param) const;
+  at::Tensor make_shard(int param) const;
+  // This rank's elements of the model weight where make_shard() is a main weight, else undefined.
+  at::Tensor make_model_shard(int param) const;
+  // The leaves of make_full() and make_shard() as the modules hold them from now on.
+  // `local`: the memory of a shard that is a DTensor, else undefined.
+  void bind(int param, at::Tensor full, at::Tensor shard, at::Tensor local);
+
+  // Allocates the persistent memory if there is none and fills it from `full`, the parameters'
+  // values in the order of params(). With broadcast, rank 0's values win; others' may be undefined.
+  // By rows all are undefined: whoever binds the shards, which are zero, fills them.
+  void materialize(const std::vector<at::Tensor>& full, bool broadcast);
+  // The reverse: full parameters on every rank, in new memory; main weights where there are some.
+  std::vector<at::Tensor> full_values() const;
+
+  // Note [Writes in a forward]
+  // A call may change frozen parameters in place, and ranks come to it at different times. A rank
+  // that asks for the unit reads it as it is behind the writes that the rank itself has made. Each
+  // rank therefore keeps its part from before each write until all have left the pass.
+  int num_writes() const {
+    return static_cast<int>(past_.size());
+  }
+  void keep_past();
+  // Exchanges this rank's part with that before the given write; a second call sets it right again.
+  void exchange_past(int write);
+  void forget_past() {
+    past_.clear();
+  }
+
+  // Sharded > Unsharding: issues the gathers. Where unsharded parameters stay, only of regions that
+  // have changed since. This rank's part has its values when `after`, if it is valid, is ready.
+  void unshard(const std::shared_future<void>& after = {});
+  // Unsharding > Unsharded: orders compute behind the gathers.
+  void wait_for_unshard() {
+    gathers_.wait();
+  }
+  // For the checker: the compute stream reads the unsharded parameters now.
+  void note_use() const;
+  // For the checker: the compute stream has changed the shards.
+  void note_change() const;
+  // > Sharded: forgets the gathered parameters and gives the slot back.
+  void reshard();
+  // Copies this rank's part of the unsharded parameters to its shard. A main weight changes only
+  // where its model weight was changed.
+  void write_back();
+  // Casts changed main weights to model weights, and sends them to the device.
+  void cast_main();
+  // The model weights are those of the main weights: whoever updated these has cast them.
+  void mark_cast() {
+    cast_version_ = version();
+  }
+  bool is_cast() const {
+    return main_.empty() || cast_version_ == version();
+  }
+
+  // Changes whenever the optimizer or the user changed the shards.
+  int64_t version() const {
+    return versions_.of_unit();
+  }
+  // Parameters that were set to other memory (`p.data = t`) go back to the unit's. With `keeps`
+  // their values come along and count as changed. True if there were any.
+  bool take_back(bool keeps);
+
+  ParamVersions& versions() {
+    return versions_;
+  }
+  // The unsharded parameters are those of the shards, in all regions.
+  void mark_gathered();
+  // The gathered parameters are, from now on, those that the shards hold. True if one that requires
+  // grad has changed.
+  bool mark_fresh();
+  // A call has changed the parameters in place. Another rank may change its part later in the same
+  // pass than a gather, so what the pass gathered is stale when it has ended.
+  void mark_written() {
+    written_ = true;
+  }
+  bool is_fresh() const {
+    return !written_ && gathered_version_ == version();
+  }
+  // Unsharded parameters that stay are those of the shards, or a gather under way makes them so.
+  bool is_gathered() const;
+  // Bytes on the device that stay on this rank between steps, without main weights.
+  int64_t persistent_nbytes() const;
+  // The weights that the optimizer updates, where they are no part of the unit's own memory.
+  const MainWeights& main() const {
+    return main_;
+  }
+  const Gathers& gathers() const {
+    return gathers_;
+  }
+
+ private:
+  at::Tensor model_part(int param) const;
+  // Persistent memory, 1-D, this rank's part of a region: what gathers send, what is updated.
+  const at::Tensor& model_shard(int region) const;
+  const at::Tensor& updated_shard(int region) const;
+  void allocate_persistent();
+  void take(const Bucket& staging);
+  bool is_gathered(int region) const {
+    return gathered_[region] == versions_.of_region(region);
+  }
+  std::vector<at::Tensor> copy_of_writes() const;
+
+  UnitId id_;
+  std::string name_;
+  std::vector<UnitParam> params_;
+  UnitContext context_;
+  Layout layout_;
+  Bucket bucket_; // unsharded
+  std::optional<Bucket> shards_; // own memory where parameters are sharded
+  MainWeights main_;
+  Gathers gathers_;
+  UnitSettings settings_;
+  ParamVersions versions_;
+  std::vector<int64_t> gathered_; // version of each region that is in the buffer
+  int64_t gathered_version_ = -1;
+  bool written_ = false; // by calls, since mark_fresh()
+  std::vector<std::vector<at::Tensor>> past_; // by write, then region
+  int64_t cast_version_ = -1;
+};
+
+} // namespace zerocore

@@ -1,0 +1,64 @@
+// The parts of an engine that its units share, and the settings of each unit.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "plan/state_parts.h"
+#include "plan/tiers.h"
+#include "plan/unit_mesh.h"
+#include "runtime/bucket_pool.h"
+#include "runtime/collectives.h"
+#include "runtime/control_channel.h"
+#include "runtime/host_link.h"
+
+namespace zerocore {
+
+class DiskStates;
+class HostStates;
+
+// Shared by the units of a model; outlives them.
+struct UnitContext {
+  UnitMesh mesh;
+  Collectives* collectives = nullptr; // of mesh.state, null for one rank; as the next two
+  Collectives* replicas = nullptr;
+  Collectives* near = nullptr;
+  ControlChannel* control =
+      nullptr; // all ranks; null where there is one or the others are simulated
+  Streams* streams = nullptr;
+  BucketPool* pool = nullptr;
+  Trace* trace = nullptr;
+  HostLink* host_link = nullptr; // emulated; null for none
+  bool by_rows = false; // see Note [Shards of rows]
+  Tiers tiers; // see Note [States on the host]
+  HostStates* host = nullptr; // null where nothing is on the host
+  DiskStates* disk = nullptr; // null where nothing is on disk
+
+  c10::Device device_of(Tier tier) const {
+    return tier == Tier::Device ? streams->device() : c10::Device(c10::kCPU);
+  }
+  // Gradients are kept on the host and come off a device, see Note [Gradients of a device on the
+  // host].
+  bool lands_gradients() const {
+    return tiers.lands_gradients(!streams->has_streams());
+  }
+  // For a part of the unit that lies in that tier.
+  c10::DataPtr memory_of(Tier tier, UnitId unit, StatePart part, int64_t nbytes) const;
+  // Counts what happens to a unit now; null where it is not traced.
+  std::shared_ptr<OpenRecord> note(TraceOp op, UnitId unit, int64_t nbytes) const {
+    return trace->add(op, unit, nbytes, pool->stats().in_use_nbytes);
+  }
+  // For each flag whether it is set on any rank; blocks the host.
+  std::vector<bool> any_rank(const std::vector<bool>& flags) const {
+    return control == nullptr ? flags : control->any_rank(flags);
+  }
+};
+
+// Settings of a unit.
+struct UnitSettings {
+  double gradient_scale = 1; // gradients are multiplied by it before they are summed over the ranks
+  bool syncs = true; // a backward reduces them
+};
+
+} // namespace zerocore

@@ -1,0 +1,128 @@
+// Values of a unit's parameters: filled, read, cast, written back. See Note [Main and model
+// weights].
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <utility>
+
+#include "engine/unit/full_values.h"
+#include "engine/unit/unit.h"
+#include "runtime/device_memory.h"
+
+namespace zerocore {
+
+void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast_full) {
+  const c10::InferenceMode normal(false);
+  const at::NoGradGuard no_grad;
+  allocate_persistent();
+  wait_for_unshard();
+  const FullValues values(layout_, context_.mesh.shard(), *context_.streams, name_);
+  values.fill(params_, full);
+  for (Collectives* collectives : {context_.replicas, context_.collectives}) {
+    if (broadcast_full && collectives != nullptr) {
+      values.broadcast(*collectives);
+    }
+  }
+  take(values.bucket());
+  versions_.mark_changed();
+}
+
+void Unit::allocate_persistent() {
+  const c10::Device device = context_.streams->device();
+  main_.allocate(id_);
+  if (shards_ && !shards_->attached()) {
+    const Tier tier = context_.tiers.parameters;
+    shards_->attach(context_.memory_of(tier, id_, StatePart::Parameters, shards_->nbytes()));
+  } else if (!shards_ && !bucket_.attached()) {
+    bucket_.attach(allocate_memory(device, bucket_.nbytes()));
+  }
+}
+
+void Unit::take(const Bucket& staging) {
+  note_change();
+  for (const int region : staging.regions()) {
+    main_.fill(region, staging.own(region));
+    if (shards_) {
+      shards_->full(region).copy_(staging.own(region));
+    } else {
+      context_.streams->note_write(StreamRole::Compute, bucket_.full(region), "is filled", name_);
+      bucket_.full(region).copy_(staging.full(region));
+    }
+  }
+}
+
+std::vector<at::Tensor> Unit::full_values() const {
+  TORCH_INTERNAL_ASSERT(!context_.by_rows, "shards of rows are tensors that gather themselves");
+  const c10::InferenceMode normal(false);
+  const at::NoGradGuard no_grad;
+  const FullValues values(layout_, context_.mesh.shard(), *context_.streams, name_);
+  for (const int region : values.bucket().regions()) {
+    values.bucket().own(region).copy_(updated_shard(region));
+  }
+  if (context_.mesh.num_shards() > 1) {
+    values.gather(
+        *context_.collectives, [this](int64_t nbytes) { return tag(TraceOp::AllGather, nbytes); });
+  }
+  return values.of(params_);
+}
+
+void Unit::cast_main() {
+  if (is_cast()) {
+    return;
+  }
+  main_.cast();
+  mark_cast();
+}
+
+void Unit::keep_past() {
+  std::vector<at::Tensor>& parts = past_.emplace_back();
+  for (const int region : bucket_.regions()) {
+    parts.push_back(shards_->full(region).clone());
+  }
+}
+
+void Unit::exchange_past(int write) {
+  wait_for_unshard();
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < bucket_.regions().size(); ++i) {
+    const at::Tensor& shard = shards_->full(bucket_.regions()[i]);
+    const at::Tensor now = shard.clone();
+    shard.copy_(std::exchange(past_.at(write).at(i), now));
+  }
+}
+
+bool Unit::take_back(bool keeps) {
+  bool any = false;
+  for (size_t param = 0; param < params_.size(); ++param) {
+    at::Tensor& full = params_[param].full;
+    if (full.storage().unsafeGetStorageImpl() == params_[param].full_home) {
+      continue;
+    }
+    any = true;
+    const at::Tensor home = make_full(static_cast<int>(param));
+    const at::Tensor given = full.detach();
+    full.set_data(home); // autograd is not told, as elsewhere
+    if (keeps) {
+      check_data(params_[param], given, home);
+      home.copy_(given);
+      versions_.mark_written(param);
+    }
+  }
+  return any;
+}
+
+void Unit::write_back() {
+  note_use();
+  note_change();
+  for (const int region : bucket_.regions()) {
+    const at::Tensor own = own_part(layout_, bucket_, region, context_.mesh.shard());
+    if (main_.has(region)) {
+      main_.take_changes(region, own);
+    }
+    if (shards_) {
+      shards_->full(region).copy_(own);
+    }
+  }
+}
+
+} // namespace zerocore

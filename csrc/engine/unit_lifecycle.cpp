@@ -1,0 +1,354 @@
+// Units as the calls, the backward and the optimizer use them.
+#include "engine/unit_lifecycle.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/util/ScopeExit.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "common/math.h"
+#include "engine/graph/autograd.h"
+
+namespace zerocore {
+
+void UnitLifecycle::start(bool consistent, OnGradient on_gradient) {
+  on_gradient_ = std::move(on_gradient);
+  for (UnitId id = 0; id < parts_.num_units(); ++id) {
+    note_trainable(id);
+    parts_.units[id]->mark_fresh();
+    parts_.units[id]->mark_cast();
+    parts_.units[id]->mark_gathered();
+    if (!consistent) {
+      parts_.units[id]->versions().mark_changed();
+    }
+  }
+}
+
+void UnitLifecycle::run(Actions& actions) {
+  // After an exception the rest is not done later: reset() sets right what is missing.
+  const auto forget = c10::make_scope_exit([&] { actions.clear(); });
+  gather_late();
+  for (const Action& action : actions) {
+    Unit& unit = *parts_.units[action.unit];
+    if (action.kind != ActionKind::Unshard) {
+      gather_late();
+    } else if (gathers_later()) {
+      late_.push_back(action.unit);
+      continue;
+    }
+    switch (action.kind) {
+      case ActionKind::Unshard:
+        unit.unshard(parts_.offload.before_gather(action.unit));
+        break;
+      case ActionKind::Reshard:
+        unit.reshard();
+        break;
+      case ActionKind::Reduce:
+        parts_.reducer.reduce(action.unit, parts_.sync && unit.settings().syncs);
+        break;
+    }
+    if (action.kind != ActionKind::Unshard) {
+      update_registration(action.unit);
+    }
+  }
+}
+
+bool UnitLifecycle::gathers_later() const {
+  return parts_.context.tiers.has_host_states() && parts_.streams.has_streams() &&
+      parts_.schedule.in_rooted_pass() && !parts_.backward;
+}
+
+// In order; up to a unit, if it is among them.
+void UnitLifecycle::gather_late(std::optional<UnitId> last) {
+  auto end = late_.end();
+  if (last) {
+    const auto found = std::find(late_.begin(), late_.end(), *last);
+    end = found == late_.end() ? late_.begin() : found + 1;
+  }
+  const std::vector<UnitId> units(late_.begin(), end);
+  late_.erase(late_.begin(), end);
+  for (const UnitId id : units) {
+    parts_.units[id]->unshard(parts_.offload.before_gather(id));
+  }
+}
+
+void UnitLifecycle::use(UnitId id) {
+  gather_late(id);
+  parts_.offload.wait_weights(id);
+  parts_.offload.check();
+  parts_.units[id]->wait_for_unshard();
+  parts_.units[id]->note_use();
+  update_registration(id);
+}
+
+void UnitLifecycle::update_registration(UnitId id) {
+  const bool full = parts_.schedule.is_shown(id);
+  if (uses_[id].full_shown != full) {
+    if (full && !parts_.backward) {
+      sync_requires_grad(id);
+    }
+    parts_.registrar->show(id, full);
+    uses_[id].full_shown = full;
+  }
+}
+
+void UnitLifecycle::sync_requires_grad(UnitId id) {
+  Use& use = uses_[id];
+  use.num_trainable = 0;
+  auto& params = parts_.units[id]->params();
+  for (size_t i = 0; i < params.size(); ++i) {
+    UnitParam& param = params[i];
+    const bool is_set_on_full = param.full.requires_grad() != param.trained;
+    const bool requires_grad = is_set_on_full ? !param.trained : param.shard.requires_grad();
+    TORCH_CHECK_VALUE(
+        !requires_grad || !param.lacks_main,
+        "parameter '",
+        param.spec.fqn,
+        "' was frozen when the model was sharded, so mixed precision keeps no main weight of it. "
+        "Call requires_grad_(True) before zerocore.shard; it can be frozen again after.");
+    if (param.trained != requires_grad || is_set_on_full) {
+      param.full.set_requires_grad(requires_grad);
+      param.shard.set_requires_grad(requires_grad);
+      param.trained = requires_grad;
+    }
+    use.num_trainable += requires_grad ? 1 : 0;
+    if (requires_grad && !std::exchange(param.hooked, true)) {
+      on_grad_accumulated(param.full, [on_gradient = on_gradient_, id, i] {
+        on_gradient(id, static_cast<int>(i));
+      });
+    }
+  }
+  parts_.schedule.set_reducible(id, use.num_trainable > 0);
+  if (!parts_.schedule
+           .in_rooted_pass()) { // there it is noted at the beginning, as ranks skip units
+    note_trainable(id);
+  }
+}
+
+bool UnitLifecycle::refresh(UnitId id) {
+  check_homes(id);
+  Unit& unit = *parts_.units[id];
+  if (parts_.schedule.is_active(id)) {
+    return false;
+  }
+  const bool is_fresh = unit.is_fresh();
+  const bool trained = unit.mark_fresh(); // a backward that gathers the change tells nobody of it
+  if (is_fresh) {
+    return false;
+  }
+  parts_.schedule.invalidate(id, parts_.actions, trained);
+  run(parts_.actions);
+  unit.note_change();
+  unit.cast_main();
+  return true;
+}
+
+void UnitLifecycle::hold_unsharded(const std::vector<UnitId>& units) {
+  parts_.pool.set_apart(true); // what is held for long must not shape the arena
+  const auto back = c10::make_scope_exit([this] { parts_.pool.set_apart(false); });
+  size_t num_held = 0;
+  try {
+    for (const UnitId id : units) {
+      if (refresh(id)) {
+        order_gathers();
+      }
+      parts_.schedule.residency().hold_unsharded(id, parts_.actions);
+      ++num_held;
+      run(parts_.actions);
+      use(id);
+    }
+  } catch (...) {
+    for (size_t i = 0; i < num_held; ++i) {
+      parts_.schedule.residency().release_unsharded(units[i], parts_.actions);
+    }
+    throw;
+  }
+}
+
+void UnitLifecycle::release_unsharded(const std::vector<UnitId>& units, bool write_back) {
+  const at::NoGradGuard no_grad;
+  for (const UnitId id : units) {
+    parts_.units[id]->take_back(write_back);
+    if (write_back) {
+      write_back_now(id);
+      parts_.units[id]->versions().mark_written();
+    }
+    parts_.units[id]->versions().take_writes(/*keeps=*/false); // now that they are, or are not
+    parts_.schedule.residency().release_unsharded(id, parts_.actions);
+    run(parts_.actions);
+    update_registration(id);
+  }
+}
+
+void UnitLifecycle::set_kept(UnitId id, bool kept) {
+  if (!kept) {
+    parts_.schedule.residency().drop(id, parts_.actions);
+    run(parts_.actions);
+    update_registration(id);
+    return;
+  }
+  if (refresh(id)) {
+    order_gathers();
+  }
+  parts_.schedule.residency().keep(id, parts_.actions);
+  run(parts_.actions);
+}
+
+// Gathers begin behind the compute stream, on which the shards were written.
+void UnitLifecycle::order_gathers() {
+  const UnitMesh& mesh = parts_.context.mesh;
+  if (mesh.shards_optimizer() || mesh.shards_parameters()) {
+    parts_.streams.order(StreamRole::AllGather, StreamRole::Compute);
+  }
+}
+
+// Resharded or not, each unit gets into the state that the schedule has it in when nothing runs.
+// Actions may have failed, so the two may differ.
+void UnitLifecycle::settle() {
+  parts_.schedule.abort(parts_.actions);
+  parts_.actions.clear();
+  late_.clear();
+  forget_past();
+  for (UnitId id = 0; id < parts_.num_units(); ++id) {
+    Unit& unit = *parts_.units[id];
+    unit.take_back(/*keeps=*/false);
+    if (parts_.context.mesh.shards_parameters()) {
+      if (!parts_.schedule.is_resident(id) && unit.state() != UnitState::Sharded) {
+        unit.reshard();
+      }
+    } else if (!unit.is_gathered()) {
+      parts_.schedule.invalidate(
+          id, parts_.actions); // no action: it is gathered again when it is used
+    }
+  }
+}
+
+// A forward that changed its parameters (`with torch.no_grad(): self.weight.clamp_()`) changed what
+// is gathered; this rank's part of it is kept where that is not the shard itself. It counts as a
+// change at every stage: a rank that shows the shards changes those.
+void UnitLifecycle::keep_writes(UnitId id) {
+  Unit& unit = *parts_.units[id];
+  const at::NoGradGuard no_grad;
+  const bool was_replaced = unit.take_back(/*keeps=*/true);
+  const bool was_written = unit.versions().take_writes(/*keeps=*/true);
+  if (!was_replaced && !was_written) {
+    return;
+  }
+  TORCH_CHECK_VALUE(
+      !unit.context().mesh.gathers_near(),
+      "unit '",
+      unit.name(),
+      "': its forward changes parameters in place, which does not go with regather=: near ranks "
+      "keep parts of what they gathered. Shard the model without regather=.");
+  unit.mark_written();
+  if (parts_.context.mesh.shards_parameters() || !unit.main().empty()) {
+    if (parts_.control != nullptr && parts_.context.mesh.shards_parameters() &&
+        parts_.schedule.in_rooted_pass()) {
+      unit.keep_past();
+    }
+    write_back_now(id);
+  }
+}
+
+void UnitLifecycle::forget_past() {
+  for (const auto& unit : parts_.units) {
+    unit->forget_past();
+  }
+}
+
+// A unit that an update has brought from the disk is written by hand only when it is back there.
+void UnitLifecycle::write_back_now(UnitId id) {
+  if (parts_.disk != nullptr) {
+    parts_.offload.wait_updates();
+  }
+  parts_.units[id]->write_back();
+}
+
+std::vector<UnitId> UnitLifecycle::in_forward_order(const std::vector<UnitId>& units) const {
+  std::vector<UnitId> order;
+  for (const CallEvent& event : parts_.schedule.order()) {
+    const bool is_new = std::find(order.begin(), order.end(), event.unit) == order.end();
+    if (is_new && std::find(units.begin(), units.end(), event.unit) != units.end()) {
+      order.push_back(event.unit);
+    }
+  }
+  return order;
+}
+
+void UnitLifecycle::check_homes(UnitId id) const {
+  const UnitParam* moved = find_moved(std::as_const(*parts_.units.at(id)).params());
+  TORCH_CHECK_VALUE(
+      moved == nullptr,
+      "parameter '",
+      moved == nullptr ? "" : moved->spec.fqn,
+      "': its shard was moved out of the memory that zerocore gathers from (by a move of the "
+      "model, or `param.data = other`), so training would have no effect. Change values in place "
+      "(`param.data.copy_(other)`), and move the model before zerocore.shard.");
+}
+
+void UnitLifecycle::begin_update(const std::vector<UnitId>& units, bool casts) {
+  const at::NoGradGuard no_grad;
+  parts_.offload.begin_step();
+  for (const UnitId id : units) {
+    check_homes(id);
+    if (casts) { // what the update leaves alone must be right already
+      parts_.units[id]->cast_main();
+    }
+  }
+  if (casts && parts_.disk != nullptr) {
+    parts_.offload.order_updates(in_forward_order(units));
+  }
+}
+
+void UnitLifecycle::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
+  for (const UpdatedUnit& updated : units) {
+    Unit& unit = *parts_.units.at(updated.unit);
+    if (updated.params) {
+      unit.versions().mark_updated(*updated.params);
+    } else {
+      unit.versions().mark_updated();
+    }
+    if (casts && !parts_.offload.take_sent(updated.unit)) {
+      if (parts_.disk != nullptr) {
+        parts_.offload.wait_updates();
+      }
+      unit.main().return_weights(); // the optimizer has updated the host's weights itself
+    }
+    if (casts) {
+      unit.mark_cast();
+    }
+  }
+  parts_.offload.end_step();
+}
+
+void UnitLifecycle::note_trainable(UnitId id) {
+  Use& use = uses_[id];
+  const auto& params = parts_.units[id]->params();
+  uint64_t hash = static_cast<uint64_t>(id) + 1;
+  for (const UnitParam& param : params) {
+    hash = mix(hash, param.shard.requires_grad() ? 2 : 1);
+  }
+  if (hash == use.trainable) {
+    return;
+  }
+  trainable_ += hash - use.trainable;
+  use.trainable = hash;
+  for (Collectives* each :
+       {parts_.context.collectives, parts_.context.replicas, parts_.context.near}) {
+    if (each != nullptr) {
+      each->set_facts(trainable_);
+    }
+  }
+  std::vector<bool> flags;
+  for (const UnitParam& param : params) {
+    flags.push_back(param.shard.requires_grad());
+  }
+  size_t first = 0;
+  for (UnitId before = 0; before < id; ++before) {
+    first += parts_.units[before]->params().size();
+  }
+  parts_.alarm.set_trainable(first, flags);
+}
+
+} // namespace zerocore

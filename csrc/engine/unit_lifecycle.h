@@ -1,0 +1,95 @@
+// Units as the calls, the backward and the optimizer use them: carries out the schedule's actions,
+// shows parameters in modules, and takes note of what the user changes.
+//
+// Note [Gathers behind a call]
+// A gather of weights that come back from the host cannot be issued before they are on their way,
+// for which the host waits. A gather ahead of its use in a forward is therefore issued when the
+// device has been given the work of the running call: with the next call, or when this one ends.
+// Whether the weights are there is not asked, as ranks must issue collectives in one order. On the
+// CPU nothing computes behind the host, so there it would only come late.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "engine/engine_parts.h"
+
+namespace zerocore {
+
+// A unit that an optimizer updates, and which parameters in it; none for all that are trained.
+struct UpdatedUnit {
+  UnitId unit = -1;
+  std::optional<std::vector<int>> params;
+};
+
+class UnitLifecycle {
+ public:
+  // Is called when a parameter of a unit has got its gradient.
+  using OnGradient = std::function<void(UnitId, int)>;
+
+  explicit UnitLifecycle(EngineParts& parts) : parts_(parts), uses_(parts.units.size()) {}
+
+  // All parameters are materialized and bound. `consistent`: all ranks hold the same values.
+  void start(bool consistent, OnGradient on_gradient);
+  // Carries out the actions and empties the list.
+  void run(Actions& actions);
+  // The compute stream works with the unit's full parameters from here on.
+  void use(UnitId unit);
+  // See Engine::hold_unsharded. All of the units, or none where it throws.
+  void hold_unsharded(const std::vector<UnitId>& units);
+  void release_unsharded(const std::vector<UnitId>& units, bool write_back);
+  // See Engine::set_kept. The modules show a unit that is kept once use() has waited for it.
+  void set_kept(UnitId unit, bool kept);
+  void set_staying(UnitId unit, Staying staying) {
+    parts_.schedule.residency().set_staying(unit, staying);
+  }
+  // Shows in the modules what the schedule says: the unit's full parameters or its shards.
+  void update_registration(UnitId unit);
+  // Takes note of changed shards. True if there are: call order_gathers() before the next gather.
+  bool refresh(UnitId unit);
+  void order_gathers();
+  // Takes note of which parameters of the unit require grad; ranks compare it.
+  void note_trainable(UnitId unit);
+  // Makes shards and full parameters agree on requires_grad, which users set on those that they
+  // see: before a forward records, and before a backward, which leaves alone what is frozen by
+  // then.
+  void sync_requires_grad(UnitId unit);
+  // As of the unit's last use, or of the backward under way.
+  int num_trainable(UnitId unit) const {
+    return uses_[unit].num_trainable;
+  }
+  // A call of the unit ends that may have changed its parameters in place.
+  void keep_writes(UnitId unit);
+  // All ranks have left the pass. See Note [Writes in a forward].
+  void forget_past();
+  // Throws if a shard has left its place in memory.
+  void check_homes(UnitId unit) const;
+  // Nothing runs any more, whatever was under way.
+  void settle();
+
+  // See Engine.
+  void begin_update(const std::vector<UnitId>& units, bool casts);
+  void end_update(const std::vector<UpdatedUnit>& units, bool casts);
+
+ private:
+  struct Use {
+    bool full_shown = false;
+    int num_trainable = 0;
+    uint64_t trainable = 0; // a hash of which parameters require grad
+  };
+
+  bool gathers_later() const;
+  void gather_late(std::optional<UnitId> last = std::nullopt);
+  void write_back_now(UnitId unit);
+  std::vector<UnitId> in_forward_order(const std::vector<UnitId>& units) const;
+
+  EngineParts& parts_;
+  OnGradient on_gradient_;
+  std::vector<Use> uses_; // by unit
+  std::vector<UnitId> late_; // to be gathered; see Note [Gathers behind a call]
+  uint64_t trainable_ = 0; // sum of the units' hashes
+};
+
+} // namespace zerocore
