@@ -1,9 +1,19 @@
 """Types of files and of what is swapped with them, all in ``zerocore._C``; not for run time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+def read_pickle(
+    data: bytes,
+    find: Callable[[str, str], Any],
+    persistent: Callable[[Any], Any] | None,
+    maker: type,
+    opaque: type,
+) -> Any:
+    """See ``zerocore.checkpoint.safe_pickles.read_pickle``. Raises ValueError."""
 
 DISK_ALIGNMENT: int
 """Offsets, sizes and addresses of requests to a disk file are multiples of it."""

@@ -27,6 +27,7 @@ PYBIND11_MODULE(_C, module) {
   zerocore::register_reduction(module);
   zerocore::register_kernels(module);
   zerocore::register_io(module);
+  zerocore::register_pickles(module);
   zerocore::register_runtime(module);
   zerocore::register_emulated(module);
   zerocore::register_engine_types(module);
