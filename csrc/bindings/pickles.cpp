@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/pickle_bytes.h"
 
 namespace py = pybind11;
 
@@ -24,10 +25,6 @@ struct PickleTypes {
   py::object maker, opaque; // the classes Maker and Opaque of safe_pickles.py
   py::object make_empty; // object.__new__
 };
-
-[[noreturn]] void refuse(const char* why) {
-  throw py::value_error(why);
-}
 
 bool is_plain(py::handle value) {
   const PyObject* object = value.ptr();
@@ -47,44 +44,6 @@ bool is_flat(py::handle key) {
   }
   return true;
 }
-
-// The bytes of a pickle that are still to be read.
-class PickleBytes {
- public:
-  explicit PickleBytes(std::string_view data) : data_(data) {}
-
-  std::string_view take(size_t nbytes) {
-    if (nbytes > data_.size()) {
-      refuse("it is truncated");
-    }
-    const std::string_view taken = data_.substr(0, nbytes);
-    data_.remove_prefix(nbytes);
-    return taken;
-  }
-  // Little-endian.
-  uint32_t number(size_t nbytes) {
-    uint32_t value = 0;
-    int shift = 0;
-    for (const char byte : take(nbytes)) {
-      value |= static_cast<uint32_t>(static_cast<uint8_t>(byte)) << shift;
-      shift += 8;
-    }
-    return value;
-  }
-  std::string_view counted(size_t nbytes) {
-    return take(number(nbytes));
-  }
-  std::string_view line() {
-    const std::string_view text = take(data_.find('\n') + 1); // of no line: npos + 1 is 0
-    if (text.empty()) {
-      refuse("it is truncated");
-    }
-    return text.substr(0, text.size() - 1);
-  }
-
- private:
-  std::string_view data_;
-};
 
 py::object as_text(std::string_view text) {
   PyObject* made = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), nullptr);
