@@ -60,10 +60,32 @@ void show_grad(const at::Tensor& param, const at::Tensor& grad) {
   param.mutable_grad() = grad;
 }
 
+// Whether two dicts have the same objects, in the same order: every step of an optimizer asks.
+bool same_objects(const pybind11::dict& first, const pybind11::dict& second) {
+  Py_ssize_t at = 0, other_at = 0;
+  PyObject *key = nullptr, *value = nullptr, *other_key = nullptr, *other = nullptr;
+  if (first.size() != second.size()) {
+    return false;
+  }
+  while (PyDict_Next(first.ptr(), &at, &key, &value) != 0 &&
+         PyDict_Next(second.ptr(), &other_at, &other_key, &other) != 0) {
+    const bool are_dicts = PyDict_Check(value) && PyDict_Check(other);
+    const bool are_same = are_dicts ? same_objects(
+                                          pybind11::reinterpret_borrow<pybind11::dict>(value),
+                                          pybind11::reinterpret_borrow<pybind11::dict>(other))
+                                    : value == other;
+    if (!are_same) {
+      return false;
+    }
+  }
+  return true;
+}
+
 } // namespace
 
 void register_shards(pybind11::module_& module) {
   module.def("define_grad", define_grad, pybind11::arg("type"));
+  module.def("same_objects", same_objects, pybind11::arg("first"), pybind11::arg("second"));
   module.def("show_grad", show_grad, pybind11::arg("param"), pybind11::arg("grad"));
 }
 

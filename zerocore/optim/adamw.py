@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zerocore._C import same_objects
 from zerocore.hooks.optimizer_states import fitted, params_of, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.optim.flat_states import State, adopt_states, allocate_states, check_loaded
-from zerocore.optim.kernel_calls import UpdatePlan, global_norm, is_same_state, make_plan
+from zerocore.optim.kernel_calls import UpdatePlan, global_norm, make_plan
 from zerocore.reporting.out_of_memory import explain_step
 from zerocore.tensor import updates
 from zerocore.tensor.parameter import ShardedParameter
@@ -173,7 +174,7 @@ class AdamW(ShardOptimizer):
         given = {
             param: self.state[param]
             for param in params
-            if self.state.get(param) and not is_same_state(self.state[param], held.get(param))
+            if self.state.get(param) and not same_objects(self.state[param], held.get(param, {}))
         }
         for param, state in given.items():
             if isinstance(param, ShardedParameter):

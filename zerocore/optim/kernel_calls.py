@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from operator import eq, is_
+from itertools import repeat
+from operator import attrgetter, is_, ne
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerocore._C import HostUpdate
+from zerocore._C import HostUpdate, same_objects
 from zerocore.common.alarm import waiting
 from zerocore.optim.flat_states import State
 from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.place import Placed, local_of
 from zerocore.tensor.rows import groups_of, local_part, shard_of
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -51,11 +52,11 @@ class Batch:
     other_casts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, index: int, param: Tensor, state: State, model_weight: Tensor | None) -> None:
-        weight = local_part(param)
+        weight = _plain(param)
         self.indices.append(index)
         self.weights.append(weight)
-        self.exp_avgs.append(local_part(state["exp_avg"]))
-        self.exp_avg_sqs.append(local_part(state["exp_avg_sq"]))
+        self.exp_avgs.append(_plain(state["exp_avg"]))
+        self.exp_avg_sqs.append(_plain(state["exp_avg_sq"]))
         self.steps.append(state["step"])
         self.positions.append(getattr(param, "position", -1))
         if model_weight is None:
@@ -77,7 +78,7 @@ class Batch:
             lr, lr_tensor = 0.0, _scalar_on(self.device, lr)
         torch.ops.zerocore.adamw(
             self.weights,
-            [_on(self.device, grads[index]) for index in self.indices],
+            self._on_device([grads[index] for index in self.indices]),
             self.exp_avgs,
             self.exp_avg_sqs,
             self.steps,
@@ -90,6 +91,12 @@ class Batch:
         )
         for model_weight, weight in self.other_casts:
             model_weight.copy_(weight)
+
+    def _on_device(self, grads: list[Tensor]) -> list[Tensor]:
+        """The gradients on the device; copies those that are kept on the host."""
+        if any(map(ne, map(attrgetter("device"), grads), repeat(self.device))):
+            return [grad.to(self.device) for grad in grads]
+        return grads
 
     def _options(self) -> dict[str, Any]:
         beta1, beta2 = self.group["betas"]
@@ -125,6 +132,12 @@ class Batch:
             engine.send_weights(host.unit)
 
 
+def _plain(tensor: Any) -> Tensor:
+    """This rank's elements without a class: an operator looks up the class of each argument."""
+    part = local_part(tensor)
+    return local_of(part) if isinstance(part, Placed) else part
+
+
 # Gradients on a device whose squares are summed over the ranks of groups (none: each rank has
 # all). A group is here without gradients too: other ranks may have some, and would wait.
 Squares = dict[tuple[Sequence[dist.ProcessGroup], torch.device], list[int]]
@@ -143,31 +156,10 @@ class UpdatePlan:
     squares: Squares
     on_host: OnHost
 
-    def uses(self, states: Mapping[Any, State], locals: Sequence[Tensor]) -> bool:
-        """Whether these are still the states and parts: anyone may drop some, or put in others.
-
-        In calls of C alone, as every step asks.
-        """
-        now, then = states.values(), self.states.values()
-        same_sizes = len(now) == len(then) and all(map(eq, map(len, now), map(len, then)))
-        return (
-            same_sizes
-            and all(map(is_, locals, self.locals))
-            and all(map(is_, _tensors_of(now), _tensors_of(then)))
-        )
-
-
-def _tensors_of(states: Iterable[State]) -> Iterator[Any]:
-    return chain.from_iterable(map(dict.values, states))
-
-
-def is_same_state(state: State, held: State | None) -> bool:
-    """Whether the tensors are the same objects."""
-    return (
-        held is not None
-        and len(state) == len(held)
-        and all(map(is_, state.values(), held.values()))
-    )
+    def uses(self, states: dict[Any, State], locals: Sequence[Tensor]) -> bool:
+        """Whether these are still the states and parts: anyone may drop some, or put in others."""
+        same_parts = len(locals) == len(self.locals) and all(map(is_, locals, self.locals))
+        return same_parts and same_objects(states, self.states)
 
 
 def make_plan(
@@ -244,11 +236,6 @@ def _known_squares(place: tuple[HostUnit, int] | None) -> Tensor | None:
     host, position = place
     known: Tensor | None = host.state_ref().engine.known_squares(host.unit, position)
     return known
-
-
-def _on(device: torch.device, grad: Tensor) -> Tensor:
-    """The gradient on the device; one that is kept on the host is copied."""
-    return grad if grad.device == device else grad.to(device)
 
 
 def _copied(number: Tensor | None) -> Tensor | None:
