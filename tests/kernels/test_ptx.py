@@ -40,7 +40,7 @@ SOURCES = {
     KERNELS / "accumulate.cu": ["accumulate_kernel"],
     KERNELS / "adamw.cu": ["adamw_kernel", "advance_kernel"],
     KERNELS / "grad_norm.cu": ["square_kernel", "total_kernel"],
-    CSRC / "runtime" / "emulated_timer.cu": ["book_kernel", "hold_kernel"],
+    CSRC / "emulation" / "emulated_timer.cu": ["book_kernel", "hold_kernel"],
 }
 
 
