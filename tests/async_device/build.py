@@ -64,7 +64,7 @@ def _command() -> list[str]:
 
 def _key() -> list[str]:
     """All that the module depends on."""
-    sources = [*sorted(HERE.glob("*.[ch]*")), CSRC / "runtime" / "device_timer.h"]
+    sources = [*sorted(HERE.glob("*.[ch]*")), CSRC / "emulation" / "device_timer.h"]
     texts = [path.read_text() for path in sources]
     compiler = subprocess.run([COMPILER, "--version"], capture_output=True, text=True).stdout
     return [*texts, *_flags(), compiler, torch.__version__, str(sysconfig.get_config_var("SOABI"))]
