@@ -59,10 +59,14 @@ class PoisoningAllocator final : public c10::DeviceAllocator {
     const std::lock_guard lock(mutex_);
     c10::CachingDeviceAllocator::DeviceStats stats;
     stats.num_device_alloc = num_device_allocations_;
+    stats.allocated_bytes[0] = allocated_;
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex /*device*/) override {}
-  void resetPeakStats(c10::DeviceIndex /*device*/) override {}
+  void resetPeakStats(c10::DeviceIndex /*device*/) override {
+    const std::lock_guard lock(mutex_);
+    allocated_.reset_peak();
+  }
   c10::DeleterFnPtr raw_deleter() const override {
     return nullptr; // memory alone does not say its stream
   }
@@ -72,6 +76,7 @@ class PoisoningAllocator final : public c10::DeviceAllocator {
 
   void give_back(Block* block) {
     const std::lock_guard lock(mutex_);
+    allocated_.decrease(block->nbytes);
     for (const int stream : block->other_streams) {
       block->last_uses.push_back(queue(stream).record());
     }
@@ -96,6 +101,7 @@ class PoisoningAllocator final : public c10::DeviceAllocator {
     }
     Block* block = free.back();
     free.pop_back();
+    allocated_.increase(nbytes);
     return block;
   }
 
@@ -118,6 +124,7 @@ class PoisoningAllocator final : public c10::DeviceAllocator {
   std::map<std::pair<int, size_t>, std::vector<Block*>> free_; // by stream and size
   std::vector<Block*> freed_; // still in use by other streams
   int64_t num_device_allocations_ = 0;
+  c10::CachingAllocator::Stat allocated_; // bytes in use
 };
 
 PoisoningAllocator& poisoning_allocator() {

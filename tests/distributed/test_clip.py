@@ -126,18 +126,29 @@ def test_half_precision(stage: int) -> None:
     run_ranks(clip_half, 2, stage)
 
 
-def clip_wrongly() -> None:
+def clip_groups() -> None:
     halves = [dist.new_group([0, 1]), dist.new_group([1, 0])]
     models = [zerocore.shard(nn.Linear(4, 4), group=group) for group in halves]
     params = [param for model in models for param in model.parameters()]
-    with pytest.raises(ValueError, match="'weight' is sharded over another group"):
-        zerocore.clip_grad_norm_(params, 1.0)
+    for model in models:
+        model(torch.ones(1, 4)).sum().backward()
+    clip_both = partial(zerocore.clip_grad_norm_, params, 1e6)
+    assert count_collectives(clip_both) == [1, 1]
+    assert clip_both().item() == pytest.approx(math.sqrt(2 * 4 * 5))  # of ones
+
+
+def test_parameters_of_several_groups_have_one_norm() -> None:
+    run_ranks(clip_groups, 2)
+
+
+def clip_wrongly() -> None:
+    model = zerocore.shard(nn.Linear(4, 4))
     for norm_type in (0.0, -1.0, -math.inf, math.nan):
         with pytest.raises(ValueError, match="norm_type: expected p > 0 or inf"):
-            zerocore.clip_grad_norm_(models[0], 1.0, norm_type)
+            zerocore.clip_grad_norm_(model, 1.0, norm_type)
     for max_norm in (-1.0, math.nan):
         with pytest.raises(ValueError, match="max_norm: expected 0 or more"):
-            zerocore.clip_grad_norm_(models[0], max_norm)
+            zerocore.clip_grad_norm_(model, max_norm)
 
 
 def test_wrong_arguments() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import zerocore
 import zerocore.fsdp
 from tests.distributed.harness import run_ranks
-from tests.fsdp.both import Net, full_params, loss_of, make_net, shard_blocks, tokens_of
+from tests.fsdp.both import (
+    Net,
+    Trained,
+    check_same,
+    full_params,
+    loss_of,
+    make_net,
+    shard_blocks,
+    tokens_of,
+    train,
+    train_both,
+)
 
 fully_shard = zerocore.fsdp.fully_shard
 
@@ -76,6 +88,11 @@ def use_in_vain() -> None:
     for name in ("set_custom_all_gather", "set_all_reduce_hook", "set_symm_mem_for_comm"):
         with pytest.raises(NotImplementedError, match=name):
             getattr(model, name)(None)
+    for refusing in (zerocore.optim.Muon, partial(zerocore.optim.owned, torch.optim.SGD)):
+        with pytest.raises(
+            ValueError, match=r"'embed\.weight'.* is a DTensor.*zerocore\.shard, or"
+        ):
+            refusing(model.named_parameters())
     inner = shard_blocks(zerocore.fsdp, make_net())
     inner.blocks[0](torch.ones(2, 10))
     with pytest.raises(RuntimeError, match=r"already been lazily initialized for blocks\.0"):
@@ -87,6 +104,18 @@ def use_in_vain() -> None:
     model.head.bias = nn.Parameter(torch.zeros(7))
     with pytest.raises(ValueError, match=r"'head\.bias' was replaced by Parameter"):
         loss_of(model, tokens_of(0))
+
+
+def matrices_by_muon(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Muon([param for param in params if param.ndim == 2], lr=lr)
+
+
+def train_by_muon(fsdp: Any, model: nn.Module) -> Trained:
+    return train(shard_blocks(fsdp, model), make_optimizer=matrices_by_muon)
+
+
+def use_what_the_refusal_says() -> None:
+    check_same(train_both(train_by_muon), rtol=1e-3, atol=1e-3)  # Newton-Schulz in bfloat16
 
 
 def look_at_classes() -> None:
@@ -187,6 +216,10 @@ def run_all() -> None:
     fail_and_go_on()
     leave_some_unused()
     run_installed()
+
+
+def test_torchs_muon_takes_these_parameters() -> None:
+    run_ranks(use_what_the_refusal_says, 2)
 
 
 def test_mistakes_are_named_and_survived() -> None:

@@ -53,7 +53,10 @@ def call(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> 
     device = unit_call.state.device
     if unit_call.is_root and device.type != "cpu":
         args, kwargs = _moved((args, kwargs), device)
-    return unit_call.call(function, *args, **kwargs)
+    output = unit_call.call(function, *args, **kwargs)
+    if unit_call.is_root and unit_call.state.config.offload is not None:
+        unit_call.engine.synchronize()  # loads from the host end before anyone changes parameters
+    return output
 
 
 def _moved(value: Any, device: torch.device) -> Any:

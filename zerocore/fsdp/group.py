@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from zerocore._C import Engine
+from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.rows import Rows, shard_rows
 from zerocore.model.state import ShardState
 from zerocore.model.unit_call import UnitCall
@@ -126,6 +127,7 @@ class Group:
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None  # None: unless it is the root's
     num_near: int = 1  # ranks that gather again from each other; 1 for none
+    offloads: bool = False  # parameters and gradients lie on the host between calls
     params: list[RowParam] = field(default_factory=list)
     viewed: list[tuple[int, RowParam]] = field(default_factory=list)  # where modules see views
     reshard_after_backward: bool = True
@@ -137,6 +139,11 @@ class Group:
     unit: int = -1  # in the root's engine; -1 without parameters
     unit_call: UnitCall | None = None  # with the engine
     state: Any = None  # what readers of FSDP2's state are given, see state.py
+
+    @property
+    def shard_device(self) -> torch.device:
+        """Where parameters and gradients lie between calls."""
+        return torch.device("cpu") if self.offloads else device_of(self.mesh)
 
     @property
     def syncs(self) -> bool:
@@ -174,7 +181,9 @@ class Group:
         for param in owners:
             _check_param(param, names[param])
         shards = {
-            param: shard_rows(param, self.mesh, placement_of and placement_of(param))
+            param: shard_rows(
+                param, self.mesh, placement_of and placement_of(param), self.shard_device
+            )
             for param in owners
         }
         for param, places in owners.items():
@@ -188,8 +197,9 @@ class Group:
             )
         self.viewed = [each for each in enumerate(self.params) if not each[1].rows.is_plain]
 
-    def move_buffers(self, device: torch.device) -> None:
-        """Buffers go where the parameters are; those on the meta device stay."""
+    def move_buffers(self) -> None:
+        """Buffers go to the device; those on the meta device stay."""
+        device = device_of(self.mesh)
         for _, module in _managed_modules(self.modules):
             for key, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta and buffer.device != device:

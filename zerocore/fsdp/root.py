@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from weakref import ref
 
@@ -16,12 +17,14 @@ from zerocore.fsdp.group import Group, RowParam, check_gathered_as_is, groups_be
 from zerocore.fsdp.mesh import device_of
 from zerocore.model.call_order import call_order, units_by_module
 from zerocore.model.config import ShardConfig
+from zerocore.model.offload import Offload
 from zerocore.model.precision import ParamTypes
 from zerocore.model.ranks import find_ranks, make_near, with_near, with_reductions
 from zerocore.model.state import Param, ShardState, Unit, drop_state
 from zerocore.model.unit_call import UnitCall, note_unit_call
 from zerocore.reporting.out_of_memory import explain_forward
-from zerocore.sharding.build import make_engine, start
+from zerocore.sharding.build import make_engine, map_host_memory, start
+from zerocore.tensor import updates
 from zerocore.tensor.parameter import make_alike
 from zerocore.tensor.rows import (
     RowShard,
@@ -33,6 +36,7 @@ from zerocore.tensor.rows import (
 )
 
 _CONFIG = ShardConfig(accumulate="full", sync_params=False, by_rows=True)
+_OFFLOADS = replace(_CONFIG, offload=Offload(states="cpu", gradients="cpu", parameters="cpu"))
 
 
 class Root:
@@ -128,8 +132,9 @@ class Root:
         groups = self.with_params()
         for unit, group in enumerate(groups):
             group.unit = unit
+        config = _OFFLOADS if any(group.offloads for group in groups) else _CONFIG
         engine = make_engine(
-            _CONFIG,
+            config,
             ranks,
             device,
             units=[self._spec(path, group) for path, group in self.groups if group.params],
@@ -137,7 +142,10 @@ class Root:
             name=name,
             stall_seconds=stall,
         )
-        state = ShardState(engine, _CONFIG, ranks, device)
+        state = ShardState(engine, config, ranks, device)
+        if config.offload is not None:
+            map_host_memory(engine, ranks, device)
+            updates.watch(ref(state))  # optimizers wait for loads that are under way
         for path, group in self.groups:
             if group.params:
                 state.units.append(_bind(state, group, self._name_of(path)))
@@ -169,6 +177,11 @@ class Root:
             raise NotImplementedError(
                 f"reshard_after_forward={numbers[0]} and {numbers[1]}: zerocore.fsdp takes one "
                 "number of ranks for a model"
+            )
+        if len({group.offloads for group in self.with_params()}) > 1:
+            raise NotImplementedError(
+                "offload_policy: some modules of this model have a CPUOffloadPolicy and others do "
+                "not; zerocore.fsdp takes one policy for a model"
             )
         for name, group in self.groups:
             if group.mesh != self.group.mesh:
@@ -204,11 +217,23 @@ class Root:
                 "module.to_empty(device) to materialize to device and call "
                 "module.reset_parameters() on each module to initialize values."
             )
+        elsewhere = [
+            (f"{prefix}{param.fqn}", param.shard.device)
+            for param in group.params
+            if group.offloads and param.shard.device.type != "cpu"
+        ]
+        if elsewhere:
+            raise RuntimeError(
+                "FSDP parameters should be materialized on CPU when enabling CPU offloading. "
+                'For example, load a CPU state dict or call module.to_empty(device="cpu"). '
+                f"Found following parameters on non-CPU device: {elsewhere}"
+            )
 
     def _facts(self) -> list[object]:
         return [
             f"parameter '{param.fqn}' of group '{name}', of shape {list(param.shard.shape)}, "
-            f"{param.shard.dtype}, {group.policy}, {group.num_near} near ranks"
+            f"{param.shard.dtype}, {group.policy}, {group.num_near} near ranks, "
+            f"on {group.shard_device.type}"
             for name, group in self.groups
             for param in group.params
         ]
@@ -283,5 +308,6 @@ def _bind_param(state: ShardState, group: Group, position: int) -> Param:
     spec = engine.spec(unit, position)
     written = engine.make_model_shard(unit, position)
     model_weight = None if written is None else rows.outward(written)
-    note_rows(shard, RowShard(spec.fqn, ref(state), unit, position, model_weight))
+    on_host = engine.is_updated_on_host(unit, position)
+    note_rows(shard, RowShard(spec.fqn, ref(state), unit, position, model_weight, on_host))
     return Param([spec.fqn], param.owners, full, shard, spec, _types_of(param, group))

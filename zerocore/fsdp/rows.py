@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from zerocore.fsdp.mesh import device_of
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -78,7 +76,7 @@ class _Whole(torch.autograd.Function):
 
 
 def shard_rows(
-    param: nn.Parameter, mesh: DeviceMesh, placement: Shard | None
+    param: nn.Parameter, mesh: DeviceMesh, placement: Shard | None, device: torch.device
 ) -> tuple[nn.Parameter, Rows]:
     """A parameter of the same values and the full shape, of which each rank holds its part.
 
@@ -86,6 +84,7 @@ def shard_rows(
 
     Args:
         placement: the dimension to cut; the first by default.
+        device: of the part; a parameter on the meta device stays there.
 
     Raises:
         AssertionError: there is no such dimension.
@@ -95,9 +94,9 @@ def shard_rows(
     dim = _dim_of(param, placement)
     rows = Rows(dim, _whole(param, mesh), _local(param).shape, _spec(param, mesh, dim))
     part = _own_part(_local(param), mesh, dim)
-    device = param.device if param.is_meta else device_of(mesh)
+    kept = param.device if param.is_meta else device
     with torch.no_grad():
-        local = torch.empty_like(part, device=device, memory_format=torch.contiguous_format)
+        local = torch.empty_like(part, device=kept, memory_format=torch.contiguous_format)
         local.copy_(part)
         sharded = DTensor(local, rows.spec, requires_grad=False)
     return nn.Parameter(sharded, requires_grad=param.requires_grad), rows

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from zerocore.fsdp.calls import ready_state
 from zerocore.fsdp.group import Group, PlacementOf, group_of, set_group
-from zerocore.fsdp.mesh import check_mesh, device_of
+from zerocore.fsdp.mesh import check_mesh
 from zerocore.fsdp.module import fsdp_class, show_shards
 from zerocore.fsdp.state import state_of
 from zerocore.install import hook_into_torch
@@ -48,7 +48,9 @@ def fully_shard(
         shard_placement_fn: says ``Shard(dim)`` for a parameter, or None for the first dimension;
             other dimensions must divide evenly.
         mp_policy: dtypes of parameters in layers, of gradients on the wire, of inputs and outputs.
-        offload_policy: that of keeping everything where it is; on the CPU any.
+        offload_policy: ``CPUOffloadPolicy()`` keeps parameters and gradients on the host, where
+            any optimizer updates them; the same for all modules of a model. On the CPU it changes
+            nothing.
         ignored_params: stay as they are.
         dp_mesh_dims: refused.
 
@@ -62,12 +64,13 @@ def fully_shard(
     modules = list(module) if isinstance(module, list | tuple) else [module]
     mesh = check_mesh(mesh)
     _check_modules(modules)
-    _check_options(mesh, offload_policy, dp_mesh_dims)
+    _check_options(dp_mesh_dims)
     hook_into_torch()
     ignored = set() if ignored_params is None else ignored_params
     group = Group(modules, mesh, mp_policy, *_reshards(reshard_after_forward, mesh.size(-1)))
+    group.offloads = isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type != "cpu"
     group.shard_params(ignored, _placement_of(shard_placement_fn))
-    group.move_buffers(device_of(mesh))
+    group.move_buffers()
     for each in modules:
         set_group(each, group)
         set_maker(each, partial(ready_state, group))
@@ -106,12 +109,7 @@ def _check_modules(modules: list[Any]) -> None:
             )
 
 
-def _check_options(mesh: DeviceMesh, offload: OffloadPolicy, dp_mesh_dims: Any) -> None:
-    if isinstance(offload, CPUOffloadPolicy) and mesh.device_type != "cpu":
-        raise NotImplementedError(
-            "CPUOffloadPolicy: zerocore.fsdp keeps shards on the device; leave offload_policy out, "
-            "or shard this model with torch.distributed.fsdp"
-        )
+def _check_options(dp_mesh_dims: Any) -> None:
     if dp_mesh_dims is not None:
         raise NotImplementedError(
             "dp_mesh_dims: zerocore.fsdp takes a mesh of data-parallel ranks only; pass "

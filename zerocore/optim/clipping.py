@@ -1,7 +1,8 @@
 """Clips gradients by their global norm, or says which gradient is not finite.
 
 Note [One number]
-A norm of parts is a sum of powers, so one all-reduce of one float64 gives every rank the same norm.
+A norm of parts is a sum of powers, so one all-reduce of one float64 gives every rank the same norm,
+for each group of ranks that parameters are cut over.
 Whether it is finite is then the same on all ranks too, and only if it is not do they look for the
 parameter, with one more all-reduce. That is decided by the norm of the parts that lie on
 different ranks; a gradient that every rank holds whole was found by all of them.
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from zerocore.common.alarm import operation, waiting
 from zerocore.tensor import updates
-from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 from zerocore.tensor.reductions import reduce_norms
+from zerocore.tensor.rows import groups_of, local_part, shard_of
 
 _ops: Any = torch.ops.zerocore
 # Elements that are widened to float64 at a time, where no kernel sums them.
 _PIECE_NUMEL = 1 << 20
+Groups = tuple[dist.ProcessGroup, ...]
 
 
 class NonFiniteGradError(RuntimeError):
@@ -59,7 +60,8 @@ def clip_grad_norm_(
     """Scales gradients so that their global norm is at most ``max_norm``.
 
     ``coefficient = min(1, max_norm / (norm + 1e-6))`` as in ``torch.nn.utils.clip_grad_norm_``;
-    one all-reduce of one number. Powers are summed in float64, whatever the gradients' dtypes.
+    one all-reduce of one number for each group of ranks that parameters are cut over. Powers are
+    summed in float64, whatever the gradients' dtypes.
 
     To skip a step whose gradients are not finite::
 
@@ -71,8 +73,8 @@ def clip_grad_norm_(
         optimizer.zero_grad()
 
     Args:
-        parameters: a model, or parameters of one sharded model in the same order on every rank
-            (others may be among them). One that comes twice counts once.
+        parameters: a model, or parameters in the same order on every rank: shards, DTensors and
+            plain ones, in any mixture. One that comes twice counts once.
         max_norm: upper bound of the norm, 0 or more.
         norm_type: p of the p-norm, positive or inf.
         error_if_nonfinite: raise if the norm is NaN or infinite, before anything is scaled. On a
@@ -87,7 +89,7 @@ def clip_grad_norm_(
         NonFiniteGradError: with ``error_if_nonfinite``; it names the first parameter, in the order
             of ``parameters``, whose gradient has a NaN or an infinite value, and the rank. The
             rank is the one that holds the elements: averaging has mixed the ranks' losses.
-        ValueError: ``norm_type`` or ``max_norm`` out of range, or parameters of several groups.
+        ValueError: ``norm_type`` or ``max_norm`` out of range.
     """
     p, bound = float(norm_type), float(max_norm)
     if not p > 0:
@@ -95,86 +97,77 @@ def clip_grad_norm_(
     if not bound >= 0:
         raise ValueError(f"max_norm: expected 0 or more, got {max_norm}")
     updates.finish()
-    parts = _Parts.of(parameters)
+    parts = _Parts(parameters)
     total = parts.norm(p)
     if error_if_nonfinite and not total.isfinite():
         raise parts.explain(total)
-    _scale(parts.grads(), torch.clamp(bound / (total + 1e-6), max=1.0))
-    is_double = any(grad.dtype == torch.float64 for grad in parts.grads())
+    grads = parts.present()
+    _scale(grads, torch.clamp(bound / (total + 1e-6), max=1.0))
+    is_double = any(grad.dtype == torch.float64 for grad in grads)
     return total if is_double else total.float()
 
 
-@dataclass
 class _Parts:
-    """Parameters, each once, and their gradients by who holds what."""
+    """Parameters, each once, and by the groups of ranks that have other parts of them."""
 
-    params: list[Tensor]
-    group: dist.ProcessGroup | None = None
-    split: list[Tensor] = field(default_factory=list)  # disjoint elements on each rank of group
-    whole: list[Tensor] = field(default_factory=list)  # all elements on every rank
-    foreign: list[Tensor] = field(default_factory=list)  # of parameters that are not sharded
-    split_norm: Tensor | None = None  # that of the whole group, once known
-
-    @classmethod
-    def of(cls, parameters: nn.Module | Tensor | Iterable[Tensor]) -> _Parts:
+    def __init__(self, parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
         if isinstance(parameters, nn.Module):
             parameters = parameters.parameters()
         given = [parameters] if isinstance(parameters, Tensor) else parameters
-        parts = cls(list({id(param): param for param in given}.values()))
-        for param in parts.params:
-            parts._add(param)
-        return parts
+        self.params = list({id(param): param for param in given}.values())
+        self.grads = [None if p.grad is None else local_part(p.grad) for p in self.params]
+        self.numbers: dict[Groups, list[int]] = {}  # of none: all elements are on every rank
+        for number, param in enumerate(self.params):
+            self.numbers.setdefault(tuple(groups_of(param)), []).append(number)
+        self.norms: dict[Groups, Tensor] = {}  # over all ranks, once known
 
-    def _add(self, param: Tensor) -> None:
-        held = self.foreign
-        if isinstance(param, ShardedParameter):
-            group = param.place.group
-            if group is not None and self.group not in (None, group):
-                raise ValueError(
-                    f"parameters: '{param.fqn}' is sharded over another group than those before "
-                    "it; clip the models of each group in a call of its own"
-                )
-            self.group = self.group or group
-            held = self.whole if group is None else self.split
-        if param.grad is not None:
-            held.append(param.grad)
-
-    def grads(self) -> list[Tensor]:
-        return self.split + self.whole + self.foreign
+    def present(self) -> list[Tensor]:
+        """This rank's parts of the gradients that there are."""
+        return [grad for grad in self.grads if grad is not None]
 
     def norm(self, p: float) -> Tensor:
         """The global norm, float64 on the device of the first parameter."""
         device = self.params[0].device if self.params else None
-        norms = [_norm(grads, p, device) for grads in (self.whole, self.foreign)]
         # Also without any gradient here: the other ranks may have some, and would wait.
-        if self.group is not None:
-            self.split_norm = reduce_norms(_norm(self.split, p, device), p, self.group)
-            norms.append(self.split_norm)
+        for groups, numbers in self.numbers.items():
+            grads = [grad for n in numbers if (grad := self.grads[n]) is not None]
+            known = all(shard_of(self.params[number]) is not None for number in numbers)
+            norm = _norm(grads, p, device, known)
+            for group in groups:
+                norm = reduce_norms(norm, p, group)
+            self.norms[groups] = norm
+        norms = list(self.norms.values()) or [torch.zeros((), dtype=torch.float64)]
         return torch.linalg.vector_norm(torch.stack(norms), p)
 
     def explain(self, total: Tensor) -> NonFiniteGradError:
         """Finds the first bad gradient; all ranks come here together, see Note [One number]."""
-        num_ranks, my_rank, count = 1, 0, len(self.params)
-        position = next((i for i, param in enumerate(self.params) if _is_bad(param.grad)), count)
-        if self.split_norm is not None and not self.split_norm.isfinite():
-            assert self.group is not None
-            num_ranks, my_rank = self.group.size(), self.group.rank()
-            first = self.split_norm.new_tensor(position * num_ranks + my_rank, dtype=torch.int64)
-            with waiting(self.group, "clip_grad_norm_"):
-                dist.all_reduce(first, dist.ReduceOp.MIN, group=self.group)
-            position, my_rank = divmod(int(first), num_ranks)
+        found = [self._first_bad(g) for g, norm in self.norms.items() if not norm.isfinite()]
+        number, rank = min(found, default=(len(self.params), 0))
         norm = total.item()
-        if position == count:
+        if number == len(self.params):
             message = "every value is finite, only the norm is not; scale the loss down"
             return _error(norm, message, None, None)
-        param = self.params[position]
-        if not isinstance(param, ShardedParameter):
-            message = f"the first bad gradient is that of parameters[{position}] (not sharded)"
-            return _error(norm, message, None, None)
-        rank = my_rank if param.place.group is not None else None
-        where = "every rank" if rank is None else f"rank {rank}"
-        message = f"the first bad gradient is that of '{param.fqn}', on {where}"
-        return _error(norm, message, param.fqn, rank)
+        param = self.params[number]
+        shard, is_split = shard_of(param), len(tuple(groups_of(param))) > 0
+        name = f"parameters[{number}]" if shard is None else f"'{shard.fqn}'"
+        where = f", on rank {rank}" if is_split else ", on every rank"
+        where = " (not sharded)" if shard is None and not is_split else where
+        message = f"the first bad gradient is that of {name}{where}"
+        fqn = None if shard is None else shard.fqn
+        return _error(norm, message, fqn, rank if is_split else None)
+
+    def _first_bad(self, groups: Groups) -> tuple[int, int]:
+        """The number of the first parameter, and the first rank in the groups that has a part."""
+        numbers, count = self.numbers[groups], len(self.params)
+        number = next((n for n in numbers if _is_bad(self.grads[n])), count)
+        num_ranks, rank = 1, 0
+        for group in groups:
+            num_ranks, rank = num_ranks * group.size(), rank * group.size() + group.rank()
+        first = self.norms[groups].new_tensor(number * num_ranks + rank, dtype=torch.int64)
+        for group in groups:
+            with waiting(group, "clip_grad_norm_"):
+                dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+        return divmod(int(first), num_ranks)
 
 
 def _error(norm: float, message: str, fqn: str | None, rank: int | None) -> NonFiniteGradError:
@@ -188,7 +181,9 @@ def _is_bad(grad: Tensor | None) -> bool:
         return grad is not None and not bool(grad.isfinite().all())
 
 
-def _norm(grads: Sequence[Tensor], p: float, device: torch.device | None) -> Tensor:
+def _norm(
+    grads: Sequence[Tensor], p: float, device: torch.device | None, are_shards: bool
+) -> Tensor:
     """The norm of these elements alone; a float64 scalar, 0 if there are none.
 
     For p = 2 by the kernel: it is faster than ``_foreach_norm`` and sums in float64 chunk by chunk.
@@ -196,7 +191,7 @@ def _norm(grads: Sequence[Tensor], p: float, device: torch.device | None) -> Ten
     half of the sum for p = 1, which is therefore taken in float64.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        if p == 2.0 and grads and all(isinstance(grad, ShardedGrad) for grad in grads):
+        if p == 2.0 and grads and are_shards:
             out = torch.empty(2, dtype=torch.float64, device=device)
             _ops.sum_of_squares(out, list(grads))
             return out[0].sqrt()

@@ -222,7 +222,6 @@ def squares_of(params: Sequence[Tensor], grads: Sequence[Any]) -> Squares:
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
         groups, device = groups_of(param), param.device
         if isinstance(param, ShardedParameter):
-            groups = () if param.place.group is None else (param.place.group,)
             device = param.grad_device
         found = squares.setdefault((groups, device), [])
         if grad is not None:

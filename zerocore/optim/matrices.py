@@ -12,6 +12,7 @@ from zerocore.checkpoint.slices.boxes import memory_order
 from zerocore.model.state import ShardState
 from zerocore.planning.ownership import Matrix, newton_schulz_cost
 from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.rows import shard_of
 
 Item = Tensor | tuple[str, Tensor]
 
@@ -45,6 +46,12 @@ def check_sharded(
     for group in groups:
         for item in group["params"]:
             param = param_of(item)
+            if hasattr(param, "_spec"):
+                raise ValueError(
+                    f"{optimizer}: {_label(item, number)} is a DTensor; {optimizer} sends whole "
+                    "matrices between the ranks of a model of zerocore.shard. Shard the model with "
+                    "zerocore.shard, or use torch.optim.Muon, which gathers DTensors by itself"
+                )
             state = param.state_ref() if isinstance(param, ShardedParameter) else None
             if state is None or known not in (None, state):
                 what = (
@@ -65,8 +72,8 @@ def check_sharded(
 
 def _label(item: Item, number: int) -> str:
     param = param_of(item)
-    if isinstance(param, ShardedParameter):
-        return f"parameter '{param.fqn}'"
+    if (shard := shard_of(param)) is not None:
+        return f"parameter '{shard.fqn}'"
     name = f" '{item[0]}'" if isinstance(item, tuple) else f" {number}"
     shape = f" of shape {tuple(param.shape)}" if isinstance(param, Tensor) else f" ({param!r})"
     return f"parameter{name}{shape}"

@@ -70,7 +70,7 @@ def build(request: ShardRequest) -> ShardState:
         with together(ranks.groups, request.device):  # the room of this rank's file is taken
             engine.open_disk(config.offload.path, f"states-of-rank-{ranks.rank}")
     if config.leaves("states") or config.leaves("gradients"):
-        _map_host_memory(engine, request)
+        map_host_memory(engine, ranks, request.device)
     state = ShardState(engine, config, ranks, request.device)
     if config.mixed_precision is not None:
         cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
@@ -136,9 +136,9 @@ def _host_threads(config: ShardConfig, device: torch.device) -> int:
     return update_threads(device) if given is None else given
 
 
-def _map_host_memory(engine: Engine, request: ShardRequest) -> None:
+def map_host_memory(engine: Engine, ranks: Ranks, device: torch.device) -> None:
     """Takes this rank's memory on the host; raises MemoryError if there is none for all ranks."""
-    with together(request.ranks.groups, request.device):
+    with together(ranks.groups, device):
         check_obtainable(engine.host_memory_nbytes, local_ranks())
         try:
             engine.map_host_memory()

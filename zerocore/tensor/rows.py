@@ -92,7 +92,9 @@ def as_part(local: Tensor, like: Tensor) -> Tensor:
 
 
 def groups_of(param: Any) -> Sequence[dist.ProcessGroup]:
-    """The groups of ranks that have other parts of a DTensor, one for each dimension."""
+    """The groups of ranks that have other parts of a shard; one for each mesh dimension."""
+    if isinstance(param, ShardedParameter):
+        return () if param.place.group is None else (param.place.group,)
     spec = getattr(param, "_spec", None)
     if spec is None:
         return ()

@@ -118,6 +118,9 @@ void Reducer::finish() {
     }
   }
   forget_backward();
+  if (context_.by_rows && context_.lands_gradients()) {
+    offload_.synchronize(); // nothing waits when a DTensor is read
+  }
 }
 
 void Reducer::reset() {

@@ -195,7 +195,8 @@ void Offload::send(UnitId id) {
 }
 
 bool Offload::take_sent(UnitId id) {
-  return states_.empty() || std::exchange(states_[id].sent, false);
+  return states_.empty() || std::exchange(states_[id].sent, false) ||
+      !context_.tiers.returns_weights();
 }
 
 // -- waits ----------------------------------------------------------------------------------

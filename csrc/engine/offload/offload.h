@@ -86,7 +86,7 @@ class Offload {
   void end_step();
   // Behind the last update of a unit: sends its weights to the device.
   void send(UnitId unit);
-  // Whether that was asked for since the last call.
+  // Whether that was asked for since the last call, or no weights go back.
   bool take_sent(UnitId unit);
 
   // Blocks until a unit's weights are on the device, well or not: ranks gather them together.
