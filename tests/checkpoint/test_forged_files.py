@@ -131,7 +131,10 @@ def test_pieces_are_all_of_a_tensor(made: Model) -> None:
         key = next(k for k, v in metadata.planner_data.items() if "param_groups" in v)
         metadata.planner_data[key] = ("optim", "param_groups", 1 << 40, "lr")
 
-    for change in (shrink, double, miss, grow, count):
+    def lack(metadata: Any) -> None:
+        del next(iter(metadata.storage_data.values())).__dict__["offset"]
+
+    for change in (shrink, double, miss, grow, count, lack):
         (folder / ".metadata").write_bytes(good)
         forge(folder, change)
         with pytest.raises(ValueError, match="step-00000001"):

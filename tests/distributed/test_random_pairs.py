@@ -1,7 +1,8 @@
 """Random pairs of features train as in one process that does every rank's part.
 
 `python -m tests.distributed.test_random_pairs FIRST COUNT [SHAPE ...]` trains other pairs; a SHAPE
-is a number of ranks. `1000 2000` took 16 minutes on two cores and ended with `2000 seeds, 0 failed`.
+is a number of ranks. `1000 2000` took 16 minutes on two cores and ended with `2000 seeds, 0
+failed`.
 """
 
 from __future__ import annotations

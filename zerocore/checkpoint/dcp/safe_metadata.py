@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,8 +98,13 @@ _FIELDS: dict[type, Mapping[str, Test]] = {
         "version": _or_none(_is_text),
     },
 }
-_DEFAULTS = {"offset", "index", "transform_descriptors", "checkpoint_id", "save_id", "load_id"}
-_DEFAULTS |= {"modules", "planner_data", "storage_meta", "version"}  # what some torch leaves out
+# Fields that some torch leaves out.
+_OPTIONAL: dict[type, Collection[str]] = {
+    MetadataIndex: {"offset", "index"},
+    _StorageInfo: {"transform_descriptors"},
+    StorageMeta: _FIELDS[StorageMeta],
+    Metadata: {"planner_data", "storage_meta", "version"},
+}
 
 
 def _fill(target: Any, state: Any) -> None:
@@ -110,8 +115,9 @@ def _fill(target: Any, state: Any) -> None:
     for name, value in state.items():
         if name not in tests or not tests[name](value):
             raise ValueError(f"{type(target).__name__}.{shown(name)} cannot be {shown(value)}")
+    optional = _OPTIONAL.get(type(target), ())
     for name in tests:
-        if name not in state and name not in _DEFAULTS:
+        if name not in state and name not in optional:
             raise ValueError(f"{type(target).__name__}.{name} is missing")
     target.__dict__.update(state)
 
