@@ -53,12 +53,16 @@ format: $(VENV)/.has-lint
 # itself is not sanitized, hence the preload; its own allocations at exit are no leaks of ours. An
 # allocation that cannot be is an error for the caller, as a test of the pool expects. Left out are
 # a limit of memory, which the sanitizer's own exceeds, and nvcc, which crashes beside a sanitizer.
+sanitize: SANITIZED = -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined
 sanitize: $(VENV)/.has-test $(VENV)/.has-cpp
 	cmake -S . -B build/sanitize -G Ninja -DZEROCORE_SANITIZE=ON -DPython_EXECUTABLE=$(PY)
 	cmake --build build/sanitize
+	TEST_CXX_FLAGS="$(SANITIZED)" $(PY) -c \
+	  "from tests.bindings._C_testing import EXTENSION; EXTENSION.compile()"
 	cd build/sanitize/python && \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	TEST_CXX_FLAGS="$(SANITIZED)" \
 	PYTHONPATH=$(CURDIR) $(PY) -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
 	  $(wildcard $(addprefix $(CURDIR)/tests/,io plan kernels runtime engine)) \
 	  --ignore=$(CURDIR)/tests/kernels/test_ptx.py \
@@ -71,9 +75,9 @@ sanitize: $(VENV)/.has-test $(VENV)/.has-cpp
 tsan: $(VENV)/.has-test $(VENV)/.has-cpp
 	cmake -S . -B build/tsan -G Ninja -DZEROCORE_SANITIZE=thread -DPython_EXECUTABLE=$(PY)
 	cmake --build build/tsan
-	ASYNC_DEVICE_FLAGS="-fsanitize=thread -g1" $(PY) -c \
-	  "from tests.async_device.build import compile_device; compile_device()"
-	cd build/tsan/python && ASYNC_DEVICE_FLAGS="-fsanitize=thread -g1" \
+	TEST_CXX_FLAGS="-fsanitize=thread -g1" $(PY) -c \
+	  "from tests.async_device.device import EXTENSION; EXTENSION.compile()"
+	cd build/tsan/python && TEST_CXX_FLAGS="-fsanitize=thread -g1" \
 	TSAN_OPTIONS=suppressions=$(CURDIR)/tests/async_device/tsan.txt:exitcode=66 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	PYTHONPATH=.:$(CURDIR) setarch -R $(PY) -m tests.async_device.under_tsan

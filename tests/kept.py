@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -21,23 +22,22 @@ def kept(kind: str, key: list[str], make: Callable[[Path], object]) -> Path:
             checkout may be part of the result.
     """
     folder = CACHE / kind / hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]
-    if not folder.exists():
-        _delete_unused(folder.parent)
-        unfinished = folder.with_name(f"{folder.name}-{os.getpid()}")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        make(unfinished)
-        try:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # others wait for the first one
+        if not folder.exists():
+            _delete_unused(folder.parent)
+            unfinished = folder.with_suffix(".unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            make(unfinished)
             unfinished.replace(folder)
-        except OSError:  # another process was first
-            shutil.rmtree(unfinished)
-            if not folder.exists():
-                raise
     os.utime(folder)
     return folder
 
 
 def _delete_unused(parent: Path) -> None:
-    for folder in parent.iterdir() if parent.exists() else ():
-        if time.time() - folder.stat().st_mtime > _UNUSED_SECONDS:
+    for folder in parent.iterdir():
+        if folder.is_dir() and time.time() - folder.stat().st_mtime > _UNUSED_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
+            folder.with_suffix(".lock").unlink(missing_ok=True)

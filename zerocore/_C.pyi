@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Backend
 from zerocore._C_io import *  # noqa: F403
 from zerocore._C_io import HostMemory
 from zerocore._C_plan import *  # noqa: F403
-from zerocore._C_plan import CallEvent, HostBytes, Layout, ParamSpec, Range, ShardOptions
+from zerocore._C_plan import CallEvent, HostBytes, Layout, ParamSpec, ShardOptions
 
 build: str  # compiler, the torch that it was built against, CUDA toolkit, flags
 
@@ -18,23 +18,6 @@ CHUNK_NUMEL: int
 """Elements that a block of a kernel works on."""
 HAS_CUDA_KERNELS: bool
 """Whether this build has the kernels for CUDA devices."""
-
-class SegmentChunk:
-    """The elements that one block of a kernel works on."""
-
-    segment: int
-    elements: Range
-
-class VectorSplit:
-    """How a run of elements is cut for wide accesses: single ones, vectors, single ones."""
-
-    head: int
-    num_vectors: int
-
-def kernel_chunks(numels: Sequence[int]) -> list[SegmentChunk]: ...
-def kernel_vector_split(
-    dst: int, dst_itemsize: int, src: int, src_itemsize: int, numel: int
-) -> VectorSplit: ...
 
 class PoolStats:
     """Figures of a bucket pool, bytes."""
@@ -61,21 +44,6 @@ class Waiting:
     def __exit__(self, kind: object, error: object, trace: object) -> None: ...
 
 def allocator_counts(device: str) -> AllocatorCounts | None: ...
-
-class Slot:
-    """A block of pool memory."""
-
-    nbytes: int
-    address: int
-
-class CpuBucketPool:
-    """A bucket pool on the CPU, for tests."""
-
-    def acquire(self, unit: int, nbytes: int) -> Slot: ...
-    def set_apart(self, apart: bool) -> None: ...
-    def release(self, slot: Slot) -> None: ...
-    def forget_recent_peak(self) -> None: ...
-    stats: PoolStats
 
 class Traffic:
     """The kind of a collective, which decides how many of its bytes cross the link."""

@@ -6,9 +6,6 @@
 namespace zerocore {
 
 void register_plan(pybind11::module_& module);
-void register_swap_ring(pybind11::module_& module);
-void register_reduction(pybind11::module_& module);
-void register_kernels(pybind11::module_& module);
 void register_runtime(pybind11::module_& module);
 void register_emulated(pybind11::module_& module);
 void register_io(pybind11::module_& module);

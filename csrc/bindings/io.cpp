@@ -147,15 +147,13 @@ void register_io(py::module_& module) {
   register_file_writer(module);
   module.def(
       "crc32",
-      [](uintptr_t address, size_t nbytes, uint32_t crc, bool by_tables) {
-        const py::gil_scoped_release released;
-        return by_tables ? io::crc32_by_tables(crc, as_memory(address), nbytes)
-                         : io::crc32(crc, as_memory(address), nbytes);
+      [](uintptr_t address, size_t nbytes, uint32_t crc) {
+        return io::crc32(crc, as_memory(address), nbytes);
       },
       py::arg("address"),
       py::arg("nbytes"),
       py::arg("crc") = 0,
-      py::arg("by_tables") = false);
+      Released());
   module.def("reserve", &io::reserve, py::arg("file"), py::arg("nbytes"), Released());
 }
 

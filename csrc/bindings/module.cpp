@@ -2,6 +2,7 @@
 #include <torch/version.h>
 
 #include "bindings/bindings.h"
+#include "kernels/loops.h"
 
 #define QUOTE(x) #x
 #define VERSION_TEXT(major, minor) QUOTE(major) "." QUOTE(minor)
@@ -22,10 +23,9 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "C++ runtime of zerocore.";
   module.attr("build") = COMPILER ", torch " TORCH_VERSION ", CUDA: " ZEROCORE_CUDA_BUILD
                                   ", C++ flags: " ZEROCORE_CXX_FLAGS;
+  module.attr("CHUNK_NUMEL") = zerocore::kernels::kChunkNumel;
+  module.attr("HAS_CUDA_KERNELS") = zerocore::kernels::has_loops(c10::DeviceType::CUDA);
   zerocore::register_plan(module);
-  zerocore::register_swap_ring(module);
-  zerocore::register_reduction(module);
-  zerocore::register_kernels(module);
   zerocore::register_io(module);
   zerocore::register_pickles(module);
   zerocore::register_runtime(module);

@@ -1,5 +1,5 @@
-// Python face of the runtime layer: allocators' figures, the watchdog's last word, threads and
-// memory of the host, and the bucket pool, for tests.
+// Python face of the runtime layer: figures of allocators and pools, the watchdog's last word,
+// threads and memory of the host.
 #include <ATen/ops/from_blob.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -12,8 +12,8 @@
 
 #include "bindings/bindings.h"
 #include "common/pages.h"
+#include "plan/pool_map.h"
 #include "runtime/allocator_counts.h"
-#include "runtime/bucket_pool.h"
 #include "runtime/host_memory.h"
 #include "runtime/host_threads.h"
 #include "runtime/swapped_units.h"
@@ -25,14 +25,6 @@ namespace py = pybind11;
 namespace zerocore {
 
 namespace {
-
-// A pool on the CPU together with the streams it needs.
-struct CpuPool {
-  CpuPool() : streams(c10::Device(c10::DeviceType::CPU)), pool(streams) {}
-
-  Streams streams;
-  BucketPool pool;
-};
 
 // A collective that is not in a ledger, while a thread may wait in it.
 class Waiting {
@@ -170,23 +162,6 @@ void register_runtime(py::module_& module) {
       .def_readonly("reserved_nbytes", &PoolStats::reserved_nbytes)
       .def_readonly("peak_reserved_nbytes", &PoolStats::peak_reserved_nbytes)
       .def_readonly("num_allocations", &PoolStats::num_allocations);
-  py::class_<Slot>(module, "Slot")
-      .def_readonly("nbytes", &Slot::nbytes)
-      .def_property_readonly(
-          "address", [](const Slot& slot) { return reinterpret_cast<uintptr_t>(slot.data); });
-  py::class_<CpuPool>(module, "CpuBucketPool")
-      .def(py::init<>())
-      .def(
-          "acquire",
-          [](CpuPool& self, UnitId unit, int64_t nbytes) {
-            return self.pool.acquire({unit}, nbytes, StreamRole::Compute);
-          },
-          py::arg("unit"),
-          py::arg("nbytes"))
-      .def("set_apart", [](CpuPool& self, bool apart) { self.pool.set_apart(apart); })
-      .def("release", [](CpuPool& self, Slot& slot) { self.pool.release(slot); })
-      .def("forget_recent_peak", [](CpuPool& self) { self.pool.forget_recent_peak(); })
-      .def_property_readonly("stats", [](const CpuPool& self) { return self.pool.stats(); });
 }
 
 } // namespace zerocore

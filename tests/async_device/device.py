@@ -5,18 +5,20 @@ Torch knows it as ``torch.asyncdev``, and as a backend of torch.distributed of t
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.async_device.build import NAME, compile_device
+from tests.compiled import ROOT, Extension
 
 DEVICE = "asyncdev"
+_SOURCES = sorted(path.relative_to(ROOT) for path in Path(__file__).parent.glob("*.cpp"))
+EXTENSION = Extension("async_device_extension", tuple(map(str, _SOURCES)))
 
 
 def load() -> Any:
@@ -25,13 +27,9 @@ def load() -> Any:
     Raises:
         RuntimeError: it cannot be compiled.
     """
-    if NAME in sys.modules:
-        return sys.modules[NAME]
-    spec = importlib.util.spec_from_file_location(NAME, compile_device())
-    assert spec is not None and spec.loader is not None
-    extension = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(extension)
-    sys.modules[NAME] = extension
+    if EXTENSION.name in sys.modules:
+        return EXTENSION.load()
+    extension = EXTENSION.load()
     torch.utils.rename_privateuse1_backend(DEVICE)
     torch._register_device_module(DEVICE, _module(extension))
     dist.Backend.register_backend(DEVICE, _create_group, extended_api=True, devices=[DEVICE])
@@ -56,7 +54,7 @@ def _create_group(options: Any, _: Any) -> Any:
     wire = dist.ProcessGroupGloo(
         options.store, options.group_rank, options.group_size, options.timeout
     )
-    return sys.modules[NAME].AsyncGroup(wire)
+    return EXTENSION.load().AsyncGroup(wire)
 
 
 def _module(extension: Any) -> ModuleType:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerocore._C import CHUNK_NUMEL, kernel_chunks, kernel_vector_split
+from tests.bindings import _C_testing
+from zerocore._C import CHUNK_NUMEL
 
 _sizes = st.one_of(
     st.integers(0, 20), st.integers(CHUNK_NUMEL - 2, CHUNK_NUMEL + 2), st.integers(0, 200_000)
@@ -15,7 +16,7 @@ _sizes = st.one_of(
 @given(st.lists(_sizes, max_size=60))
 @settings(deadline=None)
 def test_chunks_cover_each_segment_in_order(numels: list[int]) -> None:
-    chunks = kernel_chunks(numels)
+    chunks = _C_testing.kernel_chunks(numels)
     assert all(0 < c.elements.end - c.elements.begin <= CHUNK_NUMEL for c in chunks)
     full = [numel for numel in numels if numel > 0]
     covered = [0] * len(full)
@@ -36,7 +37,7 @@ def test_chunks_cover_each_segment_in_order(numels: list[int]) -> None:
 def test_vectors_are_aligned_and_as_many_as_fit(
     dst: int, dst_itemsize: int, src: int, src_itemsize: int, numel: int
 ) -> None:
-    split = kernel_vector_split(dst, dst_itemsize, src, src_itemsize, numel)
+    split = _C_testing.kernel_vector_split(dst, dst_itemsize, src, src_itemsize, numel)
     head, num_vectors = split.head, split.num_vectors
     lanes = 16 // min(dst_itemsize, src_itemsize)
     assert 0 <= head <= numel

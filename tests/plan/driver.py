@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from zerocore._C import Action, CallEvent, CallHandle, Schedule
+from tests.bindings import _C_testing
+from zerocore._C import CallEvent
 
 # A call tree: (unit, calls inside of it).
 Call = tuple[int, tuple["Call", ...]]
@@ -37,13 +38,13 @@ def order_of(calls: list[Call] | tuple[Call, ...]) -> list[CallEvent]:
 class Driver:
     """One rank: a schedule, what is resident, and every collective it issued."""
 
-    schedule: Schedule
+    schedule: _C_testing.Schedule
     releases: bool = True
     resident: set[int] = field(default_factory=set)
     collectives: list[tuple[str, int]] = field(default_factory=list)
     max_resident: int = 0
 
-    def apply(self, actions: list[Action]) -> None:
+    def apply(self, actions: list[_C_testing.Action]) -> None:
         for action in actions:
             if action.kind == "unshard":
                 assert action.unit not in self.resident
@@ -56,10 +57,10 @@ class Driver:
 
     def forward(
         self, calls: list[Call], skipped: frozenset[int] = frozenset(), grad: bool = True
-    ) -> list[tuple[str, int, CallHandle]]:
+    ) -> list[tuple[str, int, _C_testing.CallHandle]]:
         """One rooted pass; returns the calls' events for the backward."""
         self.apply(self.schedule.begin_pass(grad))
-        tape: list[tuple[str, int, CallHandle]] = []
+        tape: list[tuple[str, int, _C_testing.CallHandle]] = []
         self._run(calls, skipped, tape)
         self.apply(self.schedule.end_pass())
         return tape
@@ -68,7 +69,7 @@ class Driver:
         self,
         calls: list[Call] | tuple[Call, ...],
         skipped: frozenset[int],
-        tape: list[tuple[str, int, CallHandle]],
+        tape: list[tuple[str, int, _C_testing.CallHandle]],
     ) -> None:
         for unit, inside in calls:
             if unit in skipped:
@@ -83,7 +84,7 @@ class Driver:
             tape.append(("exit", unit, left.call))
             self.apply(left.actions)
 
-    def backward(self, tapes: list[list[tuple[str, int, CallHandle]]]) -> None:
+    def backward(self, tapes: list[list[tuple[str, int, _C_testing.CallHandle]]]) -> None:
         """One backward through the passes, last first."""
         self.schedule.begin_backward()
         events = [event for tape in tapes for event in tape]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
+from tests.bindings import _C_testing
 from tests.plan.driver import Call, order_of, random_tree
-from zerocore._C import Action, CallHandle, Schedule
 
-Tape = list[tuple[str, int, CallHandle]]
+Tape = list[tuple[str, int, Any]]  # with the handle of the call
 # Yields the unit that a rank needs, or None when it has left the pass; is sent what is served.
 Pass = Generator[int | None, int | None, Tape]
 
@@ -20,11 +21,11 @@ Pass = Generator[int | None, int | None, Tape]
 class Rank:
     """A schedule, what is resident, and every collective that the rank issued."""
 
-    schedule: Schedule
+    schedule: _C_testing.Schedule
     resident: set[int] = field(default_factory=set)
     collectives: list[tuple[str, int]] = field(default_factory=list)
 
-    def apply(self, actions: list[Action]) -> None:
+    def apply(self, actions: list[_C_testing.Action]) -> None:
         for action in actions:
             if action.kind == "unshard":
                 self.resident.add(action.unit)
@@ -105,7 +106,7 @@ def play(ranks: list[Rank], calls: list[list[Call]], grad: bool = True) -> bool:
 
 def make_ranks(count: int, num_units: int, prefetch: int) -> list[Rank]:
     order = order_of([(unit, ()) for unit in range(num_units)])
-    return [Rank(Schedule(num_units, prefetch, True, True, order)) for _ in range(count)]
+    return [Rank(_C_testing.Schedule(num_units, prefetch, True, True, order)) for _ in range(count)]
 
 
 def some_of(rng: random.Random, calls: Sequence[Call], left_out: float) -> list[Call]:

@@ -7,16 +7,8 @@ from typing import Any
 
 import pytest
 
-from zerocore._C import (
-    ElementType,
-    GradStep,
-    Layout,
-    ParamSpec,
-    Range,
-    Reduction,
-    ReductionOptions,
-    ShardOptions,
-)
+from tests.bindings import _C_testing
+from zerocore._C import ElementType, Layout, ParamSpec, Range, ShardOptions
 
 NUMEL = 1024
 FP32, BF16 = 4 * NUMEL, 2 * NUMEL  # bytes of a bucket
@@ -31,20 +23,22 @@ def layout(world: int = WORLD, **types: Any) -> Layout:
     return Layout.build([ParamSpec(f"{i}", [NUMEL // 2], *dtype, **types) for i in "ab"], world)
 
 
-def make(stage: int, world: int = WORLD, units: int = 1, **options: Any) -> Reduction:
+def make(stage: int, world: int = WORLD, units: int = 1, **options: Any) -> _C_testing.Reduction:
     types = WIRED if options.pop("wired", False) else {}
     shards = world if stage > 0 else 1
     layouts = [layout(shards, **types) for _ in range(units)]
     gradients = options.pop("gradients", "device")
     hold_full = options.pop("hold_full", False)
     sharding = ShardOptions(stage=stage, hold_full=hold_full, gradients=gradients)
-    return Reduction(ReductionOptions(sharding, world_size=world, **options), layouts)
+    return _C_testing.Reduction(
+        _C_testing.ReductionOptions(sharding, world_size=world, **options), layouts
+    )
 
 
 GIVEN = {"compute": "", "device_to_host": " when it is copied"}
 
 
-def text(step: GradStep) -> str:
+def text(step: _C_testing.GradStep) -> str:
     """A step in words: those of its fields that mean something for its kind."""
     adds = " added to" if step.adds else ""
     parts = f" {step.parts} parts" if step.parts > 1 else ""
@@ -61,7 +55,7 @@ def text(step: GradStep) -> str:
     }.get(step.kind, step.kind)
 
 
-def texts(steps: list[GradStep]) -> list[str]:
+def texts(steps: list[_C_testing.GradStep]) -> list[str]:
     """All but the memory that stays and the order of streams."""
     return [text(step) for step in steps if step.kind not in ("keep", "order")]
 
@@ -293,8 +287,8 @@ def test_what_is_frozen_is_left_alone() -> None:
     reduction = make(3)
     reduction.set_trainable(0, 0, False)
     assert texts(reduction.reduce(0)) == []
-    options = ReductionOptions(ShardOptions(stage=3), world_size=2)
-    frozen = Reduction(options, [Layout.build([ParamSpec("a", [8], 6, 4, False)], 2)])
+    options = _C_testing.ReductionOptions(ShardOptions(stage=3), world_size=2)
+    frozen = _C_testing.Reduction(options, [Layout.build([ParamSpec("a", [8], 6, 4, False)], 2)])
     assert texts(frozen.reduce(0)) == []
     assert frozen.kept_nbytes(0) == 0
 
@@ -313,7 +307,7 @@ BLOCKS = ("scratch", "wire", "full")
 FLAGS = ("hold_full", "on_host", "wired")
 
 
-def watch_backwards(reduction: Reduction, holds: bool) -> None:
+def watch_backwards(reduction: _C_testing.Reduction, holds: bool) -> None:
     """Backwards that reduce one of two units twice; nothing but sums for later stays held."""
     held: set[tuple[int, str]] = set()
     flying: set[int] = set()

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from tests.bindings import _C_testing
 from tests.plan.driver import Call, Driver, order_of, random_tree
-from zerocore._C import CallEvent, Schedule
+from zerocore._C import CallEvent
 
 SEEDS = range(60)
 
@@ -16,7 +17,7 @@ def make(
     calls: list, num_units: int, prefetch: int, order: list[CallEvent] | None = None
 ) -> Driver:
     expected = order_of(calls) if order is None else order
-    return Driver(Schedule(num_units, prefetch, True, True, expected))
+    return Driver(_C_testing.Schedule(num_units, prefetch, True, True, expected))
 
 
 def chain(num_units: int) -> list:
@@ -167,7 +168,7 @@ def test_abort_gives_everything_back() -> None:
 
 
 def test_stages_1_and_2_gather_once_after_an_update() -> None:
-    schedule = Schedule(3, 1, True, False, order_of(chain(3)))
+    schedule = _C_testing.Schedule(3, 1, True, False, order_of(chain(3)))
     driver = Driver(schedule, releases=False, resident={0, 1, 2})
     driver.backward([driver.forward(chain(3))])
     assert [op for op, _ in driver.collectives] == ["reduce"] * 3
@@ -263,7 +264,7 @@ def test_a_unit_gathered_ahead_is_given_back_when_weights_change() -> None:
 
 def test_ranks_go_together_through_a_pass_that_uses_what_was_gathered_ahead() -> None:
     """Also where nothing is left to be gathered: they hear of weights that have changed."""
-    schedule = Schedule(1, 1, True, True, order_of(chain(1)))
+    schedule = _C_testing.Schedule(1, 1, True, True, order_of(chain(1)))
     schedule.gather_ahead(0)
     schedule.begin_pass(False)
     assert schedule.is_expected(0)

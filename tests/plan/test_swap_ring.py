@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerocore._C import SwapRing, SwapStep
+from tests.bindings import _C_testing
 
 TORN = -1
 PAGE = 4096
@@ -20,15 +20,16 @@ class Memory:
     """Carries out steps as late as they may be, and knows what may not happen."""
 
     def __init__(self, num_units: int, num_buffers: int) -> None:
-        self.ring = SwapRing([PAGE] * num_units, num_buffers, PAGE)
+        self.ring = _C_testing.SwapRing([PAGE] * num_units, num_buffers, PAGE)
         self.newest = [0] * num_units
         self.file = [0] * num_units
         self.buffers = [(-1, TORN)] * num_buffers  # unit, version
-        self.under_way: dict[int, tuple[SwapStep, int]] = {}  # by buffer; the version written
+        # By buffer; the version written.
+        self.under_way: dict[int, tuple[_C_testing.SwapStep, int]] = {}
         self.held: dict[int, int] = {}  # buffer by unit
         self.counts: Counter[str] = Counter()
 
-    def run(self, steps: Sequence[SwapStep]) -> None:
+    def run(self, steps: Sequence[_C_testing.SwapStep]) -> None:
         for step in steps:
             self.counts[step.kind] += 1
             if step.kind == "await":
@@ -42,7 +43,7 @@ class Memory:
             assert self.buffers[step.buffer][0] == step.unit
             self.under_way[step.buffer] = (step, self.buffers[step.buffer][1])
 
-    def complete(self, step: SwapStep, version: int) -> None:
+    def complete(self, step: _C_testing.SwapStep, version: int) -> None:
         if step.kind == "read":
             self.buffers[step.buffer] = (step.unit, self.file[step.unit])
         else:  # what changed while it was written is torn
@@ -99,13 +100,13 @@ def test_units_have_their_newest_bytes(data: st.DataObject, num_units: int, buff
     memory.finish()
 
 
-def names(steps: Sequence[SwapStep]) -> list[str]:
+def names(steps: Sequence[_C_testing.SwapStep]) -> list[str]:
     return [f"{step.kind} {step.unit} in {step.buffer}" for step in steps]
 
 
 def test_one_is_read_and_one_written_while_one_is_in_use() -> None:
     """A read begins two uses before its unit's, a write is awaited one release after it began."""
-    ring = SwapRing([PAGE] * 5, 3, PAGE)
+    ring = _C_testing.SwapRing([PAGE] * 5, 3, PAGE)
     assert names(ring.expect(range(5))) == ["read 0 in 0", "read 1 in 1"]
     found = []
     for unit in range(5):
@@ -152,7 +153,7 @@ def test_reads_are_few(buffers: int) -> None:
 
 
 def test_ranges_and_buffers() -> None:
-    ring = SwapRing([1, 0, 4096, 5000], 2, PAGE)
+    ring = _C_testing.SwapRing([1, 0, 4096, 5000], 2, PAGE)
     ranges = [(ring.range(unit).begin, ring.range(unit).end) for unit in range(4)]
     assert ranges == [(0, 4096), (4096, 4096), (4096, 8192), (8192, 16384)]
     assert (ring.file_nbytes, ring.buffer_nbytes, ring.num_buffers) == (16384, 8192, 2)
@@ -162,8 +163,8 @@ def test_ranges_and_buffers() -> None:
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="num_buffers must be at least 1, got 0"):
-        SwapRing([1], 0, PAGE)
-    ring = SwapRing([1, 1, 1], 2, PAGE)
+        _C_testing.SwapRing([1], 0, PAGE)
+    ring = _C_testing.SwapRing([1, 1, 1], 2, PAGE)
     ring.acquire(0)
     with pytest.raises(ValueError, match="unit 0 is held already"):
         ring.acquire(0)

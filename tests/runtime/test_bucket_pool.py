@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerocore._C import CpuBucketPool, Slot
+from tests.bindings import _C_testing
 
 KIB = 1024
 
 
-def play(pool: CpuBucketPool, moves: list[tuple[int, int]]) -> dict[int, int]:
+def play(pool: _C_testing.CpuBucketPool, moves: list[tuple[int, int]]) -> dict[int, int]:
     """Acquires a block of each (unit, bytes), gives back one of (unit, 0); addresses by unit.
 
     The rest is given back at the end. Blocks held at the same time never overlap.
     """
-    held: dict[int, Slot] = {}
+    held: dict[int, _C_testing.Slot] = {}
     sizes: dict[int, int] = {}
     addresses: dict[int, int] = {}
     for unit, nbytes in moves:
@@ -46,7 +46,7 @@ def taking_turns(sizes: list[int]) -> list[tuple[int, int]]:
 
 def test_blocks_that_take_turns_share_an_arena_of_the_highest_use() -> None:
     """Of one large and many small blocks, two at a time; by size they would take 8 + 2 + 1 KiB."""
-    pool = CpuBucketPool()
+    pool = _C_testing.CpuBucketPool()
     moves = taking_turns([8 * KIB, KIB, 2 * KIB, KIB, 2 * KIB, KIB])
     play(pool, moves)
     assert pool.stats.reserved_nbytes == 0  # each had memory of its own
@@ -56,7 +56,7 @@ def test_blocks_that_take_turns_share_an_arena_of_the_highest_use() -> None:
 
 
 def test_a_block_has_the_same_place_in_every_step() -> None:
-    pool = CpuBucketPool()
+    pool = _C_testing.CpuBucketPool()
     moves = taking_turns([8 * KIB, KIB, 2 * KIB])
     play(pool, moves)
     allocations = pool.stats.num_allocations
@@ -65,7 +65,7 @@ def test_a_block_has_the_same_place_in_every_step() -> None:
 
 
 def test_statistics() -> None:
-    pool = CpuBucketPool()
+    pool = _C_testing.CpuBucketPool()
     first, second = pool.acquire(0, 100), pool.acquire(1, 60)
     assert (pool.stats.in_use_nbytes, pool.stats.reserved_nbytes) == (160, 160)
     pool.release(first)
@@ -84,7 +84,7 @@ def test_statistics() -> None:
 
 
 def test_an_empty_slot_costs_nothing() -> None:
-    pool = CpuBucketPool()
+    pool = _C_testing.CpuBucketPool()
     slot = pool.acquire(0, 0)
     pool.release(slot)
     pool.release(slot)
@@ -92,7 +92,7 @@ def test_an_empty_slot_costs_nothing() -> None:
 
 
 def test_a_step_that_does_something_else_is_served_and_learned_from() -> None:
-    pool = CpuBucketPool()
+    pool = _C_testing.CpuBucketPool()
     moves = taking_turns([4 * KIB] * 4)
     for _ in range(2):
         play(pool, moves)
@@ -109,7 +109,7 @@ def test_a_step_that_does_something_else_is_served_and_learned_from() -> None:
 
 
 def test_a_block_that_grew_gets_a_place_of_its_new_size() -> None:
-    pool = CpuBucketPool()
+    pool = _C_testing.CpuBucketPool()
     for nbytes in (KIB, KIB, 4 * KIB, 4 * KIB):
         play(pool, [(0, nbytes)])
     allocations = pool.stats.num_allocations
@@ -119,7 +119,7 @@ def test_a_block_that_grew_gets_a_place_of_its_new_size() -> None:
 
 
 def test_what_is_held_apart_does_not_shape_the_arena() -> None:
-    pool = CpuBucketPool()
+    pool = _C_testing.CpuBucketPool()
     moves = taking_turns([KIB] * 8)
     for _ in range(2):
         play(pool, moves)
@@ -133,7 +133,7 @@ def test_what_is_held_apart_does_not_shape_the_arena() -> None:
 
 
 def test_a_failed_allocation_changes_nothing() -> None:
-    pool = CpuBucketPool()
+    pool = _C_testing.CpuBucketPool()
     moves = taking_turns([4 * KIB] * 4)
     for _ in range(2):
         play(pool, moves)
@@ -151,7 +151,7 @@ def test_a_failed_allocation_changes_nothing() -> None:
     assert figures(pool) == before
 
 
-def figures(pool: CpuBucketPool) -> tuple[int, ...]:
+def figures(pool: _C_testing.CpuBucketPool) -> tuple[int, ...]:
     stats = pool.stats
     return (
         stats.in_use_nbytes,
@@ -164,7 +164,7 @@ def figures(pool: CpuBucketPool) -> tuple[int, ...]:
 
 def test_another_order_is_packed_for_and_the_old_one_forgotten() -> None:
     """Neighbours of both orders would need more than the two blocks that are held at a time."""
-    pool = CpuBucketPool()
+    pool = _C_testing.CpuBucketPool()
     sizes = [4 * KIB] * 12
     shuffled = random.Random(1).sample(range(12), 12)
     for order in (range(12), shuffled, shuffled[::-1]):
@@ -181,7 +181,7 @@ def test_another_order_is_packed_for_and_the_old_one_forgotten() -> None:
 
 def test_another_order_in_every_step_does_not_make_the_arena_grow() -> None:
     """Any two of 64 blocks are neighbours some time; nothing like the sum of all is kept."""
-    pool, rng = CpuBucketPool(), random.Random(0)
+    pool, rng = _C_testing.CpuBucketPool(), random.Random(0)
     for _ in range(100):
         units = rng.sample(range(64), 64)
         moves: list[tuple[int, int]] = []
@@ -196,7 +196,7 @@ def test_another_order_in_every_step_does_not_make_the_arena_grow() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_change_while_blocks_are_held_waits_until_none_is(seed: int) -> None:
-    rng, pool = random.Random(seed), CpuBucketPool()
+    rng, pool = random.Random(seed), _C_testing.CpuBucketPool()
     for _ in range(20):
         moves, held = [], set()
         for _ in range(40):
@@ -215,7 +215,7 @@ def test_a_change_while_blocks_are_held_waits_until_none_is(seed: int) -> None:
 @settings(deadline=None, max_examples=100, derandomize=True)
 def test_a_repeated_step_allocates_nothing(moves: list[tuple[bool, int]]) -> None:
     """Blocks are given back first in, first out."""
-    pool = CpuBucketPool()
+    pool = _C_testing.CpuBucketPool()
     turns: list[tuple[int, int]] = []
     held: list[int] = []
     for unit, (take, nbytes) in enumerate(moves):

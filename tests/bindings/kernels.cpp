@@ -1,13 +1,13 @@
-// Python face of the kernels layer: what this build has, and its index arithmetic for tests. The
-// kernels themselves are operators, torch.ops.zerocore.*.
+// Index arithmetic of kernels, and the checksum that processors without products compute.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <vector>
 
-#include "bindings/bindings.h"
 #include "common/types.h"
-#include "kernels/loops.h"
+#include "io/crc32.h"
+#include "kernels/segment_list.h"
+#include "testing.h"
 
 namespace py = pybind11;
 
@@ -50,8 +50,6 @@ kernels::VectorSplit vector_split(
 } // namespace
 
 void register_kernels(py::module_& module) {
-  module.attr("CHUNK_NUMEL") = kernels::kChunkNumel;
-  module.attr("HAS_CUDA_KERNELS") = kernels::has_loops(c10::DeviceType::CUDA);
   py::class_<SegmentChunk>(module, "SegmentChunk")
       .def_readonly("segment", &SegmentChunk::segment)
       .def_readonly("elements", &SegmentChunk::elements);
@@ -67,6 +65,10 @@ void register_kernels(py::module_& module) {
       py::arg("src"),
       py::arg("src_itemsize"),
       py::arg("numel"));
+  module.def("crc32_by_tables", [](const py::buffer& data, uint32_t crc) {
+    const py::buffer_info bytes = data.request();
+    return io::crc32_by_tables(crc, bytes.ptr, bytes.size * bytes.itemsize);
+  });
 }
 
 } // namespace zerocore

@@ -1,4 +1,4 @@
-// Python face of reductions, for tests: a list of what would be done, with no tensor.
+// Reductions: a list of what would be done, with no tensor.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/bindings.h"
 #include "plan/reduction.h"
+#include "testing.h"
 
 namespace py = pybind11;
 

@@ -1,12 +1,12 @@
-// Python face of the plan of units on a disk, for tests.
+// The plan of units on a disk.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <utility>
 #include <vector>
 
-#include "bindings/bindings.h"
 #include "plan/swap_ring.h"
+#include "testing.h"
 
 namespace py = pybind11;
 
