@@ -10,7 +10,6 @@
 #include "bindings/bindings.h"
 #include "bindings/py_engine.h"
 #include "engine/engine.h"
-#include "engine/exchange.h"
 #include "engine/graph/autograd.h"
 
 namespace py = pybind11;
@@ -91,7 +90,7 @@ void bind_param(
 
 py::dict counters(PyEngine& self) {
   py::dict result;
-  const OpCounters& counters = self.engine->parts().trace.counters();
+  const OpCounters& counters = self.engine->trace().counters();
   for (int op = 0; op < kNumTraceOps; ++op) {
     result[trace_op_name(static_cast<TraceOp>(op))] = counters[op];
   }
@@ -153,15 +152,11 @@ void register_setup(py::class_<PyEngine>& engine) {
             for (const auto& value : full) {
               values.push_back(value.value_or(at::Tensor()));
             }
-            self.engine->parts().offload.wait_updates();
             self.engine->materialize(unit, values, broadcast);
           })
       .def(
           "full_values",
-          [](PyEngine& self, UnitId unit) {
-            self.engine->parts().offload.wait_updates();
-            return self.engine->full_values(unit);
-          },
+          [](PyEngine& self, UnitId unit) { return self.engine->full_values(unit); },
           py::call_guard<py::gil_scoped_release>())
       .def(
           "bind",
@@ -256,8 +251,7 @@ void register_steps(py::class_<PyEngine>& engine) {
              int64_t total_nbytes) {
             const py::gil_scoped_release release;
             MessageSizes sizes{std::move(sent_nbytes), std::move(received_nbytes), total_nbytes};
-            return PyExchange{
-                self.engine, start_exchange(self.engine->parts(), across, sent, std::move(sizes))};
+            return PyExchange{self.engine, self.engine->exchange(across, sent, std::move(sizes))};
           },
           py::arg("across"),
           py::arg("sent"),
@@ -268,12 +262,12 @@ void register_steps(py::class_<PyEngine>& engine) {
           "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
       .def(
           "fail_backward", [](PyEngine& self) { self.engine->fail_backward(); }, no_gil)
-      .def("mark_forked", [](PyEngine& self) { self.engine->parts().mark_forked(); })
+      .def("mark_forked", [](PyEngine& self) { self.engine->mark_forked(); })
       .def("check_process", [](PyEngine& self) { self.engine->check_process(); })
       .def_property(
           "sync",
-          [](const PyEngine& self) { return self.engine->parts().sync; },
-          [](PyEngine& self, bool sync) { self.engine->parts().sync = sync; });
+          [](const PyEngine& self) { return self.engine->reducer().sync(); },
+          [](PyEngine& self, bool sync) { self.engine->reducer().set_sync(sync); });
 }
 
 // Settings of each unit in FSDP2's interface.
@@ -306,8 +300,8 @@ void register_unit_controls(py::class_<PyEngine>& engine) {
 
 int64_t sum_of_units(const PyEngine& self, int64_t (*nbytes_of)(const Unit&)) {
   int64_t nbytes = 0;
-  for (UnitId id = 0; id < self.engine->num_units(); ++id) {
-    nbytes += nbytes_of(self.engine->unit(id));
+  for (const auto& unit : self.engine->units()) {
+    nbytes += nbytes_of(*unit);
   }
   return nbytes;
 }
@@ -317,10 +311,8 @@ void register_figures(py::class_<PyEngine>& engine) {
       .def_property_readonly(
           "order", [](const PyEngine& self) { return self.engine->schedule().order(); })
       .def_property_readonly(
-          "pool_stats", [](const PyEngine& self) { return self.engine->parts().pool.stats(); })
-      .def(
-          "forget_recent_peak",
-          [](PyEngine& self) { self.engine->parts().pool.forget_recent_peak(); })
+          "pool_stats", [](const PyEngine& self) { return self.engine->pool().stats(); })
+      .def("forget_recent_peak", [](PyEngine& self) { self.engine->pool().forget_recent_peak(); })
       .def_property_readonly(
           "parameter_nbytes",
           [](PyEngine& self) {
@@ -335,20 +327,19 @@ void register_figures(py::class_<PyEngine>& engine) {
           "gradient_nbytes",
           [](PyEngine& self) { return self.engine->reducer().persistent_nbytes(); })
       .def_property_readonly(
-          "hand_overs",
-          [](const PyEngine& self) { return self.engine->parts().hand_overs.entries(); })
+          "hand_overs", [](const PyEngine& self) { return self.engine->hand_overs(); })
       .def(
           "stream_handle",
           [](const PyEngine& self, const std::string& role) {
             const StreamRole found = stream_role_named(role);
-            return reinterpret_cast<uintptr_t>(self.engine->parts().streams.native_handle(found));
+            return reinterpret_cast<uintptr_t>(self.engine->streams().native_handle(found));
           })
       .def(
           "start_trace",
-          [](PyEngine& self, bool align) { self.engine->parts().trace.start(align); },
+          [](PyEngine& self, bool align) { self.engine->trace().start(align); },
           py::arg("align") = true)
-      .def("pause_trace", [](PyEngine& self) { self.engine->parts().trace.pause(); })
-      .def("stop_trace", [](PyEngine& self) { return self.engine->parts().trace.stop(); })
+      .def("pause_trace", [](PyEngine& self) { self.engine->trace().pause(); })
+      .def("stop_trace", [](PyEngine& self) { return self.engine->trace().stop(); })
       .def_property_readonly("agreed", &agreed)
       .def_property_readonly("counters", &counters);
 }
@@ -360,7 +351,7 @@ void register_engine(py::module_& module) {
   py::class_<PyExchange>(module, "Exchange")
       .def(
           "wait",
-          [](PyExchange& self) { return finish_exchange(self.engine->parts(), self.exchange); },
+          [](PyExchange& self) { return self.exchange.wait(); },
           py::call_guard<py::gil_scoped_release>());
   module.def("note_backward_call", [](const py::object& roots) {
     note_backward_call(collect_outputs(roots));

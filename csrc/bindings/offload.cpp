@@ -16,55 +16,57 @@ void register_offload(py::class_<PyEngine>& engine) {
       .def(
           "is_updated_on_host",
           [](PyEngine& self, UnitId unit, int param) {
-            return self.engine->parts().offload.updates(unit, param);
+            return self.engine->offload().updates(unit, param);
           })
       .def(
           "update_on_host",
           [](PyEngine& self, HostUpdate update) {
-            self.engine->parts().offload.update(std::move(update));
+            self.engine->offload().update(std::move(update));
           },
           no_gil)
       .def(
           "send_weights",
-          [](PyEngine& self, UnitId unit) { self.engine->parts().offload.send(unit); },
+          [](PyEngine& self, UnitId unit) { self.engine->offload().send(unit); },
           no_gil)
       .def(
           "known_squares",
           [](PyEngine& self, UnitId unit, int param) {
-            return self.engine->parts().offload.known_squares(unit, param);
+            return self.engine->offload().known_squares(unit, param);
           },
           no_gil)
       .def(
           "arrived_gradient",
           [](PyEngine& self, UnitId unit, int param) {
-            return self.engine->parts().offload.arrived_gradient(unit, param);
+            return self.engine->offload().arrived_gradient(unit, param);
           },
           no_gil)
       .def(
-          "synchronize", [](PyEngine& self) { self.engine->parts().offload.synchronize(); }, no_gil)
+          "synchronize", [](PyEngine& self) { self.engine->offload().synchronize(); }, no_gil)
       .def_property_readonly(
           "lands_gradients",
-          [](const PyEngine& self) { return self.engine->parts().context.lands_gradients(); })
+          [](const PyEngine& self) { return self.engine->offload().lands_gradients(); })
       .def_property_readonly(
-          "host_bytes", [](const PyEngine& self) { return self.engine->parts().host_bytes(); })
+          "host_bytes", [](const PyEngine& self) { return self.engine->offload().host_bytes(); })
       .def(
-          "map_host_memory", [](PyEngine& self) { self.engine->parts().map_host_memory(); }, no_gil)
+          "map_host_memory",
+          [](PyEngine& self) { self.engine->offload().map_host_memory(); },
+          no_gil)
       .def_property_readonly(
           "host_memory_nbytes",
           [](const PyEngine& self) {
-            const auto& host = self.engine->parts().host;
+            const HostStates* host = self.engine->offload().host_states();
             return host == nullptr ? 0 : host->layout().nbytes();
           })
       .def_property_readonly(
           "host_memory",
           [](const PyEngine& self) {
-            const auto& host = self.engine->parts().host;
+            const HostStates* host = self.engine->offload().host_states();
             return host == nullptr ? nullptr : host->mapped();
           })
       .def(
           "open_disk",
           [](PyEngine& self, std::string folder, std::string name) {
-            self.engine->parts().open_disk({std::move(folder), std::move(name)});
+            self.engine->offload().open_disk({std::move(folder), std::move(name)});
           },
           py::arg("folder"),
           py::arg("name"),
@@ -72,7 +74,7 @@ void register_offload(py::class_<PyEngine>& engine) {
       .def(
           "make_moments",
           [](PyEngine& self, UnitId unit, int param) {
-            return self.engine->parts().make_moments(unit, param);
+            return self.engine->offload().make_moments(unit, param);
           },
           no_gil);
 }

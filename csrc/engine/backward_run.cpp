@@ -16,17 +16,27 @@ constexpr size_t kMaxBackwardShapes = 4096; // routers may make a new one in eve
 
 } // namespace
 
-BackwardRun::BackwardRun(EngineParts& parts, UnitLifecycle& lifecycle, OrderConsensus& consensus)
-    : parts_(parts),
+BackwardRun::BackwardRun(
+    const Units& units,
+    const UnitContext& context,
+    Schedule& schedule,
+    Reducer& reducer,
+    ThreadCheck& thread_check,
+    UnitLifecycle& lifecycle,
+    OrderConsensus& consensus)
+    : units_(units),
+      context_(context),
+      schedule_(schedule),
+      reducer_(reducer),
+      thread_check_(thread_check),
       lifecycle_(lifecycle),
       consensus_(consensus),
       untracked_(
           [this](const RecordedCall& recorded) { enter_untracked(recorded); },
           [this](const CallHandle& call) {
-            return is_done(call.unit) || parts_.schedule.is_resident(call.unit) ||
-                !parts_.schedule.reads(call);
+            return is_done(call.unit) || schedule_.is_resident(call.unit) || !schedule_.reads(call);
           }) {
-  for (const auto& unit : parts.units) {
+  for (const auto& unit : units) {
     progress_.push_back({0, -1, std::vector<uint8_t>(unit->params().size(), 0)});
   }
 }
@@ -51,11 +61,12 @@ void BackwardRun::expect(
 }
 
 void BackwardRun::begin() {
-  parts_.thread_check.check_hook();
+  thread_check_.check_hook();
   throw_untracked_error();
-  if (std::exchange(parts_.backward, true)) {
+  if (lifecycle_.in_backward_pass()) {
     return;
   }
+  lifecycle_.set_in_backward_pass(true);
   consensus_.settle_pass();
   TORCH_CHECK(
       !consensus_.failed(),
@@ -63,16 +74,16 @@ void BackwardRun::begin() {
       consensus_.failed().value_or(-1),
       " of the model's ranks, so there is nothing to average this backward with. All ranks must "
       "skip it: let them agree on that before the backward.");
-  for (UnitId id = 0; id < parts_.num_units(); ++id) {
-    lifecycle_.sync_requires_grad(id);
+  for (const auto& unit : units_) {
+    lifecycle_.sync_requires_grad(unit->id());
   }
-  parts_.schedule.begin_backward();
+  schedule_.begin_backward();
   untracked_.begin_backward();
   if (consensus_.ranks_differ()) {
     untracked_.keep_watching();
   }
   mute_units();
-  on_backward_end([this, owner = owner_, running = parts_.thread_check.begin_backward()] {
+  on_backward_end([this, owner = owner_, running = thread_check_.begin_backward()] {
     if (const auto alive = owner.lock()) {
       end();
     }
@@ -87,12 +98,12 @@ void BackwardRun::mute_units() {
     return;
   }
   muted_ = selective;
-  for (UnitId id = 0; id < parts_.num_units(); ++id) {
-    const auto& params = parts_.units[id]->params();
+  for (const auto& unit : units_) {
+    const auto& params = unit->params();
     const bool wanted = std::any_of(params.begin(), params.end(), [](const UnitParam& param) {
       return param.full.requires_grad() && accumulates_into(param.full);
     });
-    parts_.schedule.set_muted(id, !wanted);
+    schedule_.set_muted(unit->id(), !wanted);
   }
 }
 
@@ -101,20 +112,21 @@ void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
   untracked_.announce(number);
   note_changes(id);
   TORCH_CHECK(
-      !c10::GradMode::is_enabled() || !parts_.context.mesh.shards_parameters() ||
-          parts_.schedule.is_held_unsharded(id),
+      !c10::GradMode::is_enabled() || !context_.mesh.shards_parameters() ||
+          schedule_.is_held_unsharded(id),
       "backward with create_graph=True through unit '",
-      parts_.units[id]->name(),
+      units_[id]->name(),
       "': a second backward would need parameters that stage 3 has given back by then. Use stage 2 "
       "or lower, or run forward and both backwards inside `with zerocore.unsharded(model):`.");
   begin();
   go_through(id);
   consensus_.ask_in_backward(recorded.call);
-  if (parts_.schedule.pre_backward(recorded.call, parts_.actions)) {
-    forget_fired(id);
-  }
-  lifecycle_.run(parts_.actions);
-  if (parts_.schedule.is_here(id)) {
+  lifecycle_.run([&](Actions& out) {
+    if (schedule_.pre_backward(recorded.call, out)) {
+      forget_fired(id);
+    }
+  });
+  if (schedule_.is_resident(id)) {
     lifecycle_.use(id);
   }
 }
@@ -144,7 +156,7 @@ void BackwardRun::throw_untracked_error() {
 
 // See Note [Changes between a forward and its backward].
 void BackwardRun::note_changes(UnitId id) {
-  if (parts_.units[id]->versions().tell_autograd()) {
+  if (units_[id]->versions().tell_autograd()) {
     progress_[id].changed = true;
   }
 }
@@ -155,7 +167,7 @@ void BackwardRun::check_recompute(UnitId id) {
   TORCH_CHECK(
       !progress_[id].changed,
       "backward through unit '",
-      parts_.units[id]->name(),
+      units_[id]->name(),
       "': its forward is made again, but its parameters were changed after it (by an optimizer "
       "step or a load). Run backward before the step, or run the forward again.");
 }
@@ -175,11 +187,10 @@ void BackwardRun::grad_ready(UnitId id, int param) {
     ++progress.num_fired;
   }
   // The gradient of the unit's input may still need frozen parameters: released when left, too.
-  const bool needed = parts_.context.mesh.shards_parameters() &&
+  const bool needed = context_.mesh.shards_parameters() &&
       lifecycle_.num_trainable(id) < static_cast<int>(progress.fired.size());
   if (progress.num_fired == lifecycle_.num_trainable(id) && !needed) {
-    parts_.schedule.ready(id, parts_.actions);
-    lifecycle_.run(parts_.actions);
+    lifecycle_.run([&](Actions& out) { schedule_.ready(id, out); });
   }
 }
 
@@ -197,18 +208,16 @@ void BackwardRun::forget_fired(UnitId id) {
 
 void BackwardRun::end() {
   throw_untracked_error();
-  parts_.schedule.finish_steps(parts_.actions);
-  lifecycle_.run(parts_.actions);
+  lifecycle_.run([&](Actions& out) { schedule_.finish_steps(out); });
   consensus_.serve_others();
-  parts_.schedule.end_backward(parts_.actions);
-  lifecycle_.run(parts_.actions);
+  lifecycle_.run([&](Actions& out) { schedule_.end_backward(out); });
   reduce_rest();
   forget_progress();
-  const std::vector<bool> reduced = parts_.reducer.reduced();
-  parts_.reducer.finish();
+  const std::vector<bool> reduced = reducer_.reduced();
+  reducer_.finish();
   untracked_.end_backward();
   recomputed_calls_.end_backward();
-  parts_.backward = false;
+  lifecycle_.set_in_backward_pass(false);
   consensus_.end_backward();
   run_user_hooks(reduced);
 }
@@ -219,26 +228,25 @@ void BackwardRun::end() {
 // sequence of calls, which is the same on all ranks, and from then on if there were such gradients.
 void BackwardRun::reduce_rest() {
   std::vector<bool> rest;
-  for (UnitId id = 0; id < parts_.num_units(); ++id) {
-    rest.push_back(parts_.reducer.has_grads(id));
+  for (const auto& unit : units_) {
+    rest.push_back(reducer_.has_grads(unit->id()));
   }
   bool has_rest = std::find(rest.begin(), rest.end(), true) != rest.end();
-  if (parts_.context.collectives != nullptr) {
+  if (context_.collectives != nullptr) {
     if (rest_by_shape_.size() >= kMaxBackwardShapes) {
       rest_by_shape_.clear(); // on all ranks at once
     }
-    const auto [known, is_new] =
-        rest_by_shape_.try_emplace(parts_.schedule.backward_shape(), false);
+    const auto [known, is_new] = rest_by_shape_.try_emplace(schedule_.backward_shape(), false);
     if (is_new || known->second || consensus_.ranks_differ()) {
-      rest = parts_.context.any_rank(rest);
+      rest = context_.any_rank(rest);
       known->second = known->second || std::find(rest.begin(), rest.end(), true) != rest.end();
       has_rest = known->second;
     }
     check_rest(rest, has_rest && !known->second && !consensus_.ranks_differ());
   }
-  for (UnitId id = 0; has_rest && id < parts_.num_units(); ++id) {
-    if (rest[id]) {
-      parts_.reducer.reduce(id, parts_.sync && parts_.units[id]->settings().syncs);
+  for (const auto& unit : units_) {
+    if (has_rest && rest[unit->id()]) {
+      reducer_.reduce(unit->id());
     }
   }
 }
@@ -248,7 +256,7 @@ void BackwardRun::check_rest(const std::vector<bool>& rest, bool is_unexpected) 
   TORCH_CHECK(
       !is_unexpected,
       "unit '",
-      is_unexpected ? parts_.units[unit]->name() : "",
+      is_unexpected ? units_[unit]->name() : "",
       "': a gradient came after those of the unit had been reduced, which was not so when the same "
       "modules were called before. If checkpoints around several units were switched on, run the "
       "step again on all ranks; if full parameters were used outside of calls of the model, do "
@@ -259,9 +267,9 @@ void BackwardRun::check_rest(const std::vector<bool>& rest, bool is_unexpected) 
 // Users register hooks on the shards, which is where optimizers look; gradients come to be there
 // without autograd.
 void BackwardRun::run_user_hooks(const std::vector<bool>& reduced) {
-  for (UnitId id = 0; id < parts_.num_units(); ++id) {
-    for (const UnitParam& param : parts_.units[id]->params()) {
-      if (reduced[id] && gradient_of(param.shard).defined()) {
+  for (const auto& unit : units_) {
+    for (const UnitParam& param : unit->params()) {
+      if (reduced[unit->id()] && gradient_of(param.shard).defined()) {
         run_accumulated_hooks(param.shard);
       }
     }
@@ -269,16 +277,16 @@ void BackwardRun::run_user_hooks(const std::vector<bool>& reduced) {
 }
 
 void BackwardRun::forget_progress() {
-  for (UnitId id = 0; id < parts_.num_units(); ++id) {
-    forget_fired(id);
-    progress_[id].backward = -1;
-    progress_[id].changed = false;
-    lifecycle_.update_registration(id);
+  for (const auto& unit : units_) {
+    forget_fired(unit->id());
+    progress_[unit->id()].backward = -1;
+    progress_[unit->id()].changed = false;
+    lifecycle_.update_registration(unit->id());
   }
 }
 
 void BackwardRun::reset() {
-  parts_.backward = false;
+  lifecycle_.set_in_backward_pass(false);
   untracked_error_ = nullptr;
   rest_by_shape_.clear();
   untracked_.reset();

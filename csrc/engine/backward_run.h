@@ -13,6 +13,7 @@
 #include "engine/graph/recomputed_calls.h"
 #include "engine/graph/untracked_backward.h"
 #include "engine/order_consensus.h"
+#include "engine/thread_check.h"
 #include "engine/unit_lifecycle.h"
 
 namespace zerocore {
@@ -20,7 +21,14 @@ namespace zerocore {
 class BackwardRun {
  public:
   // All outlive it.
-  BackwardRun(EngineParts& parts, UnitLifecycle& lifecycle, OrderConsensus& consensus);
+  BackwardRun(
+      const Units& units,
+      const UnitContext& context,
+      Schedule& schedule,
+      Reducer& reducer,
+      ThreadCheck& thread_check,
+      UnitLifecycle& lifecycle,
+      OrderConsensus& consensus);
 
   // Hooks do nothing when the owner is gone.
   void set_owner(std::weak_ptr<void> owner) {
@@ -71,7 +79,11 @@ class BackwardRun {
   void check_rest(const std::vector<bool>& rest, bool is_unexpected) const;
   void run_user_hooks(const std::vector<bool>& reduced);
 
-  EngineParts& parts_;
+  const Units& units_;
+  const UnitContext& context_;
+  Schedule& schedule_;
+  Reducer& reducer_;
+  ThreadCheck& thread_check_;
   UnitLifecycle& lifecycle_;
   OrderConsensus& consensus_;
   std::weak_ptr<void> owner_;

@@ -9,7 +9,6 @@
 #include <functional>
 #include <utility>
 
-#include "engine/exchange.h"
 #include "engine/graph/autograd.h"
 #include "engine/graph/saved_values.h"
 
@@ -47,15 +46,34 @@ Engine::Engine(
     std::vector<UnitSpec> units,
     std::vector<CallEvent> order,
     std::unique_ptr<Registrar> registrar)
-    : parts_(options, device, std::move(units), std::move(order), std::move(registrar)),
-      lifecycle_(parts_),
-      first_gather_(parts_, lifecycle_),
-      consensus_(parts_, lifecycle_),
-      backward_run_(parts_, lifecycle_, consensus_) {}
+    : resources_(options, device, units, order),
+      context_(resources_.context()),
+      units_(make_units(std::move(units), context_)),
+      offload_(units_, context_, options.host_threads),
+      schedule_(
+          ScheduleOptions::of(static_cast<int>(units_.size()), options.sharding, context_.mesh),
+          std::move(order)),
+      reducer_(units_, context_, options.sharding, offload_),
+      thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
+      lifecycle_(
+          units_,
+          context_,
+          schedule_,
+          offload_,
+          reducer_,
+          resources_.alarm(),
+          std::move(registrar)),
+      first_gather_(context_.mesh.gathers_at_step(options.sharding), schedule_, lifecycle_),
+      consensus_(units_, context_, schedule_, lifecycle_),
+      backward_run_(units_, context_, schedule_, reducer_, thread_check_, lifecycle_, consensus_) {
+  for (const auto& unit : units_) {
+    lifecycle_.set_staying(unit->id(), {unit->stays(), false});
+  }
+}
 
 Engine::~Engine() {
   // Otherwise what is in flight never ends here, or has ended with the alarm.
-  if (!parts_.thread_check.is_forked() && !parts_.alarm.is_raised()) {
+  if (!thread_check_.is_forked() && !resources_.alarm().is_raised()) {
     consensus_.leave_unsettled();
     const bool is_ahead = first_gather_.is_pending(); // its group may have ended meanwhile
     try {
@@ -67,7 +85,7 @@ Engine::~Engine() {
       }
     }
   }
-  parts_.alarm.retire();
+  resources_.alarm().retire();
 }
 
 void Engine::start(bool consistent) {
@@ -86,21 +104,21 @@ void Engine::recover() {
       "torch.func transforms (grad, vmap, jacrev, ...) do not go through a sharded model: what "
       "they compute with is not what autograd sees. Use torch.autograd.grad, or transform a plain "
       "model that has loaded zerocore.full_state_dict(model).");
-  parts_.alarm.check();
+  resources_.alarm().check();
   if (in_backward()) {
     return;
   }
-  if (parts_.backward) {
-    parts_.thread_check.check_no_backward();
+  if (lifecycle_.in_backward_pass()) {
+    thread_check_.check_no_backward();
     reset();
   }
   consensus_.settle_pass();
   if (consensus_.failed()) {
     reset(); // as the rank that raised has done
   }
-  parts_.thread_check.enter_forward();
-  if (parts_.disk != nullptr && !parts_.schedule.in_rooted_pass()) {
-    parts_.disk->forget_loads();
+  thread_check_.enter_forward();
+  if (context_.disk != nullptr && !schedule_.in_rooted_pass()) {
+    context_.disk->forget_loads();
   }
 }
 
@@ -110,11 +128,11 @@ void Engine::reset() {
   backward_run_.reset();
   calls_.clear();
   refused_ = nullptr;
-  parts_.thread_check.leave_forward();
+  thread_check_.leave_forward();
   lifecycle_.settle();
-  parts_.reducer.reset();
-  if (parts_.streams.has_streams()) { // where nothing is resharded: the memory may be freed next
-    std::ranges::for_each(parts_.units, [](const auto& unit) { unit->wait_for_unshard(); });
+  reducer_.reset();
+  if (context_.streams->has_streams()) { // where nothing is resharded: the memory may be freed next
+    std::ranges::for_each(units_, [](const auto& unit) { unit->wait_for_unshard(); });
   }
   backward_run_.forget_progress();
 }
@@ -123,21 +141,22 @@ void Engine::reset() {
 
 void Engine::begin_pass() {
   recover();
-  if (parts_.schedule.in_rooted_pass() || in_backward()) {
+  if (schedule_.in_rooted_pass() || in_backward()) {
     calls_.push_back({true}); // nested: the outer pass goes on
     return;
   }
   calls_.push_back({false});
-  backward_run_.untracked().forget(parts_.schedule.oldest_pass());
-  backward_run_.recomputed_calls().forget(parts_.schedule.oldest_pass());
+  backward_run_.untracked().forget(schedule_.oldest_pass());
+  backward_run_.recomputed_calls().forget(schedule_.oldest_pass());
   first_gather_.begin_pass();
   bool changed = false;
   std::vector<UnitId> again;
-  for (UnitId id = 0; id < parts_.num_units(); ++id) {
-    const bool was_resident = parts_.schedule.is_resident(id);
+  for (const auto& unit : units_) {
+    const UnitId id = unit->id();
+    const bool was_resident = schedule_.is_resident(id);
     changed = lifecycle_.refresh(id) || changed;
     lifecycle_.note_trainable(id);
-    if (was_resident && !parts_.schedule.is_resident(id)) {
+    if (was_resident && !schedule_.is_resident(id)) {
       again.push_back(id);
     }
   }
@@ -145,8 +164,7 @@ void Engine::begin_pass() {
   if (changed) {
     lifecycle_.order_gathers();
   }
-  parts_.schedule.begin_pass(c10::GradMode::is_enabled(), parts_.actions);
-  lifecycle_.run(parts_.actions);
+  lifecycle_.run([&](Actions& out) { schedule_.begin_pass(c10::GradMode::is_enabled(), out); });
 }
 
 void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
@@ -159,7 +177,7 @@ void Engine::end_pass(const std::vector<at::Tensor>& outputs) {
     return; // nested
   }
   consensus_.leave_pass();
-  for (const auto& unit : parts_.units) {
+  for (const auto& unit : units_) {
     unit->wait_for_unshard(); // of a skipped unit: must not meet the optimizer's update
   }
   if (any_recorded(outputs)) {
@@ -186,42 +204,42 @@ void Engine::enter(UnitId id) {
   }
   calls_.push_back({recomputing, next_node(), c10::GradMode::is_enabled()});
   if (recomputing) {
-    calls_.back().again = recompute(id);
+    recompute(id);
   } else {
-    if (!parts_.schedule.in_rooted_pass()) {
+    if (!schedule_.in_rooted_pass()) {
       first_gather_.drop();
       if (lifecycle_.refresh(id)) {
         lifecycle_.order_gathers();
       }
     }
-    if (parts_.control != nullptr && parts_.schedule.in_rooted_pass() &&
-        parts_.schedule.follows_order() && !parts_.schedule.is_expected(id)) {
-      parts_.schedule.finish_order(parts_.actions);
-      lifecycle_.run(parts_.actions);
+    if (context_.control != nullptr && schedule_.in_rooted_pass() && schedule_.follows_order() &&
+        !schedule_.is_expected(id)) {
+      lifecycle_.run([&](Actions& out) { schedule_.finish_order(out); });
       consensus_.ask_for(id);
     }
-    parts_.schedule.enter(id, c10::GradMode::is_enabled(), parts_.actions);
+    const bool grad = c10::GradMode::is_enabled();
+    lifecycle_.run([&](Actions& out) { schedule_.enter(id, grad, out); });
   }
-  lifecycle_.run(parts_.actions);
   lifecycle_.use(id);
 }
 
 // See Note [Recomputed calls].
-CallHandle Engine::recompute(UnitId id) {
+void Engine::recompute(UnitId id) {
   const auto [place, made] = backward_run_.recomputed_calls().find(id);
-  parts_.schedule.reach(place, parts_.actions);
-  lifecycle_.run(parts_.actions);
-  const CallHandle call = parts_.schedule.is_next(made) ? made : CallHandle{-1, -1, id};
+  lifecycle_.run([&](Actions& out) { schedule_.reach(place, out); });
+  const CallHandle call = schedule_.is_next(made) ? made : CallHandle{-1, -1, id};
   consensus_.ask_in_backward(call);
-  if (parts_.schedule.recompute(call, parts_.actions)) {
-    backward_run_.forget_fired(id);
-  }
-  return made;
+  calls_.back().again = made;
+  lifecycle_.run([&](Actions& out) {
+    if (schedule_.recompute(call, out)) {
+      backward_run_.forget_fired(id);
+    }
+  });
 }
 
 void Engine::adopt(UnitId id) {
   TORCH_INTERNAL_ASSERT(in_call(), "adopt outside of a call");
-  const bool held = parts_.schedule.is_entered(id) || parts_.schedule.is_held_unsharded(id);
+  const bool held = schedule_.is_entered(id) || schedule_.is_held_unsharded(id);
   if (!held || in_backward()) { // there it may be released before this call ends
     enter(id);
     calls_.back().adopted = id;
@@ -249,7 +267,7 @@ void Engine::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep)
   RecordedCall recorded{entered.again, entered.first_node, next_node()};
   recorded.call.unit = id;
   if (!entered.recomputing) {
-    const bool reads = may_read(outputs, recorded.first, recorded.last, *parts_.units[id]);
+    const bool reads = may_read(outputs, recorded.first, recorded.last, *units_[id]);
     leave_forward(recorded, has_output, reads, keep);
   }
   const int64_t number = note_call(recorded, entered);
@@ -266,16 +284,17 @@ void Engine::leave_forward(RecordedCall& recorded, bool has_output, bool reads, 
   const bool wanted = c10::GradMode::is_enabled() ? recorded.last > recorded.first
                                                   : lifecycle_.num_trainable(id) > 0;
   note_error(refused_, [&] { lifecycle_.keep_writes(id); }); // the call ends anyway
-  parts_.units[id]->note_use();
-  recorded.call = parts_.schedule.exit(id, has_output || wanted, reads, parts_.actions, keep);
-  lifecycle_.run(parts_.actions);
+  units_[id]->note_use();
+  lifecycle_.run([&](Actions& out) {
+    recorded.call = schedule_.exit(id, has_output || wanted, reads, out, keep);
+  });
   lifecycle_.update_registration(id);
 }
 
 // Returns the call's number among side doors, -1 if it is none.
 int64_t Engine::note_call(const RecordedCall& recorded, const Call& entered) {
   UntrackedBackward& untracked = backward_run_.untracked();
-  if (recorded.call.pass >= 0 && parts_.schedule.records(recorded.call.pass)) {
+  if (recorded.call.pass >= 0 && schedule_.records(recorded.call.pass)) {
     backward_run_.recomputed_calls().add(recorded, entered.has_graph, entered.recomputing);
   }
   if (entered.recomputing) {
@@ -289,14 +308,14 @@ Engine::Call Engine::pop_call() {
   const Call call = calls_.back();
   calls_.pop_back();
   if (calls_.empty()) {
-    parts_.thread_check.leave_forward();
+    thread_check_.leave_forward();
   }
   return call;
 }
 
 void Engine::fail_backward() {
-  if (parts_.backward && !in_backward()) { // one within another one fails with it
-    parts_.thread_check.check_no_backward();
+  if (lifecycle_.in_backward_pass() && !in_backward()) { // one within another one fails with it
+    thread_check_.check_no_backward();
     reset();
   }
 }
@@ -323,19 +342,21 @@ void Engine::set_kept(UnitId unit, bool kept) {
 }
 
 void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast) {
+  offload_.wait_updates();
   recover();
   leave_if_outside();
   first_gather_.drop();
-  parts_.units.at(unit)->materialize(full, broadcast);
-  if (parts_.disk != nullptr) {
-    parts_.disk->store(unit);
+  units_.at(unit)->materialize(full, broadcast);
+  if (context_.disk != nullptr) {
+    context_.disk->store(unit);
   }
 }
 
 std::vector<at::Tensor> Engine::full_values(UnitId unit) {
+  offload_.wait_updates();
   recover();
   leave_if_outside();
-  return parts_.units.at(unit)->full_values();
+  return units_.at(unit)->full_values();
 }
 
 // Each pass of the model comes to an end before its weights change.
@@ -360,13 +381,26 @@ void Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
 std::vector<bool> Engine::any_rank(const std::vector<bool>& flags) {
   recover();
   leave_if_outside();
-  return parts_.control == nullptr ? flags : parts_.control->any_rank(flags, kOptimizer);
+  return context_.control == nullptr ? flags : context_.control->any_rank(flags, kOptimizer);
+}
+
+Exchange Engine::exchange(bool across, const at::Tensor& sent, MessageSizes sizes) {
+  Collectives* group = resources_.group_of(across ? AxisName::Replicas : AxisName::State);
+  TORCH_INTERNAL_ASSERT(group != nullptr, "an exchange over a group that the model does not have");
+  return {context_, *group, sent, std::move(sizes)};
+}
+
+void Engine::mark_forked() {
+  offload_.mark_forked();
+  if (context_.mesh.communicates()) {
+    thread_check_.mark_forked();
+  }
 }
 
 // After recover() for what is no call of the model: any thread may call it next.
 void Engine::leave_if_outside() {
   if (calls_.empty()) {
-    parts_.thread_check.leave_forward();
+    thread_check_.leave_forward();
   }
 }
 

@@ -12,9 +12,11 @@
 #include <vector>
 
 #include "engine/backward_run.h"
-#include "engine/engine_parts.h"
+#include "engine/exchange.h"
 #include "engine/first_gather.h"
 #include "engine/order_consensus.h"
+#include "engine/resources.h"
+#include "engine/thread_check.h"
 #include "engine/unit_lifecycle.h"
 
 namespace zerocore {
@@ -30,21 +32,32 @@ class Engine : public std::enable_shared_from_this<Engine> {
       std::unique_ptr<Registrar> registrar);
   ~Engine();
 
-  // For work that is neither a call nor a step of the engine.
-  EngineParts& parts() {
-    return parts_;
-  }
   Unit& unit(UnitId id) {
-    return *parts_.units.at(id);
+    return *units_.at(id);
   }
-  UnitId num_units() const {
-    return parts_.num_units();
+  const Units& units() const {
+    return units_;
+  }
+  Offload& offload() {
+    return offload_;
   }
   Reducer& reducer() {
-    return parts_.reducer;
+    return reducer_;
   }
   const Schedule& schedule() const {
-    return parts_.schedule;
+    return schedule_;
+  }
+  BucketPool& pool() {
+    return *context_.pool;
+  }
+  Trace& trace() {
+    return *context_.trace;
+  }
+  const Streams& streams() const {
+    return *context_.streams;
+  }
+  const std::vector<HandOver>& hand_overs() const {
+    return resources_.hand_overs().entries();
   }
 
   // All parameters are materialized and bound. `consistent`: all ranks hold the same values.
@@ -78,7 +91,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Agreed agreed() const {
     return consensus_.agreed(backward_run_.num_shapes());
   }
-  // Sets and reads a unit's parameters; collective. See Unit.
+  // Sets and reads a unit's parameters; collective. Waits for updates. See Unit.
   void materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast);
   std::vector<at::Tensor> full_values(UnitId unit);
   // Around an optimizer's update of main weights, which `casts` if it writes the model weights too.
@@ -91,13 +104,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   // For an optimizer of whole matrices, on all ranks: which flags any has set.
   std::vector<bool> any_rank(const std::vector<bool>& flags);
+  // The same: an all-to-all `across` the ranks that hold the same shards, else over those that
+  // share them. The engine outlives it.
+  Exchange exchange(bool across, const at::Tensor& sent, MessageSizes sizes);
   // The call of a backward ended with an exception: as reset() if it came through this model.
   void fail_backward();
   // Drops everything in flight: gathers, graphs waiting for a backward, unreduced gradients.
   void reset();
   void check_process() const {
-    parts_.thread_check.check_process();
+    thread_check_.check_process();
   }
+  // In the child of a fork: from now on each use of units throws if there are other ranks.
+  void mark_forked();
 
  private:
   struct Call {
@@ -110,14 +128,20 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   void recover();
   void leave_if_outside();
-  CallHandle recompute(UnitId unit);
+  void recompute(UnitId unit);
   void leave_adopted(const std::vector<at::Tensor>& outputs);
   void leave(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep);
   void leave_forward(RecordedCall& recorded, bool has_output, bool reads, bool keep);
   int64_t note_call(const RecordedCall& recorded, const Call& entered);
   Call pop_call();
 
-  EngineParts parts_;
+  Resources resources_;
+  const UnitContext& context_; // of the resources
+  Units units_;
+  Offload offload_;
+  Schedule schedule_;
+  Reducer reducer_;
+  ThreadCheck thread_check_;
   UnitLifecycle lifecycle_;
   FirstGather first_gather_;
   OrderConsensus consensus_;

@@ -5,29 +5,30 @@
 
 #include <string>
 
-#include "runtime/collectives.h"
+#include "engine/unit/unit_context.h"
 
 namespace zerocore {
-
-struct EngineParts;
 
 // Stands for a unit's name where no unit communicates.
 inline const std::string kOptimizer = "optimizer";
 
-// One under way.
-struct Exchange {
-  at::Tensor received; // 1-D, of the dtype that was sent
-  PendingCollective pending;
-};
+// One under way. The context outlives it.
+class Exchange {
+ public:
+  // Sends each rank of the group its part of `sent` (1-D, rank after rank). `sizes` are bytes.
+  Exchange(
+      const UnitContext& context,
+      Collectives& group,
+      const at::Tensor& sent,
+      MessageSizes sizes);
 
-// Sends each rank its part of `sent` (1-D, rank after rank). `across`: over the ranks that hold the
-// same shards, else over those that share them. `sizes` are bytes.
-Exchange start_exchange(
-    EngineParts& parts,
-    bool across,
-    const at::Tensor& sent,
-    MessageSizes sizes);
-// The received tensor, for work of the compute stream from here on; blocks on the CPU.
-at::Tensor finish_exchange(EngineParts& parts, Exchange& exchange);
+  // The received tensor, for work of the compute stream from here on; blocks on the CPU.
+  at::Tensor wait();
+
+ private:
+  const Streams& streams_;
+  at::Tensor received_; // 1-D, of the dtype that was sent
+  PendingCollective pending_;
+};
 
 } // namespace zerocore

@@ -20,18 +20,18 @@ void FirstGather::begin_update(const std::vector<UnitId>& units) {
 
 void FirstGather::begin() {
   const at::NoGradGuard no_grad;
-  const UnitId id = parts_.schedule.order().front().unit;
-  if (parts_.schedule.is_resident(id)) {
+  const UnitId id = schedule_.order().front().unit;
+  if (schedule_.is_resident(id)) {
     return;
   }
   lifecycle_.refresh(id);
   lifecycle_.order_gathers();
   pending_ = id;
   try {
-    parts_.schedule.residency().gather_ahead(id, parts_.actions);
-    lifecycle_.run(parts_.actions);
+    lifecycle_.run([&](Actions& out) { schedule_.residency().gather_ahead(id, out); });
   } catch (...) {
-    parts_.schedule.residency().drop_ahead(std::exchange(pending_, -1), parts_.actions);
+    Actions none; // settle() does it
+    schedule_.residency().drop_ahead(std::exchange(pending_, -1), none);
     lifecycle_.settle();
     throw;
   }
@@ -39,8 +39,8 @@ void FirstGather::begin() {
 
 void FirstGather::drop() {
   if (pending_ >= 0) {
-    parts_.schedule.residency().drop_ahead(std::exchange(pending_, -1), parts_.actions);
-    lifecycle_.run(parts_.actions);
+    const UnitId id = std::exchange(pending_, -1);
+    lifecycle_.run([&](Actions& out) { schedule_.residency().drop_ahead(id, out); });
   }
 }
 

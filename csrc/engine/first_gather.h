@@ -16,14 +16,13 @@ namespace zerocore {
 
 class FirstGather {
  public:
-  // Both outlive it.
-  FirstGather(EngineParts& parts, UnitLifecycle& lifecycle)
-      : parts_(parts), lifecycle_(lifecycle) {}
+  // `at_step`: see UnitMesh::gathers_at_step. The others outlive it.
+  FirstGather(bool at_step, Schedule& schedule, UnitLifecycle& lifecycle)
+      : at_step_(at_step), schedule_(schedule), lifecycle_(lifecycle) {}
 
   // Whether steps begin gathers at all.
   bool is_on() const {
-    return parts_.context.mesh.gathers_at_step(parts_.options.sharding) &&
-        !parts_.schedule.order().empty();
+    return at_step_ && !schedule_.order().empty();
   }
   // An optimizer is going to update units, outside of calls.
   void begin_update(const std::vector<UnitId>& units);
@@ -41,7 +40,8 @@ class FirstGather {
   void begin_pass();
 
  private:
-  EngineParts& parts_;
+  bool at_step_;
+  Schedule& schedule_;
   UnitLifecycle& lifecycle_;
   UnitId pending_ = -1; // gathered for the pass that comes next
   int num_steps_ = 0; // of optimizers since the last pass

@@ -24,15 +24,15 @@ void OrderConsensus::begin_pass(const std::vector<UnitId>& again) {
 
 void OrderConsensus::say(ControlChannel::Answer own) const {
   own.gathered = gathered_;
-  parts_.control->say(own);
+  context_.control->say(own);
 }
 
 ControlChannel::Answer OrderConsensus::wait() {
-  const ControlChannel::Answer answer = parts_.control->wait();
+  const ControlChannel::Answer answer = context_.control->wait();
   TORCH_CHECK_VALUE(
       !answer.gathers_differ,
       first_gathered_ < 0 ? "weights have changed on another rank only, since they were gathered"
-                          : "unit '" + parts_.units[first_gathered_]->name() +
+                          : "unit '" + units_[first_gathered_]->name() +
               "': its weights have changed on this rank since they were gathered, and not on all",
       ". The ranks have issued different collectives, so this process has to begin again, from a "
       "checkpoint. Change weights on all ranks alike, or inside of `with "
@@ -41,11 +41,11 @@ ControlChannel::Answer OrderConsensus::wait() {
 }
 
 bool OrderConsensus::is_alone() const {
-  return parts_.control == nullptr || !parts_.schedule.follows_order();
+  return context_.control == nullptr || !schedule_.follows_order();
 }
 
 void OrderConsensus::ask_for(UnitId id) {
-  const int num_writes = parts_.units[id]->num_writes();
+  const int num_writes = units_[id]->num_writes();
   for (;;) {
     say({id, num_writes, /*changed=*/true, /*skipped=*/true, std::nullopt});
     const ControlChannel::Answer answer = wait();
@@ -54,11 +54,11 @@ void OrderConsensus::ask_for(UnitId id) {
     if (next == id && answer.num_writes == num_writes) {
       return;
     }
-    serve(answer, parts_.schedule.in_rooted_pass());
+    serve(answer, schedule_.in_rooted_pass());
     TORCH_CHECK(
-        parts_.units[next]->num_writes() >= answer.num_writes,
+        units_[next]->num_writes() >= answer.num_writes,
         "unit '",
-        parts_.units[next]->name(),
+        units_[next]->name(),
         "': another rank has changed its parameters in place in this forward and needs them again, "
         "and this rank has not changed them yet. Let all ranks call the modules that change their "
         "parameters in one order.");
@@ -67,18 +67,15 @@ void OrderConsensus::ask_for(UnitId id) {
 
 // See Note [Writes in a forward].
 void OrderConsensus::serve(const ControlChannel::Answer& answer, bool in_pass) {
-  Unit& unit = *parts_.units[*answer.wanted];
+  Unit& unit = *units_[*answer.wanted];
   const bool is_past = answer.num_writes < unit.num_writes();
   if (is_past) {
     unit.exchange_past(answer.num_writes);
     lifecycle_.order_gathers();
   }
-  if (in_pass) {
-    parts_.schedule.serve(unit.id(), parts_.actions);
-  } else {
-    parts_.schedule.serve_one(unit.id(), parts_.actions);
-  }
-  lifecycle_.run(parts_.actions);
+  lifecycle_.run([&](Actions& out) {
+    in_pass ? schedule_.serve(unit.id(), out) : schedule_.serve_one(unit.id(), out);
+  });
   if (is_past) {
     unit.exchange_past(answer.num_writes);
   }
@@ -87,13 +84,11 @@ void OrderConsensus::serve(const ControlChannel::Answer& answer, bool in_pass) {
 // A unit that was released too early (see Note [Untracked backward]) is gathered once more, which
 // ranks that did not make the call do not know.
 void OrderConsensus::ask_in_backward(const CallHandle& call) {
-  if (ranks_differ_ && parts_.schedule.is_out_of_turn(call)) {
-    parts_.schedule.leave_order(parts_.actions);
-    lifecycle_.run(parts_.actions);
-    if (!parts_.schedule.is_resident(call.unit)) {
+  if (ranks_differ_ && schedule_.is_out_of_turn(call)) {
+    lifecycle_.run([&](Actions& out) { schedule_.leave_order(out); });
+    if (!schedule_.is_resident(call.unit)) {
       ask_for(call.unit);
-      parts_.schedule.take_one(call.unit, parts_.actions);
-      lifecycle_.run(parts_.actions);
+      lifecycle_.run([&](Actions& out) { schedule_.take_one(call.unit, out); });
     }
   }
 }
@@ -108,29 +103,26 @@ void OrderConsensus::serve_others() {
     if (!next) {
       return;
     }
-    parts_.schedule.serve_one(*next, parts_.actions);
-    lifecycle_.run(parts_.actions);
+    lifecycle_.run([&](Actions& out) { schedule_.serve_one(*next, out); });
   }
 }
 
 void OrderConsensus::leave_pass() {
   if (is_alone()) {
-    parts_.schedule.end_pass(parts_.actions);
-    lifecycle_.run(parts_.actions);
+    lifecycle_.run([&](Actions& out) { schedule_.end_pass(out); });
     return;
   }
-  parts_.schedule.close_pass(parts_.actions);
-  lifecycle_.run(parts_.actions);
-  say({std::nullopt, 0, parts_.schedule.changed(), parts_.schedule.skipped(), failed_});
+  lifecycle_.run([&](Actions& out) { schedule_.close_pass(out); });
+  say({std::nullopt, 0, schedule_.changed(), schedule_.skipped(), failed_});
   leaving_ = true;
-  if (parts_.schedule.changed() || parts_.schedule.skipped() || !c10::GradMode::is_enabled()) {
+  if (schedule_.changed() || schedule_.skipped() || !c10::GradMode::is_enabled()) {
     settle_pass();
   }
 }
 
 void OrderConsensus::fail_pass() {
   if (!is_alone()) {
-    failed_ = parts_.control->rank();
+    failed_ = context_.control->rank();
     try {
       leave_pass();
       settle_pass();
@@ -153,24 +145,25 @@ void OrderConsensus::settle_pass() {
   lifecycle_.forget_past();
   failed_ = answer.failed;
   if (failed_) {
-    parts_.schedule.drop_pass();
+    schedule_.drop_pass();
     return;
   }
   std::vector<PassCalls> calls;
   if (answer.changed) {
-    calls = parts_.control->gather(parts_.schedule.calls());
+    calls = context_.control->gather(schedule_.calls());
   }
   ranks_differ_ = ranks_differ_ || answer.skipped;
-  parts_.schedule.settle_pass(calls, parts_.control->rank());
+  schedule_.settle_pass(calls, context_.control->rank());
 }
 
 Agreed OrderConsensus::agreed(size_t num_backward_shapes) const {
   Agreed result;
-  result.num_calls = parts_.schedule.calls().size();
+  result.num_calls = schedule_.calls().size();
   result.num_shapes = num_backward_shapes;
-  const Collectives* control = parts_.control == nullptr ? nullptr : &parts_.control->collectives();
+  const Collectives* control =
+      context_.control == nullptr ? nullptr : &context_.control->collectives();
   const std::array<const Collectives*, 4> groups = {
-      parts_.context.collectives, parts_.context.replicas, parts_.context.near, control};
+      context_.collectives, context_.replicas, context_.near, control};
   for (const Collectives* each : groups) {
     if (each != nullptr && each->guard() != nullptr) {
       result.num_points += each->guard()->num_points();

@@ -21,9 +21,13 @@ struct Agreed {
 
 class OrderConsensus {
  public:
-  // Both outlive it.
-  OrderConsensus(EngineParts& parts, UnitLifecycle& lifecycle)
-      : parts_(parts), lifecycle_(lifecycle) {}
+  // All outlive it.
+  OrderConsensus(
+      const Units& units,
+      const UnitContext& context,
+      Schedule& schedule,
+      UnitLifecycle& lifecycle)
+      : units_(units), context_(context), schedule_(schedule), lifecycle_(lifecycle) {}
 
   // A pass begins, for which this rank gathers units again whose weights have changed since they
   // were gathered. Where ranks differ in this, their next collectives do not match.
@@ -72,7 +76,9 @@ class OrderConsensus {
   // Gathers a unit that other ranks need, as it is behind the writes that they have made.
   void serve(const ControlChannel::Answer& answer, bool in_pass);
 
-  EngineParts& parts_;
+  const Units& units_;
+  const UnitContext& context_;
+  Schedule& schedule_;
   UnitLifecycle& lifecycle_;
   bool leaving_ = false; // a pass that other ranks may still be in
   bool ranks_differ_ = false;

@@ -12,25 +12,42 @@
 
 namespace zerocore {
 
+UnitLifecycle::UnitLifecycle(
+    const Units& units,
+    const UnitContext& context,
+    Schedule& schedule,
+    Offload& offload,
+    Reducer& reducer,
+    const ModelAlarm& alarm,
+    std::unique_ptr<Registrar> registrar)
+    : units_(units),
+      context_(context),
+      schedule_(schedule),
+      offload_(offload),
+      reducer_(reducer),
+      alarm_(alarm),
+      registrar_(std::move(registrar)),
+      uses_(units.size()) {}
+
 void UnitLifecycle::start(bool consistent, OnGradient on_gradient) {
   on_gradient_ = std::move(on_gradient);
-  for (UnitId id = 0; id < parts_.num_units(); ++id) {
-    note_trainable(id);
-    parts_.units[id]->mark_fresh();
-    parts_.units[id]->mark_cast();
-    parts_.units[id]->mark_gathered();
+  for (const auto& unit : units_) {
+    note_trainable(unit->id());
+    unit->mark_fresh();
+    unit->mark_cast();
+    unit->mark_gathered();
     if (!consistent) {
-      parts_.units[id]->versions().mark_changed();
+      unit->versions().mark_changed();
     }
   }
 }
 
-void UnitLifecycle::run(Actions& actions) {
+void UnitLifecycle::carry_out() {
   // After an exception the rest is not done later: reset() sets right what is missing.
-  const auto forget = c10::make_scope_exit([&] { actions.clear(); });
+  const auto forget = c10::make_scope_exit([&] { actions_.clear(); });
   gather_late();
-  for (const Action& action : actions) {
-    Unit& unit = *parts_.units[action.unit];
+  for (const Action& action : actions_) {
+    Unit& unit = *units_[action.unit];
     if (action.kind != ActionKind::Unshard) {
       gather_late();
     } else if (gathers_later()) {
@@ -39,13 +56,13 @@ void UnitLifecycle::run(Actions& actions) {
     }
     switch (action.kind) {
       case ActionKind::Unshard:
-        unit.unshard(parts_.offload.before_gather(action.unit));
+        unit.unshard(offload_.before_gather(action.unit));
         break;
       case ActionKind::Reshard:
         unit.reshard();
         break;
       case ActionKind::Reduce:
-        parts_.reducer.reduce(action.unit, parts_.sync && unit.settings().syncs);
+        reducer_.reduce(action.unit);
         break;
     }
     if (action.kind != ActionKind::Unshard) {
@@ -55,8 +72,8 @@ void UnitLifecycle::run(Actions& actions) {
 }
 
 bool UnitLifecycle::gathers_later() const {
-  return parts_.context.tiers.has_host_states() && parts_.streams.has_streams() &&
-      parts_.schedule.in_rooted_pass() && !parts_.backward;
+  return context_.tiers.has_host_states() && context_.streams->has_streams() &&
+      schedule_.in_rooted_pass() && !in_backward_pass_;
 }
 
 // In order; up to a unit, if it is among them.
@@ -69,26 +86,26 @@ void UnitLifecycle::gather_late(std::optional<UnitId> last) {
   const std::vector<UnitId> units(late_.begin(), end);
   late_.erase(late_.begin(), end);
   for (const UnitId id : units) {
-    parts_.units[id]->unshard(parts_.offload.before_gather(id));
+    units_[id]->unshard(offload_.before_gather(id));
   }
 }
 
 void UnitLifecycle::use(UnitId id) {
   gather_late(id);
-  parts_.offload.wait_weights(id);
-  parts_.offload.check();
-  parts_.units[id]->wait_for_unshard();
-  parts_.units[id]->note_use();
+  offload_.wait_weights(id);
+  offload_.check();
+  units_[id]->wait_for_unshard();
+  units_[id]->note_use();
   update_registration(id);
 }
 
 void UnitLifecycle::update_registration(UnitId id) {
-  const bool full = parts_.schedule.is_shown(id);
+  const bool full = schedule_.is_shown(id);
   if (uses_[id].full_shown != full) {
-    if (full && !parts_.backward) {
+    if (full && !in_backward_pass_) {
       sync_requires_grad(id);
     }
-    parts_.registrar->show(id, full);
+    registrar_->show(id, full);
     uses_[id].full_shown = full;
   }
 }
@@ -96,7 +113,7 @@ void UnitLifecycle::update_registration(UnitId id) {
 void UnitLifecycle::sync_requires_grad(UnitId id) {
   Use& use = uses_[id];
   use.num_trainable = 0;
-  auto& params = parts_.units[id]->params();
+  auto& params = units_[id]->params();
   for (size_t i = 0; i < params.size(); ++i) {
     UnitParam& param = params[i];
     const bool is_set_on_full = param.full.requires_grad() != param.trained;
@@ -119,17 +136,16 @@ void UnitLifecycle::sync_requires_grad(UnitId id) {
       });
     }
   }
-  parts_.schedule.set_reducible(id, use.num_trainable > 0);
-  if (!parts_.schedule
-           .in_rooted_pass()) { // there it is noted at the beginning, as ranks skip units
+  schedule_.set_reducible(id, use.num_trainable > 0);
+  if (!schedule_.in_rooted_pass()) { // there it is noted at the beginning, as ranks skip units
     note_trainable(id);
   }
 }
 
 bool UnitLifecycle::refresh(UnitId id) {
   check_homes(id);
-  Unit& unit = *parts_.units[id];
-  if (parts_.schedule.is_active(id)) {
+  Unit& unit = *units_[id];
+  if (schedule_.is_active(id)) {
     return false;
   }
   const bool is_fresh = unit.is_fresh();
@@ -137,30 +153,30 @@ bool UnitLifecycle::refresh(UnitId id) {
   if (is_fresh) {
     return false;
   }
-  parts_.schedule.invalidate(id, parts_.actions, trained);
-  run(parts_.actions);
+  schedule_.invalidate(id, actions_, trained);
+  carry_out();
   unit.note_change();
   unit.cast_main();
   return true;
 }
 
 void UnitLifecycle::hold_unsharded(const std::vector<UnitId>& units) {
-  parts_.pool.set_apart(true); // what is held for long must not shape the arena
-  const auto back = c10::make_scope_exit([this] { parts_.pool.set_apart(false); });
+  context_.pool->set_apart(true); // what is held for long must not shape the arena
+  const auto back = c10::make_scope_exit([this] { context_.pool->set_apart(false); });
   size_t num_held = 0;
   try {
     for (const UnitId id : units) {
       if (refresh(id)) {
         order_gathers();
       }
-      parts_.schedule.residency().hold_unsharded(id, parts_.actions);
+      schedule_.residency().hold_unsharded(id, actions_);
       ++num_held;
-      run(parts_.actions);
+      carry_out();
       use(id);
     }
   } catch (...) {
     for (size_t i = 0; i < num_held; ++i) {
-      parts_.schedule.residency().release_unsharded(units[i], parts_.actions);
+      schedule_.residency().release_unsharded(units[i], actions_);
     }
     throw;
   }
@@ -169,57 +185,56 @@ void UnitLifecycle::hold_unsharded(const std::vector<UnitId>& units) {
 void UnitLifecycle::release_unsharded(const std::vector<UnitId>& units, bool write_back) {
   const at::NoGradGuard no_grad;
   for (const UnitId id : units) {
-    parts_.units[id]->take_back(write_back);
+    units_[id]->take_back(write_back);
     if (write_back) {
       write_back_now(id);
-      parts_.units[id]->versions().mark_written();
+      units_[id]->versions().mark_written();
     }
-    parts_.units[id]->versions().take_writes(/*keeps=*/false); // now that they are, or are not
-    parts_.schedule.residency().release_unsharded(id, parts_.actions);
-    run(parts_.actions);
+    units_[id]->versions().take_writes(/*keeps=*/false); // now that they are, or are not
+    schedule_.residency().release_unsharded(id, actions_);
+    carry_out();
     update_registration(id);
   }
 }
 
 void UnitLifecycle::set_kept(UnitId id, bool kept) {
   if (!kept) {
-    parts_.schedule.residency().drop(id, parts_.actions);
-    run(parts_.actions);
+    schedule_.residency().drop(id, actions_);
+    carry_out();
     update_registration(id);
     return;
   }
   if (refresh(id)) {
     order_gathers();
   }
-  parts_.schedule.residency().keep(id, parts_.actions);
-  run(parts_.actions);
+  schedule_.residency().keep(id, actions_);
+  carry_out();
 }
 
 // Gathers begin behind the compute stream, on which the shards were written.
 void UnitLifecycle::order_gathers() {
-  const UnitMesh& mesh = parts_.context.mesh;
+  const UnitMesh& mesh = context_.mesh;
   if (mesh.shards_optimizer() || mesh.shards_parameters()) {
-    parts_.streams.order(StreamRole::AllGather, StreamRole::Compute);
+    context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
   }
 }
 
 // Resharded or not, each unit gets into the state that the schedule has it in when nothing runs.
 // Actions may have failed, so the two may differ.
 void UnitLifecycle::settle() {
-  parts_.schedule.abort(parts_.actions);
-  parts_.actions.clear();
+  schedule_.abort(actions_);
+  actions_.clear();
   late_.clear();
   forget_past();
-  for (UnitId id = 0; id < parts_.num_units(); ++id) {
-    Unit& unit = *parts_.units[id];
-    unit.take_back(/*keeps=*/false);
-    if (parts_.context.mesh.shards_parameters()) {
-      if (!parts_.schedule.is_resident(id) && unit.state() != UnitState::Sharded) {
-        unit.reshard();
+  for (const auto& unit : units_) {
+    unit->take_back(/*keeps=*/false);
+    if (context_.mesh.shards_parameters()) {
+      if (!schedule_.is_resident(unit->id()) && unit->state() != UnitState::Sharded) {
+        unit->reshard();
       }
-    } else if (!unit.is_gathered()) {
-      parts_.schedule.invalidate(
-          id, parts_.actions); // no action: it is gathered again when it is used
+    } else if (!unit->is_gathered()) {
+      // No action: the unit is gathered when it is used.
+      schedule_.invalidate(unit->id(), actions_);
     }
   }
 }
@@ -228,7 +243,7 @@ void UnitLifecycle::settle() {
 // is gathered; this rank's part of it is kept where that is not the shard itself. It counts as a
 // change at every stage: a rank that shows the shards changes those.
 void UnitLifecycle::keep_writes(UnitId id) {
-  Unit& unit = *parts_.units[id];
+  Unit& unit = *units_[id];
   const at::NoGradGuard no_grad;
   const bool was_replaced = unit.take_back(/*keeps=*/true);
   const bool was_written = unit.versions().take_writes(/*keeps=*/true);
@@ -242,9 +257,9 @@ void UnitLifecycle::keep_writes(UnitId id) {
       "': its forward changes parameters in place, which does not go with regather=: near ranks "
       "keep parts of what they gathered. Shard the model without regather=.");
   unit.mark_written();
-  if (parts_.context.mesh.shards_parameters() || !unit.main().empty()) {
-    if (parts_.control != nullptr && parts_.context.mesh.shards_parameters() &&
-        parts_.schedule.in_rooted_pass()) {
+  if (context_.mesh.shards_parameters() || !unit.main().empty()) {
+    if (context_.control != nullptr && context_.mesh.shards_parameters() &&
+        schedule_.in_rooted_pass()) {
       unit.keep_past();
     }
     write_back_now(id);
@@ -252,22 +267,22 @@ void UnitLifecycle::keep_writes(UnitId id) {
 }
 
 void UnitLifecycle::forget_past() {
-  for (const auto& unit : parts_.units) {
+  for (const auto& unit : units_) {
     unit->forget_past();
   }
 }
 
 // A unit that an update has brought from the disk is written by hand only when it is back there.
 void UnitLifecycle::write_back_now(UnitId id) {
-  if (parts_.disk != nullptr) {
-    parts_.offload.wait_updates();
+  if (context_.disk != nullptr) {
+    offload_.wait_updates();
   }
-  parts_.units[id]->write_back();
+  units_[id]->write_back();
 }
 
 std::vector<UnitId> UnitLifecycle::in_forward_order(const std::vector<UnitId>& units) const {
   std::vector<UnitId> order;
-  for (const CallEvent& event : parts_.schedule.order()) {
+  for (const CallEvent& event : schedule_.order()) {
     const bool is_new = std::find(order.begin(), order.end(), event.unit) == order.end();
     if (is_new && std::find(units.begin(), units.end(), event.unit) != units.end()) {
       order.push_back(event.unit);
@@ -277,7 +292,7 @@ std::vector<UnitId> UnitLifecycle::in_forward_order(const std::vector<UnitId>& u
 }
 
 void UnitLifecycle::check_homes(UnitId id) const {
-  const UnitParam* moved = find_moved(std::as_const(*parts_.units.at(id)).params());
+  const UnitParam* moved = find_moved(std::as_const(*units_.at(id)).params());
   TORCH_CHECK_VALUE(
       moved == nullptr,
       "parameter '",
@@ -289,29 +304,29 @@ void UnitLifecycle::check_homes(UnitId id) const {
 
 void UnitLifecycle::begin_update(const std::vector<UnitId>& units, bool casts) {
   const at::NoGradGuard no_grad;
-  parts_.offload.begin_step();
+  offload_.begin_step();
   for (const UnitId id : units) {
     check_homes(id);
     if (casts) { // what the update leaves alone must be right already
-      parts_.units[id]->cast_main();
+      units_[id]->cast_main();
     }
   }
-  if (casts && parts_.disk != nullptr) {
-    parts_.offload.order_updates(in_forward_order(units));
+  if (casts && context_.disk != nullptr) {
+    offload_.order_updates(in_forward_order(units));
   }
 }
 
 void UnitLifecycle::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
   for (const UpdatedUnit& updated : units) {
-    Unit& unit = *parts_.units.at(updated.unit);
+    Unit& unit = *units_.at(updated.unit);
     if (updated.params) {
       unit.versions().mark_updated(*updated.params);
     } else {
       unit.versions().mark_updated();
     }
-    if (casts && !parts_.offload.take_sent(updated.unit)) {
-      if (parts_.disk != nullptr) {
-        parts_.offload.wait_updates();
+    if (casts && !offload_.take_sent(updated.unit)) {
+      if (context_.disk != nullptr) {
+        offload_.wait_updates();
       }
       unit.main().return_weights(); // the optimizer has updated the host's weights itself
     }
@@ -319,12 +334,12 @@ void UnitLifecycle::end_update(const std::vector<UpdatedUnit>& units, bool casts
       unit.mark_cast();
     }
   }
-  parts_.offload.end_step();
+  offload_.end_step();
 }
 
 void UnitLifecycle::note_trainable(UnitId id) {
   Use& use = uses_[id];
-  const auto& params = parts_.units[id]->params();
+  const auto& params = units_[id]->params();
   uint64_t hash = static_cast<uint64_t>(id) + 1;
   for (const UnitParam& param : params) {
     hash = mix(hash, param.shard.requires_grad() ? 2 : 1);
@@ -334,8 +349,7 @@ void UnitLifecycle::note_trainable(UnitId id) {
   }
   trainable_ += hash - use.trainable;
   use.trainable = hash;
-  for (Collectives* each :
-       {parts_.context.collectives, parts_.context.replicas, parts_.context.near}) {
+  for (Collectives* each : {context_.collectives, context_.replicas, context_.near}) {
     if (each != nullptr) {
       each->set_facts(trainable_);
     }
@@ -346,9 +360,9 @@ void UnitLifecycle::note_trainable(UnitId id) {
   }
   size_t first = 0;
   for (UnitId before = 0; before < id; ++before) {
-    first += parts_.units[before]->params().size();
+    first += units_[before]->params().size();
   }
-  parts_.alarm.set_trainable(first, flags);
+  alarm_.set_trainable(first, flags);
 }
 
 } // namespace zerocore

@@ -11,12 +11,24 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <vector>
 
-#include "engine/engine_parts.h"
+#include "engine/alarm_setup.h"
+#include "engine/gradients/reducer.h"
+#include "engine/offload/offload.h"
+#include "engine/unit/unit.h"
+#include "plan/schedule.h"
 
 namespace zerocore {
+
+// Writes a unit's parameters into the modules that own them. Called from any thread.
+class Registrar {
+ public:
+  virtual ~Registrar() = default;
+  virtual void show(UnitId unit, bool full) = 0;
+};
 
 // A unit that an optimizer updates, and which parameters in it; none for all that are trained.
 struct UpdatedUnit {
@@ -29,12 +41,24 @@ class UnitLifecycle {
   // Is called when a parameter of a unit has got its gradient.
   using OnGradient = std::function<void(UnitId, int)>;
 
-  explicit UnitLifecycle(EngineParts& parts) : parts_(parts), uses_(parts.units.size()) {}
+  // All outlive it.
+  UnitLifecycle(
+      const Units& units,
+      const UnitContext& context,
+      Schedule& schedule,
+      Offload& offload,
+      Reducer& reducer,
+      const ModelAlarm& alarm,
+      std::unique_ptr<Registrar> registrar);
 
   // All parameters are materialized and bound. `consistent`: all ranks hold the same values.
   void start(bool consistent, OnGradient on_gradient);
-  // Carries out the actions and empties the list.
-  void run(Actions& actions);
+  // Carries out the actions that `decide` gets from the schedule.
+  template <typename Decide>
+  void run(const Decide& decide) {
+    decide(actions_);
+    carry_out();
+  }
   // The compute stream works with the unit's full parameters from here on.
   void use(UnitId unit);
   // See Engine::hold_unsharded. All of the units, or none where it throws.
@@ -43,7 +67,7 @@ class UnitLifecycle {
   // See Engine::set_kept. The modules show a unit that is kept once use() has waited for it.
   void set_kept(UnitId unit, bool kept);
   void set_staying(UnitId unit, Staying staying) {
-    parts_.schedule.residency().set_staying(unit, staying);
+    schedule_.residency().set_staying(unit, staying);
   }
   // Shows in the modules what the schedule says: the unit's full parameters or its shards.
   void update_registration(UnitId unit);
@@ -68,6 +92,13 @@ class UnitLifecycle {
   void check_homes(UnitId unit) const;
   // Nothing runs any more, whatever was under way.
   void settle();
+  // A backward goes through the model: units gather at once, requires_grad stays as it is.
+  bool in_backward_pass() const {
+    return in_backward_pass_;
+  }
+  void set_in_backward_pass(bool in_backward_pass) {
+    in_backward_pass_ = in_backward_pass;
+  }
 
   // See Engine.
   void begin_update(const std::vector<UnitId>& units, bool casts);
@@ -80,13 +111,22 @@ class UnitLifecycle {
     uint64_t trainable = 0; // a hash of which parameters require grad
   };
 
+  void carry_out();
   bool gathers_later() const;
   void gather_late(std::optional<UnitId> last = std::nullopt);
   void write_back_now(UnitId unit);
   std::vector<UnitId> in_forward_order(const std::vector<UnitId>& units) const;
 
-  EngineParts& parts_;
+  const Units& units_;
+  const UnitContext& context_;
+  Schedule& schedule_;
+  Offload& offload_;
+  Reducer& reducer_;
+  const ModelAlarm& alarm_;
+  std::unique_ptr<Registrar> registrar_;
   OnGradient on_gradient_;
+  Actions actions_; // not carried out yet; reused
+  bool in_backward_pass_ = false;
   std::vector<Use> uses_; // by unit
   std::vector<UnitId> late_; // to be gathered; see Note [Gathers behind a call]
   uint64_t trainable_ = 0; // sum of the units' hashes

@@ -150,10 +150,6 @@ class Schedule {
   bool is_shown(UnitId unit) const {
     return residency_.is_here(unit) && (is_active(unit) || residency_.uses(unit).stays);
   }
-  // This rank has the unit's full parameters, or they are on their way.
-  bool is_here(UnitId unit) const {
-    return residency_.is_here(unit);
-  }
   // Whether the call's backward reads the unit's parameters.
   bool reads(const CallHandle& call) const {
     return passes_.reads(call);

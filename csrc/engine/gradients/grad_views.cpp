@@ -5,10 +5,7 @@
 
 namespace zerocore {
 
-GradViews::GradViews(
-    const std::vector<std::unique_ptr<Unit>>& units,
-    const UnitContext& context,
-    Reduction& reduction)
+GradViews::GradViews(const Units& units, const UnitContext& context, Reduction& reduction)
     : units_(units), context_(context), reduction_(reduction) {
   for (const auto& unit : units_) {
     params_.emplace_back(unit->params().size());

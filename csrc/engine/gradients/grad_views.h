@@ -26,10 +26,7 @@ namespace zerocore {
 
 class GradViews {
  public:
-  GradViews(
-      const std::vector<std::unique_ptr<Unit>>& units,
-      const UnitContext& context,
-      Reduction& reduction);
+  GradViews(const Units& units, const UnitContext& context, Reduction& reduction);
 
   // The tensor that becomes `shard.grad`, over the parameter's kept gradient.
   void bind(UnitId unit, int param, at::Tensor grad) {
@@ -61,7 +58,7 @@ class GradViews {
 
   bool lacks_any(const std::vector<bool>& reduced) const;
 
-  const std::vector<std::unique_ptr<Unit>>& units_;
+  const Units& units_;
   UnitContext context_;
   Reduction& reduction_;
   std::vector<std::vector<Param>> params_; // by unit and parameter

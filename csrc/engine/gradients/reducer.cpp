@@ -13,7 +13,7 @@ namespace zerocore {
 
 namespace {
 
-std::vector<ReducedUnit> reduced_units(const std::vector<std::unique_ptr<Unit>>& units) {
+std::vector<ReducedUnit> reduced_units(const Units& units) {
   std::vector<ReducedUnit> reduced;
   for (const auto& unit : units) {
     reduced.push_back({&unit->layout(), unit->context().mesh});
@@ -24,7 +24,7 @@ std::vector<ReducedUnit> reduced_units(const std::vector<std::unique_ptr<Unit>>&
 } // namespace
 
 Reducer::Reducer(
-    const std::vector<std::unique_ptr<Unit>>& units,
+    const Units& units,
     const UnitContext& context,
     const ShardOptions& sharding,
     Offload& offload)
@@ -58,8 +58,9 @@ at::Tensor Reducer::make_grad(UnitId id, int param) const {
 
 // -- a backward -----------------------------------------------------------------------------
 
-void Reducer::reduce(UnitId id, bool sync) {
+void Reducer::reduce(UnitId id) {
   const at::NoGradGuard no_grad;
+  const bool sync = sync_ && units_[id]->settings().syncs;
   if (!touched_[id]) {
     offload_.recall(id);
     shown_.take_changes(id, memory_[id]);

@@ -22,7 +22,7 @@ namespace zerocore {
 class Reducer final : private GradSteps {
  public:
   Reducer(
-      const std::vector<std::unique_ptr<Unit>>& units,
+      const Units& units,
       const UnitContext& context,
       const ShardOptions& sharding,
       Offload& offload);
@@ -35,9 +35,16 @@ class Reducer final : private GradSteps {
     shown_.bind(unit, param, std::move(grad));
   }
 
-  // Packs the unit's gradients and, with sync, starts their reduction; otherwise they are summed
-  // locally (stages 0, 1, or where full sums are held). Parameters without gradient count as zero.
-  void reduce(UnitId unit, bool sync);
+  // Packs the unit's gradients and starts their reduction. Without sync, of the model or in the
+  // unit's settings, it sums them locally (stages 0, 1, or where full sums are held). Parameters
+  // without gradient count as zero.
+  void reduce(UnitId unit);
+  bool sync() const {
+    return sync_;
+  }
+  void set_sync(bool sync) {
+    sync_ = sync;
+  }
   // Whether the unit has gradients that reduce() has not seen.
   bool has_grads(UnitId unit) const;
   // Units whose gradients were reduced in this backward, one flag each.
@@ -85,7 +92,7 @@ class Reducer final : private GradSteps {
   void forget_backward();
   void note_use(UnitId unit) const;
 
-  const std::vector<std::unique_ptr<Unit>>& units_;
+  const Units& units_;
   UnitContext context_;
   Offload& offload_;
   Reduction reduction_;
@@ -94,6 +101,7 @@ class Reducer final : private GradSteps {
   std::vector<std::vector<GradientMemory>> memory_; // by unit and region
   std::vector<std::vector<InFlight>> in_flight_; // by unit and region
   Joint joint_; // not started yet
+  bool sync_ = true; // reductions communicate
   std::vector<bool> touched_, reduced_; // units, in this backward
   std::vector<bool> leaves_; // units whose gradients the ranks are not to add to in this step
 };

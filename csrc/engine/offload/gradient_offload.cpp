@@ -7,10 +7,7 @@
 
 namespace zerocore {
 
-GradientOffload::GradientOffload(
-    const std::vector<std::unique_ptr<Unit>>& units,
-    const UnitContext& context,
-    StepWorker& worker)
+GradientOffload::GradientOffload(const Units& units, const UnitContext& context, StepWorker& worker)
     : units_(units), context_(context), worker_(worker) {
   for (const auto& unit : units) {
     const Layout& layout = unit->layout();

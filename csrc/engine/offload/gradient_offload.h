@@ -18,10 +18,7 @@ namespace zerocore {
 class GradientOffload {
  public:
   // All outlive it.
-  GradientOffload(
-      const std::vector<std::unique_ptr<Unit>>& units,
-      const UnitContext& context,
-      StepWorker& worker);
+  GradientOffload(const Units& units, const UnitContext& context, StepWorker& worker);
 
   // A region's gradient is complete; `kept` is this rank's part of it, 1-D.
   void grad_ready(UnitId unit, int region, const at::Tensor& kept);
@@ -66,7 +63,7 @@ class GradientOffload {
   void square(UnitId unit, int region, const at::Tensor& host);
   StepWorker::Ticket bring(UnitId unit, int64_t nbytes, StepWorker::Work copy);
 
-  const std::vector<std::unique_ptr<Unit>>& units_;
+  const Units& units_;
   const UnitContext& context_;
   StepWorker& worker_;
   std::vector<LandingUnit> states_; // by unit

@@ -3,7 +3,7 @@
 
 namespace zerocore {
 
-Moments::Moments(const std::vector<std::unique_ptr<Unit>>& units, const UnitContext& context) {
+Moments::Moments(const Units& units, const UnitContext& context) {
   for (const auto& unit : units) {
     OfUnit& own = units_.emplace_back(OfUnit{*unit, {}, {}});
     own.given.resize(unit->params().size());

@@ -15,7 +15,7 @@ namespace zerocore {
 class Moments {
  public:
   // The units outlive it, and their memory is there.
-  Moments(const std::vector<std::unique_ptr<Unit>>& units, const UnitContext& context);
+  Moments(const Units& units, const UnitContext& context);
 
   // Both of a trained parameter, 1-D, zeros; none of others, and none while an optimizer has them.
   std::vector<at::Tensor> make(UnitId unit, int param);

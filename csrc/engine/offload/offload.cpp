@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "engine/graph/autograd.h"
-#include "engine/unit/disk_states.h"
 
 namespace zerocore {
 
@@ -22,11 +21,11 @@ void wait_for_load(const StreamEvent& event) {
 
 } // namespace
 
-Offload::Offload(
-    const std::vector<std::unique_ptr<Unit>>& units,
-    const UnitContext& context,
-    int num_threads)
+Offload::Offload(const Units& units, const UnitContext& context, int num_threads)
     : units_(units), context_(context), worker_(std::make_unique<StepWorker>(num_threads)) {
+  if (context_.host != nullptr) {
+    context_.host->plan(units, context_);
+  }
   if (context_.lands_gradients()) {
     host_gradients_.emplace(context_, *worker_);
     landed_at_.resize(units.size());
@@ -43,6 +42,56 @@ Offload::~Offload() {
     synchronize();
   } catch (const std::exception& error) {
     TORCH_WARN("zerocore: an update on the host failed while the model was freed: ", error.what());
+  }
+}
+
+// -- memory ---------------------------------------------------------------------------------
+
+void Offload::open_disk(const DiskFolder& place) {
+  TORCH_CHECK_VALUE(context_.disk != nullptr, "nothing of this model is on disk");
+  context_.disk->open(place, units_, context_);
+  if (context_.tiers.states == Tier::Disk) {
+    moments_.emplace(units_, context_);
+  }
+}
+
+void Offload::map_host_memory() {
+  TORCH_CHECK_VALUE(context_.host != nullptr, "nothing of this model is on the host");
+  context_.host->open();
+  if (context_.tiers.states == Tier::Host) {
+    moments_.emplace(units_, context_);
+  }
+}
+
+std::vector<at::Tensor> Offload::make_moments(UnitId id, int param) {
+  if (!moments_) {
+    return {};
+  }
+  if (moments_->had(id, param)) {
+    wait_updates(); // they are set to zero
+  }
+  return moments_->make(id, param);
+}
+
+HostBytes Offload::host_bytes() const {
+  HostBytes bytes;
+  if (context_.host != nullptr) {
+    const HostLayout& layout = context_.host->layout();
+    bytes.weights = layout.weights_nbytes();
+    bytes.gradients = layout.gradients_nbytes();
+    bytes.buffers = layout.gaps_nbytes();
+  }
+  if (context_.disk != nullptr) {
+    bytes.buffers += context_.disk->buffers_nbytes();
+    bytes.disk = context_.disk->file_nbytes();
+  }
+  return bytes;
+}
+
+void Offload::mark_forked() {
+  static_cast<void>(worker_.release());
+  if (context_.disk != nullptr) {
+    context_.disk->mark_forked();
   }
 }
 

@@ -25,9 +25,13 @@
 
 #include "engine/offload/gradient_offload.h"
 #include "engine/offload/host_gradients.h"
+#include "engine/offload/moments.h"
 #include "engine/offload/step_worker.h"
+#include "engine/unit/disk_states.h"
+#include "engine/unit/host_states.h"
 #include "engine/unit/unit.h"
 #include "kernels/optimizer_ops.h"
+#include "plan/memory_plan.h"
 #include "runtime/host_link.h"
 
 namespace zerocore {
@@ -46,15 +50,29 @@ class Offload {
  public:
   // Units outlive it. Does nothing where the states are on the device. `num_threads` share an
   // update.
-  Offload(
-      const std::vector<std::unique_ptr<Unit>>& units,
-      const UnitContext& context,
-      int num_threads);
+  Offload(const Units& units, const UnitContext& context, int num_threads);
   // Waits for all work.
   ~Offload();
   Offload(const Offload&) = delete;
   Offload& operator=(const Offload&) = delete;
 
+  // -- memory
+  // Gives the units their file or their mapping. Before any unit is materialized.
+  void open_disk(const DiskFolder& place);
+  void map_host_memory();
+  // See Moments; empty if there is no place for them either.
+  std::vector<at::Tensor> make_moments(UnitId unit, int param);
+  // Null if no state is on the host.
+  const HostStates* host_states() const {
+    return context_.host;
+  }
+  // Bytes on the host and on disk, without the optimizer's.
+  HostBytes host_bytes() const;
+  bool lands_gradients() const {
+    return context_.lands_gradients();
+  }
+
+  // -- gradients
   // `from` is to be copied to the gradient `kept`, see HostGradients.
   void offload_grad(UnitId unit, const at::Tensor& from, const at::Tensor& kept, bool adds);
   // A region's gradient is complete; `kept` is this rank's part of it, 1-D.
@@ -72,6 +90,7 @@ class Offload {
   // The gradient of a parameter that is updated on the host, there. Blocks until it has come.
   at::Tensor arrived_gradient(UnitId unit, int param);
 
+  // -- updates
   // An optimizer steps next. As wait_updates().
   void begin_step();
   // Whether the parameter's states are on the host.
@@ -99,9 +118,7 @@ class Offload {
   void wait_updates();
   void synchronize();
   // In the child of a fork, where the worker has no thread: nothing is waited for or freed.
-  void mark_forked() {
-    static_cast<void>(worker_.release());
-  }
+  void mark_forked();
 
  private:
   struct OffloadedUnit {
@@ -120,7 +137,7 @@ class Offload {
   void wait_arrivals();
   void check_disk() const;
 
-  const std::vector<std::unique_ptr<Unit>>& units_;
+  const Units& units_;
   UnitContext context_;
   std::vector<OffloadedUnit> states_; // by unit; none without states on the host
   std::vector<UnitId> order_; // of a step that has not begun
@@ -130,6 +147,7 @@ class Offload {
   std::optional<GradientOffload> gradients_; // none without states on the host
   std::optional<HostGradients> host_gradients_; // none unless a device keeps its gradients there
   std::vector<StepWorker::Ticket> landed_at_; // by unit
+  std::optional<Moments> moments_; // none without a place for them
   std::unique_ptr<StepWorker> worker_; // ends first
 };
 

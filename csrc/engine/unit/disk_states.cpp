@@ -5,10 +5,7 @@
 
 namespace zerocore {
 
-void DiskStates::open(
-    const DiskFolder& place,
-    const std::vector<std::unique_ptr<Unit>>& units,
-    const UnitContext& context) {
+void DiskStates::open(const DiskFolder& place, const Units& units, const UnitContext& context) {
   DiskLayout layout(context.tiers, context.mesh.shards_parameters(), context.mesh.shard());
   SwapOptions options{place.folder, place.name, {}, {}, 0, DiskLayout::kNumUpdateBuffers};
   std::vector<Range> parameters;

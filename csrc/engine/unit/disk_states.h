@@ -30,10 +30,7 @@ class DiskStates {
   DiskStates& operator=(const DiskStates&) = delete;
 
   // Reserves the file. The units outlive it. Throws std::system_error where there is no room.
-  void open(
-      const DiskFolder& place,
-      const std::vector<std::unique_ptr<Unit>>& units,
-      const UnitContext& context);
+  void open(const DiskFolder& place, const Units& units, const UnitContext& context);
   // Of a unit's part, zeros at first.
   c10::DataPtr memory(UnitId unit, StatePart part) const;
   // Writes what was filled by hand, and frees its memory.
@@ -80,7 +77,7 @@ class DiskStates {
  private:
   DiskLoads::VersionOf version_of() const;
 
-  const std::vector<std::unique_ptr<Unit>>* units_ = nullptr;
+  const Units* units_ = nullptr;
   std::optional<DiskLayout> layout_;
   std::unique_ptr<SwappedUnits> swapped_;
   std::unique_ptr<DiskLoads> loads_; // ends before the file does

@@ -5,7 +5,7 @@
 
 namespace zerocore {
 
-void HostStates::plan(const std::vector<std::unique_ptr<Unit>>& units, const UnitContext& context) {
+void HostStates::plan(const Units& units, const UnitContext& context) {
   layout_.emplace(
       context.tiers,
       context.mesh.shards_parameters(),

@@ -21,7 +21,7 @@ class HostStates {
   HostStates& operator=(const HostStates&) = delete;
 
   // Takes no memory.
-  void plan(const std::vector<std::unique_ptr<Unit>>& units, const UnitContext& context);
+  void plan(const Units& units, const UnitContext& context);
   // Maps the planned memory, and pins the part that a CUDA device copies. Throws c10::Error where
   // there is too little.
   void open();

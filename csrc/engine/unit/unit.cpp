@@ -27,6 +27,7 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
     : id_(id),
       name_(std::move(spec.name)),
       params_(std::move(spec.params)),
+      stays_(spec.stays),
       context_(context),
       layout_(Layout::build(specs_of(params_), context.mesh.num_shards(), context.by_rows)),
       bucket_(
@@ -172,6 +173,19 @@ bool Unit::is_gathered() const {
 int64_t Unit::persistent_nbytes() const {
   const Bucket& own = shards_ ? *shards_ : bucket_;
   return gathers_.near_nbytes() + (context_.tiers.has_host_parameters() ? 0 : own.nbytes());
+}
+
+Units make_units(std::vector<UnitSpec> specs, const UnitContext& context) {
+  Units units;
+  for (UnitSpec& spec : specs) {
+    UnitContext own = context;
+    if (!spec.near) {
+      own.mesh = own.mesh.without_near();
+    }
+    const auto id = static_cast<UnitId>(units.size());
+    units.push_back(std::make_unique<Unit>(id, std::move(spec), own));
+  }
+  return units;
 }
 
 } // namespace zerocore

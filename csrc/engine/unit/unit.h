@@ -43,6 +43,9 @@ class Unit {
   const UnitContext& context() const {
     return context_;
   }
+  bool stays() const { // see UnitSpec
+    return stays_;
+  }
   // Names a collective for the unit, and adds it to the trace.
   CollectiveTag tag(TraceOp op, int64_t nbytes) const {
     return {&name_, context_.note(op, id_, nbytes), id_};
@@ -167,6 +170,7 @@ class Unit {
   UnitId id_;
   std::string name_;
   std::vector<UnitParam> params_;
+  bool stays_;
   UnitContext context_;
   Layout layout_;
   Bucket bucket_; // unsharded
@@ -181,5 +185,9 @@ class Unit {
   std::vector<std::vector<at::Tensor>> past_; // by write, then region
   int64_t cast_version_ = -1;
 };
+
+using Units = std::vector<std::unique_ptr<Unit>>; // by id
+
+Units make_units(std::vector<UnitSpec> specs, const UnitContext& context);
 
 } // namespace zerocore
