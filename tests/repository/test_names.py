@@ -40,7 +40,11 @@ def is_file(path: str) -> bool:
 def test_mistakes_are_found() -> None:
     assert exists("zerocore.optim.AdamW") and exists("zerocore.reporting.report.PEAK_FLOPS")
     assert not exists("zerocore.emulated.PRESETS") and not exists("zerocore.nothing.here")
-    assert is_file("plan/schedule") and is_file("runtime/control_channel.h") and not is_file("plan/nothing")
+    assert (
+        is_file("plan/schedule")
+        and is_file("runtime/control_channel.h")
+        and not is_file("plan/nothing")
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
