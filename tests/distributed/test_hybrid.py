@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.chain import Chain, step
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import (
@@ -170,8 +171,9 @@ def mixed_precision(stage: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, state
 
 
-def test_mixed_precision_and_state_dicts() -> None:
-    answers = [run_ranks(mixed_precision, 4, stage) for stage in STAGES]
+@pytest.mark.parametrize("stages", [*by_night((STAGES,)), (0, 3)])
+def test_mixed_precision_and_state_dicts(stages: tuple[int, ...]) -> None:
+    answers = [run_ranks(mixed_precision, 4, stage) for stage in stages]
     for ranks in answers[1:]:
         for rank, (losses, _) in enumerate(ranks):
             assert losses == pytest.approx(answers[0][rank][0], rel=1e-2)
