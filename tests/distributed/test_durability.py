@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,18 @@ def test_a_kill_at_every_call_on_each_rank(tmp_path: Path, stride: int) -> None:
     calls = run_ranks(save_twice, 2, tmp_path / "all", 0, Count())
     calls[1] = run_ranks(save_twice, 2, tmp_path / "all_1", 1, Count())[1]
     assert calls[0] > calls[1] > 6
-    folders: dict[str, tuple[int, ...]] = {}
-    for rank in (0, 1):
-        for last in range(1, calls[rank] + 1, stride):
-            folder = tmp_path / f"{rank}-{last}"
-            outcomes = run_to_end(save_twice, 2, folder, rank, Count(last), group_timeout=10.0)
-            assert "exit code -9" in (outcomes[rank].error or ""), (rank, last)
-            # Rank 1 has ended its part when the first one completes the checkpoint.
-            folders[str(folder)] = (1, 2) if rank == 0 else (1,)
+
+    def kill(case: tuple[int, int]) -> tuple[str, tuple[int, ...]]:
+        rank, last = case
+        folder = tmp_path / f"{rank}-{last}"
+        outcomes = run_to_end(save_twice, 2, folder, rank, Count(last), group_timeout=10.0)
+        assert "exit code -9" in (outcomes[rank].error or ""), (rank, last)
+        # Rank 1 has ended its part when the first one completes the checkpoint.
+        return str(folder), (1, 2) if rank == 0 else (1,)
+
+    cases = [(rank, last) for rank in (0, 1) for last in range(1, calls[rank] + 1, stride)]
+    with ThreadPoolExecutor(5) as pool:  # the survivors wait for the time limit of the group
+        folders = dict(pool.map(kill, cases))
     run_ranks(check_good, 1, folders, timeout=120.0)
 
 

@@ -135,6 +135,7 @@ def train_lora() -> list[tuple[int, int]]:
     return held
 
 
+@pytest.mark.parametrize("world_size", [*by_night(1, 2, 4), 3])
 def test_lora(world_size: int) -> None:
     pytest.importorskip("peft")
     by_rank = run_ranks(train_lora, world_size, timeout=120)

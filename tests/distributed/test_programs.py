@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.programs.page import FULL, PAGE, as_page
 from tests.distributed.programs.player import Error, Played
-from tests.distributed.programs.registry import Program, all_programs, broken_programs
+from tests.distributed.programs.registry import THEMES, Program, all_programs, broken_programs
 from tests.distributed.programs.suite import Table, judge, measure
 from tests.distributed.programs.systems import SYSTEMS
 from tests.distributed.programs.table import Page, read_markdown, reasons, torch_version
@@ -27,9 +28,10 @@ some_systems = pytest.mark.parametrize(
 
 
 def systems_of(number: int, row: dict[str, str], rest: bool) -> tuple[str, ...]:
-    """Systems of a program by day, or the rest: an exact program has one, in turn, others all."""
+    """Systems of a program by day, or the rest: every third exact one has one, others have all."""
     is_exact = all(row.get(system) == "exact" for system in GATE)
-    by_day = GATE[number % len(GATE) :][:1] if is_exact else GATE
+    turn = number // len(GATE) % len(GATE) if number % len(GATE) == 0 else len(GATE)
+    by_day = GATE[turn : turn + 1] if is_exact else GATE
     return tuple(system for system in OURS if (system in by_day) != rest)
 
 
@@ -53,7 +55,8 @@ def table(programs: dict[str, Program], page: Page, request: pytest.FixtureReque
         groups.setdefault(systems, []).append(name)
     measured: Table = {}
     for systems, names in groups.items():
-        measured |= measure(names, ["plain", *systems])
+        if systems:
+            measured |= measure(names, ["plain", *systems])
     return measured
 
 
@@ -99,15 +102,16 @@ def test_there_are_many(programs: dict[str, Program]) -> None:
     assert len(programs) >= 300
 
 
-def test_each_program_runs_by_day_and_under_all_systems_by_night(page: Page) -> None:
-    by_day = []
-    for number, row in enumerate(page[1].values()):
+def test_each_theme_runs_by_day_and_each_program_under_all_systems_by_night(page: Page) -> None:
+    programs, themes, count = all_programs(installed=False), set(), Counter[str]()
+    for number, (name, row) in enumerate(page[1].items()):
         day, rest = systems_of(number, row, False), systems_of(number, row, True)
         assert sorted(day + rest) == sorted(OURS)
-        by_day += day
-    assert set(by_day) == set(GATE)
-    assert all(by_day.count(system) > len(page[1]) // 4 for system in GATE)
-    assert systems_of(0, {"stage0": "refused"}, False) == GATE
+        count.update(day)
+        themes |= {programs[name].theme} if day else set()
+    assert themes == set(THEMES)
+    assert set(count) == set(GATE) and min(count.values()) > 100
+    assert systems_of(1, {"stage0": "refused"}, False) == GATE
 
 
 @pytest.mark.slow
