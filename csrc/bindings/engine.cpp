@@ -131,16 +131,8 @@ void register_setup(py::class_<PyEngine>& engine) {
           [](PyEngine& self, UnitId unit, int i) -> ParamSpec {
             return self.engine->unit(unit).params().at(i).spec;
           })
-      .def(
-          "make_grad",
-          [](PyEngine& self, UnitId unit, int i) {
-            return self.engine->reducer().make_grad(unit, i);
-          })
-      .def(
-          "bind_grad",
-          [](PyEngine& self, UnitId unit, int i, at::Tensor grad) {
-            self.engine->reducer().bind_grad(unit, i, std::move(grad));
-          })
+      .def("make_grad", method(&Reducer::make_grad))
+      .def("bind_grad", method(&Reducer::bind_grad))
       .def(
           "materialize",
           [](PyEngine& self,
@@ -154,10 +146,7 @@ void register_setup(py::class_<PyEngine>& engine) {
             }
             self.engine->materialize(unit, values, broadcast);
           })
-      .def(
-          "full_values",
-          [](PyEngine& self, UnitId unit) { return self.engine->full_values(unit); },
-          py::call_guard<py::gil_scoped_release>())
+      .def("full_values", method(&Engine::full_values), py::call_guard<py::gil_scoped_release>())
       .def(
           "bind",
           &bind_param,
@@ -176,15 +165,13 @@ void register_setup(py::class_<PyEngine>& engine) {
           py::arg("unit"),
           py::arg("param"),
           py::arg("view"))
-      .def("start", [](PyEngine& self, bool consistent) { self.engine->start(consistent); });
+      .def("start", method(&Engine::start));
 }
 
 void register_steps(py::class_<PyEngine>& engine) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  engine.def(
-            "begin_pass", [](PyEngine& self) { self.engine->begin_pass(); }, no_gil)
-      .def(
-          "fail_pass", [](PyEngine& self) { self.engine->fail_pass(); }, no_gil)
+  engine.def("begin_pass", method(&Engine::begin_pass), no_gil)
+      .def("fail_pass", method(&Engine::fail_pass), no_gil)
       .def(
           "end_pass",
           [](PyEngine& self, const py::object& value) {
@@ -192,8 +179,7 @@ void register_steps(py::class_<PyEngine>& engine) {
             const py::gil_scoped_release release;
             self.engine->end_pass(outputs);
           })
-      .def(
-          "enter", [](PyEngine& self, UnitId unit) { self.engine->enter(unit); }, no_gil)
+      .def("enter", method(&Engine::enter), no_gil)
       .def(
           "exit",
           [](PyEngine& self, UnitId unit, const py::object& value, bool keep) {
@@ -204,43 +190,15 @@ void register_steps(py::class_<PyEngine>& engine) {
           py::arg("unit"),
           py::arg("value"),
           py::arg("keep") = false)
+      .def("adopt", method(&Engine::adopt), no_gil)
+      .def_property_readonly("in_call", method(&Engine::in_call))
+      .def("hold_unsharded", method(&Engine::hold_unsharded), no_gil)
+      .def("release_unsharded", method(&Engine::release_unsharded), no_gil)
       .def(
-          "adopt", [](PyEngine& self, UnitId unit) { self.engine->adopt(unit); }, no_gil)
-      .def_property_readonly("in_call", [](const PyEngine& self) { return self.engine->in_call(); })
-      .def(
-          "hold_unsharded",
-          [](PyEngine& self, const std::vector<UnitId>& u) { self.engine->hold_unsharded(u); },
-          no_gil)
-      .def(
-          "release_unsharded",
-          [](PyEngine& self, const std::vector<UnitId>& units, bool write_back) {
-            self.engine->release_unsharded(units, write_back);
-          },
-          no_gil)
-      .def(
-          "begin_update",
-          [](PyEngine& self, const std::vector<UnitId>& units, bool casts) {
-            self.engine->begin_update(units, casts);
-          },
-          py::arg("units"),
-          py::arg("casts"),
-          py::call_guard<py::gil_scoped_release>())
-      .def(
-          "end_update",
-          [](PyEngine& self, const std::vector<UpdatedUnit>& units, bool casts) {
-            self.engine->end_update(units, casts);
-          },
-          py::arg("units"),
-          py::arg("casts"),
-          py::call_guard<py::gil_scoped_release>())
-      .def(
-          "drop_first_gather", [](PyEngine& self) { self.engine->drop_first_gather(); }, no_gil)
-      .def(
-          "any_rank",
-          [](PyEngine& self, const std::vector<bool>& flags) {
-            const py::gil_scoped_release release;
-            return self.engine->any_rank(flags);
-          })
+          "begin_update", method(&Engine::begin_update), py::arg("units"), py::arg("casts"), no_gil)
+      .def("end_update", method(&Engine::end_update), py::arg("units"), py::arg("casts"), no_gil)
+      .def("drop_first_gather", method(&Engine::drop_first_gather), no_gil)
+      .def("any_rank", method(&Engine::any_rank), no_gil)
       .def(
           "exchange",
           [](PyEngine& self,
@@ -258,16 +216,11 @@ void register_steps(py::class_<PyEngine>& engine) {
           py::arg("sent_nbytes"),
           py::arg("received_nbytes"),
           py::arg("total_nbytes"))
-      .def(
-          "reset", [](PyEngine& self) { self.engine->reset(); }, no_gil)
-      .def(
-          "fail_backward", [](PyEngine& self) { self.engine->fail_backward(); }, no_gil)
-      .def("mark_forked", [](PyEngine& self) { self.engine->mark_forked(); })
-      .def("check_process", [](PyEngine& self) { self.engine->check_process(); })
-      .def_property(
-          "sync",
-          [](const PyEngine& self) { return self.engine->reducer().sync(); },
-          [](PyEngine& self, bool sync) { self.engine->reducer().set_sync(sync); });
+      .def("reset", method(&Engine::reset), no_gil)
+      .def("fail_backward", method(&Engine::fail_backward), no_gil)
+      .def("mark_forked", method(&Engine::mark_forked))
+      .def("check_process", method(&Engine::check_process))
+      .def_property("sync", method(&Reducer::sync), method(&Reducer::set_sync));
 }
 
 // Settings of each unit in FSDP2's interface.
@@ -323,9 +276,7 @@ void register_figures(py::class_<PyEngine>& engine) {
           [](PyEngine& self) {
             return sum_of_units(self, [](const Unit& unit) { return unit.main().device_nbytes(); });
           })
-      .def_property_readonly(
-          "gradient_nbytes",
-          [](PyEngine& self) { return self.engine->reducer().persistent_nbytes(); })
+      .def_property_readonly("gradient_nbytes", method(&Reducer::persistent_nbytes))
       .def_property_readonly(
           "hand_overs", [](const PyEngine& self) { return self.engine->hand_overs(); })
       .def(

@@ -12,45 +12,16 @@ namespace zerocore {
 
 void register_offload(py::class_<PyEngine>& engine) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  engine
-      .def(
-          "is_updated_on_host",
-          [](PyEngine& self, UnitId unit, int param) {
-            return self.engine->offload().updates(unit, param);
-          })
-      .def(
-          "update_on_host",
-          [](PyEngine& self, HostUpdate update) {
-            self.engine->offload().update(std::move(update));
-          },
-          no_gil)
-      .def(
-          "send_weights",
-          [](PyEngine& self, UnitId unit) { self.engine->offload().send(unit); },
-          no_gil)
-      .def(
-          "known_squares",
-          [](PyEngine& self, UnitId unit, int param) {
-            return self.engine->offload().known_squares(unit, param);
-          },
-          no_gil)
-      .def(
-          "arrived_gradient",
-          [](PyEngine& self, UnitId unit, int param) {
-            return self.engine->offload().arrived_gradient(unit, param);
-          },
-          no_gil)
-      .def(
-          "synchronize", [](PyEngine& self) { self.engine->offload().synchronize(); }, no_gil)
-      .def_property_readonly(
-          "lands_gradients",
-          [](const PyEngine& self) { return self.engine->offload().lands_gradients(); })
-      .def_property_readonly(
-          "host_bytes", [](const PyEngine& self) { return self.engine->offload().host_bytes(); })
-      .def(
-          "map_host_memory",
-          [](PyEngine& self) { self.engine->offload().map_host_memory(); },
-          no_gil)
+  engine.def("is_updated_on_host", method(&Offload::updates))
+      .def("update_on_host", method(&Offload::update), no_gil)
+      .def("send_weights", method(&Offload::send), no_gil)
+      .def("known_squares", method(&Offload::known_squares), no_gil)
+      .def("arrived_gradient", method(&Offload::arrived_gradient), no_gil)
+      .def("synchronize", method(&Offload::synchronize), no_gil)
+      .def("make_moments", method(&Offload::make_moments), no_gil)
+      .def_property_readonly("lands_gradients", method(&Offload::lands_gradients))
+      .def_property_readonly("host_bytes", method(&Offload::host_bytes))
+      .def("map_host_memory", method(&Offload::map_host_memory), no_gil)
       .def_property_readonly(
           "host_memory_nbytes",
           [](const PyEngine& self) {
@@ -70,12 +41,6 @@ void register_offload(py::class_<PyEngine>& engine) {
           },
           py::arg("folder"),
           py::arg("name"),
-          no_gil)
-      .def(
-          "make_moments",
-          [](PyEngine& self, UnitId unit, int param) {
-            return self.engine->offload().make_moments(unit, param);
-          },
           no_gil);
 }
 

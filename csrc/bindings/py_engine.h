@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 
 #include "bindings/registrar.h"
 #include "engine/engine.h"
@@ -13,6 +14,31 @@ struct PyEngine {
   std::shared_ptr<Engine> engine;
   DictRegistrar* registrar = nullptr;
 };
+
+// The object whose method is called.
+inline Engine& part_of(const PyEngine& self, Engine* /*tag*/) {
+  return *self.engine;
+}
+inline Offload& part_of(const PyEngine& self, Offload* /*tag*/) {
+  return self.engine->offload();
+}
+inline Reducer& part_of(const PyEngine& self, Reducer* /*tag*/) {
+  return self.engine->reducer();
+}
+
+// Binds a method of one of these as a method of PyEngine.
+template <typename Part, typename Result, typename... Args>
+auto method(Result (Part::*called)(Args...)) {
+  return [called](PyEngine& self, Args... args) -> Result {
+    return (part_of(self, static_cast<Part*>(nullptr)).*called)(std::forward<Args>(args)...);
+  };
+}
+template <typename Part, typename Result, typename... Args>
+auto method(Result (Part::*called)(Args...) const) {
+  return [called](const PyEngine& self, Args... args) -> Result {
+    return (part_of(self, static_cast<Part*>(nullptr)).*called)(std::forward<Args>(args)...);
+  };
+}
 
 // Steps of states that are not on the device.
 void register_offload(pybind11::class_<PyEngine>& engine);

@@ -6,7 +6,6 @@
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
-#include <functional>
 #include <utility>
 
 #include "engine/graph/autograd.h"
@@ -22,20 +21,6 @@ bool any_recorded(const std::vector<at::Tensor>& tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
     return tensor.requires_grad() && !tensor.is_leaf();
   });
-}
-
-void note_error(std::exception_ptr& error, const std::function<void()>& action) {
-  try {
-    action();
-  } catch (...) {
-    error = std::current_exception();
-  }
-}
-
-void raise_noted(std::exception_ptr& error) {
-  if (const auto noted = std::exchange(error, nullptr)) {
-    std::rethrow_exception(noted);
-  }
 }
 
 } // namespace
@@ -252,7 +237,9 @@ void Engine::exit(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) 
   if (calls_.empty()) {
     backward_run_.untracked().expect_backward();
   }
-  raise_noted(refused_);
+  if (const auto refused = std::exchange(refused_, nullptr)) {
+    std::rethrow_exception(refused);
+  }
 }
 
 void Engine::leave_adopted(const std::vector<at::Tensor>& outputs) {
@@ -283,7 +270,11 @@ void Engine::leave_forward(RecordedCall& recorded, bool has_output, bool reads, 
   // pass that records: reentrant checkpointing, whose backward comes.
   const bool wanted = c10::GradMode::is_enabled() ? recorded.last > recorded.first
                                                   : lifecycle_.num_trainable(id) > 0;
-  note_error(refused_, [&] { lifecycle_.keep_writes(id); }); // the call ends anyway
+  try {
+    lifecycle_.keep_writes(id);
+  } catch (...) {
+    refused_ = std::current_exception(); // the call ends anyway
+  }
   units_[id]->note_use();
   lifecycle_.run([&](Actions& out) {
     recorded.call = schedule_.exit(id, has_output || wanted, reads, out, keep);

@@ -30,8 +30,8 @@ void FirstGather::begin() {
   try {
     lifecycle_.run([&](Actions& out) { schedule_.residency().gather_ahead(id, out); });
   } catch (...) {
-    Actions none; // settle() does it
-    schedule_.residency().drop_ahead(std::exchange(pending_, -1), none);
+    Actions ignored; // settle() reshards the unit
+    schedule_.residency().drop_ahead(std::exchange(pending_, -1), ignored);
     lifecycle_.settle();
     throw;
   }

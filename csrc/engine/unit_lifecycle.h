@@ -41,7 +41,7 @@ class UnitLifecycle {
   // Is called when a parameter of a unit has got its gradient.
   using OnGradient = std::function<void(UnitId, int)>;
 
-  // All outlive it.
+  // What it refers to outlives it.
   UnitLifecycle(
       const Units& units,
       const UnitContext& context,
