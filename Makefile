@@ -1,7 +1,8 @@
 # Set-up, build, tests and demo, each in one command on a machine with Python, a C++ compiler and make.
 #
 #   make demo                      train a small GPT on all ranks of this machine
-#   make test                      run the tests, one more at a time than cores
+#   make test                      run the tests of each change, one more at a time than cores; on
+#                                  two cores some nine minutes, estimated
 #   make nightly                   run all: more stages, seeds and trainers than `make test`
 #   make test ARGS="tests/plan"    run some of them: ARGS go to pytest
 #   PYTHON=/path/to/python make test   where that Python has a suitable torch, use it

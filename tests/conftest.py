@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 from contextlib import suppress
 
 import pytest
+
+from tests.by_night import left_out
 
 # Read when OpenMP is loaded, with torch: threads that wait for each other sleep. More of them than
 # there are cores would else spin until the time slice of the one that they wait for comes.
@@ -39,9 +42,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)  # --one-each chooses among those that -m has left
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # --one-each chooses among those that -m has left
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
     """Puts files with a slow test first: the last ones then end together."""
+    for item in left_out(item for item in items if "gpu" not in item.path.parts):
+        item.add_marker("nightly")
+    yield
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     if config.getoption("--one-each"):

@@ -6,6 +6,7 @@ import pytest
 
 import zerocore
 from tests.async_device.faults import GRADIENTS, STATES, try_waits
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 
 KINDS = {
@@ -16,7 +17,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("stage", "more"), [(1, {}), (3, {}), (3, {"gather_at_step": True})])
+@pytest.mark.parametrize(
+    ("stage", "more"), [*by_night((1, {}), (3, {"gather_at_step": True})), (3, {})]
+)
 def test_a_missing_wait_shows(stage: int, more: dict[str, bool]) -> None:
     """Of each kind at least one of the first and the last, on some rank.
 
@@ -51,7 +54,9 @@ OF_COPIES = {
 }
 
 
-@pytest.mark.parametrize(("stage", "offload"), list(OF_COPIES))
+@pytest.mark.parametrize(
+    ("stage", "offload"), [*by_night((0, STATES), (3, STATES)), (3, GRADIENTS)]
+)
 def test_a_missing_wait_of_offload_shows(stage: int, offload: zerocore.Offload) -> None:
     """With states on the host, where the thread that updates them waits for events itself."""
     options = {"stage": stage, "offload": offload}

@@ -11,6 +11,7 @@ import torch
 
 import zerocore
 from tests.async_device.training import start
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.gpu import test_delays, test_events, test_parity, test_steady_state
 from tests.gpu.training import PRECISIONS, VARIANTS
@@ -55,7 +56,7 @@ def parity_cases(variants: Iterable[Any]) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize(("num_ranks", "variants"), [(1, VARIANTS[-1:]), (2, VARIANTS)])
+@pytest.mark.parametrize(("num_ranks", "variants"), [*by_night((1, VARIANTS[-1:])), (2, VARIANTS)])
 def test_parity_of_stages(num_ranks: int, variants: tuple[Any, ...]) -> None:
     check(test_parity.test_stages, num_ranks, parity_cases(variants))
 
@@ -81,7 +82,7 @@ def test_parity_on_another_stream() -> None:
     check(test_parity.test_on_another_stream, 2, cases, fixture="cuda")
 
 
-@pytest.mark.parametrize(("num_ranks", "names"), [(2, DELAYED), (3, ("plain",))])
+@pytest.mark.parametrize(("num_ranks", "names"), [*by_night((3, ("plain",))), (2, DELAYED)])
 def test_delays_change_nothing(num_ranks: int, names: tuple[str, ...]) -> None:
     prefetch = itertools.cycle(range(3))
     cases = [
@@ -92,7 +93,7 @@ def test_delays_change_nothing(num_ranks: int, names: tuple[str, ...]) -> None:
     check(test_delays.test_delays_change_nothing, num_ranks, cases, share=0.0)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [*by_night(1), 2])
 def test_nothing_waits_or_allocates(num_ranks: int) -> None:
     clips = itertools.cycle(CLIPS)
     cases = [

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import zerocore
 from tests.async_device.training import WIDTH, Block, make_model, start
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.distributed.offloading import (
     ALL,
@@ -163,7 +164,7 @@ def compare(kind: str, num_ranks: int) -> None:
             assert_same_bits(ours[name], results, name)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [*by_night(1, 2), 3])
 def test_gradients_on_the_host_keep_the_bits(num_ranks: int) -> None:
     compare("gradients", num_ranks)
 
@@ -257,7 +258,7 @@ def check_memory() -> None:
             assert sent == found != [], what
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [*by_night(1), 2])
 def test_planned_bytes_are_those_taken(num_ranks: int) -> None:
     run_ranks(check_memory, num_ranks, launch="torchrun", timeout=120)
 

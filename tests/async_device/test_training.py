@@ -20,6 +20,7 @@ from tests.async_device.training import (
     train_offloaded,
     train_sharded,
 )
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from zerocore.model.state import state_of
 
@@ -39,7 +40,7 @@ def train_all(on_device: bool, seeds: int) -> list[list[float]]:
     return losses
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [*by_night(1, 2), 3])
 def test_losses_are_those_of_gloo(num_ranks: int) -> None:
     """Bit for bit: both ways sum in the order of the ranks."""
     seeds = 3 if num_ranks == 2 else 1
@@ -121,7 +122,7 @@ def train_all_gathering_at_step(on_device: bool) -> list[list[float]]:
     return [*losses, train_gathering_at_step(device, True, offload=everything)]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [*by_night(3), 2])
 def test_gathers_at_the_step_have_the_bits_of_those_in_the_forward(num_ranks: int) -> None:
     function = train_all_gathering_at_step
     expected = run_ranks(function, num_ranks, False, launch="torchrun", timeout=150)
@@ -147,7 +148,9 @@ def change_weights_alone(options: dict[str, Any], trains: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("stage", "trains"), [(1, True), (2, True), (3, True), (3, False)])
+@pytest.mark.parametrize(
+    ("stage", "trains"), [*by_night((1, True), (3, False)), (2, True), (3, True)]
+)
 def test_a_gathered_weight_that_one_rank_changes_is_an_error(stage: int, trains: bool) -> None:
     """The device matches collectives by their order alone, as NCCL does."""
     options = {"stage": stage, "gather_at_step": stage == 3}

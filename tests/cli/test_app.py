@@ -257,7 +257,7 @@ def test_python_m_zerocore(config: str) -> None:
     assert "stage 3" in result.stdout
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich"])
+@pytest.mark.parametrize("missing", ["typer", pytest.param("rich", marks=pytest.mark.nightly)])
 def test_a_missing_library_is_named(missing: str) -> None:
     code = (
         f"import sys; sys.modules['{missing}'] = None; from zerocore.__main__ import main; main()"

@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.by_night import STAGES, WORLD_SIZES
 from tests.distributed.harness import find_free_port, idle_processes
-
-STAGES = (0, 1, 2, 3)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of this folder, and those of them that `make test` leaves out."""
-    here = Path(__file__).parent
-    own = [item for item in items if here in item.path.parents]
-    for item in own:
-        item.add_marker("distributed")
-    for item in left_out(own):
-        item.add_marker("nightly")
-
-
-def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Where all stages meet all values of others: but for stage 3 and, in turn, another one."""
-    grids: dict[str, dict[str, dict[int, pytest.Item]]] = defaultdict(dict)
+    """Marks the tests of this folder."""
     for item in items:
-        values = dict(getattr(getattr(item, "callspec", None), "params", {}))
-        if isinstance(stage := values.pop("stage", None), int):
-            row = grids[item.nodeid.partition("[")[0]].setdefault(repr(sorted(values.items())), {})
-            row[stage] = item
-    rows = [
-        (number, row)
-        for grid in grids.values()
-        for number, row in enumerate(grid.values())
-        if len(grid) > 1 and tuple(sorted(row)) == STAGES
-    ]
-    return [
-        item for number, row in rows for stage, item in row.items() if stage not in (number % 3, 3)
-    ]
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("distributed")
 
 
-@pytest.fixture(params=(1, 2, 3, 4), ids=lambda size: f"ranks{size}")
+@pytest.fixture(params=WORLD_SIZES, ids=lambda size: f"ranks{size}")
 def world_size(request: pytest.FixtureRequest) -> int:
     """Number of ranks."""
     return int(request.param)

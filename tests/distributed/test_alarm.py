@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.harness import Outcome, run_ranks, run_to_end
 from tests.distributed.test_exit import run_script
 from zerocore.common.alarm import STALL_SECONDS, stall_seconds
@@ -191,10 +192,9 @@ def problems(case: Case, outcome: Outcome) -> list[str]:
     return found
 
 
-OTHERS = [pytest.param(*each, marks=pytest.mark.nightly) for each in ((1, 2), (2, 2), (3, 3))]
-
-
-@pytest.mark.parametrize(("stage", "world_size"), [*OTHERS, (0, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("stage", "world_size"), [*by_night((0, 3), (1, 2), (2, 2), (3, 3)), (3, 2)]
+)
 def test_each_living_rank_is_told(stage: int, world_size: int) -> None:
     cases = [case for case in CASES if stage in case.stages]
     with ThreadPoolExecutor(3) as pool:
@@ -216,7 +216,7 @@ def wait_in_a_barrier(act: Callable[[Model], None]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("act", [end, pytest.param(stop, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("act", [end, *by_night(stop)])
 def test_a_barrier_of_the_program(act: Callable[[Model], None]) -> None:
     timeout = 2 * (LIMIT + PATIENCE)
     outcomes = run_to_end(wait_in_a_barrier, 3, act, timeout=timeout, group_timeout=600.0)

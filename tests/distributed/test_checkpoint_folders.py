@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import assert_equal, full_states, make, train, trained
 from tests.reported import warnings_of
@@ -283,7 +284,7 @@ def keep_what_is_good(folder: Path, model: nn.Module, optimizer: torch.optim.Opt
     assert again.load() == 2
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [*by_night(1), 3])
 def test_the_one_before_a_damaged_one(world_size: int, tmp_path: Path) -> None:
     run_ranks(load_past, world_size, tmp_path / "run", timeout=120.0)
 

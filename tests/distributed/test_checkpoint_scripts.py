@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.io.page_cache import drop_from_cache
 from zerocore._C import FileWriter
@@ -176,10 +177,9 @@ def play(script: Any, name: str, folder: Path) -> list[float]:
     return script(shard, files, folder / name.replace(" ", "-"))
 
 
-MORE = [pytest.param(script, marks=pytest.mark.nightly) for script in (go_back_twice, warm_start)]
-
-
-@pytest.mark.parametrize("script", [*MORE, resume_in_a_new_model, fall_back])
+@pytest.mark.parametrize(
+    "script", [*by_night(go_back_twice, warm_start, fall_back), resume_in_a_new_model]
+)
 def test_large_files_give_the_same(script: Any, tmp_path: Path) -> None:
     numel = LAYERS * (WIDTH * WIDTH + WIDTH)
     assert 3 * 4 * numel / WORLD_SIZE > FileWriter.RING_NBYTES  # past the page cache

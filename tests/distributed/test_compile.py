@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zerocore
 import zerocore.fsdp
-from tests.distributed.by_night import stage_3_by_day
+from tests.by_night import by_night, stage_3_by_day
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import adamw, assert_same_state, case_named
 from tests.zoo_case import Case
@@ -137,7 +137,9 @@ def train_stages(stages: tuple[int, ...]) -> None:
         assert train_compiled("blocks_after", stage, "aot_eager")[-1] == 2
 
 
-@pytest.mark.parametrize(("world_size", "stages"), [(1, (0, 3)), (3, (1, 3)), (4, (2, 3))])
+@pytest.mark.parametrize(
+    ("world_size", "stages"), [*by_night((1, (0, 3)), (3, (3,)), (4, (2, 3))), (3, (1,))]
+)
 def test_parity(world_size: int, stages: tuple[int, ...]) -> None:
     """Two ranks are above, at all stages."""
     run_ranks(train_stages, world_size, stages, timeout=120)
@@ -237,6 +239,7 @@ def compile_huggingface(name: str) -> None:
         assert num_graphs == 1 if way == "layers" else 2 <= num_graphs <= 8, (way, num_graphs)
 
 
+@pytest.mark.nightly
 def test_huggingface() -> None:
     pytest.importorskip("transformers")
     run_ranks(compile_huggingface, 2, "hf_qwen3_tied", timeout=200)

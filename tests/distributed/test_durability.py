@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.faults import Count, Disk, Recorder
 from tests.distributed.harness import run_ranks, run_to_end
 from tests.distributed.saved_nets import assert_equal, full_states, make, train, trained
@@ -66,18 +68,24 @@ def check_good(folders: dict[str, tuple[int, ...]]) -> None:
         assert [path.name for path in Path(folder).iterdir()] == ["step-00000003"]
 
 
-def test_a_kill_at_every_call_on_each_rank(tmp_path: Path) -> None:
+# By day at every fourth call, of each rank.
+@pytest.mark.parametrize("stride", [*by_night(1), 4])
+def test_a_kill_at_every_call_on_each_rank(tmp_path: Path, stride: int) -> None:
     calls = run_ranks(save_twice, 2, tmp_path / "all", 0, Count())
     calls[1] = run_ranks(save_twice, 2, tmp_path / "all_1", 1, Count())[1]
     assert calls[0] > calls[1] > 6
-    folders: dict[str, tuple[int, ...]] = {}
-    for rank in (0, 1):
-        for last in range(1, calls[rank] + 1):
-            folder = tmp_path / f"{rank}-{last}"
-            outcomes = run_to_end(save_twice, 2, folder, rank, Count(last), group_timeout=10.0)
-            assert "exit code -9" in (outcomes[rank].error or ""), (rank, last)
-            # Rank 1 has ended its part when the first one completes the checkpoint.
-            folders[str(folder)] = (1, 2) if rank == 0 else (1,)
+
+    def kill(case: tuple[int, int]) -> tuple[str, tuple[int, ...]]:
+        rank, last = case
+        folder = tmp_path / f"{rank}-{last}"
+        outcomes = run_to_end(save_twice, 2, folder, rank, Count(last), group_timeout=10.0)
+        assert "exit code -9" in (outcomes[rank].error or ""), (rank, last)
+        # Rank 1 has ended its part when the first one completes the checkpoint.
+        return str(folder), (1, 2) if rank == 0 else (1,)
+
+    cases = [(rank, last) for rank in (0, 1) for last in range(1, calls[rank] + 1, stride)]
+    with ThreadPoolExecutor(5) as pool:  # the survivors wait for the time limit of the group
+        folders = dict(pool.map(kill, cases))
     run_ranks(check_good, 1, folders, timeout=120.0)
 
 
@@ -208,8 +216,9 @@ def flip_bits(folder: Path, count: int) -> None:
     assert checkpoints.load() == 1
 
 
-def test_flipped_bits_are_all_found(tmp_path: Path) -> None:
-    run_ranks(flip_bits, 2, tmp_path, 200, timeout=240.0)
+@pytest.mark.parametrize("count", [*by_night(200), 20])
+def test_flipped_bits_are_all_found(tmp_path: Path, count: int) -> None:
+    run_ranks(flip_bits, 2, tmp_path, count, timeout=240.0)
 
 
 def load_truncated(folder: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.by_night import by_night
 from tests.distributed.harness import REPOSITORY
 
 TIMEOUT_SECONDS = 90.0
@@ -81,7 +82,7 @@ def run_script(
     return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
 
 
-@pytest.mark.parametrize("ending", ["left", "destroyed"])
+@pytest.mark.parametrize("ending", [*by_night("left"), "destroyed"])  # test_torchrun leaves, too
 def test_normal_end(tmp_path: Path, free_port: int, ending: str) -> None:
     for code, output in run_script(tmp_path, ending, free_port):
         assert code == 0 and "done" in output, output

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import adamw, assert_same_state
 from tests.zoo_huggingface import DECODER, VOCABULARY
@@ -134,6 +135,7 @@ def train_lora() -> list[tuple[int, int]]:
     return held
 
 
+@pytest.mark.parametrize("world_size", [*by_night(1, 2, 4), 3])
 def test_lora(world_size: int) -> None:
     pytest.importorskip("peft")
     by_rank = run_ranks(train_lora, world_size, timeout=120)
@@ -165,7 +167,7 @@ def train_lora_with(option: str) -> None:
         assert moved == zerocore.predict_events(model)
 
 
-@pytest.mark.parametrize("option", ["checkpoint", "checkpoint_reentrant", "compile"])
+@pytest.mark.parametrize("option", ["checkpoint", *by_night("checkpoint_reentrant", "compile")])
 def test_lora_with(option: str) -> None:
     pytest.importorskip("peft")
     run_ranks(train_lora_with, 2, option, timeout=120)

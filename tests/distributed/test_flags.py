@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from zerocore.fsdp import fully_shard
 
@@ -349,8 +350,13 @@ def compare(system: str, names: list[str]) -> dict[str, str]:
     return wrong
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_flags_evaluation_and_moves_between_forward_and_backward(ranks: int) -> None:
-    for system in SYSTEMS:
+@pytest.mark.parametrize(
+    ("ranks", "systems"),
+    [*by_night((1, SYSTEMS), (2, SYSTEMS[:3]), (3, SYSTEMS)), (2, SYSTEMS[3:])],
+)
+def test_flags_evaluation_and_moves_between_forward_and_backward(
+    ranks: int, systems: tuple[str, ...]
+) -> None:
+    for system in systems:
         for wrong in run_ranks(compare, ranks, system, list(SCENARIOS)):
             assert not wrong, (system, wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.chain import Chain, step
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import (
@@ -49,8 +51,12 @@ def train_stages(name: str, shape: tuple[int, int]) -> tuple[Trained | None, lis
     return reference, trained
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", CASES)
+# Replicas of shards for each model, and the other meshes for one.
+BY_DAY = [*((name, SHAPES[0]) for name in CASES), ("plain", SHAPES[1]), ("tied", SHAPES[2])]
+REST = (each for each in product(CASES, SHAPES) if each not in BY_DAY)
+
+
+@pytest.mark.parametrize(("name", "shape"), [*by_night(*REST), *BY_DAY])
 def test_training_equals_one_process(name: str, shape: tuple[int, int]) -> None:
     answers = run_ranks(train_stages, shape[0] * shape[1], name, shape, timeout=120)
     reference = answers[0][0]
@@ -170,8 +176,9 @@ def mixed_precision(stage: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, state
 
 
-def test_mixed_precision_and_state_dicts() -> None:
-    answers = [run_ranks(mixed_precision, 4, stage) for stage in STAGES]
+@pytest.mark.parametrize("stages", [*by_night((STAGES,)), (0, 3)])
+def test_mixed_precision_and_state_dicts(stages: tuple[int, ...]) -> None:
+    answers = [run_ranks(mixed_precision, 4, stage) for stage in stages]
     for ranks in answers[1:]:
         for rank, (losses, _) in enumerate(ranks):
             assert losses == pytest.approx(answers[0][rank][0], rel=1e-2)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from zerocore.model.state import state_of
 
@@ -89,7 +90,7 @@ def check_growth(before: dict[str, int], after: dict[str, int], world_size: int)
     assert after["num_points"] <= 2 << 15
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (3, 3)])
+@pytest.mark.parametrize(("stage", "world_size"), [*by_night((0, 2)), (3, 3)])
 def test_random_routing_does_not_grow(stage: int, world_size: int) -> None:
     for before, after in run_ranks(route, world_size, stage, 150, timeout=120, fresh=True):
         check_growth(before, after, world_size)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 
 Make = Callable[[Any], torch.optim.Optimizer]  # of parameters
@@ -119,8 +120,9 @@ def transformers_owned(stages: tuple[int, ...]) -> None:
     ("package", "function", "stages"),
     [
         ("bitsandbytes", bitsandbytes_owned, (0, 3)),
-        ("bitsandbytes", bitsandbytes_as_they_are, (0, 1, 2, 3)),
-        ("torchao", torchao_owned, (0, 3)),
+        *by_night(("bitsandbytes", bitsandbytes_as_they_are, (1, 2))),
+        ("bitsandbytes", bitsandbytes_as_they_are, (0, 3)),
+        *by_night(("torchao", torchao_owned, (0, 3))),  # compiled
         ("transformers", transformers_owned, (0, 3)),
     ],
 )

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.distributed.whole_matrices import (
     SPLIT,
@@ -175,7 +176,7 @@ def resume_pairs(folder: str, stage: int, saves: bool) -> None:
         zerocore.Checkpoints(place, again, [new[1], again])  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [*by_night(1), 3])
 def test_pairs_of_optimizers_resume(world_size: int, tmp_path: Path) -> None:
     for stage in (0, 3):
         run_ranks(resume_pairs, world_size, str(tmp_path), stage, True)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks, run_to_end
 from tests.distributed.offloading import (
     ALL_ON_DISK,
@@ -67,7 +68,7 @@ def compare_all() -> None:
                 assert_same_bits(run(offload), expected, what)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [*by_night(1, 2), 3])
 def test_bits_are_those_of_no_offload(num_ranks: int) -> None:
     run_ranks(compare_all, num_ranks, timeout=300.0)
 
@@ -88,6 +89,7 @@ def compare_others() -> None:
             assert_same_bits(run(offload), run(None), f"{name}, stage {stage}, {offload}")
 
 
+@pytest.mark.nightly
 def test_bits_of_other_models_and_meshes() -> None:
     run_ranks(compare_others, 4, timeout=300.0)
 
@@ -99,6 +101,7 @@ def compare_blocks() -> None:
             assert_same_bits(found, expected, f"{kind}, {stage}")
 
 
+@pytest.mark.nightly
 def test_bits_of_changed_checkpointed_and_compiled_blocks() -> None:
     run_ranks(compare_blocks, 2, timeout=120.0)
 

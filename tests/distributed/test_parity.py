@@ -31,12 +31,12 @@ def runs_of(number: int, name: str) -> list[tuple[str, int, list[int]]]:
 
 
 RUNS = [run for number, name in enumerate(CASES) for run in runs_of(number, name)]
-# Three ranks have uneven shards of most models; the other numbers take turns.
-FEW = {(name, (1, 2, 4)[number % 3]) for number, name in enumerate(CASES)}
-PARAMS = [
-    pytest.param(*run, marks=() if run[1] == 3 or run[:2] in FEW else pytest.mark.nightly)
-    for run in RUNS
-]
+# Three ranks have uneven shards of most models; every other model has another number, in turn.
+FEW = {
+    (name, ((3, 2) * 3 if name.startswith("hf_") else (3, 1, 3, 2, 3, 4))[number % 6])
+    for number, name in enumerate(CASES)
+}
+PARAMS = [pytest.param(*run, marks=() if run[:2] in FEW else pytest.mark.nightly) for run in RUNS]
 
 
 def train_stages(name: str, stages: list[int]) -> tuple[Trained | None, list[Trained]]:

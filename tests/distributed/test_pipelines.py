@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 
 WIDTH, NUM_LAYERS, NUM_MICRO, NUM_SAMPLES, NUM_STEPS = 8, 8, 4, 8, 2
@@ -89,7 +90,7 @@ def train_right(kind: str, num_replicas: int) -> None:
                 torch.testing.assert_close(value, expected[key], msg=f"stage {stage}: {key}")
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", [*by_night(2), 1])
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
 def test_schedules_that_train_right(kind: str, num_replicas: int) -> None:
     run_ranks(train_right, 2 * num_replicas, kind, num_replicas, timeout=120.0)

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.programs.page import FULL, PAGE, as_page
 from tests.distributed.programs.player import Error, Played
-from tests.distributed.programs.registry import Program, all_programs, broken_programs
+from tests.distributed.programs.registry import THEMES, Program, all_programs, broken_programs
 from tests.distributed.programs.suite import Table, judge, measure
 from tests.distributed.programs.systems import SYSTEMS
-from tests.distributed.programs.table import Page, as_text, read_markdown, reasons, torch_version
+from tests.distributed.programs.table import Page, read_markdown, reasons, torch_version
 
 BEHAVIOUR = Path(__file__).resolve().parents[2] / "docs" / "behaviour.md"
 pytestmark = pytest.mark.timeout(1200)  # many reruns where many programs go wrong
 OURS = tuple(system for system in SYSTEMS if system.startswith(("stage", "offload")))
 # Stages 1 and 2 do what these do, in another mixture: every kind of program is met here.
 GATE = ("stage0", "stage3", "offload3")
-REST = tuple(system for system in OURS if system not in GATE)
 some_systems = pytest.mark.parametrize(
     "table",
-    [pytest.param(GATE, id="gate"), pytest.param(REST, id="rest", marks=pytest.mark.nightly)],
+    [pytest.param(False, id="gate"), pytest.param(True, id="rest", marks=pytest.mark.nightly)],
     indirect=True,
 )
+
+
+def systems_of(number: int, row: dict[str, str], rest: bool) -> tuple[str, ...]:
+    """Systems of a program by day, or the rest: every third exact one has one, others have all."""
+    is_exact = all(row.get(system) == "exact" for system in GATE)
+    turn = number // len(GATE) % len(GATE) if number % len(GATE) == 0 else len(GATE)
+    by_day = GATE[turn : turn + 1] if is_exact else GATE
+    return tuple(system for system in OURS if (system in by_day) != rest)
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +43,20 @@ def programs() -> dict[str, Program]:
 
 @pytest.fixture(scope="module")
 def table(programs: dict[str, Program], page: Page, request: pytest.FixtureRequest) -> Table:
-    """Every program under some of the stages, and with offload.
+    """Every program under some of the stages, or with offload.
 
     With another torch some programs differ: before 2.13 what nobody may read is a null pointer.
     """
     if page[0] != torch_version():
         pytest.skip(f"the page was written with torch {page[0]}")
-    measured = measure(list(programs), ["plain", *request.param])
-    print(as_text(measured, programs))
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for number, name in enumerate(programs):
+        systems = systems_of(number, page[1].get(name, {}), request.param)
+        groups.setdefault(systems, []).append(name)
+    measured: Table = {}
+    for systems, names in groups.items():
+        if systems:
+            measured |= measure(names, ["plain", *systems])
     return measured
 
 
@@ -86,6 +100,18 @@ def test_the_page_goes_with_the_full_table() -> None:
 
 def test_there_are_many(programs: dict[str, Program]) -> None:
     assert len(programs) >= 300
+
+
+def test_each_theme_runs_by_day_and_each_program_under_all_systems_by_night(page: Page) -> None:
+    programs, themes, count = all_programs(installed=False), set(), Counter[str]()
+    for number, (name, row) in enumerate(page[1].items()):
+        day, rest = systems_of(number, row, False), systems_of(number, row, True)
+        assert sorted(day + rest) == sorted(OURS)
+        count.update(day)
+        themes |= {programs[name].theme} if day else set()
+    assert themes == set(THEMES)
+    assert set(count) == set(GATE) and min(count.values()) > 100
+    assert systems_of(1, {"stage0": "refused"}, False) == GATE
 
 
 @pytest.mark.slow

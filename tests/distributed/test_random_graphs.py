@@ -50,8 +50,8 @@ from tests.distributed.random_seeds import (
 )
 from zerocore.common.alarm import STALL_SECONDS
 
-GRAPHS_OF_A_SHAPE = 12
-GRAPHS_BY_NIGHT = 40  # others
+GRAPHS_OF_A_SHAPE = 6
+GRAPHS_BY_NIGHT = 46  # others
 
 
 @cache

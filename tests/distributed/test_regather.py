@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.chain import WIDTH, Chain
 from tests.distributed.harness import run_ranks, run_to_end
 from zerocore.common.alarm import STALL_SECONDS
@@ -74,8 +75,8 @@ def train_as_without(num_near: int, as_mesh: bool, options: dict[str, Any]) -> N
     assert ops["gather_near"] > 0
 
 
-@pytest.mark.parametrize("as_mesh", [False, True])
-@pytest.mark.parametrize(("world_size", "num_near"), [(4, 2), (8, 2), (8, 4)])
+@pytest.mark.parametrize("as_mesh", [*by_night(False), True])
+@pytest.mark.parametrize(("world_size", "num_near"), [*by_night((8, 2)), (4, 2), (8, 4)])
 def test_the_bits_are_those_of_gathers_from_all(
     world_size: int, num_near: int, as_mesh: bool
 ) -> None:
@@ -127,7 +128,7 @@ def compare_with_plan(num_near: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"frozen": True}, {"gather_at_step": True}])
-@pytest.mark.parametrize("num_near", [2, 4])
+@pytest.mark.parametrize("num_near", [*by_night(4), 2])
 def test_events_and_bytes_equal_the_plan(num_near: int, options: dict[str, Any]) -> None:
     run_ranks(compare_with_plan, 8, num_near, options)
 

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import OPTIMIZERS, assert_equal, full_states, make, trained
 from zerocore.checkpoint.convert import open_weights
@@ -83,7 +84,6 @@ def save_all(folder: Path) -> None:
 
 def load_all(folder: Path) -> None:
     places = sorted(folder.iterdir())
-    assert len(places) == 16
     for stage in range(4):
         model = make(stage, 9)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -92,11 +92,13 @@ def load_all(folder: Path) -> None:
             assert_equal(full_states(model, optimizer), torch.load(place / "expected.pt"))
 
 
-def test_all_numbers_of_ranks_and_stages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [*by_night(((1, 2, 3, 4),)), (1, 3)])
+def test_all_numbers_of_ranks_and_stages(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     """Saved on 1 to 4 ranks at each stage, loaded on 1 to 4 ranks at another stage each."""
-    for size in (1, 2, 3, 4):
+    for size in sizes:
         run_ranks(save_all, size, tmp_path, timeout=120.0)
-    for size in (1, 2, 3, 4):
+    assert len(list(tmp_path.iterdir())) == 4 * len(sizes)
+    for size in sizes:
         run_ranks(load_all, size, tmp_path, timeout=120.0)
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import (
     accumulate,
@@ -95,6 +96,6 @@ def change_use(stage: int) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [*by_night(1, 2), 3])
 def test_use_that_changes(stage: int, ranks: int) -> None:
     run_ranks(change_use, ranks, stage)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import zerocore
 import zerocore.fsdp
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.fsdp.both import Net, loss_of, make_net, shard_blocks, tokens_of
 
@@ -90,7 +91,9 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize(("face", "ranks", "other", "other_ranks", "name"), CASES)
+@pytest.mark.parametrize(
+    ("face", "ranks", "other", "other_ranks", "name"), [*by_night(*CASES[::2]), *CASES[1::2]]
+)
 def test_training_goes_on(
     tmp_path: Path, face: str, ranks: int, other: str, other_ranks: int, name: str
 ) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import zerocore
 import zerocore.fsdp
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.fsdp.both import (
     Block,
@@ -173,7 +174,7 @@ def last_dim(param: nn.Parameter) -> Any:
     return Shard(1) if even else None
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [*by_night(4), 2])
 def test_adamw_trains_as_fsdp2_with_torchs(world_size: int) -> None:
     run_ranks(adamw_is_torchs, world_size, timeout=120)
 

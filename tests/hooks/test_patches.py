@@ -93,7 +93,7 @@ assert len(seen) == 2, seen
     [
         SNAPSHOT + NOTHING_CHANGED,
         SNAPSHOT + SHARD + ALL_CHANGED,
-        SNAPSHOT + FULLY_SHARD + ALL_CHANGED,
+        pytest.param(SNAPSHOT + FULLY_SHARD + ALL_CHANGED, marks=pytest.mark.nightly),
         EARLIER_OPTIMIZER,
     ],
     ids=["import", "shard", "fully_shard", "optimizer before shard"],

@@ -104,5 +104,6 @@ def train_save_and_resume(directory: str) -> None:
             check_close(resumed.train(SAVED), expected[(MICRO_BATCHES + 1) * SAVED :])
 
 
+@pytest.mark.nightly
 def test_training_and_states_are_those_of_fsdp2(tmp_path: Path) -> None:
     run_ranks(train_save_and_resume, 2, str(tmp_path), launch="torchrun", timeout=120)

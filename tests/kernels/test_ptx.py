@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.by_night import by_night
 from tests.kernels.ptx import CSRC, WIDE, Kernel, compile_ptx, has_compiler, read_kernels
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="there is no nvcc on this machine")
@@ -43,6 +44,8 @@ SOURCES = {
     CSRC / "emulation" / "emulated_timer.cu": ["book_kernel", "hold_kernel"],
 }
 
+BY_DAY = KERNELS / "adamw.cu"  # it needs most registers; nvcc takes seconds for each
+
 
 def faults_of(kernel: Kernel) -> list[str]:
     """The faults of a kernel, in words."""
@@ -60,7 +63,11 @@ def faults_of(kernel: Kernel) -> list[str]:
     return [f"{kernel.name}: {each} ({kernel})" for each in wrong]
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "source",
+    [BY_DAY, *by_night(*(each for each in SOURCES if each != BY_DAY))],
+    ids=lambda path: path.stem,
+)
 def test_kernels_are_compiled_well(source: Path, tmp_path: Path) -> None:
     kernels = read_kernels(compile_ptx(source, tmp_path / "kernels.ptx"))
     families = {kernel.name.split("<")[0] for kernel in kernels}
@@ -68,6 +75,7 @@ def test_kernels_are_compiled_well(source: Path, tmp_path: Path) -> None:
     assert [fault for kernel in kernels for fault in faults_of(kernel)] == []
 
 
+@pytest.mark.nightly
 def test_worse_kernels_are_found(tmp_path: Path) -> None:
     """Vectors that are not aligned are read by the element; too many blocks make kernels spill."""
     folder = tmp_path / "kernels" / "cuda"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.by_night import by_night
 from tests.zoo import CASES
 from zerocore.model.units import choose_units
 from zerocore.planning import activations
@@ -30,8 +31,14 @@ def outcome(run: Callable[[], Activations]) -> tuple[object, ...]:
         return type(error), str(error)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("name", CASES)
+# By day each model in one way, in turn.
+BY_DAY = [(name, bool(number % 2)) for number, name in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [*BY_DAY, *by_night(*((name, not checkpointing) for name, checkpointing in BY_DAY))],
+)
 def test_figures_are_those_of_a_fake_tensor_mode(
     name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerocore
+from tests.by_night import by_night
 from tests.zoo import CASES
 from tests.zoo_case import Case
 from zerocore.common.quantities import format_seconds
@@ -156,7 +157,12 @@ def planned(stage: StagePlan) -> tuple[int, ...]:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+BY_DAY = list(CASES)[::4]
+
+
+@pytest.mark.parametrize(
+    "name", [*by_night(*(each for each in CASES if each not in BY_DAY)), *BY_DAY]
+)
 def test_the_runtime_allocates_what_was_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     runs: dict[tuple[str, bool], Activations] = {}

@@ -149,6 +149,7 @@ def finetune(folder: Path, *options: str | Path) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_fine_tuning_all_weights_then_adapters(tmp_path: Path) -> None:
@@ -181,6 +182,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.distributed
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_run_is_resumed(tmp_path: Path) -> None:

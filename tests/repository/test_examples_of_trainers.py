@@ -11,6 +11,7 @@ import pytest
 from tests.repository.test_examples import run_example
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(400)

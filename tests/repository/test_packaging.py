@@ -30,6 +30,7 @@ def backend() -> ModuleType:
     return module
 
 
+@pytest.mark.nightly  # imports torch in four processes
 def test_the_torch_of_the_environment_is_compiled_against(
     backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,0 +1,40 @@
+"""Of a grid over all stages or numbers of ranks, `make test` runs a part that covers it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.by_night import STAGES, WORLD_SIZES, left_out
+
+
+def item(name: str, **params: Any) -> Any:
+    nodeid = f"test_it.py::{name}[{params}]"
+    call = SimpleNamespace(params=params)
+    return SimpleNamespace(path=Path("test_it.py"), nodeid=nodeid, name=name, callspec=call)
+
+
+def by_day(items: list[Any]) -> list[dict[str, Any]]:
+    left = {each.nodeid for each in left_out(items)}
+    return [each.callspec.params for each in items if each.nodeid not in left]
+
+
+def test_stage_3_and_another_one_stay() -> None:
+    alone = [[item(name, stage=stage) for stage in STAGES] for name in ("first", "second")]
+    found = by_day(alone[0] + alone[1])
+    assert [each["stage"] for each in found] == [0, 3, 1, 3]
+    ranks = by_day([item("ranks", world_size=number) for number in WORLD_SIZES])
+    assert [each["world_size"] for each in ranks] == [1, 3]
+
+
+def test_each_value_meets_one_of_the_two() -> None:
+    grid = [item("grid", stage=stage, way=way) for way in "abcdef" for stage in STAGES]
+    found = by_day(grid)
+    assert [each["way"] for each in found] == list("abcdef")
+    assert [each["stage"] for each in found] == [3, 0, 3, 1, 3, 2]
+
+
+def test_chosen_stages_stay() -> None:
+    assert len(by_day([item("few", stage=stage) for stage in (0, 2, 3)])) == 3
+    assert len(by_day([item("plain", way=way) for way in "ab"])) == 2
