@@ -31,13 +31,14 @@ class DiskWay:
 class DiskFile:
     """A file without a name in a folder, of a fixed size, that memory is swapped to and from.
 
-    ``read`` and ``write`` return a ticket, to ``wait`` for once. Raises OSError that names the
-    file, the offset and the request's label; ValueError for requests that are not aligned.
+    ``read`` and ``write`` return a ticket, to ``wait`` for once; the file keeps the tensor until
+    then. Raises OSError that names the file, the offset and the request's label; ValueError for
+    requests that are not aligned, and for a tensor that is not contiguous or not on the CPU.
     """
 
     def __init__(self, folder: str, name: str, nbytes: int, way: DiskWay = DiskWay.ANY) -> None: ...
-    def read(self, offset: int, address: int, nbytes: int, label: str) -> int: ...
-    def write(self, offset: int, address: int, nbytes: int, label: str) -> int: ...
+    def read(self, offset: int, tensor: Tensor, label: str) -> int: ...
+    def write(self, offset: int, tensor: Tensor, label: str) -> int: ...
     def wait(self, ticket: int) -> None: ...
     nbytes: int
     path: str
@@ -56,9 +57,10 @@ class FileStream:
     """Blocks of a file that several threads read once, in their order.
 
     ``read`` returns the CRC-32 of each block from ``first_block`` to ``end_block``, or to the end.
-    It takes ``(offset, bytes, address)`` of what goes where, in the order of the file. The first
-    ``ahead_nbytes`` may be read before. Raises OSError that names the file; ValueError for another
-    order and a second call.
+    It takes pairs of an offset and the tensor that the bytes from there on fill, in the order of
+    the file. The first ``ahead_nbytes`` may be read before. Raises OSError that names the file;
+    ValueError for another order, a second call, and a tensor that is not contiguous or not on the
+    CPU.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class FileStream:
         first_block: int = 0,
         end_block: int = ...,
     ) -> None: ...
-    def read(self, runs: Sequence[tuple[int, int, int]] = ()) -> list[int]: ...
+    def read(self, runs: Sequence[tuple[int, Tensor]] = ()) -> list[int]: ...
     is_direct: bool
 
 class FileWriter:
@@ -79,13 +81,14 @@ class FileWriter:
     ``file`` is a descriptor, which the caller may close; in the end it has ``nbytes``. ``write``
     returns the CRC-32 of what ``crc`` is that of, and of these bytes; several threads may call it.
     ``finish`` waits for all. Raises OSError for what the system refuses, of bytes that were given
-    before, too; ValueError for bytes outside of the file, and in ``finish`` for missing ones.
+    before, too; ValueError for bytes outside of the file or a tensor that is not contiguous or not
+    on the CPU, and in ``finish`` for missing bytes.
     ``sums`` is the CRC-32 of each block; if several writers share a file, the XOR of theirs is.
     """
 
     RING_NBYTES: int  # host memory that it takes where the file is larger
     def __init__(self, file: int, nbytes: int, way: StreamWay = StreamWay.ANY) -> None: ...
-    def write(self, address: int, nbytes: int, offset: int, crc: int = 0) -> int: ...
+    def write(self, tensor: Tensor, offset: int, crc: int = 0) -> int: ...
     def finish(self) -> None: ...
     def sums(self) -> list[int]: ...
     is_direct: bool
@@ -131,5 +134,5 @@ class SwappedUnits:
     file_nbytes: int
     descriptor: int
 
-def crc32(address: int, nbytes: int, crc: int = 0) -> int: ...
+def crc32(tensor: Tensor, crc: int = 0) -> int: ...
 def reserve(file: int, nbytes: int) -> None: ...

@@ -1,13 +1,16 @@
-// Bytes of files and their checksums, and files to swap with; memory is given by its address, and
-// Python runs meanwhile.
+// Bytes of files and their checksums, and files to swap with. Calls keep the tensors whose memory
+// they use, and release the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <exception>
 #include <limits>
+#include <map>
+#include <mutex>
+#include <stdexcept>
 #include <string>
 #include <system_error>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -22,8 +25,30 @@ namespace py = pybind11;
 namespace zerocore {
 namespace {
 
-void* as_memory(uintptr_t address) {
-  return reinterpret_cast<void*>(address); // NOLINT(performance-no-int-to-ptr)
+struct Memory {
+  char* data;
+  int64_t nbytes;
+};
+
+// All elements of a tensor, without gaps. Throws std::invalid_argument where they are not in memory
+// like that.
+Memory memory_of(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.layout() != at::kStrided || !tensor.is_contiguous()) {
+    const std::string strides =
+        tensor.layout() == at::kStrided ? c10::str(", strides ", tensor.strides()) : "";
+    throw std::invalid_argument(
+        c10::str(
+            "expected a contiguous tensor on the CPU, got ",
+            tensor.layout(),
+            " ",
+            tensor.scalar_type(),
+            " of shape ",
+            tensor.sizes(),
+            strides,
+            " on ",
+            tensor.device()));
+  }
+  return {static_cast<char*>(tensor.data_ptr()), static_cast<int64_t>(tensor.nbytes())};
 }
 
 using Released = py::call_guard<py::gil_scoped_release>;
@@ -38,8 +63,45 @@ void translate_os_error(std::exception_ptr caught) {
   }
 }
 
+// A disk file that keeps the tensors of its requests until they are waited for.
+class DiskFile {
+ public:
+  DiskFile(const std::string& folder, const std::string& name, int64_t nbytes, io::DiskWay way)
+      : file_(folder, name, nbytes, way) {}
+
+  int64_t read(int64_t offset, const at::Tensor& tensor, std::string label) {
+    const auto [data, nbytes] = memory_of(tensor);
+    return keep(file_.read(offset, data, nbytes, std::move(label)), tensor);
+  }
+  int64_t write(int64_t offset, const at::Tensor& tensor, std::string label) {
+    const auto [data, nbytes] = memory_of(tensor);
+    return keep(file_.write(offset, data, nbytes, std::move(label)), tensor);
+  }
+  void wait(int64_t ticket) {
+    std::map<int64_t, at::Tensor>::node_type kept; // until the request has ended or failed
+    {
+      const std::lock_guard lock(mutex_);
+      kept = tensors_.extract(ticket);
+    }
+    file_.wait(ticket);
+  }
+  const io::DiskFile& file() const {
+    return file_;
+  }
+
+ private:
+  int64_t keep(int64_t ticket, const at::Tensor& tensor) {
+    const std::lock_guard lock(mutex_);
+    tensors_.emplace(ticket, tensor);
+    return ticket;
+  }
+
+  std::mutex mutex_;
+  std::map<int64_t, at::Tensor> tensors_; // by ticket
+  io::DiskFile file_; // goes first: it waits for what is under way
+};
+
 void register_disk_file(py::module_& module) {
-  using io::DiskFile;
   module.attr("DISK_ALIGNMENT") = kDiskAlignment;
   module.attr("BLOCK_NBYTES") = io::kBlockNbytes;
   py::enum_<io::DiskWay>(module, "DiskWay")
@@ -56,39 +118,36 @@ void register_disk_file(py::module_& module) {
           Released())
       .def(
           "read",
-          [](DiskFile& self, int64_t offset, uintptr_t address, int64_t nbytes, std::string label) {
-            return self.read(offset, as_memory(address), nbytes, std::move(label));
-          },
+          &DiskFile::read,
           py::arg("offset"),
-          py::arg("address"),
-          py::arg("nbytes"),
+          py::arg("tensor"),
           py::arg("label"),
           Released())
       .def(
           "write",
-          [](DiskFile& self, int64_t offset, uintptr_t address, int64_t nbytes, std::string label) {
-            return self.write(offset, as_memory(address), nbytes, std::move(label));
-          },
+          &DiskFile::write,
           py::arg("offset"),
-          py::arg("address"),
-          py::arg("nbytes"),
+          py::arg("tensor"),
           py::arg("label"),
           Released())
       .def("wait", &DiskFile::wait, py::arg("ticket"), Released())
-      .def_property_readonly("nbytes", &DiskFile::nbytes)
-      .def_property_readonly("path", &DiskFile::path)
-      .def_property_readonly("way", &DiskFile::way)
-      .def_property_readonly("is_direct", &DiskFile::is_direct)
-      .def_property_readonly("descriptor", &DiskFile::descriptor);
+      .def_property_readonly("nbytes", [](const DiskFile& self) { return self.file().nbytes(); })
+      .def_property_readonly("path", [](const DiskFile& self) { return self.file().path(); })
+      .def_property_readonly("way", [](const DiskFile& self) { return self.file().way(); })
+      .def_property_readonly(
+          "is_direct", [](const DiskFile& self) { return self.file().is_direct(); })
+      .def_property_readonly(
+          "descriptor", [](const DiskFile& self) { return self.file().descriptor(); });
 }
 
-using PythonRun = std::tuple<int64_t, int64_t, uintptr_t>; // offset, bytes, address
+using PythonRun = std::pair<int64_t, at::Tensor>; // offset, and what is read from there on
 
 std::vector<uint32_t> read_runs(io::FileStream& stream, const std::vector<PythonRun>& given) {
   std::vector<io::Run> runs;
   runs.reserve(given.size());
-  for (const auto& [offset, nbytes, address] : given) {
-    runs.push_back({offset, nbytes, static_cast<char*>(as_memory(address))});
+  for (const auto& [offset, tensor] : given) {
+    const auto [data, nbytes] = memory_of(tensor);
+    runs.push_back({offset, nbytes, data});
   }
   return stream.read(std::move(runs));
 }
@@ -124,11 +183,11 @@ void register_file_writer(py::module_& module) {
           Released())
       .def(
           "write",
-          [](FileWriter& self, uintptr_t address, size_t nbytes, int64_t offset, uint32_t crc) {
-            return self.write(as_memory(address), nbytes, offset, crc);
+          [](FileWriter& self, const at::Tensor& tensor, int64_t offset, uint32_t crc) {
+            const auto [data, nbytes] = memory_of(tensor);
+            return self.write(data, nbytes, offset, crc);
           },
-          py::arg("address"),
-          py::arg("nbytes"),
+          py::arg("tensor"),
           py::arg("offset"),
           py::arg("crc") = 0,
           Released())
@@ -147,11 +206,11 @@ void register_io(py::module_& module) {
   register_file_writer(module);
   module.def(
       "crc32",
-      [](uintptr_t address, size_t nbytes, uint32_t crc) {
-        return io::crc32(crc, as_memory(address), nbytes);
+      [](const at::Tensor& tensor, uint32_t crc) {
+        const auto [data, nbytes] = memory_of(tensor);
+        return io::crc32(crc, data, nbytes);
       },
-      py::arg("address"),
-      py::arg("nbytes"),
+      py::arg("tensor"),
       py::arg("crc") = 0,
       Released());
   module.def("reserve", &io::reserve, py::arg("file"), py::arg("nbytes"), Released());

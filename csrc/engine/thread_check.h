@@ -5,7 +5,9 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <memory>
+#include <mutex>
 #include <thread>
 
 namespace zerocore {
@@ -34,10 +36,12 @@ class ThreadCheck {
   // No backward may be under way, in any thread. One that failed on a thread of autograd's may
   // still be let go of there when its caller has the exception, so that is waited for.
   void check_no_backward() const {
-    for (int i = 0; backward_threads_ && *num_backwards_ != 0 && i < kPatienceMs; ++i) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const auto has_none = [this] { return backwards_->count == 0; };
+    std::unique_lock lock(backwards_->mutex);
+    if (backward_threads_) {
+      backwards_->ended.wait_for(lock, kPatience, has_none);
     }
-    TORCH_CHECK(*num_backwards_ == 0, "this model runs backward in another thread. ", kAdvice);
+    TORCH_CHECK(has_none(), "this model runs backward in another thread. ", kAdvice);
   }
 
   // A hook of a backward runs.
@@ -52,7 +56,7 @@ class ThreadCheck {
         "backward through a model that runs forward in another thread. ",
         kAdvice);
     TORCH_CHECK(
-        *num_backwards_ == 0 || backward_.load() == self,
+        backwards_->count == 0 || backward_.load() == self,
         "backward through a model that runs backward in another thread. ",
         kAdvice);
   }
@@ -60,8 +64,8 @@ class ThreadCheck {
   // kept by the backward itself: one that fails does not tell.
   std::shared_ptr<void> begin_backward() {
     backward_.store(std::this_thread::get_id());
-    ++*num_backwards_;
-    return {nullptr, [count = num_backwards_](void*) { --*count; }};
+    backwards_->add(1);
+    return {nullptr, [backwards = backwards_](void*) { backwards->add(-1); }};
   }
 
   // This process was forked from the one that has the process group's threads.
@@ -80,7 +84,22 @@ class ThreadCheck {
   }
 
  private:
-  static constexpr int kPatienceMs = 1000;
+  // Those under way, which may outlive the engine.
+  struct Backwards {
+    void add(int change) {
+      {
+        const std::lock_guard lock(mutex);
+        count += change;
+      }
+      ended.notify_all();
+    }
+
+    std::atomic<int> count = 0; // changes under the mutex
+    std::mutex mutex;
+    std::condition_variable ended;
+  };
+
+  static constexpr std::chrono::seconds kPatience{1};
   static constexpr const char* kAdvice =
       "A sharded model is used by one thread at a time, in one order on all ranks: let one thread "
       "do all steps, or hand over with a lock held from forward to the end of backward. "
@@ -90,7 +109,7 @@ class ThreadCheck {
   std::atomic<bool> forked_ = false;
   std::atomic<std::thread::id> forward_ = std::thread::id();
   std::atomic<std::thread::id> backward_ = std::thread::id();
-  std::shared_ptr<std::atomic<int>> num_backwards_ = std::make_shared<std::atomic<int>>(0);
+  std::shared_ptr<Backwards> backwards_ = std::make_shared<Backwards>();
 };
 
 } // namespace zerocore

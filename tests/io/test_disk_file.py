@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,7 +55,7 @@ def test_bytes_come_back(way: DiskWay, tmp_path: Path) -> None:
     file = make_file(tmp_path, ends[-1], way)
     assert (file.way, file.nbytes) == (way.name.lower(), ends[-1])
     for begin, memory in ((file.write, source), (file.read, found)):
-        tickets = [begin(a, memory.data_ptr() + a, b - a, "a unit") for a, b in ranges]
+        tickets = [begin(a, memory[a:b], "a unit") for a, b in ranges]
         for ticket in random.Random(1).sample(tickets, len(tickets)):
             file.wait(ticket)
     assert torch.equal(source, found)
@@ -70,12 +72,27 @@ def test_several_threads(way: DiskWay, tmp_path: Path) -> None:
     def round_trip(thread: int) -> None:
         begin = thread * nbytes
         for _ in range(5):
-            file.wait(file.write(begin, source.data_ptr() + begin, nbytes, "x"))
-            file.wait(file.read(begin, found.data_ptr() + begin, nbytes, "x"))
+            file.wait(file.write(begin, source[begin:][:nbytes], "x"))
+            file.wait(file.read(begin, found[begin:][:nbytes], "x"))
 
     with ThreadPoolExecutor(num_threads) as pool:
         list(pool.map(round_trip, range(num_threads)))
     assert torch.equal(source, found)
+
+
+@both_ways
+def test_a_request_keeps_its_tensor(way: DiskWay, tmp_path: Path) -> None:
+    file = make_file(tmp_path, 8 * MIB, way)
+    for begin in (file.write, file.read):
+        buffer = mmap.mmap(-1, 8 * MIB)
+        kept = weakref.ref(buffer)
+        ticket = begin(0, torch.frombuffer(buffer, dtype=torch.uint8), "x")
+        del buffer
+        assert kept() is not None
+        file.wait(ticket)
+        assert kept() is None
+    with pytest.raises(ValueError, match=r"contiguous tensor.*got Strided Byte of shape \[4096\]"):
+        file.read(0, torch.zeros(2 * DISK_ALIGNMENT, dtype=torch.uint8)[::2], "x")
 
 
 def replace_by(path: str) -> Callable[[DiskFile], None]:
@@ -114,7 +131,7 @@ def test_errors_name_file_and_unit(
     memory = random_bytes(8 * MIB)
     file = make_file(tmp_path, 8 * MIB, way)
     damage(file)
-    ticket = getattr(file, request_name)(0, memory.data_ptr(), 8 * MIB, "unit 'blocks.3'")
+    ticket = getattr(file, request_name)(0, memory, "unit 'blocks.3'")
     with pytest.raises(OSError, match=r"unit 'blocks\.3'") as caught:
         file.wait(ticket)
     assert caught.value.errno == code
@@ -143,18 +160,17 @@ def test_space_is_reserved(tmp_path: Path) -> None:
 def test_requests_that_make_no_sense(tmp_path: Path) -> None:
     memory, page = random_bytes(8 * DISK_ALIGNMENT), DISK_ALIGNMENT
     file = DiskFile(str(tmp_path), "states", 4 * page)
-    address = memory.data_ptr()
-    for offset, where, nbytes in (
-        (1, address, page),
-        (0, address + 8, page),
-        (0, address, page - 1),
-        (0, address, 0),
-        (0, address, 5 * page),
-        (4 * page, address, page),
-        (-page, address, page),
+    for offset, begin, nbytes in (
+        (1, 0, page),
+        (0, 8, page),
+        (0, 0, page - 1),
+        (0, 0, 0),
+        (0, 0, 5 * page),
+        (4 * page, 0, page),
+        (-page, 0, page),
     ):
         with pytest.raises(ValueError, match=r"states.*a unit"):
-            file.read(offset, where, nbytes, "a unit")
+            file.read(offset, memory[begin:][:nbytes], "a unit")
     with pytest.raises(ValueError, match="multiple of 4096 bytes, got 5"):
         DiskFile(str(tmp_path), "states", 5)
 
@@ -164,18 +180,18 @@ def test_a_folder_that_is_removed_takes_nothing_with_it(tmp_path: Path) -> None:
     folder.mkdir()
     source, found = random_bytes(MIB), random_bytes(MIB)
     file = DiskFile(str(folder), "states", MIB)
-    file.wait(file.write(0, source.data_ptr(), MIB, "x"))
+    file.wait(file.write(0, source, "x"))
     shutil.rmtree(folder)
-    file.wait(file.read(0, found.data_ptr(), MIB, "x"))
+    file.wait(file.read(0, found, "x"))
     assert torch.equal(source, found)
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, torch
 from zerocore._C import DiskFile, HostMemory
 memory = HostMemory(64 << 20)
 file = DiskFile(sys.argv[1], "states", memory.nbytes)
-file.write(0, memory.address, memory.nbytes, "x")
+file.write(0, memory.view(0, memory.nbytes, torch.uint8), "x")
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -188,7 +204,7 @@ def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
 
 # A filter of system calls that answers EPERM to io_uring_setup (425 on every processor).
 FORBIDDEN = """
-import ctypes, struct, sys
+import ctypes, struct, sys, torch
 from zerocore._C import DiskFile, HostMemory
 libc = ctypes.CDLL(None, use_errno=True)
 steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
@@ -198,7 +214,7 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0, "PR_SET_NO_NEW_PRIVS"
 assert libc.prctl(22, 2, program) == 0, "PR_SET_SECCOMP"
 memory = HostMemory(1 << 20)
 file = DiskFile(sys.argv[1], "states", 1 << 20)
-file.wait(file.write(0, memory.address, 1 << 20, "x"))
+file.wait(file.write(0, memory.view(0, 1 << 20, torch.uint8), "x"))
 print(file.way)
 """
 

@@ -40,8 +40,7 @@ def random_runs(nbytes: int, seed: int) -> Runs:
 def check(stream: FileStream, data: bytes, runs: Runs, first: int = 0, end: int = 99) -> None:
     places = [torch.zeros(size + 2, dtype=torch.uint8) for _, size in runs]
     asked = [
-        (offset, size, place.data_ptr() + 1)
-        for (offset, size), place in zip(runs, places, strict=True)
+        (offset, place[1 : size + 1]) for (offset, size), place in zip(runs, places, strict=True)
     ]
     blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
     assert stream.read(asked) == [zlib.crc32(block) for block in blocks[first:end]]
@@ -84,14 +83,17 @@ def test_what_goes_wrong_names_the_file(way: StreamWay, tmp_path: Path) -> None:
         FileStream(str(path), way=way)
     make_file(path, 9 * BLOCK)
     with pytest.raises(OSError, match=f"'{path}' ends at byte {9 * BLOCK}"):
-        FileStream(str(path), way=way).read([(0, 9 * BLOCK + 1, 0)])
-    for wrong in ([(5, 5, 0), (9, 5, 0)], [(5, 5, 0), (0, 5, 0)], [(-1, 5, 0)], [(0, -1, 0)]):
+        FileStream(str(path), way=way).read([(0, torch.empty(9 * BLOCK + 1, dtype=torch.uint8))])
+    two, five = torch.empty(2, dtype=torch.uint8), torch.empty(5, dtype=torch.uint8)
+    for wrong in ([5, 9], [5, 0], [-1]):
         with pytest.raises(ValueError, match="in the order of the file"):
-            FileStream(str(path), way=way).read(wrong)
+            FileStream(str(path), way=way).read([(offset, five) for offset in wrong])
     with pytest.raises(OSError, match=f"'{path}' ends at byte {6 * BLOCK}"):
-        FileStream(str(path), 0, 2, way, 3, 6).read([(6 * BLOCK - 1, 2, 0)])
+        FileStream(str(path), 0, 2, way, 3, 6).read([(6 * BLOCK - 1, two)])
     with pytest.raises(ValueError, match="in the order of the file"):
-        FileStream(str(path), 0, 2, way, 3, 6).read([(3 * BLOCK - 1, 2, 0)])
+        FileStream(str(path), 0, 2, way, 3, 6).read([(3 * BLOCK - 1, two)])
+    with pytest.raises(ValueError, match="contiguous tensor"):
+        FileStream(str(path), way=way).read([(0, five[::2])])
     stream = FileStream(str(path), way=way)
     stream.read()
     with pytest.raises(ValueError, match="was read already"):

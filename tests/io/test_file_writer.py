@@ -71,7 +71,7 @@ def test_bytes_in_any_order(num_threads: int, nbytes: int, way: StreamWay, tmp_p
         assert writer.is_direct == (way == StreamWay.DIRECT)
 
         def give(part: tuple[int, int]) -> int:
-            return writer.write(data.data_ptr() + part[0], part[1], part[0], 5)
+            return writer.write(data[part[0] :][: part[1]], part[0], 5)
 
         parts = random_parts(nbytes, num_threads)
         with ThreadPoolExecutor(num_threads) as pool:
@@ -92,7 +92,7 @@ def test_sums_of_writers_that_share_a_file(tmp_path: Path) -> None:
     with created(tmp_path / "file") as file:
         writers = [FileWriter(file, data.nbytes, StreamWay.CACHED) for _ in range(3)]
         for index, (at, size) in enumerate(random_parts(data.nbytes, 8)):
-            writers[index % 3].write(data.data_ptr() + at, size, at)
+            writers[index % 3].write(data[at : at + size], at)
     assert (tmp_path / "file").read_bytes() == data.numpy().tobytes()
     parts = zip(*(writer.sums() for writer in writers), strict=True)
     assert [a ^ b ^ c for a, b, c in parts] == block_sums(data)
@@ -106,7 +106,7 @@ def test_more_blocks_wait_for_their_bytes_than_the_ring_has(tmp_path: Path) -> N
         writer = FileWriter(file, data.nbytes, StreamWay.DIRECT)
         for begin, end in ((1, BLOCK), (0, 1)):  # the first bytes of all come last
             for at in range(0, data.nbytes, BLOCK):
-                writer.write(data.data_ptr() + at + begin, end - begin, at + begin)
+                writer.write(data[at + begin : at + end], at + begin)
         writer.finish()
     assert (tmp_path / "file").read_bytes() == data.numpy().tobytes()
 
@@ -124,8 +124,10 @@ def test_wrong_calls(way: StreamWay, tmp_path: Path) -> None:
         writer = FileWriter(file, 10, way)
         for nbytes, offset in ((10, 1), (1, -1), (1, 10)):
             with pytest.raises(ValueError, match="not within a file of 10"):
-                writer.write(data.data_ptr(), nbytes, offset)
-        writer.write(data.data_ptr(), 4, 0)
+                writer.write(data[:nbytes], offset)
+        with pytest.raises(ValueError, match="contiguous tensor"):
+            writer.write(data[::2], 0)
+        writer.write(data[:4], 0)
         if way == StreamWay.DIRECT:
             with pytest.raises(ValueError, match="6 bytes were not given of those from byte 0 on"):
                 writer.finish()
@@ -143,7 +145,7 @@ def test_what_the_system_refuses_is_raised_and_ends(way: StreamWay, tmp_path: Pa
             writer = FileWriter(file, data.nbytes, way)
             with pytest.raises(OSError, match="write") as caught:
                 for at in range(0, data.nbytes, BLOCK):
-                    writer.write(data.data_ptr() + at, BLOCK, at)
+                    writer.write(data[at : at + BLOCK], at)
                 writer.finish()
             assert caught.value.errno == errno.EFBIG
     finally:
@@ -155,6 +157,6 @@ def test_the_callers_descriptor_may_be_closed(way: StreamWay, tmp_path: Path) ->
     data = random_bytes(3 * BLOCK + 1)
     with created(tmp_path / "file") as file:
         writer = FileWriter(file, data.nbytes, way)
-    writer.write(data.data_ptr(), data.nbytes, 0)
+    writer.write(data, 0)
     writer.finish()
     assert (tmp_path / "file").read_bytes() == data.numpy().tobytes()

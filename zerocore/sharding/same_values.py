@@ -90,7 +90,7 @@ def _listed(names: Sequence[str] | dict[str, list[list[int]]]) -> str:
 def _checksum(param: torch.Tensor) -> torch.Tensor:
     """One int64 of the parameter's values."""
     bits = bits_of(param)
-    return torch.tensor(crc32(bits.data_ptr(), bits.nbytes)) if bits.is_cpu else bits.sum()
+    return torch.tensor(crc32(bits)) if bits.is_cpu else bits.sum()
 
 
 def _is_constant(param: torch.Tensor) -> bool:

@@ -41,9 +41,10 @@ class Disk:
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._memory = HostMemory(nbytes)
-        self._memory.view(0, nbytes // 4, torch.int32).random_()
-        self._bytes = memoryview(self._memory.view(0, nbytes, torch.uint8).numpy())
+        memory = HostMemory(nbytes)
+        memory.view(0, nbytes // 4, torch.int32).random_()
+        self._memory = memory.view(0, nbytes, torch.uint8)
+        self._bytes = memoryview(self._memory.numpy())
         self._files = {}
         for way in (DiskWay.IO_URING, DiskWay.THREADS):
             try:
@@ -82,9 +83,8 @@ class Disk:
         tickets = []
         for request in requests:
             begin = file.write if request.writes else file.read
-            address = self._memory.address + request.begin
-            size = request.end - request.begin
-            tickets.append(begin(request.begin, address, size, "the benchmark"))
+            memory = self._memory[request.begin : request.end]
+            tickets.append(begin(request.begin, memory, "the benchmark"))
         for ticket in tickets:
             file.wait(ticket)
 

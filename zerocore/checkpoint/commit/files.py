@@ -44,7 +44,7 @@ def write(file: _C.FileWriter, offset: int, data: Tensor | bytes, crc: int = 0) 
     """
     if isinstance(data, bytes):
         data = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
-    return file.write(data.data_ptr(), data.nbytes, offset, crc)
+    return file.write(data, offset, crc)
 
 
 def finish(file: _C.FileWriter) -> None:

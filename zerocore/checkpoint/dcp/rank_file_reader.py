@@ -176,15 +176,14 @@ class OwnFile:
             self._stream = self._open(StreamWay.ANY if fits else StreamWay.CACHED)
         if self._stream.is_direct:  # else the page cache has what is read a second time
             keep_beside(targets.values())
-        runs: list[tuple[int, int, int]] = []
+        runs: list[tuple[int, Tensor]] = []
         heads: list[tuple[Tensor, Target]] = []
         for offset, target in sorted(targets.items()):
             head = torch.empty(data_offset(), dtype=torch.uint8)
             heads.append((head, target))
-            runs.append((offset, head.nbytes, head.data_ptr()))
+            runs.append((offset, head))
             if target.landing is not None:
-                nbytes, address = target.memory.nbytes, target.landing.data_ptr()
-                runs.append((offset + data_offset(), nbytes, address))
+                runs.append((offset + data_offset(), target.landing))
         sums.check(self.path, 0, self._stream.read(runs), partial(contents.keys_in, name))
         for head, target in heads:
             target.fits = has_form(bytes(memory_of(head)), *target.form)
