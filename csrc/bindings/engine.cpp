@@ -170,28 +170,28 @@ void register_setup(py::class_<PyEngine>& engine) {
 
 void register_steps(py::class_<PyEngine>& engine) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  engine.def("begin_pass", method(&Engine::begin_pass), no_gil)
-      .def("fail_pass", method(&Engine::fail_pass), no_gil)
+  engine.def("begin_pass", method(&ModelCalls::begin_pass), no_gil)
+      .def("fail_pass", method(&ModelCalls::fail_pass), no_gil)
       .def(
           "end_pass",
           [](PyEngine& self, const py::object& value) {
             const auto outputs = collect_outputs(value);
             const py::gil_scoped_release release;
-            self.engine->end_pass(outputs);
+            self.engine->calls().end_pass(outputs);
           })
-      .def("enter", method(&Engine::enter), no_gil)
+      .def("enter", method(&ModelCalls::enter), no_gil)
       .def(
           "exit",
           [](PyEngine& self, UnitId unit, const py::object& value, bool keep) {
             const auto outputs = collect_outputs(value);
             const py::gil_scoped_release release;
-            self.engine->exit(unit, outputs, keep);
+            self.engine->calls().exit(unit, outputs, keep);
           },
           py::arg("unit"),
           py::arg("value"),
           py::arg("keep") = false)
-      .def("adopt", method(&Engine::adopt), no_gil)
-      .def_property_readonly("in_call", method(&Engine::in_call))
+      .def("adopt", method(&ModelCalls::adopt), no_gil)
+      .def_property_readonly("in_call", method(&ModelCalls::in_call))
       .def("hold_unsharded", method(&Engine::hold_unsharded), no_gil)
       .def("release_unsharded", method(&Engine::release_unsharded), no_gil)
       .def(
@@ -216,8 +216,8 @@ void register_steps(py::class_<PyEngine>& engine) {
           py::arg("sent_nbytes"),
           py::arg("received_nbytes"),
           py::arg("total_nbytes"))
-      .def("reset", method(&Engine::reset), no_gil)
-      .def("fail_backward", method(&Engine::fail_backward), no_gil)
+      .def("reset", method(&ModelCalls::reset), no_gil)
+      .def("fail_backward", method(&ModelCalls::fail_backward), no_gil)
       .def("mark_forked", method(&Engine::mark_forked))
       .def("check_process", method(&Engine::check_process))
       .def_property("sync", method(&Reducer::sync), method(&Reducer::set_sync));

@@ -19,6 +19,9 @@ struct PyEngine {
 inline Engine& part_of(const PyEngine& self, Engine* /*tag*/) {
   return *self.engine;
 }
+inline ModelCalls& part_of(const PyEngine& self, ModelCalls* /*tag*/) {
+  return self.engine->calls();
+}
 inline Offload& part_of(const PyEngine& self, Offload* /*tag*/) {
   return self.engine->offload();
 }

@@ -75,7 +75,7 @@ void BackwardRun::begin() {
       " of the model's ranks, so there is nothing to average this backward with. All ranks must "
       "skip it: let them agree on that before the backward.");
   for (const auto& unit : units_) {
-    lifecycle_.sync_requires_grad(unit->id());
+    lifecycle_.trainable().sync(unit->id());
   }
   schedule_.begin_backward();
   untracked_.begin_backward();
@@ -188,8 +188,8 @@ void BackwardRun::grad_ready(UnitId id, int param) {
   }
   // The gradient of the unit's input may still need frozen parameters: released when left, too.
   const bool needed = context_.mesh.shards_parameters() &&
-      lifecycle_.num_trainable(id) < static_cast<int>(progress.fired.size());
-  if (progress.num_fired == lifecycle_.num_trainable(id) && !needed) {
+      lifecycle_.trainable().count(id) < static_cast<int>(progress.fired.size());
+  if (progress.num_fired == lifecycle_.trainable().count(id) && !needed) {
     lifecycle_.run([&](Actions& out) { schedule_.ready(id, out); });
   }
 }
@@ -197,7 +197,8 @@ void BackwardRun::grad_ready(UnitId id, int param) {
 // Whether the rest of the unit's backward needs no parameters any more.
 bool BackwardRun::is_done(UnitId id) const {
   const UnitProgress& progress = progress_[id];
-  return lifecycle_.num_trainable(id) > 0 && progress.num_fired == lifecycle_.num_trainable(id) &&
+  return lifecycle_.trainable().count(id) > 0 &&
+      progress.num_fired == lifecycle_.trainable().count(id) &&
       progress.backward == current_backward();
 }
 

@@ -1,12 +1,8 @@
-// The one object Python holds: follows the calls of the model and of its units.
-//
-// Calls come from one thread at a time (backward may run on another one); others get an error.
-// enter/exit bracket a module call; begin_pass/end_pass bracket a call of the sharded model.
+// The one object that Python holds: owns the parts, and does the work between steps.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <exception>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -14,6 +10,7 @@
 #include "engine/backward_run.h"
 #include "engine/exchange.h"
 #include "engine/first_gather.h"
+#include "engine/model_calls.h"
 #include "engine/order_consensus.h"
 #include "engine/resources.h"
 #include "engine/thread_check.h"
@@ -44,6 +41,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Reducer& reducer() {
     return reducer_;
   }
+  ModelCalls& calls() {
+    return calls_;
+  }
   const Schedule& schedule() const {
     return schedule_;
   }
@@ -63,21 +63,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // All parameters are materialized and bound. `consistent`: all ranks hold the same values.
   void start(bool consistent);
 
-  // -- forward
-  void begin_pass();
-  void end_pass(const std::vector<at::Tensor>& outputs);
-  void fail_pass();
-  void enter(UnitId unit);
-  // `keep`: see Schedule::exit.
-  void exit(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep = false);
-  // A parameter of a unit that was not entered is read: the innermost call that runs owns
-  // the unit from here to its end.
-  void adopt(UnitId unit);
-  bool in_call() const {
-    return !calls_.empty();
-  }
-
-  // -- between steps
   // Unshards the units and shows their full parameters until release_unsharded.
   void hold_unsharded(const std::vector<UnitId>& units);
   void release_unsharded(const std::vector<UnitId>& units, bool write_back) {
@@ -107,10 +92,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // The same: an all-to-all `across` the ranks that hold the same shards, else over those that
   // share them. The engine outlives it.
   Exchange exchange(bool across, const at::Tensor& sent, MessageSizes sizes);
-  // The call of a backward ended with an exception: as reset() if it came through this model.
-  void fail_backward();
-  // Drops everything in flight: gathers, graphs waiting for a backward, unreduced gradients.
-  void reset();
   void check_process() const {
     thread_check_.check_process();
   }
@@ -118,23 +99,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void mark_forked();
 
  private:
-  struct Call {
-    bool recomputing = false; // in a recompute, not a forward
-    uint64_t first_node = 0; // of the graph that the call records
-    bool has_graph = false; // grad mode was on at its beginning
-    UnitId adopted = -1; // the unit, if it is left with the call that is around this one
-    CallHandle again = {}; // that a recompute makes once more; of pass -1 if it is not known
-  };
-
-  void recover();
-  void leave_if_outside();
-  void recompute(UnitId unit);
-  void leave_adopted(const std::vector<at::Tensor>& outputs);
-  void leave(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep);
-  void leave_forward(RecordedCall& recorded, bool has_output, bool reads, bool keep);
-  int64_t note_call(const RecordedCall& recorded, const Call& entered);
-  Call pop_call();
-
   Resources resources_;
   const UnitContext& context_; // of the resources
   Units units_;
@@ -146,8 +110,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   FirstGather first_gather_;
   OrderConsensus consensus_;
   BackwardRun backward_run_;
-  std::vector<Call> calls_; // entered and not left
-  std::exception_ptr refused_; // a call has left its parameters in no order; its end raises it
+  ModelCalls calls_;
 };
 
 } // namespace zerocore

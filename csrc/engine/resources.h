@@ -1,4 +1,4 @@
-// What the units of a model share on this rank; members are made in order and freed in reverse.
+// The parts that all units of a rank share; members are made in order and freed in reverse.
 #pragma once
 
 #include <memory>

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "common/math.h"
 #include "engine/graph/autograd.h"
 
 namespace zerocore {
@@ -25,14 +24,14 @@ UnitLifecycle::UnitLifecycle(
       schedule_(schedule),
       offload_(offload),
       reducer_(reducer),
-      alarm_(alarm),
+      trainable_(units, context, schedule, alarm),
       registrar_(std::move(registrar)),
-      uses_(units.size()) {}
+      full_shown_(units.size()) {}
 
-void UnitLifecycle::start(bool consistent, OnGradient on_gradient) {
-  on_gradient_ = std::move(on_gradient);
+void UnitLifecycle::start(bool consistent, TrainableParams::OnGradient on_gradient) {
+  trainable_.start(std::move(on_gradient));
   for (const auto& unit : units_) {
-    note_trainable(unit->id());
+    trainable_.note(unit->id());
     unit->mark_fresh();
     unit->mark_cast();
     unit->mark_gathered();
@@ -101,44 +100,12 @@ void UnitLifecycle::use(UnitId id) {
 
 void UnitLifecycle::update_registration(UnitId id) {
   const bool full = schedule_.is_shown(id);
-  if (uses_[id].full_shown != full) {
+  if (full_shown_[id] != full) {
     if (full && !in_backward_pass_) {
-      sync_requires_grad(id);
+      trainable_.sync(id);
     }
     registrar_->show(id, full);
-    uses_[id].full_shown = full;
-  }
-}
-
-void UnitLifecycle::sync_requires_grad(UnitId id) {
-  Use& use = uses_[id];
-  use.num_trainable = 0;
-  auto& params = units_[id]->params();
-  for (size_t i = 0; i < params.size(); ++i) {
-    UnitParam& param = params[i];
-    const bool is_set_on_full = param.full.requires_grad() != param.trained;
-    const bool requires_grad = is_set_on_full ? !param.trained : param.shard.requires_grad();
-    TORCH_CHECK_VALUE(
-        !requires_grad || !param.lacks_main,
-        "parameter '",
-        param.spec.fqn,
-        "' was frozen when the model was sharded, so mixed precision keeps no main weight of it. "
-        "Call requires_grad_(True) before zerocore.shard; it can be frozen again after.");
-    if (param.trained != requires_grad || is_set_on_full) {
-      param.full.set_requires_grad(requires_grad);
-      param.shard.set_requires_grad(requires_grad);
-      param.trained = requires_grad;
-    }
-    use.num_trainable += requires_grad ? 1 : 0;
-    if (requires_grad && !std::exchange(param.hooked, true)) {
-      on_grad_accumulated(param.full, [on_gradient = on_gradient_, id, i] {
-        on_gradient(id, static_cast<int>(i));
-      });
-    }
-  }
-  schedule_.set_reducible(id, use.num_trainable > 0);
-  if (!schedule_.in_rooted_pass()) { // there it is noted at the beginning, as ranks skip units
-    note_trainable(id);
+    full_shown_[id] = full;
   }
 }
 
@@ -335,34 +302,6 @@ void UnitLifecycle::end_update(const std::vector<UpdatedUnit>& units, bool casts
     }
   }
   offload_.end_step();
-}
-
-void UnitLifecycle::note_trainable(UnitId id) {
-  Use& use = uses_[id];
-  const auto& params = units_[id]->params();
-  uint64_t hash = static_cast<uint64_t>(id) + 1;
-  for (const UnitParam& param : params) {
-    hash = mix(hash, param.shard.requires_grad() ? 2 : 1);
-  }
-  if (hash == use.trainable) {
-    return;
-  }
-  trainable_ += hash - use.trainable;
-  use.trainable = hash;
-  for (Collectives* each : {context_.collectives, context_.replicas, context_.near}) {
-    if (each != nullptr) {
-      each->set_facts(trainable_);
-    }
-  }
-  std::vector<bool> flags;
-  for (const UnitParam& param : params) {
-    flags.push_back(param.shard.requires_grad());
-  }
-  size_t first = 0;
-  for (UnitId before = 0; before < id; ++before) {
-    first += units_[before]->params().size();
-  }
-  alarm_.set_trainable(first, flags);
 }
 
 } // namespace zerocore

@@ -9,15 +9,13 @@
 // CPU nothing computes behind the host, so there it would only come late.
 #pragma once
 
-#include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
 
-#include "engine/alarm_setup.h"
 #include "engine/gradients/reducer.h"
 #include "engine/offload/offload.h"
+#include "engine/trainable_params.h"
 #include "engine/unit/unit.h"
 #include "plan/schedule.h"
 
@@ -38,10 +36,7 @@ struct UpdatedUnit {
 
 class UnitLifecycle {
  public:
-  // Is called when a parameter of a unit has got its gradient.
-  using OnGradient = std::function<void(UnitId, int)>;
-
-  // What it refers to outlives it.
+  // All but the registrar outlive it.
   UnitLifecycle(
       const Units& units,
       const UnitContext& context,
@@ -52,7 +47,7 @@ class UnitLifecycle {
       std::unique_ptr<Registrar> registrar);
 
   // All parameters are materialized and bound. `consistent`: all ranks hold the same values.
-  void start(bool consistent, OnGradient on_gradient);
+  void start(bool consistent, TrainableParams::OnGradient on_gradient);
   // Carries out the actions that `decide` gets from the schedule.
   template <typename Decide>
   void run(const Decide& decide) {
@@ -74,15 +69,8 @@ class UnitLifecycle {
   // Takes note of changed shards. True if there are: call order_gathers() before the next gather.
   bool refresh(UnitId unit);
   void order_gathers();
-  // Takes note of which parameters of the unit require grad; ranks compare it.
-  void note_trainable(UnitId unit);
-  // Makes shards and full parameters agree on requires_grad, which users set on those that they
-  // see: before a forward records, and before a backward, which leaves alone what is frozen by
-  // then.
-  void sync_requires_grad(UnitId unit);
-  // As of the unit's last use, or of the backward under way.
-  int num_trainable(UnitId unit) const {
-    return uses_[unit].num_trainable;
+  TrainableParams& trainable() {
+    return trainable_;
   }
   // A call of the unit ends that may have changed its parameters in place.
   void keep_writes(UnitId unit);
@@ -105,12 +93,6 @@ class UnitLifecycle {
   void end_update(const std::vector<UpdatedUnit>& units, bool casts);
 
  private:
-  struct Use {
-    bool full_shown = false;
-    int num_trainable = 0;
-    uint64_t trainable = 0; // a hash of which parameters require grad
-  };
-
   void carry_out();
   bool gathers_later() const;
   void gather_late(std::optional<UnitId> last = std::nullopt);
@@ -122,14 +104,12 @@ class UnitLifecycle {
   Schedule& schedule_;
   Offload& offload_;
   Reducer& reducer_;
-  const ModelAlarm& alarm_;
+  TrainableParams trainable_;
   std::unique_ptr<Registrar> registrar_;
-  OnGradient on_gradient_;
   Actions actions_; // not carried out yet; reused
   bool in_backward_pass_ = false;
-  std::vector<Use> uses_; // by unit
+  std::vector<bool> full_shown_; // by unit: in its modules
   std::vector<UnitId> late_; // to be gathered; see Note [Gathers behind a call]
-  uint64_t trainable_ = 0; // sum of the units' hashes
 };
 
 } // namespace zerocore

@@ -27,7 +27,6 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
     : id_(id),
       name_(std::move(spec.name)),
       params_(std::move(spec.params)),
-      stays_(spec.stays),
       context_(context),
       layout_(Layout::build(specs_of(params_), context.mesh.num_shards(), context.by_rows)),
       bucket_(
@@ -183,7 +182,9 @@ Units make_units(std::vector<UnitSpec> specs, const UnitContext& context) {
       own.mesh = own.mesh.without_near();
     }
     const auto id = static_cast<UnitId>(units.size());
+    const bool stays = spec.stays;
     units.push_back(std::make_unique<Unit>(id, std::move(spec), own));
+    units.back()->settings().stays = stays;
   }
   return units;
 }

@@ -43,9 +43,6 @@ class Unit {
   const UnitContext& context() const {
     return context_;
   }
-  bool stays() const { // see UnitSpec
-    return stays_;
-  }
   // Names a collective for the unit, and adds it to the trace.
   CollectiveTag tag(TraceOp op, int64_t nbytes) const {
     return {&name_, context_.note(op, id_, nbytes), id_};
@@ -170,7 +167,6 @@ class Unit {
   UnitId id_;
   std::string name_;
   std::vector<UnitParam> params_;
-  bool stays_;
   UnitContext context_;
   Layout layout_;
   Bucket bucket_; // unsharded

@@ -59,6 +59,7 @@ struct UnitContext {
 struct UnitSettings {
   double gradient_scale = 1; // gradients are multiplied by it before they are summed over the ranks
   bool syncs = true; // a backward reduces them
+  bool stays = false; // after a forward, from the beginning; see UnitSpec
 };
 
 } // namespace zerocore

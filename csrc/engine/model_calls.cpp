@@ -1,0 +1,283 @@
+// The calls of the model and of its units.
+#include "engine/model_calls.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/graph/autograd.h"
+#include "engine/graph/saved_values.h"
+
+namespace zerocore {
+
+namespace {
+
+// Whether a backward will come through one of them. None comes through a leaf, such as the output
+// of a frozen module that a hook has made require a gradient.
+bool any_recorded(const std::vector<at::Tensor>& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
+    return tensor.requires_grad() && !tensor.is_leaf();
+  });
+}
+
+} // namespace
+
+ModelCalls::ModelCalls(
+    const Units& units,
+    const UnitContext& context,
+    const ModelAlarm& alarm,
+    Schedule& schedule,
+    Reducer& reducer,
+    ThreadCheck& thread_check,
+    UnitLifecycle& lifecycle,
+    FirstGather& first_gather,
+    OrderConsensus& consensus,
+    BackwardRun& backward_run)
+    : units_(units),
+      context_(context),
+      alarm_(alarm),
+      schedule_(schedule),
+      reducer_(reducer),
+      thread_check_(thread_check),
+      lifecycle_(lifecycle),
+      first_gather_(first_gather),
+      consensus_(consensus),
+      backward_run_(backward_run) {}
+
+// Before a use of units. A backward that ended with an exception never reached end_backward().
+void ModelCalls::recover() {
+  TORCH_CHECK_TYPE(
+      !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
+      "torch.func transforms (grad, vmap, jacrev, ...) do not go through a sharded model: what "
+      "they compute with is not what autograd sees. Use torch.autograd.grad, or transform a plain "
+      "model that has loaded zerocore.full_state_dict(model).");
+  alarm_.check();
+  if (in_backward()) {
+    return;
+  }
+  if (lifecycle_.in_backward_pass()) {
+    thread_check_.check_no_backward();
+    reset();
+  }
+  consensus_.settle_pass();
+  if (consensus_.failed()) {
+    reset(); // as the rank that raised has done
+  }
+  thread_check_.enter_forward();
+  if (context_.disk != nullptr && !schedule_.in_rooted_pass()) {
+    context_.disk->forget_loads();
+  }
+}
+
+void ModelCalls::reset() {
+  consensus_.settle_pass(); // the others count on it
+  consensus_.forget_failed();
+  backward_run_.reset();
+  calls_.clear();
+  refused_ = nullptr;
+  thread_check_.leave_forward();
+  lifecycle_.settle();
+  reducer_.reset();
+  if (context_.streams->has_streams()) { // where nothing is resharded: the memory may be freed next
+    std::ranges::for_each(units_, [](const auto& unit) { unit->wait_for_unshard(); });
+  }
+  backward_run_.forget_progress();
+}
+
+void ModelCalls::begin_pass() {
+  recover();
+  if (schedule_.in_rooted_pass() || in_backward()) {
+    calls_.push_back({true}); // nested: the outer pass goes on
+    return;
+  }
+  calls_.push_back({false});
+  backward_run_.untracked().forget(schedule_.oldest_pass());
+  backward_run_.recomputed_calls().forget(schedule_.oldest_pass());
+  first_gather_.begin_pass();
+  bool changed = false;
+  std::vector<UnitId> again;
+  for (const auto& unit : units_) {
+    const UnitId id = unit->id();
+    const bool was_resident = schedule_.is_resident(id);
+    changed = lifecycle_.refresh(id) || changed;
+    lifecycle_.trainable().note(id);
+    if (was_resident && !schedule_.is_resident(id)) {
+      again.push_back(id);
+    }
+  }
+  consensus_.begin_pass(again);
+  if (changed) {
+    lifecycle_.order_gathers();
+  }
+  lifecycle_.run([&](Actions& out) { schedule_.begin_pass(c10::GradMode::is_enabled(), out); });
+}
+
+void ModelCalls::end_pass(const std::vector<at::Tensor>& outputs) {
+  leave_adopted(outputs);
+  if (const auto refused = refused_) {
+    fail_pass();
+    std::rethrow_exception(refused);
+  }
+  if (pop_call().recomputing) {
+    return; // nested
+  }
+  consensus_.leave_pass();
+  for (const auto& unit : units_) {
+    unit->wait_for_unshard(); // of a skipped unit: must not meet the optimizer's update
+  }
+  if (any_recorded(outputs)) {
+    backward_run_.expect(outputs);
+  }
+  backward_run_.untracked().expect_backward();
+}
+
+// Ranks may raise in other places than this one, or not at all; see OrderConsensus::fail_pass.
+void ModelCalls::fail_pass() {
+  leave_adopted({});
+  if (!pop_call().recomputing) { // else nested
+    consensus_.fail_pass();
+    reset();
+  }
+}
+
+void ModelCalls::enter(UnitId id) {
+  recover();
+  const bool recomputing = in_backward();
+  if (recomputing) {
+    backward_run_.begin();
+    backward_run_.check_recompute(id);
+  }
+  calls_.push_back({recomputing, next_node(), c10::GradMode::is_enabled()});
+  if (recomputing) {
+    recompute(id);
+  } else {
+    if (!schedule_.in_rooted_pass()) {
+      first_gather_.drop();
+      if (lifecycle_.refresh(id)) {
+        lifecycle_.order_gathers();
+      }
+    }
+    if (context_.control != nullptr && schedule_.in_rooted_pass() && schedule_.follows_order() &&
+        !schedule_.is_expected(id)) {
+      lifecycle_.run([&](Actions& out) { schedule_.finish_order(out); });
+      consensus_.ask_for(id);
+    }
+    const bool grad = c10::GradMode::is_enabled();
+    lifecycle_.run([&](Actions& out) { schedule_.enter(id, grad, out); });
+  }
+  lifecycle_.use(id);
+}
+
+// See Note [Recomputed calls].
+void ModelCalls::recompute(UnitId id) {
+  const auto [place, made] = backward_run_.recomputed_calls().find(id);
+  lifecycle_.run([&](Actions& out) { schedule_.reach(place, out); });
+  const CallHandle call = schedule_.is_next(made) ? made : CallHandle{-1, -1, id};
+  consensus_.ask_in_backward(call);
+  calls_.back().again = made;
+  lifecycle_.run([&](Actions& out) {
+    if (schedule_.recompute(call, out)) {
+      backward_run_.forget_fired(id);
+    }
+  });
+}
+
+void ModelCalls::adopt(UnitId id) {
+  TORCH_INTERNAL_ASSERT(in_call(), "adopt outside of a call");
+  const bool held = schedule_.is_entered(id) || schedule_.is_held_unsharded(id);
+  if (!held || in_backward()) { // there it may be released before this call ends
+    enter(id);
+    calls_.back().adopted = id;
+  }
+}
+
+void ModelCalls::exit(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) {
+  leave_adopted(outputs);
+  leave(id, outputs, keep);
+  if (calls_.empty()) {
+    backward_run_.untracked().expect_backward();
+  }
+  if (const auto refused = std::exchange(refused_, nullptr)) {
+    std::rethrow_exception(refused);
+  }
+}
+
+void ModelCalls::leave_adopted(const std::vector<at::Tensor>& outputs) {
+  while (calls_.back().adopted >= 0) {
+    leave(calls_.back().adopted, outputs, false);
+  }
+}
+
+void ModelCalls::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) {
+  const Call entered = pop_call();
+  const bool has_output = any_recorded(outputs);
+  RecordedCall recorded{entered.again, entered.first_node, next_node()};
+  recorded.call.unit = id;
+  if (!entered.recomputing) {
+    const bool reads = may_read(outputs, recorded.first, recorded.last, *units_[id]);
+    leave_forward(recorded, has_output, reads, keep);
+  }
+  const int64_t number = note_call(recorded, entered);
+  if (has_output) {
+    backward_run_.expect(computed_since(recorded.first, outputs), recorded, number);
+  }
+}
+
+// Sets the call's handle.
+void ModelCalls::leave_forward(RecordedCall& recorded, bool has_output, bool reads, bool keep) {
+  const UnitId id = recorded.call.unit;
+  // Outputs that are nowhere to be found, see Note [Untracked backward]; and without grad mode in a
+  // pass that records: reentrant checkpointing, whose backward comes.
+  const bool wanted = c10::GradMode::is_enabled() ? recorded.last > recorded.first
+                                                  : lifecycle_.trainable().count(id) > 0;
+  try {
+    lifecycle_.keep_writes(id);
+  } catch (...) {
+    refused_ = std::current_exception(); // the call ends anyway
+  }
+  units_[id]->note_use();
+  lifecycle_.run([&](Actions& out) {
+    recorded.call = schedule_.exit(id, has_output || wanted, reads, out, keep);
+  });
+  lifecycle_.update_registration(id);
+}
+
+// Returns the call's number among untracked calls, -1 if it is none.
+int64_t ModelCalls::note_call(const RecordedCall& recorded, const Call& entered) {
+  UntrackedBackward& untracked = backward_run_.untracked();
+  if (recorded.call.pass >= 0 && schedule_.records(recorded.call.pass)) {
+    backward_run_.recomputed_calls().add(recorded, entered.has_graph, entered.recomputing);
+  }
+  if (entered.recomputing) {
+    return untracked.add_recomputed(recorded);
+  }
+  const bool has_nodes = recorded.last > recorded.first;
+  return has_nodes && recorded.call.pass >= 0 ? untracked.add(recorded) : -1;
+}
+
+ModelCalls::Call ModelCalls::pop_call() {
+  const Call call = calls_.back();
+  calls_.pop_back();
+  if (calls_.empty()) {
+    thread_check_.leave_forward();
+  }
+  return call;
+}
+
+void ModelCalls::fail_backward() {
+  if (lifecycle_.in_backward_pass() && !in_backward()) { // one within another one fails with it
+    thread_check_.check_no_backward();
+    reset();
+  }
+}
+
+// After recover() for what is no call of the model: any thread may call it next.
+void ModelCalls::leave_if_outside() {
+  if (calls_.empty()) {
+    thread_check_.leave_forward();
+  }
+}
+
+} // namespace zerocore

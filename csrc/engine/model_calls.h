@@ -1,0 +1,88 @@
+// Follows the calls of the model and of its units.
+//
+// Calls come from one thread at a time (backward may run on another one); others get an error.
+// enter/exit bracket a module call; begin_pass/end_pass bracket a call of the sharded model.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <exception>
+#include <vector>
+
+#include "engine/alarm_setup.h"
+#include "engine/backward_run.h"
+#include "engine/first_gather.h"
+#include "engine/order_consensus.h"
+#include "engine/thread_check.h"
+#include "engine/unit_lifecycle.h"
+
+namespace zerocore {
+
+class ModelCalls {
+ public:
+  // All outlive it.
+  ModelCalls(
+      const Units& units,
+      const UnitContext& context,
+      const ModelAlarm& alarm,
+      Schedule& schedule,
+      Reducer& reducer,
+      ThreadCheck& thread_check,
+      UnitLifecycle& lifecycle,
+      FirstGather& first_gather,
+      OrderConsensus& consensus,
+      BackwardRun& backward_run);
+
+  void begin_pass();
+  void end_pass(const std::vector<at::Tensor>& outputs);
+  void fail_pass();
+  void enter(UnitId unit);
+  // `keep`: see Schedule::exit.
+  void exit(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep = false);
+  // A parameter of a unit that was not entered is read: the innermost call that runs owns
+  // the unit from here to its end.
+  void adopt(UnitId unit);
+  bool in_call() const {
+    return !calls_.empty();
+  }
+
+  // Before a use of units: ends what an exception has left, and what other ranks wait for.
+  void recover();
+  // After recover() for what is no call of the model: any thread may call it next.
+  void leave_if_outside();
+  // The call of a backward ended with an exception: as reset() if it came through this model.
+  void fail_backward();
+  // Drops everything in flight: gathers, graphs waiting for a backward, unreduced gradients.
+  void reset();
+
+ private:
+  struct Call {
+    bool recomputing = false; // in a recompute, not a forward
+    uint64_t first_node = 0; // of the graph that the call records
+    bool has_graph = false; // grad mode was on at its beginning
+    UnitId adopted = -1; // the unit, if it is left with the call that is around this one
+    CallHandle again = {}; // that a recompute makes once more; of pass -1 if it is not known
+  };
+
+  void recompute(UnitId unit);
+  void leave_adopted(const std::vector<at::Tensor>& outputs);
+  void leave(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep);
+  void leave_forward(RecordedCall& recorded, bool has_output, bool reads, bool keep);
+  int64_t note_call(const RecordedCall& recorded, const Call& entered);
+  Call pop_call();
+
+  const Units& units_;
+  const UnitContext& context_;
+  const ModelAlarm& alarm_;
+  Schedule& schedule_;
+  Reducer& reducer_;
+  ThreadCheck& thread_check_;
+  UnitLifecycle& lifecycle_;
+  FirstGather& first_gather_;
+  OrderConsensus& consensus_;
+  BackwardRun& backward_run_;
+  std::vector<Call> calls_; // entered and not left
+  std::exception_ptr refused_; // a call has left its parameters in no order; its end raises it
+};
+
+} // namespace zerocore

@@ -1,0 +1,71 @@
+// Which parameters are trained.
+#include "engine/trainable_params.h"
+
+#include <utility>
+
+#include "common/math.h"
+#include "engine/graph/autograd.h"
+
+namespace zerocore {
+
+void TrainableParams::sync(UnitId id) {
+  Trainable& use = trainable_[id];
+  use.count = 0;
+  auto& params = units_[id]->params();
+  for (size_t i = 0; i < params.size(); ++i) {
+    UnitParam& param = params[i];
+    const bool is_set_on_full = param.full.requires_grad() != param.trained;
+    const bool requires_grad = is_set_on_full ? !param.trained : param.shard.requires_grad();
+    TORCH_CHECK_VALUE(
+        !requires_grad || !param.lacks_main,
+        "parameter '",
+        param.spec.fqn,
+        "' was frozen when the model was sharded, so mixed precision keeps no main weight of it. "
+        "Call requires_grad_(True) before zerocore.shard; it can be frozen again after.");
+    if (param.trained != requires_grad || is_set_on_full) {
+      param.full.set_requires_grad(requires_grad);
+      param.shard.set_requires_grad(requires_grad);
+      param.trained = requires_grad;
+    }
+    use.count += requires_grad ? 1 : 0;
+    if (requires_grad && !std::exchange(param.hooked, true)) {
+      on_grad_accumulated(param.full, [on_gradient = on_gradient_, id, i] {
+        on_gradient(id, static_cast<int>(i));
+      });
+    }
+  }
+  schedule_.set_reducible(id, use.count > 0);
+  if (!schedule_.in_rooted_pass()) { // there it is noted at the beginning, as ranks skip units
+    note(id);
+  }
+}
+
+void TrainableParams::note(UnitId id) {
+  Trainable& use = trainable_[id];
+  const auto& params = units_[id]->params();
+  uint64_t hash = static_cast<uint64_t>(id) + 1;
+  for (const UnitParam& param : params) {
+    hash = mix(hash, param.shard.requires_grad() ? 2 : 1);
+  }
+  if (hash == use.hash) {
+    return;
+  }
+  sum_ += hash - use.hash;
+  use.hash = hash;
+  for (Collectives* each : {context_.collectives, context_.replicas, context_.near}) {
+    if (each != nullptr) {
+      each->set_facts(sum_);
+    }
+  }
+  std::vector<bool> flags;
+  for (const UnitParam& param : params) {
+    flags.push_back(param.shard.requires_grad());
+  }
+  size_t first = 0;
+  for (UnitId before = 0; before < id; ++before) {
+    first += units_[before]->params().size();
+  }
+  alarm_.set_trainable(first, flags);
+}
+
+} // namespace zerocore
