@@ -1,5 +1,6 @@
 // Reads pickles of checkpoints for zerocore/checkpoint/safe_pickles.py, which says what a name in a
-// pickle stands for. Nothing of the pickle is run, and it takes no more memory than it has bytes.
+// pickle stands for. Nothing of the pickle is run, and memory grows with the bytes of the pickle
+// alone.
 #include <pybind11/pybind11.h>
 
 #include <bit>

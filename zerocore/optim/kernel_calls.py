@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
-from operator import attrgetter, is_, ne
+from operator import is_
 from typing import Any
 
 import torch
@@ -73,12 +72,16 @@ class Batch:
         if self.host is not None:
             self._run_on_host(self.host, grads, grad_scale, found_inf)
             return
-        lr, lr_tensor = self.group["lr"], None
+        device, lr, lr_tensor = self.device, self.group["lr"], None
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
             lr, lr_tensor = 0.0, _scalar_on(self.device, lr)
         torch.ops.zerocore.adamw(
             self.weights,
-            self._on_device([grads[index] for index in self.indices]),
+            # Copied to the device where gradients are kept on the host.
+            [
+                grad if (grad := grads[index]).device == device else grad.to(device)
+                for index in self.indices
+            ],
             self.exp_avgs,
             self.exp_avg_sqs,
             self.steps,
@@ -91,12 +94,6 @@ class Batch:
         )
         for model_weight, weight in self.other_casts:
             model_weight.copy_(weight)
-
-    def _on_device(self, grads: list[Tensor]) -> list[Tensor]:
-        """The gradients on the device; copies those that are kept on the host."""
-        if any(map(ne, map(attrgetter("device"), grads), repeat(self.device))):
-            return [grad.to(self.device) for grad in grads]
-        return grads
 
     def _options(self) -> dict[str, Any]:
         beta1, beta2 = self.group["betas"]
