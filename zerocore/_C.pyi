@@ -89,7 +89,7 @@ def note_backward_call(roots: Any) -> None: ...
 def forget_backward_call() -> None: ...
 
 class GroupNames:
-    """Names of c10d groups: to shard over, with the same shards, near, and all ranks on the CPU.
+    """Names of the c10d groups of a mesh: to shard over, with the same shards, and near.
 
     ``reductions``: another one of the ranks of ``shard``, for reductions; None for the same.
     """
@@ -100,18 +100,21 @@ class GroupNames:
         shard: str | None,
         replicas: str | None,
         near: str | None,
-        control: str | None,
         reductions: str | None = None,
     ) -> None: ...
 
 class EngineOptions:
-    """How an engine shards, over which groups, and how long it waits for other ranks."""
+    """How an engine shards, over which groups, and how long it waits for other ranks.
+
+    The first one of ``meshes`` has all ranks of the model, which ``control`` joins on the CPU.
+    """
 
     def __init__(
         self,
         *,
         sharding: ShardOptions,
-        groups: GroupNames,
+        meshes: Sequence[GroupNames],
+        control: str | None,
         log_hand_overs: bool = False,
         alarm_name: str = "",
         stall_seconds: float | None = 0.0,

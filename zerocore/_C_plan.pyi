@@ -101,7 +101,10 @@ class ShardOptions:
     ) -> None: ...
 
 class PlanOptions:
-    """How the plan's model is sharded."""
+    """How the plan's model is sharded, seen from the rank that has the shard ``rank``.
+
+    ``parts``: further meshes, as the ranks that share the state, replicas, and the rank's shard.
+    """
 
     def __init__(
         self,
@@ -112,6 +115,8 @@ class PlanOptions:
         micro_batches: int = 1,
         num_replicas: int = 1,
         num_near: int = 1,
+        rank: int = 0,
+        parts: Sequence[tuple[int, int, int]] = (),
         sums_on_host: bool = False,
         first_order: Sequence[CallEvent] = (),
         backward: Sequence[BackwardEvent] = (),
@@ -126,6 +131,7 @@ class UnitPlan:
         unused: Sequence[int] = (),
         stays: bool = False,
         near: bool = True,
+        mesh: int = 0,
     ) -> None: ...
 
 class BackwardEvent:
@@ -177,6 +183,5 @@ def plan_memory(
     order: Sequence[CallEvent],
     options: PlanOptions,
     *,
-    rank: int,
     optimizer_states: int,
 ) -> MemoryPlan: ...

@@ -14,6 +14,7 @@ from zerocore.emulated import Emulation, emulate
 from zerocore.install import register
 from zerocore.model.config import ShardConfig
 from zerocore.model.offload import Offload
+from zerocore.model.parts import Part
 from zerocore.model.precision import MixedPrecision
 from zerocore.optim.clipping import NonFiniteGradError, clip_grad_norm_
 from zerocore.optim.groups import param_groups
@@ -51,6 +52,7 @@ __all__ = [
     "NonFiniteGradError",
     "Offload",
     "OutOfMemory",
+    "Part",
     "PendingSave",
     "Place",
     "Plan",

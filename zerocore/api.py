@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ def shard(
     *,
     stage: int = 3,
     group: Any = None,
+    groups: Mapping[str, Any] | None = None,
     units: Sequence[UnitChoice] | None = None,
     prefetch: int = 1,
     accumulate: str = "sharded",
@@ -60,6 +61,8 @@ def shard(
             if there is none. Without torch.distributed the world has one rank. A 2-D DeviceMesh is
             hybrid sharding: its first dimension are replicas, over the second the state is sharded;
             gradients are reduce-scattered in it and then all-reduced over the replicas.
+        groups: ranks of parameters that not all ranks of ``group`` share, by a pattern of their
+            names: a :class:`Part`, or the mesh of one.
         units: what is gathered together, see :func:`zerocore.model.units.choose_units`.
         prefetch: units gathered ahead of the one that computes.
         accumulate: ``"sharded"`` or ``"full"``, see :class:`ShardConfig`.
@@ -119,6 +122,7 @@ def shard(
         optimizer=optimizer,
         memory_budget=memory_budget,
         regather=regather,
+        groups=groups,
     )
     hook_into_torch()
     build(request)

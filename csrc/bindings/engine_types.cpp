@@ -56,25 +56,23 @@ void register_engine_options(py::module_& module) {
           py::init([](std::optional<std::string> shard,
                       std::optional<std::string> replicas,
                       std::optional<std::string> near,
-                      std::optional<std::string> control,
                       std::optional<std::string> reductions) {
             return GroupNames{
                 std::move(shard),
                 std::move(replicas),
                 std::move(near),
-                std::move(control),
                 std::move(reductions)};
           }),
           py::kw_only(),
           py::arg("shard"),
           py::arg("replicas"),
           py::arg("near"),
-          py::arg("control"),
           py::arg("reductions") = py::none());
   py::class_<EngineOptions>(module, "EngineOptions")
       .def(
           py::init([](const ShardOptions& sharding,
-                      GroupNames groups,
+                      std::vector<GroupNames> meshes,
+                      std::optional<std::string> control,
                       bool log_hand_overs,
                       std::string alarm_name,
                       std::optional<double> stall_seconds,
@@ -82,7 +80,8 @@ void register_engine_options(py::module_& module) {
                       int host_threads) {
             return EngineOptions{
                 sharding,
-                std::move(groups),
+                std::move(meshes),
+                std::move(control),
                 log_hand_overs,
                 std::move(alarm_name),
                 stall_seconds,
@@ -91,7 +90,8 @@ void register_engine_options(py::module_& module) {
           }),
           py::kw_only(),
           py::arg("sharding"),
-          py::arg("groups"),
+          py::arg("meshes"),
+          py::arg("control"),
           py::arg("log_hand_overs") = false,
           py::arg("alarm_name") = "",
           py::arg("stall_seconds") = 0.0,
@@ -112,13 +112,18 @@ void register_units(py::module_& module) {
           py::arg("lacks_main"));
   py::class_<UnitSpec>(module, "UnitSpec")
       .def(
-          py::init([](std::string name, std::vector<UnitParam> params, bool stays, bool near) {
-            return UnitSpec{std::move(name), std::move(params), stays, near};
+          py::init([](std::string name,
+                      std::vector<UnitParam> params,
+                      bool stays,
+                      bool near,
+                      int mesh) {
+            return UnitSpec{std::move(name), std::move(params), stays, near, mesh};
           }),
           py::arg("name"),
           py::arg("params"),
           py::arg("stays") = false,
-          py::arg("near") = true);
+          py::arg("near") = true,
+          py::arg("mesh") = 0);
   py::class_<ParamOwner>(module, "ParamOwner")
       .def(py::init(&make_owner), py::arg("parameters"), py::arg("name"));
   py::class_<UpdatedUnit>(module, "UpdatedUnit")

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "bindings/bindings.h"
@@ -14,6 +15,9 @@ namespace py = pybind11;
 namespace zerocore {
 
 namespace {
+
+// Ranks that share the state, replicas, and which shard this rank has.
+using PlannedMesh = std::tuple<int64_t, int64_t, int64_t>;
 
 void register_layout(py::module_& module) {
   py::class_<Range>(module, "Range")
@@ -167,14 +171,22 @@ void register_options(py::module_& module) {
                       int micro_batches,
                       int64_t num_replicas,
                       int64_t num_near,
+                      int64_t rank,
+                      const std::vector<PlannedMesh>& parts,
                       bool sums_on_host,
                       std::vector<CallEvent> first_order,
                       std::vector<BackwardEvent> backward) {
-            const Axis state{world_size, 0, WireMethods::of_backend(backend)};
-            const Axis near{num_near, 0, state.methods};
+            const WireMethods methods = WireMethods::of_backend(backend);
+            const Axis near{num_near, 0, methods};
+            std::vector<UnitMesh> meshes = {UnitMesh::of(
+                sharding, {world_size, rank, methods}, {num_replicas}, sums_on_host, near)};
+            for (const auto& [num_shards, replicas, shard] : parts) {
+              meshes.push_back(UnitMesh::of(
+                  sharding, {num_shards, shard, methods}, {replicas}, sums_on_host));
+            }
             return PlanOptions{
                 sharding,
-                UnitMesh::of(sharding, state, Axis{num_replicas}, sums_on_host, near),
+                std::move(meshes),
                 micro_batches,
                 sums_on_host,
                 std::move(first_order),
@@ -187,6 +199,8 @@ void register_options(py::module_& module) {
           py::arg("micro_batches") = 1,
           py::arg("num_replicas") = 1,
           py::arg("num_near") = 1,
+          py::arg("rank") = 0,
+          py::arg("parts") = std::vector<PlannedMesh>{},
           py::arg("sums_on_host") = false,
           py::arg("first_order") = std::vector<CallEvent>{},
           py::arg("backward") = std::vector<BackwardEvent>{});
@@ -196,13 +210,18 @@ void register_units(py::module_& module) {
   py::class_<UnitPlan>(module, "UnitPlan")
       .def(
           py::init(
-              [](std::vector<ParamSpec> params, std::vector<int> unused, bool stays, bool near) {
-                return UnitPlan{std::move(params), std::move(unused), stays, near};
+              [](std::vector<ParamSpec> params,
+                 std::vector<int> unused,
+                 bool stays,
+                 bool near,
+                 int mesh) {
+                return UnitPlan{std::move(params), std::move(unused), stays, near, mesh};
               }),
           py::arg("params"),
           py::arg("unused") = std::vector<int>{},
           py::arg("stays") = false,
-          py::arg("near") = true);
+          py::arg("near") = true,
+          py::arg("mesh") = 0);
   py::class_<BackwardEvent>(module, "BackwardEvent")
       .def(
           py::init([](bool ready, int32_t index) { return BackwardEvent{ready, index}; }),
@@ -235,7 +254,6 @@ void register_plan(py::module_& module) {
       py::arg("order"),
       py::arg("options"),
       py::kw_only(),
-      py::arg("rank"),
       py::arg("optimizer_states"));
 }
 

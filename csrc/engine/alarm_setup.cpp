@@ -26,17 +26,20 @@ ModelAlarm::ModelAlarm(const EngineOptions& engine, const std::vector<UnitSpec>&
   if (engine.alarm_name.empty() || engine.stall_seconds == 0) {
     return;
   }
-  const GroupNames& names = engine.groups;
   AlarmOptions options{engine.alarm_name, 0, 1, engine.stall_seconds};
   std::vector<Alarm::Group> groups;
-  for (const auto& each : {names.shard, names.replicas}) { // ranks are numbered replica by replica
-    if (each) {
-      groups.push_back(c10d::resolve_process_group(*each));
-      options.rank += options.size * groups.back()->getRank();
-      options.size *= groups.back()->getSize();
+  for (const auto& each : {engine.meshes.front().shard, engine.meshes.front().replicas}) {
+    if (each) { // ranks are numbered replica by replica
+      const auto group = c10d::resolve_process_group(*each);
+      options.rank += options.size * group->getRank();
+      options.size *= group->getSize();
     }
   }
-  for (const auto& each : {names.reductions, names.near, names.control}) {
+  std::vector<std::optional<std::string>> names = {engine.control};
+  for (const GroupNames& mesh : engine.meshes) {
+    names.insert(names.end(), {mesh.shard, mesh.replicas, mesh.reductions, mesh.near});
+  }
+  for (const auto& each : names) {
     if (each) {
       groups.push_back(c10d::resolve_process_group(*each));
     }

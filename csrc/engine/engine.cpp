@@ -1,11 +1,29 @@
 // The parts of an engine, and the work between steps.
 #include "engine/engine.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "engine/graph/autograd.h"
 
 namespace zerocore {
+
+namespace {
+
+std::vector<UnitMesh> meshes_of(const Units& units) {
+  std::vector<UnitMesh> meshes;
+  for (const auto& unit : units) {
+    meshes.push_back(unit->context().mesh);
+  }
+  return meshes;
+}
+
+bool gathers_at_step(const Units& units, const ShardOptions& sharding) {
+  return std::ranges::any_of(
+      units, [&](const auto& unit) { return unit->context().mesh.gathers_at_step(sharding); });
+}
+
+} // namespace
 
 Engine::Engine(
     const EngineOptions& options,
@@ -14,11 +32,11 @@ Engine::Engine(
     std::vector<CallEvent> order,
     std::unique_ptr<Registrar> registrar)
     : resources_(options, device, units, order),
-      context_(resources_.context()),
-      units_(make_units(std::move(units), context_)),
+      context_(resources_.contexts().front()),
+      units_(make_units(std::move(units), resources_.contexts())),
       offload_(units_, context_, options.host_threads),
       schedule_(
-          ScheduleOptions::of(static_cast<int>(units_.size()), options.sharding, context_.mesh),
+          ScheduleOptions::of(meshes_of(units_), options.sharding),
           std::move(order)),
       reducer_(units_, context_, options.sharding, offload_),
       thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
@@ -30,7 +48,7 @@ Engine::Engine(
           reducer_,
           resources_.alarm(),
           std::move(registrar)),
-      first_gather_(context_.mesh.gathers_at_step(options.sharding), schedule_, lifecycle_),
+      first_gather_(gathers_at_step(units_, options.sharding), schedule_, lifecycle_),
       consensus_(units_, context_, schedule_, lifecycle_),
       backward_run_(units_, context_, schedule_, reducer_, thread_check_, lifecycle_, consensus_),
       calls_(

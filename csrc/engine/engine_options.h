@@ -3,24 +3,26 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "emulation/link_model.h"
 #include "plan/shard_options.h"
 
 namespace zerocore {
 
-// Of c10d groups.
+// Names of the c10d groups of a mesh.
 struct GroupNames {
   std::optional<std::string> shard; // the ranks to shard over; none for a world of one
   std::optional<std::string> replicas; // those that hold the same shards; none where nobody does
   std::optional<std::string> near; // of `shard`, see Note [Near ranks]; none where all are
-  std::optional<std::string> control; // all of them, on the CPU; none where they are simulated
   std::optional<std::string> reductions; // as `shard`, for reductions; none for the same one
 };
 
 struct EngineOptions {
   ShardOptions sharding;
-  GroupNames groups;
+  // By number of the mesh. The first one has all ranks of the model, another one some of them.
+  std::vector<GroupNames> meshes;
+  std::optional<std::string> control; // all ranks, on the CPU; none where they are simulated
   bool log_hand_overs = false; // on the CPU: as if there were streams
   std::string alarm_name; // see AlarmOptions; empty for no alarm
   std::optional<double> stall_seconds = 0; // see AlarmOptions; 0 for no alarm

@@ -3,8 +3,9 @@
 
 #include <c10/core/GradMode.h>
 
-#include <array>
+#include <algorithm>
 #include <exception>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -160,12 +161,13 @@ Agreed OrderConsensus::agreed(size_t num_backward_shapes) const {
   Agreed result;
   result.num_calls = schedule_.calls().size();
   result.num_shapes = num_backward_shapes;
-  const Collectives* control =
-      context_.control == nullptr ? nullptr : &context_.control->collectives();
-  const std::array<const Collectives*, 4> groups = {
-      context_.collectives, context_.replicas, context_.near, control};
+  std::vector<const Collectives*> groups;
+  std::ranges::copy(collectives_of(units_), std::back_inserter(groups));
+  if (context_.control != nullptr) {
+    groups.push_back(&context_.control->collectives());
+  }
   for (const Collectives* each : groups) {
-    if (each != nullptr && each->guard() != nullptr) {
+    if (each->guard() != nullptr) {
       result.num_points += each->guard()->num_points();
       result.num_compared += each->guard()->num_compared();
     }

@@ -35,7 +35,7 @@ Axis axis_of(const Collectives* collectives) {
 std::vector<UnitPlan> plans_of(const std::vector<UnitSpec>& units) {
   std::vector<UnitPlan> plans;
   for (const UnitSpec& unit : units) {
-    plans.push_back({specs_of(unit.params), {}, unit.stays, unit.near});
+    plans.push_back({specs_of(unit.params), {}, unit.stays, unit.near, unit.mesh});
   }
   return plans;
 }
@@ -50,15 +50,11 @@ Resources::Resources(
     : streams_(device, options.log_hand_overs ? &hand_overs_ : nullptr),
       pool_(streams_),
       trace_(streams_),
-      alarm_(options, units),
-      shard_(make_collectives(
-          options.groups.shard,
-          streams_,
-          alarm_.get(),
-          options.groups.reductions)),
-      replicas_(make_collectives(options.groups.replicas, streams_, alarm_.get())),
-      near_(make_collectives(options.groups.near, streams_, alarm_.get())) {
-  if (auto group = find_group(options.groups.control)) {
+      alarm_(options, units) {
+  for (const GroupNames& names : options.meshes) {
+    groups_.emplace_back(names, streams_, alarm_.get());
+  }
+  if (auto group = find_group(options.control)) {
     control_ = std::make_unique<ControlChannel>(std::move(group), alarm_.get());
   }
   if (options.host_link) {
@@ -71,37 +67,50 @@ Resources::Resources(
   if (options.sharding.tiers.uses_disk()) {
     disk_ = std::make_unique<DiskStates>();
   }
-  make_context(options.sharding);
   PlanOptions expected;
   expected.sharding = options.sharding;
-  expected.mesh = context_.mesh;
+  for (const MeshGroups& groups : groups_) {
+    UnitContext context = make_context(groups, options.sharding);
+    if (!contexts_.empty()) { // ranks that do not hold a parameter have tokens for it
+      context.mesh.divisor = contexts_.front().mesh.divisor;
+    }
+    expected.meshes.push_back(context.mesh);
+    contexts_.push_back(context);
+  }
   expected.sums_on_host = !streams_.has_streams();
   pool_.expect(plan_pool(plans_of(units), order, expected));
 }
 
-void Resources::make_context(const ShardOptions& sharding) {
-  context_.mesh = UnitMesh::of(
-      sharding,
-      axis_of(shard_.get()),
-      axis_of(replicas_.get()),
-      !streams_.has_streams(),
-      axis_of(near_.get()));
-  context_.collectives = group_of(context_.mesh.state.name);
-  context_.replicas = group_of(context_.mesh.replicas.name);
-  context_.near = near_.get();
-  context_.control = control_.get();
-  context_.streams = &streams_;
-  context_.pool = &pool_;
-  context_.trace = &trace_;
-  context_.host_link = host_link_.get();
-  context_.by_rows = sharding.by_rows;
-  context_.tiers = sharding.tiers;
-  context_.host = host_.get();
-  context_.disk = disk_.get();
+Resources::MeshGroups::MeshGroups(const GroupNames& names, const Streams& streams, Alarm* alarm)
+    : shard(make_collectives(names.shard, streams, alarm, names.reductions)),
+      replicas(make_collectives(names.replicas, streams, alarm)),
+      near(make_collectives(names.near, streams, alarm)) {}
+
+Collectives* Resources::MeshGroups::of(AxisName axis) const {
+  return (axis == AxisName::State ? shard : axis == AxisName::Replicas ? replicas : near).get();
 }
 
-Collectives* Resources::group_of(AxisName axis) const {
-  return (axis == AxisName::State ? shard_ : axis == AxisName::Replicas ? replicas_ : near_).get();
+UnitContext Resources::make_context(const MeshGroups& groups, const ShardOptions& sharding) {
+  UnitContext context;
+  context.mesh = UnitMesh::of(
+      sharding,
+      axis_of(groups.shard.get()),
+      axis_of(groups.replicas.get()),
+      !streams_.has_streams(),
+      axis_of(groups.near.get()));
+  context.collectives = groups.of(context.mesh.state.name);
+  context.replicas = groups.of(context.mesh.replicas.name);
+  context.near = groups.near.get();
+  context.control = control_.get();
+  context.streams = &streams_;
+  context.pool = &pool_;
+  context.trace = &trace_;
+  context.host_link = host_link_.get();
+  context.by_rows = sharding.by_rows;
+  context.tiers = sharding.tiers;
+  context.host = host_.get();
+  context.disk = disk_.get();
+  return context;
 }
 
 } // namespace zerocore

@@ -21,11 +21,12 @@ class Resources {
       c10::Device device,
       const std::vector<UnitSpec>& units,
       const std::vector<CallEvent>& order);
-  Resources(const Resources&) = delete; // the context points to its members
+  Resources(const Resources&) = delete; // the contexts point to its members
   Resources& operator=(const Resources&) = delete;
 
-  const UnitContext& context() const {
-    return context_;
+  // Of a unit, by number of its mesh; the first one is the model's.
+  const std::vector<UnitContext>& contexts() const {
+    return contexts_;
   }
   ModelAlarm& alarm() {
     return alarm_;
@@ -33,23 +34,33 @@ class Resources {
   const HandOverLog& hand_overs() const {
     return hand_overs_;
   }
-  // Null with one rank.
-  Collectives* group_of(AxisName axis) const;
+  // Of the model's mesh, as its groups were given; null with one rank.
+  Collectives* group_of(AxisName axis) const {
+    return groups_.front().of(axis);
+  }
 
  private:
-  void make_context(const ShardOptions& sharding);
+  // Each null if the mesh has no such group.
+  struct MeshGroups {
+    std::unique_ptr<Collectives> shard, replicas, near;
+
+    MeshGroups(const GroupNames& names, const Streams& streams, Alarm* alarm);
+    Collectives* of(AxisName axis) const;
+  };
+
+  UnitContext make_context(const MeshGroups& groups, const ShardOptions& sharding);
 
   HandOverLog hand_overs_;
   Streams streams_;
   BucketPool pool_;
   Trace trace_;
   ModelAlarm alarm_;
-  std::unique_ptr<Collectives> shard_, replicas_, near_; // each null if the model has no such group
+  std::vector<MeshGroups> groups_;
   std::unique_ptr<ControlChannel> control_;
   std::unique_ptr<HostLink> host_link_; // emulated, or null
   std::unique_ptr<HostStates> host_; // null if no state is on the host
   std::unique_ptr<DiskStates> disk_; // null if no state is on disk
-  UnitContext context_;
+  std::vector<UnitContext> contexts_;
 };
 
 } // namespace zerocore

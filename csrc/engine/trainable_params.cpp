@@ -52,10 +52,8 @@ void TrainableParams::note(UnitId id) {
   }
   sum_ += hash - use.hash;
   use.hash = hash;
-  for (Collectives* each : {context_.collectives, context_.replicas, context_.near}) {
-    if (each != nullptr) {
-      each->set_facts(sum_);
-    }
+  for (Collectives* each : collectives_of(units_)) {
+    each->set_facts(sum_);
   }
   std::vector<bool> flags;
   for (const UnitParam& param : params) {

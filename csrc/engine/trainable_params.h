@@ -18,16 +18,8 @@ class TrainableParams {
   using OnGradient = std::function<void(UnitId, int)>;
 
   // All outlive it.
-  TrainableParams(
-      const Units& units,
-      const UnitContext& context,
-      Schedule& schedule,
-      const ModelAlarm& alarm)
-      : units_(units),
-        context_(context),
-        schedule_(schedule),
-        alarm_(alarm),
-        trainable_(units.size()) {}
+  TrainableParams(const Units& units, Schedule& schedule, const ModelAlarm& alarm)
+      : units_(units), schedule_(schedule), alarm_(alarm), trainable_(units.size()) {}
 
   void start(OnGradient on_gradient) {
     on_gradient_ = std::move(on_gradient);
@@ -49,7 +41,6 @@ class TrainableParams {
   };
 
   const Units& units_;
-  const UnitContext& context_;
   Schedule& schedule_;
   const ModelAlarm& alarm_;
   OnGradient on_gradient_;

@@ -24,7 +24,7 @@ UnitLifecycle::UnitLifecycle(
       schedule_(schedule),
       offload_(offload),
       reducer_(reducer),
-      trainable_(units, context, schedule, alarm),
+      trainable_(units, schedule, alarm),
       registrar_(std::move(registrar)),
       full_shown_(units.size()) {}
 
@@ -180,8 +180,7 @@ void UnitLifecycle::set_kept(UnitId id, bool kept) {
 
 // Gathers begin behind the compute stream, on which the shards were written.
 void UnitLifecycle::order_gathers() {
-  const UnitMesh& mesh = context_.mesh;
-  if (mesh.shards_optimizer() || mesh.shards_parameters()) {
+  if (schedule_.residency().gathers()) {
     context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
   }
 }
@@ -195,7 +194,7 @@ void UnitLifecycle::settle() {
   forget_past();
   for (const auto& unit : units_) {
     unit->take_back(/*keeps=*/false);
-    if (context_.mesh.shards_parameters()) {
+    if (unit->context().mesh.shards_parameters()) {
       if (!schedule_.is_resident(unit->id()) && unit->state() != UnitState::Sharded) {
         unit->reshard();
       }
@@ -217,16 +216,16 @@ void UnitLifecycle::keep_writes(UnitId id) {
   if (!was_replaced && !was_written) {
     return;
   }
+  const UnitMesh& mesh = unit.context().mesh;
   TORCH_CHECK_VALUE(
-      !unit.context().mesh.gathers_near(),
+      !mesh.gathers_near(),
       "unit '",
       unit.name(),
       "': its forward changes parameters in place, which does not go with regather=: near ranks "
       "keep parts of what they gathered. Shard the model without regather=.");
   unit.mark_written();
-  if (context_.mesh.shards_parameters() || !unit.main().empty()) {
-    if (context_.control != nullptr && context_.mesh.shards_parameters() &&
-        schedule_.in_rooted_pass()) {
+  if (mesh.shards_parameters() || !unit.main().empty()) {
+    if (context_.control != nullptr && mesh.shards_parameters() && schedule_.in_rooted_pass()) {
       unit.keep_past();
     }
     write_back_now(id);

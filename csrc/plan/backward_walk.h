@@ -31,11 +31,11 @@ struct BackwardPlace {
 class BackwardWalk {
  public:
   // Both outlive it.
-  BackwardWalk(const ScheduleOptions& options, ForwardPasses& passes, Residency& residency)
-      : prefetch_(options.prefetch),
+  BackwardWalk(int num_units, int prefetch, ForwardPasses& passes, Residency& residency)
+      : prefetch_(prefetch),
         passes_(passes),
         residency_(residency),
-        units_(options.num_units) {}
+        units_(num_units) {}
 
   void begin();
   // True when this is the first news of the call's backward.

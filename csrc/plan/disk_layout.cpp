@@ -14,9 +14,9 @@ Range DiskLayout::take(int64_t nbytes) {
   return {begin, file_nbytes_};
 }
 
-void DiskLayout::add(const Layout& layout) {
+void DiskLayout::add(const Layout& layout, const UnitMesh& mesh) {
   DiskUnit unit;
-  const PartSizes sizes = part_sizes(Tier::Disk, layout, tiers_, shards_parameters_, shard_);
+  const PartSizes sizes = part_sizes(Tier::Disk, layout, tiers_, mesh);
   for (size_t part = 0; part < sizes.size(); ++part) {
     unit.parts[part] = take(sizes[part]);
   }
@@ -25,7 +25,7 @@ void DiskLayout::add(const Layout& layout) {
   if (trained.empty()) {
     unit.updated.begin = file_nbytes_;
   } else if (!unit.part(StatePart::Parameters).empty()) {
-    const Layout own = layout.of_shard(shard_);
+    const Layout own = layout.of_shard(mesh.shard());
     std::vector<int> before = own.all_regions();
     std::erase_if(before, [&](int region) { return region >= trained.front(); });
     unit.updated.begin += own.nbytes_of(before) / page_nbytes() * page_nbytes();

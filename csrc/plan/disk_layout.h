@@ -10,6 +10,7 @@
 
 #include "common/types.h"
 #include "plan/state_parts.h"
+#include "plan/unit_mesh.h"
 
 namespace zerocore {
 
@@ -27,11 +28,10 @@ class DiskLayout {
   static constexpr int kNumUpdateBuffers = 3; // see Note [Swapping]
   static constexpr int kNumLoadBuffers = 2; // one is copied from while the next is read
 
-  // Of no unit yet. `shards_parameters`: gathers load them from shards.
-  DiskLayout(const Tiers& tiers, bool shards_parameters, int64_t shard)
-      : tiers_(tiers), shards_parameters_(shards_parameters), shard_(shard) {}
+  // Of no unit yet.
+  explicit DiskLayout(const Tiers& tiers) : tiers_(tiers) {}
   // The next unit.
-  void add(const Layout& layout);
+  void add(const Layout& layout, const UnitMesh& mesh);
 
   const std::vector<DiskUnit>& units() const {
     return units_;
@@ -48,8 +48,6 @@ class DiskLayout {
   Range take(int64_t nbytes);
 
   Tiers tiers_;
-  bool shards_parameters_;
-  int64_t shard_;
   std::vector<DiskUnit> units_;
   int64_t file_nbytes_ = 0;
 };

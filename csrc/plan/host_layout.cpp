@@ -17,8 +17,8 @@ bool is_moment(size_t part) {
 
 } // namespace
 
-void HostLayout::add(const Layout& layout) {
-  const PartSizes sizes = part_sizes(Tier::Host, layout, tiers_, shards_parameters_, shard_);
+void HostLayout::add(const Layout& layout, const UnitMesh& mesh) {
+  const PartSizes sizes = part_sizes(Tier::Host, layout, tiers_, mesh);
   HostUnit unit;
   for (size_t part = 0; part < sizes.size(); ++part) {
     int64_t& end = is_moment(part) ? moments_nbytes_ : parts_nbytes_;
@@ -27,7 +27,7 @@ void HostLayout::add(const Layout& layout) {
     if (part == static_cast<size_t>(StatePart::Gradients)) {
       gradients_nbytes_ += sizes[part];
     } else if (is_moment(part)) {
-      moment_elements_nbytes_ += sizes[part] > 0 ? moment_elements(layout) : 0;
+      moment_elements_nbytes_ += sizes[part] > 0 ? moment_elements(layout, mesh.shard()) : 0;
     } else {
       weights_nbytes_ += sizes[part];
     }
@@ -56,11 +56,11 @@ void HostLayout::add_gradients(const Layout& layout, HostUnit& unit) {
   }
 }
 
-int64_t HostLayout::moment_elements(const Layout& layout) const {
+int64_t HostLayout::moment_elements(const Layout& layout, int64_t shard) const {
   int64_t nbytes = 0;
   for (const int region : Tiers::trained_regions(layout)) {
     for (const int param : layout.regions()[region].params) {
-      nbytes += layout.regions()[region].main.itemsize * layout.owned(param, shard_).size();
+      nbytes += layout.regions()[region].main.itemsize * layout.owned(param, shard).size();
     }
   }
   return nbytes;

@@ -12,17 +12,16 @@
 
 #include "common/types.h"
 #include "plan/state_parts.h"
+#include "plan/unit_mesh.h"
 
 namespace zerocore {
 
 class HostLayout {
  public:
-  // Of no unit yet. `shards_parameters`: gathers load them from shards; `lands`: gradients that are
-  // kept come off a device.
-  HostLayout(const Tiers& tiers, bool shards_parameters, int64_t shard, bool lands)
-      : tiers_(tiers), shards_parameters_(shards_parameters), shard_(shard), lands_(lands) {}
+  // Of no unit yet. `lands`: gradients that are kept come off a device.
+  HostLayout(const Tiers& tiers, bool lands) : tiers_(tiers), lands_(lands) {}
   // The next unit.
-  void add(const Layout& layout);
+  void add(const Layout& layout, const UnitMesh& mesh);
 
   // Bytes of the mapping; empty for what is not on the host. Of all units that will be added.
   Range part(UnitId unit, StatePart which) const;
@@ -59,11 +58,9 @@ class HostLayout {
 
   int64_t moments_begin() const;
   void add_gradients(const Layout& layout, HostUnit& unit);
-  int64_t moment_elements(const Layout& layout) const;
+  int64_t moment_elements(const Layout& layout, int64_t shard) const;
 
   Tiers tiers_;
-  bool shards_parameters_;
-  int64_t shard_;
   bool lands_;
   std::vector<HostUnit> units_;
   int64_t parts_nbytes_ = 0, moments_nbytes_ = 0, landing_nbytes_ = 0;

@@ -17,9 +17,8 @@ void add_unit(
     const UnitPlan& unit,
     const Layout& layout,
     const UnitMesh& mesh,
-    const Tiers& tiers,
-    int64_t shard) {
-  const Layout own = layout.of_shard(shard);
+    const Tiers& tiers) {
+  const Layout own = layout.of_shard(mesh.shard());
   if (tiers.parameters == Tier::Device) {
     plan.parameters += mesh.shards_parameters() ? own.nbytes() : layout.nbytes();
   }
@@ -35,7 +34,7 @@ void add_unit(
     const bool unused = std::find(unit.unused.begin(), unit.unused.end(), i) != unit.unused.end();
     if (unit.params[i].requires_grad && !unused) {
       const Region& region = layout.regions()[layout.places()[i].region];
-      moments += region.main.itemsize * layout.owned(i, shard).size();
+      moments += region.main.itemsize * layout.owned(i, mesh.shard()).size();
     }
   }
 }
@@ -43,15 +42,16 @@ void add_unit(
 } // namespace
 
 UnitMesh mesh_of(const UnitPlan& unit, const PlanOptions& options) {
-  return unit.near ? options.mesh : options.mesh.without_near();
+  const UnitMesh& mesh = options.meshes.at(unit.mesh);
+  return unit.near ? mesh : mesh.without_near();
 }
 
 std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanOptions& options) {
   std::vector<Layout> layouts;
   layouts.reserve(units.size());
   for (const UnitPlan& unit : units) {
-    layouts.push_back(
-        Layout::build(unit.params, options.mesh.num_shards(), options.sharding.by_rows));
+    const int64_t num_shards = options.meshes.at(unit.mesh).num_shards();
+    layouts.push_back(Layout::build(unit.params, num_shards, options.sharding.by_rows));
   }
   return layouts;
 }
@@ -83,22 +83,19 @@ MemoryPlan plan_memory(
     const std::vector<UnitPlan>& units,
     const std::vector<CallEvent>& order,
     const PlanOptions& options,
-    int64_t rank,
     int64_t optimizer_states) {
   StepSimulation simulation(units, order, options, plan_pool(units, order, options));
   simulation.run_steps();
   MemoryPlan plan;
   const Tiers& tiers = options.sharding.tiers;
-  const UnitMesh& mesh = options.mesh;
-  const int64_t shard = mesh.shards_optimizer() ? rank : 0;
-  const bool lands = tiers.lands_gradients(options.sums_on_host);
-  HostLayout host(tiers, mesh.shards_parameters(), shard, lands);
-  DiskLayout disk(tiers, mesh.shards_parameters(), shard);
+  HostLayout host(tiers, tiers.lands_gradients(options.sums_on_host));
+  DiskLayout disk(tiers);
   for (size_t i = 0; i < units.size(); ++i) {
     const Layout& layout = simulation.layout(i);
-    add_unit(plan, units[i], layout, mesh_of(units[i], options), tiers, shard);
-    host.add(layout);
-    disk.add(layout);
+    const UnitMesh mesh = mesh_of(units[i], options);
+    add_unit(plan, units[i], layout, mesh, tiers);
+    host.add(layout, mesh);
+    disk.add(layout, mesh);
     plan.gradients += tiers.gradients == Tier::Device ? simulation.kept_gradients(i) : 0;
   }
   plan.optimizer *= optimizer_states;

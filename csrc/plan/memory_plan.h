@@ -24,7 +24,7 @@ struct BackwardEvent {
 
 struct PlanOptions {
   ShardOptions sharding;
-  UnitMesh mesh;
+  std::vector<UnitMesh> meshes; // the first one is the model's
   int micro_batches = 1; // forwards and backwards of a step, all but the last under no_sync
   bool sums_on_host = false; // the CPU computes: sums over replicas start when it knows the first
   // The order that the schedule expects before it has seen a forward; empty for the order itself.
@@ -39,6 +39,7 @@ struct UnitPlan {
   std::vector<int> unused; // indices of parameters that no backward gives a gradient
   bool stays = false; // unsharded from its forward to its backward
   bool near = true; // gathers again from near ranks, where there are some
+  int mesh = 0; // of the options
 };
 
 struct PlannedEvent {
@@ -104,13 +105,12 @@ std::vector<PlannedEvent> plan_events(
     const std::vector<CallEvent>& order,
     const PlanOptions& options);
 
-// Bytes on `rank` after two steps; `optimizer_states` tensors of a parameter's size and dtype (its
+// Bytes on the meshes' rank after two steps; `optimizer_states` tensors of a parameter's size and dtype (its
 // main weight's if it has one) for each parameter that gets a gradient (2 for Adam).
 MemoryPlan plan_memory(
     const std::vector<UnitPlan>& units,
     const std::vector<CallEvent>& order,
     const PlanOptions& options,
-    int64_t rank,
     int64_t optimizer_states);
 
 } // namespace zerocore

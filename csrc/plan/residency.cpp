@@ -6,10 +6,13 @@
 
 namespace zerocore {
 
-Residency::Residency(const ScheduleOptions& options)
-    : gathers_(options.gathers), releases_(options.releases), units_(options.num_units) {
-  for (UnitState& unit : units_) {
-    unit.resident = !gathers_ || !releases_;
+Residency::Residency(const ScheduleOptions& options) {
+  for (const UnitGathers& mesh : options.units) {
+    UnitState& unit = units_.emplace_back();
+    unit.mesh = mesh;
+    unit.resident = !mesh.gathers || !mesh.releases;
+    gathers_ = gathers_ || mesh.gathers;
+    releases_ = releases_ || mesh.releases;
   }
 }
 
@@ -32,7 +35,7 @@ void Residency::release(UnitId unit, Actions& out) {
   const Uses& uses = state.uses;
   const bool in_use =
       uses.active > 0 || uses.in_backward || uses.holds > 0 || uses.stays || uses.ahead;
-  if (releases_ && state.resident && !in_use) {
+  if (state.mesh.releases && state.resident && !in_use) {
     state.resident = false;
     state.late = uses.held > 0 || uses.kept;
     if (!state.late) {
@@ -60,7 +63,7 @@ void Residency::release_late(UnitId unit, Actions& out) {
 void Residency::serve(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
   unshard(unit, out);
-  if (releases_ && state.uses.active == 0 && state.uses.holds == 0 && !state.uses.stays) {
+  if (state.mesh.releases && state.uses.active == 0 && state.uses.holds == 0 && !state.uses.stays) {
     state.resident = false;
     state.late = state.uses.held > 0 || state.uses.in_backward || state.uses.kept;
     if (!state.late) {
@@ -80,10 +83,11 @@ void Residency::leave_backward(UnitId unit, Actions& out) {
 }
 
 void Residency::invalidate(UnitId unit, Actions& out) {
-  units_[unit].uses.ahead = false;
+  UnitState& state = units_[unit];
+  state.uses.ahead = false;
   drop(unit, out);
-  if (!releases_ && gathers_) {
-    units_[unit].resident = false;
+  if (!state.mesh.releases && state.mesh.gathers) {
+    state.resident = false;
   }
 }
 

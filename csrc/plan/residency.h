@@ -33,6 +33,14 @@ class Residency {
 
   explicit Residency(const ScheduleOptions& options);
 
+  // Whether any unit is gathered, and whether any is released.
+  bool gathers() const {
+    return gathers_;
+  }
+  bool releases() const {
+    return releases_;
+  }
+
   Uses& uses(UnitId unit) {
     return units_[unit].uses;
   }
@@ -90,13 +98,14 @@ class Residency {
   struct UnitState {
     Uses uses;
     Staying staying;
+    UnitGathers mesh;
     bool resident = false;
     bool late = false; // not resident any more, but held, or used by this rank's backward
   };
 
-  bool gathers_;
-  bool releases_;
   std::vector<UnitState> units_;
+  bool gathers_ = false;
+  bool releases_ = false;
 };
 
 } // namespace zerocore

@@ -9,11 +9,11 @@
 namespace zerocore {
 
 Schedule::Schedule(ScheduleOptions options, std::vector<CallEvent> order)
-    : options_(options),
+    : prefetch_(options.prefetch),
       order_(std::move(order)),
-      passes_(options.num_units),
+      passes_(static_cast<int>(options.units.size())),
       residency_(options),
-      walk_(options, passes_, residency_) {}
+      walk_(static_cast<int>(options.units.size()), options.prefetch, passes_, residency_) {}
 
 // -- passes ---------------------------------------------------------------------------------
 
@@ -37,7 +37,7 @@ void Schedule::begin_pass(bool grad, Actions& out) {
   follows_ = residency_.take_ahead() || grad || !residency_.all_resident();
   if (follows_) {
     order_.begin(grad);
-    residency_.release_all_but(order_.upcoming(1 + options_.prefetch), out);
+    residency_.release_all_but(order_.upcoming(1 + prefetch_), out);
   }
 }
 
@@ -201,11 +201,11 @@ void Schedule::go_through(const CallEvent& event, Actions& out) {
 
 void Schedule::do_enter(UnitId unit, Actions& out) {
   ++residency_.uses(unit).active;
-  if (!options_.gathers) {
+  if (!residency_.gathers()) {
     return;
   }
   const bool in_order = rooted_ && follows_;
-  const auto next = in_order ? order_.upcoming(options_.prefetch) : std::vector<UnitId>{};
+  const auto next = in_order ? order_.upcoming(prefetch_) : std::vector<UnitId>{};
   residency_.release_all_but(next, out);
   residency_.unshard(unit, out);
   for (const UnitId ahead : next) {
@@ -217,10 +217,10 @@ void Schedule::do_exit(const CallEvent& event, Actions& out) {
   const UnitId unit = event.unit;
   --residency_.uses(unit).active;
   residency_.leave_forward(unit);
-  if (!options_.releases) {
+  if (!residency_.releases()) {
     return;
   }
-  const std::vector<UnitId> next = order_.upcoming(std::max(1, options_.prefetch));
+  const std::vector<UnitId> next = order_.upcoming(std::max(1, prefetch_));
   const bool is_read = passes_.find(open_)->grad && event.needs_backward && event.reads;
   const bool is_last = next.empty() && is_read;
   if (is_last) {

@@ -196,7 +196,7 @@ class Schedule {
   void do_enter(UnitId unit, Actions& out);
   void do_exit(const CallEvent& event, Actions& out);
 
-  ScheduleOptions options_;
+  const int prefetch_;
   CallOrder order_;
   ForwardPasses passes_;
   Residency residency_;

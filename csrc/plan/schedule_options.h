@@ -19,15 +19,27 @@ struct Action {
 
 using Actions = std::vector<Action>;
 
-struct ScheduleOptions {
-  int num_units = 0;
-  int prefetch = 1; // units gathered ahead
-  bool gathers = true; // parameters have to be gathered at all
-  bool releases = true; // unsharded parameters are given back after use (stage 3)
+// What becomes of the full parameters of a unit.
+struct UnitGathers {
+  bool gathers = true; // they have to be gathered at all
+  bool releases = true; // they are given back after use (stage 3)
 
-  static ScheduleOptions of(int num_units, const ShardOptions& sharding, const UnitMesh& mesh) {
-    const bool gathers = mesh.shards_optimizer() || mesh.shards_parameters();
-    return {num_units, sharding.prefetch, gathers, mesh.shards_parameters()};
+  static UnitGathers of(const UnitMesh& mesh) {
+    return {mesh.shards_optimizer() || mesh.shards_parameters(), mesh.shards_parameters()};
+  }
+};
+
+struct ScheduleOptions {
+  std::vector<UnitGathers> units;
+  int prefetch = 1; // units gathered ahead
+
+  // By unit.
+  static ScheduleOptions of(const std::vector<UnitMesh>& meshes, const ShardOptions& sharding) {
+    ScheduleOptions options{{}, sharding.prefetch};
+    for (const UnitMesh& mesh : meshes) {
+      options.units.push_back(UnitGathers::of(mesh));
+    }
+    return options;
   }
 };
 

@@ -7,6 +7,7 @@
 
 #include "plan/layout.h"
 #include "plan/tiers.h"
+#include "plan/unit_mesh.h"
 
 namespace zerocore {
 
@@ -18,13 +19,11 @@ inline constexpr int kNumStateParts = 6;
 // By StatePart.
 using PartSizes = std::array<int64_t, kNumStateParts>;
 
-// Sizes of the parts of a unit that `shard` has on the host or on disk. `shards_parameters`:
-// gathers load parameters from shards.
+// Sizes of the parts of a unit that the mesh's rank has on the host or on disk.
 PartSizes part_sizes(
     Tier tier,
     const Layout& layout,
     const Tiers& tiers,
-    bool shards_parameters,
-    int64_t shard);
+    const UnitMesh& mesh);
 
 } // namespace zerocore

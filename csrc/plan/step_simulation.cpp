@@ -29,13 +29,22 @@ bool is_trainable(const Region& region) {
   return region.requires_grad;
 }
 
-std::vector<ReducedUnit> reduced_units(
-    const std::vector<UnitPlan>& plans,
-    const std::vector<Layout>& layouts,
+std::vector<UnitMesh> meshes_of(
+    const std::vector<UnitPlan>& units,
     const PlanOptions& options) {
+  std::vector<UnitMesh> meshes;
+  for (const UnitPlan& unit : units) {
+    meshes.push_back(mesh_of(unit, options));
+  }
+  return meshes;
+}
+
+std::vector<ReducedUnit> reduced_units(
+    const std::vector<Layout>& layouts,
+    const std::vector<UnitMesh>& meshes) {
   std::vector<ReducedUnit> units;
-  for (size_t unit = 0; unit < plans.size(); ++unit) {
-    units.push_back({&layouts[unit], mesh_of(plans[unit], options)});
+  for (size_t unit = 0; unit < meshes.size(); ++unit) {
+    units.push_back({&layouts[unit], meshes[unit]});
   }
   return units;
 }
@@ -50,17 +59,18 @@ StepSimulation::StepSimulation(
     : options_(options),
       order_(order),
       backward_(options.backward.empty() ? mirrored(order) : options.backward),
+      meshes_(meshes_of(units, options)),
       schedule_(
-          ScheduleOptions::of(static_cast<int>(units.size()), options.sharding, options.mesh),
+          ScheduleOptions::of(meshes_, options.sharding),
           options.first_order.empty() ? order : options.first_order),
       layouts_(plan_layouts(units, options)),
-      reduction_({options.sharding, options.sums_on_host}, reduced_units(units, layouts_, options)),
+      reduction_({options.sharding, options.sums_on_host}, reduced_units(layouts_, meshes_)),
       pool_(std::move(pool)),
       gathered_(units.size()) {
   for (size_t unit = 0; unit < layouts_.size(); ++unit) {
     unsharding_.emplace_back(
         static_cast<UnitId>(unit),
-        GatherFacts{mesh_of(units[unit], options_), options_.sharding.tiers},
+        GatherFacts{meshes_[unit], options_.sharding.tiers},
         layouts_[unit]);
     schedule_.residency().set_staying(static_cast<UnitId>(unit), {units[unit].stays, false});
     const auto& regions = layouts_[unit].regions();
@@ -108,8 +118,8 @@ void StepSimulation::forget_gathered() {
 // As FirstGather::begin.
 void StepSimulation::gather_at_step(Actions& actions) {
   const std::vector<CallEvent>& order = schedule_.order();
-  if (options_.mesh.gathers_at_step(options_.sharding) && !order.empty()) {
-    const UnitId first = order.front().unit;
+  const UnitId first = order.empty() ? -1 : order.front().unit;
+  if (first >= 0 && meshes_[first].gathers_at_step(options_.sharding)) {
     schedule_.invalidate(first, actions);
     schedule_.residency().gather_ahead(first, actions);
     moment_ = 2 * static_cast<int32_t>(calls_.size()) + 1;
@@ -211,7 +221,7 @@ void StepSimulation::unshard(UnitId unit) {
   const bool again = gathered_[unit];
   gathered_[unit] = true;
   unsharding_[unit].begin(
-      options_.mesh.shards_parameters() ? layout.all_regions() : Tiers::trained_regions(layout),
+      meshes_[unit].shards_parameters() ? layout.all_regions() : Tiers::trained_regions(layout),
       again,
       *this);
 }
@@ -250,10 +260,10 @@ void StepSimulation::run(const GradStep& step) {
       give_back(block_of(step), step.nbytes);
       break;
     case GradStepKind::Start:
-      add(step.op, step.unit, step.nbytes, options_.mesh.state.name);
+      add(step.op, step.unit, step.nbytes, meshes_[step.unit].state.name);
       break;
     case GradStepKind::StartAcross:
-      add(step.op, step.unit, step.nbytes, options_.mesh.replicas.name);
+      add(step.op, step.unit, step.nbytes, meshes_[step.unit].replicas.name);
       break;
     case GradStepKind::OffloadGrad:
       add(TraceOp::ToHost, step.unit, step.nbytes);

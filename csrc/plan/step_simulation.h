@@ -65,6 +65,7 @@ class StepSimulation final : private GradSteps, private GatherSteps {
   PlanOptions options_;
   std::vector<CallEvent> order_;
   std::vector<BackwardEvent> backward_;
+  std::vector<UnitMesh> meshes_; // by unit
   Schedule schedule_;
   std::vector<Layout> layouts_;
   Reduction reduction_;

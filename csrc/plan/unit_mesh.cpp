@@ -43,6 +43,7 @@ UnitMesh UnitMesh::of(
   UnitMesh mesh;
   mesh.state = shares ? state : replicas;
   mesh.replicas = shares ? replicas : state;
+  mesh.divisor = mesh.world_size();
   if (shares) {
     mesh.parameters = row[0];
     mesh.gradients = row[1];

@@ -42,6 +42,7 @@ struct UnitMesh {
   Placement parameters = Placement::Replicated;
   Placement gradients = Placement::Replicated;
   Placement optimizer = Placement::Replicated;
+  int64_t divisor = 1; // of sums of gradients, by default the ranks of the mesh
 
   // Parameters on the host are gathered from there, also by one rank, and gradients that a device
   // keeps on the host pass through a block. `on_host`: the CPU computes.

@@ -35,7 +35,9 @@ struct ScheduledExit {
 // A schedule whose methods return the actions.
 struct PySchedule {
   PySchedule(int num_units, int prefetch, bool gathers, bool releases, std::vector<CallEvent> order)
-      : schedule({num_units, prefetch, gathers, releases}, std::move(order)) {}
+      : schedule(
+            {std::vector<UnitGathers>(num_units, {gathers, releases}), prefetch},
+            std::move(order)) {}
 
   template <typename Call>
   Actions run(const Call& call) {

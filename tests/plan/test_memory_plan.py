@@ -38,7 +38,7 @@ def test_seven_billion_parameters_on_eight_ranks(stage: int, expected: float) ->
     """fp32 Adam, 16 bytes a parameter: the table of the ZeRO paper (arXiv:1910.02054, fig. 1)."""
     model = units(7 * GB)
     order = order_of([(unit, ()) for unit in range(len(model))])
-    plan = plan_memory(model, order, options(stage, 8), rank=3, optimizer_states=2)
+    plan = plan_memory(model, order, options(stage, 8, rank=3), optimizer_states=2)
     state = plan.parameters + plan.gradients + plan.optimizer
     assert state == pytest.approx(expected * GB, rel=1e-6)
 
@@ -48,7 +48,7 @@ def test_mixed_precision(stage: int, expected: float) -> None:
     """bf16 weights and gradients, fp32 main weights and Adam; main weights go with the states."""
     model = [UnitPlan([ParamSpec(f"block.{i}", [GB // 32], 15, 2, main=WIDE)]) for i in range(32)]
     order = order_of([(unit, ()) for unit in range(len(model))])
-    plan = plan_memory(model, order, options(stage, 8), rank=3, optimizer_states=2)
+    plan = plan_memory(model, order, options(stage, 8, rank=3), optimizer_states=2)
     state = plan.parameters + plan.main_weights + plan.gradients + plan.optimizer
     assert state == pytest.approx(expected * GB, rel=1e-5)  # padding
     assert plan.optimizer == 2 * plan.main_weights
@@ -64,9 +64,9 @@ def test_gradients_travel_in_one_type_and_stay_in_another() -> None:
         ("all_gather", 2048),
         ("reduce_scatter", 4096),
     ]
-    plan = plan_memory(model, order, wide, rank=0, optimizer_states=2)
+    plan = plan_memory(model, order, wide, optimizer_states=2)
     assert (plan.gradients, plan.pool) == (512, 4096)
-    replicated = plan_memory(model, order, options(0, 4), rank=0, optimizer_states=2)
+    replicated = plan_memory(model, order, options(0, 4), optimizer_states=2)
     assert (replicated.gradients, replicated.pool) == (2048, 4096)
 
 
@@ -82,7 +82,7 @@ def test_an_exchange_needs_memory_for_what_every_rank_sends(stage: int, received
     )
     assert sent == expected
     pool, needed = (
-        plan_memory(model, order, each, rank=0, optimizer_states=2).pool for each in (gloo, nccl)
+        plan_memory(model, order, each, optimizer_states=2).pool for each in (gloo, nccl)
     )
     assert pool == needed + received
 
@@ -91,14 +91,14 @@ def test_a_parameter_without_gradient_has_no_optimizer_state() -> None:
     params = [ParamSpec("used", [256], 6, 4), ParamSpec("unused", [256], 6, 4)]
     model = [UnitPlan(params, unused=[1])]
     order = order_of([(0, ())])
-    plan = plan_memory(model, order, options(0, 2), rank=0, optimizer_states=2)
+    plan = plan_memory(model, order, options(0, 2), optimizer_states=2)
     assert plan.optimizer == 2 * 4 * 256
     assert plan.gradients == 2 * 4 * 256  # one buffer for the unit
 
 
 def test_a_unit_without_calls_is_never_reduced() -> None:
     model = units(2 * 1024, 2)
-    plan = plan_memory(model, order_of([(0, ())]), options(3, 4), rank=0, optimizer_states=2)
+    plan = plan_memory(model, order_of([(0, ())]), options(3, 4), optimizer_states=2)
     assert plan.gradients == 1024
     assert plan.parameters == 2 * 1024
 
@@ -107,10 +107,10 @@ def test_slots_that_only_the_first_step_needs_are_counted() -> None:
     """The first order has a large unit that nobody calls; it is gathered once, in its turn."""
     model = [UnitPlan([ParamSpec(f"block.{i}", [1024 * (i + 1)], 6, 4)]) for i in range(3)]
     order = order_of([(0, ()), (1, ())])
-    steady = plan_memory(model, order, options(3, 4), rank=0, optimizer_states=2)
+    steady = plan_memory(model, order, options(3, 4), optimizer_states=2)
     other = order_of([(0, ()), (2, ()), (1, ())])
     relearned = options(3, 4, first_order=other)
-    first = plan_memory(model, order, relearned, rank=0, optimizer_states=2)
+    first = plan_memory(model, order, relearned, optimizer_states=2)
     assert first.pool_reserved == steady.pool_reserved + 3 * 4096
     assert first.pool > steady.pool
     assert plan_events(model, order, relearned) == plan_events(model, order, options(3, 4))

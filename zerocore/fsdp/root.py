@@ -9,6 +9,7 @@ from weakref import ref
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.distributed.device_mesh import DeviceMesh
 
 from zerocore._C import Engine, ParamOwner, UnitParam, UnitSpec
 from zerocore.common.agreement import agree
@@ -19,7 +20,7 @@ from zerocore.model.call_order import call_order, units_by_module
 from zerocore.model.config import ShardConfig
 from zerocore.model.offload import Offload
 from zerocore.model.precision import ParamTypes
-from zerocore.model.ranks import find_ranks, make_near, with_near, with_reductions
+from zerocore.model.ranks import Ranks, make_near, ranks_of, with_near, with_reductions
 from zerocore.model.state import Param, ShardState, Unit, drop_state
 from zerocore.model.unit_call import UnitCall, note_unit_call
 from zerocore.reporting.out_of_memory import explain_forward
@@ -115,20 +116,21 @@ class Root:
             param.full = param.shown = param.local = None
 
     def _make(self) -> None:
-        ranks = find_ranks(self.group.mesh, self.module)
+        meshes = list(dict.fromkeys([self.group.mesh, *(group.mesh for _, group in self.groups)]))
+        ranks = [ranks_of(mesh, "mesh") for mesh in meshes]
         error: Exception | None = None
         stall: float | None = None
         try:
             stall = stall_seconds()
-            self._check()
-            ranks = with_near(ranks, max(group.num_near for _, group in self.groups))
+            self._check(ranks)
+            ranks = [self._with_near(*pair) for pair in zip(meshes, ranks, strict=True)]
         except Exception as caught:
             error = caught
         device = device_of(self.group.mesh)
-        name = agree(ranks.groups, error, self._facts(), device)
+        name = agree(ranks[0].groups, error, self._facts(), device)
         if all(group.overlaps_reductions for _, group in self.groups):
-            ranks = with_reductions(ranks, device)
-        ranks = make_near(ranks, device)
+            ranks = [with_reductions(each, device) for each in ranks]
+        ranks = [make_near(each, device) for each in ranks]
         groups = self.with_params()
         for unit, group in enumerate(groups):
             group.unit = unit
@@ -137,18 +139,30 @@ class Root:
             config,
             ranks,
             device,
-            units=[self._spec(path, group) for path, group in self.groups if group.params],
+            units=[
+                self._spec(path, group, meshes.index(group.mesh))
+                for path, group in self.groups
+                if group.params
+            ],
             order=call_order(self.group.modules, units_by_module(g.modules for g in groups)),
             name=name,
             stall_seconds=stall,
         )
-        state = ShardState(engine, config, ranks, device)
+        state = ShardState(engine, config, tuple(ranks), device)
         if config.offload is not None:
-            map_host_memory(engine, ranks, device)
+            map_host_memory(engine, ranks[0], device)
             updates.watch(ref(state))  # optimizers wait for loads that are under way
         for path, group in self.groups:
             if group.params:
-                state.units.append(_bind(state, group, self._name_of(path)))
+                unit = Unit(
+                    group.unit,
+                    self._name_of(path),
+                    stays=group.stays,
+                    near=group.num_near > 1,
+                    mesh=meshes.index(group.mesh),
+                )
+                state.units.append(unit)
+                unit.params = _bind(state, group)
             self._set_unit_call(state, group)
         self.state = state
         start(self.module, state, False)
@@ -170,24 +184,29 @@ class Root:
         for module in group.modules:
             note_unit_call(module, group.unit_call)
 
-    def _check(self) -> None:
-        self._check_ties()
-        numbers = sorted({group.num_near for _, group in self.groups if group.num_near > 1})
+    def _with_near(self, mesh: DeviceMesh, ranks: Ranks) -> Ranks:
+        numbers = sorted(
+            {group.num_near for _, group in self.groups if group.mesh == mesh} - {1}
+        )
         if len(numbers) > 1:
             raise NotImplementedError(
                 f"reshard_after_forward={numbers[0]} and {numbers[1]}: zerocore.fsdp takes one "
-                "number of ranks for a model"
+                "number of ranks for a mesh"
             )
+        return with_near(ranks, *numbers or [None])
+
+    def _check(self, ranks: list[Ranks]) -> None:
+        self._check_ties()
         if len({group.offloads for group in self.with_params()}) > 1:
             raise NotImplementedError(
                 "offload_policy: some modules of this model have a CPUOffloadPolicy and others do "
                 "not; zerocore.fsdp takes one policy for a model"
             )
         for name, group in self.groups:
-            if group.mesh != self.group.mesh:
+            if not set(group.mesh.mesh.flatten().tolist()) <= set(ranks[0].members):
                 raise ValueError(
                     f"module '{name}' is sharded over {group.mesh}, the root over "
-                    f"{self.group.mesh}; zerocore.fsdp takes one mesh for a model"
+                    f"{self.group.mesh}; zerocore.fsdp takes a mesh of the root's ranks"
                 )
             for param in group.params:
                 param.take_registered()
@@ -238,10 +257,10 @@ class Root:
             for param in group.params
         ]
 
-    def _spec(self, name: str, group: Group) -> UnitSpec:
+    def _spec(self, name: str, group: Group, mesh: int) -> UnitSpec:
         prefix = f"{name}." if name else ""
         params = [_unit_param(param, f"{prefix}{param.fqn}", group) for param in group.params]
-        return UnitSpec(self._name_of(name), params, group.stays, near=group.num_near > 1)
+        return UnitSpec(self._name_of(name), params, group.stays, group.num_near > 1, mesh)
 
     def _name_of(self, name: str) -> str:
         return name or type(self.module).__name__
@@ -281,11 +300,10 @@ def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:
     )
 
 
-def _bind(state: ShardState, group: Group, name: str) -> Unit:
+def _bind(state: ShardState, group: Group) -> list[Param]:
     """Moves the group's rows into the engine's memory and shows the engine where they belong."""
     state.engine.materialize(group.unit, [None] * len(group.params), False)  # memory, zero
-    params = [_bind_param(state, group, position) for position in range(len(group.params))]
-    return Unit(group.unit, name, params, group.stays, group.num_near > 1)
+    return [_bind_param(state, group, position) for position in range(len(group.params))]
 
 
 def _bind_param(state: ShardState, group: Group, position: int) -> Param:

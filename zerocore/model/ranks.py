@@ -87,26 +87,41 @@ def find_ranks(group: Any, model: nn.Module) -> Ranks:
     Raises:
         TypeError, ValueError: not a group, or a mesh of more than two dimensions.
     """
-    if group is not None and hasattr(group, "get_group"):
-        return _of_mesh(group)
-    if group is None:
-        group = _default_group(model)
-    elif not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group: expected a ProcessGroup or DeviceMesh, got {type(group)}")
-    members = () if group is None else tuple(dist.get_process_group_ranks(group))
-    return Ranks(_unless_one(group), None, members)
+    group = _default_group(model) if group is None else group
+    return Ranks() if group is None else ranks_of(group, "group")
 
 
-def _of_mesh(mesh: Any) -> Ranks:
-    members = tuple(mesh.mesh.flatten().tolist())
-    if mesh.ndim == 1:
-        return Ranks(_unless_one(mesh.get_group()), None, members)
-    if mesh.ndim != 2:
+def ranks_of(group: Any, what: str) -> Ranks:
+    """The ranks of a process group or DeviceMesh; ``what`` names the argument in errors.
+
+    Raises:
+        TypeError, ValueError: not a group, or a mesh of more than two dimensions.
+    """
+    if hasattr(group, "get_group") and group.ndim == 2:
+        members = tuple(group.mesh.flatten().tolist())
+        return Ranks(_unless_one(group.get_group(1)), _unless_one(group.get_group(0)), members)
+    if hasattr(group, "get_group") and group.ndim > 2:
         raise ValueError(
-            "group: expected a 1-D DeviceMesh, or a 2-D one of replicas by shards, got "
-            f"{mesh.ndim} dimensions"
+            f"{what}: expected a 1-D DeviceMesh, or a 2-D one of replicas by shards, got "
+            f"{group.ndim} dimensions"
         )
-    return Ranks(_unless_one(mesh.get_group(1)), _unless_one(mesh.get_group(0)), members)
+    group = group_of(group, what)
+    return Ranks(_unless_one(group), None, tuple(dist.get_process_group_ranks(group)))
+
+
+def group_of(group: Any, what: str) -> dist.ProcessGroup:
+    """The process group of a 1-D DeviceMesh, or the one that was given.
+
+    Raises:
+        TypeError, ValueError: neither, or a mesh of several dimensions.
+    """
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ValueError(f"{what}: expected a 1-D DeviceMesh, got {group.ndim} dimensions")
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{what}: expected a ProcessGroup or DeviceMesh, got {type(group)}")
+    return group
 
 
 def with_near(ranks: Ranks, regather: Any) -> Ranks:
@@ -124,16 +139,8 @@ def with_near(ranks: Ranks, regather: Any) -> Ranks:
     """
     if regather is None:
         return ranks
-    if hasattr(regather, "get_group"):
-        if regather.ndim != 1:
-            raise ValueError(f"regather: expected a 1-D DeviceMesh, got {regather.ndim} dimensions")
-        regather = regather.get_group()
-    group = regather if isinstance(regather, dist.ProcessGroup) else None
-    if group is None and (not isinstance(regather, int) or isinstance(regather, bool)):
-        raise TypeError(
-            "regather: expected a ProcessGroup, a DeviceMesh or a number of ranks, got "
-            f"{type(regather)}"
-        )
+    is_number = isinstance(regather, int) and not isinstance(regather, bool)
+    group = None if is_number else group_of(regather, "regather")
     num = regather if group is None else group.size()
     if num < 1 or ranks.num_shards % num != 0:
         raise ValueError(
@@ -141,7 +148,7 @@ def with_near(ranks: Ranks, regather: Any) -> Ranks:
         )
     if num in (1, ranks.num_shards):
         return ranks  # all ranks are alike
-    strangers = set() if group is None else _members(group) - _members(ranks.shard)
+    strangers = set() if group is None else members_of(group) - members_of(ranks.shard)
     if strangers:
         raise ValueError(
             f"regather: ranks {sorted(strangers)} of its group do not share the state with this "
@@ -150,7 +157,8 @@ def with_near(ranks: Ranks, regather: Any) -> Ranks:
     return replace(ranks, near=group, num_near=num)
 
 
-def _members(group: dist.ProcessGroup | None) -> set[int]:
+def members_of(group: dist.ProcessGroup | None) -> set[int]:
+    """Numbers of its ranks in the default group."""
     return set() if group is None else set(dist.get_process_group_ranks(group))
 
 

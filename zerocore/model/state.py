@@ -14,6 +14,7 @@ from torch import nn
 from zerocore._C import Engine, ParamSpec
 from zerocore.model.config import ShardConfig
 from zerocore.model.meters import Meters
+from zerocore.model.parts import ModelPart
 from zerocore.model.precision import ParamTypes
 from zerocore.model.ranks import Ranks
 from zerocore.model.unit_call import unit_call_of
@@ -50,6 +51,7 @@ class Unit:
     params: list[Param] = field(default_factory=list)
     stays: bool = False  # unsharded from forward to backward
     near: bool = True  # gathers again from near ranks, where there are some
+    mesh: int = 0  # of the state
 
 
 @dataclass(eq=False)
@@ -60,8 +62,9 @@ class ShardState:
 
     engine: Engine
     config: ShardConfig
-    ranks: Ranks
+    meshes: tuple[Ranks, ...]  # the model's, and those of its parts
     device: torch.device
+    parts: tuple[ModelPart, ...] = ()  # of the meshes from the second on
     units: list[Unit] = field(default_factory=list)
     meters: Meters = field(init=False)
     shown_full: Counter[int] = field(default_factory=Counter)  # units inside of unsharded()
@@ -72,6 +75,15 @@ class ShardState:
 
     def __post_init__(self) -> None:
         self.meters = Meters(self.engine, self.device)
+
+    @property
+    def ranks(self) -> Ranks:
+        """All ranks of the model."""
+        return self.meshes[0]
+
+    def ranks_of(self, unit: int) -> Ranks:
+        """The ranks that share a unit."""
+        return self.meshes[self.units[unit].mesh]
 
     @property
     def world_size(self) -> int:

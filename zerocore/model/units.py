@@ -36,6 +36,7 @@ class UnitPlanned:
     modules: list[nn.Module]
     params: list[ParamChoice] = field(default_factory=list)
     is_leftover: bool = False
+    mesh: int = 0  # 0 is the model's, the others are those of its parts
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,10 @@ from zerocore.model.offload import Offload
 from zerocore.model.stages import Placements, placements_of
 
 
+Part = tuple[int, int, int]
+"""Ranks that share the state of a part of the model, replicas, and the rank's shard."""
+
+
 @dataclass(frozen=True)
 class Division:
     """A stage on so many ranks.
@@ -16,6 +20,7 @@ class Division:
         stage: 0 to 3.
         world_size: all ranks, numbered replica by replica.
         num_replicas: groups of ranks that hold the same; the ranks of one share the state.
+        parts: those of the model, such as its experts.
         num_near: ranks that gather again from each other; 1 where all gathers come from all.
         prefetch: units gathered ahead.
         rank: whose bytes; rank 0 owns the most.
@@ -35,11 +40,19 @@ class Division:
     offload: Offload | None = None
     gather_at_step: bool = False
     num_near: int = 1
+    parts: tuple[Part, ...] = ()
 
     @property
     def num_shards(self) -> int:
         """Ranks that share the state."""
         return self.world_size // self.num_replicas
+
+    def num_ranks(self, axis: str, mesh: int = 0) -> int:
+        """Ranks along an axis of the model's mesh, or of that of a part."""
+        num_shards, num_replicas = (
+            self.parts[mesh - 1][:2] if mesh else (self.num_shards, self.num_replicas)
+        )
+        return {"state": num_shards, "replicas": num_replicas, "near": self.num_near}[axis]
 
     @property
     def placements(self) -> Placements:

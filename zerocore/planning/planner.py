@@ -91,6 +91,7 @@ class Planner:
         by_rows: a shard is some rows of each parameter.
         stays: by unit, whether it stays unsharded from forward to backward.
         near: by unit, whether it gathers again from near ranks, where there are some.
+        meshes: by unit, 0 for that of the model, or the number of its part.
         moves_matrices: the optimizer is Muon, which moves matrices to their owners.
     """
 
@@ -107,6 +108,7 @@ class Planner:
     by_rows: bool = False
     stays: tuple[bool, ...] = ()
     near: tuple[bool, ...] = ()
+    meshes: tuple[int, ...] = ()
     moves_matrices: bool = False
 
     @property
@@ -120,7 +122,6 @@ class Planner:
             self._units(),
             self.order,
             self._options(division),
-            rank=division.rank % division.num_shards,
             optimizer_states=self.num_states,
         )
         return MemoryBytes(
@@ -143,11 +144,8 @@ class Planner:
 
     def events(self, division: Division) -> list[PlannedEvent]:
         """A steady step, in order."""
-        sizes = {
-            "state": division.num_shards,
-            "replicas": division.num_replicas,
-            "near": division.num_near,
-        }
+        events = _C.plan_events(self._units(), self.order, self._options(division))
+        meshes = self.meshes or (0,) * len(self.specs)
         return [
             PlannedEvent(
                 event.op,
@@ -156,16 +154,18 @@ class Planner:
                 event.pool_nbytes,
                 event.moment,
                 event.axis,
-                sizes[event.axis],
+                division.num_ranks(event.axis, meshes[event.unit]),
             )
-            for event in _C.plan_events(self._units(), self.order, self._options(division))
+            for event in events
         ]
 
     def _units(self) -> list[_C.UnitPlan]:
         unused = self.unused or ((),) * len(self.specs)
         stays = self.stays or (False,) * len(self.specs)
         near = self.near or (True,) * len(self.specs)
-        return [_C.UnitPlan(*unit) for unit in zip(self.specs, unused, stays, near, strict=True)]
+        meshes = self.meshes or (0,) * len(self.specs)
+        rows = zip(self.specs, unused, stays, near, meshes, strict=True)
+        return [_C.UnitPlan(*row) for row in rows]
 
     def _options(self, division: Division) -> _C.PlanOptions:
         return _C.PlanOptions(
@@ -182,6 +182,8 @@ class Planner:
             world_size=division.num_shards,
             num_replicas=division.num_replicas,
             num_near=division.num_near,
+            rank=division.rank % division.num_shards,
+            parts=division.parts,
             backend=division.backend,
             sums_on_host=division.sums_on_host,
             micro_batches=self.micro_batches,
@@ -253,6 +255,7 @@ def make_planner(
         order=order,
         first_order=order,
         num_states=num_states,
+        meshes=tuple(unit.mesh for unit in planned),
     )
 
 

@@ -59,6 +59,7 @@ def division_of(state: ShardState) -> Division:
         offload=state.config.offload,
         gather_at_step=state.config.gather_at_step,
         num_near=state.ranks.num_near,
+        parts=tuple((r.num_shards, r.num_replicas, r.shard_rank) for r in state.meshes[1:]),
     )
 
 
@@ -80,6 +81,7 @@ def planner_of(state: ShardState, micro_batches: int = 1, num_states: int = 2) -
         by_rows=state.config.by_rows,
         stays=tuple(unit.stays for unit in state.units),
         near=tuple(unit.near for unit in state.units),
+        meshes=tuple(unit.mesh for unit in state.units),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from weakref import ref
 
 import torch
@@ -48,15 +49,16 @@ from zerocore.tensor.replaced import replace
 def build(request: ShardRequest) -> ShardState:
     """Shards ``request.model`` in place and returns its state; on all ranks alike."""
     model, config, planned = request.model, request.config, request.planned
-    ranks = make_near(request.ranks, request.device)
+    meshes = [make_near(request.ranks, request.device), *(part.ranks for part in request.parts)]
     if config.sync_params:
         check_same_values(request)
     if config.placements.parameters and config.overlap_reductions:
-        ranks = with_reductions(ranks, request.device)
+        meshes = [with_reductions(ranks, request.device) for ranks in meshes]
+    ranks = meshes[0]
     units_of = units_by_module(unit.modules for unit in planned)
     engine = make_engine(
         config,
-        ranks,
+        meshes,
         request.device,
         units=[_unit_spec(unit, config) for unit in planned],
         order=call_order([model], units_of),
@@ -71,7 +73,7 @@ def build(request: ShardRequest) -> ShardState:
             engine.open_disk(config.offload.path, f"states-of-rank-{ranks.rank}")
     if config.leaves("states") or config.leaves("gradients"):
         map_host_memory(engine, ranks, request.device)
-    state = ShardState(engine, config, ranks, request.device)
+    state = ShardState(engine, config, tuple(meshes), request.device, request.parts)
     if config.mixed_precision is not None:
         cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
     for index, unit in enumerate(planned):
@@ -89,7 +91,7 @@ def build(request: ShardRequest) -> ShardState:
 
 def make_engine(
     config: ShardConfig,
-    ranks: Ranks,
+    meshes: Sequence[Ranks],
     device: torch.device,
     *,
     units: list[UnitSpec],
@@ -100,19 +102,23 @@ def make_engine(
     """The engine of one model, of whatever kind its shards are; collective.
 
     Args:
+        meshes: the model's ranks, and those of its parts.
         name: the same on all ranks and no other model's.
         stall_seconds: as of :class:`ShardRequest`.
     """
-    control = control_group(ranks)
+    control = control_group(meshes[0])
     options = EngineOptions(
         sharding=config.shard_options(),
-        groups=GroupNames(
-            shard=_name_of(ranks.shard),
-            replicas=_name_of(ranks.replicas),
-            near=_name_of(ranks.near),
-            control=_name_of(control),
-            reductions=_name_of(ranks.reductions),
-        ),
+        meshes=[
+            GroupNames(
+                shard=_name_of(ranks.shard),
+                replicas=_name_of(ranks.replicas),
+                near=_name_of(ranks.near),
+                reductions=_name_of(ranks.reductions),
+            )
+            for ranks in meshes
+        ],
+        control=_name_of(control),
         alarm_name="" if control is None else name,
         stall_seconds=stall_seconds,
         host_link=emulated_host_link(),
@@ -152,7 +158,8 @@ def _name_of(group: ProcessGroup | None) -> str | None:
 
 
 def _unit_spec(unit: UnitPlanned, config: ShardConfig) -> UnitSpec:
-    return UnitSpec(unit.name, [_unit_param(choice, config) for choice in unit.params])
+    params = [_unit_param(choice, config) for choice in unit.params]
+    return UnitSpec(unit.name, params, mesh=unit.mesh)
 
 
 def _unit_param(choice: ParamChoice, config: ShardConfig) -> UnitParam:
@@ -179,7 +186,7 @@ def _shard_unit(
     values = full_values(planned.params, state.device, init_fn)
     state.engine.materialize(index, values, state.config.sync_params)
     del values
-    unit = Unit(index, planned.name)
+    unit = Unit(index, planned.name, mesh=planned.mesh)
     for position, choice in enumerate(planned.params):
         unit.params.append(_shard_param(state, unit, position, choice))
     planned.params.clear()
@@ -191,13 +198,15 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
     layout = engine.layout(unit.index)
     shared = layout.num_shards > 1
     full = nn.Parameter(engine.make_full(unit.index, position), requires_grad=old.requires_grad)
-    owned = layout.owned(position, state.ranks.shard_rank if shared else 0)
+    ranks = state.meshes[unit.mesh]
+    owned = layout.owned(position, ranks.shard_rank if shared else 0)
     place = Place(
         choice.fqns[0],
         old.shape,
         (owned.begin, owned.end),
-        state.ranks.shard if shared else None,
+        ranks.shard if shared else None,
         None if full.is_contiguous() else full.stride(),
+        state.parts[unit.mesh - 1].others if unit.mesh else None,
     )
     data = engine.make_shard(unit.index, position)
     shard = ShardedParameter.make(data, place, old.requires_grad, unit.index, ref(state), full)

@@ -17,6 +17,7 @@ from zerocore.model.config import ShardConfig
 from zerocore.model.kinds import check_kinds
 from zerocore.model.materialize import InitFn
 from zerocore.model.precision import ParamTypes, param_types
+from zerocore.model.parts import ModelPart, assign_parts, find_parts
 from zerocore.model.ranks import Ranks, with_near
 from zerocore.model.state import find_state
 from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
@@ -31,6 +32,7 @@ class ShardRequest:
         model: not sharded yet.
         config: options.
         ranks: over which ranks.
+        parts: parameters that not all of them share.
         planned: its units.
         device: where its parameters go.
         init_fn: initialises one module that is on the meta device.
@@ -42,6 +44,7 @@ class ShardRequest:
     model: nn.Module
     config: ShardConfig
     ranks: Ranks
+    parts: tuple[ModelPart, ...]
     planned: list[UnitPlanned]
     device: torch.device
     init_fn: InitFn | None
@@ -60,6 +63,7 @@ def validate(
     optimizer: Optimizer | None = None,
     memory_budget: str | int | None = None,
     regather: Any = None,
+    groups: Any = None,
 ) -> ShardRequest:
     """The request for sharding ``model``; arguments as of :func:`zerocore.shard`.
 
@@ -75,12 +79,15 @@ def validate(
         _check_model(model, optimizer)
         ranks = _with_near(ranks, regather, config)
         check_kinds(model, ranks.world_size)
-        planned = choose_units(model, units)
+        parts = find_parts(groups, ranks)
+        planned = assign_parts(choose_units(model, units), parts)
         _check_types(planned, config)
         chosen = _find_device(planned, device)
         if config.offload is not None:
             config.offload.check_path()
-        request = ShardRequest(model, config, ranks, planned, chosen, init_fn, stall_seconds())
+        request = ShardRequest(
+            model, config, ranks, parts, planned, chosen, init_fn, stall_seconds()
+        )
         if memory_budget is not None:
             budget = parse_nbytes(memory_budget, "memory_budget")
             check_budget(model, planned, config, ranks, budget)
@@ -89,6 +96,8 @@ def validate(
     facts = [] if request is None or error is not None else _facts(request)
     name = agree(ranks.groups, error, facts, None if request is None else request.device)
     assert request is not None  # agree() has raised the error
+    for mesh, part in enumerate(request.parts, 1):
+        agree(part.ranks.groups, None, _facts_of(request.planned, mesh), request.device)
     return replace(request, name=name)
 
 
@@ -161,11 +170,25 @@ def types_of(choice: ParamChoice, config: ShardConfig) -> ParamTypes:
 
 def _facts(request: ShardRequest) -> list[object]:
     facts: list[object] = [request.config, f"regather={request.ranks.num_near}"]
+    facts += [f"groups['{part.pattern}'] of {part.ranks.world_size} ranks" for part in request.parts]
     for unit in request.planned:
+        part = request.parts[unit.mesh - 1] if unit.mesh else None
+        uneven = None if part is None or part.others is None else part.dim
         facts.append(f"unit '{unit.name}'")
-        facts += [
-            f"parameter '{' = '.join(c.fqns)}' of shape {list(c.param.shape)}, {c.param.dtype}, "
-            f"requires_grad={c.param.requires_grad}"
-            for c in unit.params
-        ]
+        facts += [_fact(choice, uneven) for choice in unit.params]
     return facts
+
+
+def _facts_of(planned: Sequence[UnitPlanned], mesh: int) -> list[object]:
+    return [_fact(choice) for unit in planned if unit.mesh == mesh for choice in unit.params]
+
+
+def _fact(choice: ParamChoice, uneven: int | None = None) -> str:
+    """``uneven``: a dimension whose size is another one on other ranks."""
+    shape: list[object] = list(choice.param.shape)
+    if uneven is not None and uneven < len(shape):
+        shape[uneven] = "any"
+    return (
+        f"parameter '{' = '.join(choice.fqns)}' of shape {shape}, {choice.param.dtype}, "
+        f"requires_grad={choice.param.requires_grad}"
+    )

@@ -13,6 +13,8 @@ import torch
 
 from zerocore._C import crc32
 from zerocore.common.agreement import bits_of, differing, gather_objects
+from zerocore.model.ranks import Ranks
+from zerocore.model.units import ParamChoice
 from zerocore.sharding.request import ShardRequest
 
 _log = logging.getLogger("zerocore")
@@ -24,17 +26,24 @@ def check_same_values(request: ShardRequest) -> None:
     Raises:
         ValueError: groups of ranks hold values of their own; names parameters and ranks.
     """
-    groups = request.ranks.groups
-    chosen = [choice for unit in request.planned for choice in unit.params]
-    chosen = [choice for choice in chosen if not choice.param.is_meta]
-    if not groups or not chosen:
-        return
+    for mesh, ranks in enumerate((request.ranks, *(part.ranks for part in request.parts))):
+        chosen = [
+            choice
+            for unit in request.planned
+            for choice in unit.params
+            if unit.mesh == mesh and not choice.param.is_meta
+        ]
+        if ranks.groups and chosen:
+            _check(ranks, chosen, request.device)
+
+
+def _check(ranks: Ranks, chosen: Sequence[ParamChoice], device: torch.device) -> None:
     with torch.no_grad():
-        numbers = torch.stack([_checksum(choice.param).to(request.device) for choice in chosen])
-    if not (places := differing(groups, numbers)):
+        numbers = torch.stack([_checksum(choice.param).to(device) for choice in chosen])
+    if not (places := differing(ranks.groups, numbers)):
         return
     own = [int(numbers[place]) for place in places]
-    tables = gather_objects(groups, [own], request.device)
+    tables = gather_objects(ranks.groups, [own], device)
     same = [choice for place, choice in enumerate(chosen) if place not in set(places)]
     if all(_is_constant(choice.param) for choice in same):
         return  # nothing was the same but by its rule: the ranks have drawn all numbers
@@ -47,11 +56,11 @@ def check_same_values(request: ShardRequest) -> None:
     ambiguous = [name for name, parts in classes.items() if parts[0] != [0] or len(parts) != 2]
     if len(tables) == 2:
         ambiguous = list(classes)
-    if ambiguous and request.ranks.rank == 0:
+    if ambiguous and ranks.rank == 0:
         _log.warning(
             "the ranks have different values of %s, and the same of others, as '%s'. Rank 0's are "
             "taken. Parts of a model that each rank has by itself (experts, tensor parallelism) "
-            "cannot be sharded like this: they would be lost. Otherwise set one seed on all ranks",
+            "would be lost: name them in groups=. Otherwise set one seed on all ranks",
             _listed(ambiguous),
             next(choice.fqns[0] for choice in same if not _is_constant(choice.param)),
         )
@@ -69,8 +78,8 @@ def _refuse_parts(classes: dict[str, list[list[int]]]) -> None:
             f"group: ranks {', '.join(map(str, first[0]))} have other values of {_listed(parts)} "
             f"than ranks {', '.join(map(str, first[1]))}, and the same of other parameters: parts "
             "of a model that several ranks share (experts, tensor parallelism) cannot be sharded "
-            "over all of them. Pass the group of ranks that hold the same values. If rank 0's are "
-            "meant for all, set one seed on all ranks before the model is built"
+            "over all of them. Name them in groups=, with the ranks that hold the same values. If rank "
+            "0's are meant for all, set one seed on all ranks before the model is built"
         )
 
 

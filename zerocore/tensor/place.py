@@ -31,6 +31,8 @@ class Place:
         group: the ranks that share the parameter; None where every rank holds all of it, and in a
             shard that was loaded from a file.
         strides: those of the full parameter; None if it is C-contiguous.
+        others: ranks with other parts of the tensor, each of which is a parameter of its own; see
+            :class:`zerocore.Part`.
     """
 
     fqn: str
@@ -38,6 +40,12 @@ class Place:
     shard_range: tuple[int, int]
     group: dist.ProcessGroup | None = None
     strides: tuple[int, ...] | None = None
+    others: dist.ProcessGroup | None = None
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Groups that together have all elements, each rank others."""
+        return tuple(group for group in (self.group, self.others) if group is not None)
 
     def holds_same(self, other: Place) -> bool:
         """Whether shards at both places hold the same elements of a tensor of one layout.

@@ -188,34 +188,32 @@ def unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Te
 def _groups_of(shards: Sequence[Tensor]) -> list[dist.ProcessGroup]:
     """The groups that these are split over, each once, in order."""
     places = [shard.place for shard in shards if isinstance(shard, Placed)]
-    return list(dict.fromkeys(place.group for place in places if place.group is not None))
+    return list(dict.fromkeys(group for place in places for group in place.groups))
 
 
 def global_norms(
     shards: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """Norms of full tensors from local shards, each in its own dtype; one all-reduce.
+    """Norms of full tensors from local shards, each in its own dtype; an all-reduce for each group.
 
     ``|x|_p = (sum over ranks of |x_r|_p^p)^(1/p)``, and the maximum for p = inf. Tensors among
     them that are not sharded must be on a list of their own.
     """
-    groups = _groups_of(shards)
-    if len(groups) > 1:
-        raise ValueError(
-            "gradients of several process groups have no common norm; take that of each model"
-        )
-    for shard in shards:
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    for number, shard in enumerate(shards):
         if isinstance(shard, Placed):
             shard.place.check_whole()
-    group = groups[0] if groups else None
+        groups = shard.place.groups if isinstance(shard, Placed) else ()
+        by_groups.setdefault(groups, []).append(number)
     local = torch.stack(local_norms(shards, norm_type, dtype))
-    split = [isinstance(shard, Placed) and shard.place.group is not None for shard in shards]
-    if all(split) or not any(split):
-        norms = reduce_norms(local, norm_type, group)
-    else:
-        mask = torch.tensor(split, device=local.device)
-        norms = torch.where(mask, reduce_norms(local, norm_type, group), local)
-    return [norm.to(dtype or s.dtype) for norm, s in zip(norms.unbind(), shards, strict=True)]
+    norms = list(local.unbind())
+    for groups, numbers in by_groups.items():
+        alike = local if len(by_groups) == 1 else local[numbers]
+        for group in groups:
+            alike = reduce_norms(alike, norm_type, group)
+        for number, norm in zip(numbers, alike.unbind(), strict=True):
+            norms[number] = norm
+    return [norm.to(dtype or s.dtype) for norm, s in zip(norms, shards, strict=True)]
 
 
 def local_norms(

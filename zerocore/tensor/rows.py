@@ -94,7 +94,7 @@ def as_part(local: Tensor, like: Tensor) -> Tensor:
 def groups_of(param: Any) -> Sequence[dist.ProcessGroup]:
     """The groups of ranks that have other parts of a shard; one for each mesh dimension."""
     if isinstance(param, ShardedParameter):
-        return () if param.place.group is None else (param.place.group,)
+        return param.place.groups
     spec = getattr(param, "_spec", None)
     if spec is None:
         return ()
@@ -121,8 +121,9 @@ def place_of(param: Any, shard: RowShard) -> Place:
     dim = cuts[0].dim
     sizes = (spec.shape[dim], *spec.shape[:dim], *spec.shape[dim + 1 :])
     strides = torch.empty(sizes, device="meta").movedim(0, dim).stride() if dim else None
-    owned = state.engine.layout(shard.unit).owned(shard.position, state.ranks.shard_rank)
-    return Place(shard.fqn, spec.shape, (owned.begin, owned.end), state.ranks.shard, strides)
+    ranks = state.ranks_of(shard.unit)
+    owned = state.engine.layout(shard.unit).owned(shard.position, ranks.shard_rank)
+    return Place(shard.fqn, spec.shape, (owned.begin, owned.end), ranks.shard, strides)
 
 
 def as_range(value: Tensor, param: Any) -> Any:

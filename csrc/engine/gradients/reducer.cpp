@@ -53,7 +53,7 @@ at::Tensor Reducer::make_grad(UnitId id, int param) const {
     return {};
   }
   return memory_[id][region].view(
-      layout.offset_in_shard(param, context_.mesh.shard()), units_[id]->shard_sizes(param));
+      layout.offset_in_shard(param, units_[id]->context().mesh.shard()), units_[id]->shard_sizes(param));
 }
 
 // -- a backward -----------------------------------------------------------------------------
@@ -210,13 +210,13 @@ void Reducer::start_within(const GradStep& step) {
   const at::Tensor& to =
       step.op == TraceOp::AllReduce ? sent : memory.received(step.to, step.parts);
   PendingCollective& pending = in_flight_[step.unit][step.region].within;
-  start(*context_.collectives, step, to, sent, pending);
+  start(*units_[step.unit]->context().collectives, step, to, sent, pending);
 }
 
 void Reducer::start_across(const GradStep& step) {
   const at::Tensor& sum = memory_[step.unit][step.region].own(step.to);
   PendingCollective& pending = in_flight_[step.unit][step.region].across;
-  start(*context_.replicas, step, sum, sum, pending);
+  start(*units_[step.unit]->context().replicas, step, sum, sum, pending);
 }
 
 // At once, or with the unit's others.

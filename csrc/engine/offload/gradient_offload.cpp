@@ -11,12 +11,13 @@ GradientOffload::GradientOffload(const Units& units, const UnitContext& context,
     : units_(units), context_(context), worker_(worker) {
   for (const auto& unit : units) {
     const Layout& layout = unit->layout();
-    LandingUnit& state = states_.emplace_back(ArrivedSquares(layout, context.mesh.shard()));
+    const int64_t shard = unit->context().mesh.shard();
+    LandingUnit& state = states_.emplace_back(ArrivedSquares(layout, shard));
     state.left.resize(layout.regions().size());
     state.shown.resize(unit->params().size());
     const std::vector<int> regions = context.tiers.landing_regions(layout);
     if (!regions.empty()) {
-      const Layout kept = layout.of_shard(context.mesh.shard()).retyped(&Region::grad);
+      const Layout kept = layout.of_shard(shard).retyped(&Region::grad);
       const std::string owner = "the gradient of unit '" + unit->name() + "'";
       state.landing.emplace(kept, regions, 0, c10::kCPU, owner);
     }
@@ -143,7 +144,7 @@ at::Tensor GradientOffload::landed(UnitId id, int param, const at::Tensor& grad)
   make_landing(id);
   const Unit& unit = *units_[id];
   const int region = unit.layout().places()[param].region;
-  const int64_t begin = unit.layout().offset_in_shard(param, context_.mesh.shard());
+  const int64_t begin = unit.layout().offset_in_shard(param, unit.context().mesh.shard());
   const at::Tensor host = state.landing->view(region, begin, unit.shard_sizes(param));
   if (host.numel() > 0 && (!state.left[region] || as_shown(grad) != state.shown[param])) {
     worker_.wait(state.left_at);

@@ -276,7 +276,8 @@ std::shared_future<void> Offload::before_gather(UnitId id) {
   if (states_.empty() || states_[id].sent_at == 0) {
     return {};
   }
-  if (context_.collectives == nullptr || !context_.collectives->can_defer_start()) {
+  const Collectives* collectives = units_[id]->context().collectives;
+  if (collectives == nullptr || !collectives->can_defer_start()) {
     wait_weights(id);
     return {};
   }

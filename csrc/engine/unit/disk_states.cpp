@@ -6,11 +6,11 @@
 namespace zerocore {
 
 void DiskStates::open(const DiskFolder& place, const Units& units, const UnitContext& context) {
-  DiskLayout layout(context.tiers, context.mesh.shards_parameters(), context.mesh.shard());
+  DiskLayout layout(context.tiers);
   SwapOptions options{place.folder, place.name, {}, {}, 0, DiskLayout::kNumUpdateBuffers};
   std::vector<Range> parameters;
   for (const auto& unit : units) {
-    layout.add(unit->layout());
+    layout.add(unit->layout(), unit->context().mesh);
     options.unit_names.push_back(unit->name());
     options.ranges.push_back(layout.units().back().updated);
     parameters.push_back(layout.units().back().part(StatePart::Parameters));

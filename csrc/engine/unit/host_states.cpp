@@ -6,13 +6,9 @@
 namespace zerocore {
 
 void HostStates::plan(const Units& units, const UnitContext& context) {
-  layout_.emplace(
-      context.tiers,
-      context.mesh.shards_parameters(),
-      context.mesh.shard(),
-      context.lands_gradients());
+  layout_.emplace(context.tiers, context.lands_gradients());
   for (const auto& unit : units) {
-    layout_->add(unit->layout());
+    layout_->add(unit->layout(), unit->context().mesh);
   }
   pins_ = context.streams->device().is_cuda() && page_pinning() != nullptr;
 }

@@ -39,7 +39,7 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
       shards_(shards_of(layout_, context_, name_)),
       main_(layout_, context_, name_),
       gathers_(id_, name_, context_, layout_, bucket_, shards_ ? &*shards_ : nullptr),
-      settings_{1.0 / static_cast<double>(context.mesh.world_size())},
+      settings_{1.0 / static_cast<double>(context.mesh.divisor)},
       versions_(params_, layout_),
       gathered_(layout_.regions().size(), -1) {
   for (const int region : layout_.all_regions()) {
@@ -174,10 +174,10 @@ int64_t Unit::persistent_nbytes() const {
   return gathers_.near_nbytes() + (context_.tiers.has_host_parameters() ? 0 : own.nbytes());
 }
 
-Units make_units(std::vector<UnitSpec> specs, const UnitContext& context) {
+Units make_units(std::vector<UnitSpec> specs, const std::vector<UnitContext>& contexts) {
   Units units;
   for (UnitSpec& spec : specs) {
-    UnitContext own = context;
+    UnitContext own = contexts.at(spec.mesh);
     if (!spec.near) {
       own.mesh = own.mesh.without_near();
     }
@@ -187,6 +187,19 @@ Units make_units(std::vector<UnitSpec> specs, const UnitContext& context) {
     units.back()->settings().stays = stays;
   }
   return units;
+}
+
+std::vector<Collectives*> collectives_of(const Units& units) {
+  std::vector<Collectives*> found;
+  for (const auto& unit : units) {
+    const UnitContext& context = unit->context();
+    for (Collectives* each : {context.collectives, context.replicas, context.near}) {
+      if (each != nullptr && std::ranges::find(found, each) == found.end()) {
+        found.push_back(each);
+      }
+    }
+  }
+  return found;
 }
 
 } // namespace zerocore

@@ -184,6 +184,9 @@ class Unit {
 
 using Units = std::vector<std::unique_ptr<Unit>>; // by id
 
-Units make_units(std::vector<UnitSpec> specs, const UnitContext& context);
+// `contexts` by number of the mesh.
+Units make_units(std::vector<UnitSpec> specs, const std::vector<UnitContext>& contexts);
+// The collectives of all units, each once.
+std::vector<Collectives*> collectives_of(const Units& units);
 
 } // namespace zerocore

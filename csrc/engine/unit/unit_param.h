@@ -38,6 +38,7 @@ struct UnitSpec {
   std::vector<UnitParam> params;
   bool stays = false; // unsharded from its forward to its backward
   bool near = true; // gathers again from near ranks, where there are some
+  int mesh = 0; // of EngineOptions
 };
 
 // Throws unless `given`, which the user has set as the parameter's data, can lie in `home`.

@@ -1,0 +1,139 @@
+"""Parameters that only some of a model's ranks share, such as experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch.distributed as dist
+
+from zerocore.model.ranks import Ranks, group_of, members_of, ranks_of
+from zerocore.model.units import ParamChoice, UnitPlanned
+
+
+@dataclass(frozen=True)
+class Part:
+    """The ranks of parameters that not all ranks of a model share.
+
+    Their gradients are summed over ``mesh`` and divided as those of all other parameters are: by
+    the number of the model's ranks, whose tokens reach them.
+
+    Attributes:
+        mesh: ranks that hold the same values: as ``group=`` of :func:`zerocore.shard`.
+        of: ranks that hold the other parts of the same tensors: a process group or 1-D DeviceMesh.
+            A norm of gradients counts all parts. None where the ranks outside of ``mesh`` hold
+            the same tensor, so that a norm counts it once.
+        dim: dimension along which the parts follow each other, in the order of ``of``.
+    """
+
+    mesh: Any
+    of: Any = None
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """A part of a model, with its ranks.
+
+    Attributes:
+        pattern: its parameters' names match it.
+        ranks: of the part.
+        others: ranks with other parts of the same tensors; None where there are none.
+        dim: along which parts follow each other.
+    """
+
+    pattern: str
+    ranks: Ranks
+    others: dist.ProcessGroup | None
+    dim: int
+
+
+def find_parts(groups: Any, model_ranks: Ranks) -> tuple[ModelPart, ...]:
+    """The parts that ``groups=`` of :func:`zerocore.shard` names; communicates nothing.
+
+    Raises:
+        TypeError: no mapping of patterns to meshes.
+        ValueError: ranks that are not the model's, or that overlap.
+    """
+    if groups is None:
+        return ()
+    if not isinstance(groups, Mapping):
+        raise TypeError(
+            "groups: expected a dict such as {'*.experts.*': zerocore.Part(mesh['edp'], "
+            f"of=mesh['ep'])}}, got {type(groups)}"
+        )
+    return tuple(_find_part(pattern, part, model_ranks) for pattern, part in groups.items())
+
+
+def _find_part(pattern: str, given: Any, model_ranks: Ranks) -> ModelPart:
+    part = given if isinstance(given, Part) else Part(given)
+    what = f"groups['{pattern}']"
+    ranks = ranks_of(part.mesh, what)
+    others = None if part.of is None else group_of(part.of, f"{what}: of")
+    whole, own = set(model_ranks.members), set(ranks.members)
+    rest = set() if others is None else members_of(others)
+    if strangers := (own | rest) - whole:
+        raise ValueError(
+            f"{what}: ranks {sorted(strangers)} are none of the model's, which are "
+            f"{sorted(whole)}; pass dimensions of a mesh that covers group="
+        )
+    if others is not None and len(own & rest) != 1:
+        raise ValueError(
+            f"{what}: ranks {sorted(own & rest)} are in mesh and in of=; ranks that hold the same "
+            "values have the same part, so the two meet in one rank"
+        )
+    if others is not None and len(own) * len(rest) != len(whole):
+        raise ValueError(
+            f"{what}: {len(rest)} parts on {len(own)} ranks each are not the {len(whole)} ranks of "
+            "the model"
+        )
+    return ModelPart(pattern, ranks, others, part.dim)
+
+
+def assign_parts(planned: Sequence[UnitPlanned], parts: Sequence[ModelPart]) -> list[UnitPlanned]:
+    """The units by mesh: one with parameters on several becomes several, at the same calls.
+
+    Raises:
+        ValueError: a pattern that matches no parameter, or a parameter that two patterns match.
+    """
+    names = [fqn for unit in planned for choice in unit.params for fqn in choice.fqns]
+    for part in parts:
+        if not any(fnmatchcase(fqn, part.pattern) for fqn in names):
+            raise ValueError(
+                f"groups: '{part.pattern}' matches no parameter of the model, such as "
+                f"{', '.join(repr(name) for name in names[:3])}"
+            )
+    return [own for unit in planned for own in _by_mesh(unit, parts)]
+
+
+def _by_mesh(unit: UnitPlanned, parts: Sequence[ModelPart]) -> list[UnitPlanned]:
+    by_mesh: dict[int, list[ParamChoice]] = {}
+    for choice in unit.params:
+        by_mesh.setdefault(_mesh_of(choice, parts), []).append(choice)
+    if by_mesh.keys() == {0}:
+        return [unit]
+    several = len(by_mesh) > 1
+    return [
+        replace(
+            unit,
+            name=f"{unit.name} ({parts[mesh - 1].pattern})" if mesh and several else unit.name,
+            params=params,
+            mesh=mesh,
+        )
+        for mesh, params in sorted(by_mesh.items())
+    ]
+
+
+def _mesh_of(choice: ParamChoice, parts: Sequence[ModelPart]) -> int:
+    found = {
+        next((i for i, part in enumerate(parts, 1) if fnmatchcase(fqn, part.pattern)), 0)
+        for fqn in choice.fqns
+    }
+    if len(found) > 1:
+        raise ValueError(
+            f"groups: the tied parameter '{' = '.join(choice.fqns)}' has names on several meshes; "
+            "let one pattern match all of its names"
+        )
+    return found.pop()
