@@ -12,6 +12,7 @@ from zerocore.common.agreement import together
 from zerocore.common.alarm import operation
 from zerocore.hooks.optimizer_states import params_of
 from zerocore.model.buffers import broadcast as broadcast_tensors
+from zerocore.model.parts import check_has_places
 from zerocore.model.state import Param, ShardState, Unit, state_of
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import Placed
@@ -33,11 +34,17 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
         RuntimeError: this process was forked from the one that sharded it.
     """
     state = state_of(model, by_rows=False)
+    check_has_places(state)
     keys = param_keys(model, state)
     keep = not rank0_only or state.rank == 0
     full: dict[str, Tensor] = {}
     for unit in state.units:
-        values = state.engine.full_values(unit.index)
+        values = [
+            _whole(param, value)
+            for param, value in zip(
+                unit.params, state.engine.full_values(unit.index), strict=True
+            )
+        ]
         if keep:
             _copy_out(unit, keys, values, full)
         del values
@@ -50,6 +57,12 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
         else:
             result[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
     return result
+
+
+def _whole(param: Param, value: Tensor) -> Tensor:
+    """The tensor that a parameter is a part of; collective where it is one."""
+    part = param.shard.place.part
+    return value if part is None else part.gather(value)
 
 
 def param_keys(model: nn.Module, state: ShardState) -> Keys:
@@ -94,7 +107,7 @@ def _is_live(param: Any) -> bool:
 
 def _full_value(value: Any, keep: bool) -> Any:
     if isinstance(value, Placed):
-        full = value.full_tensor()  # on all ranks
+        full = value.whole_tensor()  # on all ranks
         return full.cpu() if keep else None
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
@@ -152,15 +165,20 @@ def _check_values(
             f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected "
             f"{unexpected or 'nothing'}"
         )
-    places = [("parameter", key, param.full) for param, names in keys.items() for key in names]
-    for kind, key, place in [*places, *(("buffer", k, buffer) for k, buffer in buffers.items())]:
+    places = [
+        ("parameter", key, param.full, param.shard.place.whole_shape)
+        for param, names in keys.items()
+        for key in names
+    ]
+    places += [("buffer", key, buffer, buffer.shape) for key, buffer in buffers.items()]
+    for kind, key, place, shape in places:
         value = values[key]
         if not isinstance(value, Tensor):
             raise TypeError(f"{kind} '{key}': the state dict has a {type(value).__name__}")
-        if value.shape != place.shape:
+        if value.shape != shape:
             raise ValueError(
                 f"{kind} '{key}': the state dict has shape {tuple(value.shape)}, the model "
-                f"{tuple(place.shape)}"
+                f"{tuple(shape)}"
             )
         if value.is_complex() and not place.is_complex():
             raise ValueError(
@@ -179,4 +197,11 @@ def _load_unit(
         for index, param in enumerate(unit.params):
             if keys[param]:
                 given[index] = values[keys[param][0]]
+    for index, param in enumerate(unit.params):
+        part = param.shard.place.part
+        if part is not None and keys[param]:
+            if broadcast and state.ranks_of(unit.index).rank == 0:
+                given[index] = part.spread(given[index], param.shard)
+            if given[index] is not None:
+                given[index] = part.own(given[index], param.full.shape[part.dim])
     state.engine.materialize(unit.index, given, broadcast)

@@ -172,7 +172,7 @@ def test_traffic_of_the_stages(world: int) -> None:
 def test_pool_holds_prefetch_plus_one_units_and_one_bucket(prefetch: int) -> None:
     model = units(32 * 1024, 32)
     order = order_of([(unit, ()) for unit in range(32)])
-    plan = plan_memory(model, order, options(3, 4, prefetch), rank=0, optimizer_states=2)
+    plan = plan_memory(model, order, options(3, 4, prefetch), optimizer_states=2)
     assert plan.pool == (prefetch + 2) * 4096
 
 
@@ -202,10 +202,10 @@ def test_the_arena_is_no_larger_than_what_is_held_at_a_time(
     """Blocks of different sizes share bytes: an embedding's are the layers' while it rests."""
     model = llama(name, mixed)
     order = order_of([(unit, ()) for unit in range(len(model))])
-    plan = plan_memory(model, order, options(stage, 8, prefetch), rank=0, optimizer_states=2)
+    plan = plan_memory(model, order, options(stage, 8, prefetch), optimizer_states=2)
     assert plan.pool_reserved == plan.pool
     accumulated = options(stage, 8, prefetch, micro_batches=4)
-    plan = plan_memory(model, order, accumulated, rank=0, optimizer_states=2)
+    plan = plan_memory(model, order, accumulated, optimizer_states=2)
     # In the first step the shards of scratch that sums are added from have no place yet.
     scratch = 4 * LLAMAS[name][2] // 8
     assert plan.pool <= plan.pool_reserved <= plan.pool + scratch

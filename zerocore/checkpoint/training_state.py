@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zerocore.checkpoint.safe_files import shown
 from zerocore.common.state_memory import filled_later
 from zerocore.hooks.optimizer_states import make_states, params_of
+from zerocore.tensor.place import Placed
 from zerocore.tensor.rows import as_range, as_rows
 
 State = dict[str, Any]
@@ -119,10 +120,10 @@ def _check_tensor(key: str, value: Any, facts: Any, trouble: str) -> None:
         raise ValueError(f"{trouble}: '{key}' is no tensor, or should not be one")
     if not isinstance(facts, TensorStorageMetadata):
         return
-    if facts.size != value.shape:
+    expected = value.place.whole_shape if isinstance(value, Placed) else value.shape
+    if facts.size != expected:
         raise ValueError(
-            f"{trouble}: '{key}' has shape {shown(tuple(facts.size))}, "
-            f"expected {tuple(value.shape)}"
+            f"{trouble}: '{key}' has shape {shown(tuple(facts.size))}, expected {tuple(expected)}"
         )
     kinds = [dtype.is_floating_point for dtype in (facts.properties.dtype, value.dtype)]
     if kinds[0] != kinds[1] or facts.properties.dtype.is_complex != value.dtype.is_complex:

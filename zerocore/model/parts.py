@@ -7,10 +7,14 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from zerocore.checkpoint.slices.save_ownership import ranges_on
+from zerocore.common.agreement import gather_objects
 from zerocore.model.ranks import Ranks, group_of, members_of, ranks_of
 from zerocore.model.units import ParamChoice, UnitPlanned
+from zerocore.tensor.place import PartOf, Place
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,21 @@ class ModelPart:
     ranks: Ranks
     others: dist.ProcessGroup | None
     dim: int
+
+
+@dataclass(frozen=True)
+class PartRanges:
+    """Who saves the elements of one part of a tensor.
+
+    Attributes:
+        origin: the place of its first element in the tensor.
+        shape: of the part.
+        ranges: ``(rank, begin, end)`` of its elements, by the ranks of the model.
+    """
+
+    origin: tuple[int, ...]
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int, int], ...]
 
 
 def find_parts(groups: Any, model_ranks: Ranks) -> tuple[ModelPart, ...]:
@@ -137,3 +156,70 @@ def _mesh_of(choice: ParamChoice, parts: Sequence[ModelPart]) -> int:
             "let one pattern match all of its names"
         )
     return found.pop()
+
+
+def find_sizes(
+    planned: Sequence[UnitPlanned], parts: Sequence[ModelPart], device: torch.device
+) -> dict[str, PartOf]:
+    """The larger tensors that parameters are parts of, by FQN; collective."""
+    found = {}
+    for mesh, part in enumerate(parts, 1):
+        choices = [choice for unit in planned if unit.mesh == mesh for choice in unit.params]
+        if part.others is None or not choices:
+            continue
+        sizes = gather_objects([part.others], [[c.param.shape[part.dim] for c in choices]], device)
+        for number, choice in enumerate(choices):
+            all_sizes = [of_rank[number] for of_rank in sizes]
+            shape = list(choice.param.shape)
+            shape[part.dim] = sum(all_sizes)
+            begin = sum(all_sizes[: part.others.rank()])
+            found[choice.fqns[0]] = PartOf(part.others, torch.Size(shape), part.dim, begin)
+    return found
+
+
+def find_ranges(state: Any) -> dict[str, list[PartRanges]]:
+    """Who saves which part of each tensor that several parameters are parts of; collective.
+
+    Args:
+        state: a :class:`zerocore.model.state.ShardState` with all units.
+    """
+    found: dict[str, list[PartRanges]] = {}
+    for mesh, part in enumerate(state.parts, 1):
+        if part.others is None:
+            continue
+        own = {
+            param.fqn: _own_ranges(state, unit.index, position, part.ranks)
+            for unit in state.units
+            if unit.mesh == mesh
+            for position, param in enumerate(unit.params)
+        }
+        for ranges in gather_objects([part.others], [own], state.device):
+            for fqn, each in ranges.items():
+                found.setdefault(fqn, []).append(each)
+    return found
+
+
+def _own_ranges(state: Any, unit: int, position: int, ranks: Ranks) -> PartRanges:
+    place: Place = state.units[unit].params[position].shard.place
+    layout = None if place.group is None else (state.engine.layout(unit), position)
+    numbers = [state.ranks.members.index(member) for member in ranks.members] or [0]
+    assert place.part is not None
+    ranges = ranges_on(ranks, place.global_shape.numel(), layout)
+    return PartRanges(
+        place.part.origin,
+        tuple(place.global_shape),
+        tuple((numbers[rank], begin, end) for rank, begin, end in ranges),
+    )
+
+
+def check_has_places(state: Any) -> None:
+    """Raises ValueError if ranks hold parameters of one name that are no parts of one tensor."""
+    for unit in state.units:
+        part = state.parts[unit.mesh - 1] if unit.mesh and state.parts else None
+        if unit.mesh and (part is None or part.others is None):
+            name = unit.params[0].fqn
+            raise ValueError(
+                f"'{name}': only some ranks of the model share it, and the others have a parameter "
+                "of the same name. A checkpoint cannot hold both: say in groups= of "
+                "zerocore.shard which ranks have the other parts, zerocore.Part(mesh, of=...)"
+            )

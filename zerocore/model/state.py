@@ -14,7 +14,7 @@ from torch import nn
 from zerocore._C import Engine, ParamSpec
 from zerocore.model.config import ShardConfig
 from zerocore.model.meters import Meters
-from zerocore.model.parts import ModelPart
+from zerocore.model.parts import ModelPart, PartRanges
 from zerocore.model.precision import ParamTypes
 from zerocore.model.ranks import Ranks
 from zerocore.model.unit_call import unit_call_of
@@ -65,6 +65,7 @@ class ShardState:
     meshes: tuple[Ranks, ...]  # the model's, and those of its parts
     device: torch.device
     parts: tuple[ModelPart, ...] = ()  # of the meshes from the second on
+    part_ranges: dict[str, list[PartRanges]] = field(default_factory=dict)  # by FQN
     units: list[Unit] = field(default_factory=list)
     meters: Meters = field(init=False)
     shown_full: Counter[int] = field(default_factory=Counter)  # units inside of unsharded()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from weakref import ref
 
 import torch
@@ -32,6 +32,7 @@ from zerocore.model.call_order import UnitsOf, call_order, units_by_module
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.config import ShardConfig
 from zerocore.model.materialize import InitFn, full_values, materialize_buffers
+from zerocore.model.parts import find_ranges, find_sizes
 from zerocore.model.precision import MixedPrecision, param_types
 from zerocore.model.ranks import Ranks, control_group, make_near, with_reductions
 from zerocore.model.state import Param, ShardState, Unit, set_state
@@ -42,7 +43,7 @@ from zerocore.sharding.request import ShardRequest, types_of
 from zerocore.sharding.same_values import check_same_values
 from zerocore.tensor import updates
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
-from zerocore.tensor.place import Place
+from zerocore.tensor.place import PartOf, Place
 from zerocore.tensor.replaced import replace
 
 
@@ -76,8 +77,10 @@ def build(request: ShardRequest) -> ShardState:
     state = ShardState(engine, config, tuple(meshes), request.device, request.parts)
     if config.mixed_precision is not None:
         cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
+    wholes = find_sizes(planned, request.parts, request.device)
     for index, unit in enumerate(planned):
-        state.units.append(_shard_unit(state, index, unit, request.init_fn))
+        state.units.append(_shard_unit(state, index, unit, request.init_fn, wholes))
+    state.part_ranges = find_ranges(state)
     materialize_buffers(model, request.device, request.init_fn)
     _set_unit_calls(model, units_of, state)
     watch_loads(model, state)
@@ -181,19 +184,29 @@ def _unit_param(choice: ParamChoice, config: ShardConfig) -> UnitParam:
 
 
 def _shard_unit(
-    state: ShardState, index: int, planned: UnitPlanned, init_fn: InitFn | None
+    state: ShardState,
+    index: int,
+    planned: UnitPlanned,
+    init_fn: InitFn | None,
+    wholes: Mapping[str, PartOf],
 ) -> Unit:
     values = full_values(planned.params, state.device, init_fn)
     state.engine.materialize(index, values, state.config.sync_params)
     del values
     unit = Unit(index, planned.name, mesh=planned.mesh)
     for position, choice in enumerate(planned.params):
-        unit.params.append(_shard_param(state, unit, position, choice))
+        unit.params.append(_shard_param(state, unit, position, choice, wholes))
     planned.params.clear()
     return unit
 
 
-def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoice) -> Param:
+def _shard_param(
+    state: ShardState,
+    unit: Unit,
+    position: int,
+    choice: ParamChoice,
+    wholes: Mapping[str, PartOf],
+) -> Param:
     engine, old = state.engine, choice.param
     layout = engine.layout(unit.index)
     shared = layout.num_shards > 1
@@ -206,7 +219,7 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
         (owned.begin, owned.end),
         ranks.shard if shared else None,
         None if full.is_contiguous() else full.stride(),
-        state.parts[unit.mesh - 1].others if unit.mesh else None,
+        wholes.get(choice.fqns[0]),
     )
     data = engine.make_shard(unit.index, position)
     shard = ShardedParameter.make(data, place, old.requires_grad, unit.index, ref(state), full)

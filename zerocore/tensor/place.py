@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -20,6 +20,53 @@ from zerocore.tensor.operators import is_elementwise
 
 
 @dataclass(frozen=True)
+class PartOf:
+    """A larger tensor, of which a parameter is a part along one dimension.
+
+    Attributes:
+        group: the ranks that have its parts, each of them a parameter; see :class:`zerocore.Part`.
+            None in a shard that was loaded from a file.
+        shape: its shape.
+        dim: the dimension.
+        begin: where the parameter begins along it.
+    """
+
+    group: dist.ProcessGroup | None
+    shape: torch.Size
+    dim: int
+    begin: int
+
+    @property
+    def origin(self) -> tuple[int, ...]:
+        """The place of the parameter's first element."""
+        return tuple(self.begin if dim == self.dim else 0 for dim in range(len(self.shape)))
+
+    def own(self, whole: Tensor, size: int) -> Tensor:
+        """The parameter's part, a view."""
+        return whole.narrow(self.dim, self.begin, size)
+
+    def spread(self, whole: Tensor | None, like: Tensor) -> Tensor:
+        """The first rank's values of the larger tensor; collective, of the dtype of ``like``."""
+        value = torch.empty(self.shape, dtype=like.dtype, device=like.device)
+        if whole is not None:
+            value.copy_(whole)
+        assert self.group is not None
+        with waiting(self.group, "a broadcast of parts"):
+            dist.broadcast(value, group=self.group, group_src=0)
+        return value
+
+    def gather(self, own: Tensor) -> Tensor:
+        """The larger tensor, from each rank's part of it; collective, a new tensor."""
+        whole = own.new_zeros(self.shape)
+        self.own(whole, own.shape[self.dim]).copy_(own)
+        assert self.group is not None
+        if whole.numel() > 0:  # as bytes, of which all others are zero
+            with waiting(self.group, "a gather of parts"):
+                dist.all_reduce(whole.view(-1).view(torch.uint8), group=self.group)
+        return whole
+
+
+@dataclass(frozen=True)
 class Place:
     """Where a local shard lies in its parameter.
 
@@ -31,8 +78,7 @@ class Place:
         group: the ranks that share the parameter; None where every rank holds all of it, and in a
             shard that was loaded from a file.
         strides: those of the full parameter; None if it is C-contiguous.
-        others: ranks with other parts of the tensor, each of which is a parameter of its own; see
-            :class:`zerocore.Part`.
+        part: the larger tensor of which the parameter is a part; None if it is none.
     """
 
     fqn: str
@@ -40,12 +86,23 @@ class Place:
     shard_range: tuple[int, int]
     group: dist.ProcessGroup | None = None
     strides: tuple[int, ...] | None = None
-    others: dist.ProcessGroup | None = None
+    part: PartOf | None = None
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Groups that together have all elements, each rank others."""
-        return tuple(group for group in (self.group, self.others) if group is not None)
+        groups = (self.group, None if self.part is None else self.part.group)
+        return tuple(group for group in groups if group is not None)
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """As files have it: the shape of the larger tensor, if there is one."""
+        return self.global_shape if self.part is None else self.part.shape
+
+    def without_groups(self) -> Place:
+        """The same place for another process."""
+        part = None if self.part is None else replace(self.part, group=None)
+        return replace(self, group=None, part=part)
 
     def holds_same(self, other: Place) -> bool:
         """Whether shards at both places hold the same elements of a tensor of one layout.
@@ -165,6 +222,11 @@ class Placed:
             RuntimeError: the shard was loaded from a file and is in no model.
         """
         return self.place.gather(local_of(self))
+
+    def whole_tensor(self) -> Tensor:
+        """As :meth:`full_tensor`; of a part of a larger tensor that one, see :class:`zerocore.Part`."""
+        full, part = self.full_tensor(), self.place.part
+        return full if part is None else part.gather(full)
 
 
 class PlacedParameter(Placed):

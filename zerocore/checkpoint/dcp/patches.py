@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -39,7 +38,7 @@ def _gathers(original: Callable[..., Any]) -> Callable[..., Any]:
             if not isinstance(value, Placed):
                 return value
             # Torch broadcasts the memory of a tensor as it is, in any order.
-            whole = value.full_tensor().contiguous()
+            whole = value.whole_tensor().contiguous()
             if not keep:
                 return torch.empty(0)
             return whole.cpu() if options.get("cpu_offload") else whole
@@ -64,7 +63,7 @@ def _stages(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(x, Placed):
             return original(self, x, *args, **kwargs)
         local = original(self, local_of(x), *args, **kwargs)
-        return as_shard(local, replace(x.place, group=None))  # it may travel to another process
+        return as_shard(local, x.place.without_groups())  # it may travel to another process
 
     return offload
 
@@ -83,7 +82,7 @@ def _copies(original: Callable[..., Any]) -> Callable[..., Any]:
 
         def wrap(value: Tensor) -> Tensor:
             place = next(remaining)
-            return value if place is None else as_shard(value, replace(place, group=None))
+            return value if place is None else as_shard(value, place.without_groups())
 
         return tree_map_only(Tensor, wrap, created)
 
@@ -106,6 +105,31 @@ def _refuses(original: Callable[..., Any]) -> Callable[..., Any]:
     return write
 
 
+class _Part:
+    """A part of a larger tensor, for plans of a load, which compare shapes."""
+
+    def __init__(self, shard: Any) -> None:
+        self._shape: torch.Size = shard.place.whole_shape
+        self.__create_chunk_list__ = shard.__create_chunk_list__
+        self.__create_write_items__ = shard.__create_write_items__
+        self.__get_tensor_shard__ = shard.__get_tensor_shard__
+
+    def size(self) -> torch.Size:
+        return self._shape
+
+
+def _plans(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def plan(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        shown = {
+            key: _Part(value) if isinstance(value, Placed) and value.place.part else value
+            for key, value in state_dict.items()
+        }
+        return original(shown, *args, **kwargs)
+
+    return plan
+
+
 _BASE = "torch.distributed"
 # module: (what is replaced in it, and how)
 _SEAMS: dict[str, Sequence[tuple[str, _Wrapper]]] = {
@@ -116,6 +140,7 @@ _SEAMS: dict[str, Sequence[tuple[str, _Wrapper]]] = {
         ("_gather_state_dict", _gathers),
         ("_init_optim_state", _makes_states),
     ],
+    f"{_BASE}.checkpoint.default_planner": [("create_default_local_load_plan", _plans)],
     f"{_BASE}.checkpoint.hf_storage": [("HuggingFaceStorageWriter.write_data", _refuses)],
 }
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from zerocore.checkpoint.dcp.save_plan import SavePlan, Spread
-from zerocore.checkpoint.slices.save_ownership import owned_ranges, saved_ranges
+from zerocore.checkpoint.slices.save_ownership import ranges_on
+from zerocore.model.parts import check_has_places
 from zerocore.model.state import ShardState
 from zerocore.tensor.place import Place
 
@@ -31,6 +32,8 @@ class KeptPlan:
             for position, param in enumerate(unit.params)
         }
         self._ranks = state.ranks
+        self._parts = state.part_ranges
+        check_has_places(state)
         self._spreads: dict[Any, Spread] = {}
         self._lock = threading.Lock()  # one thread copies by the plan, another one writes by it
         self._facts: Facts = {}
@@ -70,7 +73,7 @@ class KeptPlan:
         """One object for all tensors that are spread alike."""
         key: Any = of
         if isinstance(of, Place):
-            key = (of.fqn, of.global_shape, of.strides, of.shard_range, of.group is None)
+            key = (of.fqn, of.whole_shape, of.strides, of.shard_range, of.group is None)
         if key not in self._spreads:
             self._spreads[key] = self._found(of)
         return self._spreads[key]
@@ -78,11 +81,12 @@ class KeptPlan:
     def _found(self, of: Place | torch.Size) -> Spread:
         if not isinstance(of, Place):
             return Spread(tuple(of), ((0, 0, of.numel()),))
-        ranks, shape = self._ranks, tuple(of.global_shape)
-        if of.group is None:
-            ranges = saved_ranges([(0, 0, of.global_shape.numel())], 1, ranks.world_size)
-            return Spread(shape, ranges, of.strides)
-        ranges = saved_ranges(
-            owned_ranges(*self._places[of.fqn]), ranks.num_shards, ranks.num_replicas
-        )
-        return Spread(shape, ranges, of.strides)
+        if of.part is not None:
+            parts = tuple(
+                (part.origin, Spread(part.shape, part.ranges, of.strides))
+                for part in self._parts[of.fqn]
+            )
+            return Spread(tuple(of.whole_shape), strides=of.strides, parts=parts)
+        layout = None if of.group is None else self._places[of.fqn]
+        ranges = ranges_on(self._ranks, of.global_shape.numel(), layout)
+        return Spread(tuple(of.global_shape), ranges, of.strides)

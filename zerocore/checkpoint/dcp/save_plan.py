@@ -37,21 +37,29 @@ class Spread:
         shape: of the full tensor.
         ranges: ``(rank, begin, end)`` in the order of the elements; ranks without any are left out.
         strides: those of a tensor that is not C-contiguous, whose elements count in memory order.
+        parts: where the tensor is those of several parameters: the place of each, and its own.
     """
 
     shape: tuple[int, ...]
-    ranges: tuple[tuple[int, int, int], ...]
+    ranges: tuple[tuple[int, int, int], ...] = ()
     strides: tuple[int, ...] | None = None
+    parts: tuple[tuple[tuple[int, ...], Spread], ...] = ()
 
     def pieces(self, itemsize: int, only: int | None = None) -> list[tuple[int, Box]]:
         """``(rank, box)`` of all ranks or one; a box without elements for an empty tensor."""
         if prod(self.shape) == 0:
             return [(0, Box((0,) * len(self.shape), self.shape, 0))] if not only else []
-        return [
+        own = [
             (rank, box)
             for rank, begin, end in self.ranges
             if only in (None, rank)
             for box in cut_boxes(self.shape, begin, end, self.strides, itemsize)
+        ]
+        return own + [
+            (rank, box.moved(origin))
+            for origin, part in self.parts
+            if prod(part.shape) > 0
+            for rank, box in part.pieces(itemsize, only)
         ]
 
 

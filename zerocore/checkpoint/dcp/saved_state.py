@@ -71,7 +71,7 @@ class SavedState:
     def digest(self) -> str:
         """The same on all ranks if they save the same tensors."""
         facts = [
-            f"{key} {dtype} {tuple(of.global_shape if isinstance(of, Place) else of)}"
+            f"{key} {dtype} {tuple(of.whole_shape if isinstance(of, Place) else of)}"
             for key, (dtype, of) in self.facts.items()
         ]
         return f"{len(facts)} tensors, {crc32(repr(facts).encode()):08x}"

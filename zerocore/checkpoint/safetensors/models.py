@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 
 import torch
@@ -30,9 +31,10 @@ from zerocore.checkpoint.safetensors.files import (
 from zerocore.common.agreement import agree, on_all_ranks
 from zerocore.common.alarm import operation
 from zerocore.common.quantities import parse_nbytes
+from zerocore.model.parts import check_has_places
 from zerocore.model.state import Param, ShardState, state_of
 from zerocore.state_dict import buffers_of, param_keys
-from zerocore.tensor.place import local_of
+from zerocore.tensor.place import Place, local_of
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 Target = Param | Tensor  # a parameter, or a buffer
@@ -135,10 +137,10 @@ def _check(
         if name not in targets:
             continue
         tensor = _full_of(targets[name])
-        if entry.shape != tuple(tensor.shape):
+        if entry.shape != _shape_of(targets[name]):
             raise ValueError(
                 f"{entry.file}: {shown(name)} has shape {shown(entry.shape)}, the model "
-                f"{tuple(tensor.shape)}"
+                f"{_shape_of(targets[name])}"
             )
         if _kind(entry.dtype) > _kind(tensor.dtype):
             raise ValueError(
@@ -155,10 +157,23 @@ def _full_of(target: Target) -> Tensor:
     return target.full if isinstance(target, Param) else target
 
 
+def _shape_of(target: Target) -> tuple[int, ...]:
+    """In the files."""
+    return tuple(target.shard.place.whole_shape if isinstance(target, Param) else target.shape)
+
+
+def _begin_in_file(place: Place) -> int | None:
+    """Where the elements of a shard begin in C order; None if they do not follow each other."""
+    if place.strides is not None or (place.part is not None and place.part.dim != 0):
+        return None
+    before = 0 if place.part is None else place.part.begin * prod(place.part.shape[1:])
+    return before + place.shard_range[0]
+
+
 def _read_target(entry: Entry, target: Target) -> None:
     with opened(entry.file) as file:
-        if isinstance(target, Param) and target.shard.place.strides is None:
-            begin, _ = target.shard.shard_range
+        begin = _begin_in_file(target.shard.place) if isinstance(target, Param) else None
+        if isinstance(target, Param) and begin is not None:
             offset = entry.begin + begin * entry.dtype.itemsize
             read_into(file.fileno(), offset, entry.dtype, local_of(target.shard))
             return
@@ -166,7 +181,9 @@ def _read_target(entry: Entry, target: Target) -> None:
         full = torch.empty(entry.shape, dtype=dtype)
         read_into(file.fileno(), entry.begin, entry.dtype, full.view(-1))
     if isinstance(target, Param):  # its elements are in another order in memory
-        local_of(target.shard).copy_(target.shard.place.part_of(full))
+        part = target.shard.place.part
+        own = full if part is None else part.own(full, target.full.shape[part.dim])
+        local_of(target.shard).copy_(target.shard.place.part_of(own))
     else:
         target.copy_(full)
 
@@ -196,6 +213,7 @@ def save_safetensors(
         RuntimeError: this process was forked from the one that sharded the model.
     """
     state = state_of(model, by_rows=False)
+    check_has_places(state)
     path = Path(folder)
     groups, device = state.ranks.groups, state.device
     temporary = path / f".safetensors-{agree(groups, None, [], device)}"
@@ -247,7 +265,7 @@ def _facts(
         chosen = dtype if dtype is not None and own.is_floating_point else own
         if chosen not in NAME_OF:
             raise ValueError(f"'{name}' is {chosen}, which safetensors does not know")
-        facts[name] = (chosen, tuple(_full_of(target).shape))
+        facts[name] = (chosen, _shape_of(target))
     return facts
 
 
@@ -316,11 +334,15 @@ def _own_part(state: ShardState, target: Target) -> tuple[Tensor, int]:
         flat = target.detach().contiguous().view(-1)
         return (flat if state.rank == 0 else flat[:0]), 0
     place, local = target.shard.place, local_of(target.shard)
-    if place.strides is not None:  # pieces of it are scattered over the file
-        flat = place.gather(local).contiguous().view(-1)
+    first = _begin_in_file(place)
+    if first is None:  # pieces of it are scattered over the file
+        full = place.gather(local)
+        full = full if place.part is None else place.part.gather(full)
+        flat = full.contiguous().view(-1)
         return (flat if state.rank == 0 else flat[:0]), 0
-    copies = state.ranks.num_replicas if place.group is not None else state.world_size
-    index = state.rank // state.ranks.num_shards if place.group is not None else state.rank
+    ranks = state.ranks_of(target.shard.unit)
+    copies = ranks.num_replicas if place.group is not None else ranks.world_size
+    index = ranks.rank // ranks.num_shards if place.group is not None else ranks.rank
     size = -(-local.numel() // copies)
     begin = min(index * size, local.numel())
-    return local[begin : begin + size], place.shard_range[0] + begin
+    return local[begin : begin + size], first + begin

@@ -22,6 +22,11 @@ class Box:
     sizes: tuple[int, ...]
     begin: int
 
+    def moved(self, by: Sequence[int]) -> Box:
+        """The box in a larger tensor, which the tensor is a part of."""
+        offsets = tuple(own + more for own, more in zip(self.offsets, by, strict=True))
+        return Box(offsets, self.sizes, self.begin)
+
     @property
     def numel(self) -> int:
         return prod(self.sizes)

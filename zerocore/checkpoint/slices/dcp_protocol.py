@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 def chunk_boxes(place: Place) -> list[Box]:
     """The boxes of this rank's elements; one without elements for a tensor that has none."""
     shape = tuple(place.global_shape)
-    if place.global_shape.numel() == 0:
-        return [Box((0,) * len(shape), shape, 0)]
-    return boxes_of(shape, *place.shard_range, place.strides)
+    if place.whole_shape.numel() == 0:
+        return [Box((0,) * len(shape), tuple(place.whole_shape), 0)]
+    boxes = boxes_of(shape, *place.shard_range, place.strides)
+    return boxes if place.part is None else [box.moved(place.part.origin) for box in boxes]
 
 
 def write_items(fqn: str, place: Place, local: Tensor) -> list[WriteItem]:
@@ -35,7 +36,7 @@ def write_items(fqn: str, place: Place, local: Tensor) -> list[WriteItem]:
             index=MetadataIndex(fqn, chunk.offsets),
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(
-                chunk=chunk, properties=properties, size=place.global_shape
+                chunk=chunk, properties=properties, size=place.whole_shape
             ),
         )
         for chunk in chunk_list(place)

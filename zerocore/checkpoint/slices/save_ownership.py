@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from zerocore._C import Layout
 
@@ -45,3 +46,16 @@ def saved_ranges(
         for copy, start in enumerate(range(begin, end, size)):
             saved.append((copy * num_shards + shard, start, min(start + size, end)))
     return tuple(saved)
+
+
+def ranges_on(
+    ranks: Any, numel: int, place: tuple[Layout, int] | None
+) -> tuple[tuple[int, int, int], ...]:
+    """:func:`saved_ranges` of a parameter; its layout and position, or None if nothing is shared.
+
+    Args:
+        ranks: a :class:`zerocore.model.ranks.Ranks`, whose ranks hold the parameter.
+    """
+    if place is None:
+        return saved_ranges([(0, 0, numel)], 1, ranks.world_size)
+    return saved_ranges(owned_ranges(*place), ranks.num_shards, ranks.num_replicas)

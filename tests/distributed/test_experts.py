@@ -1,0 +1,322 @@
+"""Experts that only some ranks share, beside one process that has all of them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zerocore
+from tests.by_night import by_night
+from tests.distributed.experts import NUM_EXPERTS, spread_model, tokens_of, whole_model
+from tests.distributed.harness import run_ranks
+from zerocore.planning.prediction import planned_events
+
+Bounds = Sequence[int]
+EVEN, UNEVEN, SINGLE = [0, 2, 4], [0, 1, 4], [0, 1, 2, 3, 4]
+# Replicas of each expert by parts, and which experts each part has.
+LAYOUTS = {"2x2": ((2, 2), EVEN), "uneven": ((2, 2), UNEVEN), "1x4": ((1, 4), SINGLE)}
+PATTERN = "*.experts.*"
+CLOSE = {"rtol": 2e-6, "atol": 2e-7}
+
+
+def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("edp", "ep"))
+
+
+def sharded(
+    shape: tuple[int, int], bounds: Bounds, stage: int, **options: Any
+) -> zerocore.ShardedParameter | nn.Module:
+    mesh = mesh_of(shape)
+    model = spread_model(mesh.get_group("ep"), list(bounds))
+    part = zerocore.Part(mesh["edp"], of=mesh["ep"])
+    return zerocore.shard(model, stage=stage, groups={PATTERN: part}, **options)
+
+
+def own_of(name: str, full: Tensor, shape: tuple[int, int], bounds: Bounds) -> Tensor:
+    """What this rank has of a tensor of the whole model."""
+    part = dist.get_rank() % shape[1]
+    return full[bounds[part] : bounds[part + 1]] if ".experts." in name else full
+
+
+def loss_of(model: nn.Module, ranks: Sequence[int], number: int) -> Tensor:
+    data = [tokens_of(rank, number) for rank in ranks]
+    tokens, targets = (torch.cat(each) for each in zip(*data, strict=True))
+    return (model(tokens) - targets).square().mean()
+
+
+def train(
+    stage: int, layout: str, clip: Callable[..., Tensor], micro_batches: int, **options: Any
+) -> None:
+    """Three steps: gradients, norm and weights are those of one process."""
+    shape, bounds = LAYOUTS[layout]
+    model, truth = sharded(shape, bounds, stage, **options), whole_model()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, truth)]
+    for number in range(3):
+        for micro in range(micro_batches):
+            is_last = micro == micro_batches - 1
+            with nullcontext() if is_last else zerocore.no_sync(model):
+                loss_of(model, [dist.get_rank()], number + 10 * micro).backward()
+            loss_of(truth, range(dist.get_world_size()), number + 10 * micro).backward()
+        for (name, param), whole in zip(
+            model.named_parameters(), truth.parameters(), strict=True
+        ):
+            expected = own_of(name, whole.grad, shape, bounds)
+            torch.testing.assert_close(param.grad.full_tensor(), expected, **CLOSE)
+        norms = clip(model.parameters(), 0.1), nn.utils.clip_grad_norm_(truth.parameters(), 0.1)
+        torch.testing.assert_close(*norms, **CLOSE)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, param), whole in zip(model.named_parameters(), truth.parameters(), strict=True):
+        expected = own_of(name, whole.detach(), shape, bounds)
+        torch.testing.assert_close(param.full_tensor(), expected, rtol=1e-5, atol=2e-6)
+
+
+def train_all_ways(stage: int, layout: str) -> None:
+    train(stage, layout, zerocore.clip_grad_norm_, 1)
+    train(stage, layout, nn.utils.clip_grad_norm_, 2)
+    train(stage, layout, zerocore.clip_grad_norm_, 2, accumulate="full", prefetch=2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_is_that_of_one_process(stage: int, layout: str) -> None:
+    run_ranks(train_all_ways, 4, stage, layout)
+
+
+def train_in_nodes(stage: int) -> None:
+    """World 8: the dense parameters in two replicas, experts in two parts of two times two."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicas", "edp", "ep"))
+    model, truth = spread_model(mesh.get_group("ep"), EVEN), whole_model()
+    dense = DeviceMesh(
+        "cpu", torch.arange(8).view(2, 4), mesh_dim_names=("replicas", "shards")
+    )
+    part = zerocore.Part(mesh["replicas", "edp"], of=mesh["ep"])
+    zerocore.shard(model, stage=stage, group=dense, groups={PATTERN: part})
+    loss_of(model, [dist.get_rank()], 0).backward()
+    loss_of(truth, range(8), 0).backward()
+    for (name, param), whole in zip(model.named_parameters(), truth.parameters(), strict=True):
+        expected = own_of(name, whole.grad, (4, 2), EVEN)
+        torch.testing.assert_close(param.grad.full_tensor(), expected, **CLOSE)
+    norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in truth.parameters()]))
+    torch.testing.assert_close(zerocore.clip_grad_norm_(model, 1e9), norm, **CLOSE)
+
+
+def test_hybrid_sharding_of_both(stage: int) -> None:
+    run_ranks(train_in_nodes, 8, stage)
+
+
+def compare_plan(stage: int, layout: str) -> None:
+    model = sharded(*LAYOUTS[layout], stage)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number in range(3):
+        with zerocore.record_events(model) as events:
+            loss_of(model, [dist.get_rank()], number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [(event.op, event.unit, event.nbytes, event.pool_nbytes) for event in events]
+    assert found == planned_events(model)
+    assert zerocore.predict_memory(model).total == zerocore.memory_usage(model, optimizer).total
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_plan_is_what_happens(stage: int, layout: str) -> None:
+    run_ranks(compare_plan, 4, stage, layout)
+
+
+def trained(layout: str, stage: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = sharded(*LAYOUTS[layout], stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for number in range(steps):
+        loss_of(model, [dist.get_rank()], number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def save_everywhere(folder: str, layout: str, stage: int) -> dict[str, Any]:
+    model, optimizer = trained(layout, stage, 2)
+    zerocore.Checkpoints(f"{folder}/own", model, optimizer).save(2)
+    zerocore.save_safetensors(model, f"{folder}/files")
+    states = zerocore.full_optimizer_state_dict(optimizer, rank0_only=False)["state"]
+    full = zerocore.full_state_dict(model, rank0_only=False)
+    return {"model": full, "states": states}
+
+
+def load_everywhere(folder: str, layout: str, stage: int, expected: dict[str, Any]) -> None:
+    for way in ("own", "files", "full"):
+        model, optimizer = trained(layout, stage, 1)
+        if way == "own":
+            assert zerocore.Checkpoints(f"{folder}/own", model, optimizer).load() == 2
+            states = zerocore.full_optimizer_state_dict(optimizer, rank0_only=False)["state"]
+            for index, state in states.items():
+                for key, value in state.items():
+                    assert torch.equal(value, expected["states"][index][key]), (index, key)
+        elif way == "files":
+            zerocore.load_safetensors(model, f"{folder}/files")
+        else:
+            first = expected["model"] if dist.get_rank() == 0 else None
+            zerocore.load_full_state_dict(model, first)
+        found = zerocore.full_state_dict(model, rank0_only=False)
+        for key, value in expected["model"].items():
+            assert torch.equal(found[key], value), (way, key)
+
+
+def load_into_plain(folder: str, expected: dict[str, Any]) -> None:
+    """Torch's own reader, and the files of one process."""
+    state = {"model": whole_model().state_dict()}
+    newest = sorted(Path(folder, "own").iterdir())[-1]
+    dcp.load(state, checkpoint_id=newest, no_dist=True)
+    files = load_file(f"{folder}/files/model.safetensors")
+    for key, value in expected["model"].items():
+        assert torch.equal(state["model"][key], value), key
+        assert torch.equal(files[key], value), key
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [*by_night(("uneven", "uneven"), ("1x4", "uneven")), ("2x2", "1x4"), ("uneven", "2x2")],
+)
+def test_checkpoints_go_from_each_mesh_to_another(stage: int, saved: str, loaded: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        expected = run_ranks(save_everywhere, 4, folder, saved, stage)[0]
+        assert expected["model"]["blocks.0.experts.weight"].shape[0] == NUM_EXPERTS
+        load_into_plain(folder, expected)
+        run_ranks(load_everywhere, 4, folder, loaded, 3 - stage, expected)
+
+
+def skip_and_fail(stage: int) -> None:
+    """A rank that has no tokens for a block, and an exception on one rank."""
+    shape, bounds = LAYOUTS["2x2"]
+    model, truth = sharded(shape, bounds, stage), whole_model()
+    rank = dist.get_rank()
+    skipped = rank in (1, 3)  # one rank of each part
+    blocks = list(model.blocks)
+
+    def forward(tokens: Tensor, skips: bool) -> Tensor:
+        tokens = model.first(tokens)
+        return model.last(tokens if skips else blocks[0](tokens))
+
+    model.blocks[0].group = None  # each rank's tokens stay with its own experts
+    model.blocks[0].experts.first = 0
+    model.forward = lambda tokens: forward(tokens, skipped)
+    for number in range(2):
+        loss_of(model, [rank], number).backward()
+        grads = {name: param.grad for name, param in model.named_parameters()}
+        used = [name for name, grad in grads.items() if grad is not None]
+        assert any("blocks.0.experts" in name for name in used) == (rank % 2 == 0), used
+        model.zero_grad()
+    del truth
+
+
+def raise_on_one_rank(stage: int) -> None:
+    model = sharded(*LAYOUTS["2x2"], stage)
+    loss_of(model, [dist.get_rank()], 0).backward()
+    expected = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    model.zero_grad()
+    if dist.get_rank() == 3:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.zeros(2, 3))
+    else:
+        with pytest.raises(RuntimeError, match="rank"):
+            loss_of(model.first, [dist.get_rank()], 0).backward()
+            model(torch.zeros(2, 6)).sum().backward()
+    del expected
+
+
+PARTS = {
+    "pattern": ({"*.nothing.*": "edp"}, "matches no parameter"),
+    "overlap": ({PATTERN: ("edp", "edp")}, "are in mesh and in of="),
+    "number": ({PATTERN: ("edp", "pair")}, "parts on 2 ranks each are not the 4 ranks"),
+    "dict": ([PATTERN], "expected a dict"),
+}
+
+
+def refuse(kind: str) -> str:
+    mesh = mesh_of((2, 2))
+    model = spread_model(mesh.get_group("ep"), EVEN)
+    given: Any = PARTS[kind][0]
+    if isinstance(given, dict):
+        alone = dist.new_subgroups(1)[0]
+        names: dict[str, Any] = {"edp": mesh["edp"], "ep": mesh["ep"], "pair": alone}
+        given = {
+            pattern: names[of] if isinstance(of, str) else zerocore.Part(*(names[n] for n in of))
+            for pattern, of in given.items()
+        }
+    with pytest.raises((ValueError, TypeError)) as caught:
+        zerocore.shard(model, groups=given)
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_mistakes_are_named_on_every_rank(kind: str) -> None:
+    for text in run_ranks(refuse, 4, kind):
+        assert PARTS[kind][1] in text
+
+
+def refuse_strangers() -> None:
+    mesh = mesh_of((2, 2))
+    model = spread_model(mesh.get_group("ep"), EVEN)
+    with pytest.raises(ValueError, match=r"are none of the model's, which are \["):
+        zerocore.shard(model, group=mesh["edp"], groups={PATTERN: mesh["ep"]})
+
+
+def refuse_other_shapes() -> None:
+    mesh = mesh_of((2, 2))
+    model = spread_model(mesh.get_group("ep"), EVEN if dist.get_rank() < 2 else UNEVEN)
+    with pytest.raises(ValueError, match="the ranks shard different models"):
+        zerocore.shard(model, groups={PATTERN: zerocore.Part(mesh["edp"], of=mesh["ep"])})
+
+
+def refuse_ties() -> None:
+    mesh = mesh_of((2, 2))
+    model = spread_model(mesh.get_group("ep"), EVEN)
+    model.blocks[0].router.weight = nn.Parameter(model.blocks[0].experts.bias.detach()[:, :6])
+    model.blocks[0].experts.extra = model.blocks[0].router.weight
+    with pytest.raises(ValueError, match="tied parameter"):
+        zerocore.shard(model, groups={PATTERN: zerocore.Part(mesh["edp"], of=mesh["ep"])})
+
+
+def test_ranks_and_shapes_are_compared() -> None:
+    for check in (refuse_strangers, refuse_other_shapes, refuse_ties):
+        run_ranks(check, 4)
+
+
+def without_of(folder: str) -> None:
+    """The experts train, but no file can hold two tensors of one name."""
+    mesh = mesh_of((2, 2))
+    model = spread_model(mesh.get_group("ep"), EVEN)
+    zerocore.shard(model, groups={PATTERN: mesh["edp"]})
+    loss_of(model, [dist.get_rank()], 0).backward()
+    for save in (
+        lambda: zerocore.Checkpoints(folder, model).save(1),
+        lambda: zerocore.save_safetensors(model, folder),
+        lambda: zerocore.full_state_dict(model),
+    ):
+        with pytest.raises(ValueError, match=r"blocks\.0\.experts\.weight'.*of=\.\.\."):
+            save()
+
+
+def test_parts_without_a_place_are_not_saved(tmp_path: Path) -> None:
+    run_ranks(without_of, 4, str(tmp_path))
+
+
+def refuse_muon() -> None:
+    model = sharded(*LAYOUTS["2x2"], 3)
+    with pytest.raises(ValueError, match="blocks.0.experts.weight"):
+        zerocore.optim.Muon(model.parameters(), lr=0.01)
+
+
+def test_muon_refuses_parts_by_name() -> None:
+    run_ranks(refuse_muon, 4)
