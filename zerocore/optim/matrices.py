@@ -79,6 +79,16 @@ def _label(item: Item, number: int) -> str:
     return f"parameter{name}{shape}"
 
 
+def check_of_all_ranks(param: ShardedParameter, name: str) -> None:
+    """Raises ValueError if only some of the model's ranks share the parameter."""
+    if param.state_ref().units[param.unit].mesh:
+        advice = "; leave it to AdamW with adamw_names=" if name == "Muon" else ""
+        raise ValueError(
+            f"{name}: parameter '{param.fqn}' is shared by some ranks of the model (groups=), and "
+            f"matrices move among all of them{advice}"
+        )
+
+
 def is_matrix(param: ShardedParameter) -> bool:
     """Whether Muon can update it: a matrix, or a stack of them as of experts."""
     return len(param.global_shape) in (2, 3) and param.is_floating_point()

@@ -26,6 +26,7 @@ from zerocore.optim.matrices import (
     Item,
     Splits,
     check_pattern,
+    check_of_all_ranks,
     check_sharded,
     groups_of,
     is_matrix,
@@ -136,10 +137,11 @@ class Muon(ShardOptimizer):
                 f"use_muon: parameter '{param.fqn}' of shape {tuple(param.global_shape)} is no "
                 "matrix, and no stack of matrices; leave it to AdamW"
             )
-        if wanted is not None:
-            return wanted
         named = any(fnmatchcase(param.fqn, pattern) for pattern in self._adamw_names)
-        return is_matrix(param) and not named
+        chosen = (is_matrix(param) and not named) if wanted is None else wanted
+        if chosen:
+            check_of_all_ranks(param, "Muon")
+        return chosen
 
     def _add(self, options: dict[str, Any], items: list[Item], use_muon: bool) -> None:
         """A group with its own options and no others."""

@@ -17,7 +17,7 @@ from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.optim.choice import Choice, choice_of
 from zerocore.optim.exchange import Lanes, to_owners, to_shards
 from zerocore.optim.gradients import Used, plan_of, used_in_step
-from zerocore.optim.matrices import check_sharded, groups_of
+from zerocore.optim.matrices import check_of_all_ranks, check_sharded, groups_of
 from zerocore.planning.ownership import Matrix, Round, assign, make_rounds, whole_cost
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import local_of
@@ -81,6 +81,8 @@ class OwnedOptimizer(ShardOptimizer):
         self._rounds: dict[Used, list[tuple[Round, Tensor]]] = {}
         self._is_built = False
         super().__init__(groups, {})
+        for param in params_of(self):
+            check_of_all_ranks(param, name)
         facts = [f"'{param.fqn}' for {name}" for param in params_of(self)]
         agree(self._model.ranks.groups, None, facts, self._model.device)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
