@@ -41,9 +41,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     for unit in state.units:
         values = [
             _whole(param, value)
-            for param, value in zip(
-                unit.params, state.engine.full_values(unit.index), strict=True
-            )
+            for param, value in zip(unit.params, state.engine.full_values(unit.index), strict=True)
         ]
         if keep:
             _copy_out(unit, keys, values, full)
@@ -165,7 +163,7 @@ def _check_values(
             f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected "
             f"{unexpected or 'nothing'}"
         )
-    places = [
+    places: list[tuple[str, str, Tensor, Any]] = [
         ("parameter", key, param.full, param.shard.place.whole_shape)
         for param, names in keys.items()
         for key in names

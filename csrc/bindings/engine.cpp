@@ -246,6 +246,12 @@ void register_unit_controls(py::class_<PyEngine>& engine) {
           [](PyEngine& self, UnitId unit, bool syncs) {
             self.engine->unit(unit).settings().syncs = syncs;
           })
+      .def(
+          "gradient_scale",
+          [](PyEngine& self, UnitId unit) {
+            return self.engine->unit(unit).settings().gradient_scale;
+          },
+          py::arg("unit"))
       .def("set_gradient_scale", [](PyEngine& self, UnitId unit, double scale) {
         self.engine->unit(unit).settings().gradient_scale = scale;
       });

@@ -58,10 +58,7 @@ void register_engine_options(py::module_& module) {
                       std::optional<std::string> near,
                       std::optional<std::string> reductions) {
             return GroupNames{
-                std::move(shard),
-                std::move(replicas),
-                std::move(near),
-                std::move(reductions)};
+                std::move(shard), std::move(replicas), std::move(near), std::move(reductions)};
           }),
           py::kw_only(),
           py::arg("shard"),
@@ -112,13 +109,10 @@ void register_units(py::module_& module) {
           py::arg("lacks_main"));
   py::class_<UnitSpec>(module, "UnitSpec")
       .def(
-          py::init([](std::string name,
-                      std::vector<UnitParam> params,
-                      bool stays,
-                      bool near,
-                      int mesh) {
-            return UnitSpec{std::move(name), std::move(params), stays, near, mesh};
-          }),
+          py::init(
+              [](std::string name, std::vector<UnitParam> params, bool stays, bool near, int mesh) {
+                return UnitSpec{std::move(name), std::move(params), stays, near, mesh};
+              }),
           py::arg("name"),
           py::arg("params"),
           py::arg("stays") = false,

@@ -181,8 +181,8 @@ void register_options(py::module_& module) {
             std::vector<UnitMesh> meshes = {UnitMesh::of(
                 sharding, {world_size, rank, methods}, {num_replicas}, sums_on_host, near)};
             for (const auto& [num_shards, replicas, shard] : parts) {
-              meshes.push_back(UnitMesh::of(
-                  sharding, {num_shards, shard, methods}, {replicas}, sums_on_host));
+              meshes.push_back(
+                  UnitMesh::of(sharding, {num_shards, shard, methods}, {replicas}, sums_on_host));
             }
             return PlanOptions{
                 sharding,
@@ -209,14 +209,13 @@ void register_options(py::module_& module) {
 void register_units(py::module_& module) {
   py::class_<UnitPlan>(module, "UnitPlan")
       .def(
-          py::init(
-              [](std::vector<ParamSpec> params,
-                 std::vector<int> unused,
-                 bool stays,
-                 bool near,
-                 int mesh) {
-                return UnitPlan{std::move(params), std::move(unused), stays, near, mesh};
-              }),
+          py::init([](std::vector<ParamSpec> params,
+                      std::vector<int> unused,
+                      bool stays,
+                      bool near,
+                      int mesh) {
+            return UnitPlan{std::move(params), std::move(unused), stays, near, mesh};
+          }),
           py::arg("params"),
           py::arg("unused") = std::vector<int>{},
           py::arg("stays") = false,

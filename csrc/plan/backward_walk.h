@@ -32,10 +32,7 @@ class BackwardWalk {
  public:
   // Both outlive it.
   BackwardWalk(int num_units, int prefetch, ForwardPasses& passes, Residency& residency)
-      : prefetch_(prefetch),
-        passes_(passes),
-        residency_(residency),
-        units_(num_units) {}
+      : prefetch_(prefetch), passes_(passes), residency_(residency), units_(num_units) {}
 
   void begin();
   // True when this is the first news of the call's backward.

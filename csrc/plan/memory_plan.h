@@ -105,8 +105,8 @@ std::vector<PlannedEvent> plan_events(
     const std::vector<CallEvent>& order,
     const PlanOptions& options);
 
-// Bytes on the meshes' rank after two steps; `optimizer_states` tensors of a parameter's size and dtype (its
-// main weight's if it has one) for each parameter that gets a gradient (2 for Adam).
+// Bytes on the meshes' rank after two steps; `optimizer_states` tensors of a parameter's size and
+// dtype (its main weight's if it has one) for each parameter that gets a gradient (2 for Adam).
 MemoryPlan plan_memory(
     const std::vector<UnitPlan>& units,
     const std::vector<CallEvent>& order,

@@ -19,7 +19,7 @@ struct Action {
 
 using Actions = std::vector<Action>;
 
-// What becomes of the full parameters of a unit.
+// Whether the full parameters of a unit come and go.
 struct UnitGathers {
   bool gathers = true; // they have to be gathered at all
   bool releases = true; // they are given back after use (stage 3)

@@ -3,11 +3,7 @@
 
 namespace zerocore {
 
-PartSizes part_sizes(
-    Tier tier,
-    const Layout& layout,
-    const Tiers& tiers,
-    const UnitMesh& mesh) {
+PartSizes part_sizes(Tier tier, const Layout& layout, const Tiers& tiers, const UnitMesh& mesh) {
   const Layout own = layout.of_shard(mesh.shard());
   const Layout main = own.retyped(&Region::main);
   const std::vector<int> trained = Tiers::trained_regions(layout);

@@ -20,10 +20,6 @@ inline constexpr int kNumStateParts = 6;
 using PartSizes = std::array<int64_t, kNumStateParts>;
 
 // Sizes of the parts of a unit that the mesh's rank has on the host or on disk.
-PartSizes part_sizes(
-    Tier tier,
-    const Layout& layout,
-    const Tiers& tiers,
-    const UnitMesh& mesh);
+PartSizes part_sizes(Tier tier, const Layout& layout, const Tiers& tiers, const UnitMesh& mesh);
 
 } // namespace zerocore

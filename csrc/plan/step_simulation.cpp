@@ -29,9 +29,7 @@ bool is_trainable(const Region& region) {
   return region.requires_grad;
 }
 
-std::vector<UnitMesh> meshes_of(
-    const std::vector<UnitPlan>& units,
-    const PlanOptions& options) {
+std::vector<UnitMesh> meshes_of(const std::vector<UnitPlan>& units, const PlanOptions& options) {
   std::vector<UnitMesh> meshes;
   for (const UnitPlan& unit : units) {
     meshes.push_back(mesh_of(unit, options));

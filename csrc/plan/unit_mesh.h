@@ -5,6 +5,7 @@
 //   stage s             | -                 | row s of the table
 //   hybrid, stage s     | replicated        | row s of the table
 //   one rank of each    | row 0             | -
+//   experts             | those of their units alone, over some of the model's ranks
 //
 // Note [Near ranks]
 // Where ranks that share parameters have faster links to some of the others, these are `near`: the

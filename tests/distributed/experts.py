@@ -121,9 +121,7 @@ def spread_model(group: dist.ProcessGroup, bounds: list[int]) -> Model:
     whole, model = whole_model(), Model(group, bounds)
     own = slice(bounds[group.rank()], bounds[group.rank() + 1])
     with torch.no_grad():
-        for (name, param), full in zip(
-            model.named_parameters(), whole.parameters(), strict=True
-        ):
+        for (name, param), full in zip(model.named_parameters(), whole.parameters(), strict=True):
             param.copy_(full[own] if ".experts." in name else full)
     return model
 

@@ -43,7 +43,7 @@ def sharded(shape: tuple[int, int], bounds: Bounds, stage: int, **options: Any) 
 
 
 def own_of(name: str, full: Tensor, shape: tuple[int, int], bounds: Bounds) -> Tensor:
-    """What this rank has of a tensor of the whole model."""
+    """This rank's part of a tensor of the whole model."""
     part = dist.get_rank() % shape[1]
     return full[bounds[part] : bounds[part + 1]] if ".experts." in name else full
 
@@ -67,9 +67,7 @@ def train(
             with nullcontext() if is_last else zerocore.no_sync(model):
                 loss_of(model, [dist.get_rank()], number + 10 * micro).backward()
             loss_of(truth, range(dist.get_world_size()), number + 10 * micro).backward()
-        for (name, param), whole in zip(
-            model.named_parameters(), truth.parameters(), strict=True
-        ):
+        for (name, param), whole in zip(model.named_parameters(), truth.parameters(), strict=True):
             expected = own_of(name, whole.grad, shape, bounds)
             torch.testing.assert_close(param.grad.full_tensor(), expected, **CLOSE)
         norms = clip(model.parameters(), 0.1), nn.utils.clip_grad_norm_(truth.parameters(), 0.1)
@@ -97,9 +95,7 @@ def train_in_nodes(stage: int) -> None:
     """World 8: the dense parameters in two replicas, experts in two parts of two times two."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicas", "edp", "ep"))
     model, truth = spread_model(mesh.get_group("ep"), EVEN), whole_model()
-    dense = DeviceMesh(
-        "cpu", torch.arange(8).view(2, 4), mesh_dim_names=("replicas", "shards")
-    )
+    dense = DeviceMesh("cpu", torch.arange(8).view(2, 4), mesh_dim_names=("replicas", "shards"))
     part = zerocore.Part(mesh["replicas", "edp"], of=mesh["ep"])
     zerocore.shard(model, stage=stage, group=dense, groups={PATTERN: part})
     loss_of(model, [dist.get_rank()], 0).backward()
@@ -320,6 +316,20 @@ def without_of(folder: str) -> None:
 
 def test_parts_without_a_place_are_not_saved(tmp_path: Path) -> None:
     run_ranks(without_of, 4, str(tmp_path))
+
+
+def tell_of_meshes() -> tuple[list[list[str]], str]:
+    model, _ = trained("2x2", 3, 3)
+    return zerocore.describe(model).rows(), str(zerocore.report(model))
+
+
+def test_report_and_description_name_ranks_and_divisor() -> None:
+    rows, reported = run_ranks(tell_of_meshes, 4)[0]
+    cells = {row[0]: row[-2:] for row in rows}
+    assert cells["unit"] == ["ranks", "divisor"]
+    assert cells["last"] == ["4", "4"]
+    assert cells[f"blocks.0 ({PATTERN})"] == ["2", "4"]
+    assert f"gradients over 2 ranks, divided by 4: 'blocks.0 ({PATTERN})'" in reported
 
 
 def refuse_muon() -> None:

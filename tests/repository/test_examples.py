@@ -133,6 +133,18 @@ def run_example(script: str, *args: str | Path, timeout: float, forked: bool = F
     return text
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_experts_on_four_ranks() -> None:
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "4", EXAMPLES / "experts.py"]
+    done = run_python(*command, "--steps", "20", timeout=300)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[3][:-1]) for line in done.stdout.splitlines() if "loss" in line]
+    assert losses[1] < losses[0] < 5.0
+    assert "1 (*.experts.*)" in done.stdout
+
+
 def finetune(folder: Path, *options: str | Path) -> dict[str, Any]:
     """The JSON of a few steps of fine-tuning on two CPU ranks."""
     path = folder / "run.json"

@@ -117,23 +117,14 @@ class Root:
 
     def _make(self) -> None:
         meshes = list(dict.fromkeys([self.group.mesh, *(group.mesh for _, group in self.groups)]))
-        ranks = [ranks_of(mesh, "mesh") for mesh in meshes]
-        error: Exception | None = None
-        stall: float | None = None
-        try:
-            stall = stall_seconds()
-            self._check(ranks)
-            ranks = [self._with_near(*pair) for pair in zip(meshes, ranks, strict=True)]
-        except Exception as caught:
-            error = caught
+        ranks, name, stall = self._agree(meshes)
         device = device_of(self.group.mesh)
-        name = agree(ranks[0].groups, error, self._facts(), device)
         if all(group.overlaps_reductions for _, group in self.groups):
             ranks = [with_reductions(each, device) for each in ranks]
         ranks = [make_near(each, device) for each in ranks]
         groups = self.with_params()
-        for unit, group in enumerate(groups):
-            group.unit = unit
+        for number, group in enumerate(groups):
+            group.unit = number
         config = _OFFLOADS if any(group.offloads for group in groups) else _CONFIG
         engine = make_engine(
             config,
@@ -154,20 +145,35 @@ class Root:
             updates.watch(ref(state))  # optimizers wait for loads that are under way
         for path, group in self.groups:
             if group.params:
-                unit = Unit(
-                    group.unit,
-                    self._name_of(path),
-                    stays=group.stays,
-                    near=group.num_near > 1,
-                    mesh=meshes.index(group.mesh),
-                )
-                state.units.append(unit)
-                unit.params = _bind(state, group)
+                self._add_unit(state, path, group, meshes.index(group.mesh))
             self._set_unit_call(state, group)
         self.state = state
         start(self.module, state, False)
         for group in groups:
             apply_settings(group)
+
+    def _agree(self, meshes: list[DeviceMesh]) -> tuple[list[Ranks], str, float | None]:
+        """The ranks of each mesh, a name that no other model has, and the limit of silence."""
+        ranks = [ranks_of(mesh, "mesh") for mesh in meshes]
+        error: Exception | None = None
+        stall: float | None = None
+        try:
+            stall = stall_seconds()
+            self._check(ranks[0])
+            ranks = [self._with_near(*pair) for pair in zip(meshes, ranks, strict=True)]
+        except Exception as caught:
+            error = caught
+        device = device_of(self.group.mesh)
+        name = agree(ranks[0].groups, error, self._facts(self.group.mesh), device)
+        for mesh, each in zip(meshes[1:], ranks[1:], strict=True):
+            agree(each.groups, None, self._facts(mesh), device)
+        return ranks, name, stall
+
+    def _add_unit(self, state: ShardState, path: str, group: Group, mesh: int) -> None:
+        near = group.num_near > 1
+        unit = Unit(group.unit, self._name_of(path), stays=group.stays, near=near, mesh=mesh)
+        state.units.append(unit)
+        unit.params = _bind(state, group)
 
     def _set_unit_call(self, state: ShardState, group: Group) -> None:
         policy = group.policy
@@ -185,17 +191,15 @@ class Root:
             note_unit_call(module, group.unit_call)
 
     def _with_near(self, mesh: DeviceMesh, ranks: Ranks) -> Ranks:
-        numbers = sorted(
-            {group.num_near for _, group in self.groups if group.mesh == mesh} - {1}
-        )
+        numbers = sorted({group.num_near for _, group in self.groups if group.mesh == mesh} - {1})
         if len(numbers) > 1:
             raise NotImplementedError(
                 f"reshard_after_forward={numbers[0]} and {numbers[1]}: zerocore.fsdp takes one "
                 "number of ranks for a mesh"
             )
-        return with_near(ranks, *numbers or [None])
+        return with_near(ranks, numbers[0] if numbers else None)
 
-    def _check(self, ranks: list[Ranks]) -> None:
+    def _check(self, ranks: Ranks) -> None:
         self._check_ties()
         if len({group.offloads for group in self.with_params()}) > 1:
             raise NotImplementedError(
@@ -203,7 +207,7 @@ class Root:
                 "not; zerocore.fsdp takes one policy for a model"
             )
         for name, group in self.groups:
-            if not set(group.mesh.mesh.flatten().tolist()) <= set(ranks[0].members):
+            if not set(group.mesh.mesh.flatten().tolist()) <= set(ranks.members):
                 raise ValueError(
                     f"module '{name}' is sharded over {group.mesh}, the root over "
                     f"{self.group.mesh}; zerocore.fsdp takes a mesh of the root's ranks"
@@ -248,9 +252,11 @@ class Root:
                 f"Found following parameters on non-CPU device: {elsewhere}"
             )
 
-    def _facts(self) -> list[object]:
+    def _facts(self, mesh: DeviceMesh) -> list[object]:
+        """Facts that ranks of a mesh compare; other ranks may have other shapes."""
         return [
-            f"parameter '{param.fqn}' of group '{name}', of shape {list(param.shard.shape)}, "
+            f"parameter '{param.fqn}' of group '{name}', of "
+            f"{f'shape {list(param.shard.shape)}' if group.mesh == mesh else 'any shape'}, "
             f"{param.shard.dtype}, {group.policy}, {group.num_near} near ranks, "
             f"on {group.shard_device.type}"
             for name, group in self.groups

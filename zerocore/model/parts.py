@@ -56,7 +56,7 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class PartRanges:
-    """Who saves the elements of one part of a tensor.
+    """The ranks that save the elements of one part of a tensor.
 
     Attributes:
         origin: the place of its first element in the tensor.
@@ -178,7 +178,7 @@ def find_sizes(
 
 
 def find_ranges(state: Any) -> dict[str, list[PartRanges]]:
-    """Who saves which part of each tensor that several parameters are parts of; collective.
+    """The ranks that save each part of the tensors that parameters are parts of; collective.
 
     Args:
         state: a :class:`zerocore.model.state.ShardState` with all units.

@@ -63,6 +63,12 @@ class Ranks:
         return self.num_shards * self.num_replicas
 
     @property
+    def text(self) -> str:
+        """How many, and of several replicas the mesh."""
+        hybrid = self.replicas is not None and self.shard is not None
+        return f"{self.num_replicas} x {self.num_shards}" if hybrid else f"{self.world_size}"
+
+    @property
     def backend(self) -> str:
         """Name of the backend whose collectives share the state; empty for one rank."""
         return str(dist.get_backend(self.groups[0])) if self.groups else ""

@@ -25,8 +25,8 @@ from zerocore.optim.kernel_calls import global_norm, squares_of
 from zerocore.optim.matrices import (
     Item,
     Splits,
-    check_pattern,
     check_of_all_ranks,
+    check_pattern,
     check_sharded,
     groups_of,
     is_matrix,

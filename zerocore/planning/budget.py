@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 
 import torch
@@ -12,7 +13,7 @@ from zerocore.model.config import ShardConfig
 from zerocore.model.ranks import Ranks
 from zerocore.model.units import UnitPlanned
 from zerocore.planning.changes import Candidate, changes
-from zerocore.planning.division import Division
+from zerocore.planning.division import Division, parts_of
 from zerocore.planning.planner import Precision, make_planner
 
 NUM_CHANGES = 3
@@ -22,7 +23,7 @@ def check_budget(
     model: nn.Module,
     planned: list[UnitPlanned],
     config: ShardConfig,
-    ranks: Ranks,
+    meshes: Sequence[Ranks],
     budget: int,
 ) -> None:
     """Raises ValueError if what zerocore and Adam would allocate on rank 0 exceeds ``budget``.
@@ -30,6 +31,7 @@ def check_budget(
     Parameters, gradients, two optimizer states and the bucket pool, bytes; activations are not
     known before a forward and not counted. Rank 0 owns the most, so all ranks decide alike.
     """
+    ranks = meshes[0]
     planner = make_planner(model, planned, Precision(mixed=config.mixed_precision))
     division = Division(
         config.stage,
@@ -40,6 +42,7 @@ def check_budget(
         offload=config.offload,
         gather_at_step=config.gather_at_step,
         num_near=ranks.num_near,
+        parts=parts_of(meshes[1:]),
     )
     candidate = Candidate(planner, division)
     needed = candidate.nbytes

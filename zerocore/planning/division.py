@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerocore.model.offload import Offload
+from zerocore.model.ranks import Ranks
 from zerocore.model.stages import Placements, placements_of
-
 
 Part = tuple[int, int, int]
 """Ranks that share the state of a part of the model, replicas, and the rank's shard."""
+
+
+def parts_of(meshes: Sequence[Ranks]) -> tuple[Part, ...]:
+    """The parts of a model, seen from this rank."""
+    return tuple((ranks.num_shards, ranks.num_replicas, ranks.shard_rank) for ranks in meshes)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import nn
 from zerocore.common.checks import check_int
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.model.state import ShardState, state_of
-from zerocore.planning.division import Division
+from zerocore.planning.division import Division, parts_of
 from zerocore.planning.planner import Planner
 
 
@@ -59,7 +59,7 @@ def division_of(state: ShardState) -> Division:
         offload=state.config.offload,
         gather_at_step=state.config.gather_at_step,
         num_near=state.ranks.num_near,
-        parts=tuple((r.num_shards, r.num_replicas, r.shard_rank) for r in state.meshes[1:]),
+        parts=parts_of(state.meshes[1:]),
     )
 
 

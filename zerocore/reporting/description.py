@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -21,7 +21,12 @@ from zerocore.planning.planner import Planner
 
 @dataclass(frozen=True)
 class UnitDescription:
-    """One unit; sizes in bytes."""
+    """One unit; sizes in bytes.
+
+    Attributes:
+        ranks: that share it, replicas by shards where there are both.
+        divisor: of the sum of the ranks' gradients; None of a plan.
+    """
 
     name: str
     num_params: int
@@ -29,6 +34,8 @@ class UnitDescription:
     buffer_nbytes: int
     shard_nbytes: int
     regions: tuple[str, ...]
+    ranks: str = ""
+    divisor: float | None = None
 
     @property
     def padding_nbytes(self) -> int:
@@ -63,7 +70,13 @@ class Description:
         rows = [["unit", "params", "bytes", "shard bytes", "padding", "regions"]]
         for unit in self.units:
             rows.append([unit.name, *_cells([unit]), ", ".join(unit.regions)])
-        return [*rows, ["total", *_cells(self.units), ""]]
+        rows.append(["total", *_cells(self.units), ""])
+        if len({(unit.ranks, unit.divisor) for unit in self.units}) > 1:
+            rows[0] += ["ranks", "divisor"]
+            for row, unit in zip(rows[1:], self.units, strict=False):
+                row += [unit.ranks, f"{unit.divisor:g}"]
+            rows[-1] += ["", ""]
+        return rows
 
     def __str__(self) -> str:
         return render_table(self.title(), self.rows())
@@ -94,8 +107,12 @@ def describe(model: nn.Module | Optimizer) -> Any:
         return _describe_optimizer(model)
     state = state_of(model)
     units = tuple(
-        _describe_unit(
-            unit.name, state.engine.layout(unit.index), [param.types for param in unit.params]
+        replace(
+            _describe_unit(
+                unit.name, state.engine.layout(unit.index), [param.types for param in unit.params]
+            ),
+            ranks=state.ranks_of(unit.index).text,
+            divisor=1.0 / state.engine.gradient_scale(unit.index),
         )
         for unit in state.units
     )

@@ -51,6 +51,7 @@ class Report:
         steps: the latest ones, oldest first.
         units: by name, the mean over traced steps.
         memory: see there.
+        meshes: ranks and divisor of each unit's gradients, where units differ.
     """
 
     title: str
@@ -58,6 +59,7 @@ class Report:
     steps: tuple[StepFigures, ...]
     units: dict[str, Communication]
     memory: MemoryFigures
+    meshes: tuple[str, ...] = ()
 
     @property
     def counted(self) -> tuple[StepFigures, ...]:
@@ -145,7 +147,21 @@ def report(
         f"{state.world_size}, {state.device.type}"
     )
     units = unit_means(list(traces.values()))
-    return Report(title, source_of(state), tuple(figures), units, _memory(state))
+    memory, meshes = _memory(state), _meshes(state)
+    return Report(title, source_of(state), tuple(figures), units, memory, meshes)
+
+
+def _meshes(state: ShardState) -> tuple[str, ...]:
+    names: dict[tuple[str, float], list[str]] = {}
+    for unit in state.units:
+        divisor = 1.0 / state.engine.gradient_scale(unit.index)
+        names.setdefault((state.ranks_of(unit.index).text, divisor), []).append(f"'{unit.name}'")
+    if len(names) == 1:
+        return ()
+    return tuple(
+        f"gradients over {ranks} ranks, divided by {divisor:g}: {', '.join(of_mesh)}"
+        for (ranks, divisor), of_mesh in names.items()
+    )
 
 
 def _figures(
@@ -261,7 +277,7 @@ def _notes(found: Report) -> list[str]:
     peaks = ", ".join(
         f"{name} {nbytes / 2**20:,.1f} MiB" for name, nbytes in parts.items() if nbytes is not None
     )
-    lines = [f"peaks so far: {peaks}"]
+    lines = [*found.meshes, f"peaks so far: {peaks}"]
     if memory.num_retries is not None:
         lines.append(
             f"allocator so far: {memory.num_retries} retries, "

@@ -55,7 +55,6 @@ def build(request: ShardRequest) -> ShardState:
         check_same_values(request)
     if config.placements.parameters and config.overlap_reductions:
         meshes = [with_reductions(ranks, request.device) for ranks in meshes]
-    ranks = meshes[0]
     units_of = units_by_module(unit.modules for unit in planned)
     engine = make_engine(
         config,
@@ -69,11 +68,7 @@ def build(request: ShardRequest) -> ShardState:
     if config.gradient_divide_factor is not None:
         for index in range(len(planned)):
             engine.set_gradient_scale(index, 1.0 / config.gradient_divide_factor)
-    if config.offload is not None and config.offload.path is not None:
-        with together(ranks.groups, request.device):  # the room of this rank's file is taken
-            engine.open_disk(config.offload.path, f"states-of-rank-{ranks.rank}")
-    if config.leaves("states") or config.leaves("gradients"):
-        map_host_memory(engine, ranks, request.device)
+    _take_host_memory(engine, config, meshes[0], request.device)
     state = ShardState(engine, config, tuple(meshes), request.device, request.parts)
     if config.mixed_precision is not None:
         cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
@@ -143,6 +138,16 @@ def start(model: nn.Module, state: ShardState, consistent: bool) -> None:
 def _host_threads(config: ShardConfig, device: torch.device) -> int:
     given = None if config.offload is None else config.offload.threads
     return update_threads(device) if given is None else given
+
+
+def _take_host_memory(
+    engine: Engine, config: ShardConfig, ranks: Ranks, device: torch.device
+) -> None:
+    if config.offload is not None and config.offload.path is not None:
+        with together(ranks.groups, device):  # the room of this rank's file is taken
+            engine.open_disk(config.offload.path, f"states-of-rank-{ranks.rank}")
+    if config.leaves("states") or config.leaves("gradients"):
+        map_host_memory(engine, ranks, device)
 
 
 def map_host_memory(engine: Engine, ranks: Ranks, device: torch.device) -> None:

@@ -16,8 +16,8 @@ from zerocore.common.quantities import parse_nbytes
 from zerocore.model.config import ShardConfig
 from zerocore.model.kinds import check_kinds
 from zerocore.model.materialize import InitFn
-from zerocore.model.precision import ParamTypes, param_types
 from zerocore.model.parts import ModelPart, assign_parts, find_parts
+from zerocore.model.precision import ParamTypes, param_types
 from zerocore.model.ranks import Ranks, with_near
 from zerocore.model.state import find_state
 from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
@@ -90,7 +90,8 @@ def validate(
         )
         if memory_budget is not None:
             budget = parse_nbytes(memory_budget, "memory_budget")
-            check_budget(model, planned, config, ranks, budget)
+            meshes = [ranks, *(part.ranks for part in parts)]
+            check_budget(model, planned, config, meshes, budget)
     except Exception as caught:
         error = caught
     facts = [] if request is None or error is not None else _facts(request)
@@ -170,7 +171,9 @@ def types_of(choice: ParamChoice, config: ShardConfig) -> ParamTypes:
 
 def _facts(request: ShardRequest) -> list[object]:
     facts: list[object] = [request.config, f"regather={request.ranks.num_near}"]
-    facts += [f"groups['{part.pattern}'] of {part.ranks.world_size} ranks" for part in request.parts]
+    facts += [
+        f"groups['{part.pattern}'] of {part.ranks.world_size} ranks" for part in request.parts
+    ]
     for unit in request.planned:
         part = request.parts[unit.mesh - 1] if unit.mesh else None
         uneven = None if part is None or part.others is None else part.dim

@@ -78,8 +78,8 @@ def _refuse_parts(classes: dict[str, list[list[int]]]) -> None:
             f"group: ranks {', '.join(map(str, first[0]))} have other values of {_listed(parts)} "
             f"than ranks {', '.join(map(str, first[1]))}, and the same of other parameters: parts "
             "of a model that several ranks share (experts, tensor parallelism) cannot be sharded "
-            "over all of them. Name them in groups=, with the ranks that hold the same values. If rank "
-            "0's are meant for all, set one seed on all ranks before the model is built"
+            "over all of them. Name them in groups=, with the ranks that hold the same values. If "
+            "rank 0's are meant for all, set one seed on all ranks before the model is built"
         )
 
 

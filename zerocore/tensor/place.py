@@ -224,7 +224,7 @@ class Placed:
         return self.place.gather(local_of(self))
 
     def whole_tensor(self) -> Tensor:
-        """As :meth:`full_tensor`; of a part of a larger tensor that one, see :class:`zerocore.Part`."""
+        """As :meth:`full_tensor`; the larger tensor of a part, see :class:`zerocore.Part`."""
         full, part = self.full_tensor(), self.place.part
         return full if part is None else part.gather(full)
 

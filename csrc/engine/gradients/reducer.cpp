@@ -53,7 +53,8 @@ at::Tensor Reducer::make_grad(UnitId id, int param) const {
     return {};
   }
   return memory_[id][region].view(
-      layout.offset_in_shard(param, units_[id]->context().mesh.shard()), units_[id]->shard_sizes(param));
+      layout.offset_in_shard(param, units_[id]->context().mesh.shard()),
+      units_[id]->shard_sizes(param));
 }
 
 // -- a backward -----------------------------------------------------------------------------

@@ -7,7 +7,8 @@ Moments::Moments(const Units& units, const UnitContext& context) {
   for (const auto& unit : units) {
     OfUnit& own = units_.emplace_back(OfUnit{*unit, {}, {}});
     own.given.resize(unit->params().size());
-    const Layout main = unit->layout().of_shard(unit->context().mesh.shard()).retyped(&Region::main);
+    const Layout main =
+        unit->layout().of_shard(unit->context().mesh.shard()).retyped(&Region::main);
     const std::vector<int> regions = Tiers::trained_regions(main);
     if (regions.empty()) {
       continue;

@@ -35,9 +35,7 @@ def write_items(fqn: str, place: Place, local: Tensor) -> list[WriteItem]:
         WriteItem(
             index=MetadataIndex(fqn, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=chunk, properties=properties, size=place.whole_shape
-            ),
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=place.whole_shape),
         )
         for chunk in chunk_list(place)
     ]

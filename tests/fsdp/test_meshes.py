@@ -1,0 +1,107 @@
+"""Modules over several meshes: experts that only some ranks share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zerocore
+import zerocore.fsdp as zerocore_fsdp
+from tests.distributed.experts import spread_model, whole_model
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_experts import EVEN, UNEVEN, loss_of, own_of
+from zerocore.planning.prediction import planned_events
+
+Gradients = dict[str, Tensor]
+
+
+def gradients(module: object, bounds: list[int], factor: float | None) -> list[Gradients]:
+    """Of three steps of AdamW, full over the ranks that share each parameter."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    engine: type[torch_fsdp] = module  # type: ignore[assignment, valid-type]
+    model = spread_model(mesh.get_group("ep"), bounds)
+    for block in model.blocks:
+        engine.fully_shard(block.experts, mesh=mesh["edp"])
+        if factor is not None:
+            block.experts.set_gradient_divide_factor(factor)
+        engine.fully_shard(block, mesh=whole)
+    engine.fully_shard(model, mesh=whole)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+    found = []
+    for number in range(3):
+        loss_of(model, [dist.get_rank()], number).backward()
+        grads = {name: param.grad for name, param in model.named_parameters()}
+        found.append({name: grad.full_tensor() for name, grad in grads.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def beside_fsdp2() -> None:
+    own, theirs = (gradients(each, EVEN, None) for each in (zerocore_fsdp, torch_fsdp))
+    for step, expected in zip(own, theirs, strict=True):
+        torch.testing.assert_close(step, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_those_of_fsdp2() -> None:
+    """Divided by the ranks of each module's own mesh, as FSDP2 does."""
+    run_ranks(beside_fsdp2, 4)
+
+
+def beside_one_process() -> None:
+    truth = whole_model()
+    loss_of(truth, range(4), 0).backward()
+    first = gradients(zerocore_fsdp, EVEN, 4.0)[0]
+    for name, param in truth.named_parameters():
+        expected = own_of(name, param.grad, (2, 2), EVEN)
+        torch.testing.assert_close(first[name], expected, rtol=2e-6, atol=2e-7)
+
+
+def test_gradients_are_those_of_one_process() -> None:
+    run_ranks(beside_one_process, 4)
+
+
+def follow_the_plan() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    model = spread_model(mesh.get_group("ep"), EVEN)
+    for block in model.blocks:
+        zerocore_fsdp.fully_shard(block.experts, mesh=mesh["edp"], reshard_after_forward=2)
+    zerocore_fsdp.fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model, [dist.get_rank()], 0).backward()
+    for number in range(3):
+        with zerocore.record_events(model) as events:
+            loss_of(model, [dist.get_rank()], number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [(event.op, event.unit, event.nbytes, event.pool_nbytes) for event in events]
+    assert found == planned_events(model)
+
+
+def test_the_plan_is_what_happens() -> None:
+    run_ranks(follow_the_plan, 4)
+
+
+def refuse() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    zerocore_fsdp.fully_shard(model[0])
+    zerocore_fsdp.fully_shard(model, mesh=mesh["edp"])
+    with pytest.raises(ValueError, match=r"module '0' is sharded over .* a mesh of the root's"):
+        model(torch.ones(1, 4))
+    model = spread_model(mesh.get_group("ep"), UNEVEN)
+    for block in model.blocks:
+        zerocore_fsdp.fully_shard(block.experts, mesh=mesh["edp"])
+    zerocore_fsdp.fully_shard(model)
+    loss_of(model, [dist.get_rank()], 0).backward()
+    with pytest.raises(ValueError, match="only some ranks of the model share it"):
+        zerocore.Checkpoints("nowhere", model).save(1)
+
+
+def test_what_is_refused() -> None:
+    run_ranks(refuse, 4)
