@@ -16,7 +16,7 @@ from zerocore.model.config import ShardConfig
 from zerocore.model.materialize import InitFn
 from zerocore.model.offload import Offload
 from zerocore.model.precision import MixedPrecision
-from zerocore.model.ranks import find_ranks
+from zerocore.model.ranks import find_ranks, note_names
 from zerocore.model.state import state_of
 from zerocore.model.unit_call import wrap_method
 from zerocore.model.units import UnitChoice
@@ -124,6 +124,7 @@ def shard(
         regather=regather,
         groups=groups,
     )
+    note_names(group, divides=gradient_divide_factor is not None)
     hook_into_torch()
     build(request)
     return model

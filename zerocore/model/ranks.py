@@ -97,6 +97,46 @@ def find_ranks(group: Any, model: nn.Module) -> Ranks:
     return Ranks() if group is None else ranks_of(group, "group")
 
 
+_SEQUENCE = {"cp", "sp", "context", "sequence"}
+_MODEL = {"tp", "pp", "ep", "tensor", "pipeline", "expert"}
+
+
+def note_names(group: Any, divides: bool) -> None:
+    """Logs on the first rank where a mesh's names say that it is not what it is taken for.
+
+    Args:
+        group: as of :func:`find_ranks`.
+        divides: gradients are divided by a number that was given.
+    """
+    names: tuple[str, ...] = getattr(group, "mesh_dim_names", None) or ()
+    words = {name: set(name.lower().split("_")) for name in names}
+    if not names or group.get_rank() != int(group.mesh.flatten()[0]):
+        return
+    for name in names:
+        if words[name] & _MODEL:
+            _log.warning(
+                "group: dimension '%s' looks like ranks that hold other parts of the model; pass "
+                "the dimensions of data parallelism",
+                name,
+            )
+    of_sequence = [name for name in names if words[name] & _SEQUENCE]
+    if of_sequence and len(names) == 2:
+        _log.warning(
+            "group: the 2-D mesh %s is taken as %d replicas of %d shards (hybrid sharding). To "
+            "divide the state over all ranks, pass mesh[%s]._flatten('%s')",
+            names,
+            *group.mesh.shape,
+            ", ".join(f"'{name}'" for name in names),
+            "_".join(names),
+        )
+    elif of_sequence and not divides:
+        _log.warning(
+            "group: gradients are averaged over '%s'. Where a rank's loss is a share of that of "
+            "all tokens, pass gradient_divide_factor=1, which sums them",
+            of_sequence[0],
+        )
+
+
 def ranks_of(group: Any, what: str) -> Ranks:
     """The ranks of a process group or DeviceMesh; ``what`` names the argument in errors.
 
