@@ -197,6 +197,10 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def(
           "begin_update", method(&Engine::begin_update), py::arg("units"), py::arg("casts"), no_gil)
       .def("end_update", method(&Engine::end_update), py::arg("units"), py::arg("casts"), no_gil)
+      .def("finalize_backward", method(&Engine::finalize_backward), no_gil)
+      .def("begin_deferred", method(&Engine::begin_deferred), no_gil)
+      .def("end_deferred", method(&Engine::end_deferred), py::arg("drops"), no_gil)
+      .def_property_readonly("defers_reductions", method(&Reducer::deferred))
       .def("drop_first_gather", method(&Engine::drop_first_gather), no_gil)
       .def("any_rank", method(&Engine::any_rank), no_gil)
       .def(

@@ -223,6 +223,24 @@ void BackwardRun::end() {
   run_user_hooks(reduced);
 }
 
+// All ranks have made the same backwards, or others hear here of units that this one did not use.
+void BackwardRun::finalize() {
+  consensus_.settle_pass();
+  std::vector<bool> held;
+  for (const auto& unit : units_) {
+    held.push_back(reducer_.holds_back(unit->id()));
+  }
+  held = context_.any_rank(held);
+  for (const auto& unit : units_) {
+    if (held[unit->id()]) {
+      reducer_.reduce(unit->id());
+    }
+  }
+  const std::vector<bool> reduced = reducer_.reduced();
+  reducer_.finish();
+  run_user_hooks(reduced);
+}
+
 // Gradients that came when the calls said that there are no more: of a unit that this rank used
 // when the order of all ranks had left it, or that is used outside of calls. The reductions
 // must not depend on one rank's gradients, so ranks ask each other after the first backward of each
@@ -230,7 +248,8 @@ void BackwardRun::end() {
 void BackwardRun::reduce_rest() {
   std::vector<bool> rest;
   for (const auto& unit : units_) {
-    rest.push_back(reducer_.has_grads(unit->id()));
+    const bool reduces = unit->settings().syncs && !reducer_.deferred();
+    rest.push_back(reduces && reducer_.has_grads(unit->id()));
   }
   bool has_rest = std::find(rest.begin(), rest.end(), true) != rest.end();
   if (context_.collectives != nullptr) {

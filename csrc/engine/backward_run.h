@@ -53,6 +53,8 @@ class BackwardRun {
   void forget_fired(UnitId unit);
   // Forgets what has come, in all units.
   void forget_progress();
+  // Reduces, outside of backwards, gradients that they have held back. On all ranks.
+  void finalize();
   // Drops the backward under way.
   void reset();
   size_t num_shapes() const {

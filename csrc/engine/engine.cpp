@@ -147,6 +147,34 @@ void Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
   }
 }
 
+void Engine::finalize_backward() {
+  calls_.recover();
+  backward_run_.finalize();
+  calls_.leave_if_outside();
+}
+
+void Engine::begin_deferred() {
+  reducer_.set_deferred(true);
+  for (const auto& unit : units_) {
+    lifecycle_.set_staying(unit->id(), {true, true});
+  }
+}
+
+void Engine::end_deferred(bool drops) {
+  reducer_.set_deferred(false);
+  for (const auto& unit : units_) {
+    lifecycle_.set_staying(unit->id(), {unit->settings().stays, false});
+  }
+  if (drops) {
+    calls_.reset();
+    return;
+  }
+  finalize_backward();
+  for (const auto& unit : units_) {
+    set_kept(unit->id(), false);
+  }
+}
+
 std::vector<bool> Engine::any_rank(const std::vector<bool>& flags) {
   calls_.recover();
   calls_.leave_if_outside();

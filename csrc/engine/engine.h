@@ -83,6 +83,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // The first throws if a shard has left its place in memory.
   void begin_update(const std::vector<UnitId>& units, bool casts);
   void end_update(const std::vector<UpdatedUnit>& units, bool casts);
+  // Reduces gradients that backwards without sync have held back. On all ranks.
+  void finalize_backward();
+  // From here on nothing is reduced, and units that are gathered stay.
+  void begin_deferred();
+  // Units come and go again. Unless all is dropped, finalizes the backward.
+  void end_deferred(bool drops);
   // Weights are going to change on all ranks, or units to be used outside of passes.
   void drop_first_gather() {
     first_gather_.drop();

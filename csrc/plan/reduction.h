@@ -114,6 +114,8 @@ class Reduction {
   // During a Pack: the parameter's elements of the region that are added to; empty, at its
   // beginning, for none. The others are overwritten.
   Range added(const GradStep& pack, int param) const;
+  // Whether this rank has sums of the unit that were not reduced.
+  bool has_local(UnitId unit) const;
   // Bytes of memory that stays.
   int64_t kept_nbytes(UnitId unit) const;
 

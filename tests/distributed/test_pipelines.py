@@ -1,4 +1,4 @@
-"""Stages of a pipeline that are sharded: which schedules train right, and which are refused."""
+"""Stages of a pipeline that are sharded train as one process does, under every schedule."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
+import zerocore.fsdp
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 
+FSDP = -1  # zerocore.fsdp in the place of a stage
 WIDTH, NUM_LAYERS, NUM_MICRO, NUM_SAMPLES, NUM_STEPS = 8, 8, 4, 8, 2
 
 
@@ -41,31 +43,34 @@ def reference(num_replicas: int) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def make_stages(mesh: Any, stage: int, num_stages: int, is_v: bool) -> list[Any]:
+def make_stages(mesh: Any, stage: int, num_stages: int, is_v: bool, **options: Any) -> list[Any]:
     """This rank's stages, sharded over the ranks that hold the same ones."""
-    from torch.distributed.pipelining import PipelineStage
-
     rank, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
     layers = NUM_LAYERS // num_stages
     stages = []
     mine = [rank, num_stages - 1 - rank] if is_v else range(rank, num_stages, size)
     for index in mine:
         part = build()[index * layers : (index + 1) * layers]
-        zerocore.shard(part, stage=stage, group=mesh["dp"])
+        if stage == FSDP:
+            for layer in part:
+                zerocore.fsdp.fully_shard(layer, mesh=mesh["dp"], **options)
+            zerocore.fsdp.fully_shard(part, mesh=mesh["dp"], **options)
+        else:
+            zerocore.shard(part, stage=stage, group=mesh["dp"])
         stages.append(
-            PipelineStage(part, index, num_stages, torch.device("cpu"), group=mesh.get_group("pp"))
+            pipelining.PipelineStage(
+                part, index, num_stages, torch.device("cpu"), group=mesh.get_group("pp")
+            )
         )
     return stages
 
 
-def run(mesh: Any, stage: int, kind: str) -> list[dict[str, Tensor]]:
+def run(mesh: Any, stage: int, kind: str, **options: Any) -> list[dict[str, Tensor]]:
     """Trains with a schedule; the states of this rank's stages, keys as in the whole model."""
-    from torch.distributed import pipelining
-
     schedule_class: Any = getattr(pipelining, kind)
-    multi = "Interleaved" in kind or "ZBV" in kind
+    multi = any(word in kind for word in ("Interleaved", "ZBV", "Looped", "DualPipeV"))
     num_stages = mesh["pp"].size() * (2 if multi else 1)
-    stages = make_stages(mesh, stage, num_stages, "ZBV" in kind)
+    stages = make_stages(mesh, stage, num_stages, "V" in kind, **options)
     loss: Any = nn.functional.mse_loss
     schedule = schedule_class(stages if multi else stages[0], NUM_MICRO, loss_fn=loss)
     optimizers = [torch.optim.SGD(s.submod.parameters(), lr=0.5) for s in stages]
@@ -77,47 +82,113 @@ def run(mesh: Any, stage: int, kind: str) -> list[dict[str, Tensor]]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    if stage == FSDP:
+        return [{k: v.full_tensor() for k, v in s.submod.state_dict().items()} for s in stages]
     return [zerocore.full_state_dict(s.submod, rank0_only=False) for s in stages]
 
 
 def train_right(kind: str, num_replicas: int) -> None:
     mesh = init_device_mesh("cpu", (2, num_replicas), mesh_dim_names=("pp", "dp"))
     expected = reference(num_replicas)
-    for stage in range(4):
-        print(kind, stage, flush=True)
+    for stage in (0, 1, 2, 3, FSDP):
         for state in run(mesh, stage, kind):
             for key, value in state.items():
                 torch.testing.assert_close(value, expected[key], msg=f"stage {stage}: {key}")
 
 
-@pytest.mark.parametrize("num_replicas", [*by_night(2), 1])
-@pytest.mark.parametrize("kind", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
-def test_schedules_that_train_right(kind: str, num_replicas: int) -> None:
+KINDS = (
+    "ScheduleGPipe",
+    "Schedule1F1B",
+    "ScheduleInterleaved1F1B",
+    "ScheduleLoopedBFS",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+    "ScheduleDualPipeV",
+)
+ZERO_BUBBLE = KINDS[4:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_replicas"),
+    [*by_night(*((kind, 1) for kind in KINDS)), *((kind, 2) for kind in KINDS)],
+)
+def test_every_schedule_trains_right(kind: str, num_replicas: int) -> None:
     run_ranks(train_right, 2 * num_replicas, kind, num_replicas, timeout=120.0)
 
 
-def train_refused(kind: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
-    for stage in (0, 3):
-        with pytest.raises(RuntimeError, match=r"'\d.0.weight' is sharded.*zero bubble.*1F1B"):
-            run(mesh, stage, kind)
-        dist.barrier()  # no rank waits for another one
+def count_reductions(kind: str) -> list[int]:
+    """Reductions of a step, which has several micro-batches, by stage of the pipeline."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    counts = []
+    for stage in (0, 3, FSDP):
+        stages = make_stages(mesh, stage, 2, "V" in kind)
+        schedule = getattr(pipelining, kind)(stages, NUM_MICRO, loss_fn=nn.functional.mse_loss)
+        x, target = batch(0, mesh["dp"].get_local_rank())
+        schedule.step(x, target=target)
+        with zerocore.record_events(stages[0].submod) as events:
+            schedule.step(x, target=target)
+        counts.append(sum(event.op in ("reduce_scatter", "all_reduce") for event in events))
+        gathers = sum(event.op == "all_gather" for event in events)
+        if stage != FSDP:  # whose units torch tells what to do
+            assert gathers == (0 if stage == 0 else NUM_LAYERS // 2), gathers
+    return counts
 
 
-@pytest.mark.parametrize("kind", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
-def test_schedules_that_are_refused(kind: str) -> None:
-    run_ranks(train_refused, 2, kind)
+@pytest.mark.parametrize(
+    "kind", ["ScheduleInterleavedZeroBubble", *by_night("ScheduleZBVZeroBubble")]
+)
+def test_zero_bubble_gathers_and_reduces_once_a_step(kind: str) -> None:
+    assert run_ranks(count_reductions, 2, kind) == [[NUM_LAYERS // 2] * 3] * 2
+
+
+def fail_in_a_step() -> None:
+    """The loss of one micro-batch raises; the next step is as if there had been none before."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    for stage in (1, 3):
+        found = []
+        for fails in (False, True):
+            calls = [0]
+
+            def loss(output: Tensor, target: Tensor, calls: Any = calls, fails: Any = fails) -> Any:
+                calls[0] += 1
+                if fails and calls[0] == 3:
+                    raise ArithmeticError("no more")
+                return nn.functional.mse_loss(output, target)
+
+            stages = make_stages(mesh, stage, 2, is_v=False)
+            schedule = pipelining.ScheduleInterleavedZeroBubble(stages, NUM_MICRO, loss_fn=loss)
+            x, target = batch(0, mesh["dp"].get_local_rank())
+            if fails:
+                with pytest.raises((ArithmeticError, RuntimeError)):
+                    schedule.step(x, target=target)
+                stages = [_again(part) for part in stages]
+                schedule = pipelining.ScheduleInterleavedZeroBubble(stages, NUM_MICRO, loss_fn=loss)
+            for part in stages:
+                part.submod.zero_grad()
+            schedule.step(x, target=target)
+            grads = [param.grad for part in stages for param in part.submod.parameters()]
+            found.append([grad.full_tensor() for grad in grads])
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other)
+
+
+def _again(part: Any) -> Any:
+    return pipelining.PipelineStage(
+        part.submod, part.stage_index, part.num_stages, part.device, group=part.group
+    )
+
+
+def test_a_step_that_raises_leaves_the_stages_usable() -> None:
+    run_ranks(fail_in_a_step, 2)
 
 
 def split_by_hand() -> None:
-    from torch.distributed.pipelining import stage
-
     model = zerocore.shard(build())
     x = torch.ones(1, WIDTH, requires_grad=True)
     with pytest.raises(RuntimeError, match="zero bubble"):
-        stage.stage_backward_input([model(x).sum()], None, [x], model.parameters())
+        pipelining.stage.stage_backward_input([model(x).sum()], None, [x], model.parameters())
     plain = build()
-    stage.stage_backward_input([plain(x).sum()], None, [x], plain.parameters())
+    pipelining.stage.stage_backward_input([plain(x).sum()], None, [x], plain.parameters())
     assert x.grad is not None
 
 

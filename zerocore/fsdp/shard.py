@@ -7,18 +7,22 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 from torch.distributed.tensor import Shard
 
 from zerocore.fsdp.calls import ready_state
 from zerocore.fsdp.group import Group, PlacementOf, group_of, set_group
 from zerocore.fsdp.mesh import check_mesh
 from zerocore.fsdp.module import fsdp_class, show_shards
-from zerocore.fsdp.state import state_of
+from zerocore.fsdp.state import read_state, state_of
 from zerocore.install import hook_into_torch
 from zerocore.model.state import set_maker
 from zerocore.tensor.parameter import ShardedParameter
+
+_OF_TORCH: Any = fully_shard_of_torch.__wrapped__  # type: ignore[attr-defined]
 
 
 def fully_shard(
@@ -73,6 +77,8 @@ def fully_shard(
     group.move_buffers()
     for each in modules:
         set_group(each, group)
+        # Where torch's own fully_shard.state looks.
+        each.__dict__.setdefault(STATE_KEY, {})[_OF_TORCH] = read_state(group)
         set_maker(each, partial(ready_state, group))
         each._is_fsdp_managed_module = True  # what torch.compile asks for
         each._fsdp_use_orig_params = True

@@ -21,6 +21,15 @@ class FSDPState:
     def _lazy_init(self) -> None:
         root_of(self._group)
 
+    def _root_post_backward_final_callback(self) -> None:
+        """Ends the backwards of a pipeline stage, which have held gradients back."""
+        root = root_of(self._group)
+        engine = root.ready().engine
+        engine.finalize_backward()
+        for _, group in root.groups:
+            if group.params and group.reshard_after_backward:
+                engine.drop(group.unit)
+
     @property
     def _root(self) -> Tree | None:
         return self._group.root
@@ -48,6 +57,9 @@ class FSDPParams:
 
     def __init__(self, group: Group) -> None:
         self._group = group
+
+    def post_backward(self) -> None:
+        """The root reduces the gradients of all."""
 
     @property
     def _module_fqn(self) -> str | None:

@@ -70,11 +70,19 @@ PATCHES = (
         Patch("torch.distributed", name, broadcasts.asks_shards, before="2.13")
         for name in broadcasts.UNASKED
     ),
-    Patch("torch.distributed.pipelining.stage", "stage_backward_input", pipelines.checked_backward),
+    *(
+        Patch("torch.distributed.pipelining.stage", name, pipelines.for_full_weights)
+        for name in ("stage_backward_input", "stage_backward_weight")
+    ),
+    Patch(
+        "torch.distributed.pipelining.stage._PipelineStageBase",
+        "perform_reduce_grad",
+        pipelines.reduces_deferred,
+    ),
     Patch(
         "torch.distributed.pipelining.schedules.PipelineScheduleMulti",
         "step",
-        pipelines.checked_step,
+        pipelines.reduces_at_the_end,
     ),
 )
 

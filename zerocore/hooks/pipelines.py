@@ -1,4 +1,9 @@
-"""Refuses schedules of torch.distributed.pipelining that split a stage's backward in two."""
+"""Pipelines that compute gradients of inputs and of weights apart (zero bubble).
+
+Their backwards for weights set gradients of what they are given, and no backward is complete. So a
+sharded stage gives its full parameters, whose gradients wait there until the schedule reduces
+them, once for all micro-batches; until then gathered units stay.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +11,87 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
 
+from torch import nn
+
+from zerocore.model.state import ShardState, find_state
 from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.rows import shard_of
 
 
-def checked_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward for the inputs of a stage alone, which refuses a sharded stage."""
+def for_full_weights(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward of a stage whose only or last iterator are its weights."""
 
     @wraps(backward)
-    def run(outputs: Any, grads: Any, inputs: Any, weights: Any) -> Any:
-        weights = list(weights)
-        _check(weights)
-        return backward(outputs, grads, inputs, iter(weights))
+    def run(*args: Any, **kwargs: Any) -> Any:
+        full = [iter(_full(arg)) if isinstance(arg, Iterator) else arg for arg in args]
+        return backward(*full, **kwargs)
 
     return run
 
 
-def checked_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step of a schedule, which refuses sharded stages on every rank before the first one."""
+def _full(weights: Iterable[Any]) -> Iterator[Any]:
+    for weight in weights:
+        shard = shard_of(weight)
+        if isinstance(weight, ShardedParameter):
+            _check_deferred(weight)
+            yield weight.full
+        elif shard is not None:
+            unit = shard.state_ref().units[shard.unit]
+            yield unit.params[shard.position].full
+        else:
+            yield weight
+
+
+def _check_deferred(weight: ShardedParameter) -> None:
+    state = weight.state_ref()
+    if state is None or not state.engine.defers_reductions:
+        raise RuntimeError(
+            f"parameter '{weight.fqn}' is sharded, and gradients of its weights alone would be "
+            "lost outside of the step of a pipeline schedule (zero bubble). Call the schedule's "
+            "step"
+        )
+
+
+def reduces_at_the_end(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step of a schedule, in which sharded stages reduce no earlier than it says."""
     from torch.distributed.pipelining import schedules  # late: takes a while
 
     @wraps(step)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if schedules.BACKWARD_INPUT in _computations(self):
-            for part in self._stages:
-                _check(part.submod.parameters())
-        return step(self, *args, **kwargs)
+        splits = schedules.BACKWARD_INPUT in _computations(self)
+        states = [_state_of(part.submod) for part in self._stages] if splits else []
+        engines = [state.engine for state in states if state is not None]
+        for engine in engines:
+            engine.begin_deferred()
+        try:
+            result = step(self, *args, **kwargs)
+        except BaseException:
+            for engine in engines:
+                engine.end_deferred(drops=True)
+            raise
+        for engine in engines:
+            if engine.defers_reductions:
+                engine.end_deferred(drops=False)
+        return result
 
     return run
+
+
+def reduces_deferred(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """The end of a stage's backwards, before its gradients are scaled."""
+
+    @wraps(reduce)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = _state_of(self.submod)
+        if state is not None and state.engine.defers_reductions:
+            state.engine.end_deferred(drops=False)
+        return reduce(self, *args, **kwargs)
+
+    return run
+
+
+def _state_of(stage: nn.Module) -> ShardState | None:
+    return find_state(stage)  # of zerocore.shard; those of zerocore.fsdp are told by torch
 
 
 def _computations(schedule: Any) -> Iterator[Any]:
@@ -41,14 +100,3 @@ def _computations(schedule: Any) -> Iterator[Any]:
         for action in actions:
             if action is not None:
                 yield action.computation_type
-
-
-def _check(weights: Iterable[Any]) -> None:
-    for weight in weights:
-        if isinstance(weight, ShardedParameter):
-            raise RuntimeError(
-                f"parameter '{weight.fqn}' is sharded, and this pipeline schedule computes "
-                "gradients of inputs and of weights in two backwards (zero bubble): those of "
-                "sharded weights would be lost. Take ScheduleGPipe, Schedule1F1B or "
-                "ScheduleInterleaved1F1B"
-            )

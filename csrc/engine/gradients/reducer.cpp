@@ -60,6 +60,9 @@ at::Tensor Reducer::make_grad(UnitId id, int param) const {
 // -- a backward -----------------------------------------------------------------------------
 
 void Reducer::reduce(UnitId id) {
+  if (deferred_) {
+    return;
+  }
   const at::NoGradGuard no_grad;
   const bool sync = sync_ && units_[id]->settings().syncs;
   if (!touched_[id]) {
@@ -74,6 +77,10 @@ void Reducer::reduce(UnitId id) {
   start_joint();
   clear_full_grads(id);
   reduced_[id] = reduced_[id] || is_reduced;
+}
+
+bool Reducer::holds_back(UnitId id) const {
+  return has_grads(id) || reduction_.has_local(id);
 }
 
 bool Reducer::has_grads(UnitId id) const {

@@ -45,8 +45,16 @@ class Reducer final : private GradSteps {
   void set_sync(bool sync) {
     sync_ = sync;
   }
-  // Whether the unit has gradients that reduce() has not seen.
+  // Until it is false again, gradients stay where the backward has left them: reduce() does nothing.
+  void set_deferred(bool deferred) {
+    deferred_ = deferred;
+  }
+  bool deferred() const {
+    return deferred_;
+  }
+  // Whether the unit has gradients that reduce() has not seen; or has not reduced.
   bool has_grads(UnitId unit) const;
+  bool holds_back(UnitId unit) const;
   // Units whose gradients were reduced in this backward, one flag each.
   const std::vector<bool>& reduced() const {
     return reduced_;
@@ -102,6 +110,7 @@ class Reducer final : private GradSteps {
   std::vector<std::vector<InFlight>> in_flight_; // by unit and region
   Joint joint_; // not started yet
   bool sync_ = true; // reductions communicate
+  bool deferred_ = false;
   std::vector<bool> touched_, reduced_; // units, in this backward
   std::vector<bool> leaves_; // units whose gradients the ranks are not to add to in this step
 };
