@@ -73,11 +73,6 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
   return !holds;
 }
 
-bool Reduction::has_local(UnitId unit) const {
-  return std::ranges::any_of(
-      units_.at(unit).regions, [](const RegionState& region) { return region.local; });
-}
-
 // At most one reduction is in flight where it holds blocks of the pool, which the next one then
 // takes, and where the sum over the replicas waits for the host.
 bool Reduction::completes_first(UnitId unit) const {

@@ -27,6 +27,7 @@
 // is copied from there. Without a collective it is the packed gradients themselves.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -115,7 +116,9 @@ class Reduction {
   // beginning, for none. The others are overwritten.
   Range added(const GradStep& pack, int param) const;
   // Whether this rank has sums of the unit that were not reduced.
-  bool has_local(UnitId unit) const;
+  bool has_local(UnitId unit) const {
+    return std::ranges::any_of(units_.at(unit).regions, &RegionState::local);
+  }
   // Bytes of memory that stays.
   int64_t kept_nbytes(UnitId unit) const;
 
