@@ -30,10 +30,6 @@ Reduction::Reduction(const ReductionOptions& options, std::vector<ReducedUnit> u
   }
 }
 
-void Reduction::set_trainable(UnitId unit, int region, bool trainable) {
-  units_.at(unit).regions.at(region).trainable = trainable;
-}
-
 bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
   const bool holds =
       !sync && (!facts_.mesh_of(unit).shards_gradients() || facts_.options().sharding.hold_full);

@@ -100,7 +100,9 @@ class Reduction {
   void reset(GradSteps& steps);
 
   // Whether the region's parameters get gradients; at first as its layout says.
-  void set_trainable(UnitId unit, int region, bool trainable);
+  void set_trainable(UnitId unit, int region, bool trainable) {
+    units_.at(unit).regions.at(region).trainable = trainable;
+  }
   // Whether the parameter's kept gradient holds a value.
   bool is_valid(UnitId unit, int param) const {
     return units_.at(unit).params.at(param).valid;

@@ -45,7 +45,8 @@ class Reducer final : private GradSteps {
   void set_sync(bool sync) {
     sync_ = sync;
   }
-  // Until it is false again, gradients stay where the backward has left them: reduce() does nothing.
+  // Until it is false again, gradients stay where the backward has left them: reduce() does
+  // nothing.
   void set_deferred(bool deferred) {
     deferred_ = deferred;
   }
