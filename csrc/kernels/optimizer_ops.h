@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "kernels/adamw.h"
-#include "kernels/adamw_list.h"
 #include "kernels/loops.h"
 
 namespace zerocore::kernels {
