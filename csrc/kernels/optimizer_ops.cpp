@@ -195,11 +195,4 @@ void AdamWUpdate::run() const {
   loops_of(first_.device()).adamw({first_.device(), types_, list_, options_, numbers_, room});
 }
 
-void adamw(
-    const AdamWTensors& tensors,
-    const AdamWOptions& options,
-    const AdamWScalarTensors& scalars) {
-  AdamWUpdate(tensors, options, scalars).run();
-}
-
 } // namespace zerocore::kernels
