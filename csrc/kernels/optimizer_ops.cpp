@@ -17,16 +17,15 @@ namespace {
 const char* const kOp = "adamw";
 
 Element checked_element(const char* name, c10::ScalarType dtype) {
-  const auto element = element_of(dtype);
   TORCH_CHECK_TYPE(
-      element.has_value(),
+      can_compute(dtype),
       kOp,
       ": ",
       name,
       " are ",
       dtype,
       ", expected float32, float16, bfloat16 or float64");
-  return *element;
+  return dtype;
 }
 
 AdamWTypes checked_types(const AdamWTensors& tensors) {
