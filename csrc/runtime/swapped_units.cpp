@@ -29,7 +29,7 @@ SwappedUnits::SwappedUnits(const SwapOptions& options)
               options.name,
               options.file_nbytes,
               options.way)),
-      memory_(FileMemory::map(file_->descriptor(), options.file_nbytes)) {
+      memory_(std::make_shared<FileMemory>(file_->descriptor(), options.file_nbytes)) {
   for (const std::string& name : options.unit_names) {
     labels_.push_back(options.name + " of unit '" + name + "'");
   }
