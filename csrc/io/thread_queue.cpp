@@ -6,7 +6,6 @@
 #include <deque>
 #include <mutex>
 #include <thread>
-#include <utility>
 
 #include "io/block_queue.h"
 

@@ -3,7 +3,6 @@
 #include <torch/library.h>
 
 #include <optional>
-#include <tuple>
 
 #include "kernels/checks.h"
 #include "kernels/ops.h"
