@@ -21,9 +21,9 @@ class ParamSpec:
         dtype: int,
         itemsize: int,
         requires_grad: bool = True,
-        main: ElementType | None = None,
-        reduce: ElementType | None = None,
-        grad: ElementType | None = None,
+        main: ElementType = ...,
+        reduce: ElementType = ...,
+        grad: ElementType = ...,
     ) -> None: ...
     fqn: str
     shape: list[int]

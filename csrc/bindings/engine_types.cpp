@@ -122,9 +122,7 @@ void register_units(py::module_& module) {
       .def(py::init(&make_owner), py::arg("parameters"), py::arg("name"));
   py::class_<UpdatedUnit>(module, "UpdatedUnit")
       .def(
-          py::init([](UnitId unit, std::optional<std::vector<int>> params) {
-            return UpdatedUnit{unit, std::move(params)};
-          }),
+          py::init<UnitId, std::optional<std::vector<int>>>(),
           py::arg("unit"),
           py::arg("params") = py::none());
 }
@@ -198,17 +196,8 @@ void register_figures_of_engine(py::module_& module) {
 }
 
 const char* kind_name(HandOverKind kind) {
-  switch (kind) {
-    case HandOverKind::Record:
-      return "record";
-    case HandOverKind::Wait:
-      return "wait";
-    case HandOverKind::Read:
-      return "read";
-    case HandOverKind::Write:
-      return "write";
-  }
-  return "";
+  constexpr const char* kNames[] = {"record", "wait", "read", "write"};
+  return kNames[static_cast<size_t>(kind)];
 }
 
 std::string stream_name(StreamRole role, int compute) {

@@ -21,46 +21,31 @@ using PlannedMesh = std::tuple<int64_t, int64_t, int64_t>;
 
 void register_layout(py::module_& module) {
   py::class_<Range>(module, "Range")
-      .def(
-          py::init([](int64_t begin, int64_t end) { return Range{begin, end}; }),
-          py::arg("begin"),
-          py::arg("end"))
+      .def(py::init<int64_t, int64_t>(), py::arg("begin"), py::arg("end"))
       .def(py::self == py::self)
       .def_readonly("begin", &Range::begin)
       .def_readonly("end", &Range::end);
   py::class_<ElementType>(module, "ElementType")
-      .def(
-          py::init([](int dtype, int64_t itemsize) { return ElementType{dtype, itemsize}; }),
-          py::arg("dtype"),
-          py::arg("itemsize"));
+      .def(py::init<int, int64_t>(), py::arg("dtype"), py::arg("itemsize"));
   py::class_<ParamSpec>(module, "ParamSpec")
       .def(
-          py::init([](std::string fqn,
-                      std::vector<int64_t> shape,
-                      int dtype,
-                      int64_t itemsize,
-                      bool requires_grad,
-                      const std::optional<ElementType>& main,
-                      const std::optional<ElementType>& reduce,
-                      const std::optional<ElementType>& grad) {
-            return ParamSpec{
-                std::move(fqn),
-                std::move(shape),
-                dtype,
-                itemsize,
-                requires_grad,
-                main.value_or(ElementType{}),
-                reduce.value_or(ElementType{}),
-                grad.value_or(ElementType{})};
-          }),
+          py::init<
+              std::string,
+              std::vector<int64_t>,
+              int,
+              int64_t,
+              bool,
+              ElementType,
+              ElementType,
+              ElementType>(),
           py::arg("fqn"),
           py::arg("shape"),
           py::arg("dtype"),
           py::arg("itemsize"),
           py::arg("requires_grad") = true,
-          py::arg("main") = py::none(),
-          py::arg("reduce") = py::none(),
-          py::arg("grad") = py::none())
+          py::arg("main") = ElementType(),
+          py::arg("reduce") = ElementType(),
+          py::arg("grad") = ElementType())
       .def_readonly("fqn", &ParamSpec::fqn)
       .def_readonly("shape", &ParamSpec::shape)
       .def_readonly("requires_grad", &ParamSpec::requires_grad)
@@ -95,11 +80,7 @@ void register_layout(py::module_& module) {
       .def_property_readonly("shard_nbytes", &Layout::shard_nbytes)
       .def_property_readonly("param_nbytes", &Layout::param_nbytes)
       .def("offset_in_shard", &Layout::offset_in_shard, py::arg("param"), py::arg("shard"))
-      .def(
-          "owned",
-          [](const Layout& layout, int param, int64_t shard) { return layout.owned(param, shard); },
-          py::arg("param"),
-          py::arg("shard"));
+      .def("owned", &Layout::owned, py::arg("param"), py::arg("shard"));
 }
 
 void register_call_events(py::module_& module) {
@@ -222,10 +203,7 @@ void register_units(py::module_& module) {
           py::arg("near") = true,
           py::arg("mesh") = 0);
   py::class_<BackwardEvent>(module, "BackwardEvent")
-      .def(
-          py::init([](bool ready, int32_t index) { return BackwardEvent{ready, index}; }),
-          py::arg("ready"),
-          py::arg("index"))
+      .def(py::init<bool, int32_t>(), py::arg("ready"), py::arg("index"))
       .def(py::self == py::self);
   py::class_<PlannedEvent>(module, "PlannedEvent")
       .def_property_readonly("op", [](const PlannedEvent& e) { return trace_op_name(e.op); })

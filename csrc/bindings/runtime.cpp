@@ -1,11 +1,13 @@
 // Python face of the runtime layer: figures of allocators and pools, the watchdog's last word,
 // threads and memory of the host.
 #include <ATen/ops/from_blob.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,7 +15,6 @@
 #include "bindings/bindings.h"
 #include "common/pages.h"
 #include "plan/pool_map.h"
-#include "runtime/allocator_counts.h"
 #include "runtime/host_memory.h"
 #include "runtime/host_threads.h"
 #include "runtime/swapped_units.h"
@@ -52,6 +53,26 @@ class Waiting {
   std::shared_ptr<Alarm> alarm_;
   int64_t token_ = 0;
 };
+
+// How often torch's allocator has turned to a device in this process.
+struct AllocatorCounts {
+  int64_t num_retries = 0; // memory was short, so its cache was freed and it tried again
+  int64_t num_device_allocations = 0; // calls to the device's own allocator, such as cudaMalloc
+};
+
+// None on the CPU, on devices without statistics and where another allocator was plugged in.
+std::optional<AllocatorCounts> allocator_counts(const std::string& name) {
+  const c10::Device device(name);
+  if (device.is_cpu()) {
+    return std::nullopt;
+  }
+  try {
+    const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
+    return AllocatorCounts{stats.num_alloc_retries, stats.num_device_alloc};
+  } catch (const c10::Error&) {
+    return std::nullopt;
+  }
+}
 
 void register_watchdog(py::module_& module) {
   using Released = py::call_guard<py::gil_scoped_release>;
@@ -151,10 +172,7 @@ void register_runtime(py::module_& module) {
   py::class_<AllocatorCounts>(module, "AllocatorCounts")
       .def_readonly("num_retries", &AllocatorCounts::num_retries)
       .def_readonly("num_device_allocations", &AllocatorCounts::num_device_allocations);
-  module.def(
-      "allocator_counts",
-      [](const std::string& device) { return allocator_counts(c10::Device(device)); },
-      py::arg("device"));
+  module.def("allocator_counts", &allocator_counts, py::arg("device"));
   py::class_<PoolStats>(module, "PoolStats")
       .def_readonly("in_use_nbytes", &PoolStats::in_use_nbytes)
       .def_readonly("peak_nbytes", &PoolStats::peak_nbytes)

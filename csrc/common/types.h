@@ -1,6 +1,8 @@
 // Ids and small value types that every layer shares.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 
 namespace zerocore {
@@ -11,20 +13,10 @@ using UnitId = int32_t;
 enum class StreamRole : uint8_t { Compute, AllGather, ReduceScatter, DeviceToHost, HostToDevice };
 inline constexpr int kNumStreamRoles = 5;
 
-inline const char* stream_role_name(StreamRole role) {
-  switch (role) {
-    case StreamRole::Compute:
-      return "compute";
-    case StreamRole::AllGather:
-      return "all_gather";
-    case StreamRole::ReduceScatter:
-      return "reduce_scatter";
-    case StreamRole::DeviceToHost:
-      return "device_to_host";
-    case StreamRole::HostToDevice:
-      return "host_to_device";
-  }
-  return "";
+constexpr const char* stream_role_name(StreamRole role) {
+  constexpr std::array<const char*, kNumStreamRoles> kNames = {
+      "compute", "all_gather", "reduce_scatter", "device_to_host", "host_to_device"};
+  return kNames[static_cast<size_t>(role)];
 }
 
 // The runtime does these, and the planner predicts them.
@@ -45,32 +37,20 @@ enum class TraceOp : uint8_t {
 };
 inline constexpr int kNumTraceOps = static_cast<int>(TraceOp::ToDevice) + 1;
 
-inline const char* trace_op_name(TraceOp op) {
-  switch (op) {
-    case TraceOp::AllGather:
-      return "all_gather";
-    case TraceOp::GatherNear:
-      return "gather_near";
-    case TraceOp::ReduceScatter:
-      return "reduce_scatter";
-    case TraceOp::AllReduce:
-      return "all_reduce";
-    case TraceOp::AllToAll:
-      return "all_to_all";
-    case TraceOp::Unshard:
-      return "unshard";
-    case TraceOp::Reshard:
-      return "reshard";
-    case TraceOp::ToHost:
-      return "to_host";
-    case TraceOp::HostSquares:
-      return "host_squares";
-    case TraceOp::HostUpdate:
-      return "host_update";
-    case TraceOp::ToDevice:
-      return "to_device";
-  }
-  return "";
+constexpr const char* trace_op_name(TraceOp op) {
+  constexpr std::array<const char*, kNumTraceOps> kNames = {
+      "all_gather",
+      "gather_near",
+      "reduce_scatter",
+      "all_reduce",
+      "all_to_all",
+      "unshard",
+      "reshard",
+      "to_host",
+      "host_squares",
+      "host_update",
+      "to_device"};
+  return kNames[static_cast<size_t>(op)];
 }
 
 // Half-open range of elements, [begin, end).

@@ -2,6 +2,7 @@
 #include "emulation/emulated_work.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
 
 #include <atomic>
 #include <utility>
@@ -11,21 +12,6 @@ namespace zerocore {
 namespace {
 
 std::atomic<int64_t> total_waited_ns = 0;
-
-// Adds the time that it lives, also where it ends by an exception.
-class WaitTimer {
- public:
-  WaitTimer() = default;
-  WaitTimer(const WaitTimer&) = delete;
-  WaitTimer& operator=(const WaitTimer&) = delete;
-  ~WaitTimer() {
-    const auto waited = std::chrono::steady_clock::now() - begin_;
-    total_waited_ns += std::chrono::nanoseconds(waited).count();
-  }
-
- private:
-  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-};
 
 c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::Device device) {
   auto type = c10::ListType::create(c10::TensorType::get());
@@ -55,7 +41,9 @@ bool EmulatedWork::wait(std::chrono::milliseconds timeout) {
     synchronize();
     return true;
   }
-  const WaitTimer timer;
+  const auto count_time = c10::make_scope_exit([begin = Clock::now()] {
+    total_waited_ns += std::chrono::nanoseconds(Clock::now() - begin).count();
+  });
   return Work::wait(timeout == kNoTimeout ? timeout_ : timeout);
 }
 

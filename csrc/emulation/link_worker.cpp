@@ -17,12 +17,10 @@ constexpr auto kSpin = std::chrono::microseconds(40);
 constexpr auto kMaxLateness = std::chrono::microseconds(500);
 
 std::exception_ptr stopped_error() {
-  try {
-    TORCH_CHECK_WITH(
-        DistBackendError, false, "the emulated group was destroyed before the collective was done");
-  } catch (...) {
-    return std::current_exception();
-  }
+  return std::make_exception_ptr(
+      c10::DistBackendError(
+          {__func__, __FILE__, __LINE__},
+          "the emulated group was destroyed before the collective was done"));
 }
 
 } // namespace

@@ -10,7 +10,6 @@
 #include <c10/core/InferenceMode.h>
 
 #include <cstring>
-#include <limits>
 
 namespace zerocore {
 

@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "io/system_calls.h"
+
 namespace zerocore::io {
 
 enum class StreamWay : uint8_t { Any, Cached, Direct }; // Any: past the page cache where it is best
@@ -24,15 +26,11 @@ constexpr int64_t kSumNbytes = int64_t{256} << 10;
 class BlockRing {
  public:
   explicit BlockRing(size_t num_blocks); // takes memory once it is touched
-  ~BlockRing();
-  BlockRing(const BlockRing&) = delete;
-  BlockRing& operator=(const BlockRing&) = delete;
-
   std::vector<char*> blocks() const; // of kBlockNbytes
 
  private:
   size_t num_blocks_;
-  char* mapping_ = nullptr;
+  Mapping mapping_;
 };
 
 } // namespace zerocore::io

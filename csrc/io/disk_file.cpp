@@ -58,6 +58,7 @@ bool is_aligned(int64_t value) {
 DiskFile::DiskFile(const std::string& folder, const std::string& name, int64_t nbytes, DiskWay way)
     : path_(folder + "/" + name),
       nbytes_(nbytes),
+      file_(make_file(path_)),
       traffic_(way, kMaxBlocks, [this](Ticket ticket, const Block& rest, int error) {
         account(requests_.at(ticket), rest, error);
       }) {
@@ -66,13 +67,7 @@ DiskFile::DiskFile(const std::string& folder, const std::string& name, int64_t n
         "the size of a disk file must be a multiple of " + std::to_string(kDiskAlignment) +
         " bytes, got " + std::to_string(nbytes));
   }
-  file_ = make_file(path_);
-  try {
-    reserve(file_, folder, nbytes);
-  } catch (...) {
-    ::close(file_);
-    throw;
-  }
+  reserve(file_, folder, nbytes);
   is_direct_ = set_direct(file_, true);
 }
 
@@ -85,7 +80,6 @@ DiskFile::~DiskFile() {
     }
   } catch (...) { // NOLINT(bugprone-empty-catch): the queue is gone, and its blocks with it
   }
-  ::close(file_);
 }
 
 DiskFile::Ticket DiskFile::read(int64_t offset, void* data, int64_t nbytes, std::string label) {

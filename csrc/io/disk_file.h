@@ -14,6 +14,7 @@
 
 #include "common/pages.h"
 #include "io/block_traffic.h"
+#include "io/system_calls.h"
 
 namespace zerocore::io {
 
@@ -81,7 +82,7 @@ class DiskFile {
 
   std::string path_;
   int64_t nbytes_;
-  int file_ = -1;
+  Descriptor file_;
   bool is_direct_ = false;
 
   std::mutex mutex_; // what follows

@@ -1,7 +1,6 @@
 // The threads of a stream: each reads the next block, or sums one that has come.
 #include "io/file_stream.h"
 
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -36,19 +35,18 @@ int open_to_read(const std::string& path) {
 
 // Whether at most half of the pages of a file are in the cache, by some of them.
 bool is_mostly_cold(int file, int64_t nbytes) {
-  void* mapped = ::mmap(nullptr, static_cast<size_t>(nbytes), PROT_READ, MAP_SHARED, file, 0);
-  if (mapped == MAP_FAILED) {
+  const Mapping mapped(static_cast<size_t>(nbytes), MAP_SHARED, file, 0, PROT_READ);
+  if (mapped.data() == nullptr) {
     return false;
   }
   const int64_t num_pages = nbytes / page_nbytes();
   int64_t num_cold = 0;
   for (int64_t i = 0; i < kNumSamples; ++i) {
-    char* page = static_cast<char*>(mapped) + num_pages * i / kNumSamples * page_nbytes();
+    char* page = mapped.data() + num_pages * i / kNumSamples * page_nbytes();
     unsigned char is_resident = 1;
     ::mincore(page, 1, &is_resident);
     num_cold += (is_resident & 1U) == 0 ? 1 : 0;
   }
-  ::munmap(mapped, static_cast<size_t>(nbytes));
   return num_cold * 2 >= kNumSamples;
 }
 
@@ -86,7 +84,6 @@ FileStream::FileStream(
   sums_.resize(static_cast<size_t>(end_ - first_));
   is_direct_ = choose_direct(file_, file_nbytes_, way);
   if (way == StreamWay::Direct && !is_direct_) {
-    ::close(file_);
     fail_with(EINVAL, "no reads past the page cache of '" + path_ + "'");
   }
   if (is_direct_) {
@@ -102,7 +99,6 @@ FileStream::~FileStream() {
   }
   changed_.notify_all();
   join();
-  ::close(file_);
 }
 
 void FileStream::start() {

@@ -73,7 +73,7 @@ class FileStream {
   std::string path_;
   size_t num_threads_;
   BlockRing ring_; // of blocks that are not read to their place
-  int file_ = -1;
+  Descriptor file_;
   bool is_direct_ = false;
   int64_t file_nbytes_ = 0;
   int64_t first_; // block

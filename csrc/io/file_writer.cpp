@@ -28,14 +28,6 @@ char* block_of(int64_t tag) {
   return reinterpret_cast<char*>(static_cast<uintptr_t>(tag)); // NOLINT(performance-no-int-to-ptr)
 }
 
-int own_descriptor(int file) {
-  const int own = ::fcntl(file, F_DUPFD_CLOEXEC, 0);
-  if (own < 0) {
-    fail_with(errno, "cannot take a descriptor to write");
-  }
-  return own;
-}
-
 uint32_t copy_and_sum(char* to, const char* from, int64_t nbytes) {
   uint32_t crc = 0;
   for (int64_t at = 0; at < nbytes; at += kSumNbytes) {
@@ -95,14 +87,13 @@ void reserve([[maybe_unused]] int file, [[maybe_unused]] int64_t nbytes) {
 }
 
 FileWriter::FileWriter(int file, int64_t nbytes, StreamWay way)
-    : file_(own_descriptor(file)),
+    : file_(duplicate(file)),
       nbytes_(nbytes),
       is_direct_(
           (way == StreamWay::Direct || (way == StreamWay::Any && nbytes > kRingNbytes)) &&
           set_direct(file, true)),
       sums_(static_cast<size_t>((nbytes + kBlockNbytes - 1) / kBlockNbytes)) {
   if (way == StreamWay::Direct && !is_direct_) {
-    ::close(file_);
     fail_with(EINVAL, "no writes past the page cache");
   }
   if (is_direct_) {
@@ -122,7 +113,6 @@ FileWriter::~FileWriter() {
     }
   } catch (...) { // NOLINT(bugprone-empty-catch): the queue is gone, and its blocks with it
   }
-  ::close(file_);
 }
 
 uint32_t FileWriter::write(const void* data, size_t nbytes, int64_t offset, uint32_t crc) {

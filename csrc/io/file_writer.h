@@ -67,7 +67,7 @@ class FileWriter {
   void check() const;
   void note(int64_t offset, uint32_t crc, int64_t nbytes);
 
-  int file_; // a descriptor of its own
+  Descriptor file_; // its own
   int64_t nbytes_;
   bool is_direct_;
   std::optional<BlockRing> ring_;

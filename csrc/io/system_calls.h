@@ -1,8 +1,13 @@
-// Errors of system calls, and reads and writes past the page cache.
+// System calls: their errors, files and mappings that end with their owner, and reads and writes
+// past the page cache.
 #pragma once
 
 #include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
+#include <cerrno>
+#include <cstddef>
 #include <string>
 #include <system_error>
 
@@ -11,6 +16,65 @@ namespace zerocore::io {
 [[noreturn]] inline void fail_with(int code, const std::string& what) {
   throw std::system_error(code, std::generic_category(), what);
 }
+
+// An open file, which this closes; a negative number is none.
+class Descriptor {
+ public:
+  explicit Descriptor(int number) : number_(number) {}
+  ~Descriptor() {
+    if (number_ >= 0) {
+      ::close(number_);
+    }
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+
+  operator int() const { // NOLINT(google-explicit-constructor): system calls take the number
+    return number_;
+  }
+
+ private:
+  int number_;
+};
+
+// Another descriptor of the same open file.
+inline int duplicate(int file) {
+  const int own = ::fcntl(file, F_DUPFD_CLOEXEC, 0);
+  if (own < 0) {
+    fail_with(errno, "cannot take a descriptor of a file");
+  }
+  return own;
+}
+
+// Bytes mapped to memory; null for zero bytes, and with an errno where the system refuses.
+class Mapping {
+ public:
+  explicit Mapping(
+      size_t nbytes,
+      int flags = MAP_PRIVATE | MAP_ANONYMOUS,
+      int file = -1,
+      off_t offset = 0,
+      int protection = PROT_READ | PROT_WRITE)
+      : nbytes_(nbytes) {
+    void* found = nbytes == 0 ? nullptr : ::mmap(nullptr, nbytes, protection, flags, file, offset);
+    data_ = found == MAP_FAILED ? nullptr : static_cast<char*>(found);
+  }
+  ~Mapping() {
+    if (data_ != nullptr) {
+      ::munmap(data_, nbytes_);
+    }
+  }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  char* data() const {
+    return data_;
+  }
+
+ private:
+  char* data_ = nullptr;
+  size_t nbytes_;
+};
 
 // Whether the file now goes past the page cache (O_DIRECT), or through it, as asked.
 inline bool set_direct([[maybe_unused]] int file, [[maybe_unused]] bool direct) {

@@ -6,7 +6,6 @@
 #include <deque>
 #include <mutex>
 #include <thread>
-#include <utility>
 
 #include "io/block_queue.h"
 
@@ -33,9 +32,6 @@ class ThreadQueue final : public BlockQueue {
       stopping_ = true;
     }
     submitted_.notify_all();
-    for (std::thread& thread : threads_) {
-      thread.join();
-    }
   }
   ThreadQueue(const ThreadQueue&) = delete;
   ThreadQueue& operator=(const ThreadQueue&) = delete;
@@ -81,7 +77,7 @@ class ThreadQueue final : public BlockQueue {
   std::deque<Block> blocks_;
   std::vector<MovedBlock> moved_;
   bool stopping_ = false;
-  std::vector<std::thread> threads_; // last: they use what is above
+  std::vector<std::jthread> threads_; // last: they use what is above, and are joined first
 };
 
 } // namespace

@@ -11,7 +11,6 @@
 
 #include <linux/io_uring.h>
 #include <sched.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -53,33 +52,10 @@ bool has_operations(int ring) {
   return supports(IORING_OP_READ) && supports(IORING_OP_WRITE);
 }
 
-// Memory of the ring that is shared with the kernel; null if it is refused.
-class SharedMemory {
- public:
-  SharedMemory(int ring, size_t nbytes, uint64_t place) : nbytes_(nbytes) {
-    void* found = ::mmap(
-        nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, ring, static_cast<off_t>(place));
-    data_ = found == MAP_FAILED ? nullptr : static_cast<char*>(found);
-  }
-  ~SharedMemory() {
-    if (data_ != nullptr) {
-      ::munmap(data_, nbytes_);
-    }
-  }
-  SharedMemory(const SharedMemory&) = delete;
-  SharedMemory& operator=(const SharedMemory&) = delete;
-
-  char* data() const {
-    return data_;
-  }
-  unsigned& word(unsigned offset) const {
-    return *reinterpret_cast<unsigned*>(data_ + offset);
-  }
-
- private:
-  char* data_ = nullptr;
-  size_t nbytes_;
-};
+// A number in memory that is shared with the kernel.
+unsigned& word(const Mapping& memory, unsigned offset) {
+  return *reinterpret_cast<unsigned*>(memory.data() + offset);
+}
 
 unsigned load(unsigned& shared) {
   return std::atomic_ref(shared).load(std::memory_order_acquire);
@@ -89,42 +65,25 @@ void store(unsigned& shared, unsigned value) {
   std::atomic_ref(shared).store(value, std::memory_order_release);
 }
 
-class Descriptor {
- public:
-  explicit Descriptor(int number) : number_(number) {}
-  ~Descriptor() {
-    if (number_ >= 0) {
-      ::close(number_);
-    }
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-
-  int number() const {
-    return number_;
-  }
-
- private:
-  int number_;
-};
-
 // See Note [Two rings].
 class UringQueue final : public BlockQueue {
  public:
   explicit UringQueue(size_t depth)
       : ring_(uring_setup(static_cast<unsigned>(depth), params_)),
         to_do_(
-            ring_.number(),
             params_.sq_off.array + params_.sq_entries * sizeof(unsigned),
+            MAP_SHARED,
+            ring_,
             IORING_OFF_SQ_RING),
         done_(
-            ring_.number(),
             params_.cq_off.cqes + params_.cq_entries * sizeof(io_uring_cqe),
+            MAP_SHARED,
+            ring_,
             IORING_OFF_CQ_RING),
-        entries_(ring_.number(), params_.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES) {}
+        entries_(params_.sq_entries * sizeof(io_uring_sqe), MAP_SHARED, ring_, IORING_OFF_SQES) {}
 
   bool is_usable() const {
-    return ring_.number() >= 0 && has_operations(ring_.number()) && to_do_.data() != nullptr &&
+    return ring_ >= 0 && has_operations(ring_) && to_do_.data() != nullptr &&
         done_.data() != nullptr && entries_.data() != nullptr;
   }
 
@@ -133,8 +92,8 @@ class UringQueue final : public BlockQueue {
   }
 
   void submit(const Block& block) override {
-    const unsigned tail = to_do_.word(params_.sq_off.tail); // only we write it
-    const unsigned index = tail & to_do_.word(params_.sq_off.ring_mask);
+    const unsigned tail = word(to_do_, params_.sq_off.tail); // only we write it
+    const unsigned index = tail & word(to_do_, params_.sq_off.ring_mask);
     io_uring_sqe entry{};
     entry.opcode = block.writes ? IORING_OP_WRITE : IORING_OP_READ;
     entry.fd = block.file;
@@ -143,9 +102,9 @@ class UringQueue final : public BlockQueue {
     entry.off = static_cast<uint64_t>(block.offset);
     entry.user_data = block.id;
     std::memcpy(entries_.data() + index * sizeof(entry), &entry, sizeof(entry));
-    (&to_do_.word(params_.sq_off.array))[index] = index;
-    store(to_do_.word(params_.sq_off.tail), tail + 1);
-    while (uring_enter(ring_.number(), 1, 0) < 0) {
+    (&word(to_do_, params_.sq_off.array))[index] = index;
+    store(word(to_do_, params_.sq_off.tail), tail + 1);
+    while (uring_enter(ring_, 1, 0) < 0) {
       if (errno != EINTR && errno != EAGAIN && errno != EBUSY) {
         fail_with(errno, "io_uring_enter");
       }
@@ -155,7 +114,7 @@ class UringQueue final : public BlockQueue {
 
   void wait(std::vector<MovedBlock>& moved) override {
     while (!take(moved)) {
-      if (uring_enter(ring_.number(), 0, 1) < 0 && errno != EINTR && errno != EAGAIN) {
+      if (uring_enter(ring_, 0, 1) < 0 && errno != EINTR && errno != EAGAIN) {
         fail_with(errno, "io_uring_enter");
       }
     }
@@ -164,23 +123,21 @@ class UringQueue final : public BlockQueue {
  private:
   // Takes the blocks that are done by now; false for none.
   bool take(std::vector<MovedBlock>& moved) {
-    const unsigned begin = done_.word(params_.cq_off.head); // only we write it
-    const unsigned end = load(done_.word(params_.cq_off.tail));
-    const unsigned mask = done_.word(params_.cq_off.ring_mask);
+    const unsigned begin = word(done_, params_.cq_off.head); // only we write it
+    const unsigned end = load(word(done_, params_.cq_off.tail));
+    const unsigned mask = word(done_, params_.cq_off.ring_mask);
     const auto* entries = reinterpret_cast<io_uring_cqe*>(done_.data() + params_.cq_off.cqes);
     for (unsigned i = begin; i != end; ++i) {
       const io_uring_cqe& entry = entries[i & mask];
       moved.push_back({static_cast<uint32_t>(entry.user_data), entry.res});
     }
-    store(done_.word(params_.cq_off.head), end);
+    store(word(done_, params_.cq_off.head), end);
     return begin != end;
   }
 
   io_uring_params params_{};
   Descriptor ring_;
-  SharedMemory to_do_;
-  SharedMemory done_;
-  SharedMemory entries_;
+  Mapping to_do_, done_, entries_;
 };
 
 } // namespace

@@ -3,26 +3,9 @@
 
 namespace zerocore::kernels {
 
-std::optional<Element> element_of(c10::ScalarType dtype) {
-  switch (dtype) {
-    case c10::ScalarType::Half:
-      return Element::Half;
-    case c10::ScalarType::BFloat16:
-      return Element::BFloat16;
-    case c10::ScalarType::Float:
-      return Element::Float;
-    case c10::ScalarType::Double:
-      return Element::Double;
-    default:
-      return std::nullopt;
-  }
-}
-
 Conversion conversion(const char* op, c10::ScalarType dst, c10::ScalarType src, bool moves_only) {
-  const auto dst_element = element_of(dst);
-  const auto src_element = element_of(src);
-  if (dst_element && src_element && can_cast({*dst_element, *src_element})) {
-    return {{*dst_element, *src_element}, 1};
+  if (can_cast({dst, src})) {
+    return {{dst, src}, 1};
   }
   TORCH_CHECK_TYPE(
       moves_only && dst == src,

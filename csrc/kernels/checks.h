@@ -3,14 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
-
 #include "kernels/element.h"
 
 namespace zerocore::kernels {
-
-// The element type of a dtype that can be computed with.
-std::optional<Element> element_of(c10::ScalarType dtype);
 
 // How values of `src` become values of `dst`. Dtypes that cannot be computed with are moved as
 // bytes, if `moves_only`; then `step` is their itemsize, otherwise 1.

@@ -1,18 +1,15 @@
 // The element types that the loops are compiled for, and the choice among them at run time.
 #pragma once
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
+#include <c10/core/ScalarType.h>
 
-#include <cstdint>
 #include <type_traits>
 #include <utility>
 
 namespace zerocore::kernels {
 
-// Byte stands for the bytes of any other dtype, which are moved and never computed with.
-enum class Element : uint8_t { Byte, Half, BFloat16, Float, Double };
-constexpr int kNumElements = 5;
+// A type that can be computed with, or Byte for the bytes of any other dtype, which are moved only.
+using Element = c10::ScalarType;
 
 // The types as which values are written and read.
 struct Pair {
@@ -26,10 +23,17 @@ struct Types {
   using Src = SrcType;
 };
 
-// Whether values can be cast: among the types of up to 32 bits, and of a type to itself.
+constexpr bool is_narrow(Element element) {
+  return element == Element::Half || element == Element::BFloat16 || element == Element::Float;
+}
+constexpr bool can_compute(Element element) {
+  return is_narrow(element) || element == Element::Double;
+}
+
+// Whether values can be cast: among the types of up to 32 bits, and of float64 to itself.
 constexpr bool can_cast(Pair pair) {
-  const auto is_narrow = [](Element e) { return e != Element::Byte && e != Element::Double; };
-  return pair.dst == pair.src || (is_narrow(pair.dst) && is_narrow(pair.src));
+  const bool are_wide = pair.dst == Element::Double && pair.src == Element::Double;
+  return are_wide || (is_narrow(pair.dst) && is_narrow(pair.src));
 }
 
 // Calls f(Types<T>()) for the float, half or bfloat16 that `element` stands for.

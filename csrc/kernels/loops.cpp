@@ -6,14 +6,33 @@
 #include <array>
 #include <cstddef>
 
+#include "kernels/cpu/loops.h"
+
 namespace zerocore::kernels {
 
 namespace {
 
 using Table = std::array<Loops, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)>;
 
-// Zero before any file's static initialisers run, so that their order does not matter.
-constinit Table table{};
+template <typename Call>
+void nothing(const Call& /*call*/) {}
+
+constexpr Table make_table() {
+  Table table{};
+  table[static_cast<size_t>(c10::DeviceType::CPU)] = {
+      &cpu::copy, &cpu::accumulate, &cpu::square, &cpu::total, &cpu::adamw};
+  // Arguments are checked and nothing is computed.
+  table[static_cast<size_t>(c10::DeviceType::Meta)] = {
+      &nothing<CopyCall>,
+      &nothing<AccumulateCall>,
+      &nothing<SquareCall>,
+      &nothing<TotalCall>,
+      &nothing<AdamWCall>};
+  return table;
+}
+
+// Made before any file's static initialisers run, so that their order does not matter.
+constinit Table table = make_table();
 
 const Loops& entry(c10::DeviceType device) {
   return table[static_cast<size_t>(device)];

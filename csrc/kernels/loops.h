@@ -8,7 +8,6 @@
 
 #include <cstdint>
 
-#include "kernels/adamw_list.h"
 #include "kernels/element.h"
 #include "kernels/grad_norm.h"
 #include "kernels/segment_list.h"

@@ -13,24 +13,8 @@ namespace zerocore::kernels {
 
 namespace {
 
-c10::ScalarType scalar_type_of(Element element) {
-  switch (element) {
-    case Element::Half:
-      return c10::ScalarType::Half;
-    case Element::BFloat16:
-      return c10::ScalarType::BFloat16;
-    case Element::Float:
-      return c10::ScalarType::Float;
-    case Element::Double:
-      return c10::ScalarType::Double;
-    case Element::Byte:
-      break;
-  }
-  return c10::ScalarType::Byte;
-}
-
 at::Tensor tensor_at(const void* data, int64_t numel, Element element, c10::Device device) {
-  const auto options = at::TensorOptions().dtype(scalar_type_of(element)).device(device);
+  const auto options = at::TensorOptions().dtype(element).device(device);
   return at::for_blob(const_cast<void*>(data), {numel})
       .options(options)
       .target_device(device)

@@ -22,6 +22,13 @@ void run_copy(const at::Tensor& like, Pair pair, const SegmentList& list, double
   }
 }
 
+constexpr std::array kElements = {
+    Element::Half,
+    Element::BFloat16,
+    Element::Float,
+    Element::Double};
+using SquareLists = std::array<SegmentList, kElements.size()>; // by element type
+
 // Both sums of each chunk of a list, whose segments have in `dst` what is known of them.
 void find_squares(
     c10::Device device,
@@ -67,7 +74,7 @@ void* known_squares(const std::vector<at::Tensor>& known, size_t index, const at
 }
 
 // The partial sums of the element types follow each other.
-void run_sum_of_squares(const at::Tensor& out, const std::array<SegmentList, kNumElements>& lists) {
+void run_sum_of_squares(const at::Tensor& out, const SquareLists& lists) {
   const int64_t num_partials = std::accumulate(
       lists.begin(), lists.end(), int64_t{0}, [](int64_t sum, const SegmentList& list) {
         return sum + list.num_chunks();
@@ -78,7 +85,7 @@ void run_sum_of_squares(const at::Tensor& out, const std::array<SegmentList, kNu
   int64_t done = 0;
   for (size_t i = 0; i < lists.size(); ++i) {
     if (lists[i].size() > 0) {
-      find_squares(out.device(), static_cast<Element>(i), lists[i], sums + done);
+      find_squares(out.device(), kElements[i], lists[i], sums + done);
       done += lists[i].num_chunks();
     }
   }
@@ -200,18 +207,18 @@ void sum_of_squares(
       out.scalar_type(),
       " of ",
       out.numel());
-  std::array<SegmentList, kNumElements> lists; // one per element type
+  SquareLists lists;
   for (size_t i = 0; i < shards.size(); ++i) {
     check_member("sum_of_squares", "shard", i, shards[i], out, shards[i].scalar_type());
-    const auto element = element_of(shards[i].scalar_type());
+    const auto* element = std::find(kElements.begin(), kElements.end(), shards[i].scalar_type());
     TORCH_CHECK_TYPE(
-        element.has_value(),
+        element != kElements.end(),
         "sum_of_squares: shard ",
         i,
         " is ",
         shards[i].scalar_type(),
         ", expected float32, float16, bfloat16 or float64");
-    SegmentList& list = lists[static_cast<size_t>(*element)];
+    SegmentList& list = lists[element - kElements.begin()];
     list.push(known_squares(known, i, shards[i]), Source(shards[i]).data, shards[i].numel());
   }
   run_sum_of_squares(out, lists);
@@ -225,10 +232,10 @@ void squares_by_chunk(const at::Tensor& squares, at::TensorList shards) {
   }
   TORCH_INTERNAL_ASSERT(squares.numel() == 2 * list.num_chunks());
   if (list.size() > 0) {
-    const auto element = element_of(shards[0].scalar_type());
-    TORCH_INTERNAL_ASSERT(element.has_value());
+    const Element element = shards[0].scalar_type();
+    TORCH_INTERNAL_ASSERT(can_compute(element));
     auto* sums = reinterpret_cast<SquareSum*>(Memory(squares).data);
-    loops_of(squares.device()).square({squares.device(), *element, list, sums});
+    loops_of(squares.device()).square({squares.device(), element, list, sums});
   }
 }
 

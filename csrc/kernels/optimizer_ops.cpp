@@ -17,16 +17,15 @@ namespace {
 const char* const kOp = "adamw";
 
 Element checked_element(const char* name, c10::ScalarType dtype) {
-  const auto element = element_of(dtype);
   TORCH_CHECK_TYPE(
-      element.has_value(),
+      can_compute(dtype),
       kOp,
       ": ",
       name,
       " are ",
       dtype,
       ", expected float32, float16, bfloat16 or float64");
-  return *element;
+  return dtype;
 }
 
 AdamWTypes checked_types(const AdamWTensors& tensors) {
@@ -193,13 +192,6 @@ void AdamWUpdate::run() const {
       at::empty({numbers_each * list_.size()}, first_.options().dtype(at::kDouble));
   auto* room = reinterpret_cast<BiasCorrection*>(Memory(corrections).data);
   loops_of(first_.device()).adamw({first_.device(), types_, list_, options_, numbers_, room});
-}
-
-void adamw(
-    const AdamWTensors& tensors,
-    const AdamWOptions& options,
-    const AdamWScalarTensors& scalars) {
-  AdamWUpdate(tensors, options, scalars).run();
 }
 
 } // namespace zerocore::kernels

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "kernels/adamw.h"
-#include "kernels/adamw_list.h"
 #include "kernels/loops.h"
 
 namespace zerocore::kernels {
@@ -31,7 +30,10 @@ struct AdamWScalarTensors {
 };
 
 // One step of AdamW whose arguments are checked, and whose weights' versions are counted up
-// already. run() may be called by another thread; the tensors' memory must live until then.
+// already. run() may be called by another thread; the tensors' memory must live until then. It is
+// one pass: weights, moments, steps and model weights are written. On CUDA two launches (the steps
+// are a small one of their own) on the current stream for up to about 500 tensors; nothing waits
+// for the device. See Note [The arithmetic of torch].
 class AdamWUpdate {
  public:
   // Throws c10::ValueError or c10::TypeError for wrong arguments.
@@ -50,14 +52,5 @@ class AdamWUpdate {
   AdamWOptions options_;
   AdamWScalars numbers_;
 };
-
-// One step of AdamW on every tensor, in one pass: weights, moments, steps and model weights are
-// written. On CUDA two launches (the steps are a small one of their own) on the current stream for
-// up to about 500 tensors; nothing waits for the device. See Note [The arithmetic of torch]. Throws
-// c10::ValueError or c10::TypeError for wrong arguments.
-void adamw(
-    const AdamWTensors& tensors,
-    const AdamWOptions& options,
-    const AdamWScalarTensors& scalars);
 
 } // namespace zerocore::kernels

@@ -1,4 +1,4 @@
-// A list of segments with its chunks numbered through, built anew for each call.
+// Lists of segments with their chunks numbered through, built anew for each call.
 //
 // Note [No table to keep]
 // Gradients have other addresses in every backward, so a table of pointers is written anew anyway.
@@ -9,20 +9,19 @@
 
 #include <c10/util/SmallVector.h>
 
+#include "kernels/adamw.h"
 #include "kernels/segments.h"
 
 namespace zerocore::kernels {
 
-class SegmentList {
+template <typename Segment, unsigned kInlineSegments>
+class ChunkList {
  public:
-  static constexpr unsigned kInlineSegments = 48;
-
-  // Destinations must not overlap. Nothing is done for an empty segment.
-  void push(void* dst, const void* src, int64_t numel, bool add = false) {
-    if (numel > 0) {
-      segments_.push_back({dst, src, numel, num_chunks_, add});
-      num_chunks_ += num_chunks_of(numel);
-    }
+  // Sets the segment's first chunk. An empty segment has none; find_segment() passes over it.
+  void push(Segment segment) {
+    segment.first_chunk = num_chunks_;
+    segments_.push_back(segment);
+    num_chunks_ += num_chunks_of(segment.numel);
   }
 
   int size() const {
@@ -44,6 +43,18 @@ class SegmentList {
  private:
   c10::SmallVector<Segment, kInlineSegments> segments_;
   int64_t num_chunks_ = 0;
+};
+
+using AdamWList = ChunkList<AdamWSegment, 32>;
+
+class SegmentList : public ChunkList<Segment, 48> {
+ public:
+  // Destinations must not overlap. Nothing is done for an empty segment.
+  void push(void* dst, const void* src, int64_t numel, bool add = false) {
+    if (numel > 0) {
+      ChunkList::push({dst, src, numel, 0, add});
+    }
+  }
 };
 
 } // namespace zerocore::kernels

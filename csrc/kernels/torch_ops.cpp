@@ -3,7 +3,6 @@
 #include <torch/library.h>
 
 #include <optional>
-#include <tuple>
 
 #include "kernels/checks.h"
 #include "kernels/ops.h"
@@ -50,15 +49,6 @@ void pack_gradients(
   pack(bucket, segments, scale);
 }
 
-void accumulate_chunks(
-    const at::Tensor& out,
-    const at::Tensor& chunks,
-    int64_t num_chunks,
-    bool add,
-    double scale) {
-  accumulate(out, chunks, num_chunks, add, scale);
-}
-
 void sum_of_known_squares(
     const at::Tensor& out,
     at::TensorList shards,
@@ -86,10 +76,11 @@ void adamw_lists(
     const std::optional<at::Tensor>& lr_tensor,
     const std::optional<at::Tensor>& grad_scale,
     const std::optional<at::Tensor>& found_inf) {
-  adamw(
+  AdamWUpdate(
       {weights, grads, exp_avgs, exp_avg_sqs, steps, model_weights},
       {lr, beta1, beta2, eps, weight_decay, maximize},
-      {lr_tensor, grad_scale, found_inf});
+      {lr_tensor, grad_scale, found_inf})
+      .run();
 }
 
 // -- traced with symbolic sizes: nothing to check yet, nothing to compute -------------------------
@@ -127,7 +118,7 @@ struct OnMeta<function> {
 
 void implement(torch::Library& library) {
   library.impl("pack", &pack_gradients);
-  library.impl("accumulate", &accumulate_chunks);
+  library.impl("accumulate", &accumulate);
   library.impl("cast", &cast);
   library.impl("sum_of_squares", &sum_of_known_squares);
   library.impl("adamw", &adamw_lists);
@@ -163,7 +154,7 @@ TORCH_LIBRARY_IMPL(zerocore, CUDA, library) {
 
 TORCH_LIBRARY_IMPL(zerocore, Meta, library) {
   library.impl("pack", &OnMeta<&pack_gradients>::call);
-  library.impl("accumulate", &OnMeta<&accumulate_chunks>::call);
+  library.impl("accumulate", &OnMeta<&accumulate>::call);
   library.impl("cast", &OnMeta<&cast>::call);
   library.impl("sum_of_squares", &OnMeta<&sum_of_known_squares>::call);
   library.impl("adamw", &OnMeta<&adamw_lists>::call);

@@ -16,19 +16,17 @@
 #include <memory>
 
 #include "common/types.h"
+#include "io/system_calls.h"
 
 namespace zerocore {
 
 class FileMemory : public std::enable_shared_from_this<FileMemory> {
  public:
   // Maps an open file of `nbytes`, which may be closed afterwards. Throws std::system_error.
-  static std::shared_ptr<FileMemory> map(int file, int64_t nbytes);
-  ~FileMemory();
-  FileMemory(const FileMemory&) = delete;
-  FileMemory& operator=(const FileMemory&) = delete;
+  FileMemory(int file, int64_t nbytes);
 
   char* data() const { // null for a file of zero bytes
-    return data_;
+    return mapping_.data();
   }
   // As memory of tensors, which keeps the mapping.
   c10::DataPtr at(int64_t offset);
@@ -43,11 +41,8 @@ class FileMemory : public std::enable_shared_from_this<FileMemory> {
   void store(const Range& range);
 
  private:
-  FileMemory(int file, int64_t nbytes);
-
-  int file_ = -1;
-  int64_t nbytes_;
-  char* data_ = nullptr;
+  io::Descriptor file_;
+  io::Mapping mapping_;
 };
 
 } // namespace zerocore

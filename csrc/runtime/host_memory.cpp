@@ -2,7 +2,6 @@
 #include "runtime/host_memory.h"
 
 #include <ATen/ops/from_blob.h>
-#include <sys/mman.h>
 
 #include <cerrno>
 #include <cstring>
@@ -12,19 +11,6 @@
 namespace zerocore {
 
 namespace {
-
-char* map_zeros(int64_t nbytes) {
-  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
-  void* data = ::mmap(nullptr, static_cast<size_t>(nbytes), PROT_READ | PROT_WRITE, kFlags, -1, 0);
-  TORCH_CHECK(
-      data != MAP_FAILED,
-      "cannot take ",
-      nbytes,
-      " bytes of host memory: ",
-      std::strerror(errno),
-      ". Is there a limit on this process (ulimit -v, ulimit -d)?");
-  return static_cast<char*>(data);
-}
 
 // Advice that a system may not know; nothing depends on it.
 void advise([[maybe_unused]] void* data, [[maybe_unused]] const HostMemoryOptions& options) {
@@ -42,48 +28,48 @@ void advise([[maybe_unused]] void* data, [[maybe_unused]] const HostMemoryOption
 
 } // namespace
 
-HostMemory::HostMemory(int64_t nbytes) : nbytes_(nbytes) {
-  if (nbytes > 0) {
-    data_ = map_zeros(nbytes);
+HostMemory::HostMemory(const HostMemoryOptions& options)
+    : nbytes_(options.nbytes), mapping_(static_cast<size_t>(options.nbytes)) {
+  TORCH_CHECK(
+      nbytes_ == 0 || data() != nullptr,
+      "cannot take ",
+      nbytes_,
+      " bytes of host memory: ",
+      std::strerror(errno),
+      ". Is there a limit on this process (ulimit -v, ulimit -d)?");
+  if (nbytes_ > 0) {
+    advise(data(), options);
+  }
+  if (options.pinned_nbytes > 0) {
+    TORCH_CHECK(page_pinning() != nullptr, "pinned host memory needs a build with CUDA");
+    page_pinning()->pin(data(), static_cast<size_t>(options.pinned_nbytes));
+    pinned_nbytes_ = options.pinned_nbytes;
   }
 }
 
 HostMemory::~HostMemory() {
   if (pinned_nbytes_ > 0) {
-    page_pinning()->unpin(data_);
-  }
-  if (data_ != nullptr) {
-    ::munmap(data_, static_cast<size_t>(nbytes_));
+    page_pinning()->unpin(data());
   }
 }
 
 std::shared_ptr<HostMemory> HostMemory::map(const HostMemoryOptions& options) {
-  const int64_t pinned = options.pinned_nbytes;
   TORCH_CHECK_VALUE(
       options.nbytes >= 0, "host memory: expected 0 bytes or more, got ", options.nbytes);
   TORCH_CHECK_VALUE(
-      pinned >= 0 && pinned <= options.nbytes,
+      options.pinned_nbytes >= 0 && options.pinned_nbytes <= options.nbytes,
       "host memory of ",
       options.nbytes,
       " bytes: ",
-      pinned,
+      options.pinned_nbytes,
       " of them cannot be pinned");
-  const std::shared_ptr<HostMemory> memory(new HostMemory(options.nbytes));
-  if (options.nbytes > 0) {
-    advise(memory->data_, options);
-  }
-  if (pinned > 0) {
-    TORCH_CHECK(page_pinning() != nullptr, "pinned host memory needs a build with CUDA");
-    page_pinning()->pin(memory->data_, static_cast<size_t>(pinned));
-    memory->pinned_nbytes_ = pinned;
-  }
-  return memory;
+  return std::shared_ptr<HostMemory>(new HostMemory(options));
 }
 
 c10::DataPtr HostMemory::at(int64_t offset) {
   using Keep = std::shared_ptr<HostMemory>;
   auto* keep = new Keep(shared_from_this());
-  return {data_ + offset, keep, [](void* kept) { delete static_cast<Keep*>(kept); }, c10::kCPU};
+  return {data() + offset, keep, [](void* kept) { delete static_cast<Keep*>(kept); }, c10::kCPU};
 }
 
 at::Tensor HostMemory::view(int64_t offset, int64_t numel, c10::ScalarType dtype) {
@@ -100,7 +86,7 @@ at::Tensor HostMemory::view(int64_t offset, int64_t numel, c10::ScalarType dtype
       " at byte ",
       offset);
   auto keep = [memory = shared_from_this()](void*) {};
-  return at::from_blob(data_ + offset, {numel}, keep, at::TensorOptions().dtype(dtype));
+  return at::from_blob(data() + offset, {numel}, keep, at::TensorOptions().dtype(dtype));
 }
 
 } // namespace zerocore

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "io/system_calls.h"
+
 namespace zerocore {
 
 struct HostMemoryOptions {
@@ -36,7 +38,7 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   c10::DataPtr at(int64_t offset);
 
   char* data() const { // begins on a page; null for zero bytes
-    return data_;
+    return mapping_.data();
   }
   int64_t nbytes() const {
     return nbytes_;
@@ -46,11 +48,11 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   }
 
  private:
-  explicit HostMemory(int64_t nbytes);
+  explicit HostMemory(const HostMemoryOptions& options);
 
-  char* data_ = nullptr;
   int64_t nbytes_;
   int64_t pinned_nbytes_ = 0;
+  io::Mapping mapping_;
 };
 
 } // namespace zerocore

@@ -29,46 +29,31 @@ SwappedUnits::SwappedUnits(const SwapOptions& options)
               options.name,
               options.file_nbytes,
               options.way)),
-      memory_(FileMemory::map(file_->descriptor(), options.file_nbytes)) {
+      memory_(std::make_shared<FileMemory>(file_->descriptor(), options.file_nbytes)) {
   for (const std::string& name : options.unit_names) {
     labels_.push_back(options.name + " of unit '" + name + "'");
   }
 }
 
 void SwappedUnits::expect(std::vector<UnitId> order) {
-  check();
-  SwapSteps steps;
-  ring_.expect(std::move(order), steps);
-  run(steps);
+  run([&](SwapSteps& steps) { ring_.expect(std::move(order), steps); });
 }
 
 char* SwappedUnits::acquire(UnitId unit) {
-  check();
-  SwapSteps steps;
-  ring_.acquire(unit, steps);
-  run(steps);
+  run([&](SwapSteps& steps) { ring_.acquire(unit, steps); });
   return memory_->data() + ranges_[unit].begin;
 }
 
 void SwappedUnits::release(UnitId unit, bool changed) {
-  check();
-  SwapSteps steps;
-  ring_.release(unit, changed, steps);
-  run(steps);
+  run([&](SwapSteps& steps) { ring_.release(unit, changed, steps); });
 }
 
 void SwappedUnits::settle(UnitId unit) {
-  check();
-  SwapSteps steps;
-  ring_.settle(unit, steps);
-  run(steps);
+  run([&](SwapSteps& steps) { ring_.settle(unit, steps); });
 }
 
 void SwappedUnits::finish() {
-  check();
-  SwapSteps steps;
-  ring_.finish(steps);
-  run(steps);
+  run([&](SwapSteps& steps) { ring_.finish(steps); });
   for (int buffer = 0; buffer < ring_.num_buffers(); ++buffer) {
     put_back(buffer);
   }
@@ -80,7 +65,11 @@ void SwappedUnits::check() const {
   }
 }
 
-void SwappedUnits::run(const SwapSteps& steps) {
+template <typename Plan>
+void SwappedUnits::run(const Plan& plan) {
+  check();
+  SwapSteps steps;
+  plan(steps);
   try {
     for (const SwapStep& step : steps) {
       if (step.kind == SwapKind::Await) {

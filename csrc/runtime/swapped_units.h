@@ -62,7 +62,8 @@ class SwappedUnits {
   }
 
  private:
-  void run(const SwapSteps& steps);
+  template <typename Plan> // that fills the steps to run
+  void run(const Plan& plan);
   void begin(const SwapStep& step);
   void bring(UnitId unit, int buffer);
   void put_back(int buffer);

@@ -63,12 +63,6 @@ void print(size_t rank, const std::string& text) {
   static_cast<void>(!write(STDERR_FILENO, line.data(), line.size()));
 }
 
-std::string to_text(double seconds) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%g", seconds);
-  return text;
-}
-
 } // namespace
 
 Alarm::Alarm(
@@ -279,12 +273,8 @@ std::string Alarm::advice() const {
       "If a rank is only slow (it evaluates or saves alone), raise ",
       limit,
       ", which is ",
-      to_text(limit_),
+      limit_,
       options_.stall_seconds ? "; 0 waits for ever." : ".");
-}
-
-std::string Alarm::describe_all(const std::vector<RankReport>& reports) const {
-  return describe(reports, params_, advice());
 }
 
 std::string Alarm::describe_alone() const {
@@ -312,7 +302,7 @@ void Alarm::talk() {
       if (call != Call::None) {
         begin(call);
         told = roll_call_.answer(
-            report(), [this](const auto& reports) { return describe_all(reports); });
+            report(), [this](const auto& all) { return describe(all, params_, advice()); });
       }
     } while (call != Call::None && call < wanted);
   } catch (const std::exception&) {

@@ -91,7 +91,6 @@ class Alarm {
   Silence silence();
   bool begin(Call call);
   RankReport report() const;
-  std::string describe_all(const std::vector<RankReport>& reports) const;
   std::string describe_alone() const;
   std::string advice() const;
   void raise(std::string message);

@@ -22,10 +22,6 @@ constexpr Milliseconds kPoll(50);
 constexpr Milliseconds kReaders(1000);
 constexpr const char* kHolder = "holder";
 
-std::string to_text(const std::vector<uint8_t>& bytes) {
-  return {bytes.begin(), bytes.end()};
-}
-
 std::string end_key(size_t rank) {
   return "end" + std::to_string(rank);
 }
@@ -85,7 +81,7 @@ std::string RollCall::key(const char* what, size_t rank) const {
 // The server may be that of a launcher: then no rank ever says that it is the one.
 void RollCall::find_holder() {
   if (holder_ < 0 && !address_.empty() && holder_polls_-- > 0 && store_->check({kHolder})) {
-    holder_ = std::stoll(to_text(store_->get(kHolder)));
+    holder_ = std::stoll(store_->get_to_str(kHolder));
   }
 }
 
@@ -121,7 +117,8 @@ std::string RollCall::answer(const RankReport& own, const Describe& describe) {
   store_->add(key("answers"), 1);
   std::string told;
   const std::string sentence = key("sentence");
-  if (is_own_ || (is_alarm_ && !wait_for(sentence))) {
+  const auto has_sentence = [&] { return store_->check({sentence}); };
+  if (is_own_ || (is_alarm_ && !wait_until(kSentence, has_sentence))) {
     told = describe(collect());
     if (is_own_) {
       store_->set(sentence, told);
@@ -135,10 +132,6 @@ std::string RollCall::answer(const RankReport& own, const Describe& describe) {
     ++number_;
   }
   return told;
-}
-
-bool RollCall::wait_for(const std::string& sentence) {
-  return wait_until(kSentence, [&] { return store_->check({sentence}); });
 }
 
 std::vector<RankReport> RollCall::collect() {

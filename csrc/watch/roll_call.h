@@ -58,7 +58,6 @@ class RollCall {
   void find_holder();
   std::vector<RankReport> collect();
   bool read(size_t rank, RankReport& report);
-  bool wait_for(const std::string& sentence);
 
   const size_t rank_, size_;
   c10::intrusive_ptr<c10d::Store> store_; // null: ranks cannot be compared

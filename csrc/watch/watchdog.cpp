@@ -22,7 +22,7 @@ constexpr std::chrono::milliseconds kEndPatience(1500); // at the end of the pro
 Watchdog& Watchdog::of_process() {
   static std::atomic<Watchdog*> current = nullptr;
   Watchdog* watchdog = current.load();
-  if (watchdog == nullptr || !watchdog->is_of_this_process()) {
+  if (watchdog == nullptr || watchdog->process_ != getpid()) {
     auto* made = new Watchdog(getpid());
     if (current.compare_exchange_strong(watchdog, made)) {
       return *made;
@@ -30,10 +30,6 @@ Watchdog& Watchdog::of_process() {
     delete made; // another thread was faster
   }
   return *watchdog;
-}
-
-bool Watchdog::is_of_this_process() const {
-  return process_ == getpid();
 }
 
 void Watchdog::add(std::shared_ptr<Alarm> alarm) {

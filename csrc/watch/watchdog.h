@@ -56,7 +56,6 @@ class Watchdog {
   void run(Worker& worker);
   void end(Worker& worker, std::unique_lock<std::mutex>& lock);
   std::vector<std::shared_ptr<Alarm>> alarms();
-  bool is_of_this_process() const;
 
   const pid_t process_;
   std::mutex mutex_; // taken before that of an alarm

@@ -64,7 +64,7 @@ FAULTS = {
     "the second table begins at the first chunk": (
         "grad_norm",
         "norms",
-        Fault("grad_norm.cu", "call.partials + first_chunk", "call.partials"),
+        Fault("grad_norm.cu", "call.partials + call.segments[begin].first_chunk", "call.partials"),
     ),
 }
 

@@ -1,8 +1,6 @@
 // Steps of AdamW on the CPU.
 #include "kernels/adamw.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <type_traits>
 
@@ -13,7 +11,7 @@ namespace zerocore::kernels::cpu {
 
 namespace {
 
-constexpr int64_t kChunksPerTask = 4; // enough work to be worth another thread
+constexpr int64_t kChunksPerTask = 4;
 
 // Elements that are widened at a time where a type is not computed in; they stay in the first-level
 // cache. Casts are loops of their own because compilers do not vectorise them within the update.
@@ -96,17 +94,12 @@ void update_block(
 }
 
 template <typename Weight, typename Grad, typename Model>
-void update_chunk(const AdamWCall& call, int64_t chunk) {
+void update_chunk(const AdamWCall& call, int index, Span span) {
   using A = AccumulateType<Weight>;
-  const AdamWList& list = call.tensors;
-  const auto first_chunk = [&](int i) { return list[i].first_chunk; };
-  const int index = find_segment(first_chunk, list.size(), chunk);
-  const AdamWSegment& segment = list[index];
-  const Span span = chunk_span(segment.numel, chunk - segment.first_chunk);
   const auto factors = adamw_factors<A>(call.options, call.scalars, call.corrections[index]);
   for (int64_t begin = span.begin; begin < span.end; begin += kBlock) {
     const int64_t numel = std::min(kBlock, span.end - begin);
-    update_block<Weight, Grad, Model>(segment, begin, numel, factors);
+    update_block<Weight, Grad, Model>(call.tensors[index], begin, numel, factors);
   }
 }
 
@@ -133,10 +126,8 @@ void adamw(const AdamWCall& call) {
   advance_steps(call);
   visit(call.types, [&](auto types) {
     using T = decltype(types);
-    at::parallel_for(0, call.tensors.num_chunks(), kChunksPerTask, [&](int64_t begin, int64_t end) {
-      for (int64_t chunk = begin; chunk < end; ++chunk) {
-        update_chunk<typename T::Weight, typename T::Grad, typename T::Model>(call, chunk);
-      }
+    for_each_chunk(call.tensors, kChunksPerTask, [&](int64_t /*chunk*/, int index, Span span) {
+      update_chunk<typename T::Weight, typename T::Grad, typename T::Model>(call, index, span);
     });
   });
 }

@@ -1,8 +1,6 @@
 // Sums squares on the CPU and counts values that are not finite.
 #include "kernels/grad_norm.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -17,7 +15,7 @@ namespace zerocore::kernels::cpu {
 
 namespace {
 
-constexpr int64_t kChunksPerTask = 16; // enough work to be worth another thread
+constexpr int64_t kChunksPerTask = 16;
 
 // Sums kept side by side: a compiler may not reorder one floating-point sum, but it may do these
 // in one register.
@@ -87,16 +85,10 @@ SquareSum square_chunk(const T* src, int64_t numel) {
 void square(const SquareCall& call) {
   visit(call.element, [&](auto types) {
     using T = typename decltype(types)::Dst;
-    const SegmentList& list = call.segments;
-    const auto first_chunk = [&](int i) { return list[i].first_chunk; };
     // A chunk has a sum of its own, whichever thread takes it: the bits stay the same.
-    at::parallel_for(0, list.num_chunks(), kChunksPerTask, [&](int64_t begin, int64_t end) {
-      for (int64_t chunk = begin; chunk < end; ++chunk) {
-        const Segment& segment = list[find_segment(first_chunk, list.size(), chunk)];
-        const Span span = chunk_span(segment.numel, chunk - segment.first_chunk);
-        const auto* src = static_cast<const T*>(segment.src) + span.begin;
-        call.partials[chunk] = square_chunk(src, span.end - span.begin);
-      }
+    for_each_chunk(call.segments, kChunksPerTask, [&](int64_t chunk, int index, Span span) {
+      const auto* src = static_cast<const T*>(call.segments[index].src) + span.begin;
+      call.partials[chunk] = square_chunk(src, span.end - span.begin);
     });
   });
 }

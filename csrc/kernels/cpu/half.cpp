@@ -92,17 +92,13 @@ const bool kHasCasts = has_casts();
 
 } // namespace
 
-int64_t scale_halves(c10::Half* dst, const c10::Half* src, int64_t numel, float factor, bool add) {
+template <typename Dst, typename Src>
+int64_t scale_halves(Dst* dst, const Src* src, int64_t numel, float factor, bool add) {
   return kHasCasts ? scale_vectors(dst, src, numel, factor, add) : 0;
 }
-
-int64_t scale_halves(c10::Half* dst, const float* src, int64_t numel, float factor, bool add) {
-  return kHasCasts ? scale_vectors(dst, src, numel, factor, add) : 0;
-}
-
-int64_t scale_halves(float* dst, const c10::Half* src, int64_t numel, float factor, bool add) {
-  return kHasCasts ? scale_vectors(dst, src, numel, factor, add) : 0;
-}
+template int64_t scale_halves(c10::Half*, const c10::Half*, int64_t, float, bool);
+template int64_t scale_halves(c10::Half*, const float*, int64_t, float, bool);
+template int64_t scale_halves(float*, const c10::Half*, int64_t, float, bool);
 
 int64_t square_halves(const c10::Half* src, int64_t numel, double& sum) {
   return kHasCasts ? square_vectors(src, numel, sum) : 0;

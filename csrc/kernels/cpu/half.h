@@ -13,10 +13,9 @@
 
 namespace zerocore::kernels::cpu {
 
-// dst[i] = or += src[i] * factor
-int64_t scale_halves(c10::Half* dst, const c10::Half* src, int64_t numel, float factor, bool add);
-int64_t scale_halves(c10::Half* dst, const float* src, int64_t numel, float factor, bool add);
-int64_t scale_halves(float* dst, const c10::Half* src, int64_t numel, float factor, bool add);
+// dst[i] = or += src[i] * factor, from or to float16; the other type is float16 or float32.
+template <typename Dst, typename Src>
+int64_t scale_halves(Dst* dst, const Src* src, int64_t numel, float factor, bool add);
 
 // Adds the squares of src to `sum`.
 int64_t square_halves(const c10::Half* src, int64_t numel, double& sum);

@@ -1,6 +1,8 @@
 // The CPU's loops.
 #pragma once
 
+#include <ATen/Parallel.h>
+
 #include "kernels/loops.h"
 
 namespace zerocore::kernels::cpu {
@@ -10,5 +12,18 @@ void accumulate(const AccumulateCall& call);
 void square(const SquareCall& call);
 void total(const TotalCall& call);
 void adamw(const AdamWCall& call);
+
+// Calls run(chunk, its segment's index, its span) for each chunk, several threads side by side.
+// `chunks_per_task`: enough work to be worth another thread.
+template <typename List, typename Run>
+void for_each_chunk(const List& list, int64_t chunks_per_task, const Run& run) {
+  const auto first_chunk = [&](int i) { return list[i].first_chunk; };
+  at::parallel_for(0, list.num_chunks(), chunks_per_task, [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      const int index = find_segment(first_chunk, list.size(), chunk);
+      run(chunk, index, chunk_span(list[index].numel, chunk - list[index].first_chunk));
+    }
+  });
+}
 
 } // namespace zerocore::kernels::cpu

@@ -4,14 +4,12 @@
 // that the blocks of the second need no powers and none reads a step that another has counted.
 #include "kernels/adamw.h"
 
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 
-#include <algorithm>
 #include <type_traits>
 
 #include "kernels/cuda/loops.h"
+#include "kernels/cuda/table.cuh"
 #include "kernels/cuda/vector.cuh"
 
 namespace zerocore::kernels::cuda {
@@ -20,19 +18,23 @@ namespace {
 
 constexpr int kFewTensors = 128;
 constexpr int kManyTensors = 512;
-constexpr int64_t kMaxBlocks = INT32_MAX; // of a launch
 
 // Part of a list as a kernel's parameter; see Note [No table to keep].
 template <int capacity>
-struct AdamWTable {
-  int num_tensors;
-  int32_t first_chunk[capacity];
-  int64_t numel[capacity];
+struct AdamWTable : ChunkTable<capacity> {
   void* weight[capacity];
   const void* grad[capacity];
   void* exp_avg[capacity];
   void* exp_avg_sq[capacity];
   void* model_weight[capacity];
+
+  void set(int row, const AdamWSegment& segment) {
+    weight[row] = segment.weight;
+    grad[row] = segment.grad;
+    exp_avg[row] = segment.exp_avg;
+    exp_avg_sq[row] = segment.exp_avg_sq;
+    model_weight[row] = segment.model_weight;
+  }
 };
 static_assert(sizeof(AdamWTable<kManyTensors>) <= 32764 - 256, "room for other parameters");
 
@@ -136,9 +138,8 @@ __device__ __forceinline__ void update_groups(
 template <typename Weight, typename Grad, typename Model, int capacity>
 __device__ __forceinline__ Run<Weight, Grad, Model> block_run(
     const AdamWTable<capacity>& table,
-    int index) {
-  const Span span =
-      chunk_span(table.numel[index], static_cast<int64_t>(blockIdx.x) - table.first_chunk[index]);
+    int index,
+    Span span) {
   return {
       static_cast<Weight*>(table.weight[index]) + span.begin,
       static_cast<const Grad*>(table.grad[index]) + span.begin,
@@ -166,15 +167,14 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<Weight, Grad, Model>))
   if (scalars.found_inf != nullptr && *scalars.found_inf != 0) {
     return;
   }
-  const auto first_chunk = [&](int i) { return static_cast<int64_t>(table.first_chunk[i]); };
-  const int index = find_segment(first_chunk, table.num_tensors, blockIdx.x);
+  const auto [index, span] = block_chunk(table);
   __shared__ AdamWFactors<A> shared;
   if (threadIdx.x == 0) {
     shared = adamw_factors<A>(options, scalars, corrections[index]);
   }
   __syncthreads();
   const AdamWFactors<A> factors = shared;
-  const auto run = block_run<Weight, Grad, Model>(table, index);
+  const auto run = block_run<Weight, Grad, Model>(table, index, span);
   const VectorSplit split = split_run<lanes>(run);
   const int head = static_cast<int>(split.head);
   const int body = static_cast<int>(split.num_vectors);
@@ -184,59 +184,26 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<Weight, Grad, Model>))
   update_groups<1>(run, past, run.numel - past, factors);
 }
 
-// Fills the tables with the tensors from `begin` on; returns the index behind the last one.
-template <int capacity>
-int fill_tables(
-    AdamWTable<capacity>& table,
-    StepTable<capacity>& steps,
-    const AdamWList& list,
-    int begin) {
-  const int64_t first = list[begin].first_chunk;
-  const int end = std::min(begin + capacity, list.size());
-  int i = begin;
-  for (; i < end; ++i) {
-    const AdamWSegment& segment = list[i];
-    const int64_t past = segment.first_chunk - first + num_chunks_of(segment.numel);
-    TORCH_CHECK_VALUE(i > begin || past <= kMaxBlocks, "a tensor is too large for one launch");
-    if (past > kMaxBlocks) {
-      break;
-    }
-    const int row = i - begin;
-    table.first_chunk[row] = static_cast<int32_t>(segment.first_chunk - first);
-    table.numel[row] = segment.numel;
-    table.weight[row] = segment.weight;
-    table.grad[row] = segment.grad;
-    table.exp_avg[row] = segment.exp_avg;
-    table.exp_avg_sq[row] = segment.exp_avg_sq;
-    table.model_weight[row] = segment.model_weight;
-    steps.step[row] = segment.step;
-  }
-  table.num_tensors = steps.num_tensors = i - begin;
-  return i;
-}
-
 template <int capacity, typename Weight, typename Grad, typename Model>
-void launch_in_tables(const AdamWCall& call) {
+void launch_adamw(const AdamWCall& call) {
   const auto stream = c10::cuda::getCurrentCUDAStream(call.device.index());
-  const AdamWList& list = call.tensors;
-  for (int begin = 0; begin < list.size();) {
-    AdamWTable<capacity> table; // the driver copies it while it launches
-    StepTable<capacity> steps;
-    const int64_t first = list[begin].first_chunk;
+  const auto launch = [&](const AdamWTable<capacity>& table, unsigned num_blocks, int begin) {
     BiasCorrection* corrections = call.corrections + begin;
-    begin = fill_tables(table, steps, list, begin);
-    const int64_t end = begin < list.size() ? list[begin].first_chunk : list.num_chunks();
-    const unsigned num_blocks = (steps.num_tensors + kThreads - 1) / kThreads;
-    advance_kernel<capacity><<<num_blocks, kThreads, 0, stream>>>(
+    StepTable<capacity> steps;
+    steps.num_tensors = table.num_segments;
+    for (int i = 0; i < table.num_segments; ++i) {
+      steps.step[i] = call.tensors[begin + i].step;
+    }
+    const unsigned num_step_blocks = (steps.num_tensors + kThreads - 1) / kThreads;
+    advance_kernel<capacity><<<num_step_blocks, kThreads, 0, stream>>>(
         steps, call.options, call.scalars.found_inf, corrections);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
-    if (end > first) {
+    if (num_blocks > 0) {
       adamw_kernel<Weight, Grad, Model, capacity>
-          <<<static_cast<unsigned>(end - first), kThreads, 0, stream>>>(
-              table, call.options, call.scalars, corrections);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+          <<<num_blocks, kThreads, 0, stream>>>(table, call.options, call.scalars, corrections);
     }
-  }
+  };
+  launch_in_tables<AdamWTable<capacity>>(call.tensors, launch);
 }
 
 } // namespace
@@ -246,9 +213,9 @@ void adamw(const AdamWCall& call) {
   visit(call.types, [&](auto types) {
     using T = decltype(types);
     if (call.tensors.size() <= kFewTensors) {
-      launch_in_tables<kFewTensors, typename T::Weight, typename T::Grad, typename T::Model>(call);
+      launch_adamw<kFewTensors, typename T::Weight, typename T::Grad, typename T::Model>(call);
     } else {
-      launch_in_tables<kManyTensors, typename T::Weight, typename T::Grad, typename T::Model>(call);
+      launch_adamw<kManyTensors, typename T::Weight, typename T::Grad, typename T::Model>(call);
     }
   });
 }

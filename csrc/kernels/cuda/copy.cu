@@ -37,7 +37,7 @@ void launch_copy(const CopyCall& call) {
   const auto factor = static_cast<AccumulateType<Dst>>(call.scale);
   launch_all(
       call.segments,
-      [&]<int capacity>(const SegmentTable<capacity>& table, unsigned num_blocks, int64_t) {
+      [&]<int capacity>(const SegmentTable<capacity>& table, unsigned num_blocks, int) {
         copy_kernel<Dst, Src, capacity><<<num_blocks, kThreads, 0, stream>>>(table, factor);
       });
 }

@@ -130,10 +130,9 @@ void square(const SquareCall& call) {
     using T = typename decltype(types)::Dst;
     launch_all(
         call.segments,
-        [&]<int capacity>(
-            const SegmentTable<capacity>& table, unsigned num_blocks, int64_t first_chunk) {
-          square_kernel<T, capacity>
-              <<<num_blocks, kThreads, 0, stream>>>(table, call.partials + first_chunk);
+        [&]<int capacity>(const SegmentTable<capacity>& table, unsigned num_blocks, int begin) {
+          SquareSum* partials = call.partials + call.segments[begin].first_chunk;
+          square_kernel<T, capacity><<<num_blocks, kThreads, 0, stream>>>(table, partials);
         });
   });
 }

@@ -19,15 +19,45 @@ constexpr int kFewSegments = 128;
 constexpr int kManySegments = 1024;
 constexpr int64_t kMaxChunks = INT32_MAX; // blocks of a launch
 
+// The columns that all tables of segments share.
 template <int capacity>
-struct SegmentTable {
+struct ChunkTable {
+  static constexpr int kCapacity = capacity;
+
   int num_segments;
   // First and by itself: every block searches it, so it should lie in few cache lines.
   int32_t first_chunk[capacity];
   int64_t numel[capacity];
+};
+
+// The chunk that one block works on.
+struct BlockChunk {
+  int segment;
+  Span span;
+};
+
+template <int capacity>
+__device__ BlockChunk block_chunk(const ChunkTable<capacity>& table) {
+  const auto first_chunk = [&](int i) { return static_cast<int64_t>(table.first_chunk[i]); };
+  const int64_t chunk = blockIdx.x;
+  const int i = find_segment(first_chunk, table.num_segments, chunk);
+  return {i, chunk_span(table.numel[i], chunk - first_chunk(i))};
+}
+
+template <int capacity>
+struct SegmentTable : ChunkTable<capacity> {
   void* dst[capacity];
   const void* src[capacity];
   uint32_t add[capacity / 32]; // one bit a segment
+
+  void set(int row, const Segment& segment) {
+    dst[row] = segment.dst;
+    src[row] = segment.src;
+    if (row % 32 == 0) {
+      add[row / 32] = 0;
+    }
+    add[row / 32] |= static_cast<uint32_t>(segment.add) << (row % 32);
+  }
 };
 static_assert(sizeof(SegmentTable<kManySegments>) <= 32764 - 64, "room for other parameters");
 
@@ -41,24 +71,18 @@ struct BlockWork {
 
 template <int capacity>
 __device__ BlockWork block_work(const SegmentTable<capacity>& table) {
-  const auto first_chunk = [&](int i) { return static_cast<int64_t>(table.first_chunk[i]); };
-  const int64_t chunk = blockIdx.x;
-  const int i = find_segment(first_chunk, table.num_segments, chunk);
-  return {
-      table.dst[i],
-      table.src[i],
-      chunk_span(table.numel[i], chunk - first_chunk(i)),
-      (table.add[i / 32] >> (i % 32) & 1) != 0};
+  const auto [i, span] = block_chunk(table);
+  return {table.dst[i], table.src[i], span, (table.add[i / 32] >> (i % 32) & 1) != 0};
 }
 
 // Fills the table with the segments from `begin` on; returns the index behind the last one.
-template <int capacity>
-int fill_table(SegmentTable<capacity>& table, const SegmentList& list, int begin) {
+template <typename Table, typename List>
+int fill_table(Table& table, const List& list, int begin) {
   const int64_t first = list[begin].first_chunk;
-  const int end = std::min(begin + capacity, list.size());
+  const int end = std::min(begin + Table::kCapacity, list.size());
   int i = begin;
   for (; i < end; ++i) {
-    const Segment& segment = list[i];
+    const auto& segment = list[i];
     const int64_t past = segment.first_chunk - first + num_chunks_of(segment.numel);
     TORCH_CHECK_VALUE(i > begin || past <= kMaxChunks, "a tensor is too large for one launch");
     if (past > kMaxChunks) {
@@ -67,36 +91,31 @@ int fill_table(SegmentTable<capacity>& table, const SegmentList& list, int begin
     const int row = i - begin;
     table.first_chunk[row] = static_cast<int32_t>(segment.first_chunk - first);
     table.numel[row] = segment.numel;
-    table.dst[row] = segment.dst;
-    table.src[row] = segment.src;
-    if (row % 32 == 0) {
-      table.add[row / 32] = 0;
-    }
-    table.add[row / 32] |= static_cast<uint32_t>(segment.add) << (row % 32);
+    table.set(row, segment);
   }
   table.num_segments = i - begin;
   return i;
 }
 
-// Calls launch(table, number of blocks, number of the first chunk) until all segments are done.
-template <int capacity, typename Launch>
-void launch_in_tables(const SegmentList& list, Launch launch) {
+// Calls launch(table, number of blocks, index of its first segment) until all segments are done.
+template <typename Table, typename List, typename Launch>
+void launch_in_tables(const List& list, Launch launch) {
   for (int begin = 0; begin < list.size();) {
-    SegmentTable<capacity> table; // the driver copies it while it launches
-    const int64_t first = list[begin].first_chunk;
-    begin = fill_table(table, list, begin);
-    const int64_t end = begin < list.size() ? list[begin].first_chunk : list.num_chunks();
-    launch(table, static_cast<unsigned>(end - first), first);
+    Table table; // the driver copies it while it launches
+    const int next = fill_table(table, list, begin);
+    const int64_t end = next < list.size() ? list[next].first_chunk : list.num_chunks();
+    launch(table, static_cast<unsigned>(end - list[begin].first_chunk), begin);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
+    begin = next;
   }
 }
 
 template <typename Launch>
 void launch_all(const SegmentList& list, Launch launch) {
   if (list.size() <= kFewSegments) {
-    launch_in_tables<kFewSegments>(list, launch);
+    launch_in_tables<SegmentTable<kFewSegments>>(list, launch);
   } else {
-    launch_in_tables<kManySegments>(list, launch);
+    launch_in_tables<SegmentTable<kManySegments>>(list, launch);
   }
 }
 
