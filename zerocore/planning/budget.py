@@ -35,11 +35,9 @@ def check_budget(
         config.stage,
         ranks.world_size,
         ranks.num_replicas,
-        config.prefetch,
+        config.communication,
         backend=ranks.backend,
         offload=config.offload,
-        gather_at_step=config.gather_at_step,
-        num_near=ranks.num_near,
     )
     candidate = Candidate(planner, division)
     needed = candidate.nbytes

@@ -29,7 +29,7 @@ from zerocore.hooks.registration import watch_registrations
 from zerocore.model.buffers import BufferSync
 from zerocore.model.call_order import UnitsOf, call_order, units_by_module
 from zerocore.model.casting import cast_around_kept
-from zerocore.model.config import ShardConfig
+from zerocore.model.config import ShardConfig, shard_options
 from zerocore.model.materialize import InitFn, full_values, materialize_buffers
 from zerocore.model.precision import MixedPrecision, param_types
 from zerocore.model.ranks import Ranks, control_group, make_near, with_reductions
@@ -51,7 +51,7 @@ def build(request: ShardRequest) -> ShardState:
     ranks = make_near(request.ranks, request.device)
     if config.sync_params:
         check_same_values(request)
-    if config.placements.parameters and config.overlap_reductions:
+    if config.placements.parameters and config.communication.overlap_reductions:
         ranks = with_reductions(ranks, request.device)
     units_of = units_by_module(unit.modules for unit in planned)
     engine = make_engine(
@@ -63,9 +63,9 @@ def build(request: ShardRequest) -> ShardState:
         name=request.name,
         stall_seconds=request.stall_seconds,
     )
-    if config.gradient_divide_factor is not None:
+    if (factor := config.communication.gradient_divide_factor) is not None:
         for index in range(len(planned)):
-            engine.set_gradient_scale(index, 1.0 / config.gradient_divide_factor)
+            engine.set_gradient_scale(index, 1.0 / factor)
     if config.offload is not None and config.offload.path is not None:
         with together(ranks.groups, request.device):  # the room of this rank's file is taken
             engine.open_disk(config.offload.path, f"states-of-rank-{ranks.rank}")
@@ -105,7 +105,7 @@ def make_engine(
     """
     control = control_group(ranks)
     options = EngineOptions(
-        sharding=config.shard_options(),
+        sharding=shard_options(config.stage, config.communication, config.offload, config.by_rows),
         groups=GroupNames(
             shard=_name_of(ranks.shard),
             replicas=_name_of(ranks.replicas),
@@ -225,7 +225,8 @@ def _shard_param(state: ShardState, unit: Unit, position: int, choice: ParamChoi
 
 def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> None:
     mixed = state.config.mixed_precision or MixedPrecision()
-    sync = BufferSync(model, state.ranks, state.engine) if state.config.sync_buffers else None
+    synced = state.config.communication.sync_buffers
+    sync = BufferSync(model, state.ranks, state.engine) if synced else None
     narrow = mixed.param_dtype if mixed.cast_inputs else None
     for module in list(model.modules()):
         units = units_of.get(id(module), ())

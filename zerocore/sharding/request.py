@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -59,7 +58,6 @@ def validate(
     init_fn: InitFn | None = None,
     optimizer: Optimizer | None = None,
     memory_budget: str | int | None = None,
-    regather: Any = None,
 ) -> ShardRequest:
     """The request for sharding ``model``; arguments as of :func:`zerocore.shard`.
 
@@ -73,7 +71,9 @@ def validate(
     try:
         config = make_config()
         _check_model(model, optimizer)
-        ranks = _with_near(ranks, regather, config)
+        ranks = _with_near(ranks, config)
+        known = replace(config.communication, regather=ranks.num_near)  # ranks compare no groups
+        config = replace(config, communication=known)
         check_kinds(model, ranks.world_size)
         planned = choose_units(model, units)
         _check_types(planned, config)
@@ -107,7 +107,8 @@ def _check_model(model: nn.Module, optimizer: Optimizer | None) -> None:
         )
 
 
-def _with_near(ranks: Ranks, regather: Any, config: ShardConfig) -> Ranks:
+def _with_near(ranks: Ranks, config: ShardConfig) -> Ranks:
+    regather = config.communication.regather
     if regather is not None and not config.placements.parameters:
         raise ValueError(
             f"regather: stage {config.stage} gathers parameters once a step; leave it out, or use "
@@ -160,7 +161,7 @@ def types_of(choice: ParamChoice, config: ShardConfig) -> ParamTypes:
 
 
 def _facts(request: ShardRequest) -> list[object]:
-    facts: list[object] = [request.config, f"regather={request.ranks.num_near}"]
+    facts: list[object] = [request.config]
     for unit in request.planned:
         facts.append(f"unit '{unit.name}'")
         facts += [
