@@ -47,7 +47,7 @@ class Link:
 
 
 LinkLike = Link | str | float
-"""What :func:`find_link` takes."""
+"""A link, or a text or number that :func:`find_link` takes for one."""
 
 
 def traffic_nbytes(op: str, nbytes: int, world_size: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from zerocore._C import ShardOptions
 from zerocore.common.checks import require_int
-from zerocore.model.offload import Offload, leaves, place_of
+from zerocore.model.offload import Offload, place_of
 from zerocore.model.precision import MixedPrecision, check_mixed
 from zerocore.model.stages import STAGES, Placements, placements_of
 
@@ -113,7 +113,7 @@ class ShardConfig:
 
     def leaves(self, part: str) -> bool:
         """Whether a part of the state, named as in :class:`Offload`, leaves the device."""
-        return leaves(self.offload, part)
+        return self.place_of(part) != "device"
 
     def place_of(self, part: str) -> str:
         """``"device"``, ``"cpu"`` or ``"disk"``: where a part of the state is."""

@@ -138,11 +138,10 @@ def plan(
         workload=workload,
         machine=machine.figures(world_size, num_replicas, num_near),
     )
-    num_states = optimizer_states(optimizer)
     module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
     planned = choose_units(module, units)
     planner = replace(
-        make_planner(module, planned, precision, num_states),
+        make_planner(module, planned, precision, optimizer_states(optimizer)),
         micro_batches=workload.micro_batches,
         moves_matrices=isinstance(optimizer, str) and optimizer.lower() == "muon",
     )

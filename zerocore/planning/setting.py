@@ -95,7 +95,7 @@ class Machine:
         self.figures(1, 1, 1)
 
     def figures(self, world_size: int, num_replicas: int, num_near: int) -> Figures:
-        """What it has for so many ranks; defaults depend on their number."""
+        """Its figures; the default links depend on the numbers of ranks."""
 
         def own_link(link: LinkLike | None, num_ranks: int) -> Link | None:
             if link is None and self.links is None:
@@ -121,7 +121,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan is made for; fields are arguments of :func:`zerocore.plan`.
+    """The question that a plan answers; fields are arguments of :func:`zerocore.plan`.
 
     Raises:
         ValueError: there is no such rank, or replicas or near ranks of unequal size.
