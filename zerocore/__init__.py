@@ -12,7 +12,7 @@ from zerocore.common.links import Link
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.emulated import Emulation, emulate
 from zerocore.install import register
-from zerocore.model.config import ShardConfig
+from zerocore.model.config import Communication
 from zerocore.model.offload import Offload
 from zerocore.model.parts import Part
 from zerocore.model.precision import MixedPrecision
@@ -21,6 +21,7 @@ from zerocore.optim.groups import param_groups
 from zerocore.planning.plan import plan
 from zerocore.planning.prediction import predict_events, predict_memory
 from zerocore.planning.result import Plan, StagePlan
+from zerocore.planning.setting import Machine, Workload
 from zerocore.reporting.description import Description, describe
 from zerocore.reporting.memory_usage import memory_usage
 from zerocore.reporting.out_of_memory import OutOfMemory, explain_out_of_memory
@@ -42,11 +43,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Checkpoints",
+    "Communication",
     "Description",
     "Emulation",
     "Event",
     "Link",
     "LocalShard",
+    "Machine",
     "MemoryBytes",
     "MixedPrecision",
     "NonFiniteGradError",
@@ -57,11 +60,11 @@ __all__ = [
     "Place",
     "Plan",
     "Report",
-    "ShardConfig",
     "ShardedGrad",
     "ShardedParameter",
     "StagePlan",
     "Timeline",
+    "Workload",
     "clip_grad_norm_",
     "describe",
     "emulate",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zerocore.common.options import UNSET, options_of
 from zerocore.install import hook_into_torch
-from zerocore.model.config import ShardConfig
+from zerocore.model.config import Communication, ShardConfig
 from zerocore.model.materialize import InitFn
 from zerocore.model.offload import Offload
 from zerocore.model.precision import MixedPrecision
@@ -31,21 +31,22 @@ def shard(
     group: Any = None,
     groups: Mapping[str, Any] | None = None,
     units: Sequence[UnitChoice] | None = None,
-    prefetch: int = 1,
-    accumulate: str = "sharded",
+    communication: Communication | None = None,
+    mixed_precision: MixedPrecision | None = None,
+    offload: Offload | None = None,
+    memory_budget: str | int | None = None,
     device: torch.device | None = None,
     init_fn: InitFn | None = None,
     sync_params: bool = True,
     find_unused_parameters: bool = False,
-    sync_buffers: bool = False,
-    gradient_divide_factor: float | None = None,
     optimizer: Optimizer | None = None,
-    memory_budget: str | int | None = None,
-    mixed_precision: MixedPrecision | None = None,
-    offload: Offload | None = None,
-    overlap_reductions: bool = True,
-    gather_at_step: bool = False,
-    regather: Any = None,
+    prefetch: int = UNSET,
+    accumulate: str = UNSET,
+    gather_at_step: bool = UNSET,
+    regather: Any = UNSET,
+    overlap_reductions: bool = UNSET,
+    gradient_divide_factor: float | None = UNSET,
+    sync_buffers: bool = UNSET,
 ) -> nn.Module:
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
@@ -64,31 +65,20 @@ def shard(
         groups: ranks of parameters that not all ranks of ``group`` share, by a pattern of their
             names: a :class:`Part`, or the mesh of one.
         units: what is gathered together, see :func:`zerocore.model.units.choose_units`.
-        prefetch: units gathered ahead of the one that computes.
-        accumulate: ``"sharded"`` or ``"full"``, see :class:`ShardConfig`.
+        communication: when and how ranks communicate. Each option of :class:`Communication` is also
+            a keyword: ``prefetch=2`` stands for ``communication=Communication(prefetch=2)``.
+        mixed_precision: layers compute in a narrow dtype over main weights in a wide one; see
+            :class:`MixedPrecision`.
+        offload: what leaves the device's memory for the host's; see :class:`Offload`.
+        memory_budget: bytes, or text such as ``"70GiB"``: refuse at once if parameters, gradients,
+            the states of Adam and the bucket pool would take more. Activations are not counted.
         device: where parameters on the meta device go.
         init_fn: initialises one module in place, for the meta device; its
             ``reset_parameters()`` by default.
         sync_params: rank 0's values win.
-        find_unused_parameters: see :class:`ShardConfig`.
-        sync_buffers: buffers follow rank 0's, as under DistributedDataParallel.
-        gradient_divide_factor: of the sum of the ranks' gradients; None averages them, 1 sums.
+        find_unused_parameters: changes nothing: a parameter that no rank used keeps
+            ``grad is None`` in every backward. Accepted as DistributedDataParallel's.
         optimizer: only to be told early that it must be built after ``shard``.
-        memory_budget: bytes, or text such as ``"70GiB"``: refuse at once if parameters, gradients,
-            the states of Adam and the bucket pool would take more. Activations are not counted.
-        mixed_precision: layers compute in a narrow dtype over main weights in a wide one; see
-            :class:`MixedPrecision`.
-        offload: what leaves the device's memory for the host's; see :class:`Offload`.
-        overlap_reductions: on NCCL, reductions of stage 3 have a communicator of their own; see
-            :class:`ShardConfig`.
-        gather_at_step: the first gather of a forward at stage 3 begins at the optimizer's step;
-            weights that change between the two are gathered again. See :class:`ShardConfig`.
-        regather: stage 3: ranks with fast links between them, such as those of a node: a process
-            group or 1-D DeviceMesh of a part of ``group``, or how many that follow each other. The
-            first gather after a change of the weights comes from all ranks; each of these k then
-            keeps a k-th of the unit (in memory beside its shard), and all later gathers, in the
-            backward, in further micro-batches and in evaluation, come from these k alone (hpZ of
-            ZeRO++, https://arxiv.org/abs/2306.10209; ``reshard_after_forward=k`` of FSDP2).
 
     Returns:
         ``model`` itself.
@@ -98,33 +88,28 @@ def shard(
         MemoryError: ``offload=`` wants more of the host's memory than this rank can have; a
             RuntimeError that says so on the others.
     """
-    config = partial(
-        ShardConfig,
-        stage=stage,
-        prefetch=prefetch,
-        accumulate=accumulate,
-        sync_params=sync_params,
-        find_unused_parameters=find_unused_parameters,
-        sync_buffers=sync_buffers,
-        gradient_divide_factor=gradient_divide_factor,
-        mixed_precision=mixed_precision,
-        offload=offload,
-        overlap_reductions=overlap_reductions,
-        gather_at_step=gather_at_step,
-    )
+
+    def make_config() -> ShardConfig:
+        options = options_of(
+            communication, Communication, prefetch=prefetch, accumulate=accumulate,
+            gather_at_step=gather_at_step, regather=regather, sync_buffers=sync_buffers,
+            overlap_reductions=overlap_reductions, gradient_divide_factor=gradient_divide_factor,
+        )  # fmt: skip
+        return ShardConfig(stage, options, sync_params, mixed_precision, offload)
+
     request = validate(
         model,
-        config,
+        make_config,
         find_ranks(group, model),
         units=units,
         device=device,
         init_fn=init_fn,
         optimizer=optimizer,
         memory_budget=memory_budget,
-        regather=regather,
         groups=groups,
     )
-    note_names(group, divides=gradient_divide_factor is not None)
+    factor = request.config.communication.gradient_divide_factor
+    note_names(group, divides=factor is not None)
     hook_into_torch()
     build(request)
     return model

@@ -84,7 +84,7 @@ def test_plan_of_replicas_prints_json_that_is_the_plan(config: str) -> None:
     )
     assert found == json.loads(json.dumps(plan.to_dict()))
     assert found["setting"]["num_replicas"] == 2
-    assert found["setting"]["replica_link"]["name"] == "ib400"
+    assert found["setting"]["machine"]["replica_link"]["name"] == "ib400"
     assert found["stages"][3]["across_nbytes"] > 0
     assert found["stages"][3]["timings"][0]["across_s"] > 0
 

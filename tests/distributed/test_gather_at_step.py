@@ -152,7 +152,8 @@ def saving(training: Training, step: int) -> None:
 
 def checkpointing(training: Training, step: int, folder: str) -> None:
     plainly(training, step)
-    kind = "at_step" if state_of(training.model).config.gather_at_step else "in_forward"
+    early = state_of(training.model).config.communication.gather_at_step
+    kind = "at_step" if early else "in_forward"
     checkpoints = zerocore.Checkpoints(Path(folder, kind), training.model, training.optimizers[0])
     if step == 0:
         checkpoints.save(step)

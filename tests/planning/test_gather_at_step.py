@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zerocore
-from zerocore.model.config import ShardConfig
+from zerocore.model.config import Communication, ShardConfig
 
 
 def make_plan(gather_at_step: bool, world_size: int = 4) -> zerocore.Plan:
@@ -43,4 +43,4 @@ def test_it_is_hidden_and_sends_as_much() -> None:
 def test_parameters_on_disk_are_refused() -> None:
     offload = zerocore.Offload(states="disk", parameters="disk", path="/tmp")
     with pytest.raises(ValueError, match="gather_at_step=True is not built for parameters on disk"):
-        ShardConfig(offload=offload, gather_at_step=True)
+        ShardConfig(communication=Communication(gather_at_step=True), offload=offload)

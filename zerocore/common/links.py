@@ -46,6 +46,10 @@ class Link:
         return self.latency_s + traffic_nbytes(op, nbytes, world_size) / self.bandwidth_bytes_per_s
 
 
+LinkLike = Link | str | float
+"""A link, or a text or number that :func:`find_link` takes for one."""
+
+
 def traffic_nbytes(op: str, nbytes: int, world_size: int) -> float:
     """Bytes that one rank sends for a collective whose full buffer has ``nbytes``.
 
@@ -91,7 +95,7 @@ def default_link(num_ranks: int) -> str:
     return "nvlink4" if num_ranks <= RANKS_PER_NODE else "ib400"
 
 
-def find_link(link: Link | str | float) -> Link:
+def find_link(link: LinkLike) -> Link:
     """A link from a preset's name, a bandwidth, or a bandwidth and a latency.
 
     The latter two as text, such as ``"450GB/s"``, ``"450GB/s,12us"`` or ``"inf"``; a number is

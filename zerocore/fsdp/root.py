@@ -17,7 +17,7 @@ from zerocore.common.alarm import stall_seconds
 from zerocore.fsdp.group import Group, RowParam, check_gathered_as_is, groups_below
 from zerocore.fsdp.mesh import device_of
 from zerocore.model.call_order import call_order, units_by_module
-from zerocore.model.config import ShardConfig
+from zerocore.model.config import Communication, ShardConfig
 from zerocore.model.offload import Offload
 from zerocore.model.precision import ParamTypes
 from zerocore.model.ranks import Ranks, make_near, ranks_of, with_near, with_reductions
@@ -36,7 +36,7 @@ from zerocore.tensor.rows import (
     note_rows,
 )
 
-_CONFIG = ShardConfig(accumulate="full", sync_params=False, by_rows=True)
+_CONFIG = ShardConfig(communication=Communication(accumulate="full"), by_rows=True)
 _OFFLOADS = replace(_CONFIG, offload=Offload(states="cpu", gradients="cpu", parameters="cpu"))
 
 

@@ -103,8 +103,3 @@ class Offload:
 def place_of(offload: Offload | None, part: str) -> str:
     """Where a part of the state is, named as an attribute of :class:`Offload`."""
     return "device" if offload is None else str(getattr(offload, part))
-
-
-def leaves(offload: Offload | None, part: str) -> bool:
-    """Whether a part of the state leaves the device."""
-    return place_of(offload, part) != "device"

@@ -101,6 +101,15 @@ class MixedPrecision:
                 )
 
 
+def check_mixed(mixed: object) -> None:
+    """Raises TypeError unless it is a MixedPrecision or None."""
+    if mixed is not None and not isinstance(mixed, MixedPrecision):
+        raise TypeError(
+            "mixed_precision must be a zerocore.MixedPrecision, such as "
+            f"zerocore.MixedPrecision(torch.bfloat16), got {mixed!r}"
+        )
+
+
 def _matches(name: str, fqn: str) -> bool:
     return fnmatchcase(f".{fqn}.", f"*.{name}.*")
 

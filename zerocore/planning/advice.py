@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from zerocore.common.links import RANKS_PER_NODE
 from zerocore.common.quantities import format_nbytes, format_seconds
 from zerocore.model.stages import HIGHEST_STAGE, placements_of, stages_above
 from zerocore.planning.changes import Candidate, with_fewer_replicas, with_more_ranks
-from zerocore.planning.division import Division
 from zerocore.planning.offloading import advise_offload
 from zerocore.planning.planner import Planner
 from zerocore.planning.result import Plan, StagePlan
@@ -30,15 +30,13 @@ def advise(plan: Plan, planner: Planner) -> list[str]:
         if fit.activations is not None and fit.activations > fit.peak.nbytes / 2:
             lines.append(
                 f"activations are {fit.activations / fit.peak.nbytes:.0%} of its peak"
-                + ("" if plan.setting.checkpointing else "; checkpointing would lower it")
+                + ("" if plan.setting.workload.checkpointing else "; checkpointing would lower it")
             )
     if fit is None or fit.stage == HIGHEST_STAGE or not roomy:  # what one would choose
         lines += _slow_links(plan, planner)
-    setting = plan.setting
-    if setting.host is not None:
-        lines.append(
-            advise_offload(plan.offloads, setting.host, setting.world_size, setting.flops_per_s)
-        )
+    machine, world_size = plan.setting.machine, plan.setting.world_size
+    if machine.host is not None:
+        lines.append(advise_offload(plan.offloads, machine.host, world_size, machine.flops_per_s))
     return lines
 
 
@@ -59,11 +57,12 @@ def _where_none_fits(plan: Plan, planner: Planner) -> Iterator[str]:
         f"no stage fits: stage {best.stage} is the smallest with {format_nbytes(best.peak.nbytes)},"
         f" {format_nbytes(-best.spare)} too much"
     )
-    memory, activations, spare = setting.memory_nbytes, best.activations or 0, best.spare
+    memory, activations, spare = setting.machine.memory_nbytes, best.activations or 0, best.spare
     checkpointed = plan.checkpointed.peak_nbytes if plan.checkpointed is not None else activations
     saved = activations - checkpointed
     with_it = ""
-    if saved > 0 and not setting.checkpointing and (saved >= -spare or activations > memory / 2):
+    enough = saved >= -spare or activations > memory / 2
+    if saved > 0 and enough and not setting.workload.checkpointing:
         activations, spare, with_it = checkpointed, spare + saved, " then"
         yield (
             "activations are the bottleneck: checkpoint the blocks, which saves "
@@ -88,7 +87,7 @@ def _other_ranks(plan: Plan, planner: Planner, activations: int, with_it: str) -
 
     The doubled ranks are those of one replica.
     """
-    memory = plan.setting.memory_nbytes
+    memory = plan.setting.machine.memory_nbytes
     now, highest = _fully_sharded(plan, planner), f"stage {HIGHEST_STAGE}"
 
     def fits(nbytes: int) -> bool:
@@ -108,9 +107,9 @@ def _other_ranks(plan: Plan, planner: Planner, activations: int, with_it: str) -
 
 
 def _fully_sharded(plan: Plan, planner: Planner) -> Candidate:
-    setting = plan.setting
-    division = Division(HIGHEST_STAGE, setting.world_size, setting.num_replicas, setting.prefetch)
-    return Candidate(planner, division)
+    division = plan.setting.division(HIGHEST_STAGE)
+    communication = replace(division.communication, regather=1)
+    return Candidate(planner, replace(division, rank=0, communication=communication))
 
 
 def _around_gathers(plan: Plan) -> tuple[StagePlan, StagePlan]:
@@ -145,7 +144,7 @@ def _hybrid(plan: Plan, planner: Planner, link: str) -> str:
     if plan.setting.num_replicas > 1 or 1 in (shards, replicas):
         return ""
     within = _fully_sharded(plan, planner).at(num_replicas=replicas)
-    if within.nbytes + activations > plan.setting.memory_nbytes:
+    if within.nbytes + activations > plan.setting.machine.memory_nbytes:
         return ""
     return (
         f", or hybrid sharding within nodes of {shards}: plan it with num_replicas={replicas}, "

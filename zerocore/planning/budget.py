@@ -37,11 +37,9 @@ def check_budget(
         config.stage,
         ranks.world_size,
         ranks.num_replicas,
-        config.prefetch,
+        config.communication,
         backend=ranks.backend,
         offload=config.offload,
-        gather_at_step=config.gather_at_step,
-        num_near=ranks.num_near,
         parts=parts_of(meshes[1:]),
     )
     candidate = Candidate(planner, division)

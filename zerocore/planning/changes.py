@@ -87,11 +87,14 @@ def _higher_stages(now: Candidate) -> Iterator[Change]:
     for stage in higher:
         traffic = "half as much again" if placements_of(stage).parameters else "as much"
         yield Change(f"stage={stage} (communicates {traffic})", now.at(stage=stage).nbytes)
-    if now.division.prefetch > 0 and higher:
-        alone = now.at(stage=HIGHEST_STAGE, prefetch=0)
-        yield Change(f"stage={HIGHEST_STAGE}, prefetch=0 (nor are gathers hidden)", alone.nbytes)
-    elif now.division.prefetch > 0:
-        yield Change("prefetch=0 (gathers are not hidden)", now.at(prefetch=0).nbytes)
+    if now.division.communication.prefetch == 0:
+        return
+    alone = now.at(communication=replace(now.division.communication, prefetch=0))
+    if higher:
+        nbytes = alone.at(stage=HIGHEST_STAGE).nbytes
+        yield Change(f"stage={HIGHEST_STAGE}, prefetch=0 (nor are gathers hidden)", nbytes)
+    else:
+        yield Change("prefetch=0 (gathers are not hidden)", alone.nbytes)
 
 
 def _in_bfloat16(narrow: Candidate) -> Iterator[Change]:

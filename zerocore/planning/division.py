@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from zerocore.model.config import Communication
 from zerocore.model.offload import Offload
 from zerocore.model.ranks import Ranks
 from zerocore.model.stages import Placements, placements_of
@@ -27,25 +28,21 @@ class Division:
         world_size: all ranks, numbered replica by replica.
         num_replicas: groups of ranks that hold the same; the ranks of one share the state.
         parts: those of the model, such as its experts.
-        num_near: ranks that gather again from each other; 1 where all gathers come from all.
-        prefetch: units gathered ahead.
+        communication: its ``regather`` is a number of ranks.
         rank: whose bytes; rank 0 owns the most.
         backend: of the groups; the memory of a reduction depends on it.
         sums_on_host: sums over the replicas wait for the host, as on the CPU.
         offload: what leaves the device.
-        gather_at_step: the first gather of a forward begins at the optimizer's step.
     """
 
     stage: int
     world_size: int
     num_replicas: int = 1
-    prefetch: int = 1
+    communication: Communication = field(default_factory=Communication)
     rank: int = 0
     backend: str = "nccl"
     sums_on_host: bool = False
     offload: Offload | None = None
-    gather_at_step: bool = False
-    num_near: int = 1
     parts: tuple[Part, ...] = ()
 
     @property
@@ -58,7 +55,8 @@ class Division:
         num_shards, num_replicas = (
             self.parts[mesh - 1][:2] if mesh else (self.num_shards, self.num_replicas)
         )
-        return {"state": num_shards, "replicas": num_replicas, "near": self.num_near}[axis]
+        near = self.communication.num_near
+        return {"state": num_shards, "replicas": num_replicas, "near": near}[axis]
 
     @property
     def placements(self) -> Placements:

@@ -11,8 +11,8 @@ from torch import nn
 from zerocore import _C
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.model.call_order import call_order, units_by_module
-from zerocore.model.offload import place_of
-from zerocore.model.precision import MixedPrecision, ParamTypes, param_types
+from zerocore.model.config import shard_options
+from zerocore.model.precision import MixedPrecision, ParamTypes, check_mixed, param_types
 from zerocore.model.units import ParamChoice, UnitPlanned
 from zerocore.planning.division import Division
 
@@ -87,7 +87,6 @@ class Planner:
         num_states: the optimizer's tensors of a parameter's size.
         unused: by unit, indices of parameters that get no gradient.
         micro_batches: forwards and backwards of a step, all but the last under ``no_sync``.
-        hold_full: ``accumulate="full"``.
         by_rows: a shard is some rows of each parameter.
         stays: by unit, whether it stays unsharded from forward to backward.
         near: by unit, whether it gathers again from near ranks, where there are some.
@@ -104,7 +103,6 @@ class Planner:
     num_states: int = 2
     unused: tuple[tuple[int, ...], ...] = ()
     micro_batches: int = 1
-    hold_full: bool = False
     by_rows: bool = False
     stays: tuple[bool, ...] = ()
     near: tuple[bool, ...] = ()
@@ -169,19 +167,10 @@ class Planner:
 
     def _options(self, division: Division) -> _C.PlanOptions:
         return _C.PlanOptions(
-            _C.ShardOptions(
-                stage=division.stage,
-                prefetch=division.prefetch,
-                hold_full=self.hold_full,
-                by_rows=self.by_rows,
-                gather_at_step=division.gather_at_step,
-                states=place_of(division.offload, "states"),
-                gradients=place_of(division.offload, "gradients"),
-                parameters=place_of(division.offload, "parameters"),
-            ),
+            shard_options(division.stage, division.communication, division.offload, self.by_rows),
             world_size=division.num_shards,
             num_replicas=division.num_replicas,
-            num_near=division.num_near,
+            num_near=division.communication.num_near,
             rank=division.rank % division.num_shards,
             parts=division.parts,
             backend=division.backend,
@@ -201,13 +190,14 @@ class Precision:
         mixed: what is computed, gathered and reduced in another dtype.
 
     Raises:
-        TypeError: ``dtype`` is no floating-point ``torch.dtype``.
+        TypeError: ``dtype`` is no floating-point ``torch.dtype``, or ``mixed`` no MixedPrecision.
     """
 
     dtype: torch.dtype | None = None
     mixed: MixedPrecision | None = None
 
     def __post_init__(self) -> None:
+        check_mixed(self.mixed)
         dtype = self.dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(

@@ -52,13 +52,11 @@ def division_of(state: ShardState) -> Division:
         stage=state.config.stage,
         world_size=state.world_size,
         num_replicas=state.ranks.num_replicas,
-        prefetch=state.config.prefetch,
+        communication=replace(state.config.communication, regather=state.ranks.num_near),
         rank=state.rank,
         backend=state.ranks.backend,
         sums_on_host=state.device.type == "cpu",
         offload=state.config.offload,
-        gather_at_step=state.config.gather_at_step,
-        num_near=state.ranks.num_near,
         parts=parts_of(state.meshes[1:]),
     )
 
@@ -77,7 +75,6 @@ def planner_of(state: ShardState, micro_batches: int = 1, num_states: int = 2) -
         order=tuple(state.engine.order),
         num_states=num_states,
         micro_batches=micro_batches,
-        hold_full=state.config.holds_full,
         by_rows=state.config.by_rows,
         stays=tuple(unit.stays for unit in state.units),
         near=tuple(unit.near for unit in state.units),

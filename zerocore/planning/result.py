@@ -7,60 +7,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zerocore._C import CallEvent
-from zerocore.common.checks import check_int
-from zerocore.common.links import Link
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.common.quantities import format_flops, format_nbytes, format_seconds
 from zerocore.common.tables import render_table
 from zerocore.planning.activations import Activations
 from zerocore.planning.checkpoint_bytes import CheckpointBytes
-from zerocore.planning.offloading import Host, OffloadPlan
+from zerocore.planning.offloading import OffloadPlan
+from zerocore.planning.setting import Setting
 from zerocore.planning.step_time import Timing
 
 LITTLE_HEADROOM = 0.2
 """Less of the device's memory to spare than this is little headroom."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The question that a plan answers; fields are arguments of :func:`zerocore.plan`.
-
-    ``replica_link`` is None where nothing crosses, or on the same link as the rest.
-
-    Raises:
-        ValueError: there is no such rank, or replicas of unequal size.
-        TypeError: a rank that is no int.
-    """
-
-    world_size: int
-    rank: int
-    prefetch: int
-    checkpointing: bool
-    memory_nbytes: int
-    links: tuple[Link, ...]
-    flops_per_s: float
-    num_replicas: int = 1
-    replica_link: Link | None = None
-    host: Host | None = None
-    gather_at_step: bool = False
-    num_near: int = 1
-    near_link: Link | None = None
-
-    def __post_init__(self) -> None:
-        if self.world_size % self.num_replicas != 0:
-            raise ValueError(
-                f"num_replicas must divide world_size, which counts all ranks: {self.world_size} "
-                f"ranks are not {self.num_replicas} replicas of equal size"
-            )
-        num_shards = self.world_size // self.num_replicas
-        if num_shards % self.num_near != 0:
-            raise ValueError(
-                f"regather must divide the number of ranks that share the state, {num_shards}; got "
-                f"{self.num_near}"
-            )
-        check_int("rank", self.rank, 0)
-        if self.rank >= self.world_size:
-            raise ValueError(f"rank must be 0 to {self.world_size - 1}, got {self.rank}")
 
 
 @dataclass(frozen=True)
@@ -172,7 +129,7 @@ class Plan:
         """Whether a stage fits: ``no``, ``little headroom`` or ``yes``."""
         if not stage.fits:
             return "no"
-        tight = stage.spare < LITTLE_HEADROOM * self.setting.memory_nbytes
+        tight = stage.spare < LITTLE_HEADROOM * self.setting.machine.memory_nbytes
         return "little headroom" if tight else "yes"
 
     def notes(self) -> list[str]:
@@ -192,7 +149,7 @@ class Plan:
         if self.stages[0].timings:
             lines.append(
                 f"{format_seconds(self.stages[0].timings[0].compute_s)} of compute at "
-                f"{setting.flops_per_s / 1e12:,.4g} TFLOP/s"
+                f"{setting.machine.flops_per_s / 1e12:,.4g} TFLOP/s"
             )
         if self.note:
             lines.append(self.note)
@@ -204,15 +161,16 @@ class Plan:
 
     def title(self) -> str:
         """One line: model, ranks, memory."""
-        setting = self.setting
+        setting, communication = self.setting, self.setting.communication
         return (
             f"{self.model}: {self.num_params:,} parameters in {self.num_units} units, rank "
             f"{setting.rank} of {setting.world_size}"
             + (f" in {setting.num_replicas} replicas" if setting.num_replicas > 1 else "")
-            + (f", {setting.num_near} of them near" if setting.num_near > 1 else "")
-            + f", {format_nbytes(setting.memory_nbytes)} of memory, prefetch {setting.prefetch}"
-            + (", first gather at the step" if setting.gather_at_step else "")
-            + (", checkpointed" if setting.checkpointing else "")
+            + (f", {communication.num_near} of them near" if communication.num_near > 1 else "")
+            + f", {format_nbytes(setting.machine.memory_nbytes)} of memory, "
+            f"prefetch {communication.prefetch}"
+            + (", first gather at the step" if communication.gather_at_step else "")
+            + (", checkpointed" if setting.workload.checkpointing else "")
         )
 
     def __str__(self) -> str:

@@ -123,7 +123,7 @@ def describe(model: nn.Module | Optimizer) -> Any:
         state.rank,
         units,
         _describe_offload(state.config),
-        state.config.gather_at_step,
+        state.config.communication.gather_at_step,
         state.ranks.num_near,
     )
 

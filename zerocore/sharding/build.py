@@ -30,7 +30,7 @@ from zerocore.hooks.registration import watch_registrations
 from zerocore.model.buffers import BufferSync
 from zerocore.model.call_order import UnitsOf, call_order, units_by_module
 from zerocore.model.casting import cast_around_kept
-from zerocore.model.config import ShardConfig
+from zerocore.model.config import ShardConfig, shard_options
 from zerocore.model.materialize import InitFn, full_values, materialize_buffers
 from zerocore.model.parts import find_ranges, find_sizes
 from zerocore.model.precision import MixedPrecision, param_types
@@ -53,7 +53,7 @@ def build(request: ShardRequest) -> ShardState:
     meshes = [make_near(request.ranks, request.device), *(part.ranks for part in request.parts)]
     if config.sync_params:
         check_same_values(request)
-    if config.placements.parameters and config.overlap_reductions:
+    if config.placements.parameters and config.communication.overlap_reductions:
         meshes = [with_reductions(ranks, request.device) for ranks in meshes]
     units_of = units_by_module(unit.modules for unit in planned)
     engine = make_engine(
@@ -65,9 +65,9 @@ def build(request: ShardRequest) -> ShardState:
         name=request.name,
         stall_seconds=request.stall_seconds,
     )
-    if config.gradient_divide_factor is not None:
+    if (factor := config.communication.gradient_divide_factor) is not None:
         for index in range(len(planned)):
-            engine.set_gradient_scale(index, 1.0 / config.gradient_divide_factor)
+            engine.set_gradient_scale(index, 1.0 / factor)
     _take_host_memory(engine, config, meshes[0], request.device)
     state = ShardState(engine, config, tuple(meshes), request.device, request.parts)
     if config.mixed_precision is not None:
@@ -106,7 +106,7 @@ def make_engine(
     """
     control = control_group(meshes[0])
     options = EngineOptions(
-        sharding=config.shard_options(),
+        sharding=shard_options(config.stage, config.communication, config.offload, config.by_rows),
         meshes=[
             GroupNames(
                 shard=_name_of(ranks.shard),
@@ -252,7 +252,8 @@ def _shard_param(
 
 def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> None:
     mixed = state.config.mixed_precision or MixedPrecision()
-    sync = BufferSync(model, state.ranks, state.engine) if state.config.sync_buffers else None
+    synced = state.config.communication.sync_buffers
+    sync = BufferSync(model, state.ranks, state.engine) if synced else None
     narrow = mixed.param_dtype if mixed.cast_inputs else None
     for module in list(model.modules()):
         units = units_of.get(id(module), ())

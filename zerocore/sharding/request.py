@@ -62,7 +62,6 @@ def validate(
     init_fn: InitFn | None = None,
     optimizer: Optimizer | None = None,
     memory_budget: str | int | None = None,
-    regather: Any = None,
     groups: Any = None,
 ) -> ShardRequest:
     """The request for sharding ``model``; arguments as of :func:`zerocore.shard`.
@@ -77,7 +76,9 @@ def validate(
     try:
         config = make_config()
         _check_model(model, optimizer)
-        ranks = _with_near(ranks, regather, config)
+        ranks = _with_near(ranks, config)
+        known = replace(config.communication, regather=ranks.num_near)  # ranks compare no groups
+        config = replace(config, communication=known)
         check_kinds(model, ranks.world_size)
         parts = find_parts(groups, ranks)
         planned = assign_parts(choose_units(model, units), parts)
@@ -117,7 +118,8 @@ def _check_model(model: nn.Module, optimizer: Optimizer | None) -> None:
         )
 
 
-def _with_near(ranks: Ranks, regather: Any, config: ShardConfig) -> Ranks:
+def _with_near(ranks: Ranks, config: ShardConfig) -> Ranks:
+    regather = config.communication.regather
     if regather is not None and not config.placements.parameters:
         raise ValueError(
             f"regather: stage {config.stage} gathers parameters once a step; leave it out, or use "
@@ -170,7 +172,7 @@ def types_of(choice: ParamChoice, config: ShardConfig) -> ParamTypes:
 
 
 def _facts(request: ShardRequest) -> list[object]:
-    facts: list[object] = [request.config, f"regather={request.ranks.num_near}"]
+    facts: list[object] = [request.config]
     facts += [
         f"groups['{part.pattern}'] of {part.ranks.world_size} ranks" for part in request.parts
     ]

@@ -1,0 +1,80 @@
+"""Both spellings of an option of shard on real ranks, and mistakes in them on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zerocore
+from tests.distributed.chain import WIDTH, Chain
+from tests.distributed.harness import run_ranks
+from zerocore import Communication
+from zerocore.model.state import find_state, state_of
+
+pytestmark = pytest.mark.distributed
+OPTIONS: dict[str, Any] = {
+    "prefetch": 2,
+    "accumulate": "full",
+    "gather_at_step": True,
+    "regather": 2,
+    "overlap_reductions": False,
+    "gradient_divide_factor": 1.0,
+    "sync_buffers": True,
+}
+
+
+def gradients(**options: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = zerocore.shard(Chain(), **options)
+    assert state_of(model).config.communication == Communication(**OPTIONS)
+    with zerocore.no_sync(model):
+        model(torch.ones(2, WIDTH)).sum().backward()
+    model(torch.ones(2, WIDTH)).sum().backward()
+    return [param.grad.full_tensor() for param in model.parameters()]
+
+
+def compare() -> None:
+    grouped = gradients(communication=Communication(**OPTIONS))
+    for first, second in zip(grouped, gradients(**OPTIONS), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_both_spellings_are_equal() -> None:
+    run_ranks(compare, 4)
+
+
+def mistake(message: str, error: type[Exception], options: dict[str, Any]) -> None:
+    model = Chain()
+    with pytest.raises(error if dist.get_rank() == 1 else RuntimeError, match=message):
+        zerocore.shard(model, **options if dist.get_rank() == 1 else {})
+    assert find_state(model) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "options"),
+    [
+        ("prefetch= is given twice", ValueError, {"communication": Communication(), "prefetch": 1}),
+        ("must be a zerocore.Communication", TypeError, {"communication": {"prefetch": 1}}),
+        ("prefetch must be 0 or more", ValueError, {"prefetch": -1}),
+    ],
+)
+def test_a_mistake_of_one_rank_is_an_error_on_all(
+    message: str, error: type[Exception], options: dict[str, Any]
+) -> None:
+    run_ranks(mistake, 2, message, error, options)
+
+
+def differ() -> None:
+    with pytest.raises(ValueError, match=r"rank 0 has ShardConfig\(.*prefetch=0.*prefetch=1"):
+        zerocore.shard(Chain(), communication=Communication(prefetch=dist.get_rank()))
+    near = {"regather": 2} if dist.get_rank() else {}
+    with pytest.raises(ValueError, match=r"rank 0 has .*regather=1.* has .*regather=2"):
+        zerocore.shard(Chain(), **near)
+
+
+def test_ranks_with_other_options_are_refused() -> None:
+    run_ranks(differ, 4)

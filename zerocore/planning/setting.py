@@ -1,0 +1,156 @@
+"""The question that a plan answers: the training step, the machine and the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zerocore.common.checks import check_int
+from zerocore.common.links import Link, LinkLike, default_link, find_link
+from zerocore.common.quantities import parse_bandwidth, parse_flops, parse_nbytes
+from zerocore.model.config import Communication
+from zerocore.planning.division import Division
+from zerocore.planning.offloading import Host
+
+DEFAULT_FLOPS = 400e12
+"""Operations per second: about 40 % of an H100's 989e12 dense bf16 ones (NVIDIA's data sheet)."""
+
+DEFAULT_HOST_BANDWIDTH = 400e9
+"""Bytes per second: assumed of a server with two sockets, of about 600e9 that 16 channels of DDR5
+reach on paper."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A rank's training step, for :func:`zerocore.plan`.
+
+    Attributes:
+        micro_batches: forwards and backwards of a step, all but the last under ``no_sync``. Bytes
+            are those of the whole step, times those of one micro-batch that communicates.
+        micro_batch: samples in a forward, for Hugging Face models.
+        seq_len: tokens in a sample, at most what the configuration allows.
+        checkpointing: recompute each block in the backward.
+
+    Raises:
+        ValueError: a number is below 1.
+        TypeError: a number is no int.
+    """
+
+    micro_batches: int = 1
+    micro_batch: int = 1
+    seq_len: int = 2048
+    checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batches", "micro_batch", "seq_len"):
+            check_int(name, getattr(self, name), 1)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A :class:`Machine` in bytes, bytes a second and operations a second, for a number of ranks.
+
+    ``replica_link`` and ``near_link`` are None where nothing goes there, or on ``links``, too.
+    """
+
+    memory_nbytes: int
+    links: tuple[Link, ...]
+    replica_link: Link | None
+    near_link: Link | None
+    flops_per_s: float
+    host: Host | None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices, the links between them and the host that they are in, for :func:`zerocore.plan`.
+
+    Attributes:
+        memory: bytes of a device, as a number or text such as ``"24GiB"``.
+        links: presets, bandwidths such as ``"450GB/s"`` or ``"450GB/s,12us"``, or links, between
+            the ranks that share the state; by default ``nvlink4`` up to 8 of them and ``ib400``
+            beyond.
+        replica_link: the link between replicas. By default they share the one of ``links``; without
+            ``links`` it is ``nvlink4`` up to 8 ranks in all and ``ib400`` beyond.
+        near_link: the link between ranks of ``regather``. By default that of ``links``; without
+            ``links`` it is ``nvlink4`` up to 8 of them and ``ib400`` beyond.
+        flops: operations per second that layers reach.
+        host_memory: bytes of a machine beside its devices, such as ``"512GiB"``, which up to 8
+            ranks share: says which stage and ``offload=`` fit.
+        host_bandwidth: what the host reads and writes in a second, such as ``"400GB/s"``.
+
+    Raises:
+        ValueError, TypeError: no such quantity or link.
+    """
+
+    memory: str | int = "24GiB"
+    links: Sequence[LinkLike] | LinkLike | None = None
+    replica_link: LinkLike | None = None
+    near_link: LinkLike | None = None
+    flops: str | float = DEFAULT_FLOPS
+    host_memory: str | int | None = None
+    host_bandwidth: str | float = DEFAULT_HOST_BANDWIDTH
+
+    def __post_init__(self) -> None:
+        self.figures(1, 1, 1)
+
+    def figures(self, world_size: int, num_replicas: int, num_near: int) -> Figures:
+        """Its figures; the default links depend on the numbers of ranks."""
+
+        def own_link(link: LinkLike | None, num_ranks: int) -> Link | None:
+            if link is None and self.links is None:
+                link = default_link(num_ranks)
+            return None if link is None else find_link(link)
+
+        links = default_link(world_size // num_replicas) if self.links is None else self.links
+        listed = links if isinstance(links, Sequence) and not isinstance(links, str) else [links]
+        replica_link = own_link(self.replica_link, world_size)
+        near_link = own_link(self.near_link, num_near)
+        rate, memory = parse_bandwidth(self.host_bandwidth, "host_bandwidth"), self.host_memory
+        if not rate > 0:
+            raise ValueError(f"host_bandwidth must be positive, got {self.host_bandwidth!r}")
+        return Figures(
+            memory_nbytes=parse_nbytes(self.memory),
+            links=tuple(find_link(link) for link in listed),
+            replica_link=replica_link if num_replicas > 1 else None,
+            near_link=near_link if num_near > 1 else None,
+            flops_per_s=parse_flops(self.flops),
+            host=None if memory is None else Host(parse_nbytes(memory, "host_memory"), rate),
+        )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The question that a plan answers; fields are arguments of :func:`zerocore.plan`.
+
+    Raises:
+        ValueError: there is no such rank, or replicas or near ranks of unequal size.
+        TypeError: a number that is no int.
+    """
+
+    world_size: int
+    rank: int
+    num_replicas: int
+    communication: Communication
+    workload: Workload
+    machine: Figures
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.num_replicas != 0:
+            raise ValueError(
+                f"num_replicas must divide world_size, which counts all ranks: {self.world_size} "
+                f"ranks are not {self.num_replicas} replicas of equal size"
+            )
+        num_shards, num_near = self.world_size // self.num_replicas, self.communication.num_near
+        if num_shards % num_near != 0:
+            raise ValueError(
+                f"regather must divide the number of ranks that share the state, {num_shards}; got "
+                f"{num_near}"
+            )
+        check_int("rank", self.rank, 0)
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank must be 0 to {self.world_size - 1}, got {self.rank}")
+
+    def division(self, stage: int) -> Division:
+        """How the state is divided at a stage."""
+        return Division(stage, self.world_size, self.num_replicas, self.communication, self.rank)
