@@ -29,9 +29,7 @@ CPU = torch.device("cpu")
 
 
 def link(
-    bandwidth: Link | str | float = "nvlink4",
-    latency: str | float | None = None,
-    sms: int = 0,
+    bandwidth: Link | str | float = "nvlink4", latency: str | float | None = None, sms: int = 0
 ) -> LinkModel:
     """Describes a link.
 

@@ -38,9 +38,7 @@ class Maker:
 
 
 def read_pickle(
-    data: bytes,
-    find: Callable[[str, str], Any],
-    persistent: Callable[[Any], Any] | None = None,
+    data: bytes, find: Callable[[str, str], Any], persistent: Callable[[Any], Any] | None = None
 ) -> Any:
     """The value of a pickle of protocol 2 to 5.
 

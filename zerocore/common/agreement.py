@@ -63,9 +63,7 @@ class SharedError(ValueError):
 
 
 def on_all_ranks(
-    groups: Sequence[dist.ProcessGroup],
-    action: Callable[[], T],
-    device: torch.device | None = None,
+    groups: Sequence[dist.ProcessGroup], action: Callable[[], T], device: torch.device | None = None
 ) -> list[T]:
     """The small picklable values that ``action`` returns on the ranks; its error fails on all.
 

@@ -37,10 +37,7 @@ class Accelerator(accelerate.Accelerator):
     _optimizers: list[Any]
 
     def prepare_model(
-        self,
-        model: nn.Module,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Notes a sharded ``model`` and returns it.
 

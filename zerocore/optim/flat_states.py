@@ -12,6 +12,7 @@ from torch import Tensor
 from zerocore.common.state_memory import state_memory
 from zerocore.hooks.optimizer_states import as_shard
 from zerocore.tensor import updates
+from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import Placed
 from zerocore.tensor.rows import as_part, local_part, shard_of
@@ -27,11 +28,7 @@ class HostState(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         updates.finish()
         if any(issubclass(kind, Placed) for kind in types):

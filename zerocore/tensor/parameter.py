@@ -7,7 +7,7 @@ Python where torch functions are switched off, see the latter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, NoReturn
 from weakref import ref
@@ -19,6 +19,7 @@ from zerocore.checkpoint.slices.dcp_protocol import chunk_list, find_chunk, writ
 from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
 from zerocore.tensor.full_reads import call_with_full, in_call, is_recorded
+from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.place import Place, Placed, PlacedParameter, keep_place, local_of
 
 _grad: Any = torch._C.TensorBase.grad
@@ -33,11 +34,7 @@ class _Shard(Placed):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         return rules.call(func, args, kwargs or {})
 

@@ -6,7 +6,7 @@ all, and combine them in the order of ranks: the same bits everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zerocore.common.alarm import waiting
 from zerocore.tensor.elementwise import NotLocal, fit
+from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.place import Place, Placed, local_of
 
 _SUMS = ("sum", "mean", "prod", "nansum", "nanmean")
@@ -24,9 +25,7 @@ _SPREADS = ("var", "std")
 _PRODUCTS = ("dot", "vdot", "inner", "matmul")
 
 
-def reduce(
-    func: Callable[..., Any], base: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def reduce(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
     """The result of a reduction over all elements of all ranks; collective.
 
     NotImplemented if these arguments ask for something else.
@@ -51,7 +50,7 @@ def reduce(
     return _combine(base, shard.place, local, like.dtype, options).to(like.dtype)
 
 
-def _options(base: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+def _options(base: str, args: Args, kwargs: Kwargs) -> dict[str, Any] | None:
     """Arguments that change the number; None if they ask for anything but one number."""
     neutral = {"dim": None, "axis": None, "keepdim": False, "out": None, "input": None}
     given = {
@@ -117,9 +116,7 @@ def _spread(base: str, place: Place, local: Tensor, options: dict[str, Any]) -> 
     return variance.sqrt() if base == "std" else variance
 
 
-def _compare_or_multiply(
-    func: Callable[..., Any], base: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _compare_or_multiply(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
     if len(args) < 2 or not all(isinstance(arg, Tensor) for arg in args[:2]):
         return NotImplemented
     try:
@@ -151,7 +148,7 @@ def across(place: Place, part: Tensor) -> Tensor:
 # -- norms --------------------------------------------------------------------------------------
 
 
-def norm(func: Callable[..., Any], base: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def norm(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
     """The norm of all elements; NotImplemented for one along a dimension or of a matrix."""
     names = ("input", "p", "dim", "keepdim", "out", "dtype")
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -167,7 +164,7 @@ def norm(func: Callable[..., Any], base: str, args: tuple[Any, ...], kwargs: dic
     return global_norms([shard], _parse_p(p), given.get("dtype"))[0]
 
 
-def foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def foreach_norm(args: Args, kwargs: Kwargs) -> list[Tensor]:
     """As ``torch._foreach_norm``, each norm that of the full tensor; one all-reduce."""
     given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
     return global_norms(list(given["self"]), _parse_p(given.get("ord")), given.get("dtype"))

@@ -26,6 +26,9 @@ from zerocore.tensor.functions import (
     ON_THE_SHARD,
     RANDOM,
     SHAPES,
+    Args,
+    Function,
+    Kwargs,
     base_of,
     is_foreach,
     is_in_place,
@@ -47,7 +50,7 @@ _TEMPLATES = ("view_as", "reshape_as", "expand_as")
 _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
 
 
-def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Applies a torch function to shards, for ``__torch_function__`` of all their kinds.
 
     Raises:
@@ -89,7 +92,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return _on_shards(func, args, kwargs, changed, params)
 
 
-def _changes_gradients(name: str, args: tuple[Any, ...]) -> bool:
+def _changes_gradients(name: str, args: Args) -> bool:
     """Whether one list of gradients is changed by numbers alone: what clipping does in each step.
 
     That is local whatever their places, and is told fast.
@@ -107,11 +110,7 @@ def _changes_gradients(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _on_shards(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    changed: list[Any],
-    params: list[Any],
+    func: Function, args: Args, kwargs: Kwargs, changed: list[Any], params: list[Any]
 ) -> Any:
     try:
         result = _local_or_global(func, args, kwargs, changed)
@@ -127,9 +126,7 @@ def _on_shards(
     refuse(name_of(func), found[0], reason)
 
 
-def _local_or_global(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], changed: list[Any]
-) -> Any:
+def _local_or_global(func: Function, args: Args, kwargs: Kwargs, changed: list[Any]) -> Any:
     """NotImplemented, or NotLocal is raised, where it is neither."""
     if is_elementwise(func):
         return apply_operator(func, args, kwargs, changed)
@@ -204,7 +201,7 @@ def check_not_shown_full(name: str, changed: list[Any]) -> None:
             )
 
 
-def initialise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def initialise(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """A function of ``torch.nn.init`` on a shard: this rank's part of what the full one gets.
 
     With equal seeds on all ranks the values are those of a model that is not sharded.

@@ -22,11 +22,7 @@ class StreamedCopy:
     """
 
     def __init__(
-        self,
-        parts: Iterable[Tensor],
-        budget: int,
-        device: torch.device,
-        check: Callable[[], None],
+        self, parts: Iterable[Tensor], budget: int, device: torch.device, check: Callable[[], None]
     ) -> None:
         self._parts, self._budget, self._check = parts, budget, check
         self._changed = threading.Condition()
