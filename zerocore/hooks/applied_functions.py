@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zerocore.tensor.full_reads import call_with_full
+from zerocore.tensor.implicit_unshard import call_with_full
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import PlacedParameter, leaves
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from zerocore._C import show_grad
 from zerocore.hooks.optimizer_states import params_of
-from zerocore.tensor import updates
+from zerocore.tensor import pending_host_updates
 from zerocore.tensor.functions import Args, Kwargs
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 
@@ -48,7 +48,7 @@ def show_device_gradients(optimizer: Optimizer) -> None:
 
 
 def _show_host_gradients(optimizer: Optimizer) -> None:
-    updates.finish()
+    pending_host_updates.finish()
     shown = _shown.setdefault(optimizer, [])
     with torch._C.DisableTorchFunctionSubclass():
         for param in params_of(optimizer):

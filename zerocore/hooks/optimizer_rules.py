@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from zerocore.common.agreement import together
+from zerocore.common.patching import around
 from zerocore.hooks.optimizer_states import fit_states, params_of, place_states, wrap_states
 from zerocore.tensor.parameter import ShardedParameter
 
@@ -50,24 +51,20 @@ _ADVICE = {
 }
 
 
-def checks_shards(add: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def checks_shards(add: Any, self: Optimizer, param_group: dict[str, Any]) -> None:
     """``Optimizer.add_param_group`` that refuses shards which the optimizer cannot update."""
-
-    @wraps(add)
-    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-        add(self, param_group)
-        params = self.param_groups[-1]["params"]
-        sharded = [param for param in params if isinstance(param, ShardedParameter)]
-        if sharded:
-            try:
-                _refuse(self, sharded)
-            except ValueError:
-                self.param_groups.pop()
-                raise
-            _watch_state_dicts(self)
-            _keep_eager(type(self))
-
-    return add_param_group
+    add(self, param_group)
+    params = self.param_groups[-1]["params"]
+    sharded = [param for param in params if isinstance(param, ShardedParameter)]
+    if sharded:
+        try:
+            _refuse(self, sharded)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        _watch_state_dicts(self)
+        _keep_eager(type(self))
 
 
 def _keep_eager(cls: Any) -> None:

@@ -6,19 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
 
+from zerocore.common.patching import around
 from zerocore.tensor.parameter import ShardedParameter
 
 
-def checked_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def checked_backward(backward: Any, outputs: Any, grads: Any, inputs: Any, weights: Any) -> Any:
     """The backward for the inputs of a stage alone, which refuses a sharded stage."""
-
-    @wraps(backward)
-    def run(outputs: Any, grads: Any, inputs: Any, weights: Any) -> Any:
-        weights = list(weights)
-        _check(weights)
-        return backward(outputs, grads, inputs, iter(weights))
-
-    return run
+    weights = list(weights)
+    _check(weights)
+    return backward(outputs, grads, inputs, iter(weights))
 
 
 def checked_step(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,13 +6,12 @@ DDP, DataParallel, FSDP, FSDP2; parametrizations.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 
+from zerocore.common.patching import around
 from zerocore.tensor.parameter import ShardedParameter
 
 # By name, so that none of them must be imported; those of other packages go by the same names.
@@ -81,13 +80,11 @@ def _refuse_mark(module: nn.Module, value: bool) -> None:
 fsdp_mark = property(_mark_of, _refuse_mark)
 
 
-def takes_no_shard(init: Callable[..., None]) -> Callable[..., None]:
+@around
+def takes_no_shard(
+    init: Any, self: Any, modules: Any, original: Any, *args: Any, **kwargs: Any
+) -> None:
     """``ParametrizationList.__init__`` that refuses a shard before it computes with it."""
-
-    @wraps(init)
-    def checked(self: Any, modules: Any, original: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(original, ShardedParameter):
-            raise elsewhere(original, "original", "ParametrizationList")
-        init(self, modules, original, *args, **kwargs)
-
-    return checked
+    if isinstance(original, ShardedParameter):
+        raise elsewhere(original, "original", "ParametrizationList")
+    init(self, modules, original, *args, **kwargs)

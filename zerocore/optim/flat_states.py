@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerocore.common.state_memory import state_memory
 from zerocore.hooks.optimizer_states import as_shard
-from zerocore.tensor import updates
+from zerocore.tensor import pending_host_updates
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import Placed
@@ -30,7 +30,7 @@ class HostState(Tensor):
     def __torch_function__(
         cls, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        updates.finish()
+        pending_host_updates.finish()
         if any(issubclass(kind, Placed) for kind in types):
             return NotImplemented  # its own rules know what this is beside a shard
         with torch._C.DisableTorchFunctionSubclass():

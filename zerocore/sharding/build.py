@@ -39,7 +39,7 @@ from zerocore.model.units import ParamChoice, UnitPlanned
 from zerocore.reporting.out_of_memory import explain_backward, explain_forward, remember_model
 from zerocore.sharding.request import ShardRequest, types_of
 from zerocore.sharding.same_values import check_same_values
-from zerocore.tensor import updates
+from zerocore.tensor import pending_host_updates
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 from zerocore.tensor.place import Place
 from zerocore.tensor.replaced import replace
@@ -82,7 +82,7 @@ def build(request: ShardRequest) -> ShardState:
     start(model, state, config.sync_params or state.world_size == 1)
     loads_late = config.leaves("parameters") and request.device.type != "cpu"
     if engine.lands_gradients or loads_late:
-        updates.watch(ref(state))
+        pending_host_updates.watch(ref(state))
     watch_registrations(model, state)
     return state
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from zerocore.checkpoint.slices.dcp_protocol import chunk_list, find_chunk, write_items
 from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
-from zerocore.tensor.full_reads import call_with_full, in_call, is_recorded
 from zerocore.tensor.functions import Args, Function, Kwargs
+from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
 from zerocore.tensor.place import Place, Placed, PlacedParameter, keep_place, local_of
 
 _grad: Any = torch._C.TensorBase.grad

@@ -52,13 +52,12 @@ def reduce(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
 
 def _options(base: str, args: Args, kwargs: Kwargs) -> dict[str, Any] | None:
     """Arguments that change the number; None if they ask for anything but one number."""
-    neutral = {"dim": None, "axis": None, "keepdim": False, "out": None, "input": None}
+    neutral = {"dim": None, "axis": None, "keepdim": False, "out": None}
     given = {
         name: value
         for name, value in kwargs.items()
-        if name == "input" or name not in neutral or value is not neutral[name]
+        if name != "input" and (name not in neutral or value is not neutral[name])
     }
-    given.pop("input", None)
     if base in _SPREADS and args and isinstance(args[0], bool):
         given["unbiased"] = args[0]
         args = args[1:]
@@ -72,8 +71,7 @@ def _options(base: str, args: Args, kwargs: Kwargs) -> dict[str, Any] | None:
 def _combine(
     base: str, place: Place, local: Tensor, dtype: torch.dtype, options: dict[str, Any]
 ) -> Tensor:
-    is_float = (local if base in _EXTREMES else dtype).is_floating_point
-    wide = torch.float64 if (is_float() if callable(is_float) else is_float) else torch.int64
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
     if base in _COUNTS:
         count = across(place, local.count_nonzero()).sum()
         numel = place.global_shape.numel()

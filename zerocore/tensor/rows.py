@@ -111,16 +111,16 @@ def place_of(param: Any, shard: RowShard) -> Place:
     Raises:
         ValueError: tensor parallelism cuts the parameter, too.
     """
-    spec, state = param._spec, shard.state_ref()
-    cuts = [placement for placement in spec.placements if not placement.is_replicate()]
-    if len(cuts) != 1:
+    spec, state, dims = param._spec, shard.state_ref(), _cut_dims(param)
+    if len(dims) != 1:
         raise ValueError(
             f"parameter '{shard.fqn}' is cut in several ways, {tuple(spec.placements)}: this "
             "rank's part is no range of its elements. Save it with torch.distributed.checkpoint"
         )
-    dim = cuts[0].dim
-    sizes = (spec.shape[dim], *spec.shape[:dim], *spec.shape[dim + 1 :])
-    strides = torch.empty(sizes, device="meta").movedim(0, dim).stride() if dim else None
+    dim = dims[0]
+    strides = None
+    if dim > 0:
+        strides = torch.empty(_rows_first(spec.shape, dim), device="meta").movedim(0, dim).stride()
     owned = state.engine.layout(shard.unit).owned(shard.position, state.ranks.shard_rank)
     return Place(shard.fqn, spec.shape, (owned.begin, owned.end), state.ranks.shard, strides)
 
@@ -141,7 +141,7 @@ def as_range(value: Tensor, param: Any) -> Any:
             f"a DTensor of shape {tuple(value.shape)} is no part of a model of zerocore.fsdp: "
             "save it with torch.distributed.checkpoint"
         )
-    dim = _cut_dim(param)
+    dim = _cut_dims(param)[0]
     found = local_part(value).detach().movedim(dim, 0).reshape(-1).as_subclass(LocalShard)
     found.place = place_of(param, shard)
     return found
@@ -151,11 +151,14 @@ def as_rows(value: Any, param: Any) -> Any:
     """A shard of :func:`as_range` as a DTensor again, on its memory; any other value as it is."""
     if not isinstance(value, LocalShard) or not hasattr(param, "_spec"):
         return value
-    dim, local = _cut_dim(param), local_part(param)
-    sizes = (local.shape[dim], *local.shape[:dim], *local.shape[dim + 1 :])
+    dim = _cut_dims(param)[0]
+    sizes = _rows_first(local_part(param).shape, dim)
     return as_part(local_of(value).view(sizes).movedim(0, dim), param)
 
 
-def _cut_dim(param: Any) -> int:
-    dims = [each.dim for each in param._spec.placements if not each.is_replicate()]
-    return int(dims[0])
+def _cut_dims(param: Any) -> list[int]:
+    return [each.dim for each in param._spec.placements if not each.is_replicate()]
+
+
+def _rows_first(shape: torch.Size, dim: int) -> tuple[int, ...]:
+    return shape[dim], *shape[:dim], *shape[dim + 1 :]

@@ -7,16 +7,14 @@ matters. All other functions are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerocore.tensor import updates
+from zerocore.common.patching import around
+from zerocore.tensor import pending_host_updates
 from zerocore.tensor.elementwise import NotLocal, apply, apply_operator, draw, fit, get_items
-from zerocore.tensor.full_reads import call_with_full, in_call, is_recorded
 from zerocore.tensor.functions import (
     ELEMENTWISE,
     FACTORIES,
@@ -34,6 +32,7 @@ from zerocore.tensor.functions import (
     is_in_place,
     name_of,
 )
+from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
 from zerocore.tensor.operators import changed_by, is_elementwise
 from zerocore.tensor.place import (
     Placed,
@@ -61,7 +60,7 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if name in SHAPES:
             outlines = {key: outline_of(value) for key, value in kwargs.items()}
             return func(*(outline_of(value) for value in args), **outlines)
-        updates.finish()
+        pending_host_updates.finish()
         if name == "data" and not isinstance(args[0], PlacedParameter):
             torch.autograd.graph.increment_version(args[0])  # what is changed through it counts
         if name in ON_THE_SHARD or (name in ("__eq__", "__ne__") and args[1] is None):
@@ -112,14 +111,13 @@ def _changes_gradients(name: str, args: Args) -> bool:
 def _on_shards(
     func: Function, args: Args, kwargs: Kwargs, changed: list[Any], params: list[Any]
 ) -> Any:
+    reason = ""
     try:
         result = _local_or_global(func, args, kwargs, changed)
+        if result is not NotImplemented:
+            return result
     except NotLocal as error:
-        result, reason = NotImplemented, str(error)
-    else:
-        reason = ""
-    if result is not NotImplemented:
-        return result
+        reason = str(error)
     if params:
         return call_with_full(func, args, kwargs, params)
     found = [value for value in (*changed, *leaves((args, kwargs))) if isinstance(value, Placed)]
@@ -217,18 +215,14 @@ def initialise(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return shard
 
 
-def initialises_shards(function: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def initialises_shards(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A function of ``torch.nn.init`` that sees the full shape of shards.
 
     Most ask for the number of dimensions before any torch function could tell, and some return
     early from an empty tensor without drawing numbers.
     """
-
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        tensor = args[0] if args else kwargs.get("tensor")
-        if isinstance(tensor, Placed):
-            return initialise(function, args, kwargs)
-        return function(*args, **kwargs)
-
-    return run
+    tensor = args[0] if args else kwargs.get("tensor")
+    if isinstance(tensor, Placed):
+        return initialise(function, args, kwargs)
+    return function(*args, **kwargs)

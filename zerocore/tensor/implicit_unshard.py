@@ -110,8 +110,7 @@ def _check_unchanged(func: Function, fulls: list[tuple[Any, Tensor, int]]) -> No
 
 
 def _engine(param: PlacedParameter) -> Any:
-    state = param.state_ref()
-    if state is None:
+    if (state := param.state_ref()) is None:
         raise RuntimeError(f"parameter '{param.fqn}': its model does not exist any more")
     return state.engine
 
