@@ -66,10 +66,6 @@ def refuse_fully_shard(module: nn.Module) -> None:
     module.__dict__[REGISTRY_KEY] = registry
 
 
-def _mark_of(module: nn.Module) -> bool:
-    return False
-
-
 def _refuse_mark(module: nn.Module, value: bool) -> None:
     if value:
         raise refusal("FullyShardedDataParallel", type(module).__name__)
@@ -77,7 +73,7 @@ def _refuse_mark(module: nn.Module, value: bool) -> None:
 
 # The class attribute `_is_fsdp_managed_module` of sharded modules: FSDP sets it on every module
 # before its first collective.
-fsdp_mark = property(_mark_of, _refuse_mark)
+fsdp_mark = property(lambda module: False, _refuse_mark)
 
 
 @around

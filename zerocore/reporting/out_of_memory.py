@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.state import ShardState, Unit, state_of
 from zerocore.planning.changes import Candidate, changes
@@ -149,8 +148,8 @@ def _requested_nbytes(message: str) -> int | None:
 
 
 def _held(model: nn.Module) -> dict[str, int]:
-    state, usage = state_of(model), _usage(model)
-    stats = state.engine.pool_stats
+    state = state_of(model)
+    usage, stats = usage_of(state, optimizers_of(state)), state.engine.pool_stats
     held = {
         "parameters": usage.parameters,
         "gradients": usage.gradients,
@@ -169,11 +168,6 @@ def _held(model: nn.Module) -> dict[str, int]:
     if usage.disk > 0:
         held["on disk, by offload"] = usage.disk
     return held
-
-
-def _usage(model: nn.Module) -> MemoryBytes:
-    state = state_of(model)
-    return usage_of(state, optimizers_of(state))
 
 
 def _units_in_use(state: ShardState) -> list[Unit]:
