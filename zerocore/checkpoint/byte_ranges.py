@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -27,22 +26,19 @@ def read_into(file: int, offset: int, dtype: torch.dtype, values: Tensor) -> Non
         _read(file, offset, values)
         values[:0].zero_()  # the version counter does not see what is read
         return
-    for begin, piece in _pieces(values):
+    for piece in values.split(_PIECE_NUMEL):
         buffer = torch.empty(piece.numel(), dtype=dtype)
-        _read(file, offset + begin * dtype.itemsize, buffer)
+        _read(file, offset, buffer)
         piece.copy_(buffer)
+        offset += buffer.nbytes
 
 
 def write_from(file: FileWriter, offset: int, dtype: torch.dtype, values: Tensor) -> None:
     """Writes ``values`` (plain, 1-D, contiguous) as ``dtype``."""
-    for begin, piece in _pieces(values):
+    for piece in values.split(_PIECE_NUMEL):
         data = piece.to("cpu", dtype).contiguous()
-        files.write(file, offset + begin * dtype.itemsize, data)
-
-
-def _pieces(values: Tensor) -> Iterator[tuple[int, Tensor]]:
-    for begin in range(0, values.numel(), _PIECE_NUMEL):
-        yield begin, values[begin : begin + _PIECE_NUMEL]
+        files.write(file, offset, data)
+        offset += data.nbytes
 
 
 def _read(file: int, offset: int, values: Tensor) -> None:

@@ -193,7 +193,7 @@ class Checkpoints:
             saved, own = self._collect(step, state)
             save = Save(final, saved, own, self._writer.groups, self._keep, self._known)
         except Exception as error:  # without this the others would wait for this rank
-            wait([self._writer.submit(agree, self._writer.groups, error, [])])
+            wait([self._writer.writes.submit(agree, self._writer.groups, error, [])])
             raise
         self._pending = self._start(step, save, state)
         self._pending.stall_seconds += time.perf_counter() - began
@@ -201,14 +201,14 @@ class Checkpoints:
 
     def _start(self, step: int, save: Save, state: ShardState) -> PendingSave:
         if not self._background:
-            written = self._writer.submit(save.write, None)
+            written = self._writer.writes.submit(save.write, None)
             wait([written])
             return PendingSave(step, written)
         copy = StreamedCopy(
             save.saved.parts(), self._budget, state.device, save.saved.watch_changes()
         )
         # The last thing that is done here: the threads take the interpreter from this one.
-        pending = PendingSave(step, self._writer.submit(self._write, save, copy), copy)
+        pending = PendingSave(step, self._writer.writes.submit(self._write, save, copy), copy)
         state.readers.append(pending.wait_read)
         return pending
 

@@ -78,11 +78,8 @@ class KeptPlan:
     def _found(self, of: Place | torch.Size) -> Spread:
         if not isinstance(of, Place):
             return Spread(tuple(of), ((0, 0, of.numel()),))
-        ranks, shape = self._ranks, tuple(of.global_shape)
-        if of.group is None:
-            ranges = saved_ranges([(0, 0, of.global_shape.numel())], 1, ranks.world_size)
-            return Spread(shape, ranges, of.strides)
-        ranges = saved_ranges(
-            owned_ranges(*self._places[of.fqn]), ranks.num_shards, ranks.num_replicas
-        )
-        return Spread(shape, ranges, of.strides)
+        owned, num_shards = [(0, 0, of.global_shape.numel())], 1
+        if of.group is not None:
+            owned, num_shards = owned_ranges(*self._places[of.fqn]), self._ranks.num_shards
+        ranges = saved_ranges(owned, num_shards, self._ranks.world_size // num_shards)
+        return Spread(tuple(of.global_shape), ranges, of.strides)

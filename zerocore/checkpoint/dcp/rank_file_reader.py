@@ -27,7 +27,7 @@ from zerocore.checkpoint.commit.files import memory_of
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.save_plan import VALUES, box_strides
 from zerocore.checkpoint.dcp.saved_state import SavedState
-from zerocore.checkpoint.dcp.torch_chunks import chunk_nbytes, data_offset, has_form
+from zerocore.checkpoint.dcp.torch_chunks import HEAD_NBYTES, chunk_nbytes, has_form
 from zerocore.checkpoint.io_threads import in_threads, num_threads
 from zerocore.checkpoint.safe_files import opened, size_of
 from zerocore.tensor.place import Place
@@ -63,7 +63,7 @@ class Target:
     def read(self, file: Any, offset: int) -> None:
         """Fills the memory, if the chunk at ``offset``, which is intact, is of its form."""
         if not self.is_read and self.fits:
-            read_into(file.fileno(), offset + data_offset(), self.memory.dtype, self.memory)
+            read_into(file.fileno(), offset + HEAD_NBYTES, self.memory.dtype, self.memory)
             self.is_read = True
         elif self.landing is not None and self.landing is not self.memory:
             self.memory.copy_(self.landing)
@@ -179,11 +179,11 @@ class OwnFile:
         runs: list[tuple[int, Tensor]] = []
         heads: list[tuple[Tensor, Target]] = []
         for offset, target in sorted(targets.items()):
-            head = torch.empty(data_offset(), dtype=torch.uint8)
+            head = torch.empty(HEAD_NBYTES, dtype=torch.uint8)
             heads.append((head, target))
             runs.append((offset, head))
             if target.landing is not None:
-                runs.append((offset + data_offset(), target.landing))
+                runs.append((offset + HEAD_NBYTES, target.landing))
         sums.check(self.path, 0, self._stream.read(runs), partial(contents.keys_in, name))
         for head, target in heads:
             target.fits = has_form(bytes(memory_of(head)), *target.form)

@@ -38,8 +38,8 @@ def read_metadata(data: bytes) -> Metadata:
     return metadata
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, torch.Size)
+def _is_a(*kinds: type) -> Test:
+    return lambda value: isinstance(value, kinds)
 
 
 def _all_of(kind: type[Sequence[Any]], test: Test) -> Test:
@@ -53,10 +53,6 @@ def _or_none(test: Test) -> Test:
     return lambda value: value is None or test(value)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _dict_of(key: Test, value: Test) -> Test:
     def is_dict(found: Any) -> bool:
         return type(found) is dict and all(map(key, found)) and all(map(value, found.values()))
@@ -64,10 +60,7 @@ def _dict_of(key: Test, value: Test) -> Test:
     return is_dict
 
 
-def _is_a(*kinds: type) -> Test:
-    return lambda value: isinstance(value, kinds)
-
-
+_is_size, _is_text = _is_a(torch.Size), _is_a(str)
 _FIELDS: dict[type, Mapping[str, Test]] = {
     MetadataIndex: {"fqn": _is_text, "offset": _or_none(_is_size), "index": _or_none(is_count)},
     _StorageInfo: {

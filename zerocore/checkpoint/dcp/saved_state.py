@@ -20,7 +20,7 @@ from zerocore.checkpoint.checksums import FileSums
 from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.dcp.plan_cache import Facts, KeptPlan
 from zerocore.checkpoint.dcp.save_plan import Piece, SavePlan, box_strides
-from zerocore.checkpoint.dcp.torch_chunks import data_offset, frame
+from zerocore.checkpoint.dcp.torch_chunks import HEAD_NBYTES, frame
 from zerocore.tensor.place import Place, Placed, local_of
 
 PART_NBYTES = 8 << 20  # what is copied and written at a time
@@ -170,17 +170,17 @@ def _write_piece(file: FileWriter, plan: SavePlan, piece: Piece, parts: Iterator
     dtype, spread = plan.tensors[piece.key]
     strides = box_strides(piece.box, spread.strides, spread.shape)
     nbytes = piece.box.numel * dtype.itemsize
-    begin = piece.offset + data_offset()
+    begin = piece.offset + HEAD_NBYTES
     if nbytes <= _SMALL_NBYTES:  # in one call
         data = bytes(files.memory_of(next(parts))) if nbytes else b""
-        made = frame(dtype, piece.box.sizes, strides, crc32(data))
-        files.write(file, piece.offset, made.head + data + made.tail)
+        head, tail = frame(dtype, piece.box.sizes, strides, crc32(data))
+        files.write(file, piece.offset, head + data + tail)
         return
     crc = done = 0
     while done < nbytes:
         part = next(parts)
         crc = files.write(file, begin + done, part, crc)
         done += part.nbytes
-    made = frame(dtype, piece.box.sizes, strides, crc)
-    files.write(file, piece.offset, made.head)
-    files.write(file, begin + nbytes, made.tail)
+    head, tail = frame(dtype, piece.box.sizes, strides, crc)
+    files.write(file, piece.offset, head)
+    files.write(file, begin + nbytes, tail)
