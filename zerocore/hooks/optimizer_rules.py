@@ -32,22 +32,26 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.Adadelta,
     optim.ASGD,
 )
-# Why each of these cannot update shards; by name, as a torch may lack one.
-_REFUSED = {
-    "LBFGS": "its dot products are taken over all parameters at once, of which a rank has a part",
-    "Adafactor": "it keeps means over rows and columns of matrices, and shards have none",
-    "Muon": "it orthogonalises whole matrices, of which a rank has a part",
-    "SparseAdam": "it takes sparse gradients, and those of a sharded model are dense",
-}
-
-
-_OTHERWISE = (
-    "Use an optimizer of single elements, such as torch.optim.AdamW, SGD or zerocore.optim.AdamW"
-)
-_ADVICE = {
-    "Adafactor": "Use zerocore.optim.owned(torch.optim.Adafactor, params, ...), which gives each "
-    "parameter to one rank in full",
-    "Muon": "Use zerocore.optim.Muon, which is the same on shards",
+_OTHERS = "an optimizer of single elements, such as torch.optim.AdamW, SGD or zerocore.optim.AdamW"
+# Why each of these cannot update shards, and what to use.
+_REFUSED: dict[type[Optimizer], tuple[str, str]] = {
+    optim.LBFGS: (
+        "its dot products are taken over all parameters at once, of which a rank has a part",
+        _OTHERS,
+    ),
+    optim.Adafactor: (
+        "it keeps means over rows and columns of matrices, and shards have none",
+        "zerocore.optim.owned(torch.optim.Adafactor, params, ...), which gives each parameter to "
+        "one rank in full",
+    ),
+    optim.Muon: (
+        "it orthogonalises whole matrices, of which a rank has a part",
+        "zerocore.optim.Muon, which is the same on shards",
+    ),
+    optim.SparseAdam: (
+        "it takes sparse gradients, and those of a sharded model are dense",
+        _OTHERS,
+    ),
 }
 
 
@@ -75,16 +79,14 @@ def _keep_eager(cls: Any) -> None:
 
 
 def _refuse(optimizer: Optimizer, sharded: list[ShardedParameter]) -> None:
-    for name, reason in _REFUSED.items():
-        cls = getattr(optim, name, None)
-        if cls is None or not isinstance(optimizer, cls):
+    for cls, (reason, other) in _REFUSED.items():
+        if not isinstance(optimizer, cls):
             continue
-        if name == "LBFGS" and all(param.place.group is None for param in sharded):
+        if cls is optim.LBFGS and all(param.place.group is None for param in sharded):
             return  # every rank holds all elements, and all of it is the same on all ranks
         raise ValueError(
             f"{type(optimizer).__name__} cannot update '{sharded[0].fqn}', which is sharded: "
-            f"{reason}. {_ADVICE.get(name, _OTHERWISE)}, or give it parameters that are not "
-            "sharded"
+            f"{reason}. Use {other}, or give it parameters that are not sharded"
         )
 
 

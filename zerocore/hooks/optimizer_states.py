@@ -20,7 +20,6 @@ from zerocore.tensor.rows import as_part, local_part
 # Numbers, not elements: in the state of a parameter without dimensions they look alike.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
-_NAMES = ("params", "param_names")  # of a group; not options
 _P = TypeVar("_P", bound=Tensor)
 
 
@@ -32,6 +31,11 @@ def is_of_shards(optimizer: Optimizer) -> bool:
 def params_of(optimizer: Optimizer) -> list[Any]:
     """The parameters in the order in which state dicts count them."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters and their names."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def as_shard(local: Tensor, place: Place) -> LocalShard:
@@ -82,7 +86,7 @@ def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     if len(state_dict["param_groups"]) != len(optimizer.param_groups):
         return state_dict  # torch says so
     groups = [
-        {**{key: value for key, value in own.items() if key not in _NAMES}, **new}
+        {**options_of(own), **new}
         for own, new in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     ]
     saved = list(chain.from_iterable(group["params"] for group in groups))
@@ -175,10 +179,8 @@ def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any
             yield key, as_shard(zeros, param.place)
         else:
             full = torch.full_like(local, value.item(), dtype=value.dtype)
-            yield (
-                key,
-                as_shard(full, param.place) if isinstance(param, Placed) else as_part(full, param),
-            )
+            is_shard = isinstance(param, Placed)
+            yield key, as_shard(full, param.place) if is_shard else as_part(full, param)
 
 
 def _elements_of(param: Any) -> Tensor:
@@ -192,8 +194,7 @@ def stepped_state(
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's, which counts the optimizer's steps
-    options = {key: value for key, value in group.items() if key != "param_names"}
-    twin.param_groups = [{**options, "params": [probe]}]
+    twin.param_groups = [{**options_of(group), "params": [probe]}]
     twin.state = defaultdict(dict)
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()

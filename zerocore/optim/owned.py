@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from zerocore.common.agreement import agree, gather_objects, together
-from zerocore.hooks.optimizer_states import params_of, stepped_state, without_state
+from zerocore.hooks.optimizer_states import options_of, params_of, stepped_state, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.optim.choice import Choice, choice_of
 from zerocore.optim.exchange import Lanes, to_owners, to_shards
@@ -21,8 +21,6 @@ from zerocore.optim.matrices import check_sharded, groups_of
 from zerocore.planning.ownership import Matrix, Round, assign, make_rounds, whole_cost
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import local_of
-
-_NAMES = ("params", "param_names")  # of a group; not options
 
 
 def owned(optimizer_class: type[Optimizer], params: Any, **options: Any) -> OwnedOptimizer:
@@ -148,16 +146,16 @@ class OwnedOptimizer(ShardOptimizer):
 
     def _inner_group(self, group: Mapping[str, Any], begin: int) -> dict[str, Any]:
         """A group of the inner optimizer: the same options, and what this rank owns."""
-        options = {key: value for key, value in group.items() if key not in _NAMES}
         numbers = range(begin, begin + len(group["params"]))
-        return {**options, "params": [self._whole[n] for n in numbers if n in self._whole]}
+        own = [self._whole[n] for n in numbers if n in self._whole]
+        return {**options_of(group), "params": own}
 
     def _take_options(self, first: int) -> None:
         """The inner groups' options, of which the class knows the defaults."""
         for own, inner in zip(
             self.param_groups[first:], self.inner.param_groups[first:], strict=True
         ):
-            own.update({key: value for key, value in inner.items() if key not in _NAMES})
+            own.update(options_of(inner))
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -168,7 +166,7 @@ class OwnedOptimizer(ShardOptimizer):
             self._gather(used, local_of, self._set_value)
             self._gather(used, _gradient, self._set_gradient)
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({key: value for key, value in own.items() if key not in _NAMES})
+            inner.update(options_of(own))
         self.inner.step()
         self._take_options(0)
         with torch._C.DisableTorchFunctionSubclass():
@@ -261,7 +259,7 @@ class OwnedOptimizer(ShardOptimizer):
         """That of the optimizer in one process, tensors on the CPU; all ranks must call."""
         packed = super().state_dict()
         inner = self.inner.state_dict()["state"]
-        mine = {number: inner[at] for at, number in enumerate(self._inner_order()) if at in inner}
+        mine = {number: inner[at] for at, number in enumerate(sorted(self._whole)) if at in inner}
         on_host = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), mine)
         parts = gather_objects(self._model.ranks.groups, [on_host], self._model.device)
         found = {number: state for part in parts for number, state in part.items()}
@@ -288,21 +286,17 @@ class OwnedOptimizer(ShardOptimizer):
                 f"optimizer of {own_sizes}"
             )
         saved = [key for group in groups for key in group["params"]]
-        order = self._inner_order()
-        states = {at: state_dict["state"].get(saved[number]) for at, number in enumerate(order)}
+        known = state_dict["state"]
+        order = enumerate(sorted(self._whole))  # of the inner optimizer
+        states = {at: known[saved[number]] for at, number in order if saved[number] in known}
         begin, inner_groups = 0, []
         for own, loaded in zip(self.inner.param_groups, groups, strict=True):
             end = begin + len(own["params"])
             inner_groups.append({**own, **loaded, "params": list(range(begin, end))})
             begin = end
         for own, loaded in zip(self.param_groups, groups, strict=True):
-            own.update({key: value for key, value in loaded.items() if key not in _NAMES})
-        present = {at: state for at, state in states.items() if state is not None}
-        self.inner.load_state_dict({"state": present, "param_groups": inner_groups})
-
-    def _inner_order(self) -> list[int]:
-        """Numbers of this rank's parameters, in the order of the inner optimizer."""
-        return sorted(self._whole)
+            own.update(options_of(loaded))
+        self.inner.load_state_dict({"state": states, "param_groups": inner_groups})
 
     def make_states(self) -> None:
         """Makes the states of all parameters that have none yet, as the first step would."""
@@ -315,9 +309,7 @@ class OwnedOptimizer(ShardOptimizer):
 
 def _gradient(param: ShardedParameter) -> Tensor:
     """Of the parameter's dtype, as torch's optimizers want it."""
-    grad: Any = param.grad
-    local: Tensor = local_of(grad).to(param.dtype)
-    return local
+    return local_of(param.grad).to(param.dtype)
 
 
 _Sent = tuple[Round, Callable[[], list[Tensor]]]
