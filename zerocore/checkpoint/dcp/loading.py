@@ -14,6 +14,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 
 from zerocore._C import StreamWay
+from zerocore.checkpoint import training_state
 from zerocore.checkpoint.checksums import METADATA, check_files, read_checked, read_range
 from zerocore.checkpoint.commit.saving import own_name
 from zerocore.checkpoint.dcp.contents import Contents
@@ -24,19 +25,7 @@ from zerocore.checkpoint.dcp.save_plan import VALUES, SavePlan
 from zerocore.checkpoint.dcp.saved_state import SavedState, saved_state
 from zerocore.checkpoint.safe_files import is_count, named, reading, shown
 from zerocore.checkpoint.safe_pickles import load_plain
-from zerocore.checkpoint.training_state import (
-    Optimizers,
-    State,
-    check_model,
-    check_random_state,
-    drop_states,
-    fit_optimizers,
-    load_model,
-    load_optimizers,
-    params_without_state,
-    set_random_state,
-    training_state,
-)
+from zerocore.checkpoint.training_state import Optimizers, State
 from zerocore.common.agreement import on_all_ranks
 from zerocore.model.state import ShardState
 
@@ -94,11 +83,12 @@ class TrainingLoad:
             self._state.begin_load()
             self._together(self._read_rest)
         except BaseException:
-            drop_states(self._model, self._optimizers, self._stateless)  # may hold anything
+            # They may hold anything.
+            training_state.drop_states(self._model, self._optimizers, self._stateless)
             raise
-        load_model(self._model, self._wanted["model"])
+        training_state.load_model(self._model, self._wanted["model"])
         if self._optimizers:
-            load_optimizers(self._model, self._optimizers, self._wanted["optim"])
+            training_state.load_optimizers(self._model, self._optimizers, self._wanted["optim"])
 
     def _together(self, action: Callable[[], T]) -> list[T]:
         return on_all_ranks(self._state.ranks.groups, action, self._state.device)
@@ -115,12 +105,12 @@ class TrainingLoad:
                 self._file.begin()
         if missing := sorted(set(stateful) - set(self.own["stateful"])):
             raise ValueError(f"{self._folder} has no state of {missing}")
-        self._wanted = training_state(self._model, ())
-        check_model(self._wanted, contents.metadata, self._folder)
+        self._wanted = training_state.training_state(self._model, ())
+        training_state.check_model(self._wanted, contents.metadata, self._folder)
         self._check_buffers()
         if self._optimizers:
-            self._stateless = params_without_state(self._model, self._optimizers)
-            self._wanted["optim"] = fit_optimizers(
+            self._stateless = training_state.params_without_state(self._model, self._optimizers)
+            self._wanted["optim"] = training_state.fit_optimizers(
                 self._model, self._optimizers, groups, contents.metadata, self._folder
             )
         if self._checksums:
@@ -229,7 +219,7 @@ def read_own(contents: Contents, rank: int) -> dict[str, Any]:
         if not _is_dict(own) or not all(key in own and tests[key](own[key]) for key in tests):
             raise ValueError("it is not what a rank saves for itself")
         if own["rng"] is not None:
-            check_random_state(own["rng"])
+            training_state.check_random_state(own["rng"])
     return dict(own)
 
 
@@ -250,7 +240,7 @@ def restore_own(own: dict[str, Any], rank: int, world_size: int) -> None:
     if own["rng"] is None:
         return
     if own["world_size"] == world_size:
-        set_random_state(own["rng"])
+        training_state.set_random_state(own["rng"])
         return
     step: int = own["step"]
     seed = int(own["rng"]["torch"][:8].view(torch.int64).item())
