@@ -186,7 +186,6 @@ def _create(options: Any, chosen: LinkModel | EmulatedGroup | None) -> EmulatedG
 
 
 def _default_group_link() -> LinkModel | None:
-    """The link of the default group, if that is emulated."""
     if not dist.is_initialized() or dist.get_backend() != "emulated":
         return None
     return _backend_of(distributed_c10d._get_default_group()).link

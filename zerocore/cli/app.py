@@ -233,7 +233,6 @@ def _results_folder() -> Path:
 
 
 def _results() -> dict[Path, int]:
-    """Files of results, and when they were written, ns."""
     return {path: path.stat().st_mtime_ns for path in _results_folder().glob("*.json")}
 
 

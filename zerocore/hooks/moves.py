@@ -63,7 +63,6 @@ def spares_shards(move_all: Any, self: nn.Module, fn: _Move, recurse: bool = Tru
 
 
 def _check(module: nn.Module, kept: dict[Any, str], move: _Move) -> None:
-    """Refuses other dtypes and devices before anything is changed."""
     tried: set[tuple[torch.dtype, torch.device]] = set()
     for param, fqn in kept.items():
         kind = (param.dtype, param.device)

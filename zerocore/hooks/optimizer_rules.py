@@ -137,7 +137,6 @@ def _watch_state_dicts(optimizer: Optimizer) -> None:
 
 
 def _fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """As ``fit_states``, on all ranks together."""
     shards = (param for param in params_of(optimizer) if isinstance(param, ShardedParameter))
     with ExitStack() as stack:
         for state in filter(None, {param.state_ref(): None for param in shards}):

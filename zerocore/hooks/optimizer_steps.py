@@ -53,7 +53,6 @@ class ShardOptimizer(Optimizer):
 
 
 def _known(optimizer: Optimizer) -> ShardOptimizer | type[ShardOptimizer]:
-    """Says what the steps of any optimizer do."""
     return optimizer if isinstance(optimizer, ShardOptimizer) else ShardOptimizer
 
 
@@ -178,7 +177,6 @@ def _reads_on_host(optimizer: Optimizer, state: ShardState) -> bool:
 
 
 def _check_offload(optimizer: Optimizer, state: ShardState) -> None:
-    """Raises ValueError if the optimizer cannot update what has left the device."""
     offload, name = state.config.offload, type(optimizer).__name__
     if offload is None or _known(optimizer).updates_on_host:
         return

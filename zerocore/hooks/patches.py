@@ -106,7 +106,6 @@ def install() -> None:
 
 
 def _replace_imported(functions: Mapping[int, tuple[Any, Any]]) -> None:
-    """Replaces the functions where modules have imported them by name."""
     for module in list(sys.modules.values()):
         names = vars(module) if isinstance(module, ModuleType) else {}
         for name, value in list(names.items()):

@@ -41,7 +41,6 @@ class _Sharding:
         return model if find_state(model) is not None else shard(model, **self._shard_options)
 
     def _take_precision(self, plugin: Any, kinds: tuple[type, ...], plain: Any) -> Any:
-        """Turns autocast into mixed precision of the sharded model."""
         if not isinstance(plugin, kinds):
             return plugin
         name: str = getattr(plugin, "precision", "")

@@ -162,7 +162,6 @@ class Meters:
 def _allocations(
     before: AllocatorCounts | None, after: AllocatorCounts | None
 ) -> tuple[int, int] | tuple[None, None]:
-    """Retries and device allocations in between."""
     if before is None or after is None:
         return None, None
     return (

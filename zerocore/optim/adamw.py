@@ -287,7 +287,6 @@ class AdamW(ShardOptimizer):
         return names
 
     def _label(self, param: Tensor) -> str:
-        """How an error calls a parameter."""
         if (shard := shard_of(param)) is not None:
             return f"parameter '{shard.fqn}'"
         for number, group in enumerate(self.param_groups):

@@ -155,7 +155,6 @@ def to_shards(
 
 
 def _split(step: Round, order: Sequence[int], message: Tensor) -> dict[int, Tensor]:
-    """This rank's elements of matrices that lie one after the other."""
     ends = accumulate(step.part_numel(index, step.shard) for index in order)
     return {
         index: message[end - step.part_numel(index, step.shard) : end]
@@ -164,7 +163,6 @@ def _split(step: Round, order: Sequence[int], message: Tensor) -> dict[int, Tens
 
 
 def _spread(step: Round, lanes: Lanes, held: dict[int, Tensor], like: Tensor) -> None:
-    """Adds what the other replicas have computed."""
     for group, (place, found) in zip(lanes.replicas, step.spreads, strict=True):
         message = joined([held[index] for index in found[place]], like)
         counts = [step.own_numel(indices) for indices in found]

@@ -219,7 +219,6 @@ class Muon(ShardOptimizer):
         )
 
     def _plan_for(self, used: Used) -> MuonRounds:
-        """The rounds of a step in which these of the matrices' parameters have a gradient."""
         return plan_of(used, self._plans, lambda: self._make_plan(used))
 
     def _make_plan(self, used: Used) -> MuonRounds:

@@ -70,7 +70,6 @@ class Description:
 
 
 def _cells(units: Sequence[UnitDescription]) -> list[str]:
-    """Sums over the units: parameters, their bytes, bytes of the shards, padding."""
     sums = (
         sum(unit.num_params for unit in units),
         sum(unit.param_nbytes for unit in units),
@@ -160,7 +159,6 @@ def _describe_unit(name: str, layout: Layout, types: list[ParamTypes]) -> UnitDe
 
 
 def _describe_types(types: ParamTypes) -> str:
-    """One dtype, or all of them where they are not the same."""
     names = [
         str(dtype).removeprefix("torch.")
         for dtype in (types.model, types.main, types.reduce, types.grad)

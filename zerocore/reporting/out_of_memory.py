@@ -183,7 +183,6 @@ def _shows_full(unit: Unit) -> Iterator[bool]:
 
 
 def _buckets(state: ShardState) -> tuple[tuple[str, int], ...]:
-    """Units that are gathered into the pool."""
     if not division_of(state).gathers:
         return ()
     gathered = [
@@ -202,7 +201,6 @@ def _is_gathered(unit: Unit) -> bool:
 
 
 def _savings(state: ShardState) -> Iterator[tuple[str, int]]:
-    """Changes of how the model is sharded, with the predicted bytes that each saves."""
     now = Candidate(planner_of(state), division_of(state))
     nbytes = now.nbytes
     for change in changes(now, lambda other: other < nbytes):

@@ -172,7 +172,6 @@ def _figures(
 
 
 def _read_trace(step: Step, state: ShardState) -> dict[str, Communication]:
-    """Times of a traced step by unit."""
     events = read_events(step.records or (), [unit.name for unit in state.units])
     return times_by_unit(events, queues_of(state))
 
@@ -203,7 +202,6 @@ def _known_peak(device: torch.device) -> float | None:
 
 
 def _figure(step: StepFigures, name: str) -> float | None:
-    """An attribute of the step, or of its communication; None if that was not traced."""
     figure: float | None = getattr(step if hasattr(step, name) else step.communication, name, None)
     return figure
 

@@ -98,7 +98,6 @@ def _replaced(given: Any, full: Any) -> list[tuple[Any, Tensor, int]]:
 
 
 def _check_unchanged(func: Function, fulls: list[tuple[Any, Tensor, int]]) -> None:
-    """Raises TypeError if ``func`` has changed full values, which are dropped now."""
     for shard, full, version in fulls:
         if _version(full) != version:
             raise TypeError(

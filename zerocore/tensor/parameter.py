@@ -102,7 +102,6 @@ class _InPlace(_Shard):
         return self
 
     def _check_data(self, value: Tensor) -> None:
-        """Raises TypeError if ``data`` cannot become ``value``."""
         local = local_of(self)
         if (value.dtype, value.device) != (local.dtype, local.device):
             raise TypeError(
@@ -112,7 +111,6 @@ class _InPlace(_Shard):
             )
 
     def _check_averaged(self, value: Tensor, where: str) -> None:
-        """Raises ValueError if ``value`` is a full gradient that the ranks do not share."""
         if isinstance(value, Placed) or value.shape != self.global_shape:
             return
         state = self.state_ref()

@@ -238,7 +238,6 @@ def _advice_on_operator(name: str) -> str:
 
 
 def _advice_in_step() -> str:
-    """Advice for an optimizer in whose step the error is."""
     frame = sys._getframe()
     while (outer := frame.f_back) is not None:
         frame = outer

@@ -102,7 +102,6 @@ def _neutral(wide: torch.dtype, reducer: Any, device: torch.device) -> Tensor:
 
 
 def _spread(base: str, place: Place, local: Tensor, options: dict[str, Any]) -> Tensor:
-    """Variance or standard deviation from each rank's count, mean and sum of squares about it."""
     correction = options.get("correction", 1 if options.get("unbiased", True) else 0)
     count = local.numel()
     mean = local.mean() if count > 0 else local.new_zeros(())
@@ -181,7 +180,6 @@ def unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Te
 
 
 def _groups_of(shards: Sequence[Tensor]) -> list[dist.ProcessGroup]:
-    """The groups that these are split over, each once, in order."""
     places = [shard.place for shard in shards if isinstance(shard, Placed)]
     return list(dict.fromkeys(place.group for place in places if place.group is not None))
 

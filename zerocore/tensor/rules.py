@@ -178,7 +178,6 @@ def _view_like(name: str, tensor: Tensor, other: Tensor) -> Any:
 
 
 def _check_no_leaf(name: str, changed: list[Any]) -> None:
-    """Raises, on a shard, what autograd raises for a leaf that is changed where it records."""
     for shard in changed:
         if isinstance(shard, PlacedParameter) and torch.is_grad_enabled() and shard.requires_grad:
             raise RuntimeError(

@@ -143,7 +143,6 @@ def _refuse_others(folder: Path) -> None:
 
 
 def _delete_remains(path: Path, job: Job | None, now: float) -> None:
-    """Deletes a folder that nobody writes to."""
     is_known = job is not None and job.is_on_this_host  # then it has ended, or it is refused
     if not is_known and ".tmp-" in path.name and now - _last_change(path, now) < SILENT_SECONDS:
         host = "unknown" if job is None else job.host
@@ -176,7 +175,6 @@ def _delete(path: Path) -> None:
 
 
 def _warn(path: Path, reason: str) -> None:
-    """Says once what is not deleted."""
     if str(path) not in _warned:
         _warned.add(str(path))
         _log.warning("%s is not deleted: %s", path, reason)

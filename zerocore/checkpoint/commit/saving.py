@@ -72,7 +72,6 @@ class Save:
         return folder.temporary_of(self.final)
 
     def _begin(self) -> Path:
-        """Makes the folder, when all ranks want to save the same."""
 
         def prepare() -> tuple[int, str, str]:
             if self.saved.rank == 0:

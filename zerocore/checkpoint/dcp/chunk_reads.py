@@ -82,7 +82,6 @@ def _listed_parts(tail: bytes) -> dict[str, tuple[int, int]]:
 
 
 def _begin_of(file: int, offset: int, header: int, size: int) -> tuple[int, int]:
-    """Where a part's bytes begin in the file, and how many there are."""
     lengths = struct.unpack("<2H", os.pread(file, 4, offset + header + 26).ljust(4, b"\0"))
     return offset + header + 30 + sum(lengths), size
 

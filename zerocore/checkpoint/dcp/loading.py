@@ -119,7 +119,6 @@ class TrainingLoad:
         return self._targets is not None
 
     def _check_buffers(self) -> None:
-        """Raises ValueError if what this rank saved of its buffers are others."""
         for key, value in self.own["buffers"].items():
             own = self._wanted["model"].get(key)
             if not isinstance(own, Tensor) or getattr(value, "shape", None) != own.shape:

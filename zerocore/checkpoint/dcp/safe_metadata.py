@@ -92,7 +92,6 @@ _OPTIONAL: dict[type, Collection[str]] = {
 
 
 def _fill(target: Any, state: Any) -> None:
-    """Gives an object its fields."""
     tests = _FIELDS[type(target)]
     if type(state) is not dict:
         raise ValueError(f"the fields of {type(target).__name__} are no dict")

@@ -116,7 +116,6 @@ class _Pickler(pickle.Pickler):
 def _pickled(
     dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], numel: int
 ) -> bytes:
-    """The pickle that ``torch.save`` makes of a tensor on the CPU."""
     typed = torch.storage._dtype_to_storage_type_map().get(dtype)
     common: tuple[Any, ...] = (_Storage(), 0, sizes, strides, False, OrderedDict())
     buffer = io.BytesIO()

@@ -300,7 +300,6 @@ def _write_all(
 
 
 def _joined(parts: list[dict[str, Written]]) -> Checksums:
-    """The checksums of files, from those of each rank's bytes in them."""
     sums = Checksums()
     for name, (nbytes, _) in parts[0].items():
         sums[name] = FileSums(nbytes, [0] * -(-nbytes // BLOCK_NBYTES))
