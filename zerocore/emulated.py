@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -104,12 +103,7 @@ class Emulation:
     def __enter__(self) -> Emulation:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -168,16 +169,15 @@ def differing(groups: Sequence[dist.ProcessGroup], numbers: torch.Tensor) -> lis
 
 
 def _difference(rank: int, expected: list[Any], came: list[Any]) -> str:
-    for first, second in zip(expected, came, strict=False):
-        if first != second:
-            return (
-                f"the ranks shard different models: rank 0 has {first}, rank {rank} has {second}; "
-                "build the same model with the same options on every rank"
-            )
-    more, extra = (
-        (0, expected[len(came) :]) if len(expected) > len(came) else (rank, came[len(expected) :])
-    )
+    missing = object()
+    pairs = zip_longest(expected, came, fillvalue=missing)
+    first, second = next((one, other) for one, other in pairs if one != other)
+    text = f"rank 0 has {first}, rank {rank} has {second}"
+    if second is missing:
+        text = f"only rank 0 has {first}"
+    elif first is missing:
+        text = f"only rank {rank} has {second}"
     return (
-        f"the ranks shard different models: only rank {more} has {extra[0]}; build the same model "
-        "with the same options on every rank"
+        f"the ranks shard different models: {text}; build the same model with the same options on "
+        "every rank"
     )

@@ -153,27 +153,25 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if known is None or known[0] != key:
         check_not_stale(optimizer)
         _updates[optimizer] = (key, _find_updates(optimizer))
-    if any(_is_shown_full(updated.state_ref()) for updated in _updates[optimizer][1]):
+    pairs = [(each, state) for each in _updates[optimizer][1] if (state := each.state_ref())]
+    if any(state.shown_full.total() > 0 for _, state in pairs):
         check_outside_of_unsharded(optimizer)
     casts = _known(optimizer).casts_model_weights
     reads_on_host = False
-    for updated in _updates[optimizer][1]:
-        if (state := updated.state_ref()) is not None:
-            _check_offload(optimizer, state)
-            reads_on_host = reads_on_host or _reads_on_host(optimizer, state)
-            state.finish_reads()
-            state.engine.begin_update(updated.units, casts)
+    for updated, state in pairs:
+        _check_offload(optimizer, state)
+        reads_on_host = reads_on_host or _reads_on_host(optimizer, state)
+        state.finish_reads()
+        state.engine.begin_update(updated.units, casts)
     return with_host_gradients(optimizer, args, kwargs) if reads_on_host else None
 
 
 def _reads_on_host(optimizer: Optimizer, state: ShardState) -> bool:
     """Whether the step itself reads gradients on the host that come off a device."""
-    config = state.config
-    if state.device.type == "cpu" and not state.engine.lands_gradients:
+    if state.config.offload is None:
         return False
-    updates_itself = not _known(optimizer).updates_on_host
-    on_device = not config.leaves("states")
-    return config.offload is not None and (updates_itself or on_device)
+    come_off = state.device.type != "cpu" or state.engine.lands_gradients
+    return come_off and not (_known(optimizer).updates_on_host and state.config.leaves("states"))
 
 
 def _check_offload(optimizer: Optimizer, state: ShardState) -> None:
@@ -196,10 +194,6 @@ def _check_offload(optimizer: Optimizer, state: ShardState) -> None:
             "'device', gradients='cpu') keeps their gradients on the host; use states='cpu', or "
             "zerocore.optim.AdamW"
         )
-
-
-def _is_shown_full(state: ShardState | None) -> bool:
-    return state is not None and state.shown_full.total() > 0
 
 
 @_disable_dynamo

@@ -61,19 +61,22 @@ def _transfer(
     lanes: Lanes,
     group: dist.ProcessGroup,
     send: Tensor,
-    counts: tuple[Sequence[int], Sequence[int]],
+    sent: Sequence[int],
+    received: Sequence[int],
     total: int,
 ) -> Exchange:
     """An all-to-all of 1-D messages, rank after rank.
 
     Args:
-        counts: elements for each rank of the group, and from each.
+        sent: elements for each rank of the group.
+        received: elements from each.
         total: elements of all ranks' messages, the same on all of them.
     """
     size = send.element_size()
-    sent, received = ([count * size for count in each] for each in counts)
-    across = group is lanes.state.ranks.replicas
-    return lanes.state.engine.exchange(across, send, sent, received, total * size)
+    sent_nbytes, received_nbytes = ([n * size for n in counts] for counts in (sent, received))
+    return lanes.state.engine.exchange(
+        group is lanes.state.ranks.replicas, send, sent_nbytes, received_nbytes, total * size
+    )
 
 
 def joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -95,15 +98,10 @@ def to_owners(
     """
     if lanes.shards is None:
         return lambda: [parts[index] for index in step.mine]
-    ordered = [parts[index] for owned in step.by_shard for index in owned]
+    send = joined([parts[index] for owned in step.by_shard for index in owned], like)
     counts = step.elements_from_shards()
-    transfer = _transfer(
-        lanes,
-        lanes.shards,
-        joined(ordered, like),
-        (step.elements_to_owners(), counts),
-        step.exchanged_numel,
-    )
+    sent = step.elements_to_owners()
+    transfer = _transfer(lanes, lanes.shards, send, sent, counts, step.exchanged_numel)
 
     def arrived() -> list[Tensor]:
         messages = [
@@ -135,14 +133,9 @@ def to_shards(
             for shard in range(lanes.grid.num_shards)
             for index in step.mine
         ]
-        counts = step.elements_to_owners()
-        transfer = _transfer(
-            lanes,
-            lanes.shards,
-            joined(cut, like),
-            (step.elements_from_shards(), counts),
-            step.exchanged_numel,
-        )
+        sent, counts = step.elements_from_shards(), step.elements_to_owners()
+        send = joined(cut, like)
+        transfer = _transfer(lanes, lanes.shards, send, sent, counts, step.exchanged_numel)
 
     def arrived() -> list[Tensor]:
         if transfer is not None:
@@ -168,6 +161,6 @@ def _spread(step: Round, lanes: Lanes, held: dict[int, Tensor], like: Tensor) ->
         counts = [step.own_numel(indices) for indices in found]
         send = message.repeat(group.size())
         sent = [message.numel()] * group.size()
-        transfer = _transfer(lanes, group, send, (sent, counts), sum(counts) * group.size())
+        transfer = _transfer(lanes, group, send, sent, counts, sum(counts) * group.size())
         order = [index for indices in found for index in indices]
         held.update(_split(step, order, transfer.wait()))

@@ -56,11 +56,11 @@ def allocate_states(params: Sequence[Tensor]) -> list[State]:
     """
     shared: dict[Hashable, list[int]] = {}
     states: list[State] = [{} for _ in params]
-    planned = _PlannedMoments()
+    planned = _planned_moments(params)
     for index, param in enumerate(params):
-        moments = planned.of(param)
-        if moments:
-            states[index] = {"step": torch.zeros(()), **dict(zip(MOMENTS, moments, strict=True))}
+        if index in planned:
+            moments = dict(zip(MOMENTS, planned[index], strict=True))
+            states[index] = {"step": torch.zeros(()), **moments}
         else:
             shared.setdefault((_unit_of(param), param.device, param.dtype), []).append(index)
     for indices in shared.values():
@@ -82,32 +82,27 @@ def _unit_of(param: Tensor) -> Hashable:
     return None if shard is None else (shard.state_ref, shard.unit)
 
 
-class _PlannedMoments:
-    """Moments where the engine has a place for them."""
-
-    def __init__(self) -> None:
-        self.has_collected = False
-
-    def of(self, param: Tensor) -> list[Tensor]:
-        """Both moments of the parameter; none where there is no place, or another has it."""
+def _planned_moments(params: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+    """Both moments of the parameters for which the engine has a place, and no other optimizer."""
+    planned: dict[int, list[Tensor]] = {}
+    has_collected = False
+    for index, param in enumerate(params):
         if not isinstance(param, ShardedParameter) or not param.on_host:
-            return []
-        moments = self._make(param)
-        if not moments and not self.has_collected:
-            self.has_collected = True
+            continue
+        engine = param.state_ref().engine
+        moments = engine.make_moments(param.unit, param.position)
+        if not moments and not has_collected:
+            has_collected = True
             gc.collect()  # an optimizer that has them may be waiting for its end
-            moments = self._make(param)
-        if not moments and param.on_disk:
+            moments = engine.make_moments(param.unit, param.position)
+        if moments:
+            planned[index] = moments
+        elif param.on_disk:
             raise ValueError(
                 f"parameter '{param.fqn}': an optimizer has its moments on disk, where there is "
                 "room for those of one. Delete that optimizer first."
             )
-        return moments
-
-    def _make(self, param: ShardedParameter) -> list[Tensor]:
-        state: Any = param.state_ref()
-        moments: list[Tensor] = state.engine.make_moments(param.unit, param.position)
-        return moments
+    return planned
 
 
 def _allocate(params: Sequence[Tensor]) -> list[State]:

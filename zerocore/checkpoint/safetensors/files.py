@@ -45,6 +45,9 @@ NAME_OF = {getattr(torch, key): name for key, name in _DTYPE_NAMES.items() if ha
 DTYPE_OF: dict[str, torch.dtype] = {name: dtype for dtype, name in NAME_OF.items()}
 
 
+Facts = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # dtype and shape of tensors by name
+
+
 @dataclass(frozen=True)
 class Entry:
     """A tensor in a file: C-contiguous, its bytes at ``begin:end``."""
@@ -161,10 +164,7 @@ class FilePlan:
 
 
 def plan_files(
-    folder: Path,
-    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-    max_file_nbytes: int,
-    metadata: Mapping[str, str],
+    folder: Path, tensors: Facts, max_file_nbytes: int, metadata: Mapping[str, str]
 ) -> list[FilePlan]:
     """Which tensors go into which file, in their order; a file has one tensor at least."""
     groups: list[list[str]] = []
@@ -188,11 +188,7 @@ def plan_files(
     ]
 
 
-def _plan_file(
-    path: Path,
-    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-    metadata: Mapping[str, str],
-) -> FilePlan:
+def _plan_file(path: Path, tensors: Facts, metadata: Mapping[str, str]) -> FilePlan:
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     # The widest first, so that each begins on a multiple of its own size.

@@ -21,6 +21,7 @@ from zerocore.checkpoint.safetensors.files import (
     INDEX_NAME,
     NAME_OF,
     Entry,
+    Facts,
     FilePlan,
     check_entries,
     plan_files,
@@ -238,9 +239,7 @@ def _first_names(all_targets: Mapping[str, Target], kept: dict[str, Target]) -> 
     return others
 
 
-def _facts(
-    targets: Mapping[str, Target], dtype: torch.dtype | None
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _facts(targets: Mapping[str, Target], dtype: torch.dtype | None) -> Facts:
     facts = {}
     for name, target in targets.items():
         own = target.shard.dtype if isinstance(target, Param) else target.dtype
