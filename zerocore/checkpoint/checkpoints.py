@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import logging
 import os
 import time
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -259,7 +257,7 @@ class Checkpoints:
 
     def _collect(self, step: int, state: ShardState) -> tuple[SavedState, bytes]:
         """The shards of this rank, and the file that it saves for itself."""
-        from zerocore.checkpoint.dcp.saved_state import saved_state
+        from zerocore.checkpoint.dcp.saved_state import saved_bytes, saved_state
         from zerocore.checkpoint.training_state import random_state, training_state
 
         nested = training_state(self._model, self._optimizers)
@@ -271,9 +269,7 @@ class Checkpoints:
             "stateful": {name: value.state_dict() for name, value in self._stateful.items()},
             "rng": random_state() if self._rng else None,
         }
-        written = io.BytesIO()
-        torch.save(own, written)
-        return saved_state(self._kept, nested, copy=self._background), written.getvalue()
+        return saved_state(self._kept, nested, copy=self._background), saved_bytes(own)
 
     def _load(self, folder: Path, state: ShardState) -> None:
         from zerocore.checkpoint.dcp.loading import TrainingLoad, restore_buffers, restore_own

@@ -62,7 +62,9 @@ def allocate_states(params: Sequence[Tensor]) -> list[State]:
             moments = dict(zip(MOMENTS, planned[index], strict=True))
             states[index] = {"step": torch.zeros(()), **moments}
         else:
-            shared.setdefault((_unit_of(param), param.device, param.dtype), []).append(index)
+            shard = shard_of(param)
+            unit = None if shard is None else (shard.state_ref, shard.unit)
+            shared.setdefault((unit, param.device, param.dtype), []).append(index)
     for indices in shared.values():
         found = _allocate([local_part(params[index]) for index in indices])
         for index, state in zip(indices, found, strict=True):
@@ -75,11 +77,6 @@ def _placed(param: Tensor, state: State) -> State:
         return {"step": state["step"], **{name: as_part(state[name], param) for name in MOMENTS}}
     step = state["step"].as_subclass(HostState) if param.on_host else state["step"]
     return {"step": step, **{name: as_shard(state[name], param.place) for name in MOMENTS}}
-
-
-def _unit_of(param: Tensor) -> Hashable:
-    shard = shard_of(param)
-    return None if shard is None else (shard.state_ref, shard.unit)
 
 
 def _planned_moments(params: Sequence[Tensor]) -> dict[int, list[Tensor]]:

@@ -74,7 +74,9 @@ class MuonRounds:
             arriving = following
         if returning is not None:
             returning()
-        self._write_model_weights(locals_)
+        for index, local in locals_.items():
+            if (model_weight := self._pairs[index][0].model_weight) is not None:
+                model_weight.copy_(local)
 
     def _like(self) -> Tensor:
         return torch.empty(0, dtype=WIRE, device=self._lanes.state.device)
@@ -144,19 +146,11 @@ class MuonRounds:
             for index, (matrix, update) in enumerate(zip(step.matrices, back(), strict=True)):
                 group = self._pairs[matrix.param][1]
                 lr = float(group["lr"])
-                ratio = adjusted_ratio(group["adjust_lr_fn"], *self._sides(matrix))
+                # Rows and columns as the model has them; in memory it may be the other way round.
+                columns = self._pairs[matrix.param][0].place.global_shape[-1]
+                rows = matrix.numel // columns
+                ratio = adjusted_ratio(group["adjust_lr_fn"], rows, columns)
                 part = locals_[matrix.param][self._local(step, index, matrix)]
                 part.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * ratio)
 
         return apply
-
-    def _sides(self, matrix: Matrix) -> tuple[int, int]:
-        """Rows and columns as the model sees them; in memory they may be the other way round."""
-        columns = self._pairs[matrix.param][0].place.global_shape[-1]
-        return matrix.numel // columns, columns
-
-    def _write_model_weights(self, locals_: Mapping[int, Tensor]) -> None:
-        for index, local in locals_.items():
-            model_weight = self._pairs[index][0].model_weight
-            if model_weight is not None:
-                model_weight.copy_(local)

@@ -119,7 +119,7 @@ class OwnedOptimizer(ShardOptimizer):
                 param = params[number]
                 whole = param.place.like_full(local_of(param))
                 self._whole[number] = nn.Parameter(whole, param.requires_grad)
-        self._gather([number in costs for number in range(len(params))], local_of, self._set_value)
+        self._gather([number in costs for number in range(len(params))], local_of, "data")
 
     def _make_inner(self) -> Optimizer:
         begin, groups = 0, []
@@ -163,8 +163,9 @@ class OwnedOptimizer(ShardOptimizer):
         """Raises ValueError on every rank if a parameter has a gradient on some ranks only."""
         used = used_in_step(self._model, self._name, params_of(self))
         with torch._C.DisableTorchFunctionSubclass():
-            self._gather(used, local_of, self._set_value)
-            self._gather(used, _gradient, self._set_gradient)
+            self._gather(used, local_of, "data")
+            # Of the parameter's dtype, as torch's optimizers want it.
+            self._gather(used, lambda param: local_of(param.grad).to(param.dtype), "grad")
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(options_of(own))
         self.inner.step()
@@ -174,12 +175,9 @@ class OwnedOptimizer(ShardOptimizer):
             self._release()
 
     def _gather(
-        self,
-        used: Sequence[bool],
-        read: Callable[[ShardedParameter], Tensor],
-        keep: Callable[[int, Tensor], None],
+        self, used: Sequence[bool], read: Callable[[ShardedParameter], Tensor], name: str
     ) -> None:
-        """Hands ``keep`` the number and the flattened elements of each parameter owned here."""
+        """Sets an attribute of each parameter owned here to all elements of what ``read`` gives."""
         params = params_of(self)
 
         def send(step: Round, like: Tensor) -> Callable[[], list[Tensor]]:
@@ -189,13 +187,8 @@ class OwnedOptimizer(ShardOptimizer):
         transfers = ((step, send(step, like)) for step, like in self._rounds_of(used))
         for step, arrived in _one_ahead(transfers):
             for index, flat in zip(step.mine, arrived(), strict=True):
-                keep(step.matrices[index].param, flat)
-
-    def _set_value(self, number: int, flat: Tensor) -> None:
-        self._whole[number].data = params_of(self)[number].place.full_of(flat)
-
-    def _set_gradient(self, number: int, flat: Tensor) -> None:
-        self._whole[number].grad = params_of(self)[number].place.full_of(flat)
+                number = step.matrices[index].param
+                setattr(self._whole[number], name, params[number].place.full_of(flat))
 
     def _scatter(self, used: Sequence[bool]) -> None:
         """Gives every rank its elements of what the owners have made of the parameters."""
@@ -305,11 +298,6 @@ class OwnedOptimizer(ShardOptimizer):
                 probe = nn.Parameter(torch.zeros_like(whole, memory_format=torch.contiguous_format))
                 probe.grad = torch.zeros_like(probe)
                 self.inner.state[whole] = stepped_state(self.inner, group, probe)
-
-
-def _gradient(param: ShardedParameter) -> Tensor:
-    """Of the parameter's dtype, as torch's optimizers want it."""
-    return local_of(param.grad).to(param.dtype)
 
 
 _Sent = tuple[Round, Callable[[], list[Tensor]]]

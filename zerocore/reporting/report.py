@@ -137,7 +137,12 @@ def report(
     if peak_flops is None:
         peak_flops = _known_peak(state.device)
     steps = state.meters.steps()
-    traces = {step.number: _read_trace(step, state) for step in steps if step.records is not None}
+    names, queues = [unit.name for unit in state.units], queues_of(state)
+    traces = {
+        step.number: times_by_unit(read_events(step.records, names), queues)
+        for step in steps
+        if step.records is not None
+    }
     figures = []
     for step in steps:
         rate = None if tokens is None else tokens * 1e9 / step.step_ns
@@ -169,11 +174,6 @@ def _figures(
         communication=None if trace is None else total(list(trace.values())),
         units=trace,
     )
-
-
-def _read_trace(step: Step, state: ShardState) -> dict[str, Communication]:
-    events = read_events(step.records or (), [unit.name for unit in state.units])
-    return times_by_unit(events, queues_of(state))
 
 
 def _memory(state: ShardState) -> MemoryFigures:

@@ -104,8 +104,6 @@ def _schemas(func: Any) -> list[Any]:
         name = f"aten::{getattr(func, '__name__', '')}"
     found = torch._C._jit_get_schemas_for_operator(name)
     # TorchScript's own overloads, those of lists, have no kernel.
-    return [schema for schema in found if torch._C._dispatch_has_kernel(_overload_name(schema))]
-
-
-def _overload_name(schema: Any) -> str:
-    return f"{schema.name}.{schema.overload_name}".removesuffix(".")
+    names = [f"{schema.name}.{schema.overload_name}".removesuffix(".") for schema in found]
+    has_kernel = map(torch._C._dispatch_has_kernel, names)
+    return [schema for schema, has in zip(found, has_kernel, strict=True) if has]

@@ -45,12 +45,14 @@ def locate(file: int, offset: int, length: int) -> Chunk | None:
     names = {name.partition("/")[2]: name for name in parts}
     if not {"data.pkl", "data/0"} <= set(names):
         return None
-    places = [_begin_of(file, offset, *parts[names[name]]) for name in ("data.pkl", "data/0")]
-    if any(begin + size > offset + length for begin, size in places):
+    (header, size), (data_header, data_nbytes) = parts[names["data.pkl"]], parts[names["data/0"]]
+    begin, data = _begin_of(file, offset + header), _begin_of(file, offset + data_header)
+    if max(begin + size, data + data_nbytes) > offset + length:
         return None
-    (begin, size), (data, data_nbytes) = places
     try:
-        found = read_pickle(os.pread(file, size, begin), _find, _dtype_of)
+        found = read_pickle(
+            os.pread(file, size, begin), _find, lambda pid: _DTYPE_OF_STORAGE.get(pid[1])
+        )
     except ValueError:
         return None
     if not isinstance(found, Chunk):
@@ -81,9 +83,9 @@ def _listed_parts(tail: bytes) -> dict[str, tuple[int, int]]:
     return parts
 
 
-def _begin_of(file: int, offset: int, header: int, size: int) -> tuple[int, int]:
-    lengths = struct.unpack("<2H", os.pread(file, 4, offset + header + 26).ljust(4, b"\0"))
-    return offset + header + 30 + sum(lengths), size
+def _begin_of(file: int, header: int) -> int:
+    """Where the bytes of a part begin, by the place of its header."""
+    return header + 30 + sum(struct.unpack("<2H", os.pread(file, 4, header + 26).ljust(4, b"\0")))
 
 
 def _chunk(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> Chunk:
@@ -112,10 +114,6 @@ def _find(module: str, name: str) -> Any:
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)
     raise ValueError(f"{module}.{name} is no part of a plain tensor")
-
-
-def _dtype_of(pid: Any) -> Any:
-    return _DTYPE_OF_STORAGE.get(pid[1])
 
 
 _DTYPE_OF_STORAGE = {

@@ -71,15 +71,15 @@ class KeptPlan:
         key: Any = of
         if isinstance(of, Place):
             key = (of.fqn, of.global_shape, of.strides, of.shard_range, of.group is None)
-        if key not in self._spreads:
-            self._spreads[key] = self._found(of)
-        return self._spreads[key]
-
-    def _found(self, of: Place | torch.Size) -> Spread:
-        if not isinstance(of, Place):
-            return Spread(tuple(of), ((0, 0, of.numel()),))
-        owned, num_shards = [(0, 0, of.global_shape.numel())], 1
-        if of.group is not None:
-            owned, num_shards = owned_ranges(*self._places[of.fqn]), self._ranks.num_shards
-        ranges = saved_ranges(owned, num_shards, self._ranks.world_size // num_shards)
-        return Spread(tuple(of.global_shape), ranges, of.strides)
+        if (known := self._spreads.get(key)) is not None:
+            return known
+        if isinstance(of, Place):
+            owned, num_shards = [(0, 0, of.global_shape.numel())], 1
+            if of.group is not None:
+                owned, num_shards = owned_ranges(*self._places[of.fqn]), self._ranks.num_shards
+            ranges = saved_ranges(owned, num_shards, self._ranks.world_size // num_shards)
+            found = Spread(tuple(of.global_shape), ranges, of.strides)
+        else:
+            found = Spread(tuple(of), ((0, 0, of.numel()),))
+        self._spreads[key] = found
+        return found

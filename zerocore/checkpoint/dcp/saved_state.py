@@ -58,7 +58,7 @@ class SavedState:
     @cached_property
     def values(self) -> dict[str, bytes]:
         """The plain values, as ``torch.save`` writes them, in the order in their file."""
-        return {key: _pickled(value) for key, value in self.plain.items()}
+        return {key: saved_bytes(value) for key, value in self.plain.items()}
 
     def metadata(self) -> bytes:
         """The file of metadata."""
@@ -132,7 +132,8 @@ def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedStat
     return SavedState(kept, facts, tensors, plain, paths)
 
 
-def _pickled(value: Any) -> bytes:
+def saved_bytes(value: Any) -> bytes:
+    """The value as ``torch.save`` writes it."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
