@@ -199,5 +199,4 @@ def stepped_state(
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
     twin.step()
-    state: dict[str, Any] = twin.state[probe]
-    return state
+    return twin.state[probe]

@@ -225,8 +225,7 @@ def _known_squares(place: tuple[HostUnit, int] | None) -> Tensor | None:
     if place is None:
         return None
     host, position = place
-    known: Tensor | None = host.state_ref().engine.known_squares(host.unit, position)
-    return known
+    return host.state_ref().engine.known_squares(host.unit, position)
 
 
 def _copied(number: Tensor | None) -> Tensor | None:

@@ -202,8 +202,7 @@ def _known_peak(device: torch.device) -> float | None:
 
 
 def _figure(step: StepFigures, name: str) -> float | None:
-    figure: float | None = getattr(step if hasattr(step, name) else step.communication, name, None)
-    return figure
+    return getattr(step if hasattr(step, name) else step.communication, name, None)
 
 
 def _number(digits: int, scale: float = 1.0) -> Callable[[float | None], str]:

@@ -275,8 +275,7 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
         compute with, and gradients go back to the parameter.
         """
         if is_recorded((self,)):
-            full: Tensor = call_with_full(torch.clone, (self,), {}, [self])
-            return full
+            return call_with_full(torch.clone, (self,), {}, [self])
         return super().full_tensor()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:

@@ -48,14 +48,12 @@ def shard_of(param: Any) -> ShardedParameter | RowShard | None:
     """The shard of an engine that a parameter is, of either kind; None for another parameter."""
     if isinstance(param, ShardedParameter):
         return param
-    found: RowShard | None = _rows.get(param)
-    return found
+    return _rows.get(param)
 
 
 def local_part(tensor: Any) -> Tensor:
     """A DTensor's part of this rank, a plain tensor on the same memory; any other as it is."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def at_origin(tensor: Tensor) -> Tensor:

@@ -16,15 +16,14 @@ from torch import Tensor
 
 from zerocore import _C
 
+# Takes the room of the bytes of a new file, where the system can; they are zeros then.
+reserve = _C.reserve
+flush, rename, close = os.fsync, os.rename, os.close
+
 
 def create(path: Path) -> int:
     """Opens a file that must not exist yet for writing; the caller closes it."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-
-def reserve(file: int, nbytes: int) -> None:
-    """Takes the room of the bytes of a new file, where the system can; they are zeros then."""
-    _C.reserve(file, nbytes)
 
 
 def writer(file: int, nbytes: int, way: _C.StreamWay = _C.StreamWay.ANY) -> _C.FileWriter:
@@ -78,11 +77,6 @@ def memory_of(values: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def flush(file: int) -> None:
-    """Makes what was written durable."""
-    os.fsync(file)
-
-
 def flush_path(path: Path) -> None:
     """Makes a closed file durable, or the names of files in a folder."""
     handle = os.open(path, os.O_RDONLY)
@@ -95,11 +89,6 @@ def flush_path(path: Path) -> None:
 def make_folder(path: Path) -> None:
     """Makes a folder that must not exist yet; those above it may."""
     path.mkdir(parents=True)
-
-
-def rename(source: Path, target: Path) -> None:
-    """Gives a file or folder another name, at once for all who look."""
-    os.rename(source, target)
 
 
 def delete_folder(path: Path, names: Iterable[str]) -> None:
@@ -117,8 +106,3 @@ def delete_folder(path: Path, names: Iterable[str]) -> None:
     if errors:
         raise errors[0]
     path.rmdir()
-
-
-def close(file: int) -> None:
-    """Closes what :func:`create` opened."""
-    os.close(file)
