@@ -224,8 +224,7 @@ def random_state() -> State:
 def check_random_state(state: State) -> None:
     """Raises Exception if streams cannot be continued from there; none is changed."""
     torch.Generator().set_state(state["torch"])
-    version, numbers, gauss = state["python"]
-    random.Random().setstate((version, tuple(numbers), gauss))
+    random.Random().setstate(state["python"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")):
         numpy.random.RandomState().set_state(tuple(state["numpy"]))
 
@@ -233,8 +232,7 @@ def check_random_state(state: State) -> None:
 def set_random_state(state: State) -> None:
     """Continues the streams of ``random_state``."""
     torch.set_rng_state(state["torch"])
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
+    random.setstate(state["python"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")):
         numpy.random.set_state(tuple(state["numpy"]))
     if "cuda" in state and torch.cuda.is_available():

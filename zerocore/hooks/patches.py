@@ -20,11 +20,10 @@ from zerocore.common import alarm
 from zerocore.hooks import (
     applied_functions,
     backward_calls,
-    broadcasts,
     moves,
     optimizer_rules,
     optimizer_steps,
-    pipelines,
+    refusals,
     registration,
 )
 from zerocore.model import state, wrappers
@@ -65,16 +64,16 @@ PATCHES = (
     Patch("torch.autograd.graph", "_get_grad_fn_or_grad_acc", backward_calls.takes_full),
     Patch("torch.autograd.function._SingleLevelFunction", "apply", applied_functions.reads_in_full),
     Patch("torch.distributed", "barrier", alarm.watched_barrier),
-    Patch("torch.distributed", "_broadcast_coalesced", broadcasts.sends_no_shards),
+    Patch("torch.distributed", "_broadcast_coalesced", refusals.sends_no_shards),
     *(
-        Patch("torch.distributed", name, broadcasts.asks_shards, before="2.13")
-        for name in broadcasts.UNASKED
+        Patch("torch.distributed", name, refusals.asks_shards, before="2.13")
+        for name in refusals.UNASKED
     ),
-    Patch("torch.distributed.pipelining.stage", "stage_backward_input", pipelines.checked_backward),
+    Patch("torch.distributed.pipelining.stage", "stage_backward_input", refusals.checked_backward),
     Patch(
         "torch.distributed.pipelining.schedules.PipelineScheduleMulti",
         "step",
-        pipelines.checked_step,
+        refusals.checked_step,
     ),
 )
 

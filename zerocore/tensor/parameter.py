@@ -278,17 +278,13 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
             return call_with_full(torch.clone, (self,), {}, [self])
         return super().full_tensor()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        raise TypeError(self._copy_mistake())
-
     def __reduce_ex__(self, proto: Any) -> NoReturn:
-        raise TypeError(self._copy_mistake())
-
-    def _copy_mistake(self) -> str:
-        return (
+        raise TypeError(
             f"parameter '{self.fqn}' is sharded and cannot be deep-copied or pickled; copy the "
             "model before zerocore.shard, or use zerocore.full_state_dict(model)"
         )
+
+    __deepcopy__ = __reduce_ex__  # type: ignore[assignment]
 
 
 def make_alike(full: nn.Parameter, kind: type[nn.Parameter], attributes: dict[str, Any]) -> None:

@@ -209,12 +209,8 @@ def read_own(contents: Contents, rank: int) -> dict[str, Any]:
     with named(path):
         data = read_checked(path, contents.sums)
         own = load_plain(io.BytesIO(data), len(data))
-        tests = {
-            "step": is_count,
-            "world_size": is_count,
-            "buffers": _is_dict,
-            "stateful": _is_dict,
-        }
+        tests = {"step": is_count, "world_size": is_count, "buffers": _is_dict}
+        tests["stateful"] = _is_dict
         if not _is_dict(own) or not all(key in own and tests[key](own[key]) for key in tests):
             raise ValueError("it is not what a rank saves for itself")
         if own["rng"] is not None:
