@@ -13,15 +13,7 @@ from typing import Any
 import torch
 
 from zerocore._C import StreamWay
-from zerocore.checkpoint.checksums import (
-    NAME,
-    Checksums,
-    FileSums,
-    check_files,
-    read_checked,
-    read_range,
-    read_sums,
-)
+from zerocore.checkpoint import checksums
 from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.safe_files import (
     is_count,
@@ -73,7 +65,7 @@ def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str
             index.
     """
     path = Path(folder)
-    sums = read_sums(path.parent if path.is_file() else path) if verify else None
+    sums = checksums.read_sums(path.parent if path.is_file() else path) if verify else None
     if path.is_file():
         return read_header(path, sums)
     index = path / INDEX_NAME
@@ -82,7 +74,9 @@ def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str
         if not files:
             raise FileNotFoundError(f"no safetensors files in {path}")
         return {name: entry for file in files for name, entry in read_header(file, sums).items()}
-    data = read_checked(index, sums if sums and index.name in sums else None, _MAX_HEADER_NBYTES)
+    data = checksums.read_checked(
+        index, sums if sums and index.name in sums else None, _MAX_HEADER_NBYTES
+    )
     with named(index, "is no index of safetensors files"):
         weight_map: dict[str, str] = parsed_json(data)["weight_map"]
         if bad := [file for file in weight_map.values() if not is_plain_name(file)]:
@@ -96,7 +90,7 @@ def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str
     return {name: headers[file][name] for name, file in weight_map.items()}
 
 
-def read_header(path: Path, sums: Checksums | None = None) -> dict[str, Entry]:
+def read_header(path: Path, sums: checksums.Checksums | None = None) -> dict[str, Entry]:
     """The tensors of one file; none of their bytes are read. The rules are those of safetensors.
 
     Raises:
@@ -108,10 +102,10 @@ def read_header(path: Path, sums: Checksums | None = None) -> dict[str, Entry]:
     with named(path, "is no safetensors file"):
         if listed is not None and listed.nbytes != size:
             raise ValueError(f"it has {size} bytes, expected {listed.nbytes}")
-        length = int.from_bytes(read_range(path, listed, 0, 8), "little")
+        length = int.from_bytes(checksums.read_range(path, listed, 0, 8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_NBYTES):
             raise ValueError(f"its header would have {length} bytes, the file has {size}")
-        text = read_range(path, listed, 8, length)
+        text = checksums.read_range(path, listed, 8, length)
         header = parsed_json(text)
         metadata = header.pop("__metadata__", {})
         if type(metadata) is not dict or not all(
@@ -210,11 +204,11 @@ def index_text(files: Sequence[FilePlan]) -> str:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
 
 
-def write_lists(folder: Path, plans: Sequence[FilePlan], sums: Checksums) -> list[str]:
+def write_lists(folder: Path, plans: Sequence[FilePlan], sums: checksums.Checksums) -> list[str]:
     """Writes the index of several files, and the checksums of all; returns their names."""
     lists = {INDEX_NAME: index_text(plans).encode()} if len(plans) > 1 else {}
-    sums.update({name: FileSums.of(text) for name, text in lists.items()})
-    lists[NAME] = sums.text()
+    sums.update({name: checksums.FileSums.of(text) for name, text in lists.items()})
+    lists[checksums.NAME] = sums.text()
     for name, text in lists.items():
         files.write_file(folder / name, text)
     return list(lists)
@@ -234,7 +228,7 @@ def check_entries(
     for entry in entries:
         by_file.setdefault(entry.file.name, []).append(entry)
         folder = entry.file.parent
-    listed = (read_sums(folder) if by_file else None) or Checksums()
+    listed = (checksums.read_sums(folder) if by_file else None) or checksums.Checksums()
     sums = {name: listed[name] for name in sorted(by_file) if name in listed}
 
     def keys_in(name: str, ranges: list[range]) -> list[str]:
@@ -245,5 +239,5 @@ def check_entries(
         ]
 
     if sums:
-        check_files(folder, sums, part, parts, way, keys_in)
+        checksums.check_files(folder, sums, part, parts, way, keys_in)
     return len(sums)
