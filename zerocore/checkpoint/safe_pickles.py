@@ -69,19 +69,17 @@ def _find_any(module: str, name: str) -> Maker:
     return Maker(call=_no_room) if name == "bytearray" else _ANY
 
 
-def check_stored(file: Any, nbytes: int) -> None:
-    """Checks a zip file of ``torch.save``: nothing of it is larger when it is read.
+def check_stored(file: zipfile.ZipFile, nbytes: int) -> None:
+    """Checks a file of ``torch.save``: nothing of it is larger when it is read.
 
     Raises:
-        ValueError: it is another file, or its parts are packed or overlap.
-        zipfile.BadZipFile: it is no zip file.
+        ValueError: its parts are packed or overlap.
     """
-    with zipfile.ZipFile(file) as parts:
-        listed = parts.infolist()
-        if any(part.compress_type != zipfile.ZIP_STORED for part in listed):
-            raise ValueError("its parts are packed, which torch.save does not do")
-        if sum(part.file_size for part in listed) > nbytes:
-            raise ValueError("its parts overlap")
+    listed = file.infolist()
+    if any(part.compress_type != zipfile.ZIP_STORED for part in listed):
+        raise ValueError("its parts are packed, which torch.save does not do")
+    if sum(part.file_size for part in listed) > nbytes:
+        raise ValueError("its parts overlap")
 
 
 def load_plain(file: io.IOBase, nbytes: int) -> Any:
@@ -91,8 +89,8 @@ def load_plain(file: io.IOBase, nbytes: int) -> Any:
         Exception: a damaged or forged file fails in many ways.
     """
     buffered: Any = io.BufferedReader(file) if isinstance(file, io.RawIOBase) else file
-    check_stored(buffered, nbytes)
     with zipfile.ZipFile(buffered) as parts:
+        check_stored(parts, nbytes)
         for name in parts.namelist():
             if name.endswith("/data.pkl"):
                 read_pickle(parts.read(name), _find_any, lambda pid: _Opaque())

@@ -216,24 +216,22 @@ class OwnedOptimizer(ShardOptimizer):
 
     def _make_rounds(self, used: Sequence[bool]) -> list[tuple[Round, Tensor]]:
         by_dtype: dict[torch.dtype, list[int]] = {}
-        params = params_of(self)
+        params, lanes = params_of(self), self._lanes
         for number in (number for number, is_used in enumerate(used) if is_used):
             by_dtype.setdefault(params[number].dtype, []).append(number)
-        return [
-            (step, torch.empty(0, dtype=dtype, device=self._model.device))
-            for dtype, numbers in by_dtype.items()
-            for step in self._plan(numbers, dtype)
-        ]
-
-    def _plan(self, numbers: Sequence[int], dtype: torch.dtype) -> list[Round]:
-        params, matrices = params_of(self), []
-        for number in numbers:
-            shape = params[number].place.global_shape
-            matrices.append(Matrix(number, 0, shape.numel(), shape, whole_cost(shape)))
-        shards = {number: self._lanes.shard_ranges(params[number]) for number in numbers}
-        owners = [self._owners[number] for number in numbers]
-        grid, rank = self._lanes.grid, self._lanes.rank
-        return make_rounds(matrices, owners, shards, grid, rank, dtype.itemsize)
+        rounds: list[tuple[Round, Tensor]] = []
+        for dtype, numbers in by_dtype.items():
+            shapes = [params[number].place.global_shape for number in numbers]
+            matrices = [
+                Matrix(number, 0, shape.numel(), shape, whole_cost(shape))
+                for number, shape in zip(numbers, shapes, strict=True)
+            ]
+            shards = {number: lanes.shard_ranges(params[number]) for number in numbers}
+            owners = [self._owners[number] for number in numbers]
+            steps = make_rounds(matrices, owners, shards, lanes.grid, lanes.rank, dtype.itemsize)
+            like = torch.empty(0, dtype=dtype, device=self._model.device)
+            rounds += [(step, like) for step in steps]
+        return rounds
 
     def describe(self) -> Choice:
         """The owner of each parameter, and the bytes of a step in which all have gradients."""

@@ -34,8 +34,8 @@ class Stored(NamedTuple):
         nbytes = self.end - self.begin
         try:
             part = io.BufferedReader(Part(file, self.begin, nbytes))
-            check_stored(part, nbytes)
             with zipfile.ZipFile(part) as chunk:
+                check_stored(chunk, nbytes)
                 return chunk.testzip() is None
         except Exception:  # a damaged zip file fails in many ways
             return False
