@@ -42,14 +42,8 @@ class FileSums:
     def check(
         self, path: Path, first: int, found: Sequence[int], keys_in: KeysIn = lambda ranges: []
     ) -> None:
-        """Compares the sums of blocks from the ``first`` on.
-
-        Args:
-            keys_in: the keys in ranges of bytes of the file, for the message.
-
-        Raises:
-            ValueError: blocks have changed; names file and keys.
-        """
+        """Compares the sums of blocks from the ``first`` on; a ValueError names the file and
+        ``keys_in`` what has changed."""
         bad = [
             range((first + index) * BLOCK_NBYTES, (first + index + 1) * BLOCK_NBYTES)
             for index, crc in enumerate(found)
@@ -74,11 +68,7 @@ class Checksums(dict[str, FileSums]):
 
 
 def read_sums(folder: Path) -> Checksums | None:
-    """The list of a folder; None if it has none.
-
-    Raises:
-        ValueError: it is broken.
-    """
+    """The list of a folder, None if it has none; raises ValueError if it is broken."""
     path = folder / NAME
     if not path.exists():
         return None

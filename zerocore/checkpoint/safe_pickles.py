@@ -70,11 +70,7 @@ def _find_any(module: str, name: str) -> Maker:
 
 
 def check_stored(file: zipfile.ZipFile, nbytes: int) -> None:
-    """Checks a file of ``torch.save``: nothing of it is larger when it is read.
-
-    Raises:
-        ValueError: its parts are packed or overlap.
-    """
+    """Raises ValueError if parts of a file of ``torch.save`` are packed or overlap."""
     listed = file.infolist()
     if any(part.compress_type != zipfile.ZIP_STORED for part in listed):
         raise ValueError("its parts are packed, which torch.save does not do")
@@ -83,11 +79,7 @@ def check_stored(file: zipfile.ZipFile, nbytes: int) -> None:
 
 
 def load_plain(file: io.IOBase, nbytes: int) -> Any:
-    """Plain values and tensors that ``torch.save`` wrote, on the CPU.
-
-    Raises:
-        Exception: a damaged or forged file fails in many ways.
-    """
+    """Plain values and tensors of ``torch.save``, on the CPU; damaged files fail in many ways."""
     buffered: Any = io.BufferedReader(file) if isinstance(file, io.RawIOBase) else file
     with zipfile.ZipFile(buffered) as parts:
         check_stored(parts, nbytes)

@@ -101,11 +101,7 @@ def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
 
 
 def fitted(param: ShardedParameter, key: str, value: Any) -> Any:
-    """A state's value as a shard at the parameter's place; what holds no elements as it is.
-
-    Raises:
-        ValueError: a state of other elements or of another shape; names the parameter.
-    """
+    """A state's value as a shard; what holds no elements as it is. ValueError with the name."""
     place = param.place
     if isinstance(value, Placed):
         _check_place(param, key, value.place)

@@ -84,11 +84,7 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Loads what ``save_state`` has saved.
-
-        Raises:
-            FileNotFoundError: the folder has no shards, as that of another accelerator.
-        """
+        """Loads what ``save_state`` has saved; FileNotFoundError if there are no shards."""
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
             input_dir = str(max(folders, key=lambda path: int(path.name.split("_")[-1])))

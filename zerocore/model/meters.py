@@ -92,11 +92,7 @@ class Meters:
 
     @contextmanager
     def recording(self) -> Iterator[list[TraceRecord]]:
-        """Records for the user; sampling pauses meanwhile. The list is filled at the end.
-
-        Raises:
-            ValueError: a recording is under way.
-        """
+        """Records for the user, who gets the list at the end; ValueError inside of another one."""
         if self._recording:
             raise ValueError("this model is being recorded already; recordings do not nest")
         self._read()

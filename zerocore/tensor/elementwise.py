@@ -30,11 +30,7 @@ class NotLocal(Exception):
 
 
 def apply(func: Function, name: str, base: str, args: Args, kwargs: Kwargs) -> Any:
-    """Calls ``func`` on local elements; results are shards.
-
-    Raises:
-        NotLocal: nothing was done.
-    """
+    """Calls ``func`` on local elements, with shards as results; NotLocal if nothing was done."""
     if is_foreach(name):
         return _apply_foreach(func, name, args, kwargs)
     if base in VIEWS:
@@ -72,11 +68,7 @@ def _wrapped(result: Any, source: Placed) -> Any:
 
 
 def apply_operator(func: Function, args: Args, kwargs: Kwargs, changed: list[Any]) -> Any:
-    """Calls an operator that was declared to work element by element, on local elements.
-
-    Raises:
-        NotLocal: nothing was done.
-    """
+    """As :func:`apply`, for an operator that was declared to work element by element."""
     tensors = [value for value in changed if isinstance(value, Tensor)]
     for tensor in tensors:
         if not isinstance(tensor, Placed):
@@ -219,11 +211,7 @@ def _view(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def get_items(shard: Any, index: Any) -> Any:
-    """``shard[:]``, and of a vector every slice: a view, whose elements are in the same order.
-
-    Raises:
-        NotLocal, IndexError: the former for any other index.
-    """
+    """``shard[:]``, and of a vector every slice: a view, in the same order; else NotLocal."""
     shape = shard.place.global_shape
     if isinstance(shard, PlacedParameter) or not isinstance(shard, Placed):
         raise NotLocal("")

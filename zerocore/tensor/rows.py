@@ -68,12 +68,7 @@ def at_origin(tensor: Tensor) -> Tensor:
 
 
 def as_dtensor(local: Tensor, like: Any) -> DTensor:
-    """A DTensor over ``local`` (this rank's part), which is not copied.
-
-    Args:
-        local: a dense tensor without a gradient.
-        like: a DTensor whose shape, mesh and placements are taken.
-    """
+    """A DTensor over ``local``, this rank's dense part, placed as ``like``, without a gradient."""
     from torch.distributed.tensor import DTensor  # late: takes a second
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -104,11 +99,8 @@ def groups_of(param: Any) -> Sequence[dist.ProcessGroup]:
 
 
 def place_of(param: Any, shard: RowShard) -> Place:
-    """Where this rank's rows lie in the full parameter; its elements count in memory order.
-
-    Raises:
-        ValueError: tensor parallelism cuts the parameter, too.
-    """
+    """Where this rank's rows lie in the full parameter, in memory order; ValueError where tensor
+    parallelism cuts it, too."""
     spec, state, dims = param._spec, shard.state_ref(), _cut_dims(param)
     if len(dims) != 1:
         raise ValueError(

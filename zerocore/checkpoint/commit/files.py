@@ -27,20 +27,13 @@ def create(path: Path) -> int:
 
 
 def writer(file: int, nbytes: int, way: _C.StreamWay = _C.StreamWay.ANY) -> _C.FileWriter:
-    """Writes to a file of ``nbytes`` in large blocks; it may hold bytes back.
-
-    Args:
-        way: ``StreamWay.CACHED`` where other processes write to the same file.
-    """
+    """Writes to a file in large blocks; ``CACHED`` where other processes write, too."""
     return _C.FileWriter(file, nbytes, way)
 
 
 def write(file: _C.FileWriter, offset: int, data: Tensor | bytes, crc: int = 0) -> int:
-    """Writes at byte ``offset``; returns the CRC-32 of what ``crc`` is that of, and of this.
-
-    Args:
-        data: bytes, or a contiguous tensor on the CPU.
-    """
+    """Writes bytes, or a contiguous tensor on the CPU; returns the CRC-32 of what ``crc`` is that
+    of, and of this."""
     if isinstance(data, bytes):
         data = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
     return file.write(data, offset, crc)
@@ -92,11 +85,7 @@ def make_folder(path: Path) -> None:
 
 
 def delete_folder(path: Path, names: Iterable[str]) -> None:
-    """Deletes files of a folder, and the folder if that was all.
-
-    Raises:
-        OSError: the first that could not be deleted, when all others are; or the folder.
-    """
+    """Deletes files, and the folder if that was all; raises the first OSError at the end."""
     errors = []
     for name in names:
         try:

@@ -28,11 +28,7 @@ _warned: set[str] = set()
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """The name of the checkpoint of a step.
-
-    Raises:
-        ValueError: not a step.
-    """
+    """The name of the checkpoint of a step; raises ValueError for what is none."""
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"step must be a whole number, 0 or more, got {step!r}")
     return folder / f"step-{step:08}"
@@ -57,11 +53,8 @@ def temporary_of(final: Path) -> Path:
 
 
 def begin(temporary: Path) -> None:
-    """Makes the folder that a save writes to, and deletes what ended ones have left.
-
-    Raises:
-        RuntimeError: another process of this host writes to the same folder of checkpoints.
-    """
+    """Makes the folder that a save writes to, and deletes what ended ones have left; raises
+    RuntimeError if another process of this host writes there."""
     folder = temporary.parent
     folder.mkdir(parents=True, exist_ok=True)
     _refuse_others(folder)
@@ -89,11 +82,8 @@ def complete(temporary: Path, final: Path) -> None:
 
 
 def delete_old(final: Path, keep: int | None, damaged: Container[Path]) -> None:
-    """Deletes checkpoints older than the newest ``keep``, of which damaged ones are none.
-
-    Args:
-        final: what was saved now; it stays also where there are newer ones.
-    """
+    """Deletes checkpoints older than the newest ``keep``, of which damaged ones are none, and not
+    ``final``, which was saved now."""
     steps = steps_in(final.parent)
     good = [step for step in steps if path_of(final.parent, step) not in damaged]
     if keep is None or len(good) < keep:

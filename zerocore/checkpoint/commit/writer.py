@@ -37,11 +37,7 @@ _writers: WeakKeyDictionary[ShardState, Writer] = WeakKeyDictionary()
 
 @operation("Checkpoints")
 def writer_of(state: ShardState) -> Writer:
-    """The one of a model. Collective when it is asked for the first time.
-
-    Raises:
-        ValueError: the model's other ranks are emulated.
-    """
+    """The one of a model, made together; ValueError if its other ranks are emulated."""
     if state not in _writers:
         _writers[state] = Writer(_own_groups(state))
     return _writers[state]

@@ -124,11 +124,7 @@ _DTYPE_OF_STORAGE = {
 def read_box(
     file: int, chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int], target: Tensor
 ) -> None:
-    """Reads a box of a chunk into a plain tensor of the same sizes, of any dtype and device.
-
-    Raises:
-        OSError: the file ends before.
-    """
+    """Reads a box of a chunk into a plain tensor of the same sizes, of any dtype and device."""
     first = sum(n * step for n, step in zip(offsets, chunk.strides, strict=True))
     begin = chunk.begin + first * chunk.dtype.itemsize
     order = memory_order(sizes, chunk.strides)

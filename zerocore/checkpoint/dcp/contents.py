@@ -81,11 +81,7 @@ class Contents:
         return {name: sorted(items, key=lambda item: item.begin) for name, items in parts.items()}
 
     def sums_of(self, name: str) -> checksums.FileSums | None:
-        """The checksums of a file, if the folder has any.
-
-        Raises:
-            ValueError: the folder has checksums, and none of this file.
-        """
+        """The checksums of a file, if the folder has any; ValueError if this one has none."""
         if self.sums is not None and name not in self.sums:
             raise ValueError(f"{self.folder / name} is not in {checksums.NAME}")
         return None if self.sums is None else self.sums[name]
@@ -102,12 +98,7 @@ class Contents:
         return damaged or [item.key for item in items]
 
     def check_sizes(self) -> None:
-        """Compares the sizes of all files.
-
-        Raises:
-            ValueError: a file has not the size that it should have, or two chunks have bytes in
-                common; names file and key.
-        """
+        """Raises ValueError with file and key if a size is wrong, or two chunks overlap."""
         for name, items in self.files.items():
             _check_size(self.folder / name, items, self.sums_of(name))
 

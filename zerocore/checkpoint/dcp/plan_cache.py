@@ -18,11 +18,7 @@ Facts = Mapping[str, tuple[torch.dtype, Place | torch.Size]]
 
 
 class KeptPlan:
-    """The plan of the last save, and its metadata as they stand in the file.
-
-    Args:
-        state: of the model that is saved, and other tensors with it.
-    """
+    """The plan of the last save of a model, and its metadata as they stand in the file."""
 
     def __init__(self, state: ShardState) -> None:
         self._places = {

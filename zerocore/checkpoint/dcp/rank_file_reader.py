@@ -137,12 +137,7 @@ def keep_beside(targets: Iterable[Target]) -> None:
 
 
 class OwnFile:
-    """This rank's file of a checkpoint, read once.
-
-    Args:
-        path: need not exist.
-        budget: bytes that may be kept beside the model.
-    """
+    """This rank's file, if there is one; ``budget`` bytes may be kept beside the model."""
 
     def __init__(self, path: Path, budget: int) -> None:
         self.path, self._budget = path, budget
@@ -159,12 +154,7 @@ class OwnFile:
         return FileStream(str(self.path), ahead, num_threads(), way)
 
     def verify(self, contents: Contents, targets: dict[int, Target]) -> None:
-        """Compares the checksums of all of the file, and reads what has memory to land in.
-
-        Raises:
-            ValueError: bytes have changed; names file and keys.
-            OSError: the file cannot be read.
-        """
+        """Compares all checksums, and reads what has memory to land in; ValueError with keys."""
         name = self.path.name
         if name not in contents.files:
             return  # this rank would have saved nothing
@@ -192,11 +182,7 @@ class OwnFile:
                 target.is_read = True
 
     def read_rest(self, saved: SavedState, targets: dict[int, Target]) -> set[str]:
-        """Fills the memory of all shards, and says the keys of which all is read.
-
-        Raises:
-            OSError: the file is not there any more, or ends before.
-        """
+        """Fills the memory of all shards, and says the keys of which all is read."""
         self._stream = None
         shards = {at: target for at, target in targets.items() if not target.is_value}
         if shards:

@@ -17,11 +17,7 @@ Test = Callable[[Any], bool]
 
 
 def read_metadata(data: bytes) -> dcp.Metadata:
-    """The metadata that were pickled; nothing of them is run.
-
-    Raises:
-        ValueError: they are broken or hold anything else, or their pieces do not fit.
-    """
+    """The metadata that were pickled, of which nothing is run; ValueError if broken."""
     metadata = read_pickle(data, _find)
     if not isinstance(metadata, dcp.Metadata):
         raise ValueError("it holds no metadata of a checkpoint")

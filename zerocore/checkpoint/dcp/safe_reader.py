@@ -107,11 +107,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 def load_tensors(state: dict[str, Any], contents: Contents) -> None:
-    """Reads into the tensors of ``state``, what this rank needs of them; asks no other rank.
-
-    Raises:
-        OSError, ValueError: a file cannot be read; names it, and the key.
-    """
+    """Reads what this rank needs of the tensors; asks no other rank. Errors name file and key."""
     with quiet():
         try:
             load(state, storage_reader=SafeReader(contents), planner=SafePlanner(), no_dist=True)

@@ -45,11 +45,7 @@ def chunk_nbytes(data_nbytes: int) -> int:
 def frame(
     dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], crc: int
 ) -> tuple[bytes, bytes]:
-    """The bytes before and behind a tensor whose memory has no gaps and the checksum ``crc``.
-
-    Raises:
-        ValueError: it has too many dimensions.
-    """
+    """The bytes before and behind a tensor whose memory has no gaps and the checksum ``crc``."""
     numel = torch.Size(sizes).numel()
     nbytes = numel * dtype.itemsize
     pickled = _pickled(dtype, tuple(sizes), tuple(strides), numel)

@@ -217,13 +217,7 @@ def write_lists(folder: Path, plans: Sequence[FilePlan], sums: checksums.Checksu
 def check_entries(
     entries: Iterable[Entry], part: int = 0, parts: int = 1, way: StreamWay = StreamWay.ANY
 ) -> int:
-    """Compares the ``part``-th of ``parts`` equal parts of the files that hold the entries.
-
-    Returns how many of the files have checksums.
-
-    Raises:
-        ValueError: bytes have changed; names file and keys.
-    """
+    """Compares a part of the files of the entries; returns how many have checksums."""
     by_file: dict[str, list[Entry]] = {}
     for entry in entries:
         by_file.setdefault(entry.file.name, []).append(entry)
