@@ -33,7 +33,7 @@ def mismatch(built: str | None) -> str | None:
 
 
 def import_extension(folder: Path) -> None:
-    """Imports ``zerocore._C`` from ``folder``; ImportError with both versions of torch."""
+    """Imports ``zerocore._C`` from ``folder``; an ImportError names both torch versions."""
     try:
         from zerocore import _C
     except ImportError as error:

@@ -14,14 +14,8 @@ _PIECE_NUMEL = 1 << 20  # what is cast, or copied from another device, at a time
 
 
 def read_into(file: int, offset: int, dtype: torch.dtype, values: Tensor) -> None:
-    """Reads ``values.numel()`` elements of ``dtype`` from byte ``offset`` into ``values``.
-
-    Args:
-        values: plain, 1-D and contiguous, of any dtype and device.
-
-    Raises:
-        OSError: the file ends before.
-    """
+    """Reads ``values.numel()`` elements of ``dtype`` from byte ``offset`` on; OSError if there are
+    fewer. ``values`` is plain, 1-D and contiguous, of any dtype and device."""
     if dtype == values.dtype and values.device.type == "cpu":
         _read(file, offset, values)
         values[:0].zero_()  # the version counter does not see what is read

@@ -96,15 +96,8 @@ def _parsed(name: str, facts: Mapping[str, Any]) -> FileSums:
 
 
 def read_range(path: Path, sums: FileSums | None, offset: int, nbytes: int) -> bytes:
-    """Bytes of a file from ``offset`` on, fewer at its end; their blocks are compared.
-
-    Args:
-        sums: of the file; None compares nothing.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is no regular file, or a block of it has changed; names it.
-    """
+    """Bytes of a file from ``offset`` on, fewer at its end; their blocks are compared with its
+    ``sums``, if there are any. A ValueError names the file."""
     if nbytes > MAX_SMALL_NBYTES:
         raise ValueError(f"{path}: {nbytes} bytes at once are more than such a part needs")
     with safe_files.opened(path) as file:
@@ -118,12 +111,7 @@ def read_range(path: Path, sums: FileSums | None, offset: int, nbytes: int) -> b
 
 
 def read_checked(path: Path, sums: Checksums | None, most_nbytes: int = MAX_SMALL_NBYTES) -> bytes:
-    """All bytes of a small file, compared with the list if there is one.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is too large, no regular file, or has changed; names it.
-    """
+    """All bytes of a small file, compared with the list if there is one; a ValueError names it."""
     data = safe_files.read_small(path, most_nbytes)
     if sums is not None and FileSums.of(data) != sums.get(path.name):
         raise ValueError(f"{path} {DAMAGED}")
@@ -139,17 +127,8 @@ def check_files(
     keys_in: Callable[[str, list[range]], list[str]] = lambda name, ranges: [],
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Compares the ``part``-th of ``parts`` equal parts of the blocks of some files.
-
-    Args:
-        sums: of these files.
-        keys_in: the keys in ranges of bytes of a file, for the message.
-        advance: is told of bytes.
-
-    Raises:
-        ValueError: blocks have changed; names file and keys.
-        OSError: a file cannot be read.
-    """
+    """Compares the ``part``-th of ``parts`` equal parts of the blocks of some files. A ValueError
+    names a file that has changed, and with ``keys_in`` keys; ``advance`` is told of bytes."""
     total = sum(len(each.crcs) for each in sums.values())
     begin, end, done = total * part // parts, total * (part + 1) // parts, 0
     for name, each in sums.items():

@@ -54,12 +54,7 @@ class Weights:
 
 
 def open_weights(path: Path) -> Weights:
-    """The tensors of a checkpoint's folder, a safetensors folder or file, or a torch file.
-
-    Raises:
-        FileNotFoundError: there is nothing of the three.
-        ValueError: the files are broken.
-    """
+    """The tensors of a checkpoint, of safetensors or of a torch file; raises if it is broken."""
     if (path / ".metadata").exists():
         return _of_checkpoint(path)
     if path.suffix in TORCH_SUFFIXES and path.is_file():

@@ -40,15 +40,9 @@ class Maker:
 def read_pickle(
     data: bytes, find: Callable[[str, str], Any], persistent: Callable[[Any], Any] | None = None
 ) -> Any:
-    """The value of a pickle of protocol 2 to 5.
-
-    Args:
-        find: the maker, or the plain value, that a module's name stands for; raises ValueError.
-        persistent: of a persistent id.
-
-    Raises:
-        ValueError: it is broken, or of other opcodes than values of checkpoints need.
-    """
+    """The value of a pickle of protocol 2 to 5; ValueError if it is broken, or of other opcodes.
+    ``find`` gives the maker, or plain value, that a name stands for, ``persistent`` that of an
+    id."""
     try:
         return _read_pickle(data, find, persistent, Maker, _Opaque)
     except (IndexError, KeyError, TypeError, OverflowError) as error:

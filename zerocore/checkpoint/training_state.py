@@ -24,12 +24,8 @@ Optimizers = Sequence[Optimizer]
 
 
 def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimizers:
-    """One, several or none as several, as torch's functions take them.
-
-    Raises:
-        TypeError: something else.
-        ValueError: two hold the same parameter.
-    """
+    """One, several or none as several; TypeError for others, ValueError if two share a
+    parameter."""
     given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     optimizers = [each for each in given if each is not None]
     seen: set[int] = set()

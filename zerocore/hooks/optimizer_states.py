@@ -76,13 +76,8 @@ def place_states(optimizer: Optimizer) -> None:
 
 
 def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of a state dict: its shards, or its parts of full tensors.
-
-    An option that the saved groups lack keeps the value that it has.
-
-    Raises:
-        ValueError: a state of other elements or of another shape; names the parameter.
-    """
+    """This rank's part of a state dict: its shards, or its parts of full tensors. An option that
+    the saved groups lack keeps its value. ValueError with the parameter's name."""
     if len(state_dict["param_groups"]) != len(optimizer.param_groups):
         return state_dict  # torch says so
     groups = [
@@ -101,7 +96,7 @@ def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
 
 
 def fitted(param: ShardedParameter, key: str, value: Any) -> Any:
-    """A state's value as a shard; what holds no elements as it is. ValueError with the name."""
+    """A state's value as a shard; what holds no elements stays as it is."""
     place = param.place
     if isinstance(value, Placed):
         _check_place(param, key, value.place)

@@ -92,7 +92,7 @@ class Meters:
 
     @contextmanager
     def recording(self) -> Iterator[list[TraceRecord]]:
-        """Records for the user, who gets the list at the end; ValueError inside of another one."""
+        """Records for the user, who gets the list at the end; raises ValueError if nested."""
         if self._recording:
             raise ValueError("this model is being recorded already; recordings do not nest")
         self._read()

@@ -37,7 +37,7 @@ def param_of(item: Item) -> Any:
 def check_sharded(
     groups: Iterable[Mapping[str, Any]], optimizer: str, known: ShardState | None = None
 ) -> ShardState:
-    """The state of the one model whose parameters these are; ValueError with a name."""
+    """The state of the one model whose parameters these are; raises ValueError."""
     number = 0
     for group in groups:
         for item in group["params"]:

@@ -52,13 +52,7 @@ class MuonRounds:
         factor: Tensor | None,
         meanwhile: Callable[[], None],
     ) -> None:
-        """One step.
-
-        Args:
-            states: ``momentum_buffer`` of each parameter, of the shape of its local elements.
-            factor: what gradients are multiplied by; None for 1.
-            meanwhile: called while the first exchange is under way.
-        """
+        """One step; ``meanwhile`` is called while the first exchange is under way."""
         used = {matrix.param for step in self.rounds for matrix in step.matrices}
         locals_ = {index: local_of(self._pairs[index][0]) for index in sorted(used)}
         returning: Callable[[], None] | None = None

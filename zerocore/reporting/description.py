@@ -130,13 +130,7 @@ def _describe_optimizer(optimizer: Optimizer) -> Any:
 
 
 def describe_plan(model: str, planner: Planner, division: Division) -> Description:
-    """As :func:`describe`, for a model that is not sharded.
-
-    Args:
-        model: what to call it.
-        planner: its units.
-        division: over which ranks, and whose shards.
-    """
+    """As :func:`describe`, for a model that is not sharded."""
     layouts = planner.layouts(division)
     rows = zip(planner.names, layouts, planner.types, strict=True)
     units = tuple(_describe_unit(name, layout, list(types)) for name, layout, types in rows)

@@ -116,13 +116,8 @@ def place_of(param: Any, shard: RowShard) -> Place:
 
 
 def as_range(value: Tensor, param: Any) -> Any:
-    """A DTensor of the parameter's shape as a shard at its place, on the same memory.
-
-    Any other value as it is, and that of another kind of parameter.
-
-    Raises:
-        ValueError: a DTensor that no engine knows, or as of :func:`place_of`.
-    """
+    """A DTensor of the parameter's shape as a shard at its place, on the same memory; any other
+    value as it is. ValueError for a DTensor that no engine knows."""
     if not hasattr(value, "_spec"):
         return value
     shard = shard_of(param)

@@ -50,11 +50,8 @@ _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
 
 
 def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Applies a torch function to shards, for ``__torch_function__`` of all their kinds.
-
-    Raises:
-        TypeError: the function has no meaning on a shard; names it, the parameter and what to do.
-    """
+    """Applies a torch function to shards, for ``__torch_function__`` of all kinds; see
+    :func:`refuse`."""
     name = name_of(func)
     with torch._C.DisableTorchFunctionSubclass():
         if name in SHAPES:

@@ -109,16 +109,8 @@ class Contents:
         way: StreamWay = StreamWay.ANY,
         advance: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """Compares the checksums of the ``part``-th of ``parts`` equal parts of all bytes.
-
-        Torch's files have checksums in their chunks alone, all of which the first part compares.
-
-        Args:
-            advance: is told of bytes.
-
-        Raises:
-            ValueError: bytes have changed; names file and keys.
-        """
+        """Compares the checksums of a part of all bytes, as ``check_files``. Torch's files have
+        checksums in their chunks alone, all of which the first part compares."""
         if self.sums is not None:
             sums = dict(sorted(self.sums.items()))
             checksums.check_files(self.folder, sums, part, parts, way, self.keys_in, advance)

@@ -169,7 +169,7 @@ class TrainingLoad:
 
 
 def read_groups(contents: Contents) -> list[dict[str, Any]]:
-    """The saved options of optimizers, and names of parameters; ValueError with file and key."""
+    """The saved options of optimizers, and the names of their parameters."""
     groups = contents.metadata.planner_data or {}
     paths = {key: path for key, path in groups.items() if path[:2] == ("optim", "param_groups")}
     found: dict[int, dict[str, Any]] = {}
@@ -194,7 +194,7 @@ def read_groups(contents: Contents) -> list[dict[str, Any]]:
 
 
 def read_own(contents: Contents, rank: int) -> dict[str, Any]:
-    """The values that a rank saved for itself, or the first one if there was none; ValueError."""
+    """The values that a rank saved for itself, or the first one if there was none."""
     path = contents.folder / own_name(rank)
     if not (path.exists() or (contents.sums is not None and path.name in contents.sums)):
         path = path.with_name(own_name(0))

@@ -40,11 +40,7 @@ class KeptPlan:
         return self._ranks.rank
 
     def plan_of(self, facts: Facts) -> SavePlan:
-        """The plan of a save; the same object as long as the same tensors are saved.
-
-        Args:
-            facts: dtype of each tensor, and its place or, where one rank has all of it, its shape.
-        """
+        """The plan of a save; the same object as long as the same tensors are saved."""
         with self._lock:
             if facts is not self._facts:
                 tensors = {key: (dtype, self._spread(of)) for key, (dtype, of) in facts.items()}

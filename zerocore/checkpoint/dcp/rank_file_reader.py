@@ -73,13 +73,8 @@ class Target:
 def own_targets(
     saved: SavedState, contents: Contents, new: Container[str]
 ) -> dict[int, Target] | None:
-    """Memory of the shards on the CPU, by the places of their chunks in this rank's file.
-
-    None if this rank needs other bytes than that file has: it was saved on other ranks.
-
-    Args:
-        new: keys of what nobody has used yet.
-    """
+    """Memory of the shards on the CPU, by the places of their chunks in this rank's file. None if
+    this rank needs other bytes: it was saved on other ranks. ``new``: keys of unused memory."""
     plan, rank, metadata = saved.plan, saved.rank, contents.metadata
     names = {VALUES, *(plan.file_name(rank) for rank in range(plan.world_size))}
     if not (contents.is_ours and set(contents.files) <= names):
@@ -154,7 +149,7 @@ class OwnFile:
         return FileStream(str(self.path), ahead, num_threads(), way)
 
     def verify(self, contents: Contents, targets: dict[int, Target]) -> None:
-        """Compares all checksums, and reads what has memory to land in; ValueError with keys."""
+        """Compares all checksums, and reads what has memory to land in."""
         name = self.path.name
         if name not in contents.files:
             return  # this rank would have saved nothing

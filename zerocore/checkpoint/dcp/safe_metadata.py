@@ -17,7 +17,7 @@ Test = Callable[[Any], bool]
 
 
 def read_metadata(data: bytes) -> dcp.Metadata:
-    """The metadata that were pickled, of which nothing is run; ValueError if broken."""
+    """The metadata that were pickled, of which nothing is run; raises ValueError if broken."""
     metadata = read_pickle(data, _find)
     if not isinstance(metadata, dcp.Metadata):
         raise ValueError("it holds no metadata of a checkpoint")

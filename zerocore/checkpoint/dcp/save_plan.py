@@ -102,12 +102,8 @@ class SavePlan:
     def metadata(
         self, values: Mapping[str, tuple[int, int]], paths: Mapping[str, Any]
     ) -> dcp.Metadata:
-        """The metadata for torch's reader.
-
-        Args:
-            values: ``(offset, length)`` of plain values in their file.
-            paths: of every key in the nested state.
-        """
+        """The metadata for torch's reader, with ``(offset, length)`` of plain values in their
+        file."""
         entries: dict[str, Any] = {}
         places: dict[dcp.MetadataIndex, Any] = {}
         offsets = [0] * self.world_size

@@ -108,13 +108,8 @@ class SavedState:
 
 
 def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedState:
-    """The state of a model's ranks, on its own memory.
-
-    Args:
-        kept: of the saves of this model.
-        nested: shards, and what is equal on all ranks, of which the first one's is saved.
-        copy: whether to copy what is no shard, which may change at any time.
-    """
+    """The state of a model's ranks, on its own memory. ``copy``: what is no shard, which may
+    change."""
     flat, paths = flatten_state_dict(nested)
     facts: dict[str, tuple[torch.dtype, Place | torch.Size]] = {}
     tensors: dict[str, tuple[Tensor, int]] = {}
@@ -142,12 +137,8 @@ def saved_bytes(value: Any) -> bytes:
 def write_rank_file(
     folder: Path, saved: SavedState, copies: Iterable[Tensor], begun: Callable[[], None]
 ) -> FileSums:
-    """Writes one rank's file and makes it durable; returns its checksums.
-
-    Args:
-        copies: of ``saved.parts()``, on the CPU.
-        begun: called when the file has its room.
-    """
+    """Writes a rank's durable file from copies of ``saved.parts()``; ``begun`` is called when it
+    has room."""
     plan, rank = saved.plan, saved.rank
     file = files.create(folder / plan.file_name(rank))
     try:

@@ -91,12 +91,7 @@ def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str
 
 
 def read_header(path: Path, sums: checksums.Checksums | None = None) -> dict[str, Entry]:
-    """The tensors of one file; none of their bytes are read. The rules are those of safetensors.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is no safetensors file, is truncated, or its header has changed.
-    """
+    """The tensors of one file, by the rules of safetensors; a ValueError names the file."""
     listed = None if sums is None else sums.get(path.name)
     size = size_of(path)
     with named(path, "is no safetensors file"):
