@@ -226,7 +226,6 @@ def check_random_state(state: State) -> None:
 
 
 def set_random_state(state: State) -> None:
-    """Continues the streams of ``random_state``."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")):

@@ -31,7 +31,6 @@ def render_table(
 
 
 def _drawn(rows: Sequence[Sequence[str]], width: int) -> str:
-    """As rich draws it; empty without rich."""
     try:
         from rich.console import Console
         from rich.table import Table

@@ -24,7 +24,6 @@ _P = TypeVar("_P", bound=Tensor)
 
 
 def is_of_shards(optimizer: Optimizer) -> bool:
-    """Whether the optimizer updates a sharded parameter."""
     return any(isinstance(param, ShardedParameter) for param in params_of(optimizer))
 
 

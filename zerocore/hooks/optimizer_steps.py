@@ -71,7 +71,6 @@ _updates = WeakKeyDictionary()
 
 
 def mark_replaced(param: nn.Parameter, fqn: str) -> None:
-    """Remembers that ``param`` was replaced by shards."""
     mistake = (
         f"the optimizer was built before zerocore.shard: it holds the old parameter '{fqn}', which "
         "the model does not use any more. Build the optimizer after shard, from model.parameters()"
@@ -198,7 +197,6 @@ def _check_offload(optimizer: Optimizer, state: ShardState) -> None:
 
 @_disable_dynamo
 def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Torch's hook after each step."""
     show_device_gradients(optimizer)
     casts = _known(optimizer).casts_model_weights
     # Version counters show in-place updates, not those an optimizer makes through `.data`.

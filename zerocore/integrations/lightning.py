@@ -106,19 +106,15 @@ class ShardedStrategy(_Sharding, DDPStrategy):
             )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
         return self._run_step("training_step", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
         return self._run_step("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
         return self._run_step("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
         return self._run_step("predict_step", args, kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -36,5 +36,4 @@ class ShardFolders:
 
     @staticmethod
     def exist(folder: str | os.PathLike[str], name: str = "zerocore") -> bool:
-        """Whether something was saved there."""
         return Path(folder, name).exists()

@@ -51,7 +51,6 @@ class Lanes:
         return Lanes(grid, rank, shards, replicas, state)
 
     def shard_ranges(self, param: ShardedParameter) -> list[tuple[int, int]]:
-        """A parameter's elements on each shard."""
         layout = self.state.engine.layout(param.unit)
         owned = [layout.owned(param.position, shard) for shard in range(self.grid.num_shards)]
         return [(part.begin, part.end) for part in owned]

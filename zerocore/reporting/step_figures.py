@@ -126,7 +126,6 @@ def times_by_unit(events: Sequence[Event], queues: Queues) -> dict[str, Communic
 
 
 def total(parts: Sequence[Communication]) -> Communication:
-    """Their sum."""
     return Communication(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 

@@ -141,5 +141,4 @@ def has_operator(name: str) -> bool:
 
 
 def is_foreach(name: str) -> bool:
-    """Whether the function takes lists of tensors."""
     return name.startswith(("_foreach_", "_amp_foreach_"))

@@ -132,7 +132,6 @@ class Placed:
 
     @property
     def fqn(self) -> str:
-        """Name of the parameter."""
         return self.place.fqn
 
     @property

@@ -35,7 +35,6 @@ class ReplacedParameter(nn.Parameter):
 
 
 def replace(param: nn.Parameter, fqn: str) -> None:
-    """Makes ``param`` one that was replaced."""
     if type(param) is nn.Parameter:
         param.__class__ = ReplacedParameter
         setattr(param, _FQN, fqn)

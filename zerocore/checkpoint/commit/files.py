@@ -45,7 +45,6 @@ def finish(file: _C.FileWriter) -> None:
 
 
 def write_all(file: int, data: bytes) -> None:
-    """Writes all bytes of a small file."""
     small = writer(file, len(data))
     write(small, 0, data)
     finish(small)

@@ -36,7 +36,6 @@ class KeptPlan:
 
     @property
     def rank(self) -> int:
-        """This rank among those that save."""
         return self._ranks.rank
 
     def plan_of(self, facts: Facts) -> SavePlan:

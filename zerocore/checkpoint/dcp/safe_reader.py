@@ -37,7 +37,6 @@ class SafeReader(FileSystemReader):
         self._metadata = contents.metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata of the contents."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -95,7 +95,6 @@ class SavePlan:
         return found
 
     def file_nbytes(self, rank: int) -> int:
-        """The size of the file of one rank."""
         sizes = ((p.box.numel, self.tensors[p.key][0].itemsize) for p in self.pieces_of(rank))
         return sum(chunk_nbytes(numel * itemsize) for numel, itemsize in sizes)
 

@@ -47,7 +47,6 @@ class SavedState:
 
     @property
     def rank(self) -> int:
-        """This rank among those that save."""
         return self.kept.rank
 
     @property
@@ -61,7 +60,6 @@ class SavedState:
         return {key: saved_bytes(value) for key, value in self.plain.items()}
 
     def metadata(self) -> bytes:
-        """The file of metadata."""
         places, offset = {}, 0
         for key, data in self.values.items():
             places[key] = (offset, len(data))
@@ -128,7 +126,6 @@ def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedStat
 
 
 def saved_bytes(value: Any) -> bytes:
-    """The value as ``torch.save`` writes it."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

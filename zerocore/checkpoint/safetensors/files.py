@@ -193,7 +193,6 @@ def _plan_file(path: Path, tensors: Facts, metadata: Mapping[str, str]) -> FileP
 
 
 def index_text(files: Sequence[FilePlan]) -> str:
-    """Hugging Face's index of several files."""
     weight_map = {name: file.name for file in files for name in file.entries}
     total = sum(entry.end - entry.begin for file in files for entry in file.entries.values())
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
