@@ -24,10 +24,4 @@ def in_threads(call: Callable[[Item], Result], items: Iterable[Item]) -> Iterato
     ``call`` releases the interpreter while it reads or writes. All calls have ended when this ends.
     """
     with ThreadPoolExecutor(num_threads(), "checkpoint-io") as pool:
-        waiting = [pool.submit(call, item) for item in items]
-        try:
-            for each in waiting:
-                yield each.result()
-        finally:
-            for each in waiting:
-                each.cancel()
+        yield from pool.map(call, items)

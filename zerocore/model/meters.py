@@ -157,10 +157,8 @@ class Meters:
 
 def _allocations(
     before: AllocatorCounts | None, after: AllocatorCounts | None
-) -> tuple[int, int] | tuple[None, None]:
+) -> tuple[int | None, int | None]:
     if before is None or after is None:
         return None, None
-    return (
-        increase(before.num_retries, after.num_retries),
-        increase(before.num_device_allocations, after.num_device_allocations),
-    )
+    num_retries = increase(before.num_retries, after.num_retries)
+    return num_retries, increase(before.num_device_allocations, after.num_device_allocations)
