@@ -16,7 +16,7 @@ from zlib import crc32
 
 from zerocore._C import BLOCK_NBYTES, FileStream, StreamWay
 from zerocore.checkpoint import safe_files
-from zerocore.checkpoint.io_threads import num_threads
+from zerocore.checkpoint.byte_ranges import num_threads
 
 NAME = "checksums.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint

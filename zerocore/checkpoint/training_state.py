@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from zerocore.checkpoint.safe_files import shown
-from zerocore.common.state_memory import filled_later
-from zerocore.hooks.optimizer_states import make_states, params_of
+from zerocore.hooks.optimizer_states import filled_later, make_states, params_of
 from zerocore.tensor.rows import as_range, as_rows
 
 State = dict[str, Any]

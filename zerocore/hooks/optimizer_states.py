@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from itertools import chain
 from typing import Any, TypeVar
@@ -12,10 +14,28 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerocore.common.state_memory import state_memory
 from zerocore.tensor.parameter import LocalShard, ShardedParameter
 from zerocore.tensor.place import Place, Placed, local_of
 from zerocore.tensor.rows import as_part, local_part
+
+_is_filled = ContextVar("is_filled", default=False)
+
+
+@contextmanager
+def filled_later() -> Iterator[None]:
+    """Inside, :func:`state_memory` leaves memory as it is; who asks for it fills or drops it."""
+    token = _is_filled.set(True)
+    try:
+        yield
+    finally:
+        _is_filled.reset(token)
+
+
+def state_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1-D memory of states that are zeros at first."""
+    make = torch.empty if _is_filled.get() else torch.zeros
+    return make(numel, dtype=dtype, device=device)
+
 
 # Numbers, not elements: in the state of a parameter without dimensions they look alike.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})

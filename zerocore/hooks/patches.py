@@ -18,15 +18,14 @@ from torch.utils import _foreach_utils
 
 from zerocore.common import alarm
 from zerocore.hooks import (
-    applied_functions,
-    backward_calls,
+    autograd_calls,
     moves,
     optimizer_rules,
     optimizer_steps,
-    refusals,
+    refused,
     registration,
 )
-from zerocore.model import state, wrappers
+from zerocore.model import refusals, state
 from zerocore.tensor import rules
 from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
 
@@ -53,27 +52,27 @@ _ELEMENTWISE = [cls.__name__ for cls in optimizer_rules.ELEMENTWISE]
 PATCHES = (
     *(Patch("torch.nn.init", name, rules.initialises_shards) for name in _INITIALISERS),
     Patch("torch.nn.Module", "_apply", moves.spares_shards),
-    Patch("torch.nn.utils.parametrize.ParametrizationList", "__init__", wrappers.takes_no_shard),
+    Patch("torch.nn.utils.parametrize.ParametrizationList", "__init__", refusals.takes_no_shard),
     Patch("torch.optim.Optimizer", "add_param_group", optimizer_rules.checks_shards),
     *(
         Patch(f"torch.optim.{name}", "step", optimizer_rules.without_rules)
         for name in (*_ELEMENTWISE, "LBFGS")
     ),
-    Patch("torch.autograd", "backward", backward_calls.noted),
-    Patch("torch.autograd", "grad", backward_calls.noted),
-    Patch("torch.autograd.graph", "_get_grad_fn_or_grad_acc", backward_calls.takes_full),
-    Patch("torch.autograd.function._SingleLevelFunction", "apply", applied_functions.reads_in_full),
+    Patch("torch.autograd", "backward", autograd_calls.noted),
+    Patch("torch.autograd", "grad", autograd_calls.noted),
+    Patch("torch.autograd.graph", "_get_grad_fn_or_grad_acc", autograd_calls.takes_full),
+    Patch("torch.autograd.function._SingleLevelFunction", "apply", autograd_calls.reads_in_full),
     Patch("torch.distributed", "barrier", alarm.watched_barrier),
-    Patch("torch.distributed", "_broadcast_coalesced", refusals.sends_no_shards),
+    Patch("torch.distributed", "_broadcast_coalesced", refused.sends_no_shards),
     *(
-        Patch("torch.distributed", name, refusals.asks_shards, before="2.13")
-        for name in refusals.UNASKED
+        Patch("torch.distributed", name, refused.asks_shards, before="2.13")
+        for name in refused.UNASKED
     ),
-    Patch("torch.distributed.pipelining.stage", "stage_backward_input", refusals.checked_backward),
+    Patch("torch.distributed.pipelining.stage", "stage_backward_input", refused.checked_backward),
     Patch(
         "torch.distributed.pipelining.schedules.PipelineScheduleMulti",
         "step",
-        refusals.checked_step,
+        refused.checked_step,
     ),
 )
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocore.common.state_memory import state_memory
-from zerocore.hooks.optimizer_states import as_shard
+from zerocore.hooks.optimizer_states import as_shard, state_memory
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.parameter import ShardedParameter

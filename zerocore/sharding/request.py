@@ -14,10 +14,10 @@ from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.config import ShardConfig
-from zerocore.model.kinds import check_kinds
 from zerocore.model.materialize import InitFn
 from zerocore.model.precision import ParamTypes, param_types
 from zerocore.model.ranks import Ranks, with_near
+from zerocore.model.refusals import check_kinds
 from zerocore.model.state import find_state
 from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
 from zerocore.planning.budget import check_budget

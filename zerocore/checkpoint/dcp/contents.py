@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from zerocore._C import StreamWay
 from zerocore.checkpoint import checksums
+from zerocore.checkpoint.byte_ranges import in_threads
 from zerocore.checkpoint.dcp.safe_metadata import read_metadata
 from zerocore.checkpoint.dcp.save_plan import FORMAT
-from zerocore.checkpoint.io_threads import in_threads
 from zerocore.checkpoint.safe_files import named, opened, shown, size_of
 from zerocore.checkpoint.safe_pickles import check_stored
 

@@ -22,13 +22,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from zerocore._C import FileStream, HostMemory, StreamWay
-from zerocore.checkpoint.byte_ranges import read_into
+from zerocore.checkpoint.byte_ranges import in_threads, num_threads, read_into
 from zerocore.checkpoint.commit.files import memory_of
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.save_plan import VALUES, box_strides
 from zerocore.checkpoint.dcp.saved_state import SavedState
 from zerocore.checkpoint.dcp.torch_chunks import HEAD_NBYTES, chunk_nbytes, has_form
-from zerocore.checkpoint.io_threads import in_threads, num_threads
 from zerocore.checkpoint.safe_files import opened, size_of
 from zerocore.tensor.place import Place
 

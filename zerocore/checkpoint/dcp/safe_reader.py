@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
+from zerocore.checkpoint.byte_ranges import in_threads
 from zerocore.checkpoint.dcp.chunk_reads import locate, read_box
 from zerocore.checkpoint.dcp.contents import Contents, Part
-from zerocore.checkpoint.io_threads import in_threads
 from zerocore.checkpoint.safe_files import named, opened
 from zerocore.checkpoint.safe_pickles import load_plain
 

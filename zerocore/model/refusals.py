@@ -1,6 +1,6 @@
-"""Refuses what would average or shard a sharded model once more, or compute its parameters.
+"""Refuses what would train wrong: kinds of parameters and modules, and wrappers of sharded models.
 
-DDP, DataParallel, FSDP, FSDP2; parametrizations.
+Wrappers are DDP, DataParallel, FSDP, FSDP2, and parametrizations.
 """
 
 from __future__ import annotations
@@ -10,9 +10,37 @@ from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerocore.common.patching import around
 from zerocore.tensor.parameter import ShardedParameter
+
+
+def check_kinds(model: nn.Module, world_size: int) -> None:
+    """Raises ValueError for the first parameter or module that cannot be sharded, with its name."""
+    for name, param in model.named_parameters():
+        if is_traceable_wrapper_subclass(param):
+            raise ValueError(
+                f"parameter '{name}' is a {type(param).__name__}, which has no memory of its own; "
+                "zerocore shards plain tensors. Call zerocore.shard without tensor "
+                "parallelism, fully_shard or quantized tensor classes on the model"
+            )
+        if param.requires_grad and not param.is_floating_point():
+            raise ValueError(
+                f"parameter '{name}' of dtype {param.dtype} requires grad; only floating-point "
+                "parameters can be trained. Call requires_grad_(False) on it, or, if it is "
+                "complex, train torch.view_as_real of it"
+            )
+    for name, module in model.named_modules():
+        limited = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        if limited and world_size > 1:
+            raise ValueError(
+                f"'{name}' is an {type(module).__name__} with max_norm={module.max_norm}: each "
+                "rank would renormalise the rows that it looks up, and their weights would differ. "
+                "Set max_norm=None and renormalise inside of `with zerocore.unsharded(model, "
+                "write_back=True):`"
+            )
+
 
 # By name, so that none of them must be imported; those of other packages go by the same names.
 _WRAPPERS = {
