@@ -23,12 +23,7 @@ from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.safe_reader import load_tensors, quiet
 from zerocore.checkpoint.safe_files import named, opened, size_of
-from zerocore.checkpoint.safetensors.files import (
-    NAME_OF,
-    plan_files,
-    read_folder,
-    write_lists,
-)
+from zerocore.checkpoint.safetensors.files import NAME_OF, plan_files, read_folder, write_lists
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 Advance = Callable[[int], None]  # told of bytes that are done

@@ -70,9 +70,7 @@ PATCHES = (
     ),
     Patch("torch.distributed.pipelining.stage", "stage_backward_input", refused.checked_backward),
     Patch(
-        "torch.distributed.pipelining.schedules.PipelineScheduleMulti",
-        "step",
-        refused.checked_step,
+        "torch.distributed.pipelining.schedules.PipelineScheduleMulti", "step", refused.checked_step
     ),
 )
 

@@ -143,12 +143,7 @@ def _describe_unit(name: str, layout: Layout, types: list[ParamTypes]) -> UnitDe
         kind = "trainable" if region.requires_grad else "frozen"
         regions.append(f"{_describe_types(types[region.params[0]])} {kind}")
     return UnitDescription(
-        name,
-        len(types),
-        layout.param_nbytes,
-        layout.nbytes,
-        layout.shard_nbytes,
-        tuple(regions),
+        name, len(types), layout.param_nbytes, layout.nbytes, layout.shard_nbytes, tuple(regions)
     )
 
 

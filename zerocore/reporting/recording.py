@@ -16,14 +16,7 @@ from torch.optim.optimizer import (
 
 from zerocore.common.agreement import is_simulated
 from zerocore.common.clocks import Clock
-from zerocore.common.events import (
-    HOST,
-    ONE_QUEUE,
-    Event,
-    Queues,
-    queues_of_device,
-    read_events,
-)
+from zerocore.common.events import HOST, ONE_QUEUE, Event, Queues, queues_of_device, read_events
 from zerocore.model.state import ShardState, state_of
 from zerocore.model.unit_call import unit_call_of
 from zerocore.reporting.timeline import Box, Timeline, check_path, communication_boxes, host_boxes

@@ -192,11 +192,7 @@ def _draw_boxes(axes: Any, boxes: Sequence[Box], start: int) -> None:
     if kinds:
         patches = [Patch(color=COLORS[kind], label=kind) for kind in kinds]
         axes.legend(
-            handles=patches,
-            fontsize=7,
-            ncols=len(kinds),
-            loc="lower right",
-            bbox_to_anchor=(1, 1),
+            handles=patches, fontsize=7, ncols=len(kinds), loc="lower right", bbox_to_anchor=(1, 1)
         )
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
