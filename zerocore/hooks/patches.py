@@ -19,7 +19,7 @@ from torch.utils import _foreach_utils
 from zerocore.common import alarm
 from zerocore.hooks import (
     autograd_calls,
-    moves,
+    module_moves,
     optimizer_rules,
     optimizer_steps,
     refused,
@@ -51,7 +51,7 @@ _ELEMENTWISE = [cls.__name__ for cls in optimizer_rules.ELEMENTWISE]
 
 PATCHES = (
     *(Patch("torch.nn.init", name, rules.initialises_shards) for name in _INITIALISERS),
-    Patch("torch.nn.Module", "_apply", moves.spares_shards),
+    Patch("torch.nn.Module", "_apply", module_moves.spares_shards),
     Patch("torch.nn.utils.parametrize.ParametrizationList", "__init__", refusals.takes_no_shard),
     Patch("torch.optim.Optimizer", "add_param_group", optimizer_rules.checks_shards),
     *(

@@ -23,7 +23,7 @@ from zerocore.common.cores import local_ranks, update_threads
 from zerocore.common.host_memory import check_obtainable, shortage
 from zerocore.common.links import emulated_host_link
 from zerocore.hooks.loads import watch_loads
-from zerocore.hooks.moves import keep_in_place
+from zerocore.hooks.module_moves import keep_in_place
 from zerocore.hooks.optimizer_steps import mark_full, mark_replaced
 from zerocore.hooks.registration import watch_registrations
 from zerocore.model.buffers import BufferSync
@@ -42,7 +42,7 @@ from zerocore.sharding.same_values import check_same_values
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 from zerocore.tensor.place import Place
-from zerocore.tensor.replaced import replace
+from zerocore.tensor.replaced_parameters import replace
 
 
 def build(request: ShardRequest) -> ShardState:
