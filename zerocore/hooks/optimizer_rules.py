@@ -143,17 +143,3 @@ def _fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
             stack.enter_context(together(state.ranks.groups, state.device))
         fitted = fit_states(optimizer, state_dict)
     return fitted
-
-
-# -- before a step ------------------------------------------------------------------------------
-
-
-def check_outside_of_unsharded(optimizer: Optimizer) -> None:
-    """Raises RuntimeError if a parameter's full value stands in its place now."""
-    for param in params_of(optimizer):
-        state = param.state_ref() if isinstance(param, ShardedParameter) else None
-        if state is not None and state.shown_full[param.unit] > 0:
-            raise RuntimeError(
-                f"optimizer.step() inside of zerocore.unsharded: '{param.fqn}' is shown in full "
-                "there, and the update of its shard would be lost. Call step() outside"
-            )

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from zerocore._C import UpdatedUnit
 from zerocore.hooks.host_steps import show_device_gradients, with_host_gradients
-from zerocore.hooks.optimizer_rules import check_outside_of_unsharded
 from zerocore.hooks.optimizer_states import params_of
 from zerocore.model.state import ShardState
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.rows import shard_of
+from zerocore.tensor.rules import check_not_shown_full
 
 _log = logging.getLogger("zerocore")
 _MISTAKE = "_zerocore_mistake"  # what to say to an optimizer that holds the parameter
@@ -154,7 +154,7 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         _updates[optimizer] = (key, _find_updates(optimizer))
     pairs = [(each, state) for each in _updates[optimizer][1] if (state := each.state_ref())]
     if any(state.shown_full.total() > 0 for _, state in pairs):
-        check_outside_of_unsharded(optimizer)
+        check_not_shown_full("optimizer.step", params_of(optimizer))
     casts = _known(optimizer).casts_model_weights
     reads_on_host = False
     for updated, state in pairs:

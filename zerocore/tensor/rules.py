@@ -189,9 +189,9 @@ def check_not_shown_full(name: str, changed: list[Any]) -> None:
         state = shard.state_ref() if isinstance(shard, PlacedParameter) else None
         if state is not None and state.shown_full[shard.unit] > 0:
             raise RuntimeError(
-                f"{name}() changes the shard of '{shard.fqn}' inside of zerocore.unsharded, where "
-                "the full parameter takes its place and the change would be lost. Change the "
-                "parameter of the module, or call this outside"
+                f"{name}() inside of zerocore.unsharded: the full '{shard.fqn}' takes the place of "
+                "its shard there, and the change of the shard would be lost. Change the parameter "
+                "of the module, or call this outside"
             )
 
 
