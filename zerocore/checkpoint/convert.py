@@ -103,15 +103,8 @@ def _of_torch_file(path: Path) -> Weights:
 def convert(
     source: Weights, target: Path, kind: str, advance: Advance = lambda nbytes: None
 ) -> None:
-    """Writes weights as another kind of file; the target has its name when all is on disk.
-
-    Args:
-        kind: ``"dcp"``, ``"safetensors"`` or ``"torch"``, which holds all tensors at once.
-
-    Raises:
-        FileExistsError: the target exists.
-        ValueError: another kind, or a dtype that it does not know.
-    """
+    """Writes weights as ``"dcp"``, ``"safetensors"`` or ``"torch"``, which holds all tensors at
+    once. The target, which must not exist, has its name when all is on disk."""
     writers = {"dcp": _write_checkpoint, "safetensors": _write_safetensors, "torch": _write_torch}
     if kind not in writers:
         raise ValueError(f"kind must be one of {sorted(writers)}, got {kind!r}")

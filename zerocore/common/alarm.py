@@ -20,14 +20,8 @@ STALL_SECONDS = "ZEROCORE_STALL_SECONDS"
 
 
 def stall_seconds() -> float | None:
-    """Seconds after which a collective that does not end is an error.
-
-    Returns:
-        0 for never, None for the timeout of the process group.
-
-    Raises:
-        ValueError: the environment variable is not a number of 0 or more.
-    """
+    """Seconds after which a collective that does not end is an error: 0 for never, None for the
+    timeout of the process group. ValueError if the environment variable is no such number."""
     text = os.environ.get(STALL_SECONDS, "")
     if not text:
         return None

@@ -66,16 +66,8 @@ class TrainingLoad:
         self.own: State = {}
 
     def run(self, stateful: Iterable[str]) -> None:
-        """Loads both; collective.
-
-        Args:
-            stateful: names that ``own`` must have.
-
-        Raises:
-            DamagedError: what cannot be read, by file and key; before anything is changed, if
-                checksums are compared.
-            ValueError: what does not fit, by file and key, before anything is changed.
-        """
+        """Loads both; collective. DamagedError if files cannot be read, ValueError if they do not
+        fit, by file and key, before anything is changed, if checksums are compared."""
         try:
             have_own = self._together(lambda: self._prepare(stateful))
             if self._checksums:

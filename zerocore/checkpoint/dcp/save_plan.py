@@ -67,12 +67,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Where all tensors go.
-
-    Attributes:
-        tensors: dtype of each, and how it is spread, in the order in the files.
-        world_size: the number of files.
-    """
+    """Where all tensors go: dtype of each, and how it is spread, in the order in the files."""
 
     tensors: Mapping[str, tuple[torch.dtype, Spread]]
     world_size: int
