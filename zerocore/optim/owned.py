@@ -280,14 +280,11 @@ class OwnedOptimizer(ShardOptimizer):
         known = state_dict["state"]
         order = enumerate(sorted(self._whole))  # of the inner optimizer
         states = {at: known[saved[number]] for at, number in order if saved[number] in known}
-        begin, inner_groups = 0, []
-        for own, loaded in zip(self.inner.param_groups, groups, strict=True):
-            end = begin + len(own["params"])
-            inner_groups.append({**own, **loaded, "params": list(range(begin, end))})
-            begin = end
-        for own, loaded in zip(self.param_groups, groups, strict=True):
+        packed = self.inner.state_dict()["param_groups"]
+        for own, inner, loaded in zip(self.param_groups, packed, groups, strict=True):
             own.update(options_of(loaded))
-        self.inner.load_state_dict({"state": states, "param_groups": inner_groups})
+            inner.update(options_of(loaded))
+        self.inner.load_state_dict({"state": states, "param_groups": packed})
 
     def make_states(self) -> None:
         """Makes the states of all parameters that have none yet, as the first step would."""

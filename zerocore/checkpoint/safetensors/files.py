@@ -27,14 +27,14 @@ from zerocore.checkpoint.safe_files import (
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_NBYTES = 100_000_000  # what safetensors itself reads
-_DTYPE_NAMES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
-    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16",
-    "uint32": "U32", "uint64": "U64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
+DTYPE_OF = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
 }  # fmt: skip
-NAME_OF = {getattr(torch, key): name for key, name in _DTYPE_NAMES.items() if hasattr(torch, key)}
-DTYPE_OF: dict[str, torch.dtype] = {name: dtype for dtype, name in NAME_OF.items()}
+NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
 
 
 Facts = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # dtype and shape of tensors by name
