@@ -16,6 +16,8 @@ from zerocore.model.state import ShardState
 from zerocore.planning.ownership import Grid, Round
 from zerocore.tensor.parameter import ShardedParameter
 
+Arrival = Callable[[], list[Tensor]]  # waits for tensors
+
 
 @dataclass(frozen=True)
 class Lanes:
@@ -83,9 +85,7 @@ def joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat(list(tensors)) if tensors else like.new_empty(0)
 
 
-def to_owners(
-    step: Round, lanes: Lanes, parts: Sequence[Tensor], like: Tensor
-) -> Callable[[], list[Tensor]]:
+def to_owners(step: Round, lanes: Lanes, parts: Sequence[Tensor], like: Tensor) -> Arrival:
     """Sends this rank's elements of each matrix to its owner; all ranks must call.
 
     Args:
@@ -112,9 +112,7 @@ def to_owners(
     return arrived
 
 
-def to_shards(
-    step: Round, lanes: Lanes, wholes: Sequence[Tensor], like: Tensor
-) -> Callable[[], list[Tensor]]:
+def to_shards(step: Round, lanes: Lanes, wholes: Sequence[Tensor], like: Tensor) -> Arrival:
     """Sends each rank its elements of the matrices that this rank owns; all ranks must call.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocore.optim.exchange import Lanes, to_owners, to_shards
+from zerocore.optim.exchange import Arrival, Lanes, to_owners, to_shards
 from zerocore.optim.newton_schulz import ADJUSTMENTS, adjusted_ratio, orthogonalise
 from zerocore.planning.ownership import Matrix, Round
 from zerocore.tensor.parameter import ShardedParameter
@@ -16,6 +16,7 @@ from zerocore.tensor.place import local_of
 
 WIRE = torch.bfloat16  # which Newton-Schulz begins and ends with, so nothing is lost
 
+States = Mapping[Any, Mapping[str, Tensor]]  # by parameter
 Pair = tuple[ShardedParameter, dict[str, Any]]
 
 
@@ -46,12 +47,7 @@ class MuonRounds:
         self._pairs = pairs
         self._updates: dict[int, Tensor] = {}  # of parameters whose matrices are not all sent yet
 
-    def run(
-        self,
-        states: Mapping[Any, Mapping[str, Tensor]],
-        factor: Tensor | None,
-        meanwhile: Callable[[], None],
-    ) -> None:
+    def run(self, states: States, factor: Tensor | None, meanwhile: Callable[[], None]) -> None:
         """One step; ``meanwhile`` is called while the first exchange is under way."""
         used = {matrix.param for step in self.rounds for matrix in step.matrices}
         locals_ = {index: local_of(self._pairs[index][0]) for index in sorted(used)}
@@ -75,9 +71,7 @@ class MuonRounds:
     def _like(self) -> Tensor:
         return torch.empty(0, dtype=WIRE, device=self._lanes.state.device)
 
-    def _send(
-        self, number: int, states: Mapping[Any, Mapping[str, Tensor]], factor: Tensor | None
-    ) -> Callable[[], list[Tensor]]:
+    def _send(self, number: int, states: States, factor: Tensor | None) -> Arrival:
         if number == len(self.rounds):
             self._updates = {}
             return list
@@ -93,10 +87,7 @@ class MuonRounds:
         return to_owners(step, self._lanes, parts, self._like())
 
     def _momenta(
-        self,
-        params: Sequence[int],
-        states: Mapping[Any, Mapping[str, Tensor]],
-        factor: Tensor | None,
+        self, params: Sequence[int], states: States, factor: Tensor | None
     ) -> list[Tensor]:
         """Moves momenta on, and returns the updates that are to be orthogonalised."""
         updates = []
@@ -134,7 +125,7 @@ class MuonRounds:
         return results
 
     def _applying(
-        self, step: Round, back: Callable[[], list[Tensor]], locals_: Mapping[int, Tensor]
+        self, step: Round, back: Arrival, locals_: Mapping[int, Tensor]
     ) -> Callable[[], None]:
         def apply() -> None:
             for index, (matrix, update) in enumerate(zip(step.matrices, back(), strict=True)):

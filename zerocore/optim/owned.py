@@ -15,7 +15,7 @@ from zerocore.common.agreement import agree, gather_objects, together
 from zerocore.hooks.optimizer_states import options_of, params_of, stepped_state, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.optim.choice import Choice, choice_of
-from zerocore.optim.exchange import Lanes, to_owners, to_shards
+from zerocore.optim.exchange import Arrival, Lanes, to_owners, to_shards
 from zerocore.optim.gradients import Used, plan_of, used_in_step
 from zerocore.optim.matrices import check_sharded, groups_of
 from zerocore.planning.ownership import Matrix, Round, assign, make_rounds, whole_cost
@@ -180,7 +180,7 @@ class OwnedOptimizer(ShardOptimizer):
         """Sets an attribute of each parameter owned here to all elements of what ``read`` gives."""
         params = params_of(self)
 
-        def send(step: Round, like: Tensor) -> Callable[[], list[Tensor]]:
+        def send(step: Round, like: Tensor) -> Arrival:
             parts = [read(params[matrix.param]) for matrix in step.matrices]
             return to_owners(step, self._lanes, parts, like)
 
@@ -194,7 +194,7 @@ class OwnedOptimizer(ShardOptimizer):
         """Gives every rank its elements of what the owners have made of the parameters."""
         params = params_of(self)
 
-        def send(step: Round, like: Tensor) -> Callable[[], list[Tensor]]:
+        def send(step: Round, like: Tensor) -> Arrival:
             numbers = [step.matrices[index].param for index in step.mine]
             flat = [params[n].place.flat(self._whole[n].detach()) for n in numbers]
             return to_shards(step, self._lanes, flat, like)
@@ -295,7 +295,7 @@ class OwnedOptimizer(ShardOptimizer):
                 self.inner.state[whole] = stepped_state(self.inner, group, probe)
 
 
-_Sent = tuple[Round, Callable[[], list[Tensor]]]
+_Sent = tuple[Round, Arrival]
 
 
 def _one_ahead(transfers: Iterator[_Sent]) -> Iterator[_Sent]:
