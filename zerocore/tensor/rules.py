@@ -189,9 +189,9 @@ def check_not_shown_full(name: str, changed: list[Any]) -> None:
         state = shard.state_ref() if isinstance(shard, PlacedParameter) else None
         if state is not None and state.shown_full[shard.unit] > 0:
             raise RuntimeError(
-                f"{name}() inside of zerocore.unsharded: the full '{shard.fqn}' takes the place of "
-                "its shard there, and the change of the shard would be lost. Change the parameter "
-                "of the module, or call this outside"
+                f"{name}() inside of zerocore.unsharded: '{shard.fqn}' is shown in full there, and "
+                "the change of its shard would be lost. Change the parameter of the module, or "
+                "call this outside"
             )
 
 
