@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -29,9 +28,7 @@ CPU = torch.device("cpu")
 
 
 def link(
-    bandwidth: Link | str | float = "nvlink4",
-    latency: str | float | None = None,
-    sms: int = 0,
+    bandwidth: Link | str | float = "nvlink4", latency: str | float | None = None, sms: int = 0
 ) -> LinkModel:
     """Describes a link.
 
@@ -106,12 +103,7 @@ class Emulation:
     def __enter__(self) -> Emulation:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -188,7 +180,6 @@ def _create(options: Any, chosen: LinkModel | EmulatedGroup | None) -> EmulatedG
 
 
 def _default_group_link() -> LinkModel | None:
-    """The link of the default group, if that is emulated."""
     if not dist.is_initialized() or dist.get_backend() != "emulated":
         return None
     return _backend_of(distributed_c10d._get_default_group()).link

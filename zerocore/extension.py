@@ -33,12 +33,7 @@ def mismatch(built: str | None) -> str | None:
 
 
 def import_extension(folder: Path) -> None:
-    """Imports ``zerocore._C``, which lies in ``folder``.
-
-    Raises:
-        ImportError: it is not there, was built for another torch (both versions are named), or
-            what went wrong otherwise.
-    """
+    """Imports ``zerocore._C`` from ``folder``; an ImportError names both torch versions."""
     try:
         from zerocore import _C
     except ImportError as error:

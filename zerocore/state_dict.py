@@ -90,17 +90,14 @@ def full_optimizer_state_dict(optimizer: Optimizer, rank0_only: bool = True) -> 
         rank0_only: ranks other than 0 get an empty dict.
     """
     packed = optimizer.state_dict()
-    ranks = {param.state_ref().rank for param in params_of(optimizer) if _is_live(param)}
+    shards = [param for param in params_of(optimizer) if isinstance(param, ShardedParameter)]
+    ranks = {state.rank for param in shards if (state := param.state_ref()) is not None}
     keep = not rank0_only or ranks <= {0}
     states = {
         index: {key: _full_value(value, keep) for key, value in values.items()}
         for index, values in packed["state"].items()
     }
     return {**packed, "state": states} if keep else {}
-
-
-def _is_live(param: Any) -> bool:
-    return isinstance(param, ShardedParameter) and param.state_ref() is not None
 
 
 def _full_value(value: Any, keep: bool) -> Any:

@@ -19,7 +19,7 @@ import zerocore
 from tests.async_device.training import WIDTH, Block, make_model, start
 from tests.distributed.harness import run_ranks
 from zerocore.model.state import state_of
-from zerocore.tensor import updates as zerocore_updates
+from zerocore.tensor import pending_host_updates
 
 Lags = tuple[int, int, int]
 # How late a task begins: of the stream that does not wait, of the one that it should wait for, and
@@ -100,12 +100,12 @@ class Trial:
             self.set_lags(dropped, lags)
 
         losses = [self.step(), self.step(), self.step(begin)]
-        zerocore_updates.finish()  # the host's waits of that step are not numbered
+        pending_host_updates.finish()  # the host's waits of that step are not numbered
         number = -1 if dropped is None else dropped.number
         of_host = dropped is not None and dropped.waiter == HOST
         self.extension.begin_waits(*((-1, number) if of_host else (number, -1)))
         losses.append(self.step())
-        zerocore_updates.finish()  # those of this step are
+        pending_host_updates.finish()  # those of this step are
         waits = self.extension.end_waits()
         self.extension.synchronize()
         self.set_lags(None, NO_LAGS)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import gc
-import io
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,7 +23,6 @@ from zerocore.checkpoint.dcp.snapshot import StreamedCopy
 from zerocore.checkpoint.safe_files import DamagedError
 from zerocore.common.agreement import agree, from_first
 from zerocore.common.alarm import operation
-from zerocore.common.garbage import no_collections
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.state import ShardState, ready_state_of
 from zerocore.planning.checkpoint_bytes import MEMORY_BUDGET
@@ -193,7 +191,7 @@ class Checkpoints:
             saved, own = self._collect(step, state)
             save = Save(final, saved, own, self._writer.groups, self._keep, self._known)
         except Exception as error:  # without this the others would wait for this rank
-            wait([self._writer.submit(agree, self._writer.groups, error, [])])
+            wait([self._writer.writes.submit(agree, self._writer.groups, error, [])])
             raise
         self._pending = self._start(step, save, state)
         self._pending.stall_seconds += time.perf_counter() - began
@@ -201,14 +199,14 @@ class Checkpoints:
 
     def _start(self, step: int, save: Save, state: ShardState) -> PendingSave:
         if not self._background:
-            written = self._writer.submit(save.write, None)
+            written = self._writer.writes.submit(save.write, None)
             wait([written])
             return PendingSave(step, written)
         copy = StreamedCopy(
             save.saved.parts(), self._budget, state.device, save.saved.watch_changes()
         )
         # The last thing that is done here: the threads take the interpreter from this one.
-        pending = PendingSave(step, self._writer.submit(self._write, save, copy), copy)
+        pending = PendingSave(step, self._writer.writes.submit(self._write, save, copy), copy)
         state.readers.append(pending.wait_read)
         return pending
 
@@ -259,7 +257,7 @@ class Checkpoints:
 
     def _collect(self, step: int, state: ShardState) -> tuple[SavedState, bytes]:
         """The shards of this rank, and the file that it saves for itself."""
-        from zerocore.checkpoint.dcp.saved_state import saved_state
+        from zerocore.checkpoint.dcp.saved_state import saved_bytes, saved_state
         from zerocore.checkpoint.training_state import random_state, training_state
 
         nested = training_state(self._model, self._optimizers)
@@ -271,9 +269,7 @@ class Checkpoints:
             "stateful": {name: value.state_dict() for name, value in self._stateful.items()},
             "rng": random_state() if self._rng else None,
         }
-        written = io.BytesIO()
-        torch.save(own, written)
-        return saved_state(self._kept, nested, copy=self._background), written.getvalue()
+        return saved_state(self._kept, nested, copy=self._background), saved_bytes(own)
 
     def _load(self, folder: Path, state: ShardState) -> None:
         from zerocore.checkpoint.dcp.loading import TrainingLoad, restore_buffers, restore_own
@@ -289,3 +285,15 @@ class Checkpoints:
             restore_buffers(self._model, own["buffers"])
         if self._rng:
             restore_own(own, state.rank, state.world_size)
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Collects nothing by itself meanwhile: beside all of torch that takes a tenth of a second."""
+    were_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if were_enabled:
+            gc.enable()

@@ -15,17 +15,8 @@ from typing import Any
 from zlib import crc32
 
 from zerocore._C import BLOCK_NBYTES, FileStream, StreamWay
-from zerocore.checkpoint.io_threads import num_threads
-from zerocore.checkpoint.safe_files import (
-    is_count,
-    is_plain_name,
-    named,
-    opened,
-    parsed_json,
-    read_small,
-    shown,
-    size_of,
-)
+from zerocore.checkpoint import safe_files
+from zerocore.checkpoint.byte_ranges import num_threads
 
 NAME = "checksums.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint
@@ -51,21 +42,15 @@ class FileSums:
     def check(
         self, path: Path, first: int, found: Sequence[int], keys_in: KeysIn = lambda ranges: []
     ) -> None:
-        """Compares the sums of blocks from the ``first`` on.
-
-        Args:
-            keys_in: the keys in ranges of bytes of the file, for the message.
-
-        Raises:
-            ValueError: blocks have changed; names file and keys.
-        """
+        """Compares the sums of blocks from the ``first`` on; a ValueError names the file and
+        ``keys_in`` what has changed."""
         bad = [
             range((first + index) * BLOCK_NBYTES, (first + index + 1) * BLOCK_NBYTES)
             for index, crc in enumerate(found)
             if [crc] != self.crcs[first + index : first + index + 1]
         ]
         if bad:
-            keys = ", ".join(map(shown, keys_in(bad)[:5]))
+            keys = ", ".join(map(safe_files.shown, keys_in(bad)[:5]))
             raise ValueError(f"{path} {DAMAGED}{keys and f', in {keys}'}")
 
 
@@ -83,20 +68,16 @@ class Checksums(dict[str, FileSums]):
 
 
 def read_sums(folder: Path) -> Checksums | None:
-    """The list of a folder; None if it has none.
-
-    Raises:
-        ValueError: it is broken.
-    """
+    """The list of a folder, None if it has none; raises ValueError if it is broken."""
     path = folder / NAME
     if not path.exists():
         return None
-    data = read_small(path)
+    data = safe_files.read_small(path)
     text, mark, end = data[:-10], data[-10:-9], data[-9:]
     if mark != b"\n" or end != b"%08x\n" % crc32(text):
         raise ValueError(f"{path} {DAMAGED}")
-    with named(path):
-        facts = parsed_json(text)
+    with safe_files.named(path):
+        facts = safe_files.parsed_json(text)
         if type(facts) is not dict or facts.get("block_nbytes") != BLOCK_NBYTES:
             raise ValueError(
                 f"it has no checksums of blocks of {BLOCK_NBYTES} bytes: another version wrote it"
@@ -105,28 +86,21 @@ def read_sums(folder: Path) -> Checksums | None:
 
 
 def _parsed(name: str, facts: Mapping[str, Any]) -> FileSums:
-    if not is_plain_name(name):
-        raise ValueError(f"{shown(name)} is no name of a file in this folder")
+    if not safe_files.is_plain_name(name):
+        raise ValueError(f"{safe_files.shown(name)} is no name of a file in this folder")
     nbytes, digits = facts["nbytes"], bytes.fromhex(facts["crc32"])
-    if not is_count(nbytes) or len(digits) != 4 * -(-nbytes // BLOCK_NBYTES):
-        raise ValueError(f"{shown(name)} has a checksum too many or too few")
+    if not safe_files.is_count(nbytes) or len(digits) != 4 * -(-nbytes // BLOCK_NBYTES):
+        raise ValueError(f"{safe_files.shown(name)} has a checksum too many or too few")
     starts = range(0, len(digits), 4)
     return FileSums(nbytes, [int.from_bytes(digits[at : at + 4], "big") for at in starts])
 
 
 def read_range(path: Path, sums: FileSums | None, offset: int, nbytes: int) -> bytes:
-    """Bytes of a file from ``offset`` on, fewer at its end; their blocks are compared.
-
-    Args:
-        sums: of the file; None compares nothing.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is no regular file, or a block of it has changed; names it.
-    """
+    """Bytes of a file from ``offset`` on, fewer at its end; their blocks are compared with its
+    ``sums``, if there are any. A ValueError names the file."""
     if nbytes > MAX_SMALL_NBYTES:
         raise ValueError(f"{path}: {nbytes} bytes at once are more than such a part needs")
-    with opened(path) as file:
+    with safe_files.opened(path) as file:
         if sums is None:
             return os.pread(file.fileno(), nbytes, offset)
         first, end = offset // BLOCK_NBYTES, -(-(offset + nbytes) // BLOCK_NBYTES)
@@ -137,13 +111,8 @@ def read_range(path: Path, sums: FileSums | None, offset: int, nbytes: int) -> b
 
 
 def read_checked(path: Path, sums: Checksums | None, most_nbytes: int = MAX_SMALL_NBYTES) -> bytes:
-    """All bytes of a small file, compared with the list if there is one.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is too large, no regular file, or has changed; names it.
-    """
-    data = read_small(path, most_nbytes)
+    """All bytes of a small file, compared with the list if there is one; a ValueError names it."""
+    data = safe_files.read_small(path, most_nbytes)
     if sums is not None and FileSums.of(data) != sums.get(path.name):
         raise ValueError(f"{path} {DAMAGED}")
     return data
@@ -158,23 +127,14 @@ def check_files(
     keys_in: Callable[[str, list[range]], list[str]] = lambda name, ranges: [],
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Compares the ``part``-th of ``parts`` equal parts of the blocks of some files.
-
-    Args:
-        sums: of these files.
-        keys_in: the keys in ranges of bytes of a file, for the message.
-        advance: is told of bytes.
-
-    Raises:
-        ValueError: blocks have changed; names file and keys.
-        OSError: a file cannot be read.
-    """
+    """Compares the ``part``-th of ``parts`` equal parts of the blocks of some files. A ValueError
+    names a file that has changed, and with ``keys_in`` keys; ``advance`` is told of bytes."""
     total = sum(len(each.crcs) for each in sums.values())
     begin, end, done = total * part // parts, total * (part + 1) // parts, 0
     for name, each in sums.items():
         first, last = max(begin - done, 0), min(end - done, len(each.crcs))
         done += len(each.crcs)
-        if (first < last or part == 0) and size_of(folder / name) != each.nbytes:
+        if (first < last or part == 0) and safe_files.size_of(folder / name) != each.nbytes:
             raise ValueError(f"{folder / name} has not the {each.nbytes} bytes that it had")
         for at in range(first, last, _STEP):
             stop = min(at + _STEP, last)

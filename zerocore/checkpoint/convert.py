@@ -23,12 +23,7 @@ from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.safe_reader import load_tensors, quiet
 from zerocore.checkpoint.safe_files import named, opened, size_of
-from zerocore.checkpoint.safetensors.files import (
-    NAME_OF,
-    plan_files,
-    read_folder,
-    write_lists,
-)
+from zerocore.checkpoint.safetensors.files import NAME_OF, plan_files, read_folder, write_lists
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 Advance = Callable[[int], None]  # told of bytes that are done
@@ -54,12 +49,7 @@ class Weights:
 
 
 def open_weights(path: Path) -> Weights:
-    """The tensors of a checkpoint's folder, a safetensors folder or file, or a torch file.
-
-    Raises:
-        FileNotFoundError: there is nothing of the three.
-        ValueError: the files are broken.
-    """
+    """The tensors of a checkpoint, of safetensors or of a torch file; raises if it is broken."""
     if (path / ".metadata").exists():
         return _of_checkpoint(path)
     if path.suffix in TORCH_SUFFIXES and path.is_file():
@@ -113,15 +103,8 @@ def _of_torch_file(path: Path) -> Weights:
 def convert(
     source: Weights, target: Path, kind: str, advance: Advance = lambda nbytes: None
 ) -> None:
-    """Writes weights as another kind of file; the target has its name when all is on disk.
-
-    Args:
-        kind: ``"dcp"``, ``"safetensors"`` or ``"torch"``, which holds all tensors at once.
-
-    Raises:
-        FileExistsError: the target exists.
-        ValueError: another kind, or a dtype that it does not know.
-    """
+    """Writes weights as ``"dcp"``, ``"safetensors"`` or ``"torch"``, which holds all tensors at
+    once. The target, which must not exist, has its name when all is on disk."""
     writers = {"dcp": _write_checkpoint, "safetensors": _write_safetensors, "torch": _write_torch}
     if kind not in writers:
         raise ValueError(f"kind must be one of {sorted(writers)}, got {kind!r}")

@@ -84,11 +84,7 @@ def is_count(value: Any) -> bool:
 
 
 def numel_of(shape: Sequence[int]) -> int:
-    """The product of sizes, in time that is linear in their number.
-
-    Raises:
-        ValueError: it is too large for a tensor.
-    """
+    """The product of sizes, in linear time; raises ValueError if it is too large for a tensor."""
     numel = 1
     for size in shape:
         numel *= size
@@ -137,11 +133,7 @@ def named(path: Path, what: str = "cannot be read") -> Iterator[None]:
 
 
 def parsed_json(data: bytes) -> Any:
-    """The value of a JSON text: every name once, whole numbers, no NaN.
-
-    Raises:
-        ValueError: it is no such text.
-    """
+    """The value of a JSON text; ValueError for names that come twice, other numbers, NaN."""
     try:
         return json.loads(
             data.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_whole

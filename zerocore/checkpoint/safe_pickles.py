@@ -38,19 +38,11 @@ class Maker:
 
 
 def read_pickle(
-    data: bytes,
-    find: Callable[[str, str], Any],
-    persistent: Callable[[Any], Any] | None = None,
+    data: bytes, find: Callable[[str, str], Any], persistent: Callable[[Any], Any] | None = None
 ) -> Any:
-    """The value of a pickle of protocol 2 to 5.
-
-    Args:
-        find: the maker, or the plain value, that a module's name stands for; raises ValueError.
-        persistent: of a persistent id.
-
-    Raises:
-        ValueError: it is broken, or of other opcodes than values of checkpoints need.
-    """
+    """The value of a pickle of protocol 2 to 5; ValueError if it is broken, or of other opcodes.
+    ``find`` gives the maker, or plain value, that a name stands for, ``persistent`` that of an
+    id."""
     try:
         return _read_pickle(data, find, persistent, Maker, _Opaque)
     except (IndexError, KeyError, TypeError, OverflowError) as error:
@@ -71,30 +63,20 @@ def _find_any(module: str, name: str) -> Maker:
     return Maker(call=_no_room) if name == "bytearray" else _ANY
 
 
-def check_stored(file: Any, nbytes: int) -> None:
-    """Checks a zip file of ``torch.save``: nothing of it is larger when it is read.
-
-    Raises:
-        ValueError: it is another file, or its parts are packed or overlap.
-        zipfile.BadZipFile: it is no zip file.
-    """
-    with zipfile.ZipFile(file) as parts:
-        listed = parts.infolist()
-        if any(part.compress_type != zipfile.ZIP_STORED for part in listed):
-            raise ValueError("its parts are packed, which torch.save does not do")
-        if sum(part.file_size for part in listed) > nbytes:
-            raise ValueError("its parts overlap")
+def check_stored(file: zipfile.ZipFile, nbytes: int) -> None:
+    """Raises ValueError if parts of a file of ``torch.save`` are packed or overlap."""
+    listed = file.infolist()
+    if any(part.compress_type != zipfile.ZIP_STORED for part in listed):
+        raise ValueError("its parts are packed, which torch.save does not do")
+    if sum(part.file_size for part in listed) > nbytes:
+        raise ValueError("its parts overlap")
 
 
 def load_plain(file: io.IOBase, nbytes: int) -> Any:
-    """Plain values and tensors that ``torch.save`` wrote, on the CPU.
-
-    Raises:
-        Exception: a damaged or forged file fails in many ways.
-    """
+    """Plain values and tensors of ``torch.save``, on the CPU; damaged files fail in many ways."""
     buffered: Any = io.BufferedReader(file) if isinstance(file, io.RawIOBase) else file
-    check_stored(buffered, nbytes)
     with zipfile.ZipFile(buffered) as parts:
+        check_stored(parts, nbytes)
         for name in parts.namelist():
             if name.endswith("/data.pkl"):
                 read_pickle(parts.read(name), _find_any, lambda pid: _Opaque())

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from zerocore.checkpoint.safe_files import shown
-from zerocore.common.state_memory import filled_later
-from zerocore.hooks.optimizer_states import make_states, params_of
+from zerocore.hooks.optimizer_states import filled_later, make_states, params_of
 from zerocore.tensor.place import Placed
 from zerocore.tensor.rows import as_range, as_rows
 
@@ -25,12 +24,8 @@ Optimizers = Sequence[Optimizer]
 
 
 def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimizers:
-    """One, several or none as several, as torch's functions take them.
-
-    Raises:
-        TypeError: something else.
-        ValueError: two hold the same parameter.
-    """
+    """One, several or none as several; TypeError for others, ValueError if two share a
+    parameter."""
     given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     optimizers = [each for each in given if each is not None]
     seen: set[int] = set()
@@ -75,12 +70,11 @@ def load_model(model: nn.Module, state: State) -> None:
 def _by_names(model: nn.Module, optimizers: Optimizers) -> State:
     merged: State = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
-        names = _names(model, optimizer)
-        params, packed = params_of(optimizer), optimizer.state_dict()
-        merged["state"].update(
-            (names[index], {key: as_range(value, params[index]) for key, value in state.items()})
-            for index, state in packed["state"].items()
-        )
+        params, packed = _names(model, optimizer), optimizer.state_dict()
+        names = list(params)
+        for index, state in packed["state"].items():
+            param = params[names[index]]
+            merged["state"][names[index]] = {k: as_range(v, param) for k, v in state.items()}
         merged["param_groups"].extend(
             {**group, "params": [names[index] for index in group["params"]]}
             for group in packed["param_groups"]
@@ -88,7 +82,8 @@ def _by_names(model: nn.Module, optimizers: Optimizers) -> State:
     return merged
 
 
-def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+def _names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's parameters by name, in their order."""
     known = {id(param): name for name, param in model.named_parameters()}
     params = params_of(optimizer)
     for param in params:
@@ -97,7 +92,7 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
                 f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not in the "
                 "model; give Checkpoints the model that it was built from"
             )
-    return [known[id(param)] for param in params]
+    return {known[id(param)]: param for param in params}
 
 
 def check_model(state: State, metadata: Metadata, folder: object) -> None:
@@ -174,7 +169,7 @@ def params_without_state(model: nn.Module, optimizers: Optimizers) -> set[str]:
     return {
         name
         for optimizer in optimizers
-        for name, param in zip(_names(model, optimizer), params_of(optimizer), strict=True)
+        for name, param in _names(model, optimizer).items()
         if not optimizer.state.get(param)
     }
 
@@ -182,7 +177,7 @@ def params_without_state(model: nn.Module, optimizers: Optimizers) -> set[str]:
 def drop_states(model: nn.Module, optimizers: Optimizers, names: set[str]) -> None:
     """Forgets the states of the parameters of these names."""
     for optimizer in optimizers:
-        for name, param in zip(_names(model, optimizer), params_of(optimizer), strict=True):
+        for name, param in _names(model, optimizer).items():
             if name in names:
                 optimizer.state.pop(param, None)
 
@@ -197,14 +192,14 @@ def load_optimizers(model: nn.Module, optimizers: Optimizers, state: State) -> N
     """Gives optimizers states and options of ``fit_optimizers``, whose tensors are loaded."""
     saved = iter(state["param_groups"])
     for optimizer in optimizers:
-        numbers = {name: number for number, name in enumerate(_names(model, optimizer))}
+        params = _names(model, optimizer)
+        numbers = {name: number for number, name in enumerate(params)}
         groups = [
             {**group, "params": [numbers[name] for name in group["params"]]}
             for group in islice(saved, len(optimizer.param_groups))
         ]
-        params = params_of(optimizer)
         states = {
-            numbers[name]: {k: as_rows(v, params[numbers[name]]) for k, v in values.items()}
+            numbers[name]: {k: as_rows(v, params[name]) for k, v in values.items()}
             for name, values in state["state"].items()
             if name in numbers
         }
@@ -225,17 +220,14 @@ def random_state() -> State:
 def check_random_state(state: State) -> None:
     """Raises Exception if streams cannot be continued from there; none is changed."""
     torch.Generator().set_state(state["torch"])
-    version, numbers, gauss = state["python"]
-    random.Random().setstate((version, tuple(numbers), gauss))
+    random.Random().setstate(state["python"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")):
         numpy.random.RandomState().set_state(tuple(state["numpy"]))
 
 
 def set_random_state(state: State) -> None:
-    """Continues the streams of ``random_state``."""
     torch.set_rng_state(state["torch"])
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
+    random.setstate(state["python"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")):
         numpy.random.set_state(tuple(state["numpy"]))
     if "cuda" in state and torch.cuda.is_available():

@@ -40,15 +40,12 @@ STDERR = 2  # the file descriptor
 
 
 class DType(str, Enum):
-    """Names of floating-point dtypes."""
-
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
 
     @property
     def torch(self) -> torch.dtype:
-        """The dtype."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.value]
 
 
@@ -233,7 +230,6 @@ def _results_folder() -> Path:
 
 
 def _results() -> dict[Path, int]:
-    """Files of results, and when they were written, ns."""
     return {path: path.stat().st_mtime_ns for path in _results_folder().glob("*.json")}
 
 

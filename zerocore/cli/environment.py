@@ -15,6 +15,9 @@ import zerocore
 from zerocore import _C
 from zerocore.common.nvml import NvmlUnavailable, driver_version
 
+_BUILD = r"GCC [\d.]+|clang [\d.]+|CPU capability usage: \w+"
+_BACKENDS = ("gloo", "nccl", "mpi", "ucc")
+
 
 def environment() -> dict[str, str]:
     """Names and facts, in order; what is missing says so."""
@@ -25,19 +28,13 @@ def environment() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}, "
         f"{len(os.sched_getaffinity(0))} cores",
         "torch": f"{torch.__version__}, C++11 ABI {int(torch.compiled_with_cxx11_abi())}",
-        "torch build": _torch_build(),
+        "torch build": ", ".join(re.findall(_BUILD, torch.__config__.show())) or "not known",
         "CUDA": _cuda(),
         "NCCL": _nccl(),
-        "c10d": _c10d(),
+        "c10d": ", ".join(filter(dist.is_backend_available, _BACKENDS)) or "no backend",
         "NVML": _nvml(),
         "transformers": _version("transformers"),
     }
-
-
-def _torch_build() -> str:
-    text = torch.__config__.show()
-    found = re.findall(r"(GCC [\d.]+|clang [\d.]+|CPU capability usage: \w+)", text)
-    return ", ".join(found) or "not known"
 
 
 def _cuda() -> str:
@@ -53,11 +50,6 @@ def _nccl() -> str:
     if torch.version.cuda is None or not dist.is_nccl_available():
         return "torch was built without NCCL"
     return ".".join(str(part) for part in torch.cuda.nccl.version())
-
-
-def _c10d() -> str:
-    found = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
-    return ", ".join(found) or "no backend"
 
 
 def _nvml() -> str:

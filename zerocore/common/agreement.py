@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from zerocore.common.alarm import waiting
 
 T = TypeVar("T")
+Groups = Sequence[dist.ProcessGroup]
 _COMPARISON = "a comparison of the ranks"
 
 
@@ -22,10 +24,7 @@ def is_simulated(group: dist.ProcessGroup) -> bool:
 
 
 def agree(
-    groups: Sequence[dist.ProcessGroup],
-    error: Exception | None,
-    facts: list[Any],
-    device: torch.device | None = None,
+    groups: Groups, error: Exception | None, facts: list[Any], device: torch.device | None = None
 ) -> str:
     """Raises on every rank if any rank failed or if the ranks' facts differ.
 
@@ -63,9 +62,7 @@ class SharedError(ValueError):
 
 
 def on_all_ranks(
-    groups: Sequence[dist.ProcessGroup],
-    action: Callable[[], T],
-    device: torch.device | None = None,
+    groups: Groups, action: Callable[[], T], device: torch.device | None = None
 ) -> list[T]:
     """The small picklable values that ``action`` returns on the ranks; its error fails on all.
 
@@ -94,9 +91,7 @@ def on_all_ranks(
 
 
 @contextmanager
-def together(
-    groups: Sequence[dist.ProcessGroup], device: torch.device | None = None
-) -> Iterator[list[Any]]:
+def together(groups: Groups, device: torch.device | None = None) -> Iterator[list[Any]]:
     """Makes what a rank raises in the block an error on all ranks; see :func:`agree`.
 
     Facts that are appended to the list which it yields are compared, too.
@@ -110,9 +105,7 @@ def together(
     agree(groups, error, [] if error else facts, device)
 
 
-def gather_objects(
-    groups: Sequence[dist.ProcessGroup], objects: list[Any], device: torch.device | None
-) -> list[Any]:
+def gather_objects(groups: Groups, objects: list[Any], device: torch.device | None) -> list[Any]:
     """The picklable objects of all ranks, one after the other; arguments as for :func:`agree`."""
     with _on(device):
         for group in groups:
@@ -124,9 +117,7 @@ def gather_objects(
     return objects
 
 
-def from_first(
-    groups: Sequence[dist.ProcessGroup], value: T, device: torch.device | None = None
-) -> T:
+def from_first(groups: Groups, value: T, device: torch.device | None = None) -> T:
     """The picklable value of the first rank; arguments as for :func:`agree`. Collective."""
     values = [value]
     with _on(device):
@@ -142,7 +133,7 @@ def _on(device: torch.device | None) -> AbstractContextManager[None]:
     return torch.cuda.device(device.index if device is not None and device.type == "cuda" else -1)
 
 
-def is_same(groups: Sequence[dist.ProcessGroup], value: torch.Tensor) -> bool:
+def is_same(groups: Groups, value: torch.Tensor) -> bool:
     """Whether all ranks have the bits of ``value``, of any shape and dtype; collective.
 
     They compare one integer, the sum of the bits of each element.
@@ -158,7 +149,7 @@ def bits_of(value: torch.Tensor) -> torch.Tensor:
     return plain.contiguous().view(-1).view(kinds[plain.element_size()])
 
 
-def differing(groups: Sequence[dist.ProcessGroup], numbers: torch.Tensor) -> list[int]:
+def differing(groups: Groups, numbers: torch.Tensor) -> list[int]:
     """At which places of a 1-D tensor of int64 the ranks have other numbers; collective."""
     bounds = torch.stack([numbers, -numbers])
     for group in groups:
@@ -170,16 +161,15 @@ def differing(groups: Sequence[dist.ProcessGroup], numbers: torch.Tensor) -> lis
 
 
 def _difference(rank: int, expected: list[Any], came: list[Any]) -> str:
-    for first, second in zip(expected, came, strict=False):
-        if first != second:
-            return (
-                f"the ranks shard different models: rank 0 has {first}, rank {rank} has {second}; "
-                "build the same model with the same options on every rank"
-            )
-    more, extra = (
-        (0, expected[len(came) :]) if len(expected) > len(came) else (rank, came[len(expected) :])
-    )
+    missing = object()
+    pairs = zip_longest(expected, came, fillvalue=missing)
+    first, second = next((one, other) for one, other in pairs if one != other)
+    text = f"rank 0 has {first}, rank {rank} has {second}"
+    if second is missing:
+        text = f"only rank 0 has {first}"
+    elif first is missing:
+        text = f"only rank {rank} has {second}"
     return (
-        f"the ranks shard different models: only rank {more} has {extra[0]}; build the same model "
-        "with the same options on every rank"
+        f"the ranks shard different models: {text}; build the same model with the same options on "
+        "every rank"
     )

@@ -5,28 +5,23 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 
 from zerocore._C import Waiting, note_end, watch_group
+from zerocore.common.patching import around
 
 STALL_SECONDS = "ZEROCORE_STALL_SECONDS"
 
 
 def stall_seconds() -> float | None:
-    """Seconds after which a collective that does not end is an error.
-
-    Returns:
-        0 for never, None for the timeout of the process group.
-
-    Raises:
-        ValueError: the environment variable is not a number of 0 or more.
-    """
+    """Seconds after which a collective that does not end is an error: 0 for never, None for the
+    timeout of the process group. ValueError if the environment variable is no such number."""
     text = os.environ.get(STALL_SECONDS, "")
     if not text:
         return None
@@ -75,19 +70,17 @@ def watch(control: dist.ProcessGroup | None) -> None:
         watch_group(dist.group.WORLD.group_name, beside=control.group_name)
 
 
-def watched_barrier(barrier: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def watched_barrier(
+    barrier: Any, group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any
+) -> Any:
     """``torch.distributed.barrier`` of the default group, in which the alarm is raised, too."""
-
-    @wraps(barrier)
-    def watched(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
-        world = dist.group.WORLD
-        has_own_timeout = len(args) > 1 or kwargs.get("timeout") is not None
-        if async_op or has_own_timeout or world is None or group not in (None, world):
-            return barrier(group, async_op, *args, **kwargs)
-        with waiting(world, "torch.distributed.barrier"):
-            return barrier(group, async_op, *args, **kwargs)
-
-    return watched
+    world = dist.group.WORLD
+    has_own_timeout = len(args) > 1 or kwargs.get("timeout") is not None
+    if async_op or has_own_timeout or world is None or group not in (None, world):
+        return barrier(group, async_op, *args, **kwargs)
+    with waiting(world, "torch.distributed.barrier"):
+        return barrier(group, async_op, *args, **kwargs)
 
 
 @cache

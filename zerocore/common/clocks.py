@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Clock(Protocol):
-    """Takes marks that are read later."""
+class Clock:
+    """Takes marks that are read later: on a device events on the current stream.
 
-    def mark(self) -> Any:
-        """The present, cheaply."""
-
-    def read_ns(self, mark: Any) -> int:
-        """A mark as nanoseconds of ``time.perf_counter_ns``."""
-
-
-class HostClock:
-    """Where computing is done when the call returns."""
-
-    def mark(self) -> int:
-        """Nanoseconds."""
-        return time.perf_counter_ns()
-
-    def read_ns(self, mark: int) -> int:
-        """The mark itself."""
-        return mark
-
-
-class StreamClock:
-    """Marks are events on the current stream: what was issued before them is done by then.
-
-    The device's time is tied to the host's when the clock is made, for which the host waits.
+    A CPU is done when a call returns, so its marks are the host's time. A device's time is tied to
+    the host's when the clock is made, for which the host waits.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._module = device, None
+        if device.type in ("cpu", "meta"):
+            return
         self._module = torch.get_device_module(device)
         self._module.synchronize(device)
         # The host may be interrupted before it reads its clock: the closest of five readings.
@@ -53,17 +34,16 @@ class StreamClock:
         return end - begin, end, mark
 
     def mark(self) -> Any:
-        """An event on the current stream; the host does not wait."""
+        """The present, cheaply: the host does not wait."""
+        if self._module is None:
+            return time.perf_counter_ns()
         event = self._module.Event(enable_timing=True)
         event.record(self._module.current_stream(self._device))
         return event
 
     def read_ns(self, mark: Any) -> int:
-        """Waits until the device has come by the mark."""
+        """A mark as nanoseconds of ``time.perf_counter_ns``, when the device has come by it."""
+        if isinstance(mark, int):
+            return mark
         mark.synchronize()
         return self._base_ns + round(self._base.elapsed_time(mark) * 1e6)
-
-
-def clock_of(device: torch.device) -> Clock:
-    """The clock by which modules on ``device`` compute."""
-    return HostClock() if device.type in ("cpu", "meta") else StreamClock(device)

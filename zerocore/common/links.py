@@ -51,14 +51,8 @@ LinkLike = Link | str | float
 
 
 def traffic_nbytes(op: str, nbytes: int, world_size: int) -> float:
-    """Bytes that one rank sends for a collective whose full buffer has ``nbytes``.
-
-    (N - 1) / N of the buffer for an all-gather or a reduce-scatter, and twice that for an
-    all-reduce, which is one of each.
-
-    Raises:
-        KeyError: another ``op``.
-    """
+    """Bytes that one rank sends for a collective whose full buffer has ``nbytes``: (N - 1) / N of
+    it, and for an all-reduce twice that."""
     return _SHARES[op] * nbytes * (world_size - 1) / world_size
 
 

@@ -22,11 +22,7 @@ class NvmlUnavailable(RuntimeError):
 
 
 def driver_version() -> str:
-    """Version of the driver, also where torch sees no device.
-
-    Raises:
-        NvmlUnavailable: no nvidia-ml-py, or no driver.
-    """
+    """Version of the driver, also where torch sees no device; NvmlUnavailable without one."""
     nvml = load_nvml()
     try:
         nvml.nvmlInit()

@@ -31,7 +31,6 @@ def render_table(
 
 
 def _drawn(rows: Sequence[Sequence[str]], width: int) -> str:
-    """As rich draws it; empty without rich."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -50,10 +49,6 @@ def _drawn(rows: Sequence[Sequence[str]], width: int) -> str:
 
 
 def _plain(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        first = row[0].ljust(widths[0])
-        rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        lines.append("  ".join([first, *rest]).rstrip())
-    return "\n".join(lines)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    return "\n".join("  ".join(row).rstrip() for row in cells)

@@ -25,7 +25,7 @@ from zerocore.model.state import Param, ShardState, Unit, drop_state
 from zerocore.model.unit_call import UnitCall, note_unit_call
 from zerocore.reporting.out_of_memory import explain_forward
 from zerocore.sharding.build import make_engine, map_host_memory, start
-from zerocore.tensor import updates
+from zerocore.tensor import pending_host_updates
 from zerocore.tensor.parameter import make_alike
 from zerocore.tensor.rows import (
     RowShard,
@@ -142,7 +142,7 @@ class Root:
         state = ShardState(engine, config, tuple(ranks), device)
         if config.offload is not None:
             map_host_memory(engine, ranks[0], device)
-            updates.watch(ref(state))  # optimizers wait for loads that are under way
+            pending_host_updates.watch(ref(state))  # optimizers wait for loads that are under way
         for path, group in self.groups:
             if group.params:
                 self._add_unit(state, path, group, meshes.index(group.mesh))

@@ -1,14 +1,14 @@
-"""Refuses the broadcast of a module's states where they are shards, which ranks would lose."""
+"""Refuses broadcasts of shards, which would lose them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from zerocore.common.patching import around
 from zerocore.tensor.place import Placed, leaves
 
 # Before 2.13 torch does not ask the tensors of these, as it does those of the other collectives.
@@ -18,36 +18,30 @@ UNASKED = (
 )
 
 
-def sends_no_shards(send: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def sends_no_shards(
+    send: Any, group: Any, tensors: Sequence[Any], *args: Any, **kwargs: Any
+) -> Any:
     """The broadcast of a list of tensors, which refuses shards before anything is sent.
 
     Other collectives of shards are refused by their rules. This one, with which wrappers and
     trainers give all ranks the module of rank 0, goes past them.
     """
-
-    @wraps(send)
-    def check_first(group: Any, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        for tensor in tensors:
-            if isinstance(tensor, Placed) and tensor.place.group is not None:
-                raise TypeError(
-                    f"broadcast of the shard of '{tensor.place.fqn}': each rank holds other "
-                    "elements and would lose them. zerocore.shard has given all ranks the values "
-                    "of rank 0; leave the broadcast out, or where a trainer does it use "
-                    "zerocore.integrations (transformers, accelerate, lightning)"
-                )
-        return send(group, tensors, *args, **kwargs)
-
-    return check_first
+    for tensor in tensors:
+        if isinstance(tensor, Placed) and tensor.place.group is not None:
+            raise TypeError(
+                f"broadcast of the shard of '{tensor.place.fqn}': each rank holds other "
+                "elements and would lose them. zerocore.shard has given all ranks the values "
+                "of rank 0; leave the broadcast out, or where a trainer does it use "
+                "zerocore.integrations (transformers, accelerate, lightning)"
+            )
+    return send(group, tensors, *args, **kwargs)
 
 
-def asks_shards(function: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def asks_shards(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A collective that lets shards among its tensors decide, by their rules."""
-
-    @wraps(function)
-    def ask_first(*args: Any, **kwargs: Any) -> Any:
-        tensors = tuple(value for value in leaves((args, kwargs)) if isinstance(value, Tensor))
-        if has_torch_function(tensors):
-            return handle_torch_function(ask_first, tensors, *args, **kwargs)
-        return function(*args, **kwargs)
-
-    return ask_first
+    tensors = tuple(value for value in leaves((args, kwargs)) if isinstance(value, Tensor))
+    if has_torch_function(tensors):
+        return handle_torch_function(function, tensors, *args, **kwargs)
+    return function(*args, **kwargs)

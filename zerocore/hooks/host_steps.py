@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from zerocore._C import show_grad
 from zerocore.hooks.optimizer_states import params_of
-from zerocore.tensor import updates
+from zerocore.tensor import pending_host_updates
+from zerocore.tensor.functions import Args, Kwargs
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 
 # The tensors that each optimizer sees in a step: the parameter, the device's gradient, the host's.
@@ -26,7 +27,7 @@ _shown: WeakKeyDictionary[Optimizer, _Shown] = WeakKeyDictionary()
 
 
 def with_host_gradients(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    optimizer: Optimizer, args: Args, kwargs: Kwargs
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Shows the host's gradients to a step, and again where its closure goes backward."""
     _show_host_gradients(optimizer)
@@ -47,7 +48,7 @@ def show_device_gradients(optimizer: Optimizer) -> None:
 
 
 def _show_host_gradients(optimizer: Optimizer) -> None:
-    updates.finish()
+    pending_host_updates.finish()
     shown = _shown.setdefault(optimizer, [])
     with torch._C.DisableTorchFunctionSubclass():
         for param in params_of(optimizer):

@@ -33,11 +33,7 @@ def watch_loads(model: nn.Module, state: ShardState) -> None:
 
 
 def _check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Shards of another place are refused, even of the same size; full values are copied in part.
-
-    Raises:
-        ValueError: names the parameter and both places.
-    """
+    """Refuses shards of another place, even of the same size; full values are copied in part."""
     for name, param in module._parameters.items():
         if isinstance(param, ShardedParameter):
             _check_place(prefix + name, state_dict.get(prefix + name), param)

@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from zerocore.common.agreement import together
+from zerocore.common.patching import around
 from zerocore.hooks.optimizer_states import fit_states, params_of, place_states, wrap_states
 from zerocore.tensor.parameter import ShardedParameter
 
@@ -31,43 +32,43 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.Adadelta,
     optim.ASGD,
 )
-# Why each of these cannot update shards; by name, as a torch may lack one.
-_REFUSED = {
-    "LBFGS": "its dot products are taken over all parameters at once, of which a rank has a part",
-    "Adafactor": "it keeps means over rows and columns of matrices, and shards have none",
-    "Muon": "it orthogonalises whole matrices, of which a rank has a part",
-    "SparseAdam": "it takes sparse gradients, and those of a sharded model are dense",
+_OTHERS = "an optimizer of single elements, such as torch.optim.AdamW, SGD or zerocore.optim.AdamW"
+# Why each of these cannot update shards, and what to use.
+_REFUSED: dict[type[Optimizer], tuple[str, str]] = {
+    optim.LBFGS: (
+        "its dot products are taken over all parameters at once, of which a rank has a part",
+        _OTHERS,
+    ),
+    optim.Adafactor: (
+        "it keeps means over rows and columns of matrices, and shards have none",
+        "zerocore.optim.owned(torch.optim.Adafactor, params, ...), which gives each parameter to "
+        "one rank in full",
+    ),
+    optim.Muon: (
+        "it orthogonalises whole matrices, of which a rank has a part",
+        "zerocore.optim.Muon, which is the same on shards",
+    ),
+    optim.SparseAdam: (
+        "it takes sparse gradients, and those of a sharded model are dense",
+        _OTHERS,
+    ),
 }
 
 
-_OTHERWISE = (
-    "Use an optimizer of single elements, such as torch.optim.AdamW, SGD or zerocore.optim.AdamW"
-)
-_ADVICE = {
-    "Adafactor": "Use zerocore.optim.owned(torch.optim.Adafactor, params, ...), which gives each "
-    "parameter to one rank in full",
-    "Muon": "Use zerocore.optim.Muon, which is the same on shards",
-}
-
-
-def checks_shards(add: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def checks_shards(add: Any, self: Optimizer, param_group: dict[str, Any]) -> None:
     """``Optimizer.add_param_group`` that refuses shards which the optimizer cannot update."""
-
-    @wraps(add)
-    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-        add(self, param_group)
-        params = self.param_groups[-1]["params"]
-        sharded = [param for param in params if isinstance(param, ShardedParameter)]
-        if sharded:
-            try:
-                _refuse(self, sharded)
-            except ValueError:
-                self.param_groups.pop()
-                raise
-            _watch_state_dicts(self)
-            _keep_eager(type(self))
-
-    return add_param_group
+    add(self, param_group)
+    params = self.param_groups[-1]["params"]
+    sharded = [param for param in params if isinstance(param, ShardedParameter)]
+    if sharded:
+        try:
+            _refuse(self, sharded)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        _watch_state_dicts(self)
+        _keep_eager(type(self))
 
 
 def _keep_eager(cls: Any) -> None:
@@ -78,16 +79,14 @@ def _keep_eager(cls: Any) -> None:
 
 
 def _refuse(optimizer: Optimizer, sharded: list[ShardedParameter]) -> None:
-    for name, reason in _REFUSED.items():
-        cls = getattr(optim, name, None)
-        if cls is None or not isinstance(optimizer, cls):
+    for cls, (reason, other) in _REFUSED.items():
+        if not isinstance(optimizer, cls):
             continue
-        if name == "LBFGS" and all(param.place.group is None for param in sharded):
+        if cls is optim.LBFGS and all(param.place.group is None for param in sharded):
             return  # every rank holds all elements, and all of it is the same on all ranks
         raise ValueError(
             f"{type(optimizer).__name__} cannot update '{sharded[0].fqn}', which is sharded: "
-            f"{reason}. {_ADVICE.get(name, _OTHERWISE)}, or give it parameters that are not "
-            "sharded"
+            f"{reason}. Use {other}, or give it parameters that are not sharded"
         )
 
 
@@ -138,24 +137,9 @@ def _watch_state_dicts(optimizer: Optimizer) -> None:
 
 
 def _fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """As ``fit_states``, on all ranks together."""
     shards = (param for param in params_of(optimizer) if isinstance(param, ShardedParameter))
     with ExitStack() as stack:
         for state in filter(None, {param.state_ref(): None for param in shards}):
             stack.enter_context(together(state.ranks.groups, state.device))
         fitted = fit_states(optimizer, state_dict)
     return fitted
-
-
-# -- before a step ------------------------------------------------------------------------------
-
-
-def check_outside_of_unsharded(optimizer: Optimizer) -> None:
-    """Raises RuntimeError if a parameter's full value stands in its place now."""
-    for param in params_of(optimizer):
-        state = param.state_ref() if isinstance(param, ShardedParameter) else None
-        if state is not None and state.shown_full[param.unit] > 0:
-            raise RuntimeError(
-                f"optimizer.step() inside of zerocore.unsharded: '{param.fqn}' is shown in full "
-                "there, and the update of its shard would be lost. Call step() outside"
-            )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from itertools import chain
 from typing import Any, TypeVar
@@ -12,26 +14,47 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerocore.common.state_memory import state_memory
 from zerocore.tensor.parameter import LocalShard, ShardedParameter
 from zerocore.tensor.place import Place, Placed, local_of
 from zerocore.tensor.rows import as_part, local_part
 
+_is_filled = ContextVar("is_filled", default=False)
+
+
+@contextmanager
+def filled_later() -> Iterator[None]:
+    """Inside, :func:`state_memory` leaves memory as it is; who asks for it fills or drops it."""
+    token = _is_filled.set(True)
+    try:
+        yield
+    finally:
+        _is_filled.reset(token)
+
+
+def state_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1-D memory of states that are zeros at first."""
+    make = torch.empty if _is_filled.get() else torch.zeros
+    return make(numel, dtype=dtype, device=device)
+
+
 # Numbers, not elements: in the state of a parameter without dimensions they look alike.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
-_NAMES = ("params", "param_names")  # of a group; not options
 _P = TypeVar("_P", bound=Tensor)
 
 
 def is_of_shards(optimizer: Optimizer) -> bool:
-    """Whether the optimizer updates a sharded parameter."""
     return any(isinstance(param, ShardedParameter) for param in params_of(optimizer))
 
 
 def params_of(optimizer: Optimizer) -> list[Any]:
     """The parameters in the order in which state dicts count them."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters and their names."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def as_shard(local: Tensor, place: Place) -> LocalShard:
@@ -72,17 +95,12 @@ def place_states(optimizer: Optimizer) -> None:
 
 
 def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of a state dict: its shards, or its parts of full tensors.
-
-    An option that the saved groups lack keeps the value that it has.
-
-    Raises:
-        ValueError: a state of other elements or of another shape; names the parameter.
-    """
+    """This rank's part of a state dict: its shards, or its parts of full tensors. An option that
+    the saved groups lack keeps its value. ValueError with the parameter's name."""
     if len(state_dict["param_groups"]) != len(optimizer.param_groups):
         return state_dict  # torch says so
     groups = [
-        {**{key: value for key, value in own.items() if key not in _NAMES}, **new}
+        {**options_of(own), **new}
         for own, new in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     ]
     saved = list(chain.from_iterable(group["params"] for group in groups))
@@ -97,11 +115,7 @@ def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
 
 
 def fitted(param: ShardedParameter, key: str, value: Any) -> Any:
-    """A state's value as a shard at the parameter's place; what holds no elements as it is.
-
-    Raises:
-        ValueError: a state of other elements or of another shape; names the parameter.
-    """
+    """A state's value as a shard; what holds no elements stays as it is."""
     place = param.place
     if isinstance(value, Placed):
         _check_place(param, key, value.place)
@@ -175,10 +189,8 @@ def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any
             yield key, as_shard(zeros, param.place)
         else:
             full = torch.full_like(local, value.item(), dtype=value.dtype)
-            yield (
-                key,
-                as_shard(full, param.place) if isinstance(param, Placed) else as_part(full, param),
-            )
+            is_shard = isinstance(param, Placed)
+            yield key, as_shard(full, param.place) if is_shard else as_part(full, param)
 
 
 def _elements_of(param: Any) -> Tensor:
@@ -192,11 +204,9 @@ def stepped_state(
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's, which counts the optimizer's steps
-    options = {key: value for key, value in group.items() if key != "param_names"}
-    twin.param_groups = [{**options, "params": [probe]}]
+    twin.param_groups = [{**options_of(group), "params": [probe]}]
     twin.state = defaultdict(dict)
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
     twin.step()
-    state: dict[str, Any] = twin.state[probe]
-    return state
+    return twin.state[probe]

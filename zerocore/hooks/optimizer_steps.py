@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from zerocore._C import UpdatedUnit
 from zerocore.hooks.host_steps import show_device_gradients, with_host_gradients
-from zerocore.hooks.optimizer_rules import check_outside_of_unsharded
 from zerocore.hooks.optimizer_states import params_of
 from zerocore.model.state import ShardState
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.rows import shard_of
+from zerocore.tensor.rules import check_not_shown_full
 
 _log = logging.getLogger("zerocore")
 _MISTAKE = "_zerocore_mistake"  # what to say to an optimizer that holds the parameter
@@ -53,7 +53,6 @@ class ShardOptimizer(Optimizer):
 
 
 def _known(optimizer: Optimizer) -> ShardOptimizer | type[ShardOptimizer]:
-    """Says what the steps of any optimizer do."""
     return optimizer if isinstance(optimizer, ShardOptimizer) else ShardOptimizer
 
 
@@ -72,7 +71,6 @@ _updates = WeakKeyDictionary()
 
 
 def mark_replaced(param: nn.Parameter, fqn: str) -> None:
-    """Remembers that ``param`` was replaced by shards."""
     mistake = (
         f"the optimizer was built before zerocore.shard: it holds the old parameter '{fqn}', which "
         "the model does not use any more. Build the optimizer after shard, from model.parameters()"
@@ -154,31 +152,28 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if known is None or known[0] != key:
         check_not_stale(optimizer)
         _updates[optimizer] = (key, _find_updates(optimizer))
-    if any(_is_shown_full(updated.state_ref()) for updated in _updates[optimizer][1]):
-        check_outside_of_unsharded(optimizer)
+    pairs = [(each, state) for each in _updates[optimizer][1] if (state := each.state_ref())]
+    if any(state.shown_full.total() > 0 for _, state in pairs):
+        check_not_shown_full("optimizer.step", params_of(optimizer))
     casts = _known(optimizer).casts_model_weights
     reads_on_host = False
-    for updated in _updates[optimizer][1]:
-        if (state := updated.state_ref()) is not None:
-            _check_offload(optimizer, state)
-            reads_on_host = reads_on_host or _reads_on_host(optimizer, state)
-            state.finish_reads()
-            state.engine.begin_update(updated.units, casts)
+    for updated, state in pairs:
+        _check_offload(optimizer, state)
+        reads_on_host = reads_on_host or _reads_on_host(optimizer, state)
+        state.finish_reads()
+        state.engine.begin_update(updated.units, casts)
     return with_host_gradients(optimizer, args, kwargs) if reads_on_host else None
 
 
 def _reads_on_host(optimizer: Optimizer, state: ShardState) -> bool:
     """Whether the step itself reads gradients on the host that come off a device."""
-    config = state.config
-    if state.device.type == "cpu" and not state.engine.lands_gradients:
+    if state.config.offload is None:
         return False
-    updates_itself = not _known(optimizer).updates_on_host
-    on_device = not config.leaves("states")
-    return config.offload is not None and (updates_itself or on_device)
+    come_off = state.device.type != "cpu" or state.engine.lands_gradients
+    return come_off and not (_known(optimizer).updates_on_host and state.config.leaves("states"))
 
 
 def _check_offload(optimizer: Optimizer, state: ShardState) -> None:
-    """Raises ValueError if the optimizer cannot update what has left the device."""
     offload, name = state.config.offload, type(optimizer).__name__
     if offload is None or _known(optimizer).updates_on_host:
         return
@@ -200,13 +195,8 @@ def _check_offload(optimizer: Optimizer, state: ShardState) -> None:
         )
 
 
-def _is_shown_full(state: ShardState | None) -> bool:
-    return state is not None and state.shown_full.total() > 0
-
-
 @_disable_dynamo
 def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Torch's hook after each step."""
     show_device_gradients(optimizer)
     casts = _known(optimizer).casts_model_weights
     # Version counters show in-place updates, not those an optimizer makes through `.data`.

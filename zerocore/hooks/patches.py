@@ -18,16 +18,15 @@ from torch.utils import _foreach_utils
 
 from zerocore.common import alarm
 from zerocore.hooks import (
-    applied_functions,
-    backward_calls,
+    autograd_calls,
     broadcasts,
-    moves,
+    module_moves,
     optimizer_rules,
     optimizer_steps,
     pipelines,
     registration,
 )
-from zerocore.model import state, wrappers
+from zerocore.model import refusals, state
 from zerocore.tensor import rules
 from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
 
@@ -53,17 +52,17 @@ _ELEMENTWISE = [cls.__name__ for cls in optimizer_rules.ELEMENTWISE]
 
 PATCHES = (
     *(Patch("torch.nn.init", name, rules.initialises_shards) for name in _INITIALISERS),
-    Patch("torch.nn.Module", "_apply", moves.spares_shards),
-    Patch("torch.nn.utils.parametrize.ParametrizationList", "__init__", wrappers.takes_no_shard),
+    Patch("torch.nn.Module", "_apply", module_moves.spares_shards),
+    Patch("torch.nn.utils.parametrize.ParametrizationList", "__init__", refusals.takes_no_shard),
     Patch("torch.optim.Optimizer", "add_param_group", optimizer_rules.checks_shards),
     *(
         Patch(f"torch.optim.{name}", "step", optimizer_rules.without_rules)
         for name in (*_ELEMENTWISE, "LBFGS")
     ),
-    Patch("torch.autograd", "backward", backward_calls.noted),
-    Patch("torch.autograd", "grad", backward_calls.noted),
-    Patch("torch.autograd.graph", "_get_grad_fn_or_grad_acc", backward_calls.takes_full),
-    Patch("torch.autograd.function._SingleLevelFunction", "apply", applied_functions.reads_in_full),
+    Patch("torch.autograd", "backward", autograd_calls.noted),
+    Patch("torch.autograd", "grad", autograd_calls.noted),
+    Patch("torch.autograd.graph", "_get_grad_fn_or_grad_acc", autograd_calls.takes_full),
+    Patch("torch.autograd.function._SingleLevelFunction", "apply", autograd_calls.reads_in_full),
     Patch("torch.distributed", "barrier", alarm.watched_barrier),
     Patch("torch.distributed", "_broadcast_coalesced", broadcasts.sends_no_shards),
     *(
@@ -114,7 +113,6 @@ def install() -> None:
 
 
 def _replace_imported(functions: Mapping[int, tuple[Any, Any]]) -> None:
-    """Replaces the functions where modules have imported them by name."""
     for module in list(sys.modules.values()):
         names = vars(module) if isinstance(module, ModuleType) else {}
         for name, value in list(names.items()):

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
+from zerocore.model.refusals import elsewhere, refusal, refuse_fully_shard, wrapper_name
 from zerocore.model.state import ShardState, find_state
-from zerocore.model.wrappers import elsewhere, refusal, refuse_fully_shard, wrapper_name
 from zerocore.tensor.parameter import ShardedParameter
 
 # Modules of sharded models: the state they belong to, and their name.

@@ -37,10 +37,7 @@ class Accelerator(accelerate.Accelerator):
     _optimizers: list[Any]
 
     def prepare_model(
-        self,
-        model: nn.Module,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Notes a sharded ``model`` and returns it.
 
@@ -50,8 +47,7 @@ class Accelerator(accelerate.Accelerator):
         """
         state = find_state(model)
         if state is None:
-            prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
-            return prepared
+            return super().prepare_model(model, device_placement, evaluation_mode)
         check_precision(state, self.mixed_precision, "Accelerator")
         if self.state.dynamo_plugin.backend.value.lower() not in ("no", ""):
             raise ValueError(
@@ -67,15 +63,13 @@ class Accelerator(accelerate.Accelerator):
         """Accumulates gradients without communicating, as :func:`zerocore.no_sync`."""
         if find_state(model) is not None:
             return no_sync(model)
-        held: AbstractContextManager[None] = super().no_sync(model)
-        return held
+        return super().no_sync(model)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Full parameters on the CPU of rank 0, ``{}`` elsewhere; all ranks call."""
         if find_state(model) is not None:
             return full_state_dict(model)
-        values: dict[str, Any] = super().get_state_dict(model, unwrap)
-        return values
+        return super().get_state_dict(model, unwrap)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Saves as ever what is not sharded, and sharded models with their optimizers as shards.
@@ -90,11 +84,7 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Loads what ``save_state`` has saved.
-
-        Raises:
-            FileNotFoundError: the folder has no shards, as that of another accelerator.
-        """
+        """Loads what ``save_state`` has saved; FileNotFoundError if there are no shards."""
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
             input_dir = str(max(folders, key=lambda path: int(path.name.split("_")[-1])))

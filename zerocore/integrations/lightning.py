@@ -41,7 +41,6 @@ class _Sharding:
         return model if find_state(model) is not None else shard(model, **self._shard_options)
 
     def _take_precision(self, plugin: Any, kinds: tuple[type, ...], plain: Any) -> Any:
-        """Turns autocast into mixed precision of the sharded model."""
         if not isinstance(plugin, kinds):
             return plugin
         name: str = getattr(plugin, "precision", "")
@@ -107,19 +106,15 @@ class ShardedStrategy(_Sharding, DDPStrategy):
             )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
         return self._run_step("training_step", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
         return self._run_step("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
         return self._run_step("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
         return self._run_step("predict_step", args, kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -29,17 +29,11 @@ class ShardFolders:
         self._checkpoints.save(steps[-1] + 1 if steps else 0)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Loads what ``save`` has saved, on any number of ranks; all call.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: it does not fit.
-        """
+        """Loads what ``save`` has saved, on any number of ranks; all must call."""
         self._checkpoints.folder = Path(folder, self._name)
         if self._checkpoints.load() is None:
             raise FileNotFoundError(f"no checkpoint of shards in {self._checkpoints.folder}")
 
     @staticmethod
     def exist(folder: str | os.PathLike[str], name: str = "zerocore") -> bool:
-        """Whether something was saved there."""
         return Path(folder, name).exists()

@@ -42,11 +42,7 @@ def backward_reads(module: nn.Module) -> bool:
 
 
 def units_by_module(units: Iterable[Sequence[nn.Module]]) -> UnitsOf:
-    """The units that each module enters.
-
-    Args:
-        units: the modules whose calls enter each of them.
-    """
+    """The units that each module enters, from the modules whose calls enter each unit."""
     found: dict[int, tuple[int, ...]] = {}
     for index, modules in enumerate(units):
         for module in modules:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -37,12 +37,17 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _cast_dict(value: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
+def _changed(items: Iterable[tuple[Any, Any]], dtype: torch.dtype) -> dict[Any, Any]:
     changed = {}
-    for key, item in value.items():
+    for key, item in items:
         new = cast_floats(item, dtype)
         if new is not item:
             changed[key] = new
+    return changed
+
+
+def _cast_dict(value: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
+    changed = _changed(value.items(), dtype)
     if not changed:
         return value
     if type(value) is dict:
@@ -54,12 +59,8 @@ def _cast_dict(value: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
 
 
 def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
-    changed = {}
-    for field in dataclasses.fields(value):
-        item = getattr(value, field.name, None)
-        new = cast_floats(item, dtype)
-        if new is not item:
-            changed[field.name] = new
+    names = [field.name for field in dataclasses.fields(value)]
+    changed = _changed([(name, getattr(value, name, None)) for name in names], dtype)
     if not changed:
         return value
     # Not replace(): it runs __init__ and __post_init__ again, on values that went through them.

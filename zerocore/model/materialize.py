@@ -15,11 +15,7 @@ InitFn = Callable[[nn.Module], None]
 def full_values(
     params: list[ParamChoice], device: torch.device, init: InitFn | None
 ) -> list[Tensor]:
-    """The full values of a unit's parameters, those on the meta device initialised now.
-
-    Raises:
-        ValueError: a module with meta parameters that nothing can initialise.
-    """
+    """The full values of a unit's parameters, those on the meta device initialised now."""
     modules: list[nn.Module] = []
     for choice in params:
         if choice.param.is_meta:
@@ -36,11 +32,7 @@ def full_values(
 
 
 def materialize_buffers(model: nn.Module, device: torch.device, init: InitFn | None) -> None:
-    """Initialises modules that have buffers but no parameters on the meta device.
-
-    Raises:
-        ValueError: a module with meta buffers that nothing can initialise.
-    """
+    """Initialises modules that have meta buffers but no meta parameters."""
     for name, module in model.named_modules():
         metas = [
             key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta

@@ -32,17 +32,9 @@ class Count:
 class Step:
     """One step, from its first forward to the next step's, or to the last update.
 
-    Attributes:
-        number: from 0 on.
-        step_ns: its length on the host's clock.
-        outside_ns: the part of it after the optimizer's update, such as loading of data.
+    Attributes: as of ``StepFigures`` in ``reporting``, on the host's clock, and
         counts: collectives, by operation.
         exchanged: all-to-alls of an optimizer of whole matrices, and the bytes that this rank sent.
-        pool_nbytes: most bytes of the bucket pool in use in it.
-        num_pool_allocations: how often the bucket pool took memory from the device's allocator.
-        num_retries: times that torch's allocator freed its cache as memory was short; None where
-            it does not count.
-        num_device_allocations: its calls to the device's own allocation; None likewise.
         records: trace of the engine, if this step was sampled.
     """
 
@@ -56,15 +48,6 @@ class Step:
     num_retries: int | None
     num_device_allocations: int | None
     records: list[TraceRecord] | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Counted so far: by the engine since ``shard``, by torch's allocator in this process."""
-
-    operations: dict[str, OpCounter]
-    num_pool_allocations: int
-    allocator: AllocatorCounts | None
 
 
 def increase(before: int, after: int) -> int:
@@ -109,11 +92,7 @@ class Meters:
 
     @contextmanager
     def recording(self) -> Iterator[list[TraceRecord]]:
-        """Records for the user; sampling pauses meanwhile. The list is filled at the end.
-
-        Raises:
-            ValueError: a recording is under way.
-        """
+        """Records for the user, who gets the list at the end; raises ValueError if nested."""
         if self._recording:
             raise ValueError("this model is being recorded already; recordings do not nest")
         self._read()
@@ -136,21 +115,19 @@ class Meters:
         self._engine.forget_recent_peak()
         self._begin_ns = time.perf_counter_ns()
 
-    def _totals(self) -> Totals:
-        return Totals(
-            self._engine.counters,
-            self._engine.pool_stats.num_allocations,
-            allocator_counts(self._device),
-        )
+    def _totals(self) -> tuple[dict[str, OpCounter], int, AllocatorCounts | None]:
+        """Counted by the engine since ``shard``, and by torch's allocator in this process."""
+        engine = self._engine
+        return engine.counters, engine.pool_stats.num_allocations, allocator_counts(self._device)
 
     def _close(self, end_ns: int) -> None:
-        before, after = self._before, self._totals()
+        counters, num_allocations, allocator = self._totals()
+        before, num_allocations_before, allocator_before = self._before
         changes = {
-            op: Count(counter.count - earlier.count, counter.nbytes - earlier.nbytes)
-            for (op, counter), earlier in zip(
-                after.operations.items(), before.operations.values(), strict=True
+            op: Count(
+                counters[op].count - before[op].count, counters[op].nbytes - before[op].nbytes
             )
-            if op in (*COLLECTIVES, EXCHANGE)
+            for op in (*COLLECTIVES, EXCHANGE)
         }
         exchanged = changes.pop(EXCHANGE)
         step = Step(
@@ -160,8 +137,8 @@ class Meters:
             changes,
             exchanged,
             self._engine.pool_stats.recent_peak_nbytes,
-            after.num_pool_allocations - before.num_pool_allocations,
-            *_allocations(before.allocator, after.allocator),
+            num_allocations - num_allocations_before,
+            *_allocations(allocator_before, allocator),
         )
         self._steps.append(step)
         self._num_steps += 1
@@ -180,11 +157,8 @@ class Meters:
 
 def _allocations(
     before: AllocatorCounts | None, after: AllocatorCounts | None
-) -> tuple[int, int] | tuple[None, None]:
-    """Retries and device allocations in between."""
+) -> tuple[int | None, int | None]:
     if before is None or after is None:
         return None, None
-    return (
-        increase(before.num_retries, after.num_retries),
-        increase(before.num_device_allocations, after.num_device_allocations),
-    )
+    num_retries = increase(before.num_retries, after.num_retries)
+    return num_retries, increase(before.num_device_allocations, after.num_device_allocations)

@@ -72,7 +72,6 @@ class Offload:
 
     @property
     def uses_disk(self) -> bool:
-        """Whether a part is on disk."""
         return "disk" in self.places
 
     def check_stage(self, stage: int) -> None:

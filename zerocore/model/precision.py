@@ -117,11 +117,7 @@ def _matches(name: str, fqn: str) -> bool:
 def param_types(
     mixed: MixedPrecision | None, fqn: str, own: torch.dtype, requires_grad: bool
 ) -> ParamTypes:
-    """The dtypes of a parameter of dtype ``own``.
-
-    Raises:
-        ValueError: the parameter would have to be cast from a dtype that cannot be cast.
-    """
+    """The dtypes of a parameter of dtype ``own``; raises ValueError if it cannot be cast."""
     if mixed is None or not own.is_floating_point:
         return ParamTypes(own, own, own, own)
     base = (mixed.main_dtype or own) if requires_grad else own

@@ -25,11 +25,7 @@ HIGHEST_STAGE = STAGES[-1]
 
 
 def placements_of(stage: int) -> Placements:
-    """The state that a stage shards.
-
-    Raises:
-        KeyError: there is no such stage.
-    """
+    """The state that a stage shards; raises KeyError if there is none."""
     return _PLACEMENTS[stage]
 
 

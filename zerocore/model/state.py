@@ -122,7 +122,6 @@ _states: WeakSet[ShardState] = WeakSet()
 
 
 def set_state(model: nn.Module, state: ShardState) -> None:
-    """Attaches the state to the model."""
     model.__dict__[_STATE] = state
     _states.add(state)
     ShardState.num_made += 1

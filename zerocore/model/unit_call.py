@@ -12,7 +12,7 @@ from torch import nn
 
 from zerocore._C import Engine
 from zerocore.model.casting import cast_floats
-from zerocore.model.wrappers import fsdp_mark
+from zerocore.model.refusals import fsdp_mark
 
 _UNIT_CALL = "_zerocore_unit_call"
 # (what was raised, the state, units of the module that was called)

@@ -94,14 +94,10 @@ def _find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             continue
         children = list(module.named_children())
         is_list = isinstance(module, nn.ModuleList | nn.Sequential)
-        if is_list and len(children) > 1 and _same_class(child for _, child in children):
+        if is_list and len(children) > 1 and len({type(child) for _, child in children}) == 1:
             chosen.append(name)
             blocks += [(f"{name}.{key}" if name else key, child) for key, child in children]
     return [(name, block) for name, block in blocks if any(True for _ in block.parameters())]
-
-
-def _same_class(modules: Iterable[nn.Module]) -> bool:
-    return len({type(module) for module in modules}) == 1
 
 
 def _resolve(model: nn.Module, units: Sequence[UnitChoice]) -> list[tuple[str, nn.Module]]:
@@ -137,7 +133,11 @@ def _resolve(model: nn.Module, units: Sequence[UnitChoice]) -> list[tuple[str, n
 def _make_units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[UnitPlanned]:
     """Blocks, and every largest module without blocks in it, in order of registration."""
     block_ids = {id(block) for _, block in blocks}
-    inside = _ancestors(model, block_ids)
+    inside = {
+        id(module)
+        for module in model.modules()
+        if any(id(inner) in block_ids for inner in module.modules() if inner is not module)
+    }
     planned: list[UnitPlanned] = []
     seen: set[int] = set()
 
@@ -158,15 +158,6 @@ def _make_units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[U
 
     visit("", model, False)
     return planned
-
-
-def _ancestors(model: nn.Module, ids: set[int]) -> set[int]:
-    """Modules that contain one of ``ids``, not counting themselves."""
-    found: set[int] = set()
-    for module in model.modules():
-        if any(id(inner) in ids for inner in module.modules() if inner is not module):
-            found.add(id(module))
-    return found
 
 
 def _assign(

@@ -19,7 +19,7 @@ from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.optim.flat_states import State, adopt_states, allocate_states, check_loaded
 from zerocore.optim.kernel_calls import UpdatePlan, global_norm, make_plan
 from zerocore.reporting.out_of_memory import explain_step
-from zerocore.tensor import updates
+from zerocore.tensor import pending_host_updates
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.rows import local_part, shard_of
 
@@ -144,7 +144,7 @@ class AdamW(ShardOptimizer):
         for batch in plan.batches:
             batch.run(grads, grad_scale, found_inf)
             if batch.host is not None:
-                updates.begin(batch.host.state_ref)
+                pending_host_updates.begin(batch.host.state_ref)
 
     def synchronize(self) -> None:
         """Blocks until a step on the host is done, which may go on after :meth:`step` has returned.
@@ -155,7 +155,7 @@ class AdamW(ShardOptimizer):
         Raises:
             RuntimeError: what went wrong in the step.
         """
-        updates.finish()
+        pending_host_updates.finish()
 
     def _make_plan(
         self, params: list[Tensor], grads: list[Any], kinds: list[torch.dtype | None]
@@ -287,7 +287,6 @@ class AdamW(ShardOptimizer):
         return names
 
     def _label(self, param: Tensor) -> str:
-        """How an error calls a parameter."""
         if (shard := shard_of(param)) is not None:
             return f"parameter '{shard.fqn}'"
         for number, group in enumerate(self.param_groups):
@@ -302,7 +301,7 @@ class AdamW(ShardOptimizer):
         return {**super().__getstate__(), "clip_grad_norm": self.clip_grad_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        updates.finish()
+        pending_host_updates.finish()
         groups, loaded = state["param_groups"], state["state"]
         params = [param for group in groups for param in group["params"]]
         for group in groups:

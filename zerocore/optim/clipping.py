@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerocore.common.alarm import operation, waiting
-from zerocore.tensor import updates
+from zerocore.tensor import pending_host_updates
 from zerocore.tensor.reductions import reduce_norms
 from zerocore.tensor.rows import groups_of, local_part, shard_of
 
@@ -96,7 +96,7 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type: expected p > 0 or inf, got {norm_type}")
     if not bound >= 0:
         raise ValueError(f"max_norm: expected 0 or more, got {max_norm}")
-    updates.finish()
+    pending_host_updates.finish()
     parts = _Parts(parameters)
     total = parts.norm(p)
     if error_if_nonfinite and not total.isfinite():

@@ -16,6 +16,8 @@ from zerocore.model.state import ShardState
 from zerocore.planning.ownership import Grid, Round
 from zerocore.tensor.parameter import ShardedParameter
 
+Arrival = Callable[[], list[Tensor]]  # waits for tensors
+
 
 @dataclass(frozen=True)
 class Lanes:
@@ -51,7 +53,6 @@ class Lanes:
         return Lanes(grid, rank, shards, replicas, state)
 
     def shard_ranges(self, param: ShardedParameter) -> list[tuple[int, int]]:
-        """A parameter's elements on each shard."""
         layout = self.state.engine.layout(param.unit)
         owned = [layout.owned(param.position, shard) for shard in range(self.grid.num_shards)]
         return [(part.begin, part.end) for part in owned]
@@ -61,19 +62,22 @@ def _transfer(
     lanes: Lanes,
     group: dist.ProcessGroup,
     send: Tensor,
-    counts: tuple[Sequence[int], Sequence[int]],
+    sent: Sequence[int],
+    received: Sequence[int],
     total: int,
 ) -> Exchange:
     """An all-to-all of 1-D messages, rank after rank.
 
     Args:
-        counts: elements for each rank of the group, and from each.
+        sent: elements for each rank of the group.
+        received: elements from each.
         total: elements of all ranks' messages, the same on all of them.
     """
     size = send.element_size()
-    sent, received = ([count * size for count in each] for each in counts)
-    across = group is lanes.state.ranks.replicas
-    return lanes.state.engine.exchange(across, send, sent, received, total * size)
+    sent_nbytes, received_nbytes = ([n * size for n in counts] for counts in (sent, received))
+    return lanes.state.engine.exchange(
+        group is lanes.state.ranks.replicas, send, sent_nbytes, received_nbytes, total * size
+    )
 
 
 def joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -81,9 +85,7 @@ def joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat(list(tensors)) if tensors else like.new_empty(0)
 
 
-def to_owners(
-    step: Round, lanes: Lanes, parts: Sequence[Tensor], like: Tensor
-) -> Callable[[], list[Tensor]]:
+def to_owners(step: Round, lanes: Lanes, parts: Sequence[Tensor], like: Tensor) -> Arrival:
     """Sends this rank's elements of each matrix to its owner; all ranks must call.
 
     Args:
@@ -95,15 +97,10 @@ def to_owners(
     """
     if lanes.shards is None:
         return lambda: [parts[index] for index in step.mine]
-    ordered = [parts[index] for owned in step.by_shard for index in owned]
+    send = joined([parts[index] for owned in step.by_shard for index in owned], like)
     counts = step.elements_from_shards()
-    transfer = _transfer(
-        lanes,
-        lanes.shards,
-        joined(ordered, like),
-        (step.elements_to_owners(), counts),
-        step.exchanged_numel,
-    )
+    sent = step.elements_to_owners()
+    transfer = _transfer(lanes, lanes.shards, send, sent, counts, step.exchanged_numel)
 
     def arrived() -> list[Tensor]:
         messages = [
@@ -115,9 +112,7 @@ def to_owners(
     return arrived
 
 
-def to_shards(
-    step: Round, lanes: Lanes, wholes: Sequence[Tensor], like: Tensor
-) -> Callable[[], list[Tensor]]:
+def to_shards(step: Round, lanes: Lanes, wholes: Sequence[Tensor], like: Tensor) -> Arrival:
     """Sends each rank its elements of the matrices that this rank owns; all ranks must call.
 
     Args:
@@ -135,14 +130,9 @@ def to_shards(
             for shard in range(lanes.grid.num_shards)
             for index in step.mine
         ]
-        counts = step.elements_to_owners()
-        transfer = _transfer(
-            lanes,
-            lanes.shards,
-            joined(cut, like),
-            (step.elements_from_shards(), counts),
-            step.exchanged_numel,
-        )
+        sent, counts = step.elements_from_shards(), step.elements_to_owners()
+        send = joined(cut, like)
+        transfer = _transfer(lanes, lanes.shards, send, sent, counts, step.exchanged_numel)
 
     def arrived() -> list[Tensor]:
         if transfer is not None:
@@ -155,7 +145,6 @@ def to_shards(
 
 
 def _split(step: Round, order: Sequence[int], message: Tensor) -> dict[int, Tensor]:
-    """This rank's elements of matrices that lie one after the other."""
     ends = accumulate(step.part_numel(index, step.shard) for index in order)
     return {
         index: message[end - step.part_numel(index, step.shard) : end]
@@ -164,12 +153,11 @@ def _split(step: Round, order: Sequence[int], message: Tensor) -> dict[int, Tens
 
 
 def _spread(step: Round, lanes: Lanes, held: dict[int, Tensor], like: Tensor) -> None:
-    """Adds what the other replicas have computed."""
     for group, (place, found) in zip(lanes.replicas, step.spreads, strict=True):
         message = joined([held[index] for index in found[place]], like)
         counts = [step.own_numel(indices) for indices in found]
         send = message.repeat(group.size())
         sent = [message.numel()] * group.size()
-        transfer = _transfer(lanes, group, send, (sent, counts), sum(counts) * group.size())
+        transfer = _transfer(lanes, group, send, sent, counts, sum(counts) * group.size())
         order = [index for indices in found for index in indices]
         held.update(_split(step, order, transfer.wait()))

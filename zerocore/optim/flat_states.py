@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocore.common.state_memory import state_memory
-from zerocore.hooks.optimizer_states import as_shard
-from zerocore.tensor import updates
+from zerocore.hooks.optimizer_states import as_shard, state_memory
+from zerocore.tensor import pending_host_updates
+from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import Placed
 from zerocore.tensor.rows import as_part, local_part, shard_of
@@ -27,13 +27,9 @@ class HostState(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        updates.finish()
+        pending_host_updates.finish()
         if any(issubclass(kind, Placed) for kind in types):
             return NotImplemented  # its own rules know what this is beside a shard
         with torch._C.DisableTorchFunctionSubclass():
@@ -59,13 +55,15 @@ def allocate_states(params: Sequence[Tensor]) -> list[State]:
     """
     shared: dict[Hashable, list[int]] = {}
     states: list[State] = [{} for _ in params]
-    planned = _PlannedMoments()
+    planned = _planned_moments(params)
     for index, param in enumerate(params):
-        moments = planned.of(param)
-        if moments:
-            states[index] = {"step": torch.zeros(()), **dict(zip(MOMENTS, moments, strict=True))}
+        if index in planned:
+            moments = dict(zip(MOMENTS, planned[index], strict=True))
+            states[index] = {"step": torch.zeros(()), **moments}
         else:
-            shared.setdefault((_unit_of(param), param.device, param.dtype), []).append(index)
+            shard = shard_of(param)
+            unit = None if shard is None else (shard.state_ref, shard.unit)
+            shared.setdefault((unit, param.device, param.dtype), []).append(index)
     for indices in shared.values():
         found = _allocate([local_part(params[index]) for index in indices])
         for index, state in zip(indices, found, strict=True):
@@ -80,37 +78,27 @@ def _placed(param: Tensor, state: State) -> State:
     return {"step": step, **{name: as_shard(state[name], param.place) for name in MOMENTS}}
 
 
-def _unit_of(param: Tensor) -> Hashable:
-    shard = shard_of(param)
-    return None if shard is None else (shard.state_ref, shard.unit)
-
-
-class _PlannedMoments:
-    """Moments where the engine has a place for them."""
-
-    def __init__(self) -> None:
-        self.has_collected = False
-
-    def of(self, param: Tensor) -> list[Tensor]:
-        """Both moments of the parameter; none where there is no place, or another has it."""
+def _planned_moments(params: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+    """Both moments of the parameters for which the engine has a place, and no other optimizer."""
+    planned: dict[int, list[Tensor]] = {}
+    has_collected = False
+    for index, param in enumerate(params):
         if not isinstance(param, ShardedParameter) or not param.on_host:
-            return []
-        moments = self._make(param)
-        if not moments and not self.has_collected:
-            self.has_collected = True
+            continue
+        engine = param.state_ref().engine
+        moments = engine.make_moments(param.unit, param.position)
+        if not moments and not has_collected:
+            has_collected = True
             gc.collect()  # an optimizer that has them may be waiting for its end
-            moments = self._make(param)
-        if not moments and param.on_disk:
+            moments = engine.make_moments(param.unit, param.position)
+        if moments:
+            planned[index] = moments
+        elif param.on_disk:
             raise ValueError(
                 f"parameter '{param.fqn}': an optimizer has its moments on disk, where there is "
                 "room for those of one. Delete that optimizer first."
             )
-        return moments
-
-    def _make(self, param: ShardedParameter) -> list[Tensor]:
-        state: Any = param.state_ref()
-        moments: list[Tensor] = state.engine.make_moments(param.unit, param.position)
-        return moments
+    return planned
 
 
 def _allocate(params: Sequence[Tensor]) -> list[State]:

@@ -17,17 +17,9 @@ _KEPT_PLANS = 16  # of steps in which different parameters have gradients
 
 
 def used_in_step(state: ShardState, name: str, params: Sequence[ShardedParameter]) -> Used:
-    """Which of the parameters have a gradient; all ranks must call. Blocks the host.
-
-    A reduction gives all ranks the same ones. Where somebody has taken them away or set them on
-    some ranks, the ranks would exchange other matrices than each other.
-
-    Args:
-        name: of the optimizer, for the error.
-
-    Raises:
-        ValueError: on every rank, if ranks differ; names the parameter and the ranks.
-    """
+    """Which of the parameters have a gradient; all ranks must call. Blocks the host. A reduction
+    gives all ranks the same ones. If they were set on some ranks only, a ValueError on every rank
+    names the parameter: the ranks would exchange other matrices than each other."""
     used = tuple(param.grad is not None for param in params)
     found = state.engine.any_rank([*used, *(not own for own in used)])
     for index, param in enumerate(params):

@@ -176,8 +176,9 @@ def make_plan(
         shard = shard_of(param)
         model_weight = getattr(param if shard is None else shard, "model_weight", None)
         model_dtype = None if model_weight is None else model_weight.dtype
-        host = _host_unit(param)
-        if host is not None:
+        host = None
+        if isinstance(param, ShardedParameter) and param.on_host:
+            host = HostUnit(param.state_ref, param.unit)
             on_host[index] = host, param.position
         key = (id(group), param.device, param.dtype, kinds[index], model_dtype, host)
         batch = batches.setdefault(key, Batch(group, param.device, host))
@@ -185,12 +186,6 @@ def make_plan(
     kept = {param: dict(state) for param, state in states.items()}
     parts = [local_part(param) for param, _ in places]
     return UpdatePlan(kinds, kept, parts, _in_order(list(batches.values())), squares, on_host)
-
-
-def _host_unit(param: Tensor) -> HostUnit | None:
-    if isinstance(param, ShardedParameter) and param.on_host:
-        return HostUnit(param.state_ref, param.unit)
-    return None
 
 
 def _in_order(batches: list[Batch]) -> list[Batch]:
@@ -230,8 +225,7 @@ def _known_squares(place: tuple[HostUnit, int] | None) -> Tensor | None:
     if place is None:
         return None
     host, position = place
-    known: Tensor | None = host.state_ref().engine.known_squares(host.unit, position)
-    return known
+    return host.state_ref().engine.known_squares(host.unit, position)
 
 
 def _copied(number: Tensor | None) -> Tensor | None:

@@ -37,11 +37,7 @@ def param_of(item: Item) -> Any:
 def check_sharded(
     groups: Iterable[Mapping[str, Any]], optimizer: str, known: ShardState | None = None
 ) -> ShardState:
-    """The state of the one model whose parameters these are.
-
-    Raises:
-        ValueError: there are none, or one is not sharded, or of another model; names it.
-    """
+    """The state of the one model whose parameters these are; raises ValueError."""
     number = 0
     for group in groups:
         for item in group["params"]:
@@ -116,15 +112,8 @@ class Splits:
             check_pattern("split", pattern, params)
 
     def matrices(self, index: int, param: ShardedParameter, steps: int) -> list[Matrix]:
-        """The matrices of a parameter, in the order of its memory.
-
-        Args:
-            index: of the parameter in the optimizer.
-            steps: of Newton-Schulz.
-
-        Raises:
-            ValueError: they do not lie one after the other, or the split does not divide.
-        """
+        """The matrices of the ``index``-th parameter in the order of its memory; ValueError if they
+        do not lie one after the other, or the split does not divide."""
         count, shape = self.count(param), tuple(param.global_shape)
         rows, columns = shape[-2:]
         order = memory_order(shape, param.place.strides)

@@ -34,7 +34,7 @@ from zerocore.optim.matrices import (
     param_of,
 )
 from zerocore.optim.muon_rounds import WIRE, MuonRounds, check_options
-from zerocore.planning.ownership import Matrix, Round, plan_rounds
+from zerocore.planning.ownership import plan_rounds
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import local_of
 
@@ -122,7 +122,8 @@ class Muon(ShardOptimizer):
             if matrices:
                 self._add({**self.defaults, **group}, matrices, True)
                 check_options(self.param_groups[-1])
-                self._matrices_of(self.param_groups[-1])
+                for param in self.param_groups[-1]["params"]:
+                    self._splits.matrices(0, param, 0)  # raises where they cannot be cut
             if rest:
                 self._add({**adamw, **(group if wanted is False else {})}, rest, False)
             self._adopt_groups()
@@ -195,14 +196,6 @@ class Muon(ShardOptimizer):
             for param in group["params"]
         ]
 
-    def _matrices_of(self, group: dict[str, Any]) -> list[Matrix]:
-        steps = group["ns_steps"]
-        return [
-            matrix
-            for index, param in enumerate(group["params"])
-            for matrix in self._splits.matrices(index, param, steps)
-        ]
-
     def describe(self) -> Choice:
         """Which parameters Muon and AdamW train, who owns the matrices, and what a step sends.
 
@@ -221,7 +214,6 @@ class Muon(ShardOptimizer):
         )
 
     def _plan_for(self, used: Used) -> MuonRounds:
-        """The rounds of a step in which these of the matrices' parameters have a gradient."""
         return plan_of(used, self._plans, lambda: self._make_plan(used))
 
     def _make_plan(self, used: Used) -> MuonRounds:
@@ -233,7 +225,9 @@ class Muon(ShardOptimizer):
             for matrix in self._splits.matrices(index, param, group["ns_steps"])
         ]
         lanes = Lanes.of(self._model)
-        return MuonRounds(_rounds(matrices, pairs, lanes), lanes, pairs)
+        shards = {matrix.param: lanes.shard_ranges(pairs[matrix.param][0]) for matrix in matrices}
+        rounds = plan_rounds(matrices, shards, lanes.grid, lanes.rank, WIRE.itemsize)
+        return MuonRounds(rounds, lanes, pairs)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -293,12 +287,3 @@ class Muon(ShardOptimizer):
         loaded.update(rest.state)
         super().__setstate__(state)
         self._adopt_groups()
-
-
-def _rounds(
-    matrices: Sequence[Matrix],
-    pairs: Sequence[tuple[ShardedParameter, dict[str, Any]]],
-    lanes: Lanes,
-) -> list[Round]:
-    shards = {matrix.param: lanes.shard_ranges(pairs[matrix.param][0]) for matrix in matrices}
-    return plan_rounds(matrices, shards, lanes.grid, lanes.rank, WIRE.itemsize)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocore.optim.exchange import Lanes, to_owners, to_shards
+from zerocore.optim.exchange import Arrival, Lanes, to_owners, to_shards
 from zerocore.optim.newton_schulz import ADJUSTMENTS, adjusted_ratio, orthogonalise
 from zerocore.planning.ownership import Matrix, Round
 from zerocore.tensor.parameter import ShardedParameter
@@ -16,6 +16,7 @@ from zerocore.tensor.place import local_of
 
 WIRE = torch.bfloat16  # which Newton-Schulz begins and ends with, so nothing is lost
 
+States = Mapping[Any, Mapping[str, Tensor]]  # by parameter
 Pair = tuple[ShardedParameter, dict[str, Any]]
 
 
@@ -46,19 +47,8 @@ class MuonRounds:
         self._pairs = pairs
         self._updates: dict[int, Tensor] = {}  # of parameters whose matrices are not all sent yet
 
-    def run(
-        self,
-        states: Mapping[Any, Mapping[str, Tensor]],
-        factor: Tensor | None,
-        meanwhile: Callable[[], None],
-    ) -> None:
-        """One step.
-
-        Args:
-            states: ``momentum_buffer`` of each parameter, of the shape of its local elements.
-            factor: what gradients are multiplied by; None for 1.
-            meanwhile: called while the first exchange is under way.
-        """
+    def run(self, states: States, factor: Tensor | None, meanwhile: Callable[[], None]) -> None:
+        """One step; ``meanwhile`` is called while the first exchange is under way."""
         used = {matrix.param for step in self.rounds for matrix in step.matrices}
         locals_ = {index: local_of(self._pairs[index][0]) for index in sorted(used)}
         returning: Callable[[], None] | None = None
@@ -74,14 +64,14 @@ class MuonRounds:
             arriving = following
         if returning is not None:
             returning()
-        self._write_model_weights(locals_)
+        for index, local in locals_.items():
+            if (model_weight := self._pairs[index][0].model_weight) is not None:
+                model_weight.copy_(local)
 
     def _like(self) -> Tensor:
         return torch.empty(0, dtype=WIRE, device=self._lanes.state.device)
 
-    def _send(
-        self, number: int, states: Mapping[Any, Mapping[str, Tensor]], factor: Tensor | None
-    ) -> Callable[[], list[Tensor]]:
+    def _send(self, number: int, states: States, factor: Tensor | None) -> Arrival:
         if number == len(self.rounds):
             self._updates = {}
             return list
@@ -97,10 +87,7 @@ class MuonRounds:
         return to_owners(step, self._lanes, parts, self._like())
 
     def _momenta(
-        self,
-        params: Sequence[int],
-        states: Mapping[Any, Mapping[str, Tensor]],
-        factor: Tensor | None,
+        self, params: Sequence[int], states: States, factor: Tensor | None
     ) -> list[Tensor]:
         """Moves momenta on, and returns the updates that are to be orthogonalised."""
         updates = []
@@ -138,25 +125,17 @@ class MuonRounds:
         return results
 
     def _applying(
-        self, step: Round, back: Callable[[], list[Tensor]], locals_: Mapping[int, Tensor]
+        self, step: Round, back: Arrival, locals_: Mapping[int, Tensor]
     ) -> Callable[[], None]:
         def apply() -> None:
             for index, (matrix, update) in enumerate(zip(step.matrices, back(), strict=True)):
                 group = self._pairs[matrix.param][1]
                 lr = float(group["lr"])
-                ratio = adjusted_ratio(group["adjust_lr_fn"], *self._sides(matrix))
+                # Rows and columns as the model has them; in memory it may be the other way round.
+                columns = self._pairs[matrix.param][0].place.global_shape[-1]
+                rows = matrix.numel // columns
+                ratio = adjusted_ratio(group["adjust_lr_fn"], rows, columns)
                 part = locals_[matrix.param][self._local(step, index, matrix)]
                 part.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * ratio)
 
         return apply
-
-    def _sides(self, matrix: Matrix) -> tuple[int, int]:
-        """Rows and columns as the model sees them; in memory they may be the other way round."""
-        columns = self._pairs[matrix.param][0].place.global_shape[-1]
-        return matrix.numel // columns, columns
-
-    def _write_model_weights(self, locals_: Mapping[int, Tensor]) -> None:
-        for index, local in locals_.items():
-            model_weight = self._pairs[index][0].model_weight
-            if model_weight is not None:
-                model_weight.copy_(local)

@@ -32,7 +32,6 @@ def orthogonalise(batch: Tensor, coefficients: Sequence[float], steps: int, eps:
 
 
 def _iterate(given: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Of one matrix, or of a batch."""
     a, b, c = coefficients
     add_product = torch.addmm if given.dim() == 2 else torch.baddbmm
     is_tall = given.size(-2) > given.size(-1)

@@ -12,17 +12,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from zerocore.common.agreement import agree, gather_objects, together
-from zerocore.hooks.optimizer_states import params_of, stepped_state, without_state
+from zerocore.hooks.optimizer_states import options_of, params_of, stepped_state, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.optim.choice import Choice, choice_of
-from zerocore.optim.exchange import Lanes, to_owners, to_shards
+from zerocore.optim.exchange import Arrival, Lanes, to_owners, to_shards
 from zerocore.optim.gradients import Used, plan_of, used_in_step
 from zerocore.optim.matrices import check_of_all_ranks, check_sharded, groups_of
 from zerocore.planning.ownership import Matrix, Round, assign, make_rounds, whole_cost
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import local_of
-
-_NAMES = ("params", "param_names")  # of a group; not options
 
 
 def owned(optimizer_class: type[Optimizer], params: Any, **options: Any) -> OwnedOptimizer:
@@ -123,7 +121,7 @@ class OwnedOptimizer(ShardOptimizer):
                 param = params[number]
                 whole = param.place.like_full(local_of(param))
                 self._whole[number] = nn.Parameter(whole, param.requires_grad)
-        self._gather([number in costs for number in range(len(params))], local_of, self._set_value)
+        self._gather([number in costs for number in range(len(params))], local_of, "data")
 
     def _make_inner(self) -> Optimizer:
         begin, groups = 0, []
@@ -150,16 +148,16 @@ class OwnedOptimizer(ShardOptimizer):
 
     def _inner_group(self, group: Mapping[str, Any], begin: int) -> dict[str, Any]:
         """A group of the inner optimizer: the same options, and what this rank owns."""
-        options = {key: value for key, value in group.items() if key not in _NAMES}
         numbers = range(begin, begin + len(group["params"]))
-        return {**options, "params": [self._whole[n] for n in numbers if n in self._whole]}
+        own = [self._whole[n] for n in numbers if n in self._whole]
+        return {**options_of(group), "params": own}
 
     def _take_options(self, first: int) -> None:
         """The inner groups' options, of which the class knows the defaults."""
         for own, inner in zip(
             self.param_groups[first:], self.inner.param_groups[first:], strict=True
         ):
-            own.update({key: value for key, value in inner.items() if key not in _NAMES})
+            own.update(options_of(inner))
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -167,10 +165,11 @@ class OwnedOptimizer(ShardOptimizer):
         """Raises ValueError on every rank if a parameter has a gradient on some ranks only."""
         used = used_in_step(self._model, self._name, params_of(self))
         with torch._C.DisableTorchFunctionSubclass():
-            self._gather(used, local_of, self._set_value)
-            self._gather(used, _gradient, self._set_gradient)
+            self._gather(used, local_of, "data")
+            # Of the parameter's dtype, as torch's optimizers want it.
+            self._gather(used, lambda param: local_of(param.grad).to(param.dtype), "grad")
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({key: value for key, value in own.items() if key not in _NAMES})
+            inner.update(options_of(own))
         self.inner.step()
         self._take_options(0)
         with torch._C.DisableTorchFunctionSubclass():
@@ -178,34 +177,26 @@ class OwnedOptimizer(ShardOptimizer):
             self._release()
 
     def _gather(
-        self,
-        used: Sequence[bool],
-        read: Callable[[ShardedParameter], Tensor],
-        keep: Callable[[int, Tensor], None],
+        self, used: Sequence[bool], read: Callable[[ShardedParameter], Tensor], name: str
     ) -> None:
-        """Hands ``keep`` the number and the flattened elements of each parameter owned here."""
+        """Sets an attribute of each parameter owned here to all elements of what ``read`` gives."""
         params = params_of(self)
 
-        def send(step: Round, like: Tensor) -> Callable[[], list[Tensor]]:
+        def send(step: Round, like: Tensor) -> Arrival:
             parts = [read(params[matrix.param]) for matrix in step.matrices]
             return to_owners(step, self._lanes, parts, like)
 
         transfers = ((step, send(step, like)) for step, like in self._rounds_of(used))
         for step, arrived in _one_ahead(transfers):
             for index, flat in zip(step.mine, arrived(), strict=True):
-                keep(step.matrices[index].param, flat)
-
-    def _set_value(self, number: int, flat: Tensor) -> None:
-        self._whole[number].data = params_of(self)[number].place.full_of(flat)
-
-    def _set_gradient(self, number: int, flat: Tensor) -> None:
-        self._whole[number].grad = params_of(self)[number].place.full_of(flat)
+                number = step.matrices[index].param
+                setattr(self._whole[number], name, params[number].place.full_of(flat))
 
     def _scatter(self, used: Sequence[bool]) -> None:
         """Gives every rank its elements of what the owners have made of the parameters."""
         params = params_of(self)
 
-        def send(step: Round, like: Tensor) -> Callable[[], list[Tensor]]:
+        def send(step: Round, like: Tensor) -> Arrival:
             numbers = [step.matrices[index].param for index in step.mine]
             flat = [params[n].place.flat(self._whole[n].detach()) for n in numbers]
             return to_shards(step, self._lanes, flat, like)
@@ -227,24 +218,22 @@ class OwnedOptimizer(ShardOptimizer):
 
     def _make_rounds(self, used: Sequence[bool]) -> list[tuple[Round, Tensor]]:
         by_dtype: dict[torch.dtype, list[int]] = {}
-        params = params_of(self)
+        params, lanes = params_of(self), self._lanes
         for number in (number for number, is_used in enumerate(used) if is_used):
             by_dtype.setdefault(params[number].dtype, []).append(number)
-        return [
-            (step, torch.empty(0, dtype=dtype, device=self._model.device))
-            for dtype, numbers in by_dtype.items()
-            for step in self._plan(numbers, dtype)
-        ]
-
-    def _plan(self, numbers: Sequence[int], dtype: torch.dtype) -> list[Round]:
-        params, matrices = params_of(self), []
-        for number in numbers:
-            shape = params[number].place.global_shape
-            matrices.append(Matrix(number, 0, shape.numel(), shape, whole_cost(shape)))
-        shards = {number: self._lanes.shard_ranges(params[number]) for number in numbers}
-        owners = [self._owners[number] for number in numbers]
-        grid, rank = self._lanes.grid, self._lanes.rank
-        return make_rounds(matrices, owners, shards, grid, rank, dtype.itemsize)
+        rounds: list[tuple[Round, Tensor]] = []
+        for dtype, numbers in by_dtype.items():
+            shapes = [params[number].place.global_shape for number in numbers]
+            matrices = [
+                Matrix(number, 0, shape.numel(), shape, whole_cost(shape))
+                for number, shape in zip(numbers, shapes, strict=True)
+            ]
+            shards = {number: lanes.shard_ranges(params[number]) for number in numbers}
+            owners = [self._owners[number] for number in numbers]
+            steps = make_rounds(matrices, owners, shards, lanes.grid, lanes.rank, dtype.itemsize)
+            like = torch.empty(0, dtype=dtype, device=self._model.device)
+            rounds += [(step, like) for step in steps]
+        return rounds
 
     def describe(self) -> Choice:
         """The owner of each parameter, and the bytes of a step in which all have gradients."""
@@ -263,7 +252,7 @@ class OwnedOptimizer(ShardOptimizer):
         """That of the optimizer in one process, tensors on the CPU; all ranks must call."""
         packed = super().state_dict()
         inner = self.inner.state_dict()["state"]
-        mine = {number: inner[at] for at, number in enumerate(self._inner_order()) if at in inner}
+        mine = {number: inner[at] for at, number in enumerate(sorted(self._whole)) if at in inner}
         on_host = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), mine)
         parts = gather_objects(self._model.ranks.groups, [on_host], self._model.device)
         found = {number: state for part in parts for number, state in part.items()}
@@ -290,21 +279,14 @@ class OwnedOptimizer(ShardOptimizer):
                 f"optimizer of {own_sizes}"
             )
         saved = [key for group in groups for key in group["params"]]
-        order = self._inner_order()
-        states = {at: state_dict["state"].get(saved[number]) for at, number in enumerate(order)}
-        begin, inner_groups = 0, []
-        for own, loaded in zip(self.inner.param_groups, groups, strict=True):
-            end = begin + len(own["params"])
-            inner_groups.append({**own, **loaded, "params": list(range(begin, end))})
-            begin = end
-        for own, loaded in zip(self.param_groups, groups, strict=True):
-            own.update({key: value for key, value in loaded.items() if key not in _NAMES})
-        present = {at: state for at, state in states.items() if state is not None}
-        self.inner.load_state_dict({"state": present, "param_groups": inner_groups})
-
-    def _inner_order(self) -> list[int]:
-        """Numbers of this rank's parameters, in the order of the inner optimizer."""
-        return sorted(self._whole)
+        known = state_dict["state"]
+        order = enumerate(sorted(self._whole))  # of the inner optimizer
+        states = {at: known[saved[number]] for at, number in order if saved[number] in known}
+        packed = self.inner.state_dict()["param_groups"]
+        for own, inner, loaded in zip(self.param_groups, packed, groups, strict=True):
+            own.update(options_of(loaded))
+            inner.update(options_of(loaded))
+        self.inner.load_state_dict({"state": states, "param_groups": packed})
 
     def make_states(self) -> None:
         """Makes the states of all parameters that have none yet, as the first step would."""
@@ -315,14 +297,7 @@ class OwnedOptimizer(ShardOptimizer):
                 self.inner.state[whole] = stepped_state(self.inner, group, probe)
 
 
-def _gradient(param: ShardedParameter) -> Tensor:
-    """Of the parameter's dtype, as torch's optimizers want it."""
-    grad: Any = param.grad
-    local: Tensor = local_of(grad).to(param.dtype)
-    return local
-
-
-_Sent = tuple[Round, Callable[[], list[Tensor]]]
+_Sent = tuple[Round, Arrival]
 
 
 def _one_ahead(transfers: Iterator[_Sent]) -> Iterator[_Sent]:

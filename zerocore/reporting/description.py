@@ -83,7 +83,6 @@ class Description:
 
 
 def _cells(units: Sequence[UnitDescription]) -> list[str]:
-    """Sums over the units: parameters, their bytes, bytes of the shards, padding."""
     sums = (
         sum(unit.num_params for unit in units),
         sum(unit.param_nbytes for unit in units),
@@ -148,13 +147,7 @@ def _describe_optimizer(optimizer: Optimizer) -> Any:
 
 
 def describe_plan(model: str, planner: Planner, division: Division) -> Description:
-    """As :func:`describe`, for a model that is not sharded.
-
-    Args:
-        model: what to call it.
-        planner: its units.
-        division: over which ranks, and whose shards.
-    """
+    """As :func:`describe`, for a model that is not sharded."""
     layouts = planner.layouts(division)
     rows = zip(planner.names, layouts, planner.types, strict=True)
     units = tuple(_describe_unit(name, layout, list(types)) for name, layout, types in rows)
@@ -167,17 +160,11 @@ def _describe_unit(name: str, layout: Layout, types: list[ParamTypes]) -> UnitDe
         kind = "trainable" if region.requires_grad else "frozen"
         regions.append(f"{_describe_types(types[region.params[0]])} {kind}")
     return UnitDescription(
-        name,
-        len(types),
-        layout.param_nbytes,
-        layout.nbytes,
-        layout.shard_nbytes,
-        tuple(regions),
+        name, len(types), layout.param_nbytes, layout.nbytes, layout.shard_nbytes, tuple(regions)
     )
 
 
 def _describe_types(types: ParamTypes) -> str:
-    """One dtype, or all of them where they are not the same."""
     names = [
         str(dtype).removeprefix("torch.")
         for dtype in (types.model, types.main, types.reduce, types.grad)

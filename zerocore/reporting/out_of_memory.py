@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.state import ShardState, Unit, state_of
 from zerocore.planning.changes import Candidate, changes
@@ -149,8 +148,8 @@ def _requested_nbytes(message: str) -> int | None:
 
 
 def _held(model: nn.Module) -> dict[str, int]:
-    state, usage = state_of(model), _usage(model)
-    stats = state.engine.pool_stats
+    state = state_of(model)
+    usage, stats = usage_of(state, optimizers_of(state)), state.engine.pool_stats
     held = {
         "parameters": usage.parameters,
         "gradients": usage.gradients,
@@ -171,11 +170,6 @@ def _held(model: nn.Module) -> dict[str, int]:
     return held
 
 
-def _usage(model: nn.Module) -> MemoryBytes:
-    state = state_of(model)
-    return usage_of(state, optimizers_of(state))
-
-
 def _units_in_use(state: ShardState) -> list[Unit]:
     """Units whose modules hold full parameters."""
     return [unit for unit in state.units if any(_shows_full(unit))]
@@ -189,7 +183,6 @@ def _shows_full(unit: Unit) -> Iterator[bool]:
 
 
 def _buckets(state: ShardState) -> tuple[tuple[str, int], ...]:
-    """Units that are gathered into the pool."""
     if not division_of(state).gathers:
         return ()
     gathered = [
@@ -208,7 +201,6 @@ def _is_gathered(unit: Unit) -> bool:
 
 
 def _savings(state: ShardState) -> Iterator[tuple[str, int]]:
-    """Changes of how the model is sharded, with the predicted bytes that each saves."""
     now = Candidate(planner_of(state), division_of(state))
     nbytes = now.nbytes
     for change in changes(now, lambda other: other < nbytes):

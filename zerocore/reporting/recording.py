@@ -15,15 +15,8 @@ from torch.optim.optimizer import (
 )
 
 from zerocore.common.agreement import is_simulated
-from zerocore.common.clocks import Clock, clock_of
-from zerocore.common.events import (
-    HOST,
-    ONE_QUEUE,
-    Event,
-    Queues,
-    queues_of_device,
-    read_events,
-)
+from zerocore.common.clocks import Clock
+from zerocore.common.events import HOST, ONE_QUEUE, Event, Queues, queues_of_device, read_events
 from zerocore.model.state import ShardState, state_of
 from zerocore.model.unit_call import unit_call_of
 from zerocore.reporting.timeline import Box, Timeline, check_path, communication_boxes, host_boxes
@@ -68,8 +61,8 @@ def trace(model: nn.Module, *paths: str | Path) -> Iterator[Timeline]:
     state = state_of(model)
     for path in map(Path, paths):
         check_path(path)
-    timeline = Timeline(label=_label(model, state))
-    recorder = _ModuleRecorder(clock_of(state.device))
+    timeline = Timeline(label=f"{source_of(state)}: {title_of(model, state)}")
+    recorder = _ModuleRecorder(Clock(state.device))
     with record_events(model) as events, recorder.attached(model, state):
         yield timeline
     timeline.boxes = recorder.boxes() + communication_boxes(events, queues_of(state))
@@ -93,10 +86,11 @@ def queues_of(state: ShardState) -> Queues:
     return queues_of_device(own_reductions=state.ranks.reductions is not None)
 
 
-def _label(model: nn.Module, state: ShardState) -> str:
+def title_of(model: nn.Module, state: ShardState) -> str:
+    """A sharded model for a heading: its class, stage, rank and device."""
     return (
-        f"{source_of(state)}: {type(model).__name__}, stage {state.config.stage}, "
-        f"rank {state.rank} of {state.world_size}, {state.device.type}"
+        f"{type(model).__name__}, stage {state.config.stage}, rank {state.rank} of "
+        f"{state.world_size}, {state.device.type}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,7 @@ from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.meters import Step
 from zerocore.model.state import ShardState, state_of
 from zerocore.reporting.memory_usage import usage_of
-from zerocore.reporting.recording import queues_of, source_of
+from zerocore.reporting.recording import queues_of, source_of, title_of
 from zerocore.reporting.step_figures import (
     Communication,
     MemoryFigures,
@@ -67,13 +67,16 @@ class Report:
         return tuple(step for step in self.steps if step.number > 0)
 
     def mean(self, name: str) -> float | None:
-        """Mean of an attribute of :class:`StepFigures` over the counted steps that have it."""
-        return _mean(self.counted, lambda step: getattr(step, name))
+        """Mean of an attribute of :class:`StepFigures` over the counted steps that have it.
+
+        Of an attribute of :class:`Communication` that over the traced steps.
+        """
+        found = [value for step in self.counted if (value := _figure(step, name)) is not None]
+        return fmean(found) if found else None
 
     def mean_communication(self, name: str) -> float | None:
-        """Mean of an attribute of :class:`Communication` over the traced steps."""
-        traced = [step.communication for step in self.counted if step.communication is not None]
-        return _mean(traced, lambda each: getattr(each, name))
+        """As :meth:`mean`."""
+        return self.mean(name)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -87,10 +90,10 @@ class Report:
     def __str__(self) -> str:
         last = self.steps[-1] if self.steps else None
         rows = [["", "mean", "last step"]]
-        rows += [
-            [name, show(mean), show(None if last is None else last_of(last))]
-            for name, mean, last_of, show in _summary(self)
-        ]
+        for label, name, digits, scale in _ROWS:
+            show = _number(digits, scale)
+            value = None if last is None else _figure(last, name)
+            rows.append([label, show(self.mean(name)), show(value)])
         title = f"{self.title}: {self.source}, mean of {len(self.counted)} steps"
         tables = [render_table(title, rows, _notes(self))]
         if self.units:
@@ -136,19 +139,20 @@ def report(
     if peak_flops is None:
         peak_flops = _known_peak(state.device)
     steps = state.meters.steps()
-    traces = {step.number: _read_trace(step, state) for step in steps if step.records is not None}
+    names, queues = [unit.name for unit in state.units], queues_of(state)
+    traces = {
+        step.number: times_by_unit(read_events(step.records, names), queues)
+        for step in steps
+        if step.records is not None
+    }
     figures = []
     for step in steps:
         rate = None if tokens is None else tokens * 1e9 / step.step_ns
         mfu = None if rate is None or peak_flops is None else rate * flops_per_token / peak_flops
         figures.append(_figures(step, traces.get(step.number), rate, mfu))
-    title = (
-        f"{type(model).__name__}, stage {state.config.stage}, rank {state.rank} of "
-        f"{state.world_size}, {state.device.type}"
-    )
     units = unit_means(list(traces.values()))
-    memory, meshes = _memory(state), _meshes(state)
-    return Report(title, source_of(state), tuple(figures), units, memory, meshes)
+    title, memory = title_of(model, state), _memory(state)
+    return Report(title, source_of(state), tuple(figures), units, memory, _meshes(state))
 
 
 def _meshes(state: ShardState) -> tuple[str, ...]:
@@ -187,12 +191,6 @@ def _figures(
     )
 
 
-def _read_trace(step: Step, state: ShardState) -> dict[str, Communication]:
-    """Times of a traced step by unit."""
-    events = read_events(step.records or (), [unit.name for unit in state.units])
-    return times_by_unit(events, queues_of(state))
-
-
 def _memory(state: ShardState) -> MemoryFigures:
     is_counted = allocator_counts(str(state.device)) is not None
     counts = torch.cuda.memory_stats(state.device) if is_counted else {}
@@ -218,52 +216,35 @@ def _known_peak(device: torch.device) -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
-def _mean(items: Sequence[Any], read: Callable[[Any], float | None]) -> float | None:
-    values = [value for item in items if (value := read(item)) is not None]
-    return fmean(values) if values else None
+def _figure(step: StepFigures, name: str) -> float | None:
+    return getattr(step if hasattr(step, name) else step.communication, name, None)
 
 
 def _number(digits: int, scale: float = 1.0) -> Callable[[float | None], str]:
     return lambda value: "-" if value is None else f"{value * scale:,.{digits}f}"
 
 
-Row = tuple[str, float | None, Callable[[StepFigures], float | None], Callable[[float | None], str]]
-
-
-def _summary(found: Report) -> list[Row]:
-    """Name, mean, how to read it from a step, how to show it."""
-
-    def of_step(label: str, name: str, show: Callable[[float | None], str]) -> Row:
-        return label, found.mean(name), lambda step: getattr(step, name), show
-
-    def of_trace(label: str, name: str, show: Callable[[float | None], str]) -> Row:
-        return (
-            label,
-            found.mean_communication(name),
-            lambda step: None if step.communication is None else getattr(step.communication, name),
-            show,
-        )
-
-    return [
-        of_step("step, ms", "step_ms", _number(1)),
-        of_step("  after the update, ms", "outside_ms", _number(1)),
-        of_step("  idle, ms", "idle_ms", _number(1)),
-        of_step("tokens/s of this rank", "tokens_per_s", _number(0)),
-        of_step("MFU, %", "mfu", _number(1, 100)),
-        of_step("collectives", "num_collectives", _number(0)),
-        of_step("gathered, MiB", "gathered_nbytes", _number(1, 2**-20)),
-        of_step("reduced, MiB", "reduced_nbytes", _number(1, 2**-20)),
-        of_step("sent by the optimizer, MiB", "exchanged_nbytes", _number(1, 2**-20)),
-        of_step("bucket pool, peak MiB", "pool_nbytes", _number(1, 2**-20)),
-        of_step("  allocations", "num_pool_allocations", _number(1)),
-        of_step("allocator retries", "num_retries", _number(2)),
-        of_step("  device allocations", "num_device_allocations", _number(1)),
-        of_trace("all-gather, ms", "all_gather_ms", _number(1)),
-        of_trace("reduce, ms", "reduce_ms", _number(1)),
-        of_trace("optimizer's exchange, ms", "exchange_ms", _number(1)),
-        of_trace("exposed, ms", "exposed_ms", _number(1)),
-        of_trace("overlap, %", "overlap", _number(1, 100)),
-    ]
+# Label, attribute of a step or of its communication, digits, scale.
+_ROWS: tuple[tuple[str, str, int, float], ...] = (
+    ("step, ms", "step_ms", 1, 1),
+    ("  after the update, ms", "outside_ms", 1, 1),
+    ("  idle, ms", "idle_ms", 1, 1),
+    ("tokens/s of this rank", "tokens_per_s", 0, 1),
+    ("MFU, %", "mfu", 1, 100),
+    ("collectives", "num_collectives", 0, 1),
+    ("gathered, MiB", "gathered_nbytes", 1, 2**-20),
+    ("reduced, MiB", "reduced_nbytes", 1, 2**-20),
+    ("sent by the optimizer, MiB", "exchanged_nbytes", 1, 2**-20),
+    ("bucket pool, peak MiB", "pool_nbytes", 1, 2**-20),
+    ("  allocations", "num_pool_allocations", 1, 1),
+    ("allocator retries", "num_retries", 2, 1),
+    ("  device allocations", "num_device_allocations", 1, 1),
+    ("all-gather, ms", "all_gather_ms", 1, 1),
+    ("reduce, ms", "reduce_ms", 1, 1),
+    ("optimizer's exchange, ms", "exchange_ms", 1, 1),
+    ("exposed, ms", "exposed_ms", 1, 1),
+    ("overlap, %", "overlap", 1, 100),
+)
 
 
 def _notes(found: Report) -> list[str]:

@@ -126,13 +126,7 @@ def times_by_unit(events: Sequence[Event], queues: Queues) -> dict[str, Communic
 
 
 def total(parts: Sequence[Communication]) -> Communication:
-    """Their sum."""
-    return Communication(
-        sum(part.all_gather_ms for part in parts),
-        sum(part.reduce_ms for part in parts),
-        sum(part.exposed_ms for part in parts),
-        sum(part.exchange_ms for part in parts),
-    )
+    return Communication(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
 def unit_means(traces: Sequence[dict[str, Communication]]) -> dict[str, Communication]:
@@ -141,6 +135,5 @@ def unit_means(traces: Sequence[dict[str, Communication]]) -> dict[str, Communic
     means = {}
     for name in names:
         whole = total([trace.get(name, Communication()) for trace in traces])
-        parts = astuple(whole)
-        means[name] = Communication(*(part / len(traces) for part in parts))
+        means[name] = Communication(*(part / len(traces) for part in astuple(whole)))
     return means

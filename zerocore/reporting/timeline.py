@@ -148,11 +148,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def draw_timeline(timeline: Timeline, path: Path, title: str = "") -> None:
-    """A picture: a lane per kind of work, and below the bytes of the pool if it is used.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """A picture: a lane per kind of work, and below the bytes of the pool if it is used."""
     has_pool = any(nbytes > 0 for _, nbytes in timeline.pool)
     figure = _import_figure()(figsize=(12, 4.2 if has_pool else 2.8), layout="constrained")
     rows = figure.subplots(
@@ -196,11 +192,7 @@ def _draw_boxes(axes: Any, boxes: Sequence[Box], start: int) -> None:
     if kinds:
         patches = [Patch(color=COLORS[kind], label=kind) for kind in kinds]
         axes.legend(
-            handles=patches,
-            fontsize=7,
-            ncols=len(kinds),
-            loc="lower right",
-            bbox_to_anchor=(1, 1),
+            handles=patches, fontsize=7, ncols=len(kinds), loc="lower right", bbox_to_anchor=(1, 1)
         )
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()

@@ -24,7 +24,7 @@ from zerocore.common.cores import local_ranks, update_threads
 from zerocore.common.host_memory import check_obtainable, shortage
 from zerocore.common.links import emulated_host_link
 from zerocore.hooks.loads import watch_loads
-from zerocore.hooks.moves import keep_in_place
+from zerocore.hooks.module_moves import keep_in_place
 from zerocore.hooks.optimizer_steps import mark_full, mark_replaced
 from zerocore.hooks.registration import watch_registrations
 from zerocore.model.buffers import BufferSync
@@ -41,10 +41,10 @@ from zerocore.model.units import ParamChoice, UnitPlanned
 from zerocore.reporting.out_of_memory import explain_backward, explain_forward, remember_model
 from zerocore.sharding.request import ShardRequest, types_of
 from zerocore.sharding.same_values import check_same_values
-from zerocore.tensor import updates
+from zerocore.tensor import pending_host_updates
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 from zerocore.tensor.place import PartOf, Place
-from zerocore.tensor.replaced import replace
+from zerocore.tensor.replaced_parameters import replace
 
 
 def build(request: ShardRequest) -> ShardState:
@@ -82,7 +82,7 @@ def build(request: ShardRequest) -> ShardState:
     start(model, state, config.sync_params or state.world_size == 1)
     loads_late = config.leaves("parameters") and request.device.type != "cpu"
     if engine.lands_gradients or loads_late:
-        updates.watch(ref(state))
+        pending_host_updates.watch(ref(state))
     watch_registrations(model, state)
     return state
 

@@ -14,11 +14,11 @@ from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.config import ShardConfig
-from zerocore.model.kinds import check_kinds
 from zerocore.model.materialize import InitFn
 from zerocore.model.parts import ModelPart, assign_parts, find_parts
 from zerocore.model.precision import ParamTypes, param_types
 from zerocore.model.ranks import Ranks, with_near
+from zerocore.model.refusals import check_kinds
 from zerocore.model.state import find_state
 from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
 from zerocore.planning.budget import check_budget

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocore.common.alarm import waiting
-from zerocore.tensor.functions import COPIES, VIEWS, is_foreach, is_in_place, name_of
+from zerocore.tensor.functions import (
+    COPIES,
+    VIEWS,
+    Args,
+    Function,
+    Kwargs,
+    is_foreach,
+    is_in_place,
+    name_of,
+)
 from zerocore.tensor.operators import returns_nothing
 from zerocore.tensor.place import Place, Placed, PlacedParameter, keep_place, local_of, outline_of
 
@@ -20,18 +29,8 @@ class NotLocal(Exception):
     """These arguments do not go together element by element; the text says why."""
 
 
-def apply(
-    func: Callable[..., Any],
-    name: str,
-    base: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Calls ``func`` on local elements; results are shards.
-
-    Raises:
-        NotLocal: nothing was done.
-    """
+def apply(func: Function, name: str, base: str, args: Args, kwargs: Kwargs) -> Any:
+    """Calls ``func`` on local elements, with shards as results; NotLocal if nothing was done."""
     if is_foreach(name):
         return _apply_foreach(func, name, args, kwargs)
     if base in VIEWS:
@@ -39,13 +38,7 @@ def apply(
     return _apply_one(func, name, args, kwargs, base in COPIES)
 
 
-def _apply_one(
-    func: Callable[..., Any],
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    is_copy: bool = False,
-) -> Any:
+def _apply_one(func: Function, name: str, args: Args, kwargs: Kwargs, is_copy: bool = False) -> Any:
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     source = _source(tensors)
     fitted = tensors
@@ -74,17 +67,8 @@ def _wrapped(result: Any, source: Placed) -> Any:
     return keep_place(result, source)
 
 
-def apply_operator(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    changed: list[Any],
-) -> Any:
-    """Calls an operator that was declared to work element by element, on local elements.
-
-    Raises:
-        NotLocal: nothing was done.
-    """
+def apply_operator(func: Function, args: Args, kwargs: Kwargs, changed: list[Any]) -> Any:
+    """As :func:`apply`, for an operator that was declared to work element by element."""
     tensors = [value for value in changed if isinstance(value, Tensor)]
     for tensor in tensors:
         if not isinstance(tensor, Placed):
@@ -105,12 +89,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value)
 
 
-def _apply_foreach(
-    func: Callable[..., Any],
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _apply_foreach(func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
     values = [*args, *kwargs.values()]
     if any(isinstance(value, Placed) for value in values):
         raise NotLocal("; it stands beside lists of tensors")
@@ -214,11 +193,7 @@ def _is_full(changed: Tensor, place: Place, local_shape: torch.Size) -> bool:
     return bool(is_full and not local)
 
 
-def _view(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _view(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The same local elements, which are a part of another shape."""
     source: Any = _source((*args, *kwargs.values()))
     if isinstance(source, PlacedParameter):
@@ -236,11 +211,7 @@ def _view(
 
 
 def get_items(shard: Any, index: Any) -> Any:
-    """``shard[:]``, and of a vector every slice: a view, whose elements are in the same order.
-
-    Raises:
-        NotLocal, IndexError: the former for any other index.
-    """
+    """``shard[:]``, and of a vector every slice: a view, in the same order; else NotLocal."""
     shape = shard.place.global_shape
     if isinstance(shard, PlacedParameter) or not isinstance(shard, Placed):
         raise NotLocal("")
@@ -263,7 +234,7 @@ def get_items(shard: Any, index: Any) -> Any:
     return result
 
 
-def draw(func: Callable[..., Any], name: str, shard: Placed, args: Any, kwargs: Any) -> Tensor:
+def draw(func: Function, name: str, shard: Placed, args: Any, kwargs: Any) -> Tensor:
     """This rank's part of what a random function gives for the full shape, plain.
 
     So that the same seed gives the same numbers as on a model that is not sharded.

@@ -7,6 +7,10 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -98,7 +102,7 @@ _IN_PLACE = frozenset({f"__i{name}__" for name in _OPERATORS} | {"__setitem__"})
 
 
 @cache
-def name_of(func: Callable[..., Any]) -> str:
+def name_of(func: Function) -> str:
     """The function's name; ``name`` and ``name=`` for reads and writes of a property."""
     name = str(getattr(func, "__name__", func))
     if name in ("__get__", "__set__", "__delete__"):
@@ -137,5 +141,4 @@ def has_operator(name: str) -> bool:
 
 
 def is_foreach(name: str) -> bool:
-    """Whether the function takes lists of tensors."""
     return name.startswith(("_foreach_", "_amp_foreach_"))

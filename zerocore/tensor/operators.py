@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from zerocore.tensor.functions import is_in_place, name_of
+from zerocore.tensor.functions import Args, Function, Kwargs, is_in_place, name_of
 
 # Full names of operators, and functions that have none.
 _elementwise: set[Any] = {
@@ -43,7 +43,7 @@ def register_elementwise(operator: Callable[..., Any] | str) -> None:
         )
 
 
-def is_elementwise(func: Callable[..., Any] | str) -> bool:
+def is_elementwise(func: Function | str) -> bool:
     """Whether ``func``, or the operator of this name, was declared to work element by element."""
     return _key(func) in _elementwise
 
@@ -60,9 +60,7 @@ def _key(func: Any) -> Any:
     return f"aten::{func.__name__}" if is_builtin else func
 
 
-def changed_by(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Any]:
+def changed_by(func: Function, args: Args, kwargs: Kwargs) -> list[Any]:
     """The arguments that ``func`` changes: by its name, ``out=``, and by its schema."""
     changed = [args[0]] if args and is_in_place(name_of(func)) else []
     if "out" in kwargs:
@@ -76,7 +74,7 @@ def changed_by(
 
 
 @cache
-def returns_nothing(func: Callable[..., Any]) -> bool:
+def returns_nothing(func: Function) -> bool:
     """Whether ``func`` is an operator that only changes its arguments."""
     schemas = _schemas(func)
     return bool(schemas) and not any(schema.returns for schema in schemas)
@@ -106,8 +104,6 @@ def _schemas(func: Any) -> list[Any]:
         name = f"aten::{getattr(func, '__name__', '')}"
     found = torch._C._jit_get_schemas_for_operator(name)
     # TorchScript's own overloads, those of lists, have no kernel.
-    return [schema for schema in found if torch._C._dispatch_has_kernel(_overload_name(schema))]
-
-
-def _overload_name(schema: Any) -> str:
-    return f"{schema.name}.{schema.overload_name}".removesuffix(".")
+    names = [f"{schema.name}.{schema.overload_name}".removesuffix(".") for schema in found]
+    has_kernel = map(torch._C._dispatch_has_kernel, names)
+    return [schema for schema, has in zip(found, has_kernel, strict=True) if has]

@@ -7,7 +7,7 @@ Python where torch functions are switched off, see the latter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, NoReturn
 from weakref import ref
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from zerocore.checkpoint.slices.dcp_protocol import chunk_list, find_chunk, write_items
 from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
-from zerocore.tensor.full_reads import call_with_full, in_call, is_recorded
+from zerocore.tensor.functions import Args, Function, Kwargs
+from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
 from zerocore.tensor.place import Place, Placed, PlacedParameter, keep_place, local_of
 
 _grad: Any = torch._C.TensorBase.grad
@@ -33,11 +34,7 @@ class _Shard(Placed):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         return rules.call(func, args, kwargs or {})
 
@@ -105,7 +102,6 @@ class _InPlace(_Shard):
         return self
 
     def _check_data(self, value: Tensor) -> None:
-        """Raises TypeError if ``data`` cannot become ``value``."""
         local = local_of(self)
         if (value.dtype, value.device) != (local.dtype, local.device):
             raise TypeError(
@@ -115,7 +111,6 @@ class _InPlace(_Shard):
             )
 
     def _check_averaged(self, value: Tensor, where: str) -> None:
-        """Raises ValueError if ``value`` is a full gradient that the ranks do not share."""
         if isinstance(value, Placed) or value.shape != self.global_shape:
             return
         state = self.state_ref()
@@ -280,21 +275,16 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
         compute with, and gradients go back to the parameter.
         """
         if is_recorded((self,)):
-            full: Tensor = call_with_full(torch.clone, (self,), {}, [self])
-            return full
+            return call_with_full(torch.clone, (self,), {}, [self])
         return super().full_tensor()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        raise TypeError(self._copy_mistake())
-
     def __reduce_ex__(self, proto: Any) -> NoReturn:
-        raise TypeError(self._copy_mistake())
-
-    def _copy_mistake(self) -> str:
-        return (
+        raise TypeError(
             f"parameter '{self.fqn}' is sharded and cannot be deep-copied or pickled; copy the "
             "model before zerocore.shard, or use zerocore.full_state_dict(model)"
         )
+
+    __deepcopy__ = __reduce_ex__  # type: ignore[assignment]
 
 
 def make_alike(full: nn.Parameter, kind: type[nn.Parameter], attributes: dict[str, Any]) -> None:

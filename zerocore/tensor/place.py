@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerocore.common.alarm import waiting
-from zerocore.tensor import updates
+from zerocore.tensor import pending_host_updates
 from zerocore.tensor.functions import has_operator
 from zerocore.tensor.operators import is_elementwise
 
@@ -159,13 +159,12 @@ class Place:
     def gather(self, local: Tensor) -> Tensor:
         """The full value from every rank's plain 1-D part; collective, a new tensor."""
         self.check_whole()
-        full = self.like_full(local)
-        flat = full.as_strided((full.numel(),), (1,))
-        start, end = self.shard_range
         if self.group is None:
-            flat.copy_(local)
-        elif full.numel() > 0:
-            flat.zero_()
+            return self.full_of(local)
+        full = self.like_full(local)
+        if full.numel() > 0:
+            flat = full.as_strided((full.numel(),), (1,)).zero_()
+            start, end = self.shard_range
             flat[start:end] = local
             # As bytes: other ranks' are zero, so sums keep every bit, of any dtype.
             with waiting(self.group, f"full_tensor of '{self.fqn}'"):
@@ -198,7 +197,6 @@ class Placed:
 
     @property
     def fqn(self) -> str:
-        """Name of the parameter."""
         return self.place.fqn
 
     @property
@@ -241,7 +239,7 @@ class PlacedParameter(Placed):
 
 def local_of(shard: Any) -> Tensor:
     """The elements of a shard as a plain tensor on the same memory, without gradient."""
-    updates.finish()
+    pending_host_updates.finish()
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.detach(shard).as_subclass(Tensor)
 
@@ -309,7 +307,6 @@ def _advice_on_operator(name: str) -> str:
 
 
 def _advice_in_step() -> str:
-    """Advice for an optimizer in whose step the error is."""
     frame = sys._getframe()
     while (outer := frame.f_back) is not None:
         frame = outer

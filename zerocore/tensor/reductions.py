@@ -6,7 +6,7 @@ all, and combine them in the order of ranks: the same bits everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zerocore.common.alarm import waiting
 from zerocore.tensor.elementwise import NotLocal, fit
+from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.place import Place, Placed, local_of
 
 _SUMS = ("sum", "mean", "prod", "nansum", "nanmean")
@@ -24,9 +25,7 @@ _SPREADS = ("var", "std")
 _PRODUCTS = ("dot", "vdot", "inner", "matmul")
 
 
-def reduce(
-    func: Callable[..., Any], base: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def reduce(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
     """The result of a reduction over all elements of all ranks; collective.
 
     NotImplemented if these arguments ask for something else.
@@ -51,15 +50,14 @@ def reduce(
     return _combine(base, shard.place, local, like.dtype, options).to(like.dtype)
 
 
-def _options(base: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+def _options(base: str, args: Args, kwargs: Kwargs) -> dict[str, Any] | None:
     """Arguments that change the number; None if they ask for anything but one number."""
-    neutral = {"dim": None, "axis": None, "keepdim": False, "out": None, "input": None}
+    neutral = {"dim": None, "axis": None, "keepdim": False, "out": None}
     given = {
         name: value
         for name, value in kwargs.items()
-        if name == "input" or name not in neutral or value is not neutral[name]
+        if name != "input" and (name not in neutral or value is not neutral[name])
     }
-    given.pop("input", None)
     if base in _SPREADS and args and isinstance(args[0], bool):
         given["unbiased"] = args[0]
         args = args[1:]
@@ -73,8 +71,7 @@ def _options(base: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
 def _combine(
     base: str, place: Place, local: Tensor, dtype: torch.dtype, options: dict[str, Any]
 ) -> Tensor:
-    is_float = (local if base in _EXTREMES else dtype).is_floating_point
-    wide = torch.float64 if (is_float() if callable(is_float) else is_float) else torch.int64
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
     if base in _COUNTS:
         count = across(place, local.count_nonzero()).sum()
         numel = place.global_shape.numel()
@@ -105,7 +102,6 @@ def _neutral(wide: torch.dtype, reducer: Any, device: torch.device) -> Tensor:
 
 
 def _spread(base: str, place: Place, local: Tensor, options: dict[str, Any]) -> Tensor:
-    """Variance or standard deviation from each rank's count, mean and sum of squares about it."""
     correction = options.get("correction", 1 if options.get("unbiased", True) else 0)
     count = local.numel()
     mean = local.mean() if count > 0 else local.new_zeros(())
@@ -117,9 +113,7 @@ def _spread(base: str, place: Place, local: Tensor, options: dict[str, Any]) -> 
     return variance.sqrt() if base == "std" else variance
 
 
-def _compare_or_multiply(
-    func: Callable[..., Any], base: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _compare_or_multiply(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
     if len(args) < 2 or not all(isinstance(arg, Tensor) for arg in args[:2]):
         return NotImplemented
     try:
@@ -151,7 +145,7 @@ def across(place: Place, part: Tensor) -> Tensor:
 # -- norms --------------------------------------------------------------------------------------
 
 
-def norm(func: Callable[..., Any], base: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def norm(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
     """The norm of all elements; NotImplemented for one along a dimension or of a matrix."""
     names = ("input", "p", "dim", "keepdim", "out", "dtype")
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -167,7 +161,7 @@ def norm(func: Callable[..., Any], base: str, args: tuple[Any, ...], kwargs: dic
     return global_norms([shard], _parse_p(p), given.get("dtype"))[0]
 
 
-def foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def foreach_norm(args: Args, kwargs: Kwargs) -> list[Tensor]:
     """As ``torch._foreach_norm``, each norm that of the full tensor; one all-reduce."""
     given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
     return global_norms(list(given["self"]), _parse_p(given.get("ord")), given.get("dtype"))
@@ -186,7 +180,6 @@ def unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Te
 
 
 def _groups_of(shards: Sequence[Tensor]) -> list[dist.ProcessGroup]:
-    """The groups that these are split over, each once, in order."""
     places = [shard.place for shard in shards if isinstance(shard, Placed)]
     return list(dict.fromkeys(group for place in places for group in place.groups))
 

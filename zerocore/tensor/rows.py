@@ -48,14 +48,12 @@ def shard_of(param: Any) -> ShardedParameter | RowShard | None:
     """The shard of an engine that a parameter is, of either kind; None for another parameter."""
     if isinstance(param, ShardedParameter):
         return param
-    found: RowShard | None = _rows.get(param)
-    return found
+    return _rows.get(param)
 
 
 def local_part(tensor: Any) -> Tensor:
     """A DTensor's part of this rank, a plain tensor on the same memory; any other as it is."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def at_origin(tensor: Tensor) -> Tensor:
@@ -70,12 +68,7 @@ def at_origin(tensor: Tensor) -> Tensor:
 
 
 def as_dtensor(local: Tensor, like: Any) -> DTensor:
-    """A DTensor over ``local`` (this rank's part), which is not copied.
-
-    Args:
-        local: a dense tensor without a gradient.
-        like: a DTensor whose shape, mesh and placements are taken.
-    """
+    """A DTensor over ``local``, this rank's dense part, placed as ``like``, without a gradient."""
     from torch.distributed.tensor import DTensor  # late: takes a second
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -106,34 +99,26 @@ def groups_of(param: Any) -> Sequence[dist.ProcessGroup]:
 
 
 def place_of(param: Any, shard: RowShard) -> Place:
-    """Where this rank's rows lie in the full parameter; its elements count in memory order.
-
-    Raises:
-        ValueError: tensor parallelism cuts the parameter, too.
-    """
-    spec, state = param._spec, shard.state_ref()
-    cuts = [placement for placement in spec.placements if not placement.is_replicate()]
-    if len(cuts) != 1:
+    """Where this rank's rows lie in the full parameter, in memory order; ValueError where tensor
+    parallelism cuts it, too."""
+    spec, state, dims = param._spec, shard.state_ref(), _cut_dims(param)
+    if len(dims) != 1:
         raise ValueError(
             f"parameter '{shard.fqn}' is cut in several ways, {tuple(spec.placements)}: this "
             "rank's part is no range of its elements. Save it with torch.distributed.checkpoint"
         )
-    dim = cuts[0].dim
-    sizes = (spec.shape[dim], *spec.shape[:dim], *spec.shape[dim + 1 :])
-    strides = torch.empty(sizes, device="meta").movedim(0, dim).stride() if dim else None
+    dim = dims[0]
+    strides = None
+    if dim > 0:
+        strides = torch.empty(_rows_first(spec.shape, dim), device="meta").movedim(0, dim).stride()
     ranks = state.ranks_of(shard.unit)
     owned = state.engine.layout(shard.unit).owned(shard.position, ranks.shard_rank)
     return Place(shard.fqn, spec.shape, (owned.begin, owned.end), ranks.shard, strides)
 
 
 def as_range(value: Tensor, param: Any) -> Any:
-    """A DTensor of the parameter's shape as a shard at its place, on the same memory.
-
-    Any other value as it is, and that of another kind of parameter.
-
-    Raises:
-        ValueError: a DTensor that no engine knows, or as of :func:`place_of`.
-    """
+    """A DTensor of the parameter's shape as a shard at its place, on the same memory; any other
+    value as it is. ValueError for a DTensor that no engine knows."""
     if not hasattr(value, "_spec"):
         return value
     shard = shard_of(param)
@@ -142,7 +127,7 @@ def as_range(value: Tensor, param: Any) -> Any:
             f"a DTensor of shape {tuple(value.shape)} is no part of a model of zerocore.fsdp: "
             "save it with torch.distributed.checkpoint"
         )
-    dim = _cut_dim(param)
+    dim = _cut_dims(param)[0]
     found = local_part(value).detach().movedim(dim, 0).reshape(-1).as_subclass(LocalShard)
     found.place = place_of(param, shard)
     return found
@@ -152,11 +137,14 @@ def as_rows(value: Any, param: Any) -> Any:
     """A shard of :func:`as_range` as a DTensor again, on its memory; any other value as it is."""
     if not isinstance(value, LocalShard) or not hasattr(param, "_spec"):
         return value
-    dim, local = _cut_dim(param), local_part(param)
-    sizes = (local.shape[dim], *local.shape[:dim], *local.shape[dim + 1 :])
+    dim = _cut_dims(param)[0]
+    sizes = _rows_first(local_part(param).shape, dim)
     return as_part(local_of(value).view(sizes).movedim(0, dim), param)
 
 
-def _cut_dim(param: Any) -> int:
-    dims = [each.dim for each in param._spec.placements if not each.is_replicate()]
-    return int(dims[0])
+def _cut_dims(param: Any) -> list[int]:
+    return [each.dim for each in param._spec.placements if not each.is_replicate()]
+
+
+def _rows_first(shape: torch.Size, dim: int) -> tuple[int, ...]:
+    return shape[dim], *shape[:dim], *shape[dim + 1 :]

@@ -7,16 +7,14 @@ matters. All other functions are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerocore.tensor import updates
+from zerocore.common.patching import around
+from zerocore.tensor import pending_host_updates
 from zerocore.tensor.elementwise import NotLocal, apply, apply_operator, draw, fit, get_items
-from zerocore.tensor.full_reads import call_with_full, in_call, is_recorded
 from zerocore.tensor.functions import (
     ELEMENTWISE,
     FACTORIES,
@@ -26,11 +24,15 @@ from zerocore.tensor.functions import (
     ON_THE_SHARD,
     RANDOM,
     SHAPES,
+    Args,
+    Function,
+    Kwargs,
     base_of,
     is_foreach,
     is_in_place,
     name_of,
 )
+from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
 from zerocore.tensor.operators import changed_by, is_elementwise
 from zerocore.tensor.place import (
     Placed,
@@ -47,18 +49,15 @@ _TEMPLATES = ("view_as", "reshape_as", "expand_as")
 _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
 
 
-def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Applies a torch function to shards, for ``__torch_function__`` of all their kinds.
-
-    Raises:
-        TypeError: the function has no meaning on a shard; names it, the parameter and what to do.
-    """
+def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Applies a torch function to shards, for ``__torch_function__`` of all kinds; see
+    :func:`refuse`."""
     name = name_of(func)
     with torch._C.DisableTorchFunctionSubclass():
         if name in SHAPES:
             outlines = {key: outline_of(value) for key, value in kwargs.items()}
             return func(*(outline_of(value) for value in args), **outlines)
-        updates.finish()
+        pending_host_updates.finish()
         if name == "data" and not isinstance(args[0], PlacedParameter):
             torch.autograd.graph.increment_version(args[0])  # what is changed through it counts
         if name in ON_THE_SHARD or (name in ("__eq__", "__ne__") and args[1] is None):
@@ -89,7 +88,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return _on_shards(func, args, kwargs, changed, params)
 
 
-def _changes_gradients(name: str, args: tuple[Any, ...]) -> bool:
+def _changes_gradients(name: str, args: Args) -> bool:
     """Whether one list of gradients is changed by numbers alone: what clipping does in each step.
 
     That is local whatever their places, and is told fast.
@@ -107,29 +106,22 @@ def _changes_gradients(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _on_shards(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    changed: list[Any],
-    params: list[Any],
+    func: Function, args: Args, kwargs: Kwargs, changed: list[Any], params: list[Any]
 ) -> Any:
+    reason = ""
     try:
         result = _local_or_global(func, args, kwargs, changed)
+        if result is not NotImplemented:
+            return result
     except NotLocal as error:
-        result, reason = NotImplemented, str(error)
-    else:
-        reason = ""
-    if result is not NotImplemented:
-        return result
+        reason = str(error)
     if params:
         return call_with_full(func, args, kwargs, params)
     found = [value for value in (*changed, *leaves((args, kwargs))) if isinstance(value, Placed)]
     refuse(name_of(func), found[0], reason)
 
 
-def _local_or_global(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], changed: list[Any]
-) -> Any:
+def _local_or_global(func: Function, args: Args, kwargs: Kwargs, changed: list[Any]) -> Any:
     """NotImplemented, or NotLocal is raised, where it is neither."""
     if is_elementwise(func):
         return apply_operator(func, args, kwargs, changed)
@@ -183,7 +175,6 @@ def _view_like(name: str, tensor: Tensor, other: Tensor) -> Any:
 
 
 def _check_no_leaf(name: str, changed: list[Any]) -> None:
-    """Raises, on a shard, what autograd raises for a leaf that is changed where it records."""
     for shard in changed:
         if isinstance(shard, PlacedParameter) and torch.is_grad_enabled() and shard.requires_grad:
             raise RuntimeError(
@@ -198,13 +189,13 @@ def check_not_shown_full(name: str, changed: list[Any]) -> None:
         state = shard.state_ref() if isinstance(shard, PlacedParameter) else None
         if state is not None and state.shown_full[shard.unit] > 0:
             raise RuntimeError(
-                f"{name}() changes the shard of '{shard.fqn}' inside of zerocore.unsharded, where "
-                "the full parameter takes its place and the change would be lost. Change the "
-                "parameter of the module, or call this outside"
+                f"{name}() inside of zerocore.unsharded: '{shard.fqn}' is shown in full there, and "
+                "the change of its shard would be lost. Change the parameter of the module, or "
+                "call this outside"
             )
 
 
-def initialise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def initialise(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """A function of ``torch.nn.init`` on a shard: this rank's part of what the full one gets.
 
     With equal seeds on all ranks the values are those of a model that is not sharded.
@@ -220,18 +211,14 @@ def initialise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return shard
 
 
-def initialises_shards(function: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def initialises_shards(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A function of ``torch.nn.init`` that sees the full shape of shards.
 
     Most ask for the number of dimensions before any torch function could tell, and some return
     early from an empty tensor without drawing numbers.
     """
-
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        tensor = args[0] if args else kwargs.get("tensor")
-        if isinstance(tensor, Placed):
-            return initialise(function, args, kwargs)
-        return function(*args, **kwargs)
-
-    return run
+    tensor = args[0] if args else kwargs.get("tensor")
+    if isinstance(tensor, Placed):
+        return initialise(function, args, kwargs)
+    return function(*args, **kwargs)

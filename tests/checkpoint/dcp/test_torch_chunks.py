@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.dcp.chunk_reads import locate, read_box
-from zerocore.checkpoint.dcp.torch_chunks import chunk_nbytes, data_offset, frame
+from zerocore.checkpoint.dcp.torch_chunks import HEAD_NBYTES, chunk_nbytes, frame
 
 DTYPES = [
     torch.float32,
@@ -44,10 +44,10 @@ def write(path: Path, value: Tensor, offset: int = 64) -> int:
     file = files.create(path)
     writer = files.writer(file, offset + chunk_nbytes(value.nbytes))
     flat = value.as_strided((value.numel(),), (1,))
-    crc = files.write(writer, offset + data_offset(), flat)
-    made = frame(value.dtype, value.shape, value.stride(), crc)
-    files.write(writer, offset, made.head)
-    files.write(writer, offset + data_offset() + value.nbytes, made.tail)
+    crc = files.write(writer, offset + HEAD_NBYTES, flat)
+    head, tail = frame(value.dtype, value.shape, value.stride(), crc)
+    files.write(writer, offset, head)
+    files.write(writer, offset + HEAD_NBYTES + value.nbytes, tail)
     files.close(file)
     assert path.stat().st_size - offset == chunk_nbytes(value.nbytes)
     return chunk_nbytes(value.nbytes)

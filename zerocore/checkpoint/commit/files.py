@@ -16,32 +16,24 @@ from torch import Tensor
 
 from zerocore import _C
 
+# Takes the room of the bytes of a new file, where the system can; they are zeros then.
+reserve = _C.reserve
+flush, rename, close = os.fsync, os.rename, os.close
+
 
 def create(path: Path) -> int:
     """Opens a file that must not exist yet for writing; the caller closes it."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
-def reserve(file: int, nbytes: int) -> None:
-    """Takes the room of the bytes of a new file, where the system can; they are zeros then."""
-    _C.reserve(file, nbytes)
-
-
 def writer(file: int, nbytes: int, way: _C.StreamWay = _C.StreamWay.ANY) -> _C.FileWriter:
-    """Writes to a file of ``nbytes`` in large blocks; it may hold bytes back.
-
-    Args:
-        way: ``StreamWay.CACHED`` where other processes write to the same file.
-    """
+    """Writes to a file in large blocks; ``CACHED`` where other processes write, too."""
     return _C.FileWriter(file, nbytes, way)
 
 
 def write(file: _C.FileWriter, offset: int, data: Tensor | bytes, crc: int = 0) -> int:
-    """Writes at byte ``offset``; returns the CRC-32 of what ``crc`` is that of, and of this.
-
-    Args:
-        data: bytes, or a contiguous tensor on the CPU.
-    """
+    """Writes bytes, or a contiguous tensor on the CPU; returns the CRC-32 of what ``crc`` is that
+    of, and of this."""
     if isinstance(data, bytes):
         data = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
     return file.write(data, offset, crc)
@@ -53,7 +45,6 @@ def finish(file: _C.FileWriter) -> None:
 
 
 def write_all(file: int, data: bytes) -> None:
-    """Writes all bytes of a small file."""
     small = writer(file, len(data))
     write(small, 0, data)
     finish(small)
@@ -78,11 +69,6 @@ def memory_of(values: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def flush(file: int) -> None:
-    """Makes what was written durable."""
-    os.fsync(file)
-
-
 def flush_path(path: Path) -> None:
     """Makes a closed file durable, or the names of files in a folder."""
     handle = os.open(path, os.O_RDONLY)
@@ -97,17 +83,8 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True)
 
 
-def rename(source: Path, target: Path) -> None:
-    """Gives a file or folder another name, at once for all who look."""
-    os.rename(source, target)
-
-
 def delete_folder(path: Path, names: Iterable[str]) -> None:
-    """Deletes files of a folder, and the folder if that was all.
-
-    Raises:
-        OSError: the first that could not be deleted, when all others are; or the folder.
-    """
+    """Deletes files, and the folder if that was all; raises the first OSError at the end."""
     errors = []
     for name in names:
         try:
@@ -117,8 +94,3 @@ def delete_folder(path: Path, names: Iterable[str]) -> None:
     if errors:
         raise errors[0]
     path.rmdir()
-
-
-def close(file: int) -> None:
-    """Closes what :func:`create` opened."""
-    os.close(file)

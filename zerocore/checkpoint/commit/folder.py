@@ -28,11 +28,7 @@ _warned: set[str] = set()
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """The name of the checkpoint of a step.
-
-    Raises:
-        ValueError: not a step.
-    """
+    """The name of the checkpoint of a step; raises ValueError for what is none."""
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"step must be a whole number, 0 or more, got {step!r}")
     return folder / f"step-{step:08}"
@@ -57,11 +53,8 @@ def temporary_of(final: Path) -> Path:
 
 
 def begin(temporary: Path) -> None:
-    """Makes the folder that a save writes to, and deletes what ended ones have left.
-
-    Raises:
-        RuntimeError: another process of this host writes to the same folder of checkpoints.
-    """
+    """Makes the folder that a save writes to, and deletes what ended ones have left; raises
+    RuntimeError if another process of this host writes there."""
     folder = temporary.parent
     folder.mkdir(parents=True, exist_ok=True)
     _refuse_others(folder)
@@ -89,11 +82,8 @@ def complete(temporary: Path, final: Path) -> None:
 
 
 def delete_old(final: Path, keep: int | None, damaged: Container[Path]) -> None:
-    """Deletes checkpoints older than the newest ``keep``, of which damaged ones are none.
-
-    Args:
-        final: what was saved now; it stays also where there are newer ones.
-    """
+    """Deletes checkpoints older than the newest ``keep``, of which damaged ones are none, and not
+    ``final``, which was saved now."""
     steps = steps_in(final.parent)
     good = [step for step in steps if path_of(final.parent, step) not in damaged]
     if keep is None or len(good) < keep:
@@ -143,7 +133,6 @@ def _refuse_others(folder: Path) -> None:
 
 
 def _delete_remains(path: Path, job: Job | None, now: float) -> None:
-    """Deletes a folder that nobody writes to."""
     is_known = job is not None and job.is_on_this_host  # then it has ended, or it is refused
     if not is_known and ".tmp-" in path.name and now - _last_change(path, now) < SILENT_SECONDS:
         host = "unknown" if job is None else job.host
@@ -176,7 +165,6 @@ def _delete(path: Path) -> None:
 
 
 def _warn(path: Path, reason: str) -> None:
-    """Says once what is not deleted."""
     if str(path) not in _warned:
         _warned.add(str(path))
         _log.warning("%s is not deleted: %s", path, reason)

@@ -56,7 +56,6 @@ class Job:
 
 
 def this_job() -> Job:
-    """This process."""
     return _job(os.getpid())  # a forked one has another number
 
 

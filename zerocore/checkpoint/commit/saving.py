@@ -47,16 +47,9 @@ class Save:
     known: dict[Path, bool]
 
     def write(self, copies: Iterable[Tensor] | None) -> None:
-        """Writes this rank's files, and on the first rank completes the checkpoint. Collective.
-
-        Args:
-            copies: of ``saved.parts()``, on the CPU; None to write from the tensors themselves.
-
-        Raises:
-            Exception: what went wrong, on the rank where it did; RuntimeError on the others.
-            FileExistsError: there is a good checkpoint of that name.
-            ValueError: the ranks would save different tensors.
-        """
+        """Writes this rank's files, from copies of ``saved.parts()`` on the CPU or, for None, from
+        these themselves, and on the first rank completes the checkpoint. Collective: all ranks
+        raise."""
         try:
             with operation(f"save of '{self.final.name}'"):
                 temporary = self._begin()
@@ -72,7 +65,6 @@ class Save:
         return folder.temporary_of(self.final)
 
     def _begin(self) -> Path:
-        """Makes the folder, when all ranks want to save the same."""
 
         def prepare() -> tuple[int, str, str]:
             if self.saved.rank == 0:

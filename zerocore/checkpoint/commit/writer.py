@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -15,28 +14,22 @@ from zerocore.common.alarm import operation
 from zerocore.common.groups import new_group
 from zerocore.model.state import ShardState
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 
 class Writer:
     """Carries out saves one after the other: all ranks ask for them in the same order.
 
     Attributes:
-        groups: a gloo group of the model's ranks, in which only the thread of :meth:`submit`
+        groups: a gloo group of the model's ranks, in which only the thread of ``writes``
             communicates: its collectives must not meet the training's. None for one rank.
+        writes: a thread that writes one save after the other.
         copies: a thread that copies for the save that is written.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         self.groups = groups
         # Kept: to start a thread is to wait for it, up to 5 ms while others hold the interpreter.
-        self._writes = ThreadPoolExecutor(1, "checkpoint-write")
+        self.writes = ThreadPoolExecutor(1, "checkpoint-write")
         self.copies = ThreadPoolExecutor(1, "checkpoint-copy")
-
-    def submit(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Calls the function when all that were submitted before have ended."""
-        return self._writes.submit(function, *args, **kwargs)
 
 
 _writers: WeakKeyDictionary[ShardState, Writer] = WeakKeyDictionary()
@@ -44,11 +37,7 @@ _writers: WeakKeyDictionary[ShardState, Writer] = WeakKeyDictionary()
 
 @operation("Checkpoints")
 def writer_of(state: ShardState) -> Writer:
-    """The one of a model. Collective when it is asked for the first time.
-
-    Raises:
-        ValueError: the model's other ranks are emulated.
-    """
+    """The one of a model, made together; ValueError if its other ranks are emulated."""
     if state not in _writers:
         _writers[state] = Writer(_own_groups(state))
     return _writers[state]

@@ -45,12 +45,14 @@ def locate(file: int, offset: int, length: int) -> Chunk | None:
     names = {name.partition("/")[2]: name for name in parts}
     if not {"data.pkl", "data/0"} <= set(names):
         return None
-    places = [_begin_of(file, offset, *parts[names[name]]) for name in ("data.pkl", "data/0")]
-    if any(begin + size > offset + length for begin, size in places):
+    (header, size), (data_header, data_nbytes) = parts[names["data.pkl"]], parts[names["data/0"]]
+    begin, data = _begin_of(file, offset + header), _begin_of(file, offset + data_header)
+    if max(begin + size, data + data_nbytes) > offset + length:
         return None
-    (begin, size), (data, data_nbytes) = places
     try:
-        found = read_pickle(os.pread(file, size, begin), _find, _dtype_of)
+        found = read_pickle(
+            os.pread(file, size, begin), _find, lambda pid: _DTYPE_OF_STORAGE.get(pid[1])
+        )
     except ValueError:
         return None
     if not isinstance(found, Chunk):
@@ -81,10 +83,9 @@ def _listed_parts(tail: bytes) -> dict[str, tuple[int, int]]:
     return parts
 
 
-def _begin_of(file: int, offset: int, header: int, size: int) -> tuple[int, int]:
-    """Where a part's bytes begin in the file, and how many there are."""
-    lengths = struct.unpack("<2H", os.pread(file, 4, offset + header + 26).ljust(4, b"\0"))
-    return offset + header + 30 + sum(lengths), size
+def _begin_of(file: int, header: int) -> int:
+    """Where the bytes of a part begin, by the place of its header."""
+    return header + 30 + sum(struct.unpack("<2H", os.pread(file, 4, header + 26).ljust(4, b"\0")))
 
 
 def _chunk(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> Chunk:
@@ -115,10 +116,6 @@ def _find(module: str, name: str) -> Any:
     raise ValueError(f"{module}.{name} is no part of a plain tensor")
 
 
-def _dtype_of(pid: Any) -> Any:
-    return _DTYPE_OF_STORAGE.get(pid[1])
-
-
 _DTYPE_OF_STORAGE = {
     name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()
 }
@@ -127,11 +124,7 @@ _DTYPE_OF_STORAGE = {
 def read_box(
     file: int, chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int], target: Tensor
 ) -> None:
-    """Reads a box of a chunk into a plain tensor of the same sizes, of any dtype and device.
-
-    Raises:
-        OSError: the file ends before.
-    """
+    """Reads a box of a chunk into a plain tensor of the same sizes, of any dtype and device."""
     first = sum(n * step for n, step in zip(offsets, chunk.strides, strict=True))
     begin = chunk.begin + first * chunk.dtype.itemsize
     order = memory_order(sizes, chunk.strides)

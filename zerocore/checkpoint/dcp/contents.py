@@ -14,18 +14,10 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata
 
 from zerocore._C import StreamWay
-from zerocore.checkpoint.checksums import (
-    DAMAGED,
-    METADATA,
-    NAME,
-    FileSums,
-    check_files,
-    read_checked,
-    read_sums,
-)
+from zerocore.checkpoint import checksums
+from zerocore.checkpoint.byte_ranges import in_threads
 from zerocore.checkpoint.dcp.safe_metadata import read_metadata
 from zerocore.checkpoint.dcp.save_plan import FORMAT
-from zerocore.checkpoint.io_threads import in_threads
 from zerocore.checkpoint.safe_files import named, opened, shown, size_of
 from zerocore.checkpoint.safe_pickles import check_stored
 
@@ -42,8 +34,8 @@ class Stored(NamedTuple):
         nbytes = self.end - self.begin
         try:
             part = io.BufferedReader(Part(file, self.begin, nbytes))
-            check_stored(part, nbytes)
             with zipfile.ZipFile(part) as chunk:
+                check_stored(chunk, nbytes)
                 return chunk.testzip() is None
         except Exception:  # a damaged zip file fails in many ways
             return False
@@ -64,20 +56,20 @@ class Contents:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / METADATA
+        path = folder / checksums.METADATA
         if not path.exists():
             raise FileNotFoundError(
-                f"{folder} has no {METADATA}: no checkpoint, or an unfinished one"
+                f"{folder} has no {checksums.METADATA}: no checkpoint, or an unfinished one"
             )
         self.folder = folder
-        self.sums = read_sums(folder)
-        data = read_checked(path, self.sums)
+        self.sums = checksums.read_sums(folder)
+        data = checksums.read_checked(path, self.sums)
         with named(path):
             self.metadata: Metadata = read_metadata(data)
         save_id = getattr(self.metadata.storage_meta, "save_id", None)
         self.is_ours = save_id == FORMAT
         if self.is_ours and self.sums is None:
-            raise ValueError(f"{folder / NAME} is missing")
+            raise ValueError(f"{folder / checksums.NAME} is missing")
 
     @cached_property
     def files(self) -> dict[str, list[Stored]]:
@@ -88,14 +80,10 @@ class Contents:
             parts[info.relative_path].append(item)
         return {name: sorted(items, key=lambda item: item.begin) for name, items in parts.items()}
 
-    def sums_of(self, name: str) -> FileSums | None:
-        """The checksums of a file, if the folder has any.
-
-        Raises:
-            ValueError: the folder has checksums, and none of this file.
-        """
+    def sums_of(self, name: str) -> checksums.FileSums | None:
+        """The checksums of a file, if the folder has any; ValueError if this one has none."""
         if self.sums is not None and name not in self.sums:
-            raise ValueError(f"{self.folder / name} is not in {NAME}")
+            raise ValueError(f"{self.folder / name} is not in {checksums.NAME}")
         return None if self.sums is None else self.sums[name]
 
     def keys_in(self, name: str, ranges: list[range]) -> list[str]:
@@ -110,12 +98,7 @@ class Contents:
         return damaged or [item.key for item in items]
 
     def check_sizes(self) -> None:
-        """Compares the sizes of all files.
-
-        Raises:
-            ValueError: a file has not the size that it should have, or two chunks have bytes in
-                common; names file and key.
-        """
+        """Raises ValueError with file and key if a size is wrong, or two chunks overlap."""
         for name, items in self.files.items():
             _check_size(self.folder / name, items, self.sums_of(name))
 
@@ -126,19 +109,11 @@ class Contents:
         way: StreamWay = StreamWay.ANY,
         advance: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """Compares the checksums of the ``part``-th of ``parts`` equal parts of all bytes.
-
-        Torch's files have checksums in their chunks alone, all of which the first part compares.
-
-        Args:
-            advance: is told of bytes.
-
-        Raises:
-            ValueError: bytes have changed; names file and keys.
-        """
+        """Compares the checksums of a part of all bytes, as ``check_files``. Torch's files have
+        checksums in their chunks alone, all of which the first part compares."""
         if self.sums is not None:
             sums = dict(sorted(self.sums.items()))
-            check_files(self.folder, sums, part, parts, way, self.keys_in, advance)
+            checksums.check_files(self.folder, sums, part, parts, way, self.keys_in, advance)
             return
         for name, items in self.files.items() if part == 0 else ():
             path = self.folder / name
@@ -146,11 +121,11 @@ class Contents:
                 found = in_threads(partial(Stored.is_good, file=file), items)
                 for item, is_good in zip(items, found, strict=True):
                     if not is_good:
-                        raise ValueError(f"{path} {DAMAGED} in {shown(item.key)}")
+                        raise ValueError(f"{path} {checksums.DAMAGED} in {shown(item.key)}")
                     advance(item.end - item.begin)
 
 
-def _check_size(path: Path, items: list[Stored], sums: FileSums | None) -> None:
+def _check_size(path: Path, items: list[Stored], sums: checksums.FileSums | None) -> None:
     size = size_of(path) if path.exists() else -1
     last = None
     for item in items:

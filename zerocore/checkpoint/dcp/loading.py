@@ -14,6 +14,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 
 from zerocore._C import StreamWay
+from zerocore.checkpoint import training_state
 from zerocore.checkpoint.checksums import METADATA, check_files, read_checked, read_range
 from zerocore.checkpoint.commit.saving import own_name
 from zerocore.checkpoint.dcp.contents import Contents
@@ -24,19 +25,7 @@ from zerocore.checkpoint.dcp.save_plan import VALUES, SavePlan
 from zerocore.checkpoint.dcp.saved_state import SavedState, saved_state
 from zerocore.checkpoint.safe_files import is_count, named, reading, shown
 from zerocore.checkpoint.safe_pickles import load_plain
-from zerocore.checkpoint.training_state import (
-    Optimizers,
-    State,
-    check_model,
-    check_random_state,
-    drop_states,
-    fit_optimizers,
-    load_model,
-    load_optimizers,
-    params_without_state,
-    set_random_state,
-    training_state,
-)
+from zerocore.checkpoint.training_state import Optimizers, State
 from zerocore.common.agreement import on_all_ranks
 from zerocore.model.state import ShardState
 
@@ -77,16 +66,8 @@ class TrainingLoad:
         self.own: State = {}
 
     def run(self, stateful: Iterable[str]) -> None:
-        """Loads both; collective.
-
-        Args:
-            stateful: names that ``own`` must have.
-
-        Raises:
-            DamagedError: what cannot be read, by file and key; before anything is changed, if
-                checksums are compared.
-            ValueError: what does not fit, by file and key, before anything is changed.
-        """
+        """Loads both; collective. DamagedError if files cannot be read, ValueError if they do not
+        fit, by file and key, before anything is changed, if checksums are compared."""
         try:
             have_own = self._together(lambda: self._prepare(stateful))
             if self._checksums:
@@ -94,11 +75,12 @@ class TrainingLoad:
             self._state.begin_load()
             self._together(self._read_rest)
         except BaseException:
-            drop_states(self._model, self._optimizers, self._stateless)  # may hold anything
+            # They may hold anything.
+            training_state.drop_states(self._model, self._optimizers, self._stateless)
             raise
-        load_model(self._model, self._wanted["model"])
+        training_state.load_model(self._model, self._wanted["model"])
         if self._optimizers:
-            load_optimizers(self._model, self._optimizers, self._wanted["optim"])
+            training_state.load_optimizers(self._model, self._optimizers, self._wanted["optim"])
 
     def _together(self, action: Callable[[], T]) -> list[T]:
         return on_all_ranks(self._state.ranks.groups, action, self._state.device)
@@ -115,12 +97,12 @@ class TrainingLoad:
                 self._file.begin()
         if missing := sorted(set(stateful) - set(self.own["stateful"])):
             raise ValueError(f"{self._folder} has no state of {missing}")
-        self._wanted = training_state(self._model, ())
-        check_model(self._wanted, contents.metadata, self._folder)
+        self._wanted = training_state.training_state(self._model, ())
+        training_state.check_model(self._wanted, contents.metadata, self._folder)
         self._check_buffers()
         if self._optimizers:
-            self._stateless = params_without_state(self._model, self._optimizers)
-            self._wanted["optim"] = fit_optimizers(
+            self._stateless = training_state.params_without_state(self._model, self._optimizers)
+            self._wanted["optim"] = training_state.fit_optimizers(
                 self._model, self._optimizers, groups, contents.metadata, self._folder
             )
         if self._checksums:
@@ -129,7 +111,6 @@ class TrainingLoad:
         return self._targets is not None
 
     def _check_buffers(self) -> None:
-        """Raises ValueError if what this rank saved of its buffers are others."""
         for key, value in self.own["buffers"].items():
             own = self._wanted["model"].get(key)
             if not isinstance(own, Tensor) or getattr(value, "shape", None) != own.shape:
@@ -180,11 +161,7 @@ class TrainingLoad:
 
 
 def read_groups(contents: Contents) -> list[dict[str, Any]]:
-    """The saved options of the optimizer's groups, and the names of their parameters.
-
-    Raises:
-        ValueError: one is broken; names file and key.
-    """
+    """The saved options of optimizers, and the names of their parameters."""
     groups = contents.metadata.planner_data or {}
     paths = {key: path for key, path in groups.items() if path[:2] == ("optim", "param_groups")}
     found: dict[int, dict[str, Any]] = {}
@@ -209,27 +186,19 @@ def read_groups(contents: Contents) -> list[dict[str, Any]]:
 
 
 def read_own(contents: Contents, rank: int) -> dict[str, Any]:
-    """The values that one rank saved for itself; the first rank's if there was no such rank.
-
-    Raises:
-        ValueError: they cannot be read; names the file.
-    """
+    """The values that a rank saved for itself, or the first one if there was none."""
     path = contents.folder / own_name(rank)
     if not (path.exists() or (contents.sums is not None and path.name in contents.sums)):
         path = path.with_name(own_name(0))
     with named(path):
         data = read_checked(path, contents.sums)
         own = load_plain(io.BytesIO(data), len(data))
-        tests = {
-            "step": is_count,
-            "world_size": is_count,
-            "buffers": _is_dict,
-            "stateful": _is_dict,
-        }
+        tests = {"step": is_count, "world_size": is_count, "buffers": _is_dict}
+        tests["stateful"] = _is_dict
         if not _is_dict(own) or not all(key in own and tests[key](own[key]) for key in tests):
             raise ValueError("it is not what a rank saves for itself")
         if own["rng"] is not None:
-            check_random_state(own["rng"])
+            training_state.check_random_state(own["rng"])
     return dict(own)
 
 
@@ -250,7 +219,7 @@ def restore_own(own: dict[str, Any], rank: int, world_size: int) -> None:
     if own["rng"] is None:
         return
     if own["world_size"] == world_size:
-        set_random_state(own["rng"])
+        training_state.set_random_state(own["rng"])
         return
     step: int = own["step"]
     seed = int(own["rng"]["torch"][:8].view(torch.int64).item())

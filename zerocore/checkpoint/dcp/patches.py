@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from zerocore.common.patching import around
 from zerocore.hooks.optimizer_states import as_shard, is_of_shards, make_states
 from zerocore.tensor.place import Placed, local_of
 
@@ -27,82 +27,67 @@ _Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 _MARK = "_zerocore_wrapped"
 
 
-def _gathers(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def gather(state_dict: Any, *args: Any, **options: Any) -> Any:
-        """Of ``full_state_dict=True``: shards become full tensors, one after the other."""
-        only = options.get("ranks_only") or ()
-        keep = not only or dist.get_rank(options.get("pg")) in only
+@around
+def _gathers(original: Any, state_dict: Any, *args: Any, **options: Any) -> Any:
+    """Of ``full_state_dict=True``: shards become full tensors, one after the other."""
+    only = options.get("ranks_only") or ()
+    keep = not only or dist.get_rank(options.get("pg")) in only
 
-        def full(value: Tensor) -> Tensor:
-            if not isinstance(value, Placed):
-                return value
-            # Torch broadcasts the memory of a tensor as it is, in any order.
-            whole = value.whole_tensor().contiguous()
-            if not keep:
-                return torch.empty(0)
-            return whole.cpu() if options.get("cpu_offload") else whole
+    def full(value: Tensor) -> Tensor:
+        if not isinstance(value, Placed):
+            return value
+        # Torch broadcasts the memory of a tensor as it is, in any order.
+        whole = value.whole_tensor().contiguous()
+        if not keep:
+            return torch.empty(0)
+        return whole.cpu() if options.get("cpu_offload") else whole
 
-        return original(tree_map_only(Tensor, full, state_dict), *args, **options)
-
-    return gather
+    return original(tree_map_only(Tensor, full, state_dict), *args, **options)
 
 
-def _makes_states(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def init(optim: Any, *args: Any) -> Any:
-        """Torch takes a step without gradients, which leaves it counted."""
-        return make_states(optim) if is_of_shards(optim) else original(optim, *args)
-
-    return init
+@around
+def _makes_states(original: Any, optim: Any, *args: Any) -> Any:
+    """Torch takes a step without gradients, which leaves it counted."""
+    return make_states(optim) if is_of_shards(optim) else original(optim, *args)
 
 
-def _stages(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def offload(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(x, Placed):
-            return original(self, x, *args, **kwargs)
-        local = original(self, local_of(x), *args, **kwargs)
-        return as_shard(local, x.place.without_groups())  # it may travel to another process
-
-    return offload
+@around
+def _stages(original: Any, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(x, Placed):
+        return original(self, x, *args, **kwargs)
+    local = original(self, local_of(x), *args, **kwargs)
+    return as_shard(local, x.place.without_groups())  # it may travel to another process
 
 
-def _copies(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def create(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        places: list[Any] = []
+@around
+def _copies(original: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    places: list[Any] = []
 
-        def unwrap(value: Tensor) -> Tensor:
-            places.append(value.place if isinstance(value, Placed) else None)
-            return local_of(value) if isinstance(value, Placed) else value
+    def unwrap(value: Tensor) -> Tensor:
+        places.append(value.place if isinstance(value, Placed) else None)
+        return local_of(value) if isinstance(value, Placed) else value
 
-        created = original(tree_map_only(Tensor, unwrap, state_dict), *args, **kwargs)
-        remaining = iter(places)
+    created = original(tree_map_only(Tensor, unwrap, state_dict), *args, **kwargs)
+    remaining = iter(places)
 
-        def wrap(value: Tensor) -> Tensor:
-            place = next(remaining)
-            return value if place is None else as_shard(value, place.without_groups())
+    def wrap(value: Tensor) -> Tensor:
+        place = next(remaining)
+        return value if place is None else as_shard(value, place.without_groups())
 
-        return tree_map_only(Tensor, wrap, created)
-
-    return create
+    return tree_map_only(Tensor, wrap, created)
 
 
-def _refuses(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def write(self: Any, plan: Any, planner: Any, *args: Any, **kwargs: Any) -> Any:
-        state = getattr(planner, "state_dict", {})
-        for item in plan.items:
-            if isinstance(state.get(item.index.fqn), Placed):
-                raise TypeError(
-                    f"HuggingFaceStorageWriter keeps one piece of a tensor in a file, and a shard "
-                    f"of '{item.index.fqn}' may be several. Call zerocore.save_safetensors(model, "
-                    "folder), which writes the same files"
-                )
-        return original(self, plan, planner, *args, **kwargs)
-
-    return write
+@around
+def _refuses(original: Any, self: Any, plan: Any, planner: Any, *args: Any, **kwargs: Any) -> Any:
+    state = getattr(planner, "state_dict", {})
+    for item in plan.items:
+        if isinstance(state.get(item.index.fqn), Placed):
+            raise TypeError(
+                f"HuggingFaceStorageWriter keeps one piece of a tensor in a file, and a shard "
+                f"of '{item.index.fqn}' may be several. Call zerocore.save_safetensors(model, "
+                "folder), which writes the same files"
+            )
+    return original(self, plan, planner, *args, **kwargs)
 
 
 class _Part:
@@ -118,16 +103,13 @@ class _Part:
         return self._shape
 
 
-def _plans(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def plan(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        shown = {
-            key: _Part(value) if isinstance(value, Placed) and value.place.part else value
-            for key, value in state_dict.items()
-        }
-        return original(shown, *args, **kwargs)
-
-    return plan
+@around
+def _plans(original: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    shown = {
+        key: _Part(value) if isinstance(value, Placed) and value.place.part else value
+        for key, value in state_dict.items()
+    }
+    return original(shown, *args, **kwargs)
 
 
 _BASE = "torch.distributed"

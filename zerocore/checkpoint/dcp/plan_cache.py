@@ -19,11 +19,7 @@ Facts = Mapping[str, tuple[torch.dtype, Place | torch.Size]]
 
 
 class KeptPlan:
-    """The plan of the last save, and its metadata as they stand in the file.
-
-    Args:
-        state: of the model that is saved, and other tensors with it.
-    """
+    """The plan of the last save of a model, and its metadata as they stand in the file."""
 
     def __init__(self, state: ShardState) -> None:
         self._places = {
@@ -43,15 +39,10 @@ class KeptPlan:
 
     @property
     def rank(self) -> int:
-        """This rank among those that save."""
         return self._ranks.rank
 
     def plan_of(self, facts: Facts) -> SavePlan:
-        """The plan of a save; the same object as long as the same tensors are saved.
-
-        Args:
-            facts: dtype of each tensor, and its place or, where one rank has all of it, its shape.
-        """
+        """The plan of a save; the same object as long as the same tensors are saved."""
         with self._lock:
             if facts is not self._facts:
                 tensors = {key: (dtype, self._spread(of)) for key, (dtype, of) in facts.items()}

@@ -22,13 +22,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from zerocore._C import FileStream, HostMemory, StreamWay
-from zerocore.checkpoint.byte_ranges import read_into
+from zerocore.checkpoint.byte_ranges import in_threads, num_threads, read_into
 from zerocore.checkpoint.commit.files import memory_of
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.save_plan import VALUES, box_strides
 from zerocore.checkpoint.dcp.saved_state import SavedState
-from zerocore.checkpoint.dcp.torch_chunks import chunk_nbytes, data_offset, has_form
-from zerocore.checkpoint.io_threads import in_threads, num_threads
+from zerocore.checkpoint.dcp.torch_chunks import HEAD_NBYTES, chunk_nbytes, has_form
 from zerocore.checkpoint.safe_files import opened, size_of
 from zerocore.tensor.place import Place
 
@@ -63,7 +62,7 @@ class Target:
     def read(self, file: Any, offset: int) -> None:
         """Fills the memory, if the chunk at ``offset``, which is intact, is of its form."""
         if not self.is_read and self.fits:
-            read_into(file.fileno(), offset + data_offset(), self.memory.dtype, self.memory)
+            read_into(file.fileno(), offset + HEAD_NBYTES, self.memory.dtype, self.memory)
             self.is_read = True
         elif self.landing is not None and self.landing is not self.memory:
             self.memory.copy_(self.landing)
@@ -73,13 +72,8 @@ class Target:
 def own_targets(
     saved: SavedState, contents: Contents, new: Container[str]
 ) -> dict[int, Target] | None:
-    """Memory of the shards on the CPU, by the places of their chunks in this rank's file.
-
-    None if this rank needs other bytes than that file has: it was saved on other ranks.
-
-    Args:
-        new: keys of what nobody has used yet.
-    """
+    """Memory of the shards on the CPU, by the places of their chunks in this rank's file. None if
+    this rank needs other bytes: it was saved on other ranks. ``new``: keys of unused memory."""
     plan, rank, metadata = saved.plan, saved.rank, contents.metadata
     names = {VALUES, *(plan.file_name(rank) for rank in range(plan.world_size))}
     if not (contents.is_ours and set(contents.files) <= names):
@@ -137,12 +131,7 @@ def keep_beside(targets: Iterable[Target]) -> None:
 
 
 class OwnFile:
-    """This rank's file of a checkpoint, read once.
-
-    Args:
-        path: need not exist.
-        budget: bytes that may be kept beside the model.
-    """
+    """This rank's file, if there is one; ``budget`` bytes may be kept beside the model."""
 
     def __init__(self, path: Path, budget: int) -> None:
         self.path, self._budget = path, budget
@@ -159,12 +148,7 @@ class OwnFile:
         return FileStream(str(self.path), ahead, num_threads(), way)
 
     def verify(self, contents: Contents, targets: dict[int, Target]) -> None:
-        """Compares the checksums of all of the file, and reads what has memory to land in.
-
-        Raises:
-            ValueError: bytes have changed; names file and keys.
-            OSError: the file cannot be read.
-        """
+        """Compares all checksums, and reads what has memory to land in."""
         name = self.path.name
         if name not in contents.files:
             return  # this rank would have saved nothing
@@ -179,11 +163,11 @@ class OwnFile:
         runs: list[tuple[int, Tensor]] = []
         heads: list[tuple[Tensor, Target]] = []
         for offset, target in sorted(targets.items()):
-            head = torch.empty(data_offset(), dtype=torch.uint8)
+            head = torch.empty(HEAD_NBYTES, dtype=torch.uint8)
             heads.append((head, target))
             runs.append((offset, head))
             if target.landing is not None:
-                runs.append((offset + data_offset(), target.landing))
+                runs.append((offset + HEAD_NBYTES, target.landing))
         sums.check(self.path, 0, self._stream.read(runs), partial(contents.keys_in, name))
         for head, target in heads:
             target.fits = has_form(bytes(memory_of(head)), *target.form)
@@ -192,11 +176,7 @@ class OwnFile:
                 target.is_read = True
 
     def read_rest(self, saved: SavedState, targets: dict[int, Target]) -> set[str]:
-        """Fills the memory of all shards, and says the keys of which all is read.
-
-        Raises:
-            OSError: the file is not there any more, or ends before.
-        """
+        """Fills the memory of all shards, and says the keys of which all is read."""
         self._stream = None
         shards = {at: target for at, target in targets.items() if not target.is_value}
         if shards:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from zerocore.checkpoint.safe_files import is_count, is_plain_name, numel_of, shown
 from zerocore.checkpoint.safe_pickles import Maker, read_pickle
@@ -25,21 +16,17 @@ _PACKAGE = "torch.distributed.checkpoint."
 Test = Callable[[Any], bool]
 
 
-def read_metadata(data: bytes) -> Metadata:
-    """The metadata that were pickled; nothing of them is run.
-
-    Raises:
-        ValueError: they are broken or hold anything else, or their pieces do not fit.
-    """
+def read_metadata(data: bytes) -> dcp.Metadata:
+    """The metadata that were pickled, of which nothing is run; raises ValueError if broken."""
     metadata = read_pickle(data, _find)
-    if not isinstance(metadata, Metadata):
+    if not isinstance(metadata, dcp.Metadata):
         raise ValueError("it holds no metadata of a checkpoint")
     _check_pieces(metadata)
     return metadata
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, torch.Size)
+def _is_a(*kinds: type) -> Test:
+    return lambda value: isinstance(value, kinds)
 
 
 def _all_of(kind: type[Sequence[Any]], test: Test) -> Test:
@@ -53,10 +40,6 @@ def _or_none(test: Test) -> Test:
     return lambda value: value is None or test(value)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _dict_of(key: Test, value: Test) -> Test:
     def is_dict(found: Any) -> bool:
         return type(found) is dict and all(map(key, found)) and all(map(value, found.values()))
@@ -64,66 +47,54 @@ def _dict_of(key: Test, value: Test) -> Test:
     return is_dict
 
 
-def _is_a(*kinds: type) -> Test:
-    return lambda value: isinstance(value, kinds)
-
-
+_is_size, _is_text = _is_a(torch.Size), _is_a(str)
 _FIELDS: dict[type, Mapping[str, Test]] = {
-    MetadataIndex: {"fqn": _is_text, "offset": _or_none(_is_size), "index": _or_none(is_count)},
+    dcp.MetadataIndex: {"fqn": _is_text, "offset": _or_none(_is_size), "index": _or_none(is_count)},
     _StorageInfo: {
         "relative_path": is_plain_name,
         "offset": is_count,
         "length": is_count,
         "transform_descriptors": _or_none(_all_of(list, _is_text)),
     },
-    ChunkStorageMetadata: {"offsets": _is_size, "sizes": _is_size},
-    TensorStorageMetadata: {
-        "properties": _is_a(TensorProperties),
+    dcp.ChunkStorageMetadata: {"offsets": _is_size, "sizes": _is_size},
+    dcp.TensorStorageMetadata: {
+        "properties": _is_a(dcp.TensorProperties),
         "size": _is_size,
-        "chunks": _all_of(list, _is_a(ChunkStorageMetadata)),
+        "chunks": _all_of(list, _is_a(dcp.ChunkStorageMetadata)),
     },
-    StorageMeta: {
+    dcp.StorageMeta: {
         "checkpoint_id": _or_none(_is_text),
         "save_id": _or_none(_is_text),
         "load_id": _or_none(_is_text),
-        "modules": _all_of(list, _is_text),
+        "modules": _or_none(_all_of(list, _is_text)),
     },
-    Metadata: {
+    dcp.Metadata: {
         "state_dict_metadata": _dict_of(
-            _is_text, _is_a(TensorStorageMetadata, BytesStorageMetadata)
+            _is_text, _is_a(dcp.TensorStorageMetadata, dcp.BytesStorageMetadata)
         ),
         "planner_data": _or_none(_dict_of(_is_text, _all_of(tuple, _is_a(str, int)))),
-        "storage_data": _dict_of(_is_a(MetadataIndex), _is_a(_StorageInfo)),
-        "storage_meta": _or_none(_is_a(StorageMeta)),
+        "storage_data": _dict_of(_is_a(dcp.MetadataIndex), _is_a(_StorageInfo)),
+        "storage_meta": _or_none(_is_a(dcp.StorageMeta)),
         "version": _or_none(_is_text),
     },
-}
-# Fields that some torch leaves out.
-_OPTIONAL: dict[type, Collection[str]] = {
-    MetadataIndex: {"offset", "index"},
-    _StorageInfo: {"transform_descriptors"},
-    StorageMeta: _FIELDS[StorageMeta],
-    Metadata: {"planner_data", "storage_meta", "version"},
 }
 
 
 def _fill(target: Any, state: Any) -> None:
-    """Gives an object its fields."""
     tests = _FIELDS[type(target)]
     if type(state) is not dict:
         raise ValueError(f"the fields of {type(target).__name__} are no dict")
     for name, value in state.items():
         if name not in tests or not tests[name](value):
             raise ValueError(f"{type(target).__name__}.{shown(name)} cannot be {shown(value)}")
-    optional = _OPTIONAL.get(type(target), ())
-    for name in tests:
-        if name not in state and name not in optional:
+    for name, test in tests.items():
+        if name not in state and not test(None):  # some torch leaves out what may be None
             raise ValueError(f"{type(target).__name__}.{name} is missing")
     target.__dict__.update(state)
 
 
-def _fill_properties(target: TensorProperties, state: Any) -> None:
-    kinds = (torch.dtype, torch.layout, bool, _MEM_FORMAT_ENCODING, bool)
+def _fill_properties(target: dcp.TensorProperties, state: Any) -> None:
+    kinds = (torch.dtype, torch.layout, bool, dcp._MEM_FORMAT_ENCODING, bool)
     if type(state) is not tuple or list(map(type, state)) != list(kinds):
         raise ValueError("the properties of a tensor are others")
     target.__setstate__(state)
@@ -138,7 +109,7 @@ def _size(sizes: Any) -> torch.Size:
 def _memory_format(number: Any) -> Any:
     if type(number) is not int:
         raise ValueError("a memory format is no number")
-    return _MEM_FORMAT_ENCODING(number)
+    return dcp._MEM_FORMAT_ENCODING(number)
 
 
 def _layout(name: Any) -> torch.layout:
@@ -153,9 +124,9 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("torch.serialization", "_get_layout"): Maker(call=_layout),
     (_PACKAGE + "metadata", "_MEM_FORMAT_ENCODING"): Maker(call=_memory_format),
     (_PACKAGE + "metadata", "TensorProperties"): Maker(
-        kind=TensorProperties, build=_fill_properties
+        kind=dcp.TensorProperties, build=_fill_properties
     ),
-    (_PACKAGE + "metadata", "BytesStorageMetadata"): Maker(kind=BytesStorageMetadata),
+    (_PACKAGE + "metadata", "BytesStorageMetadata"): Maker(kind=dcp.BytesStorageMetadata),
     **{
         (module, name): _PATH
         for module in ("pathlib", "pathlib._local")
@@ -176,7 +147,7 @@ def _find(module: str, name: str) -> Any:
     )
 
 
-def _check_pieces(metadata: Metadata) -> None:
+def _check_pieces(metadata: dcp.Metadata) -> None:
     """Whether the pieces of each tensor are all of it, and each lies in a file."""
     count = 0
     for key, facts in metadata.state_dict_metadata.items():
@@ -191,14 +162,14 @@ def _check_pieces(metadata: Metadata) -> None:
         raise ValueError("it says where pieces lie that no tensor has")
 
 
-def _pieces_of(key: str, facts: Any) -> Iterator[tuple[MetadataIndex, int]]:
+def _pieces_of(key: str, facts: Any) -> Iterator[tuple[dcp.MetadataIndex, int]]:
     """The index of each piece, and the bytes that it has at least."""
-    if isinstance(facts, BytesStorageMetadata):
-        yield MetadataIndex(key), 0
+    if isinstance(facts, dcp.BytesStorageMetadata):
+        yield dcp.MetadataIndex(key), 0
         return
     dims, itemsize, numel = len(facts.size), facts.properties.dtype.itemsize, 0
     for chunk in facts.chunks:
-        yield MetadataIndex(key, chunk.offsets), itemsize * numel_of(chunk.sizes)
+        yield dcp.MetadataIndex(key, chunk.offsets), itemsize * numel_of(chunk.sizes)
         numel += numel_of(chunk.sizes)
         if not len(chunk.offsets) == len(chunk.sizes) == dims or any(
             begin + size > whole
@@ -209,7 +180,7 @@ def _pieces_of(key: str, facts: Any) -> Iterator[tuple[MetadataIndex, int]]:
         raise ValueError(f"the pieces of {shown(key)} are not all of its shape {shown(facts.size)}")
 
 
-def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+def _overlap(chunks: Sequence[dcp.ChunkStorageMetadata]) -> bool:
     """Whether boxes share elements, or lie in a way that no system saves.
 
     A dimension divides them into groups, the next one each of these.
@@ -221,9 +192,11 @@ def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     return any(len(group) > 1 for group in groups)
 
 
-def _divided(group: list[ChunkStorageMetadata], dim: int) -> Iterator[list[ChunkStorageMetadata]]:
+def _divided(
+    group: list[dcp.ChunkStorageMetadata], dim: int
+) -> Iterator[list[dcp.ChunkStorageMetadata]]:
     """The boxes whose intervals in one dimension touch one another."""
-    part: list[ChunkStorageMetadata] = []
+    part: list[dcp.ChunkStorageMetadata] = []
     end = 0
     for chunk in sorted(group, key=lambda chunk: chunk.offsets[dim]):
         if chunk.offsets[dim] >= end and part:

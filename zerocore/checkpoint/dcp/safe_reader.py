@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
+from zerocore.checkpoint.byte_ranges import in_threads
 from zerocore.checkpoint.dcp.chunk_reads import locate, read_box
 from zerocore.checkpoint.dcp.contents import Contents, Part
-from zerocore.checkpoint.io_threads import in_threads
 from zerocore.checkpoint.safe_files import named, opened
 from zerocore.checkpoint.safe_pickles import load_plain
 
@@ -37,7 +37,6 @@ class SafeReader(FileSystemReader):
         self._metadata = contents.metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata of the contents."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -107,11 +106,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 def load_tensors(state: dict[str, Any], contents: Contents) -> None:
-    """Reads into the tensors of ``state``, what this rank needs of them; asks no other rank.
-
-    Raises:
-        OSError, ValueError: a file cannot be read; names it, and the key.
-    """
+    """Reads what this rank needs of the tensors; asks no other rank. Errors name file and key."""
     with quiet():
         try:
             load(state, storage_reader=SafeReader(contents), planner=SafePlanner(), no_dist=True)

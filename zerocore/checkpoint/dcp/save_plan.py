@@ -11,16 +11,8 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from zerocore.checkpoint.dcp.torch_chunks import MAX_NBYTES, chunk_nbytes
 from zerocore.checkpoint.slices.boxes import Box, boxes_of, memory_order
@@ -83,12 +75,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Where all tensors go.
-
-    Attributes:
-        tensors: dtype of each, and how it is spread, in the order in the files.
-        world_size: the number of files.
-    """
+    """Where all tensors go: dtype of each, and how it is spread, in the order in the files."""
 
     tensors: Mapping[str, tuple[torch.dtype, Spread]]
     world_size: int
@@ -111,24 +98,21 @@ class SavePlan:
         return found
 
     def file_nbytes(self, rank: int) -> int:
-        """The size of the file of one rank."""
         sizes = ((p.box.numel, self.tensors[p.key][0].itemsize) for p in self.pieces_of(rank))
         return sum(chunk_nbytes(numel * itemsize) for numel, itemsize in sizes)
 
-    def metadata(self, values: Mapping[str, tuple[int, int]], paths: Mapping[str, Any]) -> Metadata:
-        """The metadata for torch's reader.
-
-        Args:
-            values: ``(offset, length)`` of plain values in their file.
-            paths: of every key in the nested state.
-        """
+    def metadata(
+        self, values: Mapping[str, tuple[int, int]], paths: Mapping[str, Any]
+    ) -> dcp.Metadata:
+        """The metadata for torch's reader, with ``(offset, length)`` of plain values in their
+        file."""
         entries: dict[str, Any] = {}
-        places: dict[MetadataIndex, Any] = {}
+        places: dict[dcp.MetadataIndex, Any] = {}
         offsets = [0] * self.world_size
         names = [self.file_name(rank) for rank in range(self.world_size)]
         for key, (offset, length) in values.items():
-            entries[key] = BytesStorageMetadata()
-            places[MetadataIndex(key)] = _StorageInfo(VALUES, offset, length)
+            entries[key] = dcp.BytesStorageMetadata()
+            places[dcp.MetadataIndex(key)] = _StorageInfo(VALUES, offset, length)
         known: dict[tuple[int, int], list[Any]] = {}  # weights and moments are spread alike
         for key, (dtype, spread) in self.tensors.items():
             size = dtype.itemsize
@@ -136,25 +120,25 @@ class SavePlan:
             if chunks is None:
                 chunks = known[id(spread), size] = _chunks(spread, size)
             for rank, nbytes, chunk in chunks:
-                index = MetadataIndex(key, chunk.offsets)
+                index = dcp.MetadataIndex(key, chunk.offsets)
                 places[index] = _StorageInfo(names[rank], offsets[rank], nbytes)
                 offsets[rank] += nbytes
-            entries[key] = TensorStorageMetadata(
-                TensorProperties(dtype=dtype),
+            entries[key] = dcp.TensorStorageMetadata(
+                dcp.TensorProperties(dtype=dtype),
                 torch.Size(spread.shape),
                 [chunk for _, _, chunk in chunks],
             )
-        meta = StorageMeta(save_id=FORMAT)
-        return Metadata(entries, dict(paths), places, meta, CURRENT_DCP_VERSION)
+        meta = dcp.StorageMeta(save_id=FORMAT)
+        return dcp.Metadata(entries, dict(paths), places, meta, CURRENT_DCP_VERSION)
 
 
-def _chunks(spread: Spread, itemsize: int) -> list[tuple[int, int, ChunkStorageMetadata]]:
+def _chunks(spread: Spread, itemsize: int) -> list[tuple[int, int, dcp.ChunkStorageMetadata]]:
     """``(rank, bytes of the chunk, its box)`` of each."""
     return [
         (
             rank,
             chunk_nbytes(box.numel * itemsize),
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
+            dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
         )
         for rank, box in spread.pieces(itemsize)
     ]

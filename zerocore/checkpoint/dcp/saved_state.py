@@ -20,7 +20,7 @@ from zerocore.checkpoint.checksums import FileSums
 from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.dcp.plan_cache import Facts, KeptPlan
 from zerocore.checkpoint.dcp.save_plan import Piece, SavePlan, box_strides
-from zerocore.checkpoint.dcp.torch_chunks import data_offset, frame
+from zerocore.checkpoint.dcp.torch_chunks import HEAD_NBYTES, frame
 from zerocore.tensor.place import Place, Placed, local_of
 
 PART_NBYTES = 8 << 20  # what is copied and written at a time
@@ -47,7 +47,6 @@ class SavedState:
 
     @property
     def rank(self) -> int:
-        """This rank among those that save."""
         return self.kept.rank
 
     @property
@@ -58,10 +57,9 @@ class SavedState:
     @cached_property
     def values(self) -> dict[str, bytes]:
         """The plain values, as ``torch.save`` writes them, in the order in their file."""
-        return {key: _pickled(value) for key, value in self.plain.items()}
+        return {key: saved_bytes(value) for key, value in self.plain.items()}
 
     def metadata(self) -> bytes:
-        """The file of metadata."""
         places, offset = {}, 0
         for key, data in self.values.items():
             places[key] = (offset, len(data))
@@ -108,13 +106,8 @@ class SavedState:
 
 
 def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedState:
-    """The state of a model's ranks, on its own memory.
-
-    Args:
-        kept: of the saves of this model.
-        nested: shards, and what is equal on all ranks, of which the first one's is saved.
-        copy: whether to copy what is no shard, which may change at any time.
-    """
+    """The state of a model's ranks, on its own memory. ``copy``: what is no shard, which may
+    change."""
     flat, paths = flatten_state_dict(nested)
     facts: dict[str, tuple[torch.dtype, Place | torch.Size]] = {}
     tensors: dict[str, tuple[Tensor, int]] = {}
@@ -132,7 +125,7 @@ def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedStat
     return SavedState(kept, facts, tensors, plain, paths)
 
 
-def _pickled(value: Any) -> bytes:
+def saved_bytes(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -141,12 +134,8 @@ def _pickled(value: Any) -> bytes:
 def write_rank_file(
     folder: Path, saved: SavedState, copies: Iterable[Tensor], begun: Callable[[], None]
 ) -> FileSums:
-    """Writes one rank's file and makes it durable; returns its checksums.
-
-    Args:
-        copies: of ``saved.parts()``, on the CPU.
-        begun: called when the file has its room.
-    """
+    """Writes a rank's durable file from copies of ``saved.parts()``; ``begun`` is called when it
+    has room."""
     plan, rank = saved.plan, saved.rank
     file = files.create(folder / plan.file_name(rank))
     try:
@@ -170,17 +159,17 @@ def _write_piece(file: FileWriter, plan: SavePlan, piece: Piece, parts: Iterator
     dtype, spread = plan.tensors[piece.key]
     strides = box_strides(piece.box, spread.strides, spread.shape)
     nbytes = piece.box.numel * dtype.itemsize
-    begin = piece.offset + data_offset()
+    begin = piece.offset + HEAD_NBYTES
     if nbytes <= _SMALL_NBYTES:  # in one call
         data = bytes(files.memory_of(next(parts))) if nbytes else b""
-        made = frame(dtype, piece.box.sizes, strides, crc32(data))
-        files.write(file, piece.offset, made.head + data + made.tail)
+        head, tail = frame(dtype, piece.box.sizes, strides, crc32(data))
+        files.write(file, piece.offset, head + data + tail)
         return
     crc = done = 0
     while done < nbytes:
         part = next(parts)
         crc = files.write(file, begin + done, part, crc)
         done += part.nbytes
-    made = frame(dtype, piece.box.sizes, strides, crc)
-    files.write(file, piece.offset, made.head)
-    files.write(file, begin + nbytes, made.tail)
+    head, tail = frame(dtype, piece.box.sizes, strides, crc)
+    files.write(file, piece.offset, head)
+    files.write(file, begin + nbytes, tail)

@@ -22,11 +22,7 @@ class StreamedCopy:
     """
 
     def __init__(
-        self,
-        parts: Iterable[Tensor],
-        budget: int,
-        device: torch.device,
-        check: Callable[[], None],
+        self, parts: Iterable[Tensor], budget: int, device: torch.device, check: Callable[[], None]
     ) -> None:
         self._parts, self._budget, self._check = parts, budget, check
         self._changed = threading.Condition()
@@ -52,11 +48,7 @@ class StreamedCopy:
             self._changed.notify_all()
 
     def __iter__(self) -> Iterator[Tensor]:
-        """The copies in order; each is let go when the next is asked for.
-
-        Raises:
-            Exception: what went wrong in reading, or that a tensor has changed before it was read.
-        """
+        """The copies in order, each until the next is asked for; raises errors of reading."""
         while (part := self._next()) is not None:
             yield part
             with self._changed:

@@ -14,7 +14,6 @@ import pickle
 import struct
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from zlib import crc32
@@ -22,7 +21,7 @@ from zlib import crc32
 import torch
 
 MAX_NBYTES = 1 << 30  # of a chunk's data; zip files above 4 GiB have another form
-_HEAD_NBYTES = 768  # before the data; room for the shape of a tensor of 24 dimensions
+HEAD_NBYTES = 768  # of a chunk before the data; room for the shape of a tensor of 24 dimensions
 _ALIGNMENT = 64
 _ORDER = (b"archive/byteorder", b"little")
 _VERSION = (b"archive/version", b"3\n")
@@ -40,28 +39,13 @@ _TAIL_NBYTES = (
 
 def chunk_nbytes(data_nbytes: int) -> int:
     """Bytes of the chunk around a tensor of that many bytes."""
-    return -(-(_HEAD_NBYTES + data_nbytes + _TAIL_NBYTES) // _ALIGNMENT) * _ALIGNMENT
+    return -(-(HEAD_NBYTES + data_nbytes + _TAIL_NBYTES) // _ALIGNMENT) * _ALIGNMENT
 
 
-def data_offset() -> int:
-    """Where the tensor's memory begins in a chunk."""
-    return _HEAD_NBYTES
-
-
-@dataclass(frozen=True)
-class Frame:
-    """The bytes before and behind the memory of a tensor in its chunk."""
-
-    head: bytes
-    tail: bytes
-
-
-def frame(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], crc: int) -> Frame:
-    """The frame of a tensor whose memory has no gaps and the checksum ``crc``.
-
-    Raises:
-        ValueError: it has too many dimensions.
-    """
+def frame(
+    dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], crc: int
+) -> tuple[bytes, bytes]:
+    """The bytes before and behind a tensor whose memory has no gaps and the checksum ``crc``."""
     numel = torch.Size(sizes).numel()
     nbytes = numel * dtype.itemsize
     pickled = _pickled(dtype, tuple(sizes), tuple(strides), numel)
@@ -71,7 +55,7 @@ def frame(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], crc:
         *((name, crc32(data), len(data)) for name, data in (_ORDER, _VERSION)),
     ]
     head = _local(*facts[0]) + pickled
-    padding = _HEAD_NBYTES - len(head) - len(_local(*facts[1])) - 4
+    padding = HEAD_NBYTES - len(head) - len(_local(*facts[1])) - 4
     if padding < 0:
         raise ValueError(f"a tensor of {len(sizes)} dimensions has too many for a checkpoint")
     offsets = [0, len(head)]
@@ -79,17 +63,17 @@ def frame(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], crc:
     head += _local(*facts[1], b"FB" + struct.pack("<H", padding) + bytes(padding))
     tail = b""
     for fact, (_, data) in zip(facts[2:], (_ORDER, _VERSION), strict=True):
-        offsets.append(_HEAD_NBYTES + nbytes + len(tail))
+        offsets.append(HEAD_NBYTES + nbytes + len(tail))
         tail += _local(*fact) + data
-    begin = _HEAD_NBYTES + nbytes + len(tail)
+    begin = HEAD_NBYTES + nbytes + len(tail)
     listed = b"".join(
         _CENTRAL.pack(b"PK\1\2", 0, 0, 0, 0, 0, 0, crc, size, size, len(name), 0, 0, 0, 0, 0, at)
         + name
         for (name, crc, size), at in zip(facts, offsets, strict=True)
     )
-    comment = chunk_nbytes(nbytes) - _HEAD_NBYTES - nbytes - _TAIL_NBYTES
+    comment = chunk_nbytes(nbytes) - HEAD_NBYTES - nbytes - _TAIL_NBYTES
     tail += listed + _END.pack(b"PK\5\6", 0, 0, 4, 4, len(listed), begin, comment)
-    return Frame(head, tail + bytes(comment))
+    return head, tail + bytes(comment)
 
 
 def has_form(
@@ -128,7 +112,6 @@ class _Pickler(pickle.Pickler):
 def _pickled(
     dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], numel: int
 ) -> bytes:
-    """The pickle that ``torch.save`` makes of a tensor on the CPU."""
     typed = torch.storage._dtype_to_storage_type_map().get(dtype)
     common: tuple[Any, ...] = (_Storage(), 0, sizes, strides, False, OrderedDict())
     buffer = io.BytesIO()

@@ -13,15 +13,7 @@ from typing import Any
 import torch
 
 from zerocore._C import StreamWay
-from zerocore.checkpoint.checksums import (
-    NAME,
-    Checksums,
-    FileSums,
-    check_files,
-    read_checked,
-    read_range,
-    read_sums,
-)
+from zerocore.checkpoint import checksums
 from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.safe_files import (
     is_count,
@@ -35,14 +27,17 @@ from zerocore.checkpoint.safe_files import (
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_NBYTES = 100_000_000  # what safetensors itself reads
-_DTYPE_NAMES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
-    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16",
-    "uint32": "U32", "uint64": "U64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
+DTYPE_OF = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
 }  # fmt: skip
-NAME_OF = {getattr(torch, key): name for key, name in _DTYPE_NAMES.items() if hasattr(torch, key)}
-DTYPE_OF: dict[str, torch.dtype] = {name: dtype for dtype, name in NAME_OF.items()}
+NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
+
+
+Facts = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # dtype and shape of tensors by name
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str
             index.
     """
     path = Path(folder)
-    sums = read_sums(path.parent if path.is_file() else path) if verify else None
+    sums = checksums.read_sums(path.parent if path.is_file() else path) if verify else None
     if path.is_file():
         return read_header(path, sums)
     index = path / INDEX_NAME
@@ -79,7 +74,9 @@ def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str
         if not files:
             raise FileNotFoundError(f"no safetensors files in {path}")
         return {name: entry for file in files for name, entry in read_header(file, sums).items()}
-    data = read_checked(index, sums if sums and index.name in sums else None, _MAX_HEADER_NBYTES)
+    data = checksums.read_checked(
+        index, sums if sums and index.name in sums else None, _MAX_HEADER_NBYTES
+    )
     with named(index, "is no index of safetensors files"):
         weight_map: dict[str, str] = parsed_json(data)["weight_map"]
         if bad := [file for file in weight_map.values() if not is_plain_name(file)]:
@@ -93,22 +90,17 @@ def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str
     return {name: headers[file][name] for name, file in weight_map.items()}
 
 
-def read_header(path: Path, sums: Checksums | None = None) -> dict[str, Entry]:
-    """The tensors of one file; none of their bytes are read. The rules are those of safetensors.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is no safetensors file, is truncated, or its header has changed.
-    """
+def read_header(path: Path, sums: checksums.Checksums | None = None) -> dict[str, Entry]:
+    """The tensors of one file, by the rules of safetensors; a ValueError names the file."""
     listed = None if sums is None else sums.get(path.name)
     size = size_of(path)
     with named(path, "is no safetensors file"):
         if listed is not None and listed.nbytes != size:
             raise ValueError(f"it has {size} bytes, expected {listed.nbytes}")
-        length = int.from_bytes(read_range(path, listed, 0, 8), "little")
+        length = int.from_bytes(checksums.read_range(path, listed, 0, 8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_NBYTES):
             raise ValueError(f"its header would have {length} bytes, the file has {size}")
-        text = read_range(path, listed, 8, length)
+        text = checksums.read_range(path, listed, 8, length)
         header = parsed_json(text)
         metadata = header.pop("__metadata__", {})
         if type(metadata) is not dict or not all(
@@ -161,10 +153,7 @@ class FilePlan:
 
 
 def plan_files(
-    folder: Path,
-    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-    max_file_nbytes: int,
-    metadata: Mapping[str, str],
+    folder: Path, tensors: Facts, max_file_nbytes: int, metadata: Mapping[str, str]
 ) -> list[FilePlan]:
     """Which tensors go into which file, in their order; a file has one tensor at least."""
     groups: list[list[str]] = []
@@ -188,11 +177,7 @@ def plan_files(
     ]
 
 
-def _plan_file(
-    path: Path,
-    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-    metadata: Mapping[str, str],
-) -> FilePlan:
+def _plan_file(path: Path, tensors: Facts, metadata: Mapping[str, str]) -> FilePlan:
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     # The widest first, so that each begins on a multiple of its own size.
@@ -208,17 +193,16 @@ def _plan_file(
 
 
 def index_text(files: Sequence[FilePlan]) -> str:
-    """Hugging Face's index of several files."""
     weight_map = {name: file.name for file in files for name in file.entries}
     total = sum(entry.end - entry.begin for file in files for entry in file.entries.values())
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
 
 
-def write_lists(folder: Path, plans: Sequence[FilePlan], sums: Checksums) -> list[str]:
+def write_lists(folder: Path, plans: Sequence[FilePlan], sums: checksums.Checksums) -> list[str]:
     """Writes the index of several files, and the checksums of all; returns their names."""
     lists = {INDEX_NAME: index_text(plans).encode()} if len(plans) > 1 else {}
-    sums.update({name: FileSums.of(text) for name, text in lists.items()})
-    lists[NAME] = sums.text()
+    sums.update({name: checksums.FileSums.of(text) for name, text in lists.items()})
+    lists[checksums.NAME] = sums.text()
     for name, text in lists.items():
         files.write_file(folder / name, text)
     return list(lists)
@@ -227,18 +211,12 @@ def write_lists(folder: Path, plans: Sequence[FilePlan], sums: Checksums) -> lis
 def check_entries(
     entries: Iterable[Entry], part: int = 0, parts: int = 1, way: StreamWay = StreamWay.ANY
 ) -> int:
-    """Compares the ``part``-th of ``parts`` equal parts of the files that hold the entries.
-
-    Returns how many of the files have checksums.
-
-    Raises:
-        ValueError: bytes have changed; names file and keys.
-    """
+    """Compares a part of the files of the entries; returns how many have checksums."""
     by_file: dict[str, list[Entry]] = {}
     for entry in entries:
         by_file.setdefault(entry.file.name, []).append(entry)
         folder = entry.file.parent
-    listed = (read_sums(folder) if by_file else None) or Checksums()
+    listed = (checksums.read_sums(folder) if by_file else None) or checksums.Checksums()
     sums = {name: listed[name] for name in sorted(by_file) if name in listed}
 
     def keys_in(name: str, ranges: list[range]) -> list[str]:
@@ -249,5 +227,5 @@ def check_entries(
         ]
 
     if sums:
-        check_files(folder, sums, part, parts, way, keys_in)
+        checksums.check_files(folder, sums, part, parts, way, keys_in)
     return len(sums)

@@ -22,6 +22,7 @@ from zerocore.checkpoint.safetensors.files import (
     INDEX_NAME,
     NAME_OF,
     Entry,
+    Facts,
     FilePlan,
     check_entries,
     plan_files,
@@ -256,9 +257,7 @@ def _first_names(all_targets: Mapping[str, Target], kept: dict[str, Target]) -> 
     return others
 
 
-def _facts(
-    targets: Mapping[str, Target], dtype: torch.dtype | None
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _facts(targets: Mapping[str, Target], dtype: torch.dtype | None) -> Facts:
     facts = {}
     for name, target in targets.items():
         own = target.shard.dtype if isinstance(target, Param) else target.dtype
@@ -318,7 +317,6 @@ def _write_all(
 
 
 def _joined(parts: list[dict[str, Written]]) -> Checksums:
-    """The checksums of files, from those of each rank's bytes in them."""
     sums = Checksums()
     for name, (nbytes, _) in parts[0].items():
         sums[name] = FileSums(nbytes, [0] * -(-nbytes // BLOCK_NBYTES))

@@ -35,12 +35,8 @@ class Box:
 def boxes_of(
     shape: Sequence[int], begin: int, end: int, strides: Sequence[int] | None = None
 ) -> list[Box]:
-    """Disjoint boxes that hold the elements ``begin:end``, in their order; none for no elements.
-
-    Args:
-        strides: those of a dense tensor that is not C-contiguous, whose elements count in the order
-            of its memory.
-    """
+    """Disjoint boxes that hold the elements ``begin:end``, in their order, which is that of memory
+    where there are ``strides`` of a dense tensor."""
     order = memory_order(shape, strides)
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return [

@@ -52,11 +52,7 @@ def chunk_list(place: Place) -> list[ChunkStorageMetadata]:
 
 
 def find_chunk(place: Place, local: Tensor, index: MetadataIndex) -> Tensor:
-    """A view of the local elements that has the shape of the box at ``index.offset``.
-
-    Raises:
-        ValueError: this rank has no box there.
-    """
+    """A view of the elements of the box at ``index.offset``; ValueError if none is there."""
     for box in chunk_boxes(place):
         if torch.Size(box.offsets) == index.offset:
             return box_view(place, local, box)

@@ -33,11 +33,8 @@ def owned_ranges(layout: Layout, position: int) -> list[tuple[int, int, int]]:
 def saved_ranges(
     owned: Sequence[tuple[int, int, int]], num_shards: int, copies: int
 ) -> tuple[tuple[int, int, int], ...]:
-    """``(rank, begin, end)`` of what each rank saves, where ``copies`` ranks own each shard.
-
-    Args:
-        owned: ``(shard, begin, end)``; rank r owns shard r modulo ``num_shards``.
-    """
+    """``(rank, begin, end)`` of what each rank saves, of ``(shard, begin, end)`` that ``copies``
+    ranks own each: rank r owns shard r modulo ``num_shards``."""
     if copies == 1:
         return tuple(owned)
     saved = []

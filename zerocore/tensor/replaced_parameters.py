@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerocore.tensor.functions import ON_THE_SHARD, SHAPES, name_of
+from zerocore.tensor.functions import ON_THE_SHARD, SHAPES, Args, Function, Kwargs, name_of
 from zerocore.tensor.place import leaves
 
 _FQN = "_zerocore_replaced"
@@ -21,11 +20,7 @@ class ReplacedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         name = name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
@@ -40,7 +35,6 @@ class ReplacedParameter(nn.Parameter):
 
 
 def replace(param: nn.Parameter, fqn: str) -> None:
-    """Makes ``param`` one that was replaced."""
     if type(param) is nn.Parameter:
         param.__class__ = ReplacedParameter
         setattr(param, _FQN, fqn)

@@ -27,11 +27,7 @@ def watch(state_ref: Callable[[], Any]) -> None:
 
 
 def finish() -> None:
-    """Blocks until no shard changes any more.
-
-    Raises:
-        RuntimeError: what went wrong in an update.
-    """
+    """Blocks until no shard changes any more; raises RuntimeError if an update failed."""
     for state_ref in _under_way | _always:
         state = state_ref()
         if state is None:

@@ -1,4 +1,4 @@
-"""Wraps torch's calls of a backward, once: autograd tells of neither their begin nor failure."""
+"""Wraps torch's calls of autograd: a backward's begin and end, and functions of parameters."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from zerocore._C import forget_backward_call, note_backward_call
 from zerocore.model.state import live_states
-from zerocore.tensor.place import PlacedParameter
+from zerocore.tensor.implicit_unshard import call_with_full
+from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.place import PlacedParameter, leaves
 
 
 def takes_full(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -64,3 +67,25 @@ def _full(inputs: Any) -> Any:
     if isinstance(inputs, Tensor | GradientEdge) or not hasattr(inputs, "__iter__"):
         return inputs
     return [_full(value) for value in inputs]
+
+
+_apply: Callable[..., Any] = torch._C._FunctionBase.__dict__["apply"]
+# Arguments of other types hold no parameter. Asked of each call, so it is one set operation.
+_MAY_HOLD = frozenset({ShardedParameter, list, tuple, dict})
+
+
+def reads_in_full(apply: Any) -> Any:
+    """The ``apply`` of a base class, in which ``Function.apply`` ends.
+
+    An ``apply`` that was taken from its class before comes there, too.
+    """
+    return classmethod(_apply_with_full)
+
+
+def _apply_with_full(cls: type, *args: Any, **kwargs: Any) -> Any:
+    if _MAY_HOLD.isdisjoint(map(type, args)):
+        return _apply(cls, *args, **kwargs)
+    params = [value for value in leaves(args) if isinstance(value, PlacedParameter)]
+    if not params:
+        return _apply(cls, *args, **kwargs)
+    return call_with_full(_apply, (cls, *args), kwargs, params)

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from zerocore.common.garbage import no_collections
+from zerocore.checkpoint.checkpoints import no_collections
 
 
 def test_collections_come_again_where_they_were() -> None:

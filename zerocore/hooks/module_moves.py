@@ -7,13 +7,13 @@ that the engine gathers from, so it may change its values, but never its memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zerocore.common.patching import around
 from zerocore.model.casting import as_bytes
 from zerocore.tensor.parameter import ShardedParameter
 
@@ -40,34 +40,29 @@ class _Checked:
         return tensor.to(result.device) if self.is_empty and not tensor.is_meta else result
 
 
-def spares_shards(move_all: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+@around
+def spares_shards(move_all: Any, self: nn.Module, fn: _Move, recurse: bool = True) -> nn.Module:
     """``nn.Module._apply``, which all moves and casts go through, with shards left in place."""
-
-    @wraps(move_all)
-    def apply(self: nn.Module, fn: _Move, recurse: bool = True) -> nn.Module:
-        if not isinstance(fn, _Checked):
-            kept = {p: name for p in self.parameters(recurse) if (name := getattr(p, _NAME, None))}
-            if not kept:
-                return move_all(self, fn, recurse)
-            _check(self, kept, fn)
-            fn = _Checked(fn)
-        params = self._parameters
-        own = {key: p for key, p in params.items() if p is not None and hasattr(p, _NAME)}
-        try:
-            params.update(dict.fromkeys(own))  # what is None is not moved
-            move_all(self, fn, recurse)
-        finally:
-            params.update(own)
-        if not fn.is_empty:
-            for param in own.values():
-                _take_values(param, fn)
-        return self
-
-    return apply
+    if not isinstance(fn, _Checked):
+        kept = {p: name for p in self.parameters(recurse) if (name := getattr(p, _NAME, None))}
+        if not kept:
+            return move_all(self, fn, recurse)
+        _check(self, kept, fn)
+        fn = _Checked(fn)
+    params = self._parameters
+    own = {key: p for key, p in params.items() if p is not None and hasattr(p, _NAME)}
+    try:
+        params.update(dict.fromkeys(own))  # what is None is not moved
+        move_all(self, fn, recurse)
+    finally:
+        params.update(own)
+    if not fn.is_empty:
+        for param in own.values():
+            _take_values(param, fn)
+    return self
 
 
 def _check(module: nn.Module, kept: dict[Any, str], move: _Move) -> None:
-    """Refuses other dtypes and devices before anything is changed."""
     tried: set[tuple[torch.dtype, torch.device]] = set()
     for param, fqn in kept.items():
         kind = (param.dtype, param.device)

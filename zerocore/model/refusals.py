@@ -1,19 +1,46 @@
-"""Refuses what would average or shard a sharded model once more, or compute its parameters.
+"""Refuses what would train wrong: kinds of parameters and modules, and wrappers of sharded models.
 
-DDP, DataParallel, FSDP, FSDP2; parametrizations.
+Wrappers are DDP, DataParallel, FSDP, FSDP2, and parametrizations.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zerocore.common.patching import around
 from zerocore.tensor.parameter import ShardedParameter
+
+
+def check_kinds(model: nn.Module, world_size: int) -> None:
+    """Raises ValueError for the first parameter or module that cannot be sharded, with its name."""
+    for name, param in model.named_parameters():
+        if is_traceable_wrapper_subclass(param):
+            raise ValueError(
+                f"parameter '{name}' is a {type(param).__name__}, which has no memory of its own; "
+                "zerocore shards plain tensors. Call zerocore.shard without tensor "
+                "parallelism, fully_shard or quantized tensor classes on the model"
+            )
+        if param.requires_grad and not param.is_floating_point():
+            raise ValueError(
+                f"parameter '{name}' of dtype {param.dtype} requires grad; only floating-point "
+                "parameters can be trained. Call requires_grad_(False) on it, or, if it is "
+                "complex, train torch.view_as_real of it"
+            )
+    for name, module in model.named_modules():
+        limited = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        if limited and world_size > 1:
+            raise ValueError(
+                f"'{name}' is an {type(module).__name__} with max_norm={module.max_norm}: each "
+                "rank would renormalise the rows that it looks up, and their weights would differ. "
+                "Set max_norm=None and renormalise inside of `with zerocore.unsharded(model, "
+                "write_back=True):`"
+            )
+
 
 # By name, so that none of them must be imported; those of other packages go by the same names.
 _WRAPPERS = {
@@ -67,10 +94,6 @@ def refuse_fully_shard(module: nn.Module) -> None:
     module.__dict__[REGISTRY_KEY] = registry
 
 
-def _mark_of(module: nn.Module) -> bool:
-    return False
-
-
 def _refuse_mark(module: nn.Module, value: bool) -> None:
     if value:
         raise refusal("FullyShardedDataParallel", type(module).__name__)
@@ -78,16 +101,14 @@ def _refuse_mark(module: nn.Module, value: bool) -> None:
 
 # The class attribute `_is_fsdp_managed_module` of sharded modules: FSDP sets it on every module
 # before its first collective.
-fsdp_mark = property(_mark_of, _refuse_mark)
+fsdp_mark = property(lambda module: False, _refuse_mark)
 
 
-def takes_no_shard(init: Callable[..., None]) -> Callable[..., None]:
+@around
+def takes_no_shard(
+    init: Any, self: Any, modules: Any, original: Any, *args: Any, **kwargs: Any
+) -> None:
     """``ParametrizationList.__init__`` that refuses a shard before it computes with it."""
-
-    @wraps(init)
-    def checked(self: Any, modules: Any, original: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(original, ShardedParameter):
-            raise elsewhere(original, "original", "ParametrizationList")
-        init(self, modules, original, *args, **kwargs)
-
-    return checked
+    if isinstance(original, ShardedParameter):
+        raise elsewhere(original, "original", "ParametrizationList")
+    init(self, modules, original, *args, **kwargs)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from zerocore.tensor.functions import is_in_place, name_of
+from zerocore.tensor.functions import Args, Function, Kwargs, is_in_place, name_of
 from zerocore.tensor.place import Placed, PlacedParameter, leaves, local_of
 
 
@@ -18,11 +18,7 @@ class FullCopy(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             name = name_of(func)
@@ -59,10 +55,7 @@ def is_recorded(values: Any) -> bool:
 
 
 def call_with_full(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    params: Sequence[PlacedParameter],
+    func: Function, args: Args, kwargs: Kwargs, params: Sequence[PlacedParameter]
 ) -> Any:
     """Calls ``func`` with full parameters in the place of sharded ones, as a call of their units.
 
@@ -104,8 +97,7 @@ def _replaced(given: Any, full: Any) -> list[tuple[Any, Tensor, int]]:
     return [(shard, value, _version(value)) for shard, value in pairs if value is not shard]
 
 
-def _check_unchanged(func: Callable[..., Any], fulls: list[tuple[Any, Tensor, int]]) -> None:
-    """Raises TypeError if ``func`` has changed full values, which are dropped now."""
+def _check_unchanged(func: Function, fulls: list[tuple[Any, Tensor, int]]) -> None:
     for shard, full, version in fulls:
         if _version(full) != version:
             raise TypeError(
@@ -117,8 +109,7 @@ def _check_unchanged(func: Callable[..., Any], fulls: list[tuple[Any, Tensor, in
 
 
 def _engine(param: PlacedParameter) -> Any:
-    state = param.state_ref()
-    if state is None:
+    if (state := param.state_ref()) is None:
         raise RuntimeError(f"parameter '{param.fqn}': its model does not exist any more")
     return state.engine
 
