@@ -14,6 +14,7 @@ PRELOAD: tuple[str, ...] = (
     "torch._inductor.compile_fx",
     "peft",
     "torch.profiler",
+    "torch.utils.cpp_extension",
     "torch.distributed.pipelining",
     *zoo_huggingface.PRELOAD,
 )
