@@ -16,5 +16,6 @@ PRELOAD: tuple[str, ...] = (
     "torch.profiler",
     "torch.utils.cpp_extension",
     "torch.distributed.pipelining",
+    "transformers.trainer",
     *zoo_huggingface.PRELOAD,
 )
