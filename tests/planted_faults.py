@@ -31,8 +31,8 @@ checkpoint/commit/saving.py | files.flush(file) | pass | distributed/test_durabi
 checkpoint/checksums.py | // parts, 0 | // parts - 1, 0 | checkpoint/test_checksums.py
 checkpoint/dcp/save_plan.py | += nbytes | += nbytes - 1 | checkpoint/dcp/test_save_plan.py
 model/casting.py | mixed.param_dtype or first | first | distributed/test_mixed_precision.py
-model/unit_call.py | engine.fail_pass() | pass | distributed/test_modes.py
-planning/step_time.py | == "reduce_scatter" | == "all_reduce" | common planning/test_hybrid_plan.py
+model/unit_call.py | engine.fail_pass() | pass | distributed/test_alarm.py
+planning/step_time.py | == "reduce_scatter" | == "all_reduce" | common/test_links.py
 tensor/rows.py | get_group(dim) for | get_group(0) for | fsdp/test_clip.py
 hooks/optimizer_rules.py | hooked.hooked = True | hooked.hooked = False | hooks/test_patches.py
 fsdp/module.py | reduces_across=requires_gradient_sync | reduces_across=True | fsdp/test_controls.py

@@ -89,13 +89,19 @@ def test_parity_on_another_stream() -> None:
     check(test_parity.test_on_another_stream, 2, cases, fixture="cuda")
 
 
-@pytest.mark.parametrize(("num_ranks", "names"), [*by_night((3, ("plain",))), (2, DELAYED)])
-def test_delays_change_nothing(num_ranks: int, names: tuple[str, ...]) -> None:
-    prefetch = itertools.cycle(range(3))
+@pytest.mark.parametrize(
+    ("num_ranks", "names", "stages"),
+    [*by_night((3, ("plain",), [(3, 2)]), (2, DELAYED, [(3, 2)])), (2, DELAYED, [(3,), (2,)])],
+)
+def test_delays_change_nothing(
+    num_ranks: int, names: tuple[str, ...], stages: list[tuple[int, ...]]
+) -> None:
+    """By day at stage 3 or 2, in turn."""
+    prefetch, turn = itertools.cycle(range(3)), itertools.cycle(stages)
     cases = [
         {"stage": stage, "prefetch": next(prefetch), "name": name}
         for name in names
-        for stage in (3, 2)
+        for stage in next(turn)
     ]
     check(test_delays.test_delays_change_nothing, num_ranks, cases, share=0.0)
 
