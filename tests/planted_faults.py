@@ -35,7 +35,7 @@ model/unit_call.py | engine.fail_pass() | pass | distributed/test_alarm.py
 planning/step_time.py | == "reduce_scatter" | == "all_reduce" | common/test_links.py
 tensor/rows.py | get_group(dim) for | get_group(0) for | fsdp/test_clip.py
 hooks/optimizer_rules.py | hooked.hooked = True | hooked.hooked = False | hooks/test_patches.py
-fsdp/module.py | reduces_across=requires_gradient_sync | reduces_across=True | fsdp/test_controls.py
+fsdp/module.py | reduces=requires_gradient_sync, | reduces=True, | fsdp/test_controls.py
 sharding/build.py | _name_of(ranks.near) | _name_of(ranks.shard) | distributed/test_regather.py
 plan/schedule.cpp | upcoming(1 + options_ | upcoming(options_ | plan/test_schedule.py
 runtime/bucket_pool.cpp | *offset + slot.nbytes} | *offset} | engine/test_hand_overs.py
