@@ -81,7 +81,7 @@ class Extension:
 
     def _key(self) -> list[str]:
         """All that the module depends on."""
-        texts = _texts(self.sources)
+        texts = included_texts(ROOT / source for source in self.sources)
         compiler = subprocess.run([COMPILER, "--version"], capture_output=True, text=True).stdout
         python = str(sysconfig.get_config_var("SOABI"))
         return [repr(self.sources), *texts, *_flags(), compiler, torch.__version__, python]
@@ -94,14 +94,14 @@ def _flags() -> list[str]:
     return [*flags, *os.environ.get("TEST_CXX_FLAGS", "").split()]
 
 
-def _texts(sources: Iterable[str]) -> list[str]:
+def included_texts(sources: Iterable[Path]) -> list[str]:
     """Of the sources, and of all files of this repository that they include."""
     texts: dict[Path, str] = {}
-    pending = [ROOT / source for source in sources]
+    pending = list(sources)
     while pending:
         path = pending.pop().resolve()
         if path not in texts and path.exists():
             texts[path] = path.read_text()
             names = _INCLUDE.findall(texts[path])
             pending += [folder / name for name in names for folder in (path.parent, CSRC)]
-    return [f"{path.relative_to(ROOT)}\n{texts[path]}" for path in sorted(texts)]
+    return [f"{os.path.relpath(path, ROOT)}\n{texts[path]}" for path in sorted(texts)]

@@ -46,19 +46,26 @@ def check(
     )
 
 
-def parity_cases(variants: Iterable[Any]) -> list[Case]:
-    """The first and last variant at every stage, others at 2 and 3; the prefetch takes turns."""
-    prefetch = itertools.cycle(range(3))
+def parity_cases(variants: Iterable[Any], by_day: bool) -> list[Case]:
+    """The first and last variant at every stage, others at 2 and 3; the prefetch takes turns.
+
+    By day the first one at every stage, others at 2 or 3.
+    """
+    prefetch, turn = itertools.cycle(range(3)), itertools.cycle([(3,), (2,)])
+    at_all = (VARIANTS[0],) if by_day else (VARIANTS[0], VARIANTS[-1])
     return [
         {"variant": variant, "stage": stage, "prefetch": next(prefetch)}
         for variant in variants
-        for stage in (STAGES if variant in (VARIANTS[0], VARIANTS[-1]) else (2, 3))
+        for stage in (STAGES if variant in at_all else next(turn) if by_day else (2, 3))
     ]
 
 
-@pytest.mark.parametrize(("num_ranks", "variants"), [*by_night((1, VARIANTS[-1:])), (2, VARIANTS)])
-def test_parity_of_stages(num_ranks: int, variants: tuple[Any, ...]) -> None:
-    check(test_parity.test_stages, num_ranks, parity_cases(variants))
+@pytest.mark.parametrize(
+    ("num_ranks", "variants", "by_day"),
+    [*by_night((1, VARIANTS[-1:], False), (2, VARIANTS, False)), (2, VARIANTS, True)],
+)
+def test_parity_of_stages(num_ranks: int, variants: tuple[Any, ...], by_day: bool) -> None:
+    check(test_parity.test_stages, num_ranks, parity_cases(variants, by_day))
 
 
 def test_parity_in_mixed_precision() -> None:
@@ -82,24 +89,33 @@ def test_parity_on_another_stream() -> None:
     check(test_parity.test_on_another_stream, 2, cases, fixture="cuda")
 
 
-@pytest.mark.parametrize(("num_ranks", "names"), [*by_night((3, ("plain",))), (2, DELAYED)])
-def test_delays_change_nothing(num_ranks: int, names: tuple[str, ...]) -> None:
-    prefetch = itertools.cycle(range(3))
+@pytest.mark.parametrize(
+    ("num_ranks", "names", "stages"),
+    [*by_night((3, ("plain",), [(3, 2)]), (2, DELAYED, [(3, 2)])), (2, DELAYED, [(3,), (2,)])],
+)
+def test_delays_change_nothing(
+    num_ranks: int, names: tuple[str, ...], stages: list[tuple[int, ...]]
+) -> None:
+    """By day at stage 3 or 2, in turn."""
+    prefetch, turn = itertools.cycle(range(3)), itertools.cycle(stages)
     cases = [
         {"stage": stage, "prefetch": next(prefetch), "name": name}
         for name in names
-        for stage in (3, 2)
+        for stage in next(turn)
     ]
     check(test_delays.test_delays_change_nothing, num_ranks, cases, share=0.0)
 
 
-@pytest.mark.parametrize("num_ranks", [*by_night(1), 2])
-def test_nothing_waits_or_allocates(num_ranks: int) -> None:
-    clips = itertools.cycle(CLIPS)
+@pytest.mark.parametrize(
+    ("num_ranks", "stages"), [*by_night((1, [(3,)]), (2, [(1, 3)])), (2, [(3,), (1,)])]
+)
+def test_nothing_waits_or_allocates(num_ranks: int, stages: list[tuple[int, ...]]) -> None:
+    """By day at stage 3 or 1, in turn."""
+    clips, turn = itertools.cycle(CLIPS), itertools.cycle(stages)
     cases = [
         {"stage": stage, "variant": variant, "clip": next(clips)}
         for variant in (*VARIANTS, *PRECISIONS)
-        for stage in ((1, 3) if num_ranks == 2 else (3,))
+        for stage in next(turn)
     ]
     test = test_steady_state.test_nothing_waits_or_allocates
     check(test, num_ranks, cases, fixture="cuda", share=0.0)

@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import zerocore
+from tests.distributed.scripts import run_program
 from zerocore.cli import app as cli
 from zerocore.planning.huggingface import build_model, load_config, preset_names
 
@@ -262,13 +263,8 @@ def test_a_missing_library_is_named(missing: str) -> None:
     code = (
         f"import sys; sys.modules['{missing}'] = None; from zerocore.__main__ import main; main()"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    assert result.returncode == 1
-    assert result.stderr.strip() == (
-        f"the command line needs {missing}: pip install 'zerocore[cli]'"
-    )
+    told = f"the command line needs {missing}: pip install 'zerocore[cli]'\n"
+    assert run_program(code, 1) == [(1, told)]
 
 
 def test_completion_is_offered() -> None:

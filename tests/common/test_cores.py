@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.distributed.scripts import run_program
 from zerocore.common.cores import host_threads, num_cores, update_threads
 
 CHILD = """
@@ -35,10 +34,10 @@ def test_processors_of_one_core_count_once(tmp_path: Path) -> None:
 
 def test_ranks_share_the_cores_that_they_are_not_bound_to() -> None:
     """A child that may run where its parent may, then on one core only."""
-    command = [sys.executable, "-c", CHILD]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    ((code, output),) = run_program(CHILD, 1)
+    assert code == 0, output
     cores = num_cores(os.sched_getaffinity(0))
-    assert [int(n) for n in done.stdout.split()] == [cores, max(1, cores // 2), 1, 1]
+    assert [int(n) for n in output.split()] == [cores, max(1, cores // 2), 1, 1]
     assert 1 <= host_threads(1) <= cores
 
 

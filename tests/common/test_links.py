@@ -108,6 +108,7 @@ def test_a_reduction_waits_for_the_one_before() -> None:
     timing = step(reduces, at(m7=4, m9=3))
     assert timing.step_s == 20  # 10 s each; the second is issued when the first is done
     assert timing.exposed_s == 13
+    assert step(reduces, at(m7=4, m9=3, m11=20)).step_s == 33  # and so is what is computed then
 
 
 def test_a_sum_over_replicas_leaves_the_link_to_gathers() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.by_night import STAGES, WORLD_SIZES
-from tests.distributed.harness import find_free_port, idle_processes
+from tests.distributed.harness import idle_processes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,12 +38,6 @@ def needs_transformers(request: pytest.FixtureRequest) -> None:
     names = [] if call is None else [str(value) for value in call.params.values()]
     if any(name.startswith("hf_") for name in names):
         pytest.importorskip("transformers")
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    return find_free_port()
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import zerocore
 from tests.by_night import by_night
 from tests.distributed.harness import Outcome, run_ranks, run_to_end
-from tests.distributed.test_exit import run_script
+from tests.distributed.scripts import run_program
 from zerocore.common.alarm import STALL_SECONDS, stall_seconds
 
 LIMIT = 2.0
@@ -332,10 +332,8 @@ step(model)
         ("left", "rank 0(, which holds the store .*,)? (ended the program|did not answer)", (3, 1)),
     ],
 )
-def test_end_of_the_program(
-    tmp_path: Path, free_port: int, ending: str, told: str, codes: tuple[int, int]
-) -> None:
-    outcomes = run_script(tmp_path, ending, free_port, PROGRAM)
+def test_end_of_the_program(ending: str, told: str, codes: tuple[int, int]) -> None:
+    outcomes = run_program(PROGRAM, 2, ending)
     assert tuple(code for code, _ in outcomes) == codes, outcomes
     survivor = outcomes[0 if ending == "raised" else 1][1]
     assert re.search(told, survivor), survivor

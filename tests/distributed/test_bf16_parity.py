@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.harness import run_ranks
 
-NUM_STEPS = 15
+NUM_STEPS = 10
 Losses = dict[str, list[float]]
 
 
@@ -36,7 +36,7 @@ def test_losses(accumulate: int, clip: float | None, optimizer: str, bound: floa
     for modules in ("rich", "typer"):
         pytest.importorskip(modules)
     losses = run_ranks(train_all, 2, accumulate, clip, optimizer, timeout=120)[0]
-    assert losses["FSDP2"][-1] < losses["FSDP2"][0] - 1
+    assert losses["FSDP2"][-1] < losses["FSDP2"][0] - 0.7
     assert difference(losses["FSDP2"], losses["DDP"]) > 0  # not the same arithmetic
     for stage in range(4):
         own = losses[f"zerocore stage {stage}"]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from zerocore.model.state import state_of
 
 F = nn.functional
 
@@ -297,3 +298,15 @@ def initialise(stage: int) -> None:
 
 def test_random_values_are_those_of_a_plain_model(stage: int) -> None:
     run_ranks(initialise, 3, stage)
+
+
+def fail_to_read() -> None:
+    model, _ = make(3)
+    with pytest.raises(RuntimeError, match="square"):
+        torch.linalg.inv(model.head.weight)
+    assert state_of(model).engine.pool_stats.in_use_nbytes == 0
+    model(torch.ones(2, 6)).sum().backward()
+
+
+def test_a_read_that_fails_gives_the_memory_back() -> None:
+    run_ranks(fail_to_read, 2)

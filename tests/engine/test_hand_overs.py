@@ -20,6 +20,7 @@ from tests.engine.graphs import (
     Mesh,
     five_in_a_row,
     log_of_steps,
+    seeds,
     shard,
     train,
 )
@@ -39,7 +40,7 @@ def one_stream_at_the_end() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.usefixtures("one_stream_at_the_end")
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", seeds(24))
 def test_compute_goes_from_stream_to_stream(seed: int, stage: int, mesh: Mesh) -> None:
     """Between forward and backward, in the middle of them, and where gradients accumulate.
 
@@ -98,7 +99,7 @@ def test_a_communicator_of_two_roles_hides_waits(stage: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", seeds(80))
 def test_every_hand_over_is_ordered(seed: int, stage: int, mesh: Mesh) -> None:
     model = shard(seed, stage, mesh)
     assert find_race(train(model, seed)) is None

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 import zerocore
-from tests.engine.graphs import POLICIES, Block, Mesh, five_in_a_row, log_of_steps, shard, train
+from tests.engine.graphs import (
+    POLICIES,
+    Block,
+    Mesh,
+    five_in_a_row,
+    log_of_steps,
+    seeds,
+    shard,
+    train,
+)
 from tests.engine.hand_overs import find_race, waits
 from zerocore.model.state import state_of
 
@@ -17,7 +26,7 @@ GRADIENTS = zerocore.Offload(states="device", gradients="cpu")
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", seeds(24))
 def test_gradients_on_their_way_to_the_host_are_ordered(seed: int, stage: int, mesh: Mesh) -> None:
     model = shard(seed, stage, mesh, offload=GRADIENTS)
     log = train(model, seed)
@@ -50,7 +59,7 @@ def test_every_wait_for_gradients_is_needed(
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_a_gather_at_the_step_is_ordered(seed: int, mesh: Mesh) -> None:
     model = shard(seed, 3, mesh, gather_at_step=True)
     assert find_race(train(model, seed)) is None
@@ -82,7 +91,7 @@ def test_every_wait_of_a_gather_at_the_step_is_needed(
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_gathers_from_near_ranks_are_ordered(seed: int, mesh: Mesh) -> None:
     model = shard(seed, 3, mesh, regather=2)
     assert find_race(train(model, seed)) is None

@@ -20,6 +20,7 @@ import zerocore.fsdp
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.fsdp.both import (
+    ADAMW,
     Block,
     Net,
     check_same,
@@ -131,7 +132,7 @@ class Clipping(zerocore.optim.AdamW):
 
 def train_with_adamw(options: dict[str, Any]) -> None:
     def with_torchs(fsdp: Any, model: nn.Module) -> Any:
-        kind = zerocore.optim.AdamW if fsdp is zerocore.fsdp else torch.optim.AdamW
+        kind = zerocore.optim.AdamW if fsdp is zerocore.fsdp else ADAMW
         return train(shard_blocks(fsdp, model, **options), make_optimizer=kind)
 
     found = train_both(with_torchs)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zerocore
 from tests.distributed.harness import run_ranks
-from tests.fsdp.both import ENGINES, Block, Net, loss_of, make_net, shard_blocks, tokens_of
+from tests.fsdp.both import ADAMW, ENGINES, Block, Net, loss_of, make_net, shard_blocks, tokens_of
 from zerocore.model.state import state_of
 
 Script = Callable[[list[Any]], list[float]]
@@ -27,7 +27,7 @@ Script = Callable[[list[Any]], list[float]]
 def average_and_evaluate(models: list[Any]) -> list[float]:
     """An average of the weights, and evaluation with other shapes in the middle of accumulation."""
     (model,) = models
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = ADAMW(model.parameters(), lr=1e-2)
     average = [param.detach().clone() for param in model.parameters()]
     seen = []
     for step in range(5):
@@ -111,7 +111,7 @@ class Skipping(Net):
 def skip_a_block_on_one_rank(models: list[Any]) -> list[float]:
     """In step 2 rank 1 goes past a block, in a forward and in its backward; in step 3 rank 2."""
     (model,) = models
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = ADAMW(model.parameters(), lr=1e-2)
     seen = []
     for step in range(5):
         skipped = 1 if (step, dist.get_rank()) in ((2, 1), (3, 2)) else None
@@ -128,7 +128,7 @@ def save_and_resume(folder: Path, models: list[Any]) -> list[float]:
     """The second model, of other weights, goes on with the run of the first one."""
     seen = []
     for part, model in enumerate(models):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = ADAMW(model.parameters(), lr=1e-2)
         if part == 1:
             loss_of(model, tokens_of(9)).backward()  # near ranks keep parts of the other weights
             optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from tests.fsdp.both import loss_of, make_net
 from tests.integrations.fully_sharded import ENGINES, check_close, check_engine, engine
 from tests.integrations.lightning_training import MICRO_BATCHES, make_trainer
 
-pytest.importorskip("lightning")
+# Collecting the tests does not import it, which takes a second.
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs Lightning")
 
 STEPS = 5
 SAVED = 3

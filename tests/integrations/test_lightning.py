@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from tests.distributed.harness import run_ranks
 from tests.integrations.lightning_training import MICRO_BATCHES, make_trainer
 
-pytest.importorskip("lightning")
+# Collecting the tests does not import it, which takes a second.
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs Lightning")
 
 STEPS = 5
 

@@ -8,8 +8,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.distributed.scripts import run_program
 from zerocore._C import DISK_ALIGNMENT, DiskFile, DiskWay, HostMemory
 
 MIB = 1 << 20
@@ -197,8 +196,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
-    assert done.returncode == -signal.SIGKILL
+    ((code, output),) = run_program(KILLED, 1, str(tmp_path))
+    assert code == -signal.SIGKILL, output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -220,6 +219,4 @@ print(file.way)
 
 
 def test_where_io_uring_is_forbidden(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FORBIDDEN, str(tmp_path)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert done.stdout == "threads\n"
+    assert run_program(FORBIDDEN, 1, str(tmp_path)) == [(0, "threads\n")]

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch.utils.cpp_extension import include_paths
 
+from tests.compiled import included_texts
 from tests.kept import kept
 
 CSRC = Path(__file__).parents[2] / "csrc"
@@ -53,15 +55,14 @@ def compile_ptx(source: Path, target: Path) -> Path:
     folders = [f"-isystem={each}" for each in include_paths()]
     options = ("-std=c++20", "-O3", f"-arch={ARCH}", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE")
     command = ["nvcc", *options, f"-I{CSRC}", *folders, str(source)]
-    # All that the source includes is in what the preprocessor makes of it; its marks of files and
-    # lines, in which folders have other names each time, change nothing.
-    text = re.sub(r"^# \d+ .*\n", "", _run(*command, "-E"), flags=re.MULTILINE)
 
     def compile_now() -> str:
         _run(*command, "--ptx", "-o", str(target))
         return target.read_text()
 
-    target.write_text(_kept(["nvcc", *options, text], compile_now))
+    texts = [each.partition("\n")[2] for each in included_texts([source])]
+    texts = [each.replace(f"{source.parent}/", "") for each in texts]
+    target.write_text(_kept(["nvcc", *options, torch.__version__, *texts], compile_now))
     return target
 
 
@@ -84,20 +85,25 @@ def read_kernels(ptx: Path, *options: str) -> list[Kernel]:
     )
     usage = {name: tuple(map(int, figures)) for name, *figures in _USAGE.findall(output)}
     kernels = []
-    for body in ptx.read_text().split(".entry ")[1:]:
-        mangled = body[: body.index("(")].strip()
+    bodies = {body[: body.index("(")].strip(): body for body in _entries(ptx)}
+    names = _run("c++filt", *bodies).splitlines()
+    for (mangled, body), name in zip(bodies.items(), names, strict=True):
         stored, loaded, registers = usage[mangled]
         accesses = {"ld": Counter[int](), "st": Counter[int]()}
         for operation, lanes, bits in _ACCESS.findall(body):
             accesses[operation][int(lanes or 1) * int(bits) // 8] += 1
         kernels.append(
-            Kernel(_readable(mangled), accesses["ld"], accesses["st"], registers, stored + loaded)
+            Kernel(_short(name), accesses["ld"], accesses["st"], registers, stored + loaded)
         )
     return kernels
 
 
-def _readable(mangled: str) -> str:
-    name = _run("c++filt", mangled).strip().replace("(anonymous namespace)::", "")
+def _entries(ptx: Path) -> list[str]:
+    return ptx.read_text().split(".entry ")[1:]
+
+
+def _short(name: str) -> str:
+    name = name.replace("(anonymous namespace)::", "")
     return re.sub(r"^void |zerocore::(kernels::)?(cuda::)?|c10::", "", name).split("(")[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -188,9 +189,14 @@ def test_the_runtime_allocates_what_was_planned(name: str, monkeypatch: pytest.M
                 assert planned(stage) == actual, f"stage {stage.stage}, {world_size} ranks"
 
 
-@pytest.mark.parametrize("accumulate", ["once", "sharded", "full"])
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-@pytest.mark.parametrize("name", ["plain", "experts", "frozen", "empty_shards"])
+NAMES = ("plain", "experts", "frozen", "empty_shards")
+MIXED = product(NAMES, (None, torch.float32), ("once", "sharded", "full"))
+
+
+@pytest.mark.parametrize(
+    ("name", "reduce_dtype", "accumulate"),  # by day any two of them meet
+    [each if (n + n // 6) % 2 else by_night(each)[0] for n, each in enumerate(MIXED)],
+)
 def test_the_runtime_allocates_what_was_planned_in_mixed_precision(
     name: str, reduce_dtype: torch.dtype | None, accumulate: str
 ) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
+from tests.distributed.scripts import run_program
 
-ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 64
 HUGE = 1 << 40  # elements; nobody has that much
 MIXED = zerocore.MixedPrecision(torch.bfloat16)
@@ -79,16 +75,10 @@ except torch.OutOfMemoryError as error:
 
 
 def run(where: str) -> dict[str, str]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, where],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.partition(" ") for line in done.stdout.splitlines()]
-    return {key: value for key, _, value in lines if key.isupper()} | {"TEXT": done.stdout}
+    ((code, output),) = run_program(SCRIPT, 1, where)
+    assert code == 0, output
+    lines = [line.partition(" ") for line in output.splitlines()]
+    return {key: value for key, _, value in lines if key.isupper()} | {"TEXT": output}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def imports(name: str, text: str, modules: set[str]) -> Iterator[str]:
     ``from package import x`` imports ``package.x`` where ``modules`` have it, else ``package``.
     """
     is_package = any(module.startswith(f"{name}.") for module in modules)
-    for node in ast.walk(ast.parse(text)):
+    for node in _imports_in(text):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -36,6 +37,12 @@ def imports(name: str, text: str, modules: set[str]) -> Iterator[str]:
                 yield inner if inner in modules else base
         elif isinstance(node, ast.Call):
             yield from _named_in_call(node)
+
+
+@cache  # copies of the package that tests change differ in one file
+def _imports_in(text: str) -> list[ast.AST]:
+    kinds = (ast.Import, ast.ImportFrom, ast.Call)
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
 
 
 def _named_in_call(node: ast.Call) -> Iterator[str]:

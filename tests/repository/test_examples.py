@@ -87,9 +87,9 @@ def has_ended(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The JSON of twelve steps at stage 3 on two CPU ranks."""
+    """The JSON of eight steps at stage 3 on two CPU ranks."""
     path = tmp_path_factory.mktemp("train_gpt") / "run.json"
-    options = ("--steps", "12", "--ranks", "2", "--device", "cpu", "--json", path)
+    options = ("--steps", "8", "--ranks", "2", "--device", "cpu", "--json", path)
     assert "generated text" in run_example("train_gpt.py", *options, timeout=400, forked=True)
     return json.loads(path.read_text())
 
@@ -100,9 +100,9 @@ def short_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_short_run_learns(short_run: dict[str, Any]) -> None:
     held_out = short_run["held_out_loss"]
     assert 5.4 < held_out["before"] < 5.7  # a uniform guess over 256 bytes costs 5.545 nats
-    assert held_out["after"] < held_out["before"] - 0.5
-    assert len(short_run["losses"]) == 12
-    assert short_run["losses"][-1] < short_run["losses"][0] - 0.5
+    assert held_out["after"] < held_out["before"] - 0.25
+    assert len(short_run["losses"]) == 8
+    assert short_run["losses"][-1] < short_run["losses"][0] - 0.25
     assert 4e6 <= short_run["settings"]["num_parameters"] <= 10e6
 
 

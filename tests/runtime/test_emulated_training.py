@@ -6,11 +6,7 @@ process only for a model whose shards are all equal and stay so; these tests bui
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 
 import zerocore
 from tests.distributed import chain
+from tests.distributed.scripts import run_program
 from zerocore.common.events import COLLECTIVES
 
-PACKAGE_FOLDER = Path(zerocore.__file__).absolute().parents[1]
 WIDTH = 32  # a bias of 128 bytes, so that a unit of zerocore has no padding
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -186,18 +182,10 @@ print("end")
 
 
 @pytest.mark.parametrize("ending", ["left", "destroyed", "dropped", "failed"])
-def test_ends_in_mid_flight(tmp_path: Path, ending: str) -> None:
-    script = tmp_path / "end.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", str(script), ending],
-        env={**os.environ, "PYTHONPATH": str(PACKAGE_FOLDER), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == (3 if ending == "failed" else 0), done.stderr
-    assert "told" in done.stdout
-    assert "Error" not in done.stderr and "terminate" not in done.stderr, done.stderr
+def test_ends_in_mid_flight(ending: str) -> None:
+    ((code, output),) = run_program(SCRIPT, 1, ending)
+    assert code == (3 if ending == "failed" else 0), output
+    assert "told" in output
+    assert "Error" not in output and "terminate" not in output, output
     if ending == "destroyed":
-        assert done.stdout.count("True") == 1 and "no group" in done.stdout
+        assert output.count("True") == 1 and "no group" in output

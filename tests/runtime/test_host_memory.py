@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.distributed.scripts import run_program
 from zerocore import _C
 from zerocore._C import HostMemory
 
@@ -98,6 +97,6 @@ except RuntimeError as error:
 
 
 def test_a_limit_is_an_error() -> None:
-    command = [sys.executable, "-c", LIMITED]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert "cannot take 2147483648 bytes of host memory: Cannot allocate memory" in done.stdout
+    ((code, output),) = run_program(LIMITED, 1)
+    assert code == 0, output
+    assert "cannot take 2147483648 bytes of host memory: Cannot allocate memory" in output
