@@ -91,6 +91,43 @@ def test_training_is_that_of_one_process(stage: int, layout: str) -> None:
     run_ranks(train_all_ways, 4, stage, layout)
 
 
+def train_with_own_adamw(options: dict[str, Any]) -> None:
+    """Zerocore's AdamW clips by the norm of all experts, wherever the states are."""
+    shape, bounds = LAYOUTS["uneven"]
+    model, truth = sharded(shape, bounds, 3, **options), whole_model()
+    own = zerocore.optim.AdamW(model.parameters(), lr=0.05, clip_grad_norm=0.1)
+    plain = torch.optim.AdamW(truth.parameters(), lr=0.05)
+    for number in range(3):
+        loss_of(model, [dist.get_rank()], number).backward()
+        loss_of(truth, range(4), number).backward()
+        norm = nn.utils.clip_grad_norm_(truth.parameters(), 0.1)
+        for optimizer in (own, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(own.grad_norm, norm, **CLOSE)
+    full = zerocore.full_state_dict(model, rank0_only=False)
+    for name, whole in truth.named_parameters():
+        torch.testing.assert_close(full[name], whole.detach(), rtol=1e-5, atol=2e-6)
+    states = zerocore.full_optimizer_state_dict(own, rank0_only=False)
+    own.load_state_dict(states)
+    plain.load_state_dict(states)
+    again = zerocore.full_optimizer_state_dict(own, rank0_only=False)
+    for index, state in plain.state_dict()["state"].items():
+        assert torch.equal(again["state"][index]["exp_avg"], state["exp_avg"]), index
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "states on the host": {"offload": zerocore.Offload(states="cpu")},
+    "all on the host": {"offload": zerocore.Offload("cpu", "cpu", "cpu")},
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_own_adamw_and_offload(kind: str) -> None:
+    run_ranks(train_with_own_adamw, 4, OPTIONS[kind])
+
+
 def train_in_nodes(stage: int) -> None:
     """World 8: the dense parameters in two replicas, experts in two parts of two times two."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicas", "edp", "ep"))
@@ -241,6 +278,7 @@ def test_an_exception_on_one_rank_leaves_the_model_usable(stage: int) -> None:
 
 
 PARTS = {
+    "twice": ({PATTERN: "edp", "blocks.*weight": "edp"}, "is on several meshes"),
     "pattern": ({"*.nothing.*": "edp"}, "matches no parameter"),
     "overlap": ({PATTERN: ("edp", "edp")}, "are in mesh and in of="),
     "number": ({PATTERN: ("edp", "pair")}, "parts on 2 ranks each are not the 4 ranks"),
@@ -290,7 +328,7 @@ def refuse_ties() -> None:
     model = spread_model(mesh.get_group("ep"), EVEN)
     model.blocks[0].router.weight = nn.Parameter(model.blocks[0].experts.bias.detach()[:, :6])
     model.blocks[0].experts.extra = model.blocks[0].router.weight
-    with pytest.raises(ValueError, match="tied parameter"):
+    with pytest.raises(ValueError, match="is on several meshes"):
         zerocore.shard(model, groups={PATTERN: zerocore.Part(mesh["edp"], of=mesh["ep"])})
 
 
@@ -330,6 +368,21 @@ def test_report_and_description_name_ranks_and_divisor() -> None:
     assert cells["last"] == ["4", "4"]
     assert cells[f"blocks.0 ({PATTERN})"] == ["2", "4"]
     assert f"gradients over 2 ranks, divided by 4: 'blocks.0 ({PATTERN})'" in reported
+
+
+def set_full_gradients() -> None:
+    """Gradients of experts may differ between parts; those of one part may not."""
+    model = sharded(*LAYOUTS["2x2"], 3)
+    weight = model.blocks[0].experts.weight
+    part = dist.get_rank() % 2
+    weight.grad = torch.full(weight.global_shape, float(part))
+    assert torch.equal(weight.grad.full_tensor(), torch.full(weight.global_shape, float(part)))
+    with pytest.raises(ValueError, match="differ between the ranks"):
+        weight.grad = torch.full(weight.global_shape, float(dist.get_rank()))
+
+
+def test_gradients_are_compared_within_a_part() -> None:
+    run_ranks(set_full_gradients, 4)
 
 
 def refuse_muon() -> None:

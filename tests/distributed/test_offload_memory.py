@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
 import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,7 +127,9 @@ def refuse_all(limits: bool) -> list[str]:
         huge = nn.Linear(1 << 22, 1 << 20, bias=False)
         large = nn.Linear(1 << 14, 1 << 14, bias=False)
     if limits and dist.get_rank() == 0:
-        nbytes = 1 << 30
+        used = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert used is not None
+        nbytes = 1024 * int(used[1]) + (1 << 29)
         resource.setrlimit(resource.RLIMIT_DATA, (nbytes, nbytes))
     for model in (large,) if limits else (huge,):
         with pytest.raises((MemoryError, RuntimeError)) as error:

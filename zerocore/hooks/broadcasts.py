@@ -28,7 +28,7 @@ def sends_no_shards(
     trainers give all ranks the module of rank 0, goes past them.
     """
     for tensor in tensors:
-        if isinstance(tensor, Placed) and tensor.place.group is not None:
+        if isinstance(tensor, Placed) and tensor.place.groups:
             raise TypeError(
                 f"broadcast of the shard of '{tensor.place.fqn}': each rank holds other "
                 "elements and would lose them. zerocore.shard has given all ranks the values "

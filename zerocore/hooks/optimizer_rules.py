@@ -82,7 +82,7 @@ def _refuse(optimizer: Optimizer, sharded: list[ShardedParameter]) -> None:
     for cls, (reason, other) in _REFUSED.items():
         if not isinstance(optimizer, cls):
             continue
-        if cls is optim.LBFGS and all(param.place.group is None for param in sharded):
+        if cls is optim.LBFGS and not any(param.place.groups for param in sharded):
             return  # every rank holds all elements, and all of it is the same on all ranks
         raise ValueError(
             f"{type(optimizer).__name__} cannot update '{sharded[0].fqn}', which is sharded: "

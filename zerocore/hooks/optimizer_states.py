@@ -122,6 +122,8 @@ def fitted(param: ShardedParameter, key: str, value: Any) -> Any:
         return as_shard(local_of(value), place)
     if not isinstance(value, Tensor) or (value.dim() == 0 and key in _NUMBERS):
         return value
+    if place.part is not None and value.shape == place.whole_shape:
+        value = place.part.own(value, place.global_shape[place.part.dim])
     if value.shape == place.global_shape:
         part = place.part_of(value)
         return as_shard(part if place.group is None else part.clone(), place)

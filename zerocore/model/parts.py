@@ -115,7 +115,7 @@ def assign_parts(planned: Sequence[UnitPlanned], parts: Sequence[ModelPart]) -> 
     """The units by mesh: one with parameters on several becomes several, at the same calls.
 
     Raises:
-        ValueError: a pattern that matches no parameter, or a parameter that two patterns match.
+        ValueError: a pattern that matches no parameter, or a parameter on several meshes.
     """
     names = [fqn for unit in planned for choice in unit.params for fqn in choice.fqns]
     for part in parts:
@@ -146,14 +146,13 @@ def _by_mesh(unit: UnitPlanned, parts: Sequence[ModelPart]) -> list[UnitPlanned]
 
 
 def _mesh_of(choice: ParamChoice, parts: Sequence[ModelPart]) -> int:
-    found = {
-        next((i for i, part in enumerate(parts, 1) if fnmatchcase(fqn, part.pattern)), 0)
-        for fqn in choice.fqns
-    }
+    found: set[int] = set()
+    for fqn in choice.fqns:
+        found |= {i for i, part in enumerate(parts, 1) if fnmatchcase(fqn, part.pattern)} or {0}
     if len(found) > 1:
         raise ValueError(
-            f"groups: the tied parameter '{' = '.join(choice.fqns)}' has names on several meshes; "
-            "let one pattern match all of its names"
+            f"groups: parameter '{' = '.join(choice.fqns)}' is on several meshes; let one pattern "
+            "match all of its names, and no other one match any"
         )
     return found.pop()
 

@@ -86,6 +86,15 @@ class ShardState:
         """The ranks that share a unit."""
         return self.meshes[self.units[unit].mesh]
 
+    def ranks_holding(self, fqn: str) -> Ranks:
+        """The ranks that share a parameter."""
+        return next(
+            self.meshes[unit.mesh]
+            for unit in self.units
+            for param in unit.params
+            if param.fqn == fqn
+        )
+
     @property
     def world_size(self) -> int:
         return self.ranks.world_size

@@ -116,7 +116,11 @@ class _InPlace(_Shard):
         state = self.state_ref()
         # Of a vector it may be local elements, on a rank that owns them all: the others set theirs.
         may_be_local = len(self.global_shape) == 1 and self.place.group is not None
-        if state is not None and not may_be_local and not is_same(state.ranks.groups, value):
+        if (
+            state is not None
+            and not may_be_local
+            and not is_same(state.ranks_holding(self.fqn).groups, value)
+        ):
             raise ValueError(
                 f"{where} of parameter '{self.fqn}' was set to full gradients that differ between "
                 "the ranks. Average them first, with dist.all_reduce (torch.autograd.grad gives "
