@@ -96,22 +96,23 @@ def train_right(kind: str, num_replicas: int) -> None:
                 torch.testing.assert_close(value, expected[key], msg=f"stage {stage}: {key}")
 
 
+# Older pipelines greet neighbours on their own rank by messages, which gloo does not carry.
+greets_itself = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="pipelines of this torch send to their own rank"
+)
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 KINDS = (
+    *(pytest.param(kind, marks=greets_itself) for kind in V_SHAPED),
     "ScheduleGPipe",
     "Schedule1F1B",
     "ScheduleInterleaved1F1B",
     "ScheduleLoopedBFS",
     "ScheduleInterleavedZeroBubble",
-    "ScheduleZBVZeroBubble",
-    "ScheduleDualPipeV",
 )
-ZERO_BUBBLE = KINDS[4:]
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_replicas"),
-    [*by_night(*((kind, 1) for kind in KINDS)), *((kind, 2) for kind in KINDS)],
-)
+@pytest.mark.parametrize("num_replicas", [*by_night(1), 2])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_schedule_trains_right(kind: str, num_replicas: int) -> None:
     run_ranks(train_right, 2 * num_replicas, kind, num_replicas, timeout=120.0)
 
@@ -134,9 +135,8 @@ def count_reductions(kind: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize(
-    "kind", ["ScheduleInterleavedZeroBubble", *by_night("ScheduleZBVZeroBubble")]
-)
+@greets_itself
+@pytest.mark.parametrize("kind", ["ScheduleInterleavedZeroBubble", *by_night(V_SHAPED[0])])
 def test_zero_bubble_gathers_and_reduces_once_a_step(kind: str) -> None:
     assert run_ranks(count_reductions, 2, kind) == [[NUM_LAYERS // 2] * 3] * 2
 
@@ -178,6 +178,7 @@ def _again(part: Any) -> Any:
     )
 
 
+@greets_itself
 def test_a_step_that_raises_leaves_the_stages_usable() -> None:
     run_ranks(fail_in_a_step, 2)
 
