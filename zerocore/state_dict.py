@@ -40,7 +40,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     full: dict[str, Tensor] = {}
     for unit in state.units:
         values = [
-            _whole(param, value)
+            param.shard.place.whole_of(value)
             for param, value in zip(unit.params, state.engine.full_values(unit.index), strict=True)
         ]
         if keep:
@@ -55,12 +55,6 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
         else:
             result[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
     return result
-
-
-def _whole(param: Param, value: Tensor) -> Tensor:
-    """The tensor that a parameter is a part of; collective where it is one."""
-    part = param.shard.place.part
-    return value if part is None else part.gather(value)
 
 
 def param_keys(model: nn.Module, state: ShardState) -> Keys:
@@ -198,5 +192,5 @@ def _load_unit(
             if broadcast and state.ranks_of(unit.index).rank == 0:
                 given[index] = part.spread(given[index], param.shard)
             if given[index] is not None:
-                given[index] = part.own(given[index], param.full.shape[part.dim])
+                given[index] = param.shard.place.part_of_whole(given[index])
     state.engine.materialize(unit.index, given, broadcast)

@@ -123,7 +123,7 @@ def fitted(param: ShardedParameter, key: str, value: Any) -> Any:
     if not isinstance(value, Tensor) or (value.dim() == 0 and key in _NUMBERS):
         return value
     if place.part is not None and value.shape == place.whole_shape:
-        value = place.part.own(value, place.global_shape[place.part.dim])
+        value = place.part_of_whole(value)
     if value.shape == place.global_shape:
         part = place.part_of(value)
         return as_shard(part if place.group is None else part.clone(), place)

@@ -7,26 +7,20 @@ them, once for all micro-batches; until then gathered units stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import nn
-
-from zerocore.model.state import ShardState, find_state
+from zerocore.common.patching import around
+from zerocore.model.state import find_state
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.rows import shard_of
 
 
-def for_full_weights(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward of a stage whose only or last iterator are its weights."""
-
-    @wraps(backward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        full = [iter(_full(arg)) if isinstance(arg, Iterator) else arg for arg in args]
-        return backward(*full, **kwargs)
-
-    return run
+@around
+def for_full_weights(backward: Any, *args: Any, **kwargs: Any) -> Any:
+    """A backward of a stage, among whose arguments its weights are the one iterator."""
+    full = [_full(arg) if isinstance(arg, Iterator) else arg for arg in args]
+    return backward(*full, **kwargs)
 
 
 def _full(weights: Iterable[Any]) -> Iterator[Any]:
@@ -52,46 +46,34 @@ def _check_deferred(weight: ShardedParameter) -> None:
         )
 
 
-def reduces_at_the_end(step: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def reduces_at_the_end(step: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The step of a schedule, in which sharded stages reduce no earlier than it says."""
-    from torch.distributed.pipelining import schedules  # late: takes a while
-
-    @wraps(step)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        splits = schedules.BACKWARD_INPUT in _computations(self)
-        states = [_state_of(part.submod) for part in self._stages] if splits else []
+    engines = []
+    if any(computation.name == "BACKWARD_INPUT" for computation in _computations(self)):
+        states = [find_state(part.submod) for part in self._stages]  # fsdp's are told by torch
         engines = [state.engine for state in states if state is not None]
+    for engine in engines:
+        engine.begin_deferred()
+    try:
+        result = step(self, *args, **kwargs)
+    except BaseException:
         for engine in engines:
-            engine.begin_deferred()
-        try:
-            result = step(self, *args, **kwargs)
-        except BaseException:
-            for engine in engines:
-                engine.end_deferred(drops=True)
-            raise
-        for engine in engines:
-            if engine.defers_reductions:
-                engine.end_deferred(drops=False)
-        return result
-
-    return run
+            engine.end_deferred(drops=True)
+        raise
+    for engine in engines:
+        if engine.defers_reductions:
+            engine.end_deferred(drops=False)
+    return result
 
 
-def reduces_deferred(reduce: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def reduces_deferred(reduce: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The end of a stage's backwards, before its gradients are scaled."""
-
-    @wraps(reduce)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = _state_of(self.submod)
-        if state is not None and state.engine.defers_reductions:
-            state.engine.end_deferred(drops=False)
-        return reduce(self, *args, **kwargs)
-
-    return run
-
-
-def _state_of(stage: nn.Module) -> ShardState | None:
-    return find_state(stage)  # of zerocore.shard; those of zerocore.fsdp are told by torch
+    state = find_state(self.submod)
+    if state is not None and state.engine.defers_reductions:
+        state.engine.end_deferred(drops=False)
+    return reduce(self, *args, **kwargs)
 
 
 def _computations(schedule: Any) -> Iterator[Any]:

@@ -157,13 +157,18 @@ def _mesh_of(choice: ParamChoice, parts: Sequence[ModelPart]) -> int:
     return found.pop()
 
 
+def choices_on(planned: Sequence[UnitPlanned], mesh: int) -> list[ParamChoice]:
+    """The parameters of a mesh."""
+    return [choice for unit in planned if unit.mesh == mesh for choice in unit.params]
+
+
 def find_sizes(
     planned: Sequence[UnitPlanned], parts: Sequence[ModelPart], device: torch.device
 ) -> dict[str, PartOf]:
     """The larger tensors that parameters are parts of, by FQN; collective."""
     found = {}
     for mesh, part in enumerate(parts, 1):
-        choices = [choice for unit in planned if unit.mesh == mesh for choice in unit.params]
+        choices = choices_on(planned, mesh)
         if part.others is None or not choices:
             continue
         sizes = gather_objects([part.others], [[c.param.shape[part.dim] for c in choices]], device)

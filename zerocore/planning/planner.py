@@ -143,7 +143,6 @@ class Planner:
     def events(self, division: Division) -> list[PlannedEvent]:
         """A steady step, in order."""
         events = _C.plan_events(self._units(), self.order, self._options(division))
-        meshes = self.meshes or (0,) * len(self.specs)
         return [
             PlannedEvent(
                 event.op,
@@ -152,7 +151,7 @@ class Planner:
                 event.pool_nbytes,
                 event.moment,
                 event.axis,
-                division.num_ranks(event.axis, meshes[event.unit]),
+                division.num_ranks(event.axis, self.meshes[event.unit] if self.meshes else 0),
             )
             for event in events
         ]

@@ -50,7 +50,7 @@ from zerocore.tensor.replaced_parameters import replace
 def build(request: ShardRequest) -> ShardState:
     """Shards ``request.model`` in place and returns its state; on all ranks alike."""
     model, config, planned = request.model, request.config, request.planned
-    meshes = [make_near(request.ranks, request.device), *(part.ranks for part in request.parts)]
+    meshes = [make_near(ranks, request.device) for ranks in request.meshes]
     if config.sync_params:
         check_same_values(request)
     if config.placements.parameters and config.communication.overlap_reductions:

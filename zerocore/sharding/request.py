@@ -15,7 +15,7 @@ from zerocore.common.alarm import stall_seconds
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.config import ShardConfig
 from zerocore.model.materialize import InitFn
-from zerocore.model.parts import ModelPart, assign_parts, find_parts
+from zerocore.model.parts import ModelPart, assign_parts, choices_on, find_parts
 from zerocore.model.precision import ParamTypes, param_types
 from zerocore.model.ranks import Ranks, with_near
 from zerocore.model.refusals import check_kinds
@@ -50,6 +50,11 @@ class ShardRequest:
     init_fn: InitFn | None
     stall_seconds: float | None
     name: str = ""
+
+    @property
+    def meshes(self) -> list[Ranks]:
+        """The ranks of the model, and those of its parts."""
+        return [self.ranks, *(part.ranks for part in self.parts)]
 
 
 def validate(
@@ -91,15 +96,15 @@ def validate(
         )
         if memory_budget is not None:
             budget = parse_nbytes(memory_budget, "memory_budget")
-            meshes = [ranks, *(part.ranks for part in parts)]
-            check_budget(model, planned, config, meshes, budget)
+            check_budget(model, planned, config, request.meshes, budget)
     except Exception as caught:
         error = caught
     facts = [] if request is None or error is not None else _facts(request)
     name = agree(ranks.groups, error, facts, None if request is None else request.device)
     assert request is not None  # agree() has raised the error
     for mesh, part in enumerate(request.parts, 1):
-        agree(part.ranks.groups, None, _facts_of(request.planned, mesh), request.device)
+        own = [_fact(choice) for choice in choices_on(request.planned, mesh)]
+        agree(part.ranks.groups, None, [*own], request.device)
     return replace(request, name=name)
 
 
@@ -182,10 +187,6 @@ def _facts(request: ShardRequest) -> list[object]:
         facts.append(f"unit '{unit.name}'")
         facts += [_fact(choice, uneven) for choice in unit.params]
     return facts
-
-
-def _facts_of(planned: Sequence[UnitPlanned], mesh: int) -> list[object]:
-    return [_fact(choice) for unit in planned if unit.mesh == mesh for choice in unit.params]
 
 
 def _fact(choice: ParamChoice, uneven: int | None = None) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from zerocore._C import crc32
 from zerocore.common.agreement import bits_of, differing, gather_objects
+from zerocore.model.parts import choices_on
 from zerocore.model.ranks import Ranks
 from zerocore.model.units import ParamChoice
 from zerocore.sharding.request import ShardRequest
@@ -26,13 +27,8 @@ def check_same_values(request: ShardRequest) -> None:
     Raises:
         ValueError: groups of ranks hold values of their own; names parameters and ranks.
     """
-    for mesh, ranks in enumerate((request.ranks, *(part.ranks for part in request.parts))):
-        chosen = [
-            choice
-            for unit in request.planned
-            for choice in unit.params
-            if unit.mesh == mesh and not choice.param.is_meta
-        ]
+    for mesh, ranks in enumerate(request.meshes):
+        chosen = [each for each in choices_on(request.planned, mesh) if not each.param.is_meta]
         if ranks.groups and chosen:
             _check(ranks, chosen, request.device)
 

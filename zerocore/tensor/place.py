@@ -41,10 +41,6 @@ class PartOf:
         """The place of the parameter's first element."""
         return tuple(self.begin if dim == self.dim else 0 for dim in range(len(self.shape)))
 
-    def own(self, whole: Tensor, size: int) -> Tensor:
-        """The parameter's part, a view."""
-        return whole.narrow(self.dim, self.begin, size)
-
     def spread(self, whole: Tensor | None, like: Tensor) -> Tensor:
         """The first rank's values of the larger tensor; collective, of the dtype of ``like``."""
         value = torch.empty(self.shape, dtype=like.dtype, device=like.device)
@@ -58,11 +54,9 @@ class PartOf:
     def gather(self, own: Tensor) -> Tensor:
         """The larger tensor, from each rank's part of it; collective, a new tensor."""
         whole = own.new_zeros(self.shape)
-        self.own(whole, own.shape[self.dim]).copy_(own)
+        whole.narrow(self.dim, self.begin, own.shape[self.dim]).copy_(own)
         assert self.group is not None
-        if whole.numel() > 0:  # as bytes, of which all others are zero
-            with waiting(self.group, "a gather of parts"):
-                dist.all_reduce(whole.view(-1).view(torch.uint8), group=self.group)
+        _sum_bytes(whole.view(-1), self.group, "a gather of parts")
         return whole
 
 
@@ -162,14 +156,29 @@ class Place:
         if self.group is None:
             return self.full_of(local)
         full = self.like_full(local)
-        if full.numel() > 0:
-            flat = full.as_strided((full.numel(),), (1,)).zero_()
-            start, end = self.shard_range
-            flat[start:end] = local
-            # As bytes: other ranks' are zero, so sums keep every bit, of any dtype.
-            with waiting(self.group, f"full_tensor of '{self.fqn}'"):
-                dist.all_reduce(flat.view(torch.uint8), group=self.group)
+        flat = full.as_strided((full.numel(),), (1,)).zero_()
+        start, end = self.shard_range
+        flat[start:end] = local
+        _sum_bytes(flat, self.group, f"full_tensor of '{self.fqn}'")
         return full
+
+    def whole_of(self, full: Tensor) -> Tensor:
+        """The larger tensor that the full parameter is a part of, or itself; collective then."""
+        return full if self.part is None else self.part.gather(full)
+
+    def part_of_whole(self, whole: Tensor) -> Tensor:
+        """The full parameter in the larger tensor, a view; of no part ``whole`` itself."""
+        part = self.part
+        if part is None:
+            return whole
+        return whole.narrow(part.dim, part.begin, self.global_shape[part.dim])
+
+
+def _sum_bytes(flat: Tensor, group: dist.ProcessGroup, what: str) -> None:
+    """Sums elements that are zero on all ranks but one; as bytes, which keeps every bit."""
+    if flat.numel() > 0:
+        with waiting(group, what):
+            dist.all_reduce(flat.view(torch.uint8), group=group)
 
 
 def _empty(
@@ -223,8 +232,7 @@ class Placed:
 
     def whole_tensor(self) -> Tensor:
         """As :meth:`full_tensor`; the larger tensor of a part, see :class:`zerocore.Part`."""
-        full, part = self.full_tensor(), self.place.part
-        return full if part is None else part.gather(full)
+        return self.place.whole_of(self.full_tensor())
 
 
 class PlacedParameter(Placed):

@@ -182,9 +182,8 @@ def _read_target(entry: Entry, target: Target) -> None:
         full = torch.empty(entry.shape, dtype=dtype)
         read_into(file.fileno(), entry.begin, entry.dtype, full.view(-1))
     if isinstance(target, Param):  # its elements are in another order in memory
-        part = target.shard.place.part
-        own = full if part is None else part.own(full, target.full.shape[part.dim])
-        local_of(target.shard).copy_(target.shard.place.part_of(own))
+        place = target.shard.place
+        local_of(target.shard).copy_(place.part_of(place.part_of_whole(full)))
     else:
         target.copy_(full)
 
@@ -334,9 +333,7 @@ def _own_part(state: ShardState, target: Target) -> tuple[Tensor, int]:
     place, local = target.shard.place, local_of(target.shard)
     first = _begin_in_file(place)
     if first is None:  # pieces of it are scattered over the file
-        full = place.gather(local)
-        full = full if place.part is None else place.part.gather(full)
-        flat = full.contiguous().view(-1)
+        flat = place.whole_of(place.gather(local)).contiguous().view(-1)
         return (flat if state.rank == 0 else flat[:0]), 0
     ranks = state.ranks_of(target.shard.unit)
     copies = ranks.num_replicas if place.group is not None else ranks.world_size
