@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
+
+import zerocore
+from zerocore.planning.prediction import planned_events
 
 DIM, NUM_EXPERTS, NUM_TOKENS = 6, 4, 5
 
@@ -131,3 +135,21 @@ def tokens_of(rank: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     shape = (NUM_TOKENS, DIM)
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def loss_of(model: nn.Module, ranks: Sequence[int], number: int) -> Tensor:
+    """Of the tokens of these ranks in a step."""
+    data = [tokens_of(rank, number) for rank in ranks]
+    tokens, targets = (torch.cat(each) for each in zip(*data, strict=True))
+    return (model(tokens) - targets).square().mean()
+
+
+def assert_follows_plan(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The third step is as planned."""
+    for number in range(3):
+        with zerocore.record_events(model) as events:
+            loss_of(model, [dist.get_rank()], number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [(event.op, event.unit, event.nbytes, event.pool_nbytes) for event in events]
+    assert found == planned_events(model)

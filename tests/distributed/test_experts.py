@@ -19,9 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerocore
 from tests.by_night import by_night
-from tests.distributed.experts import NUM_EXPERTS, spread_model, tokens_of, whole_model
+from tests.distributed.experts import (
+    NUM_EXPERTS,
+    assert_follows_plan,
+    loss_of,
+    spread_model,
+    whole_model,
+)
 from tests.distributed.harness import run_ranks
-from zerocore.planning.prediction import planned_events
 
 Bounds = Sequence[int]
 EVEN, UNEVEN, SINGLE = [0, 2, 4], [0, 1, 4], [0, 1, 2, 3, 4]
@@ -46,12 +51,6 @@ def own_of(name: str, full: Tensor, shape: tuple[int, int], bounds: Bounds) -> T
     """This rank's part of a tensor of the whole model."""
     part = dist.get_rank() % shape[1]
     return full[bounds[part] : bounds[part + 1]] if ".experts." in name else full
-
-
-def loss_of(model: nn.Module, ranks: Sequence[int], number: int) -> Tensor:
-    data = [tokens_of(rank, number) for rank in ranks]
-    tokens, targets = (torch.cat(each) for each in zip(*data, strict=True))
-    return (model(tokens) - targets).square().mean()
 
 
 def train(
@@ -151,13 +150,7 @@ def test_hybrid_sharding_of_both(stage: int) -> None:
 def compare_plan(stage: int, layout: str) -> None:
     model = sharded(*LAYOUTS[layout], stage)
     optimizer = torch.optim.AdamW(model.parameters())
-    for number in range(3):
-        with zerocore.record_events(model) as events:
-            loss_of(model, [dist.get_rank()], number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    found = [(event.op, event.unit, event.nbytes, event.pool_nbytes) for event in events]
-    assert found == planned_events(model)
+    assert_follows_plan(model, optimizer)
     assert zerocore.predict_memory(model).total == zerocore.memory_usage(model, optimizer).total
 
 

@@ -11,10 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 import zerocore.fsdp as zerocore_fsdp
-from tests.distributed.experts import spread_model, whole_model
+from tests.distributed.experts import assert_follows_plan, loss_of, spread_model, whole_model
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_experts import EVEN, UNEVEN, loss_of, own_of
-from zerocore.planning.prediction import planned_events
+from tests.distributed.test_experts import EVEN, UNEVEN, own_of
 
 Gradients = dict[str, Tensor]
 
@@ -74,13 +73,7 @@ def follow_the_plan() -> None:
     zerocore_fsdp.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
     loss_of(model, [dist.get_rank()], 0).backward()
-    for number in range(3):
-        with zerocore.record_events(model) as events:
-            loss_of(model, [dist.get_rank()], number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    found = [(event.op, event.unit, event.nbytes, event.pool_nbytes) for event in events]
-    assert found == planned_events(model)
+    assert_follows_plan(model, optimizer)
 
 
 def test_the_plan_is_what_happens() -> None:
