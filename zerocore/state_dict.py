@@ -15,7 +15,7 @@ from zerocore.model.buffers import broadcast as broadcast_tensors
 from zerocore.model.parts import check_has_places
 from zerocore.model.state import Param, ShardState, Unit, state_of
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import Placed
+from zerocore.tensor.place import Placed, spread
 
 Keys = Mapping[Param, Sequence[str]]
 
@@ -187,10 +187,13 @@ def _load_unit(
             if keys[param]:
                 given[index] = values[keys[param][0]]
     for index, param in enumerate(unit.params):
-        part = param.shard.place.part
-        if part is not None and keys[param]:
-            if broadcast and state.ranks_of(unit.index).rank == 0:
-                given[index] = part.spread(given[index], param.shard)
-            if given[index] is not None:
-                given[index] = param.shard.place.part_of_whole(given[index])
+        place = param.shard.place
+        holds_all = unit.mesh > 0 and place.part is None  # so do all ranks of the mesh
+        group = state.tensor_ranks if place.part is None else place.part.group
+        if group is None or holds_all or not keys[param]:
+            continue
+        if broadcast and state.ranks_of(unit.index).rank == 0:
+            given[index] = spread(group, given[index], place.whole_shape, param.shard)
+        if given[index] is not None:
+            given[index] = place.part_of_whole(given[index])
     state.engine.materialize(unit.index, given, broadcast)

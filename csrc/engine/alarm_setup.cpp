@@ -28,12 +28,10 @@ ModelAlarm::ModelAlarm(const EngineOptions& engine, const std::vector<UnitSpec>&
   }
   AlarmOptions options{engine.alarm_name, 0, 1, engine.stall_seconds};
   std::vector<Alarm::Group> groups;
-  for (const auto& each : {engine.meshes.front().shard, engine.meshes.front().replicas}) {
-    if (each) { // ranks are numbered replica by replica
-      const auto group = c10d::resolve_process_group(*each);
-      options.rank += options.size * group->getRank();
-      options.size *= group->getSize();
-    }
+  if (engine.control) {
+    const auto all = c10d::resolve_process_group(*engine.control);
+    options.rank = all->getRank();
+    options.size = all->getSize();
   }
   std::vector<std::optional<std::string>> names = {engine.control};
   for (const GroupNames& mesh : engine.meshes) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,7 +75,7 @@ def follow_the_plan() -> None:
     zerocore_fsdp.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
     loss_of(model, [dist.get_rank()], 0).backward()
-    assert_follows_plan(model, optimizer)
+    assert_follows_plan(model, optimizer, partial(loss_of, model, [dist.get_rank()]))
 
 
 def test_the_plan_is_what_happens() -> None:

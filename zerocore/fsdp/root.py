@@ -128,6 +128,7 @@ class Root:
         config = _OFFLOADS if any(group.offloads for group in groups) else _CONFIG
         engine = make_engine(
             config,
+            ranks[0],
             ranks,
             device,
             units=[
@@ -139,7 +140,7 @@ class Root:
             name=name,
             stall_seconds=stall,
         )
-        state = ShardState(engine, config, tuple(ranks), device)
+        state = ShardState(engine, config, ranks[0], tuple(ranks), device)
         if config.offload is not None:
             map_host_memory(engine, ranks[0], device)
             pending_host_updates.watch(ref(state))  # optimizers wait for loads that are under way

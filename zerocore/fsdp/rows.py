@@ -12,11 +12,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from zerocore.tensor.dtensors import show_dtensor
 
 
 @dataclass(frozen=True)
@@ -51,28 +52,7 @@ class Rows:
     def show(self, full: Tensor) -> Tensor:
         """The tensor of the modules: a view of the engine's leaf, made anew for each call."""
         local = self.outward(full)
-        if self.whole is None:
-            return local
-        meta = cast(TensorMeta, self.whole.tensor_meta)
-        meta = TensorMeta(meta.shape, meta.stride, full.dtype)
-        spec = DTensorSpec(self.whole.mesh, self.whole.placements, tensor_meta=meta)
-        return cast(Tensor, _Whole.apply(local, spec))
-
-
-class _Whole(torch.autograd.Function):
-    """The DTensor over a local tensor; its gradient is brought to the same placements."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> DTensor:
-        ctx.placements = spec.placements
-        return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        if tuple(grad.placements) != tuple(ctx.placements):
-            grad = grad.redistribute(placements=ctx.placements)
-        local = grad._local_tensor
-        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local, None
+        return local if self.whole is None else show_dtensor(local, self.whole)
 
 
 def shard_rows(

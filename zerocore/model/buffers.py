@@ -13,11 +13,12 @@ from zerocore._C import Engine
 from zerocore.common.alarm import waiting
 from zerocore.model.casting import as_bytes
 from zerocore.model.ranks import Ranks
+from zerocore.tensor.rows import local_part
 
 
 def broadcast(tensors: Iterable[Tensor], ranks: Ranks) -> None:
     """Gives ``tensors``, of any dtypes and strides, the values of rank 0; all ranks call."""
-    found = [tensor.detach() for tensor in tensors if tensor.numel()]
+    found = [local_part(tensor).detach() for tensor in tensors if tensor.numel()]
     if not found or not ranks.groups:
         return
     # Backends know few dtypes and only dense memory in order, so the bytes travel, all at once.

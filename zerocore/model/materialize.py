@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zerocore.model.units import ParamChoice
+from zerocore.tensor.rows import local_part
 
 InitFn = Callable[[nn.Module], None]
 
@@ -27,7 +28,7 @@ def full_values(
         owner, name = choice.owners[0]
         current = owner._parameters[name] if choice.param.is_meta else choice.param
         assert current is not None
-        values.append(current.detach())
+        values.append(local_part(current).detach())
     return values
 
 

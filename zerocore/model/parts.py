@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from zerocore.checkpoint.slices.save_ownership import ranges_on
 from zerocore.common.agreement import gather_objects
 from zerocore.model.ranks import Ranks, group_of, members_of, ranks_of
-from zerocore.model.units import ParamChoice, UnitPlanned
+from zerocore.model.tensor_parallel import cut_of
+from zerocore.model.units import ParamChoice, UnitPlanned, split_units
 from zerocore.tensor.place import PartOf, Place
 
 
@@ -124,25 +125,11 @@ def assign_parts(planned: Sequence[UnitPlanned], parts: Sequence[ModelPart]) -> 
                 f"groups: '{part.pattern}' matches no parameter of the model, such as "
                 f"{', '.join(repr(name) for name in names[:3])}"
             )
-    return [own for unit in planned for own in _by_mesh(unit, parts)]
-
-
-def _by_mesh(unit: UnitPlanned, parts: Sequence[ModelPart]) -> list[UnitPlanned]:
-    by_mesh: dict[int, list[ParamChoice]] = {}
-    for choice in unit.params:
-        by_mesh.setdefault(_mesh_of(choice, parts), []).append(choice)
-    if by_mesh.keys() == {0}:
-        return [unit]
-    several = len(by_mesh) > 1
-    return [
-        replace(
-            unit,
-            name=f"{unit.name} ({parts[mesh - 1].pattern})" if mesh and several else unit.name,
-            params=params,
-            mesh=mesh,
-        )
-        for mesh, params in sorted(by_mesh.items())
-    ]
+    return split_units(
+        planned,
+        lambda choice, _: _mesh_of(choice, parts),
+        lambda mesh: parts[mesh - 1].pattern,
+    )
 
 
 def _mesh_of(choice: ParamChoice, parts: Sequence[ModelPart]) -> int:
@@ -162,22 +149,53 @@ def choices_on(planned: Sequence[UnitPlanned], mesh: int) -> list[ParamChoice]:
     return [choice for unit in planned if unit.mesh == mesh for choice in unit.params]
 
 
+def larger_tensor(
+    choice: ParamChoice, mesh: int, parts: Sequence[ModelPart]
+) -> tuple[dist.ProcessGroup, int] | None:
+    """The ranks that have the parts of the tensor that a parameter is a part of, and the dimension
+    along which they follow each other; None of a parameter that is no part.
+
+    Raises:
+        ValueError: a DTensor that is spread over other ranks than ``of=`` says.
+    """
+    part = parts[mesh - 1] if 0 < mesh <= len(parts) else None
+    given = None if part is None or part.others is None else (part.others, part.dim)
+    cut = cut_of(choice)
+    if cut is None:
+        return given
+    own = None if cut.dim is None else (cut.group, cut.dim)
+    differs = given is not None and (
+        members_of(given[0]) != members_of(cut.group) or given[1] != cut.dim
+    )
+    if differs:
+        assert part is not None
+        raise ValueError(
+            f"groups['{part.pattern}']: parameter '{choice.fqns[0]}' is a DTensor with "
+            f"{choice.spec.placements} over ranks {sorted(members_of(cut.group))}, and of= says "
+            "otherwise; leave of= and dim= out for DTensors"
+        )
+    return own
+
+
 def find_sizes(
     planned: Sequence[UnitPlanned], parts: Sequence[ModelPart], device: torch.device
 ) -> dict[str, PartOf]:
     """The larger tensors that parameters are parts of, by FQN; collective."""
+    by_group: dict[dist.ProcessGroup, list[tuple[ParamChoice, int]]] = {}
+    for unit in planned:
+        for choice in unit.params:
+            if (larger := larger_tensor(choice, unit.mesh, parts)) is not None:
+                by_group.setdefault(larger[0], []).append((choice, larger[1]))
     found = {}
-    for mesh, part in enumerate(parts, 1):
-        choices = choices_on(planned, mesh)
-        if part.others is None or not choices:
-            continue
-        sizes = gather_objects([part.others], [[c.param.shape[part.dim] for c in choices]], device)
-        for number, choice in enumerate(choices):
+    for group, choices in by_group.items():
+        own = [choice.tensor.shape[dim] for choice, dim in choices]
+        sizes = gather_objects([group], [own], device)
+        for number, (choice, dim) in enumerate(choices):
             all_sizes = [of_rank[number] for of_rank in sizes]
-            shape = list(choice.param.shape)
-            shape[part.dim] = sum(all_sizes)
-            begin = sum(all_sizes[: part.others.rank()])
-            found[choice.fqns[0]] = PartOf(part.others, torch.Size(shape), part.dim, begin)
+            shape = list(choice.tensor.shape)
+            shape[dim] = sum(all_sizes)
+            begin = sum(all_sizes[: group.rank()])
+            found[choice.fqns[0]] = PartOf(group, torch.Size(shape), dim, begin)
     return found
 
 
@@ -187,23 +205,23 @@ def find_ranges(state: Any) -> dict[str, list[PartRanges]]:
     Args:
         state: a :class:`zerocore.model.state.ShardState` with all units.
     """
+    by_group: dict[dist.ProcessGroup, dict[str, PartRanges]] = {}
+    for unit in state.units:
+        for position, param in enumerate(unit.params):
+            part = param.shard.place.part
+            if part is not None:
+                own = _own_ranges(state, unit.index, position)
+                by_group.setdefault(part.group, {})[param.fqn] = own
     found: dict[str, list[PartRanges]] = {}
-    for mesh, part in enumerate(state.parts, 1):
-        if part.others is None:
-            continue
-        own = {
-            param.fqn: _own_ranges(state, unit.index, position, part.ranks)
-            for unit in state.units
-            if unit.mesh == mesh
-            for position, param in enumerate(unit.params)
-        }
-        for ranges in gather_objects([part.others], [own], state.device):
+    for group, own_ranges in by_group.items():
+        for ranges in gather_objects([group], [own_ranges], state.device):
             for fqn, each in ranges.items():
                 found.setdefault(fqn, []).append(each)
     return found
 
 
-def _own_ranges(state: Any, unit: int, position: int, ranks: Ranks) -> PartRanges:
+def _own_ranges(state: Any, unit: int, position: int) -> PartRanges:
+    ranks = state.ranks_of(unit)
     place: Place = state.units[unit].params[position].shard.place
     layout = None if place.group is None else (state.engine.layout(unit), position)
     numbers = [state.ranks.members.index(member) for member in ranks.members] or [0]
@@ -219,11 +237,16 @@ def _own_ranges(state: Any, unit: int, position: int, ranks: Ranks) -> PartRange
 def check_has_places(state: Any) -> None:
     """Raises ValueError if ranks hold parameters of one name that are no parts of one tensor."""
     for unit in state.units:
-        part = state.parts[unit.mesh - 1] if unit.mesh and state.parts else None
-        if unit.mesh and (part is None or part.others is None):
-            name = unit.params[0].fqn
+        ranks = state.ranks_of(unit.index)
+        if unit.mesh == 0 or set(ranks.members) == set(state.ranks.members):
+            continue  # all ranks have the same
+        if lacking := [
+            each.fqn
+            for each in unit.params
+            if state.config.by_rows or each.shard.place.part is None
+        ]:
             raise ValueError(
-                f"'{name}': only some ranks of the model share it, and the others have a parameter "
-                "of the same name. A checkpoint cannot hold both: say in groups= of "
+                f"'{lacking[0]}': only some ranks of the model share it, and the others have a "
+                "parameter of the same name. A checkpoint cannot hold both: say in groups= of "
                 "zerocore.shard which ranks have the other parts, zerocore.Part(mesh, of=...)"
             )

@@ -228,10 +228,10 @@ def make_near(ranks: Ranks, device: torch.device) -> Ranks:
             f"regather={ranks.num_near}: the default group is bound to a device, so that all "
             "ranks make a group together; pass a dimension of a DeviceMesh"
         )
-    return replace(ranks, near=_sibling_of(shard, device, members, "zerocore_near"))
+    return replace(ranks, near=sibling_of(shard, device, members, "zerocore_near"))
 
 
-def _sibling_of(
+def sibling_of(
     group: dist.ProcessGroup, device: torch.device, members: Sequence[int], what: str
 ) -> dist.ProcessGroup:
     """Another group, of some of its ranks, on the same backend; collective of these."""
@@ -271,7 +271,7 @@ def with_reductions(ranks: Ranks, device: torch.device) -> Ranks:
     if shard is None or not _takes_turns(shard, device):
         return ranks
     members = dist.get_process_group_ranks(shard)
-    return replace(ranks, reductions=_sibling_of(shard, device, members, "zerocore_reductions"))
+    return replace(ranks, reductions=sibling_of(shard, device, members, "zerocore_reductions"))
 
 
 def _takes_turns(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -14,16 +14,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerocore.common.patching import around
 from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.rows import local_part
 
 
 def check_kinds(model: nn.Module, world_size: int) -> None:
     """Raises ValueError for the first parameter or module that cannot be sharded, with its name."""
     for name, param in model.named_parameters():
-        if is_traceable_wrapper_subclass(param):
+        if is_traceable_wrapper_subclass(local_part(param)):
             raise ValueError(
-                f"parameter '{name}' is a {type(param).__name__}, which has no memory of its own; "
-                "zerocore shards plain tensors. Call zerocore.shard without tensor "
-                "parallelism, fully_shard or quantized tensor classes on the model"
+                f"parameter '{name}' is a {type(local_part(param)).__name__}, which has no memory "
+                "of its own; zerocore shards plain tensors, and DTensors of tensor parallelism. "
+                "Call zerocore.shard without quantized tensor classes on the model"
             )
         if param.requires_grad and not param.is_floating_point():
             raise ValueError(

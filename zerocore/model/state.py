@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from zerocore._C import Engine, ParamSpec
 from zerocore.model.config import ShardConfig
 from zerocore.model.meters import Meters
-from zerocore.model.parts import ModelPart, PartRanges
+from zerocore.model.parts import PartRanges
 from zerocore.model.precision import ParamTypes
 from zerocore.model.ranks import Ranks
 from zerocore.model.unit_call import unit_call_of
+from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.rows import shard_of
 
 _STATE = "_zerocore_state"
@@ -62,9 +64,10 @@ class ShardState:
 
     engine: Engine
     config: ShardConfig
-    meshes: tuple[Ranks, ...]  # the model's, and those of its parts
+    ranks: Ranks  # all of the model, those of tensor parallelism as replicas
+    meshes: tuple[Ranks, ...]  # of data parallelism, and those of units on others
     device: torch.device
-    parts: tuple[ModelPart, ...] = ()  # of the meshes from the second on
+    tensor_ranks: ProcessGroup | None = None  # of tensor parallelism
     part_ranges: dict[str, list[PartRanges]] = field(default_factory=dict)  # by FQN
     units: list[Unit] = field(default_factory=list)
     meters: Meters = field(init=False)
@@ -77,14 +80,14 @@ class ShardState:
     def __post_init__(self) -> None:
         self.meters = Meters(self.engine, self.device)
 
-    @property
-    def ranks(self) -> Ranks:
-        """All ranks of the model."""
-        return self.meshes[0]
-
     def ranks_of(self, unit: int) -> Ranks:
         """The ranks that share a unit."""
         return self.meshes[self.units[unit].mesh]
+
+    def ranks_saving(self, shard: ShardedParameter) -> Ranks:
+        """The ranks that have elements of a parameter, which is not a part that others lack."""
+        unit = self.units[shard.unit]
+        return self.ranks if shard.place.part is None else self.meshes[unit.mesh]
 
     def ranks_holding(self, fqn: str) -> Ranks:
         """The ranks that share a parameter."""
@@ -102,6 +105,13 @@ class ShardState:
     @property
     def rank(self) -> int:
         return self.ranks.rank
+
+    def show(self, units: Iterable[int]) -> None:
+        """Called when units were unsharded: makes the DTensors that modules see."""
+        for unit in units:
+            for position, param in enumerate(self.units[unit].params):
+                if param.shard.spec is not None:
+                    self.engine.show_view(unit, position, param.shard.shown())
 
     def finish_reads(self) -> None:
         """Called before weights or optimizer states change."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, wraps
 from typing import Any
 
@@ -168,7 +168,7 @@ def wrap_method(module: nn.Module, name: str) -> None:
     method = getattr(module, name)
     if own is None:
         return
-    inner = UnitCall(own.state, own.engine, own.explain, own.units, False, own.cast_inputs)
+    inner = replace(own, is_root=False, cast_outputs=None, before_call=None, looked_at=())
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from zerocore.tensor.rows import local_part
 
 # Containers that are never called: what they hold is used by the module around them.
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -24,8 +27,18 @@ class ParamChoice:
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property
+    def tensor(self) -> Tensor:
+        """This rank's values, a plain tensor."""
+        return local_part(self.param)
+
+    @property
+    def spec(self) -> Any:
+        """The DTensorSpec of a parameter that is spread over ranks already; None of others."""
+        return getattr(self.param, "_spec", None)
+
+    @property
     def nbytes(self) -> int:
-        return self.param.numel() * self.param.element_size()
+        return self.tensor.numel() * self.tensor.element_size()
 
 
 @dataclass(eq=False)
@@ -84,6 +97,40 @@ def collect_params(model: nn.Module) -> list[ParamChoice]:
             if all(owner is not module or key != name for owner, key in choice.owners):
                 choice.owners.append((module, name))
     return list(found.values())
+
+
+def split_units(
+    planned: Sequence[UnitPlanned],
+    mesh_of: Callable[[ParamChoice, int], int],
+    name_of: Callable[[int], str],
+) -> list[UnitPlanned]:
+    """The units by mesh: one with parameters on several becomes several, at the same calls.
+
+    Args:
+        mesh_of: a parameter's mesh, given that of its unit so far.
+        name_of: what a mesh is called in the names of units that are split.
+    """
+    return [own for unit in planned for own in _by_mesh(unit, mesh_of, name_of)]
+
+
+def _by_mesh(
+    unit: UnitPlanned,
+    mesh_of: Callable[[ParamChoice, int], int],
+    name_of: Callable[[int], str],
+) -> list[UnitPlanned]:
+    by_mesh: dict[int, list[ParamChoice]] = {}
+    for choice in unit.params:
+        by_mesh.setdefault(mesh_of(choice, unit.mesh), []).append(choice)
+    several = len(by_mesh) > 1
+    return [
+        replace(
+            unit,
+            name=f"{unit.name} ({name_of(mesh)})" if mesh != unit.mesh and several else unit.name,
+            params=params,
+            mesh=mesh,
+        )
+        for mesh, params in sorted(by_mesh.items())
+    ]
 
 
 def _find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

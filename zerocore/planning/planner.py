@@ -205,7 +205,7 @@ class Precision:
 
     def types(self, choice: ParamChoice) -> ParamTypes:
         """The dtypes of a parameter."""
-        own = choice.param.dtype
+        own = choice.tensor.dtype
         if self.dtype is not None and own.is_floating_point:
             own = self.dtype
         return param_types(self.mixed, choice.fqns[0], own, choice.param.requires_grad)
@@ -251,7 +251,7 @@ def make_planner(
 def _spec(choice: ParamChoice, types: ParamTypes) -> _C.ParamSpec:
     return _C.ParamSpec(
         choice.fqns[0],
-        list(choice.param.shape),
+        list(choice.tensor.shape),
         _number(types.model),
         types.model.itemsize,
         choice.param.requires_grad,

@@ -48,12 +48,13 @@ def predict_memory(
 
 def division_of(state: ShardState) -> Division:
     """How a sharded model is divided, seen from this rank."""
+    ranks = state.meshes[0]
     return Division(
         stage=state.config.stage,
-        world_size=state.world_size,
-        num_replicas=state.ranks.num_replicas,
-        communication=replace(state.config.communication, regather=state.ranks.num_near),
-        rank=state.rank,
+        world_size=ranks.world_size,
+        num_replicas=ranks.num_replicas,
+        communication=replace(state.config.communication, regather=ranks.num_near),
+        rank=ranks.rank,
         backend=state.ranks.backend,
         sums_on_host=state.device.type == "cpu",
         offload=state.config.offload,

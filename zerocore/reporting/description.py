@@ -123,7 +123,7 @@ def describe(model: nn.Module | Optimizer) -> Any:
         units,
         _describe_offload(state.config),
         state.config.communication.gather_at_step,
-        state.ranks.num_near,
+        state.meshes[0].num_near,
     )
 
 

@@ -83,7 +83,7 @@ def queues_of(state: ShardState) -> Queues:
     """The queues in which the model's collectives take turns."""
     if state.device.type == "cpu":
         return ONE_QUEUE
-    return queues_of_device(own_reductions=state.ranks.reductions is not None)
+    return queues_of_device(own_reductions=state.meshes[0].reductions is not None)
 
 
 def title_of(model: nn.Module, state: ShardState) -> str:

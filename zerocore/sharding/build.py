@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zerocore._C import (
@@ -43,7 +44,7 @@ from zerocore.sharding.request import ShardRequest, types_of
 from zerocore.sharding.same_values import check_same_values
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
-from zerocore.tensor.place import PartOf, Place
+from zerocore.tensor.place import PartOf, Place, spread
 from zerocore.tensor.replaced_parameters import replace
 
 
@@ -58,6 +59,7 @@ def build(request: ShardRequest) -> ShardState:
     units_of = units_by_module(unit.modules for unit in planned)
     engine = make_engine(
         config,
+        request.all_ranks,
         meshes,
         request.device,
         units=[_unit_spec(unit, config) for unit in planned],
@@ -69,7 +71,9 @@ def build(request: ShardRequest) -> ShardState:
         for index in range(len(planned)):
             engine.set_gradient_scale(index, 1.0 / factor)
     _take_host_memory(engine, config, meshes[0], request.device)
-    state = ShardState(engine, config, tuple(meshes), request.device, request.parts)
+    state = ShardState(
+        engine, config, request.all_ranks, tuple(meshes), request.device, request.tensor_ranks
+    )
     if config.mixed_precision is not None:
         cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
     wholes = find_sizes(planned, request.parts, request.device)
@@ -89,6 +93,7 @@ def build(request: ShardRequest) -> ShardState:
 
 def make_engine(
     config: ShardConfig,
+    ranks: Ranks,
     meshes: Sequence[Ranks],
     device: torch.device,
     *,
@@ -100,11 +105,12 @@ def make_engine(
     """The engine of one model, of whatever kind its shards are; collective.
 
     Args:
-        meshes: the model's ranks, and those of its parts.
+        ranks: all of the model.
+        meshes: those of data parallelism, and those of units on others.
         name: the same on all ranks and no other model's.
         stall_seconds: as of :class:`ShardRequest`.
     """
-    control = control_group(meshes[0])
+    control = control_group(ranks)
     options = EngineOptions(
         sharding=shard_options(config.stage, config.communication, config.offload, config.by_rows),
         meshes=[
@@ -171,11 +177,11 @@ def _unit_spec(unit: UnitPlanned, config: ShardConfig) -> UnitSpec:
 
 
 def _unit_param(choice: ParamChoice, config: ShardConfig) -> UnitParam:
-    param, types = choice.param, types_of(choice, config)
+    param, types = choice.tensor, types_of(choice, config)
     like = torch.empty_strided(param.shape, param.stride(), dtype=types.model, device="meta")
-    like.requires_grad_(param.requires_grad)
+    like.requires_grad_(choice.param.requires_grad)
     lacks_main = (
-        not param.requires_grad
+        not choice.param.requires_grad
         and param_types(config.mixed_precision, choice.fqns[0], param.dtype, True).has_main
     )
     return UnitParam(
@@ -196,6 +202,8 @@ def _shard_unit(
     wholes: Mapping[str, PartOf],
 ) -> Unit:
     values = full_values(planned.params, state.device, init_fn)
+    if state.config.sync_params and planned.mesh == 0:
+        _spread(planned.params, values, state)
     state.engine.materialize(index, values, state.config.sync_params)
     del values
     unit = Unit(index, planned.name, mesh=planned.mesh)
@@ -203,6 +211,14 @@ def _shard_unit(
         unit.params.append(_shard_param(state, unit, position, choice, wholes))
     planned.params.clear()
     return unit
+
+
+def _spread(params: Sequence[ParamChoice], values: list[Tensor], state: ShardState) -> None:
+    """Gives plain parameters the values of the first rank of tensor parallelism."""
+    if (group := state.tensor_ranks) is not None:
+        for index, choice in enumerate(params):
+            if choice.spec is None:
+                values[index] = spread(group, values[index], choice.tensor.shape, values[index])
 
 
 def _shard_param(
@@ -220,7 +236,7 @@ def _shard_param(
     owned = layout.owned(position, ranks.shard_rank if shared else 0)
     place = Place(
         choice.fqns[0],
-        old.shape,
+        choice.tensor.shape,
         (owned.begin, owned.end),
         ranks.shard if shared else None,
         None if full.is_contiguous() else full.stride(),
@@ -228,7 +244,7 @@ def _shard_param(
     )
     data = engine.make_shard(unit.index, position)
     shard = ShardedParameter.make(data, place, old.requires_grad, unit.index, ref(state), full)
-    shard.position = position
+    shard.position, shard.spec = position, choice.spec
     shard.model_weight = engine.make_model_shard(unit.index, position)
     shard.on_host = engine.is_updated_on_host(unit.index, position)
     shard.on_disk = shard.on_host and state.config.place_of("states") == "disk"
@@ -250,10 +266,16 @@ def _shard_param(
     return Param(choice.fqns, choice.owners, full, shard, spec, types_of(choice, state.config))
 
 
+def _shows_dtensors(state: ShardState, units: Iterable[int]) -> Callable[[], None] | None:
+    params = (param for unit in units for param in state.units[unit].params)
+    shows = any(param.shard.spec is not None for param in params)
+    return partial(state.show, units) if shows else None
+
+
 def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> None:
     mixed = state.config.mixed_precision or MixedPrecision()
     synced = state.config.communication.sync_buffers
-    sync = BufferSync(model, state.ranks, state.engine) if synced else None
+    sync = BufferSync(model, state.meshes[0], state.engine) if synced else None
     narrow = mixed.param_dtype if mixed.cast_inputs else None
     for module in list(model.modules()):
         units = units_of.get(id(module), ())
@@ -273,5 +295,6 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
                 cast_outputs=mixed.output_dtype if is_root else None,
                 before_call=sync.before_call if is_root and sync is not None else None,
                 looked_at=tuple(sorted(looked_at)),
+                after_enter=_shows_dtensors(state, units),
             )
             set_unit_call(module, unit_call)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from zerocore.common.agreement import agree
@@ -15,11 +16,16 @@ from zerocore.common.alarm import stall_seconds
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.config import ShardConfig
 from zerocore.model.materialize import InitFn
-from zerocore.model.parts import ModelPart, assign_parts, choices_on, find_parts
+from zerocore.model.parts import ModelPart, assign_parts, choices_on, find_parts, larger_tensor
 from zerocore.model.precision import ParamTypes, param_types
 from zerocore.model.ranks import Ranks, with_near
 from zerocore.model.refusals import check_kinds
 from zerocore.model.state import find_state
+from zerocore.model.tensor_parallel import (
+    find_tensor_ranks,
+    split_replicated,
+    with_tensor_ranks,
+)
 from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
 from zerocore.planning.budget import check_budget
 
@@ -31,7 +37,9 @@ class ShardRequest:
     Attributes:
         model: not sharded yet.
         config: options.
-        ranks: over which ranks.
+        ranks: of data parallelism.
+        all_ranks: with those of tensor parallelism as more replicas, once they have agreed.
+        tensor_ranks: those of tensor parallelism; None without.
         parts: parameters that not all of them share.
         planned: its units.
         device: where its parameters go.
@@ -49,12 +57,15 @@ class ShardRequest:
     device: torch.device
     init_fn: InitFn | None
     stall_seconds: float | None
+    tensor_ranks: ProcessGroup | None
+    all_ranks: Ranks
     name: str = ""
 
     @property
     def meshes(self) -> list[Ranks]:
-        """The ranks of the model, and those of its parts."""
-        return [self.ranks, *(part.ranks for part in self.parts)]
+        """The ranks of data parallelism, of parts, and of what all ranks hold alike."""
+        more = [] if self.tensor_ranks is None else [self.all_ranks]
+        return [self.ranks, *(part.ranks for part in self.parts), *more]
 
 
 def validate(
@@ -87,16 +98,19 @@ def validate(
         check_kinds(model, ranks.world_size)
         parts = find_parts(groups, ranks)
         planned = assign_parts(choose_units(model, units), parts)
+        tensor_ranks = find_tensor_ranks(planned, ranks, bool(parts))
+        if tensor_ranks is not None:
+            planned = split_replicated(planned, len(parts) + 1)
         _check_types(planned, config)
         chosen = _find_device(planned, device)
         if config.offload is not None:
             config.offload.check_path()
         request = ShardRequest(
-            model, config, ranks, parts, planned, chosen, init_fn, stall_seconds()
-        )
-        if memory_budget is not None:
-            budget = parse_nbytes(memory_budget, "memory_budget")
-            check_budget(model, planned, config, request.meshes, budget)
+            model, config, ranks, parts, planned, chosen, init_fn, stall_seconds(),
+            tensor_ranks, ranks,
+        )  # fmt: skip
+        if memory_budget is not None and tensor_ranks is None:
+            _check_budget(request, memory_budget)
     except Exception as caught:
         error = caught
     facts = [] if request is None or error is not None else _facts(request)
@@ -105,7 +119,29 @@ def validate(
     for mesh, part in enumerate(request.parts, 1):
         own = [_fact(choice) for choice in choices_on(request.planned, mesh)]
         agree(part.ranks.groups, None, [*own], request.device)
-    return replace(request, name=name)
+    request = replace(request, name=name)
+    return request if tensor_ranks is None else _over_all(request, tensor_ranks, memory_budget)
+
+
+def _over_all(
+    request: ShardRequest, group: ProcessGroup, memory_budget: str | int | None
+) -> ShardRequest:
+    """The request, agreed on with the ranks of tensor parallelism; collective."""
+    all_ranks = with_tensor_ranks(request.ranks, group, request.device)
+    request = replace(request, all_ranks=all_ranks)
+    error: Exception | None = None
+    try:
+        if memory_budget is not None:
+            _check_budget(request, memory_budget)
+    except Exception as caught:
+        error = caught
+    facts: list[Any] = [request.config, *(unit.name for unit in request.planned)]
+    return replace(request, name=agree(all_ranks.groups, error, facts, request.device))
+
+
+def _check_budget(request: ShardRequest, memory_budget: str | int) -> None:
+    budget = parse_nbytes(memory_budget, "memory_budget")
+    check_budget(request.model, request.planned, request.config, request.meshes, budget)
 
 
 def _check_model(model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -137,8 +173,8 @@ def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> tor
     found: dict[torch.device, str] = {}
     for unit in planned:
         for choice in unit.params:
-            if not choice.param.is_meta:
-                found.setdefault(choice.param.device, choice.fqns[0])
+            if not choice.tensor.is_meta:
+                found.setdefault(choice.tensor.device, choice.fqns[0])
     if len(found) > 1:
         places = ", ".join(f"'{fqn}' on {where}" for where, fqn in found.items())
         raise ValueError(f"parameters are on different devices: {places}; move the model to one")
@@ -182,16 +218,17 @@ def _facts(request: ShardRequest) -> list[object]:
         f"groups['{part.pattern}'] of {part.ranks.world_size} ranks" for part in request.parts
     ]
     for unit in request.planned:
-        part = request.parts[unit.mesh - 1] if unit.mesh else None
-        uneven = None if part is None or part.others is None else part.dim
         facts.append(f"unit '{unit.name}'")
-        facts += [_fact(choice, uneven) for choice in unit.params]
+        for choice in unit.params:
+            larger = larger_tensor(choice, unit.mesh, request.parts)
+            uneven = unit.mesh > 0 and larger is not None
+            facts.append(_fact(choice, larger[1] if uneven and larger else None))
     return facts
 
 
 def _fact(choice: ParamChoice, uneven: int | None = None) -> str:
     """``uneven``: a dimension whose size is another one on other ranks."""
-    shape: list[object] = list(choice.param.shape)
+    shape: list[object] = list(choice.tensor.shape)
     if uneven is not None and uneven < len(shape):
         shape[uneven] = "any"
     return (

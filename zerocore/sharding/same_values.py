@@ -27,21 +27,27 @@ def check_same_values(request: ShardRequest) -> None:
     Raises:
         ValueError: groups of ranks hold values of their own; names parameters and ranks.
     """
-    for mesh, ranks in enumerate(request.meshes):
-        chosen = [each for each in choices_on(request.planned, mesh) if not each.param.is_meta]
+    own = {mesh: choices_on(request.planned, mesh) for mesh in range(len(request.meshes))}
+    plain = [choice for choice in own[0] if choice.spec is None]
+    own[0] = [choice for choice in own[0] if choice.spec is not None]
+    for ranks, choices in (
+        (request.all_ranks, plain),
+        *zip(request.meshes, own.values(), strict=True),
+    ):
+        chosen = [choice for choice in choices if not choice.tensor.is_meta]
         if ranks.groups and chosen:
             _check(ranks, chosen, request.device)
 
 
 def _check(ranks: Ranks, chosen: Sequence[ParamChoice], device: torch.device) -> None:
     with torch.no_grad():
-        numbers = torch.stack([_checksum(choice.param).to(device) for choice in chosen])
+        numbers = torch.stack([_checksum(choice.tensor).to(device) for choice in chosen])
     if not (places := differing(ranks.groups, numbers)):
         return
     own = [int(numbers[place]) for place in places]
     tables = gather_objects(ranks.groups, [own], device)
     same = [choice for place, choice in enumerate(chosen) if place not in set(places)]
-    if all(_is_constant(choice.param) for choice in same):
+    if all(_is_constant(choice.tensor) for choice in same):
         return  # nothing was the same but by its rule: the ranks have drawn all numbers
     classes = {
         chosen[place].fqns[0]: _ranks_by_value(column)
@@ -58,7 +64,7 @@ def _check(ranks: Ranks, chosen: Sequence[ParamChoice], device: torch.device) ->
             "taken. Parts of a model that each rank has by itself (experts, tensor parallelism) "
             "would be lost: name them in groups=. Otherwise set one seed on all ranks",
             _listed(ambiguous),
-            next(choice.fqns[0] for choice in same if not _is_constant(choice.param)),
+            next(choice.fqns[0] for choice in same if not _is_constant(choice.tensor)),
         )
 
 

@@ -71,6 +71,7 @@ def call_with_full(
             else:
                 engine.enter(unit)
                 entered.append((engine, unit))
+            param.state_ref().show((unit,))
         full = tree_map_only(Placed, _with_full, (args, kwargs))
         fulls = _replaced((args, kwargs), full) if entered else []
         output = func(*full[0], **full[1])
@@ -116,7 +117,9 @@ def _engine(param: PlacedParameter) -> Any:
 
 def _with_full(shard: Placed) -> Tensor:
     # A shard beside a parameter is wanted in full as well.
-    return shard.full if isinstance(shard, PlacedParameter) else shard.place.gather(local_of(shard))
+    if isinstance(shard, PlacedParameter):
+        return shard.shown()
+    return shard.place.gather(local_of(shard))
 
 
 def _shares_memory(tensor: Tensor, sources: Iterable[Any]) -> bool:

@@ -174,6 +174,7 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
     full: nn.Parameter  # what layers compute with
     # The same elements as layers compute with; None where they compute with this parameter.
     model_weight: Tensor | None = None
+    spec: Any = None  # of the DTensor that modules see, under tensor parallelism
     on_host: bool = False  # its optimizer's states are on the host, and so is it
     on_disk: bool = False  # these bytes of the host's memory are a file's
     grad_device: torch.device  # where its gradient is
@@ -194,6 +195,14 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
         param.state_ref = state_ref
         param.full = full
         return param
+
+    def shown(self) -> Tensor:
+        """The tensor of modules while the unit is gathered: the full parameter, or its DTensor."""
+        if self.spec is None:
+            return self.full
+        from zerocore.tensor.dtensors import show_dtensor  # late: takes a second
+
+        return show_dtensor(self.full, self.spec, sums=self.place.part is None)
 
     def detach(self) -> Any:
         """A shard on the same memory, until ``data`` is set; in a call the full value."""
@@ -279,7 +288,8 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
         compute with, and gradients go back to the parameter.
         """
         if is_recorded((self,)):
-            return call_with_full(torch.clone, (self,), {}, [self])
+            full = call_with_full(torch.clone, (self,), {}, [self])
+            return full if self.spec is None else full.to_local()
         return super().full_tensor()
 
     def __reduce_ex__(self, proto: Any) -> NoReturn:

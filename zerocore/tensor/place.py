@@ -19,6 +19,18 @@ from zerocore.tensor.functions import has_operator
 from zerocore.tensor.operators import is_elementwise
 
 
+def spread(
+    group: dist.ProcessGroup, value: Tensor | None, shape: torch.Size, like: Tensor
+) -> Tensor:
+    """The first rank's ``value``, of this shape and the dtype of ``like``; collective."""
+    sent = torch.empty(shape, dtype=like.dtype, device=like.device)
+    if value is not None:
+        sent.copy_(value)
+    with waiting(group, "a broadcast of parts"):
+        dist.broadcast(sent, group=group, group_src=0)
+    return sent
+
+
 @dataclass(frozen=True)
 class PartOf:
     """A larger tensor, of which a parameter is a part along one dimension.
@@ -40,16 +52,6 @@ class PartOf:
     def origin(self) -> tuple[int, ...]:
         """The place of the parameter's first element."""
         return tuple(self.begin if dim == self.dim else 0 for dim in range(len(self.shape)))
-
-    def spread(self, whole: Tensor | None, like: Tensor) -> Tensor:
-        """The first rank's values of the larger tensor; collective, of the dtype of ``like``."""
-        value = torch.empty(self.shape, dtype=like.dtype, device=like.device)
-        if whole is not None:
-            value.copy_(whole)
-        assert self.group is not None
-        with waiting(self.group, "a broadcast of parts"):
-            dist.broadcast(value, group=self.group, group_src=0)
-        return value
 
     def gather(self, own: Tensor) -> Tensor:
         """The larger tensor, from each rank's part of it; collective, a new tensor."""
@@ -243,6 +245,10 @@ class PlacedParameter(Placed):
     state_ref: Any
     full: torch.nn.Parameter
     requires_grad: bool
+
+    def shown(self) -> Tensor:
+        """The tensor of modules while the unit is gathered."""
+        raise NotImplementedError
 
 
 def local_of(shard: Any) -> Tensor:

@@ -335,7 +335,7 @@ def _own_part(state: ShardState, target: Target) -> tuple[Tensor, int]:
     if first is None:  # pieces of it are scattered over the file
         flat = place.whole_of(place.gather(local)).contiguous().view(-1)
         return (flat if state.rank == 0 else flat[:0]), 0
-    ranks = state.ranks_of(target.shard.unit)
+    ranks = state.ranks_saving(target.shard)
     copies = ranks.num_replicas if place.group is not None else ranks.world_size
     index = ranks.rank // ranks.num_shards if place.group is not None else ranks.rank
     size = -(-local.numel() // copies)

@@ -1,0 +1,58 @@
+"""A parameter that tensor parallelism has cut, as its module sees it: a DTensor."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+
+def show_dtensor(local: Tensor, spec: DTensorSpec, *, sums: bool = False) -> Tensor:
+    """The DTensor over a local tensor, a view in autograd; made anew for each call.
+
+    Args:
+        local: this rank's part, as the engine gathers it.
+        spec: of the parameter; a DTensor of another dtype gets that of ``local``.
+        sums: gradients are summed over the mesh later, so that each rank may give a summand.
+    """
+    meta = cast(TensorMeta, spec.tensor_meta)
+    meta = TensorMeta(meta.shape, meta.stride, local.dtype)
+    spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    return cast(Tensor, _Shown.apply(local, spec, sums))
+
+
+class _Shown(torch.autograd.Function):
+    """The DTensor over a local tensor; its gradient is brought to the same placements."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: DTensorSpec, sums: bool) -> DTensor:
+        ctx.placements, ctx.sums = spec.placements, sums
+        return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if ctx.sums:
+            return _summand(grad), None, None
+        if tuple(grad.placements) != tuple(ctx.placements):
+            grad = grad.redistribute(placements=ctx.placements)
+        return _local(grad), None, None
+
+
+def _summand(grad: DTensor) -> Tensor:
+    """This rank's term of a sum over the mesh, which is the gradient.
+
+    Where all ranks have the gradient itself the first one gives it, so that the sum is exact.
+    """
+    if all(placement == Partial() for placement in grad.placements):
+        return _local(grad)
+    full = _local(grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim))
+    return full if grad.device_mesh.get_local_rank() == 0 else torch.zeros_like(full)
+
+
+def _local(tensor: DTensor) -> Tensor:
+    local = tensor._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
