@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerocore
 from tests.by_night import by_night
 from tests.distributed.experts import assert_follows_plan
 from tests.distributed.harness import run_ranks
-from tests.distributed.tensor_parallel import cut_model, loss_of, whole_model
+from tests.distributed.tensor_parallel import DIM, HIDDEN, batch_of, cut_model, loss_of, whole_model
 
 CLOSE = {"rtol": 2e-6, "atol": 2e-7}
 SHAPES = {"2x2": (2, 2), "1x4": (1, 4)}  # data by tensor parallelism
@@ -280,13 +284,75 @@ def test_mistakes_are_named_on_every_rank(make: Callable[[DeviceMesh], nn.Module
     run_ranks(refuse, 4, make)
 
 
-def gather_no_more_than_data_parallelism() -> dict[str, list[str]]:
+def rows_of_units() -> dict[str, list[str]]:
     model, _, _ = sharded((2, 2), 3)
     return {row[0]: row[-2:] for row in zerocore.describe(model).rows()}
 
 
 def test_units_by_mesh() -> None:
-    rows = run_ranks(gather_no_more_than_data_parallelism, 4)[0]
+    rows = run_ranks(rows_of_units, 4)[0]
     assert rows["first"] == ["2", "2"]
     assert rows["blocks.0"] == ["2", "2"]
     assert rows["blocks.0 (replicated)"] == ["2 x 2", "2"]
+
+
+def pipeline_stage(number: int) -> nn.Sequential:
+    torch.manual_seed(number)
+    return nn.Sequential(nn.Linear(DIM, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, DIM))
+
+
+def train_stages(kind: str) -> None:
+    """World 8: two stages of a pipeline, each cut over two ranks and sharded over two more."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    number, rank = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    part, truth = pipeline_stage(number), nn.Sequential(pipeline_stage(0), pipeline_stage(1))
+    parallelize_module(part, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    zerocore.shard(part, group=mesh["dp"])
+    stage = pipelining.PipelineStage(
+        part, number, 2, torch.device("cpu"), group=mesh.get_group("pp")
+    )
+    is_multi = "Interleaved" in kind
+    make: Any = getattr(pipelining, kind)
+    schedule = make([stage] if is_multi else stage, 2, loss_fn=nn.functional.mse_loss)
+    inputs = [batch_of(each, 0)[0].flatten(0, 1) for each in range(2)]
+    for _ in range(2):
+        part.zero_grad()
+        given = (inputs[rank],) if number == 0 else ()
+        schedule.step(*given, **({"target": inputs[rank] * 2} if number == 1 else {}))
+    whole = torch.cat(inputs)
+    nn.functional.mse_loss(truth(whole), whole * 2).backward()
+    for param, full in zip(part.parameters(), truth[number].parameters(), strict=True):
+        torch.testing.assert_close(param.grad.whole_tensor(), full.grad, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
+def test_stages_of_a_pipeline(kind: str) -> None:
+    run_ranks(train_stages, 8, kind)
+
+
+def compare_with_fsdp2() -> None:
+    """FSDP2 gives the same gradients, and sums those of each replicated parameter by itself."""
+    mesh = mesh_of((2, 2))
+    theirs, (ours, rank, _) = cut_model(mesh["tp"]), sharded((2, 2), 3)
+    for module in (*theirs.blocks, theirs):
+        torch_fsdp.fully_shard(module, mesh=mesh["dp"])
+    for model in (theirs, ours):
+        loss_of(model, [rank], 0).backward()
+    for (name, their), own in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        expected = their.grad.full_tensor()
+        torch.testing.assert_close(own.grad.whole_tensor(), expected, msg=name, **CLOSE)
+
+
+def test_beside_fsdp2() -> None:
+    run_ranks(compare_with_fsdp2, 4)
+
+
+def refuse_muon() -> None:
+    model, _, _ = sharded((2, 2), 3)
+    for optimizer in (zerocore.optim.Muon, partial(zerocore.optim.owned, torch.optim.Adagrad)):
+        with pytest.raises(ValueError, match=r"'blocks\.0\.\w+\.\w+'"):
+            optimizer(model.parameters(), lr=0.01)
+
+
+def test_muon_refuses_dtensors_by_name() -> None:
+    run_ranks(refuse_muon, 4)

@@ -19,6 +19,7 @@ from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.rows import Rows, shard_rows
 from zerocore.model.state import ShardState
 from zerocore.model.unit_call import UnitCall
+from zerocore.tensor.place import as_view
 
 PlacementOf = Callable[[nn.Parameter], Shard | None]
 _GROUP = "_zerocore_fsdp_group"
@@ -162,7 +163,7 @@ class Group:
         """After the engine has unsharded the group: makes the views that modules see."""
         for index, param in self.viewed:
             assert param.full is not None
-            param.shown = param.rows.show(param.full)
+            param.shown = as_view(param.rows.show(param.full), param.full)
             engine.show_view(self.unit, index, param.shown)
 
     def shard_params(self, ignored: set[nn.Parameter], placement_of: PlacementOf | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from zerocore.common.patching import around
 from zerocore.model.state import find_state
 from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.place import leaf_of
 from zerocore.tensor.rows import shard_of
 
 
@@ -33,7 +34,7 @@ def _full(weights: Iterable[Any]) -> Iterator[Any]:
             unit = shard.state_ref().units[shard.unit]
             yield unit.params[shard.position].full
         else:
-            yield weight
+            yield leaf_of(weight)
 
 
 def _check_deferred(weight: ShardedParameter) -> None:

@@ -77,7 +77,7 @@ def _label(item: Item, number: int) -> str:
 
 def check_of_all_ranks(param: ShardedParameter, name: str) -> None:
     """Raises ValueError if only some of the model's ranks share the parameter."""
-    if param.state_ref().units[param.unit].mesh:
+    if param.state_ref().units[param.unit].mesh or param.place.part is not None:
         advice = "; leave it to AdamW with adamw_names=" if name == "Muon" else ""
         raise ValueError(
             f"{name}: parameter '{param.fqn}' is shared by some ranks of the model (groups=), and "

@@ -20,7 +20,14 @@ from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
-from zerocore.tensor.place import Place, Placed, PlacedParameter, keep_place, local_of
+from zerocore.tensor.place import (
+    Place,
+    Placed,
+    PlacedParameter,
+    as_view,
+    keep_place,
+    local_of,
+)
 
 _grad: Any = torch._C.TensorBase.grad
 _data: Any = torch._C.TensorBase.data
@@ -202,7 +209,7 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
             return self.full
         from zerocore.tensor.dtensors import show_dtensor  # late: takes a second
 
-        return show_dtensor(self.full, self.spec, sums=self.place.part is None)
+        return as_view(show_dtensor(self.full, self.spec, sums=self.place.part is None), self.full)
 
     def detach(self) -> Any:
         """A shard on the same memory, until ``data`` is set; in a call the full value."""

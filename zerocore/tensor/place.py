@@ -18,6 +18,8 @@ from zerocore.tensor import pending_host_updates
 from zerocore.tensor.functions import has_operator
 from zerocore.tensor.operators import is_elementwise
 
+_LEAF = "_zerocore_leaf"  # on what modules see: the parameter that autograd knows
+
 
 def spread(
     group: dist.ProcessGroup, value: Tensor | None, shape: torch.Size, like: Tensor
@@ -197,6 +199,17 @@ def _empty(
 @lru_cache(maxsize=4096)  # programs ask for shapes often
 def _outline(shape: torch.Size, strides: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
     return _empty(shape, strides, dtype, "meta")
+
+
+def as_view(view: Tensor, leaf: Tensor) -> Tensor:
+    """``view``, which modules see in the place of ``leaf``, an engine's full parameter."""
+    view.__dict__[_LEAF] = leaf
+    return view
+
+
+def leaf_of(tensor: Tensor) -> Tensor:
+    """The full parameter of an engine that ``tensor`` is a view of, or itself."""
+    return tensor.__dict__.get(_LEAF, tensor)
 
 
 class Placed:
