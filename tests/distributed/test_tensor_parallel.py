@@ -323,6 +323,13 @@ def train_stages(kind: str) -> None:
     nn.functional.mse_loss(truth(whole), whole * 2).backward()
     for param, full in zip(part.parameters(), truth[number].parameters(), strict=True):
         torch.testing.assert_close(param.grad.whole_tensor(), full.grad, **CLOSE)
+    norm = zerocore.clip_grad_norm_(part, 0.1, across=mesh["pp"])
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(truth.parameters(), 0.1), **CLOSE)
+    if number == 1:
+        part[2].bias.grad.mul_(float("nan"))
+    where = "'2.bias'" if number == 1 else "another rank of across="
+    with pytest.raises(zerocore.NonFiniteGradError, match=where):
+        zerocore.clip_grad_norm_(part, 0.1, error_if_nonfinite=True, across=mesh["pp"])
 
 
 @pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])

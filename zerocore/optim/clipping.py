@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerocore.common.alarm import operation, waiting
+from zerocore.model.ranks import group_of
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.reductions import reduce_norms
 from zerocore.tensor.rows import groups_of, local_part, shard_of
@@ -56,12 +57,14 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
+    across: Any = None,
 ) -> Tensor:
     """Scales gradients so that their global norm is at most ``max_norm``.
 
     ``coefficient = min(1, max_norm / (norm + 1e-6))`` as in ``torch.nn.utils.clip_grad_norm_``;
-    one all-reduce of one number for each group of ranks that parameters are cut over. Powers are
-    summed in float64, whatever the gradients' dtypes.
+    one all-reduce of one number for each group of ranks that parameters are cut over, and for
+    ``across``. Powers are summed in float64, whatever the gradients' dtypes.
 
     To skip a step whose gradients are not finite::
 
@@ -80,6 +83,8 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the norm is NaN or infinite, before anything is scaled. On a
             GPU this waits for the norm. Otherwise gradients are scaled by what the formula gives:
             zero where the norm is infinite, NaN where it is NaN.
+        across: ranks with other parameters, a process group or 1-D DeviceMesh: of the stages of a
+            pipeline ``mesh["pp"]``. The norm is that of all their parameters, on all of them.
 
     Returns:
         The norm before scaling, a scalar equal on all ranks: float64 if a gradient is, otherwise
@@ -89,7 +94,8 @@ def clip_grad_norm_(
         NonFiniteGradError: with ``error_if_nonfinite``; it names the first parameter, in the order
             of ``parameters``, whose gradient has a NaN or an infinite value, and the rank. The
             rank is the one that holds the elements: averaging has mixed the ranks' losses.
-        ValueError: ``norm_type`` or ``max_norm`` out of range.
+        ValueError: ``norm_type`` or ``max_norm`` out of range, or ``across`` of several dimensions.
+        TypeError: ``across`` is neither a group nor a mesh.
     """
     p, bound = float(norm_type), float(max_norm)
     if not p > 0:
@@ -99,6 +105,8 @@ def clip_grad_norm_(
     pending_host_updates.finish()
     parts = _Parts(parameters)
     total = parts.norm(p)
+    if across is not None:
+        total = reduce_norms(total, p, group_of(across, "across"))
     if error_if_nonfinite and not total.isfinite():
         raise parts.explain(total)
     grads = parts.present()
@@ -146,6 +154,8 @@ class _Parts:
         norm = total.item()
         if number == len(self.params):
             message = "every value is finite, only the norm is not; scale the loss down"
+            if all(norm.isfinite() for norm in self.norms.values()):
+                message = "the bad gradient is on another rank of across="
             return _error(norm, message, None, None)
         param = self.params[number]
         shard, is_split = shard_of(param), len(tuple(groups_of(param))) > 0
