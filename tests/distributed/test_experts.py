@@ -27,6 +27,9 @@ from tests.distributed.experts import (
     whole_model,
 )
 from tests.distributed.harness import run_ranks
+from zerocore.common.events import COLLECTIVES
+from zerocore.common.links import traffic_nbytes
+from zerocore.planning.prediction import planned_events
 
 Bounds = Sequence[int]
 EVEN, UNEVEN, SINGLE = [0, 2, 4], [0, 1, 4], [0, 1, 2, 3, 4]
@@ -152,6 +155,28 @@ def compare_plan(stage: int, layout: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     assert_follows_plan(model, optimizer, partial(loss_of, model, [dist.get_rank()]))
     assert zerocore.predict_memory(model).total == zerocore.memory_usage(model, optimizer).total
+
+
+def compare_early_plan(stage: int, layout: str) -> None:
+    """A plan of the whole model, without ranks, has the bytes of one that is sharded."""
+    model, ((num_ranks, num_parts), _) = sharded(*LAYOUTS[layout], stage), LAYOUTS[layout]
+    groups = {PATTERN: zerocore.Part(num_ranks, of=num_parts)}
+    early = zerocore.plan(whole_model(), 4, groups=groups, rank=dist.get_rank()).stages[stage]
+    late = zerocore.predict_memory(model)
+    for name in ("parameters", "gradients", "optimizer"):
+        assert getattr(early, name) == getattr(late, name), name
+    sent = {True: 0.0, False: 0.0}
+    for op, unit, nbytes, _ in planned_events(model):
+        if op in COLLECTIVES:
+            is_part = PATTERN in unit
+            sent[is_part] += traffic_nbytes(op, nbytes, num_ranks if is_part else 4)
+    assert early.group_nbytes == {PATTERN: round(sent[True])}
+    assert early.sent_nbytes == round(sum(sent.values()))
+
+
+@pytest.mark.parametrize("layout", ["2x2", "1x4"])
+def test_plans_of_the_whole_model(stage: int, layout: str) -> None:
+    run_ranks(compare_early_plan, 4, stage, layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,6 +76,12 @@ def plan(
     regather: Annotated[
         int, typer.Option(min=1, help="GPUs that gather again from each other, at stage 3.")
     ] = 1,
+    group: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Parameters that not all GPUs share, as 'experts=edp:2,ep:4': 4 parts, each on 2."
+        ),
+    ] = None,
     memory: Annotated[str, typer.Option(help="Memory of a GPU, such as 24GiB.")] = "24GiB",
     dtype: _DType = None,
     mixed_precision: Annotated[
@@ -130,6 +137,7 @@ def plan(
             gpus,
             num_replicas=num_replicas,
             regather=regather,
+            groups=_groups(group or []),
             memory=memory,
             dtype=_torch_dtype(dtype),
             mixed_precision=mixed,
@@ -153,6 +161,19 @@ def plan(
         _print_json(result.to_dict())
     else:
         print_table(result.title(), result.rows(), result.notes())
+
+
+def _groups(given: list[str]) -> dict[str, zerocore.Part]:
+    """Of ``experts=edp:2,ep:4``: a name or pattern, the ranks that share, and the parts."""
+    groups = {}
+    for text in given:
+        match = re.fullmatch(r"([^=]+)=\w+:(\d+)(?:,\w+:(\d+))?", text)
+        if match is None:
+            raise ValueError(f"--group: expected such as 'experts=edp:2,ep:4', got '{text}'")
+        name, num_ranks, num_parts = match.groups()
+        pattern = name if "*" in name else f"*.{name}.*"
+        groups[pattern] = zerocore.Part(int(num_ranks), of=int(num_parts or 1))
+    return groups
 
 
 @app.command()

@@ -112,30 +112,30 @@ def _find_part(pattern: str, given: Any, model_ranks: Ranks) -> ModelPart:
     return ModelPart(pattern, ranks, others, part.dim)
 
 
-def assign_parts(planned: Sequence[UnitPlanned], parts: Sequence[ModelPart]) -> list[UnitPlanned]:
+def assign_parts(planned: Sequence[UnitPlanned], patterns: Sequence[str]) -> list[UnitPlanned]:
     """The units by mesh: one with parameters on several becomes several, at the same calls.
 
     Raises:
         ValueError: a pattern that matches no parameter, or a parameter on several meshes.
     """
     names = [fqn for unit in planned for choice in unit.params for fqn in choice.fqns]
-    for part in parts:
-        if not any(fnmatchcase(fqn, part.pattern) for fqn in names):
+    for pattern in patterns:
+        if not any(fnmatchcase(fqn, pattern) for fqn in names):
             raise ValueError(
-                f"groups: '{part.pattern}' matches no parameter of the model, such as "
+                f"groups: '{pattern}' matches no parameter of the model, such as "
                 f"{', '.join(repr(name) for name in names[:3])}"
             )
     return split_units(
         planned,
-        lambda choice, _: _mesh_of(choice, parts),
-        lambda mesh: parts[mesh - 1].pattern,
+        lambda choice, _: _mesh_of(choice, patterns),
+        lambda mesh: patterns[mesh - 1],
     )
 
 
-def _mesh_of(choice: ParamChoice, parts: Sequence[ModelPart]) -> int:
+def _mesh_of(choice: ParamChoice, patterns: Sequence[str]) -> int:
     found: set[int] = set()
     for fqn in choice.fqns:
-        found |= {i for i, part in enumerate(parts, 1) if fnmatchcase(fqn, part.pattern)} or {0}
+        found |= {i for i, pattern in enumerate(patterns, 1) if fnmatchcase(fqn, pattern)} or {0}
     if len(found) > 1:
         raise ValueError(
             f"groups: parameter '{' = '.join(choice.fqns)}' is on several meshes; let one pattern "

@@ -43,8 +43,11 @@ class Candidate:
         return self.planner.memory(self.division).reserved
 
     def at(self, **options: Any) -> Candidate:
-        """The same model with other attributes of :class:`Division`."""
-        return replace(self, division=replace(self.division, **options))
+        """The same model with other attributes of :class:`Division`; parts stay as many."""
+        old = self.division
+        more = options.get("world_size", old.world_size) // old.world_size
+        parts = tuple((shards * more, *rest) for shards, *rest in old.parts)
+        return replace(self, division=replace(old, **{"parts": parts, **options}))
 
 
 def changes(now: Candidate, fits: Fits, narrow: Planner | None = None) -> Iterator[Change]:

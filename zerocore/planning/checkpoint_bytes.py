@@ -34,13 +34,15 @@ class CheckpointBytes:
 def checkpoint_bytes(planner: Planner, division: Division) -> CheckpointBytes:
     """Bytes that ``zerocore.Checkpoints`` writes of a model and its optimizer."""
     total = own = 0
-    rows = zip(planner.specs, planner.types, planner.layouts(division), strict=True)
-    for specs, types, layout in rows:
-        copies = division.world_size // layout.num_shards
+    meshes = planner.meshes or (0,) * len(planner.specs)
+    rows = zip(planner.specs, planner.types, planner.layouts(division), meshes, strict=True)
+    for specs, types, layout, mesh in rows:
+        num_parts, rank = division.num_parts(mesh), division.rank_in(mesh)
+        copies = division.world_size // num_parts // layout.num_shards
         for position, (spec, each) in enumerate(zip(specs, types, strict=True)):
             tensors = 1 + (planner.num_states if spec.requires_grad else 0)
             nbytes = tensors * each.main.itemsize
-            total += nbytes * spec.numel
+            total += nbytes * spec.numel * num_parts
             ranges = saved_ranges(owned_ranges(layout, position), layout.num_shards, copies)
-            own += nbytes * sum(end - begin for rank, begin, end in ranges if rank == division.rank)
+            own += nbytes * sum(end - begin for saver, begin, end in ranges if saver == rank)
     return CheckpointBytes(total, own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import LinkLike, traffic_nbytes
 from zerocore.common.options import UNSET, options_of
 from zerocore.model.config import Communication
+from zerocore.model.parts import assign_parts
 from zerocore.model.precision import MixedPrecision
 from zerocore.model.stages import STAGES
 from zerocore.model.state import is_sharded
@@ -39,7 +40,7 @@ from zerocore.planning.planner import (
     optimizer_states,
 )
 from zerocore.planning.result import Peak, Plan, StagePlan, moment_name
-from zerocore.planning.setting import Machine, Setting, Workload
+from zerocore.planning.setting import Machine, Setting, Workload, planned_parts
 from zerocore.planning.step_time import predict_timing
 
 # How fake tensors refuse what depends on values.
@@ -53,6 +54,7 @@ def plan(
     world_size: int,
     *,
     num_replicas: int = 1,
+    groups: Mapping[str, Any] | None = None,
     communication: Communication | None = None,
     workload: Workload | None = None,
     machine: Machine | None = None,
@@ -91,6 +93,9 @@ def plan(
         num_replicas: groups of ranks that hold the same (hybrid sharding): the state is sharded
             over ``world_size / num_replicas`` ranks, as with ``group=`` a DeviceMesh of
             ``(num_replicas, world_size // num_replicas)``.
+        groups: parameters that not all ranks share, such as experts, by a pattern of their names:
+            ``{"*.experts.*": zerocore.Part(2, of=4)}`` for 4 parts along dimension 0, each on 2
+            ranks. ``model`` has all of them, and rank 0 the largest part.
         communication: as for :func:`zerocore.shard`. Options of this and the next two are also
             keywords: ``memory="80GB"`` stands for ``machine=Machine(memory="80GB")``.
         workload: the step of a rank, see :class:`Workload`.
@@ -137,11 +142,14 @@ def plan(
         communication=replace(communication, regather=num_near),
         workload=workload,
         machine=machine.figures(world_size, num_replicas, num_near),
+        groups=planned_parts(groups, world_size),
     )
     module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
-    planned = choose_units(module, units)
+    parts = setting.groups
+    planned = assign_parts(choose_units(module, units), [part.pattern for part in parts])
+    num_parts = (1, *(part.num_parts for part in parts))
     planner = replace(
-        make_planner(module, planned, precision, optimizer_states(optimizer)),
+        make_planner(module, planned, precision, optimizer_states(optimizer), num_parts),
         micro_batches=workload.micro_batches,
         moves_matrices=isinstance(optimizer, str) and optimizer.lower() == "muon",
     )
@@ -150,11 +158,13 @@ def plan(
         seq_len = _allowed_length(module, workload.seq_len)
         inputs = sample_inputs(module, workload.micro_batch, seq_len)
     measured = _measure(module, planned, inputs, loss, precision.run_dtype, given)
-    return _make_plan(name, planner, setting, *measured)
+    num_params = sum(choice.param.numel() for unit in planned for choice in unit.params)
+    return _make_plan(name, num_params, planner, setting, *measured)
 
 
 def _make_plan(
     name: str,
+    num_params: int,
     planner: Planner,
     setting: Setting,
     plain: Activations | None,
@@ -167,7 +177,7 @@ def _make_plan(
         planner = replace(planner, order=run.order, backward=run.backward, unused=run.unused)
     result = Plan(
         model=name,
-        num_params=planner.num_params,
+        num_params=num_params,
         num_units=len(planner.names),
         setting=setting,
         stages=tuple(plan_stage(planner, stage, setting, run) for stage in STAGES),
@@ -220,6 +230,10 @@ def plan_stage(
         sent_nbytes=_sent_nbytes(collectives) + exchanged,
         exchanged_nbytes=exchanged,
         across_nbytes=_sent_nbytes([event for event in collectives if event.axis == "replicas"]),
+        group_nbytes={
+            part.pattern: _sent_nbytes([e for e in collectives if planner.mesh_of(e.unit) == mesh])
+            for mesh, part in enumerate(setting.groups, 1)
+        },
         num_collectives=len(collectives),
         timings=tuple(timings),
         checkpoint=checkpoint_bytes(planner, division),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -109,10 +110,9 @@ class Planner:
     meshes: tuple[int, ...] = ()
     moves_matrices: bool = False
 
-    @property
-    def num_params(self) -> int:
-        """Parameters of the model, tied ones once."""
-        return sum(spec.numel for unit in self.specs for spec in unit)
+    def mesh_of(self, unit: int) -> int:
+        """The mesh of a unit."""
+        return self.meshes[unit] if self.meshes else 0
 
     def memory(self, division: Division) -> MemoryBytes:
         """Bytes on the division's rank after a steady step."""
@@ -151,7 +151,7 @@ class Planner:
                 event.pool_nbytes,
                 event.moment,
                 event.axis,
-                division.num_ranks(event.axis, self.meshes[event.unit] if self.meshes else 0),
+                division.num_ranks(event.axis, self.mesh_of(event.unit)),
             )
             for event in events
         ]
@@ -222,6 +222,7 @@ def make_planner(
     planned: list[UnitPlanned],
     precision: Precision | None = None,
     num_states: int = 2,
+    num_parts: Sequence[int] = (),
 ) -> Planner:
     """A planner that expects the units in order of registration and every parameter to be used.
 
@@ -230,6 +231,8 @@ def make_planner(
         planned: its units, as :func:`zerocore.model.units.choose_units` returns them.
         precision: dtypes; those of the parameters by default.
         num_states: the optimizer's tensors of a parameter's size.
+        num_parts: by mesh, into how many parts its parameters are to be cut along dimension 0;
+            empty where they are as they are trained.
     """
     precision = precision or Precision()
     types = [[precision.types(choice) for choice in unit.params] for unit in planned]
@@ -237,7 +240,10 @@ def make_planner(
     return Planner(
         names=tuple(unit.name for unit in planned),
         specs=tuple(
-            tuple(_spec(choice, each) for choice, each in zip(unit.params, row, strict=True))
+            tuple(
+                _spec(choice, each, num_parts[unit.mesh] if num_parts else 1)
+                for choice, each in zip(unit.params, row, strict=True)
+            )
             for unit, row in zip(planned, types, strict=True)
         ),
         types=tuple(tuple(row) for row in types),
@@ -248,10 +254,13 @@ def make_planner(
     )
 
 
-def _spec(choice: ParamChoice, types: ParamTypes) -> _C.ParamSpec:
+def _spec(choice: ParamChoice, types: ParamTypes, num_parts: int) -> _C.ParamSpec:
+    shape = list(choice.tensor.shape)
+    if num_parts > 1 and shape:
+        shape[0] = -(-shape[0] // num_parts)
     return _C.ParamSpec(
         choice.fqns[0],
-        list(choice.tensor.shape),
+        shape,
         _number(types.model),
         types.model.itemsize,
         choice.param.requires_grad,

@@ -40,6 +40,7 @@ class StagePlan(MemoryBytes):
         sent_nbytes: bytes that the rank sends in a step.
         exchanged_nbytes: the part of them that Muon sends to owners of matrices and back.
         across_nbytes: the part of them that goes to other replicas.
+        group_nbytes: the part of them that goes between the ranks of each of ``groups``.
         num_collectives: collectives in a step.
         timings: predicted steps by link; none where activations were not measured.
         checkpoint: bytes of a checkpoint, and of this rank's part of it.
@@ -52,6 +53,7 @@ class StagePlan(MemoryBytes):
     sent_nbytes: int
     exchanged_nbytes: int
     across_nbytes: int
+    group_nbytes: dict[str, int]
     num_collectives: int
     timings: tuple[Timing, ...]
     checkpoint: CheckpointBytes
@@ -111,8 +113,11 @@ class Plan:
             "sent a step": [stage.sent_nbytes for stage in stages],
             "of it, by the optimizer": [stage.exchanged_nbytes for stage in stages],
             "of it, between replicas": [stage.across_nbytes for stage in stages],
-            "its part of a checkpoint": [stage.checkpoint.own for stage in stages],
         }
+        for part in self.setting.groups:
+            sent = [stage.group_nbytes[part.pattern] for stage in stages]
+            figures[f"of it, {part.pattern} of {part.num_ranks} ranks"] = sent
+        figures["its part of a checkpoint"] = [stage.checkpoint.own for stage in stages]
         for name in ("main weights", "of it, by the optimizer", "of it, between replicas"):
             if not any(figures[name]):
                 del figures[name]
@@ -167,6 +172,7 @@ class Plan:
             f"{setting.rank} of {setting.world_size}"
             + (f" in {setting.num_replicas} replicas" if setting.num_replicas > 1 else "")
             + (f", {communication.num_near} of them near" if communication.num_near > 1 else "")
+            + "".join(f", {p.num_parts} parts of {p.pattern}" for p in setting.groups)
             + f", {format_nbytes(setting.machine.memory_nbytes)} of memory, "
             f"prefetch {communication.prefetch}"
             + (", first gather at the step" if communication.gather_at_step else "")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zerocore.common.checks import check_int
 from zerocore.common.links import Link, LinkLike, default_link, find_link
 from zerocore.common.quantities import parse_bandwidth, parse_flops, parse_nbytes
 from zerocore.model.config import Communication
+from zerocore.model.parts import Part
 from zerocore.planning.division import Division
 from zerocore.planning.offloading import Host
 
@@ -120,6 +122,52 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class PlannedPart:
+    """Parameters that not all ranks share.
+
+    Attributes:
+        pattern: their names match it.
+        num_ranks: hold the same values, and share their state.
+        num_parts: of each of them, along its first dimension.
+    """
+
+    pattern: str
+    num_ranks: int
+    num_parts: int
+
+
+def planned_parts(groups: Mapping[str, Any] | None, world_size: int) -> tuple[PlannedPart, ...]:
+    """The parts that ``groups=`` of :func:`zerocore.plan` names.
+
+    Raises:
+        TypeError: no dict of :class:`zerocore.Part` with numbers of ranks.
+        ValueError: a number below 1, or numbers that do not make up ``world_size``.
+    """
+    if groups is not None and not isinstance(groups, Mapping):
+        raise TypeError(
+            "groups: expected a dict such as {'*.experts.*': zerocore.Part(2, of=4)}, got "
+            f"{type(groups)}"
+        )
+    found = []
+    for pattern, part in (groups or {}).items():
+        if not isinstance(part, Part) or part.dim != 0:
+            raise TypeError(
+                f"groups['{pattern}']: expected numbers of ranks, zerocore.Part(2, of=4), along "
+                f"dimension 0, got {part!r}"
+            )
+        num_parts = 1 if part.of is None else part.of
+        for name, number in (("mesh", part.mesh), ("of", num_parts)):
+            check_int(f"groups['{pattern}'] {name}", number, 1)
+        if part.mesh * num_parts != world_size:
+            raise ValueError(
+                f"groups['{pattern}']: {num_parts} parts on {part.mesh} ranks each are not the "
+                f"{world_size} ranks of world_size"
+            )
+        found.append(PlannedPart(pattern, part.mesh, num_parts))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
 class Setting:
     """The question that a plan answers; fields are arguments of :func:`zerocore.plan`.
 
@@ -134,6 +182,7 @@ class Setting:
     communication: Communication
     workload: Workload
     machine: Figures
+    groups: tuple[PlannedPart, ...] = ()
 
     def __post_init__(self) -> None:
         if self.world_size % self.num_replicas != 0:
@@ -153,4 +202,12 @@ class Setting:
 
     def division(self, stage: int) -> Division:
         """How the state is divided at a stage."""
-        return Division(stage, self.world_size, self.num_replicas, self.communication, self.rank)
+        parts = tuple((p.num_ranks, 1, self.rank // p.num_parts) for p in self.groups)
+        return Division(
+            stage,
+            self.world_size,
+            self.num_replicas,
+            self.communication,
+            self.rank,
+            parts=parts,
+        )

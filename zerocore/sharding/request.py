@@ -97,7 +97,7 @@ def validate(
         config = replace(config, communication=known)
         check_kinds(model, ranks.world_size)
         parts = find_parts(groups, ranks)
-        planned = assign_parts(choose_units(model, units), parts)
+        planned = assign_parts(choose_units(model, units), [part.pattern for part in parts])
         tensor_ranks = find_tensor_ranks(planned, ranks, bool(parts))
         if tensor_ranks is not None:
             planned = split_replicated(planned, len(parts) + 1)
