@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -376,17 +375,3 @@ def set_full_gradients() -> None:
 
 def test_gradients_are_compared_within_a_part() -> None:
     run_ranks(set_full_gradients, 4)
-
-
-def refuse_muon() -> None:
-    model = sharded(*LAYOUTS["2x2"], 3)
-    for optimizer in (zerocore.optim.Muon, partial(zerocore.optim.owned, torch.optim.Adagrad)):
-        with pytest.raises(ValueError, match=r"blocks\.0\.experts\.\w+' is shared by some ranks"):
-            optimizer(model.parameters(), lr=0.01)
-    optimizer = zerocore.optim.Muon(model.parameters(), lr=0.01, adamw_names=[PATTERN])
-    loss_of(model, [dist.get_rank()], 0).backward()
-    optimizer.step()
-
-
-def test_muon_refuses_parts_by_name() -> None:
-    run_ranks(refuse_muon, 4)
