@@ -310,6 +310,7 @@ class Engine:
     def any_rank(self, flags: Sequence[bool]) -> list[bool]: ...
     def exchange(
         self,
+        mesh: int,
         across: bool,
         sent: Tensor,
         sent_nbytes: Sequence[int],

@@ -206,6 +206,7 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def(
           "exchange",
           [](PyEngine& self,
+             size_t mesh,
              bool across,
              const at::Tensor& sent,
              std::vector<int64_t> sent_nbytes,
@@ -213,8 +214,10 @@ void register_steps(py::class_<PyEngine>& engine) {
              int64_t total_nbytes) {
             const py::gil_scoped_release release;
             MessageSizes sizes{std::move(sent_nbytes), std::move(received_nbytes), total_nbytes};
-            return PyExchange{self.engine, self.engine->exchange(across, sent, std::move(sizes))};
+            return PyExchange{
+                self.engine, self.engine->exchange(mesh, across, sent, std::move(sizes))};
           },
+          py::arg("mesh"),
           py::arg("across"),
           py::arg("sent"),
           py::arg("sent_nbytes"),

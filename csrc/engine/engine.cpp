@@ -181,8 +181,8 @@ std::vector<bool> Engine::any_rank(const std::vector<bool>& flags) {
   return context_.control == nullptr ? flags : context_.control->any_rank(flags, kOptimizer);
 }
 
-Exchange Engine::exchange(bool across, const at::Tensor& sent, MessageSizes sizes) {
-  Collectives* group = resources_.group_of(across ? AxisName::Replicas : AxisName::State);
+Exchange Engine::exchange(size_t mesh, bool across, const at::Tensor& sent, MessageSizes sizes) {
+  Collectives* group = resources_.group_of(mesh, across ? AxisName::Replicas : AxisName::State);
   TORCH_INTERNAL_ASSERT(group != nullptr, "an exchange over a group that the model does not have");
   return {context_, *group, sent, std::move(sizes)};
 }

@@ -95,9 +95,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   // For an optimizer of whole matrices, on all ranks: which flags any has set.
   std::vector<bool> any_rank(const std::vector<bool>& flags);
-  // The same: an all-to-all `across` the ranks that hold the same shards, else over those that
-  // share them. The engine outlives it.
-  Exchange exchange(bool across, const at::Tensor& sent, MessageSizes sizes);
+  // The same, on all ranks of a mesh: an all-to-all `across` those that hold the same shards, else
+  // over those that share them. The engine outlives it.
+  Exchange exchange(size_t mesh, bool across, const at::Tensor& sent, MessageSizes sizes);
   void check_process() const {
     thread_check_.check_process();
   }

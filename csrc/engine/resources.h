@@ -34,9 +34,9 @@ class Resources {
   const HandOverLog& hand_overs() const {
     return hand_overs_;
   }
-  // Of the model's mesh, as its groups were given; null with one rank.
-  Collectives* group_of(AxisName axis) const {
-    return groups_.front().of(axis);
+  // As the groups of the mesh were given; null with one rank.
+  Collectives* group_of(size_t mesh, AxisName axis) const {
+    return groups_.at(mesh).of(axis);
   }
 
  private:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,11 @@ import zerocore
 from tests.by_night import by_night
 from tests.distributed.experts import (
     NUM_EXPERTS,
-    assert_follows_plan,
     loss_of,
     spread_model,
     whole_model,
 )
 from tests.distributed.harness import run_ranks
-from zerocore.common.events import COLLECTIVES
-from zerocore.common.links import traffic_nbytes
-from zerocore.planning.prediction import planned_events
 
 Bounds = Sequence[int]
 EVEN, UNEVEN, SINGLE = [0, 2, 4], [0, 1, 4], [0, 1, 2, 3, 4]
@@ -148,40 +143,6 @@ def train_in_nodes(stage: int) -> None:
 
 def test_hybrid_sharding_of_both(stage: int) -> None:
     run_ranks(train_in_nodes, 8, stage)
-
-
-def compare_plan(stage: int, layout: str) -> None:
-    model = sharded(*LAYOUTS[layout], stage)
-    optimizer = torch.optim.AdamW(model.parameters())
-    assert_follows_plan(model, optimizer, partial(loss_of, model, [dist.get_rank()]))
-    assert zerocore.predict_memory(model).total == zerocore.memory_usage(model, optimizer).total
-
-
-def compare_early_plan(stage: int, layout: str) -> None:
-    """A plan of the whole model, without ranks, has the bytes of one that is sharded."""
-    model, ((num_ranks, num_parts), _) = sharded(*LAYOUTS[layout], stage), LAYOUTS[layout]
-    groups = {PATTERN: zerocore.Part(num_ranks, of=num_parts)}
-    early = zerocore.plan(whole_model(), 4, groups=groups, rank=dist.get_rank()).stages[stage]
-    late = zerocore.predict_memory(model)
-    for name in ("parameters", "gradients", "optimizer"):
-        assert getattr(early, name) == getattr(late, name), name
-    sent = {True: 0.0, False: 0.0}
-    for op, unit, nbytes, _ in planned_events(model):
-        if op in COLLECTIVES:
-            is_part = PATTERN in unit
-            sent[is_part] += traffic_nbytes(op, nbytes, num_ranks if is_part else 4)
-    assert early.group_nbytes == {PATTERN: round(sent[True])}
-    assert early.sent_nbytes == round(sum(sent.values()))
-
-
-@pytest.mark.parametrize("layout", ["2x2", "1x4"])
-def test_plans_of_the_whole_model(stage: int, layout: str) -> None:
-    run_ranks(compare_early_plan, 4, stage, layout)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_plan_is_what_happens(stage: int, layout: str) -> None:
-    run_ranks(compare_plan, 4, stage, layout)
 
 
 def trained(layout: str, stage: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -401,17 +362,3 @@ def set_full_gradients() -> None:
 
 def test_gradients_are_compared_within_a_part() -> None:
     run_ranks(set_full_gradients, 4)
-
-
-def refuse_muon() -> None:
-    model = sharded(*LAYOUTS["2x2"], 3)
-    for optimizer in (zerocore.optim.Muon, partial(zerocore.optim.owned, torch.optim.Adagrad)):
-        with pytest.raises(ValueError, match=r"blocks\.0\.experts\.\w+' is shared by some ranks"):
-            optimizer(model.parameters(), lr=0.01)
-    optimizer = zerocore.optim.Muon(model.parameters(), lr=0.01, adamw_names=[PATTERN])
-    loss_of(model, [dist.get_rank()], 0).backward()
-    optimizer.step()
-
-
-def test_muon_refuses_parts_by_name() -> None:
-    run_ranks(refuse_muon, 4)

@@ -87,7 +87,7 @@ def set_gradients(model: nn.Module, step: int) -> None:
 
 
 def is_for_muon(name: str, param: Tensor) -> bool:
-    return param.dim() >= 2 and "embed" not in name
+    return param.dim() >= 2 and "embed" not in name and not name.endswith("experts.bias")
 
 
 def pieces(name: str, param: Tensor) -> Iterator[Tensor]:
@@ -103,8 +103,8 @@ def pieces(name: str, param: Tensor) -> Iterator[Tensor]:
 class OneProcess:
     """torch.optim.Muon on every matrix by itself, AdamW on the rest; ``model`` is not sharded."""
 
-    def __init__(self, **options: Any) -> None:
-        self.model = seeded_model()
+    def __init__(self, model: nn.Module | None = None, **options: Any) -> None:
+        self.model = seeded_model() if model is None else model
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._cut = [
             (name, p, [nn.Parameter(piece.detach().clone()) for piece in pieces(name, p)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -88,11 +87,6 @@ def use_in_vain() -> None:
     for name in ("set_custom_all_gather", "set_all_reduce_hook", "set_symm_mem_for_comm"):
         with pytest.raises(NotImplementedError, match=name):
             getattr(model, name)(None)
-    for refusing in (zerocore.optim.Muon, partial(zerocore.optim.owned, torch.optim.SGD)):
-        with pytest.raises(
-            ValueError, match=r"'embed\.weight'.* is a DTensor.*zerocore\.shard, or"
-        ):
-            refusing(model.named_parameters())
     inner = shard_blocks(zerocore.fsdp, make_net())
     inner.blocks[0](torch.ones(2, 10))
     with pytest.raises(RuntimeError, match=r"already been lazily initialized for blocks\.0"):

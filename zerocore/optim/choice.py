@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from zerocore.common.quantities import format_nbytes
 from zerocore.common.tables import render_table
+from zerocore.model.ranks import Ranks
 from zerocore.optim.exchange import Lanes
 from zerocore.planning.ownership import Round
 
@@ -18,9 +19,9 @@ class Choice:
     Attributes:
         optimizer: its name.
         owners: for each parameter that is updated as a whole, its name and the ranks that own its
-            matrices, numbered as in the sharded model.
+            matrices, numbered as in the sharded model; of experts, among those that share them.
         others: names of parameters that AdamW trains.
-        work: share of the work on matrices of each rank; their sum is 1.
+        work: share of each rank of the work on matrices that this one shares; their sum is 1.
         num_rounds: exchanges of a step, each of one all-to-all there and one back.
         sent_nbytes: what this rank sends in a step.
         rank: this one.
@@ -54,17 +55,18 @@ class Choice:
 
 def choice_of(
     optimizer: str,
-    rounds: Sequence[Round],
+    rounds: Sequence[tuple[Round, Lanes]],
     names: Sequence[str],
     others: Sequence[str],
-    lanes: Lanes,
+    ranks: Ranks,
     sent_nbytes: int,
 ) -> Choice:
     """The choice that follows from the rounds of a step; ``names`` are those of parameters."""
     owners: dict[str, dict[int, None]] = {}
-    work = [0] * lanes.grid.num_ranks
-    for step in rounds:
-        for matrix, owner in zip(step.matrices, step.owners, strict=True):
+    work = [0] * ranks.world_size
+    for step, lanes in rounds:
+        for matrix, place in zip(step.matrices, step.owners, strict=True):
+            owner = lanes.members[place]
             owners.setdefault(names[matrix.param], {})[owner] = None
             work[owner] += matrix.cost
     total = max(sum(work), 1)
@@ -75,5 +77,5 @@ def choice_of(
         tuple(load / total for load in work),
         len(rounds),
         sent_nbytes,
-        lanes.rank,
+        ranks.rank,
     )

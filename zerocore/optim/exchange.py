@@ -15,19 +15,22 @@ from zerocore.model.stages import placements_of
 from zerocore.model.state import ShardState
 from zerocore.planning.ownership import Grid, Round
 from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.rows import RowShard
 
 Arrival = Callable[[], list[Tensor]]  # waits for tensors
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """The ranks of a model as the exchange sees them.
+    """The ranks of a mesh of a model as the exchange sees them.
 
     Attributes:
         grid: their numbers.
         rank: of this one in it.
         shards: the group that parameters are cut over; None where each rank has all elements.
         replicas: one group for each dimension of ranks that hold the same.
+        members: their numbers in the model.
+        mesh: its number.
         state: of the model, which counts what is sent.
     """
 
@@ -35,12 +38,14 @@ class Lanes:
     rank: int
     shards: dist.ProcessGroup | None
     replicas: tuple[dist.ProcessGroup, ...]
+    members: tuple[int, ...]
+    mesh: int
     state: ShardState
 
     @staticmethod
-    def of(state: ShardState) -> Lanes:
-        """Those of a sharded model, as its stage divides it."""
-        ranks = state.ranks
+    def of(state: ShardState, mesh: int = 0) -> Lanes:
+        """Those of a sharded model, as its stage divides what the mesh shares."""
+        ranks = state.meshes[mesh]
         shared = placements_of(state.config.stage).optimizer
         shards = ranks.shard if shared else None
         others = (ranks.shard, ranks.replicas) if not shared else (ranks.replicas,)
@@ -50,11 +55,12 @@ class Lanes:
         for group in replicas:
             rank += group.rank() * stride
             stride *= group.size()
-        return Lanes(grid, rank, shards, replicas, state)
+        members = tuple(state.ranks.members.index(member) for member in ranks.members) or (0,)
+        return Lanes(grid, rank, shards, replicas, members, mesh, state)
 
-    def shard_ranges(self, param: ShardedParameter) -> list[tuple[int, int]]:
-        layout = self.state.engine.layout(param.unit)
-        owned = [layout.owned(param.position, shard) for shard in range(self.grid.num_shards)]
+    def shard_ranges(self, shard: ShardedParameter | RowShard) -> list[tuple[int, int]]:
+        layout = self.state.engine.layout(shard.unit)
+        owned = [layout.owned(shard.position, each) for each in range(self.grid.num_shards)]
         return [(part.begin, part.end) for part in owned]
 
 
@@ -75,8 +81,9 @@ def _transfer(
     """
     size = send.element_size()
     sent_nbytes, received_nbytes = ([n * size for n in counts] for counts in (sent, received))
+    across = group is lanes.state.meshes[lanes.mesh].replicas
     return lanes.state.engine.exchange(
-        group is lanes.state.ranks.replicas, send, sent_nbytes, received_nbytes, total * size
+        lanes.mesh, across, send, sent_nbytes, received_nbytes, total * size
     )
 
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zerocore.checkpoint.slices.boxes import memory_order
 from zerocore.model.state import ShardState
 from zerocore.planning.ownership import Matrix, newton_schulz_cost
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.rows import shard_of
+from zerocore.tensor.place import Place
+from zerocore.tensor.rows import (
+    RowShard,
+    cuts_of,
+    elements_of,
+    own_place_of,
+    ready_shard_of,
+    shard_of,
+)
 
 Item = Tensor | tuple[str, Tensor]
 
@@ -42,13 +52,8 @@ def check_sharded(
     for group in groups:
         for item in group["params"]:
             param = param_of(item)
-            if hasattr(param, "_spec"):
-                raise ValueError(
-                    f"{optimizer}: {_label(item, number)} is a DTensor; {optimizer} sends whole "
-                    "matrices between the ranks of a model of zerocore.shard. Shard the model with "
-                    "zerocore.shard, or use torch.optim.Muon, which gathers DTensors by itself"
-                )
-            state = param.state_ref() if isinstance(param, ShardedParameter) else None
+            shard = ready_shard_of(param)
+            state = None if shard is None else shard.state_ref()
             if state is None or known not in (None, state):
                 what = (
                     "is no parameter of a sharded model"
@@ -56,8 +61,9 @@ def check_sharded(
                     else ("belongs to another sharded model than those before it")
                 )
                 raise ValueError(
-                    f"{optimizer}: {_label(item, number)} {what}; call zerocore.shard first and "
-                    "give each optimizer the parameters of one model"
+                    f"{optimizer}: {_label(item, number)} {what}; call zerocore.shard or "
+                    "zerocore.fsdp.fully_shard first and give each optimizer the parameters of one "
+                    "model"
                 )
             known = state
             number += 1
@@ -75,19 +81,68 @@ def _label(item: Item, number: int) -> str:
     return f"parameter{name}{shape}"
 
 
-def check_of_all_ranks(param: ShardedParameter, name: str) -> None:
-    """Raises ValueError if only some of the model's ranks share the parameter."""
-    if param.state_ref().units[param.unit].mesh or param.place.part is not None:
-        advice = "; leave it to AdamW with adamw_names=" if name == "Muon" else ""
+@dataclass(frozen=True)
+class Whole:
+    """A parameter whose full value, or whose matrices, one rank gets."""
+
+    param: Any
+    shard: ShardedParameter | RowShard
+    place: Place  # in what the ranks of its mesh share
+
+    @staticmethod
+    def of(param: Any) -> Whole:
+        """Of a parameter that an engine has."""
+        shard = shard_of(param)
+        assert shard is not None
+        place = own_place_of(param, shard) if isinstance(shard, RowShard) else shard.place
+        return Whole(param, shard, place)
+
+    @property
+    def mesh(self) -> int:
+        """The ranks that share it, by number in the state."""
+        return int(self.shard.state_ref().units[self.shard.unit].mesh)
+
+    def elements(self, value: Any = None) -> Tensor:
+        """This rank's elements of the parameter, or of a value of its shape, 1-D."""
+        return elements_of(self.param if value is None else value, self.param)
+
+
+def name_of(param: Any) -> str:
+    """The name of a parameter that an engine has."""
+    shard = shard_of(param)
+    return "" if shard is None else shard.fqn
+
+
+def full_shape(param: Any) -> torch.Size:
+    """As one process has it, but for the parts of :class:`zerocore.Part`."""
+    return param.global_shape if isinstance(param, ShardedParameter) else param.shape
+
+
+def check_has_whole_matrices(param: Any) -> None:
+    """Raises ValueError if other ranks have other parts of its matrices."""
+    stacks = len(full_shape(param)) == 3
+    if any(dim != 0 or not stacks for dim in cuts_of(param)):
         raise ValueError(
-            f"{name}: parameter '{param.fqn}' is shared by some ranks of the model (groups=), and "
-            f"matrices move among all of them{advice}"
+            f"Muon: parameter '{name_of(param)}' of shape {tuple(full_shape(param))} is a part of "
+            f"a larger tensor along dimension {cuts_of(param)[0]}, which cuts matrices, and Muon "
+            "takes whole ones: parts of a stack of matrices along dimension 0. Leave it to AdamW "
+            "with adamw_names="
         )
 
 
-def is_matrix(param: ShardedParameter) -> bool:
+def check_is_whole(param: Any, optimizer: str) -> None:
+    """Raises ValueError if ranks have parts of it that are parameters themselves."""
+    if cuts_of(param):
+        raise ValueError(
+            f"{optimizer}: parameter '{name_of(param)}' is a part of a larger tensor, whose other "
+            "parts are on other ranks, and an update may need all of it; use zerocore.optim.AdamW, "
+            "or zerocore.optim.Muon for a stack of matrices"
+        )
+
+
+def is_matrix(param: Any) -> bool:
     """Whether Muon can update it: a matrix, or a stack of them as of experts."""
-    return len(param.global_shape) in (2, 3) and param.is_floating_point()
+    return len(full_shape(param)) in (2, 3) and param.is_floating_point()
 
 
 class Splits:
@@ -99,51 +154,49 @@ class Splits:
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ValueError(f"split['{pattern}'] must be a positive integer, got {count!r}")
 
-    def count(self, param: ShardedParameter) -> int:
+    def count(self, name: str) -> int:
         """The first pattern that fits says it; 1 by default."""
         for pattern, count in self._split.items():
-            if fnmatchcase(param.fqn, pattern):
+            if fnmatchcase(name, pattern):
                 return count
         return 1
 
-    def check_used(self, params: Sequence[ShardedParameter]) -> None:
+    def check_used(self, params: Sequence[Any]) -> None:
         """Raises ValueError if a pattern fits no matrix."""
         for pattern in self._split:
             check_pattern("split", pattern, params)
 
-    def matrices(self, index: int, param: ShardedParameter, steps: int) -> list[Matrix]:
+    def matrices(self, index: int, place: Place, steps: int) -> list[Matrix]:
         """The matrices of the ``index``-th parameter in the order of its memory; ValueError if they
         do not lie one after the other, or the split does not divide."""
-        count, shape = self.count(param), tuple(param.global_shape)
-        rows, columns = shape[-2:]
-        order = memory_order(shape, param.place.strides)
+        name, shape = place.fqn, tuple(place.global_shape)
+        count, (rows, columns) = self.count(name), shape[-2:]
+        order = memory_order(shape, place.strides)
         if len(shape) == 3 and order[0] != 0:
             raise ValueError(
-                f"parameter '{param.fqn}' of shape {shape} is a stack whose matrices do not lie "
-                f"one after the other in memory (strides {param.place.strides}); make it contiguous"
+                f"parameter '{name}' of shape {shape} is a stack whose matrices do not lie "
+                f"one after the other in memory (strides {place.strides}); make it contiguous"
             )
         is_transposed = order[-1] != len(shape) - 1
         if rows % count or (count > 1 and is_transposed):
             raise ValueError(
-                f"split: parameter '{param.fqn}' of shape {shape} has {rows} rows"
+                f"split: parameter '{name}' of shape {shape} has {rows} rows"
                 f"{' (columns first in memory)' if is_transposed else ''}, which cannot be cut "
                 f"into {count} matrices"
             )
         rows //= count
-        numel, total = rows * columns, param.global_shape.numel()
+        numel, total = rows * columns, place.global_shape.numel()
         # Orthogonalising a transpose gives the transpose, so the order in memory will do.
         laid = (columns, rows) if is_transposed else (rows, columns)
         cost = newton_schulz_cost(laid, steps)
         return [
-            Matrix(index, begin, begin + numel, laid, cost, param.fqn)
+            Matrix(index, begin, begin + numel, laid, cost, name)
             for begin in (range(0, total, numel) if numel else ())
         ]
 
 
-def check_pattern(option: str, pattern: str, params: Sequence[ShardedParameter]) -> None:
+def check_pattern(option: str, pattern: str, params: Sequence[Any]) -> None:
     """Raises ValueError if a pattern of names fits none of the matrices."""
-    if not any(fnmatchcase(param.fqn, pattern) for param in params):
-        raise ValueError(
-            f"{option}: '{pattern}' fits the name of no matrix; they are "
-            f"{[param.fqn for param in params][:8]}"
-        )
+    names = [name_of(param) for param in params]
+    if not any(fnmatchcase(name, pattern) for name in names):
+        raise ValueError(f"{option}: '{pattern}' fits the name of no matrix; they are {names[:8]}")

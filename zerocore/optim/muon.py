@@ -25,22 +25,28 @@ from zerocore.optim.kernel_calls import global_norm, squares_of
 from zerocore.optim.matrices import (
     Item,
     Splits,
-    check_of_all_ranks,
+    Whole,
+    check_has_whole_matrices,
     check_pattern,
     check_sharded,
+    full_shape,
     groups_of,
     is_matrix,
     items_of,
+    name_of,
     param_of,
 )
 from zerocore.optim.muon_rounds import WIRE, MuonRounds, check_options
-from zerocore.planning.ownership import plan_rounds
+from zerocore.planning.ownership import Round, plan_rounds
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import local_of
+from zerocore.tensor.rows import as_part, local_part
 
 
 class Muon(ShardOptimizer):
     """Muon on matrices and stacks of matrices of a sharded model, the fused AdamW on the rest.
+
+    Of a model of :func:`zerocore.shard` or ``zerocore.fsdp.fully_shard``.
 
     Matrices are the parameters whose full shape has two or three dimensions; the last two are
     those of a matrix. Momentum stays sharded. In a step each matrix's update is sent to the rank
@@ -64,8 +70,9 @@ class Muon(ShardOptimizer):
 
     Raises:
         ValueError: in a step, on every rank, if a matrix has a gradient on some ranks only.
-        ValueError: no parameter is a matrix, parameters that are not those of one sharded model, a
-            split that does not divide, or an option out of range; it names the parameter.
+        ValueError: no parameter is a matrix, one that ranks have parts of matrices of, parameters
+            that are not those of one sharded model, a split that does not divide, or an option
+            out of range; it names the parameter.
         RuntimeError: another rank failed, or was given other parameters or options.
     """
 
@@ -123,7 +130,7 @@ class Muon(ShardOptimizer):
                 self._add({**self.defaults, **group}, matrices, True)
                 check_options(self.param_groups[-1])
                 for param in self.param_groups[-1]["params"]:
-                    self._splits.matrices(0, param, 0)  # raises where they cannot be cut
+                    self._splits.matrices(0, Whole.of(param).place, 0)  # raises for bad cuts
             if rest:
                 self._add({**adamw, **(group if wanted is False else {})}, rest, False)
             self._adopt_groups()
@@ -135,13 +142,13 @@ class Muon(ShardOptimizer):
         param = param_of(item)
         if wanted and not is_matrix(param):
             raise ValueError(
-                f"use_muon: parameter '{param.fqn}' of shape {tuple(param.global_shape)} is no "
+                f"use_muon: parameter '{name_of(param)}' of shape {tuple(full_shape(param))} is no "
                 "matrix, and no stack of matrices; leave it to AdamW"
             )
-        named = any(fnmatchcase(param.fqn, pattern) for pattern in self._adamw_names)
+        named = any(fnmatchcase(name_of(param), pattern) for pattern in self._adamw_names)
         chosen = (is_matrix(param) and not named) if wanted is None else wanted
         if chosen:
-            check_of_all_ranks(param, "Muon")
+            check_has_whole_matrices(param)
         return chosen
 
     def _add(self, options: dict[str, Any], items: list[Item], use_muon: bool) -> None:
@@ -168,7 +175,7 @@ class Muon(ShardOptimizer):
 
     # -- what is chosen ---------------------------------------------------------------------------
 
-    def _muon_params(self) -> list[tuple[ShardedParameter, dict[str, Any]]]:
+    def _muon_params(self) -> list[tuple[Any, dict[str, Any]]]:
         return [
             (param, group)
             for group in self.param_groups
@@ -180,7 +187,7 @@ class Muon(ShardOptimizer):
         params = params_of(self)
         matrices = [param for param, _ in self._muon_params()]
         if not matrices:
-            shapes = {param.fqn: tuple(param.global_shape) for param in params[:8]}
+            shapes = {name_of(param): tuple(full_shape(param)) for param in params[:8]}
             raise ValueError(
                 f"Muon found no matrix among {len(params)} parameters ({shapes}); use "
                 "zerocore.optim.AdamW for them"
@@ -191,7 +198,7 @@ class Muon(ShardOptimizer):
 
     def _facts(self) -> list[str]:
         return [
-            f"{'Muon' if group['use_muon'] else 'AdamW'} for '{param.fqn}'"
+            f"{'Muon' if group['use_muon'] else 'AdamW'} for '{name_of(param)}'"
             for group in self.param_groups
             for param in group["params"]
         ]
@@ -199,41 +206,47 @@ class Muon(ShardOptimizer):
     def describe(self) -> Choice:
         """Which parameters Muon and AdamW train, who owns the matrices, and what a step sends.
 
-        For a step in which every trained parameter has a gradient; ``str()`` is a table.
+        For a step in which every trained parameter has a gradient; ``str()`` is a table. Of experts
+        it knows the matrices of this rank's mesh.
         """
         pairs = self._muon_params()
-        rounds = self._plan_for(tuple(param.requires_grad for param, _ in pairs)).rounds
+        plan = self._plan_for(tuple(param.requires_grad for param, _ in pairs))
         rest = [group for group in self.param_groups if not group["use_muon"]]
+        sent = sum(each.sent_to_owners() + each.sent_to_shards() for each in plan.rounds)
         return choice_of(
             "Muon",
-            rounds,
-            [param.fqn for param, _ in pairs],
-            [param.fqn for group in rest for param in group["params"]],
-            Lanes.of(self._model),
-            sum(each.sent_to_owners() + each.sent_to_shards() for each in rounds) * WIRE.itemsize,
+            list(zip(plan.rounds, plan.lanes, strict=True)),
+            [name_of(param) for param, _ in pairs],
+            [name_of(param) for group in rest for param in group["params"]],
+            self._model.ranks,
+            sent * WIRE.itemsize,
         )
 
     def _plan_for(self, used: Used) -> MuonRounds:
         return plan_of(used, self._plans, lambda: self._make_plan(used))
 
     def _make_plan(self, used: Used) -> MuonRounds:
-        pairs = self._muon_params()
-        matrices = [
-            matrix
-            for index, (param, group) in enumerate(pairs)
-            if used[index]
-            for matrix in self._splits.matrices(index, param, group["ns_steps"])
-        ]
-        lanes = Lanes.of(self._model)
-        shards = {matrix.param: lanes.shard_ranges(pairs[matrix.param][0]) for matrix in matrices}
-        rounds = plan_rounds(matrices, shards, lanes.grid, lanes.rank, WIRE.itemsize)
-        return MuonRounds(rounds, lanes, pairs)
+        pairs = [(Whole.of(param), group) for param, group in self._muon_params()]
+        rounds: list[tuple[Round, Lanes]] = []
+        for mesh in range(len(self._model.meshes)):  # in one order on all ranks
+            indices = [i for i, (whole, _) in enumerate(pairs) if used[i] and whole.mesh == mesh]
+            matrices = [
+                matrix
+                for i in indices
+                for matrix in self._splits.matrices(i, pairs[i][0].place, pairs[i][1]["ns_steps"])
+            ]
+            lanes = Lanes.of(self._model, mesh)
+            shards = {index: lanes.shard_ranges(pairs[index][0].shard) for index in indices}
+            steps = plan_rounds(matrices, shards, lanes.grid, lanes.rank, WIRE.itemsize)
+            rounds += [(step, lanes) for step in steps]
+        return MuonRounds(rounds, pairs)
 
     # -- steps ------------------------------------------------------------------------------------
 
     def _update(self) -> None:
         # Gradients of shards are a subclass, which Python need not look up here.
         with torch._C.DisableTorchFunctionSubclass():
+            self._follow_model()
             factor = self._clip_factor()
             if self.grad_norm is not None and not self.grad_norm.isfinite():
                 return
@@ -241,6 +254,11 @@ class Muon(ShardOptimizer):
             plan = self._plan_for(used_in_step(self._model, "Muon", params))
             self._make_momenta(p for p in params if p.grad is not None and not self.state.get(p))
             plan.run(self.state, factor, lambda: self._update_rest(factor))
+
+    def _follow_model(self) -> None:
+        """The engine of a model of zerocore.fsdp may have been made anew."""
+        if (state := check_sharded(self.param_groups, "Muon")) is not self._model:
+            self._model, self._plans = state, {}
 
     def _update_rest(self, factor: Tensor | None) -> None:
         if self._adamw is not None:
@@ -252,16 +270,19 @@ class Muon(ShardOptimizer):
         if self.clip_grad_norm is None:
             return None
         params = params_of(self)
-        grads: list[Any] = [param.grad for param in params]
+        grads: list[Any] = [local_part(param.grad) for param in params]
         norm = global_norm(squares_of(params, grads), grads)
         self.grad_norm = norm.float()
         return (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
     # -- states -----------------------------------------------------------------------------------
 
-    def _make_momenta(self, params: Iterable[ShardedParameter]) -> None:
+    def _make_momenta(self, params: Iterable[Any]) -> None:
         for param in params:
-            momentum = as_shard(torch.zeros_like(local_of(param)), param.place)
+            if isinstance(param, ShardedParameter):
+                momentum: Tensor = as_shard(torch.zeros_like(local_of(param)), param.place)
+            else:
+                momentum = as_part(torch.zeros_like(local_part(param)), param)
             self.state[param] = {"momentum_buffer": momentum}
 
     def make_states(self) -> None:

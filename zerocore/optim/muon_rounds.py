@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from zerocore.optim.exchange import Arrival, Lanes, to_owners, to_shards
+from zerocore.optim.matrices import Whole
 from zerocore.optim.newton_schulz import ADJUSTMENTS, adjusted_ratio, orthogonalise
 from zerocore.planning.ownership import Matrix, Round
-from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import local_of
 
 WIRE = torch.bfloat16  # which Newton-Schulz begins and ends with, so nothing is lost
 
 States = Mapping[Any, Mapping[str, Tensor]]  # by parameter
-Pair = tuple[ShardedParameter, dict[str, Any]]
+Pair = tuple[Whole, dict[str, Any]]
 
 
 def check_options(group: Mapping[str, Any]) -> None:
@@ -41,23 +40,24 @@ def check_options(group: Mapping[str, Any]) -> None:
 class MuonRounds:
     """The work of steps while the same parameters have gradients."""
 
-    def __init__(self, rounds: list[Round], lanes: Lanes, pairs: Sequence[Pair]) -> None:
-        self.rounds = rounds
-        self._lanes = lanes
+    def __init__(self, rounds: Sequence[tuple[Round, Lanes]], pairs: Sequence[Pair]) -> None:
+        self.rounds = [step for step, _ in rounds]
+        self.lanes = [lanes for _, lanes in rounds]
         self._pairs = pairs
         self._updates: dict[int, Tensor] = {}  # of parameters whose matrices are not all sent yet
 
     def run(self, states: States, factor: Tensor | None, meanwhile: Callable[[], None]) -> None:
         """One step; ``meanwhile`` is called while the first exchange is under way."""
         used = {matrix.param for step in self.rounds for matrix in step.matrices}
-        locals_ = {index: local_of(self._pairs[index][0]) for index in sorted(used)}
+        locals_ = {index: self._pairs[index][0].elements() for index in sorted(used)}
         returning: Callable[[], None] | None = None
         arriving = self._send(0, states, factor)
         meanwhile()
         for number, step in enumerate(self.rounds):
             following = self._send(number + 1, states, factor)
-            results = self._orthogonalised(step, arriving())
-            back = to_shards(step, self._lanes, results, self._like())
+            lanes = self.lanes[number]
+            results = self._orthogonalised(step, arriving(), lanes)
+            back = to_shards(step, lanes, results, _like(lanes))
             if returning is not None:
                 returning()
             returning = self._applying(step, back, locals_)
@@ -65,11 +65,9 @@ class MuonRounds:
         if returning is not None:
             returning()
         for index, local in locals_.items():
-            if (model_weight := self._pairs[index][0].model_weight) is not None:
-                model_weight.copy_(local)
-
-    def _like(self) -> Tensor:
-        return torch.empty(0, dtype=WIRE, device=self._lanes.state.device)
+            whole = self._pairs[index][0]
+            if (model_weight := whole.shard.model_weight) is not None:
+                whole.elements(model_weight).copy_(local)
 
     def _send(self, number: int, states: States, factor: Tensor | None) -> Arrival:
         if number == len(self.rounds):
@@ -84,7 +82,7 @@ class MuonRounds:
             self._updates[matrix.param][self._local(step, index, matrix)]
             for index, matrix in enumerate(step.matrices)
         ]
-        return to_owners(step, self._lanes, parts, self._like())
+        return to_owners(step, self.lanes[number], parts, _like(self.lanes[number]))
 
     def _momenta(
         self, params: Sequence[int], states: States, factor: Tensor | None
@@ -92,9 +90,10 @@ class MuonRounds:
         """Moves momenta on, and returns the updates that are to be orthogonalised."""
         updates = []
         for index in params:
-            param, group = self._pairs[index]
-            buffer, momentum = states[param]["momentum_buffer"], group["momentum"]
-            grad: Tensor = param.grad.as_subclass(Tensor).to(buffer.dtype)  # type: ignore[union-attr]
+            whole, group = self._pairs[index]
+            buffer = whole.elements(states[whole.param]["momentum_buffer"])
+            momentum = group["momentum"]
+            grad = whole.elements(whole.param.grad).to(buffer.dtype)
             grad = grad if factor is None else grad * factor.to(grad.device)
             buffer.lerp_(grad, 1 - momentum)
             update = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
@@ -107,14 +106,14 @@ class MuonRounds:
         offset = matrix.begin - step.shards[index][step.shard][0]
         return slice(offset + begin, offset + end) if begin < end else slice(0, 0)
 
-    def _orthogonalised(self, step: Round, arrived: Sequence[Tensor]) -> list[Tensor]:
+    def _orthogonalised(self, step: Round, arrived: Sequence[Tensor], lanes: Lanes) -> list[Tensor]:
         """The matrices that this rank owns, flattened; those of one shape go in one batch."""
         batches: dict[Hashable, list[int]] = {}
         for position, index in enumerate(step.mine):
             matrix = step.matrices[index]
             group = self._pairs[matrix.param][1]
             batches.setdefault((matrix.shape, id(group)), []).append(position)
-        results: list[Tensor] = [self._like()] * len(arrived)
+        results: list[Tensor] = [_like(lanes)] * len(arrived)
         for positions in batches.values():
             matrix = step.matrices[step.mine[positions[0]]]
             group = self._pairs[matrix.param][1]
@@ -139,3 +138,7 @@ class MuonRounds:
                 part.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * ratio)
 
         return apply
+
+
+def _like(lanes: Lanes) -> Tensor:
+    return torch.empty(0, dtype=WIRE, device=lanes.state.device)

@@ -14,13 +14,15 @@ from torch.utils._pytree import tree_map_only
 from zerocore.common.agreement import agree, gather_objects, together
 from zerocore.hooks.optimizer_states import options_of, params_of, stepped_state, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
+from zerocore.model.parts import check_has_places
 from zerocore.optim.choice import Choice, choice_of
 from zerocore.optim.exchange import Arrival, Lanes, to_owners, to_shards
 from zerocore.optim.gradients import Used, plan_of, used_in_step
-from zerocore.optim.matrices import check_of_all_ranks, check_sharded, groups_of
+from zerocore.optim.matrices import Whole, check_is_whole, check_sharded, groups_of, name_of
 from zerocore.planning.ownership import Matrix, Round, assign, make_rounds, whole_cost
-from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import local_of
+
+Exchanged = tuple[Round, Tensor, Lanes]
+"""A round, a tensor of the dtype that is sent, and the ranks."""
 
 
 def owned(optimizer_class: type[Optimizer], params: Any, **options: Any) -> OwnedOptimizer:
@@ -72,16 +74,17 @@ class OwnedOptimizer(ShardOptimizer):
         name = f"owned({optimizer_class.__name__})"
         self._model = check_sharded(groups, name)
         self._name, self._class, self._options = name, optimizer_class, options
-        self._lanes = Lanes.of(self._model)
-        self._loads = [0] * self._lanes.grid.num_ranks
-        self._owners: dict[int, int] = {}  # rank by number
+        self._lanes = [Lanes.of(self._model, mesh) for mesh in range(len(self._model.meshes))]
+        self._loads = [[0] * lanes.grid.num_ranks for lanes in self._lanes]
+        self._owners: dict[int, int] = {}  # rank of its mesh by number
+        self._known: list[Whole] = []
         self._whole: dict[int, nn.Parameter] = {}  # of this rank, by number
-        self._rounds: dict[Used, list[tuple[Round, Tensor]]] = {}
+        self._rounds: dict[Used, list[Exchanged]] = {}
         self._is_built = False
         super().__init__(groups, {})
         for param in params_of(self):
-            check_of_all_ranks(param, name)
-        facts = [f"'{param.fqn}' for {name}" for param in params_of(self)]
+            check_is_whole(param, name)
+        facts = [f"'{name_of(param)}' for {name}" for param in params_of(self)]
         agree(self._model.ranks.groups, None, facts, self._model.device)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._own(range(len(facts)))
@@ -111,17 +114,18 @@ class OwnedOptimizer(ShardOptimizer):
     def _own(self, numbers: range) -> None:
         """Gives each of these parameters an owner: what is trained first, largest first."""
         params = params_of(self)
-        costs = {number: whole_cost(params[number].place.global_shape) for number in numbers}
+        self._known = known = [Whole.of(param) for param in params]
+        costs = {number: whole_cost(known[number].place.global_shape) for number in numbers}
         ordered = sorted(costs, key=lambda n: (not params[n].requires_grad, -costs[n], n))
-        owners = assign([costs[n] for n in ordered], self._loads)
-        self._owners.update(zip(ordered, owners, strict=True))
         self._rounds = {}
-        for number in ordered:
-            if self._owners[number] == self._lanes.rank:
-                param = params[number]
-                whole = param.place.like_full(local_of(param))
-                self._whole[number] = nn.Parameter(whole, param.requires_grad)
-        self._gather([number in costs for number in range(len(params))], local_of, "data")
+        for mesh, lanes in enumerate(self._lanes):
+            own = [number for number in ordered if known[number].mesh == mesh]
+            owners = assign([costs[n] for n in own], self._loads[mesh])
+            self._owners.update(zip(own, owners, strict=True))
+            for number in (n for n in own if self._owners[n] == lanes.rank):
+                full = known[number].place.like_full(known[number].elements())
+                self._whole[number] = nn.Parameter(full, params[number].requires_grad)
+        self._gather([number in costs for number in range(len(params))], Whole.elements, "data")
 
     def _make_inner(self) -> Optimizer:
         begin, groups = 0, []
@@ -143,7 +147,7 @@ class OwnedOptimizer(ShardOptimizer):
             try:
                 self._class([whole], **self._options)
             except (TypeError, ValueError, RuntimeError) as caught:
-                fqn = params[number].fqn
+                fqn = name_of(params[number])
                 raise type(error)(f"{self._name} refuses parameter '{fqn}': {caught}") from error
 
     def _inner_group(self, group: Mapping[str, Any], begin: int) -> dict[str, Any]:
@@ -163,11 +167,12 @@ class OwnedOptimizer(ShardOptimizer):
 
     def _update(self) -> None:
         """Raises ValueError on every rank if a parameter has a gradient on some ranks only."""
+        self._follow_model()
         used = used_in_step(self._model, self._name, params_of(self))
         with torch._C.DisableTorchFunctionSubclass():
-            self._gather(used, local_of, "data")
+            self._gather(used, Whole.elements, "data")
             # Of the parameter's dtype, as torch's optimizers want it.
-            self._gather(used, lambda param: local_of(param.grad).to(param.dtype), "grad")
+            self._gather(used, lambda own: own.elements(own.param.grad).to(own.param.dtype), "grad")
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(options_of(own))
         self.inner.step()
@@ -176,35 +181,38 @@ class OwnedOptimizer(ShardOptimizer):
             self._scatter(used)
             self._release()
 
-    def _gather(
-        self, used: Sequence[bool], read: Callable[[ShardedParameter], Tensor], name: str
-    ) -> None:
+    def _follow_model(self) -> None:
+        """The engine of a model of zerocore.fsdp may have been made anew, of the same meshes."""
+        if (state := check_sharded(self.param_groups, self._name)) is not self._model:
+            self._model, self._rounds = state, {}
+            self._lanes = [Lanes.of(state, mesh) for mesh in range(len(state.meshes))]
+            self._known = [Whole.of(param) for param in params_of(self)]
+
+    def _gather(self, used: Sequence[bool], read: Callable[[Whole], Tensor], name: str) -> None:
         """Sets an attribute of each parameter owned here to all elements of what ``read`` gives."""
-        params = params_of(self)
 
-        def send(step: Round, like: Tensor) -> Arrival:
-            parts = [read(params[matrix.param]) for matrix in step.matrices]
-            return to_owners(step, self._lanes, parts, like)
+        def send(step: Round, like: Tensor, lanes: Lanes) -> Arrival:
+            parts = [read(self._known[matrix.param]) for matrix in step.matrices]
+            return to_owners(step, lanes, parts, like)
 
-        transfers = ((step, send(step, like)) for step, like in self._rounds_of(used))
+        transfers = ((each[0], send(*each)) for each in self._rounds_of(used))
         for step, arrived in _one_ahead(transfers):
             for index, flat in zip(step.mine, arrived(), strict=True):
                 number = step.matrices[index].param
-                setattr(self._whole[number], name, params[number].place.full_of(flat))
+                setattr(self._whole[number], name, self._known[number].place.full_of(flat))
 
     def _scatter(self, used: Sequence[bool]) -> None:
         """Gives every rank its elements of what the owners have made of the parameters."""
-        params = params_of(self)
 
-        def send(step: Round, like: Tensor) -> Arrival:
+        def send(step: Round, like: Tensor, lanes: Lanes) -> Arrival:
             numbers = [step.matrices[index].param for index in step.mine]
-            flat = [params[n].place.flat(self._whole[n].detach()) for n in numbers]
-            return to_shards(step, self._lanes, flat, like)
+            flat = [self._known[n].place.flat(self._whole[n].detach()) for n in numbers]
+            return to_shards(step, lanes, flat, like)
 
-        transfers = ((step, send(step, like)) for step, like in self._rounds_of(used))
+        transfers = ((each[0], send(*each)) for each in self._rounds_of(used))
         for step, arrived in _one_ahead(transfers):
             for matrix, part in zip(step.matrices, arrived(), strict=True):
-                local_of(params[matrix.param]).copy_(part)
+                self._known[matrix.param].elements().copy_(part)
 
     def _release(self) -> None:
         """Between steps full parameters have a shape and no memory."""
@@ -212,27 +220,28 @@ class OwnedOptimizer(ShardOptimizer):
             whole.data = whole.new_empty(()).expand(whole.shape)
             whole.grad = None
 
-    def _rounds_of(self, used: Sequence[bool]) -> list[tuple[Round, Tensor]]:
-        """Exchanges of the parameters in use, each of one dtype, beside a tensor of that dtype."""
+    def _rounds_of(self, used: Sequence[bool]) -> list[Exchanged]:
+        """Exchanges of the parameters in use, each of one mesh and dtype."""
         return plan_of(tuple(used), self._rounds, lambda: self._make_rounds(used))
 
-    def _make_rounds(self, used: Sequence[bool]) -> list[tuple[Round, Tensor]]:
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        params, lanes = params_of(self), self._lanes
+    def _make_rounds(self, used: Sequence[bool]) -> list[Exchanged]:
+        alike: dict[tuple[int, str], list[int]] = {}
         for number in (number for number, is_used in enumerate(used) if is_used):
-            by_dtype.setdefault(params[number].dtype, []).append(number)
-        rounds: list[tuple[Round, Tensor]] = []
-        for dtype, numbers in by_dtype.items():
-            shapes = [params[number].place.global_shape for number in numbers]
+            whole = self._known[number]
+            alike.setdefault((whole.mesh, str(whole.param.dtype)), []).append(number)
+        rounds: list[Exchanged] = []
+        for (mesh, _), numbers in sorted(alike.items()):  # in one order on all ranks
+            lanes, dtype = self._lanes[mesh], self._known[numbers[0]].param.dtype
+            shapes = [self._known[number].place.global_shape for number in numbers]
             matrices = [
                 Matrix(number, 0, shape.numel(), shape, whole_cost(shape))
                 for number, shape in zip(numbers, shapes, strict=True)
             ]
-            shards = {number: lanes.shard_ranges(params[number]) for number in numbers}
+            shards = {n: lanes.shard_ranges(self._known[n].shard) for n in numbers}
             owners = [self._owners[number] for number in numbers]
             steps = make_rounds(matrices, owners, shards, lanes.grid, lanes.rank, dtype.itemsize)
             like = torch.empty(0, dtype=dtype, device=self._model.device)
-            rounds += [(step, like) for step in steps]
+            rounds += [(step, like, lanes) for step in steps]
         return rounds
 
     def describe(self) -> Choice:
@@ -241,15 +250,22 @@ class OwnedOptimizer(ShardOptimizer):
         rounds = self._rounds_of([param.requires_grad for param in params])
         sent = sum(
             (2 * step.sent_to_owners() + step.sent_to_shards()) * like.itemsize
-            for step, like in rounds
+            for step, like, _ in rounds
         )
-        names = [param.fqn for param in params]
-        return choice_of(self._name, [step for step, _ in rounds], names, [], self._lanes, sent)
+        names = [name_of(param) for param in params]
+        steps = [(step, lanes) for step, _, lanes in rounds]
+        return choice_of(self._name, steps, names, [], self._model.ranks, sent)
 
     # -- states -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer in one process, tensors on the CPU; all ranks must call."""
+        """That of the optimizer in one process, tensors on the CPU; all ranks must call.
+
+        Raises:
+            ValueError: some ranks share a parameter, and others have one of the same name.
+        """
+        if any(whole.mesh for whole in self._known):
+            check_has_places(self._model)
         packed = super().state_dict()
         inner = self.inner.state_dict()["state"]
         mine = {number: inner[at] for at, number in enumerate(sorted(self._whole)) if at in inner}

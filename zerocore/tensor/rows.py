@@ -32,6 +32,7 @@ class RowShard:
 
 
 _rows: Any = WeakTensorKeyDictionary()
+_makers: Any = WeakTensorKeyDictionary()
 
 
 def note_rows(param: Tensor, shard: RowShard) -> None:
@@ -49,6 +50,20 @@ def shard_of(param: Any) -> ShardedParameter | RowShard | None:
     if isinstance(param, ShardedParameter):
         return param
     return _rows.get(param)
+
+
+def note_maker(param: Tensor, make: Callable[[], Any]) -> None:
+    """``param``, a DTensor, gets an engine late: ``make`` makes it, if need be."""
+    _makers[param] = make
+
+
+def ready_shard_of(param: Any) -> ShardedParameter | RowShard | None:
+    """As :func:`shard_of`; makes an engine that is made late, which is collective."""
+    shard = shard_of(param)
+    if shard is None and (make := _makers.get(param)) is not None:
+        make()
+        shard = _rows.get(param)
+    return shard
 
 
 def local_part(tensor: Any) -> Tensor:
@@ -101,19 +116,40 @@ def groups_of(param: Any) -> Sequence[dist.ProcessGroup]:
 def place_of(param: Any, shard: RowShard) -> Place:
     """Where this rank's rows lie in the full parameter, in memory order; ValueError where tensor
     parallelism cuts it, too."""
-    spec, state, dims = param._spec, shard.state_ref(), _cut_dims(param)
-    if len(dims) != 1:
+    if len(_cut_dims(param)) != 1:
         raise ValueError(
-            f"parameter '{shard.fqn}' is cut in several ways, {tuple(spec.placements)}: this "
-            "rank's part is no range of its elements. Save it with torch.distributed.checkpoint"
+            f"parameter '{shard.fqn}' is cut in several ways, {tuple(param._spec.placements)}: "
+            "this rank's part is no range of its elements. Save it with "
+            "torch.distributed.checkpoint"
         )
-    dim = dims[0]
-    strides = None
-    if dim > 0:
-        strides = torch.empty(_rows_first(spec.shape, dim), device="meta").movedim(0, dim).stride()
+    return own_place_of(param, shard)
+
+
+def own_place_of(param: Any, shard: RowShard) -> Place:
+    """Where this rank's rows lie in what the ranks of its mesh share: where tensor parallelism cuts
+    the parameter, too, that is one part of it."""
+    state, dim = shard.state_ref(), _cut_dims(param)[0]
+    rows = state.engine.spec(shard.unit, shard.position).shape
+    full = torch.empty(rows, device="meta").movedim(0, dim)
     ranks = state.ranks_of(shard.unit)
     owned = state.engine.layout(shard.unit).owned(shard.position, ranks.shard_rank)
-    return Place(shard.fqn, spec.shape, (owned.begin, owned.end), ranks.shard, strides)
+    strides = full.stride() if dim > 0 else None
+    return Place(shard.fqn, full.shape, (owned.begin, owned.end), ranks.shard, strides)
+
+
+def cuts_of(param: Any) -> list[int]:
+    """The dimensions along which ranks have other parts than those that share this one."""
+    if isinstance(param, ShardedParameter):
+        return [] if param.place.part is None else [param.place.part.dim]
+    return _cut_dims(param)[1:]
+
+
+def elements_of(value: Any, param: Any) -> Tensor:
+    """This rank's elements of a value of the parameter's shape, 1-D, in the order of its place; on
+    the same memory if they lie in it in this order."""
+    if isinstance(param, ShardedParameter):
+        return local_of(value)
+    return _rows_of(value, param)
 
 
 def as_range(value: Tensor, param: Any) -> Any:
@@ -127,8 +163,7 @@ def as_range(value: Tensor, param: Any) -> Any:
             f"a DTensor of shape {tuple(value.shape)} is no part of a model of zerocore.fsdp: "
             "save it with torch.distributed.checkpoint"
         )
-    dim = _cut_dims(param)[0]
-    found = local_part(value).detach().movedim(dim, 0).reshape(-1).as_subclass(LocalShard)
+    found = _rows_of(value, param).as_subclass(LocalShard)
     found.place = place_of(param, shard)
     return found
 
@@ -140,6 +175,10 @@ def as_rows(value: Any, param: Any) -> Any:
     dim = _cut_dims(param)[0]
     sizes = _rows_first(local_part(param).shape, dim)
     return as_part(local_of(value).view(sizes).movedim(0, dim), param)
+
+
+def _rows_of(value: Tensor, param: Any) -> Tensor:
+    return local_part(value).detach().movedim(_cut_dims(param)[0], 0).reshape(-1)
 
 
 def _cut_dims(param: Any) -> list[int]:
