@@ -71,7 +71,7 @@ def test_mistakes_are_named(kind: str) -> None:
 
 
 def test_more_ranks_share_the_same_parts() -> None:
-    """What advice tries: twice the ranks are twice as many for each part."""
+    """Advice tries twice the ranks: twice as many for each part."""
     candidate = Candidate(make_planner(whole_model(), []), Division(3, 4, parts=((2, 1, 0),)))
     assert candidate.at(world_size=8).division.parts == ((4, 1, 0),)
     assert candidate.at(stage=1).division.parts == ((2, 1, 0),)

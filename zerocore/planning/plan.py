@@ -130,9 +130,8 @@ def plan(
         near_link=near_link, flops=flops, host_memory=host_memory, host_bandwidth=host_bandwidth,
     )  # fmt: skip
     num_near = communication.num_near
-    counts = {"world_size": world_size, "num_replicas": num_replicas, "regather": num_near}
-    for name, count in counts.items():
-        check_int(name, count, 1)
+    for what, count in (("world_size", world_size), ("num_replicas", num_replicas)):
+        check_int(what, count, 1)
     if not callable(loss):
         raise TypeError(f"loss must be a function of the model and its inputs, got {loss!r}")
     setting = Setting(
@@ -145,11 +144,10 @@ def plan(
         groups=planned_parts(groups, world_size),
     )
     module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
-    parts = setting.groups
-    planned = assign_parts(choose_units(module, units), [part.pattern for part in parts])
-    num_parts = (1, *(part.num_parts for part in parts))
+    parts = {part.pattern: part.num_parts for part in setting.groups}
+    planned = assign_parts(choose_units(module, units), list(parts))
     planner = replace(
-        make_planner(module, planned, precision, optimizer_states(optimizer), num_parts),
+        make_planner(module, planned, precision, optimizer_states(optimizer), (1, *parts.values())),
         micro_batches=workload.micro_batches,
         moves_matrices=isinstance(optimizer, str) and optimizer.lower() == "muon",
     )
@@ -158,13 +156,12 @@ def plan(
         seq_len = _allowed_length(module, workload.seq_len)
         inputs = sample_inputs(module, workload.micro_batch, seq_len)
     measured = _measure(module, planned, inputs, loss, precision.run_dtype, given)
-    num_params = sum(choice.param.numel() for unit in planned for choice in unit.params)
-    return _make_plan(name, num_params, planner, setting, *measured)
+    return _make_plan(name, planned, planner, setting, *measured)
 
 
 def _make_plan(
     name: str,
-    num_params: int,
+    planned: list[UnitPlanned],
     planner: Planner,
     setting: Setting,
     plain: Activations | None,
@@ -177,7 +174,7 @@ def _make_plan(
         planner = replace(planner, order=run.order, backward=run.backward, unused=run.unused)
     result = Plan(
         model=name,
-        num_params=num_params,
+        num_params=sum(choice.param.numel() for unit in planned for choice in unit.params),
         num_units=len(planner.names),
         setting=setting,
         stages=tuple(plan_stage(planner, stage, setting, run) for stage in STAGES),
