@@ -154,7 +154,6 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
     if write_back:
         state.finish_reads()
     state.engine.hold_unsharded(indices)
-    state.show(indices)
     state.shown_full.update(indices)
     versions = [param.full._version for param in params]
     changed = None

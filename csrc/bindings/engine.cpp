@@ -158,13 +158,17 @@ void register_setup(py::class_<PyEngine>& engine) {
           py::arg("owners"),
           py::arg("local") = py::none())
       .def(
-          "show_view",
-          [](PyEngine& self, UnitId unit, int index, py::object view) {
-            self.registrar->show_view(unit, index, std::move(view));
+          "set_view",
+          [](PyEngine& self, UnitId unit, int index, py::object make) {
+            self.registrar->set_view(unit, index, std::move(make));
           },
           py::arg("unit"),
           py::arg("param"),
-          py::arg("view"))
+          py::arg("make"))
+      .def(
+          "renew_views",
+          [](PyEngine& self, UnitId unit) { self.registrar->renew_views(unit); },
+          py::arg("unit"))
       .def("start", method(&Engine::start));
 }
 

@@ -20,7 +20,9 @@ struct RegisteredParam {
   pybind11::object full;
   pybind11::object shard;
   std::vector<ParamOwner> owners;
-  pybind11::object view = {}; // of the full one, which modules see in its place
+  pybind11::object make_view = {}; // of the full one, which modules see in its place
+  pybind11::object view = {};
+  bool is_fresh = false; // no call has seen the view
 };
 
 class DictRegistrar final : public Registrar {
@@ -40,6 +42,10 @@ class DictRegistrar final : public Registrar {
   void show(UnitId unit, bool full) override {
     const pybind11::gil_scoped_acquire gil;
     for (RegisteredParam& param : units_[unit]) {
+      if (full && param.make_view) {
+        param.view = param.make_view();
+        param.is_fresh = true;
+      }
       const pybind11::object& unsharded = param.view ? param.view : param.full;
       if (full) {
         replace(param, param.shard, unsharded);
@@ -50,11 +56,21 @@ class DictRegistrar final : public Registrar {
     }
   }
 
-  // While the unit is shown: modules see `view` of the full parameter until it is sharded again.
-  void show_view(UnitId unit, int index, pybind11::object view) {
-    RegisteredParam& param = units_.at(unit).at(index);
-    replace(param, param.view ? param.view : param.full, view);
-    param.view = std::move(view);
+  // Modules see `make()`, a view of the full parameter, wherever they would see that.
+  void set_view(UnitId unit, int index, pybind11::object make) {
+    units_.at(unit).at(index).make_view = std::move(make);
+  }
+
+  // At a call of a unit that is shown: views belong to the graph of one call.
+  void renew_views(UnitId unit) {
+    for (RegisteredParam& param : units_.at(unit)) {
+      if (param.view && !param.is_fresh) {
+        pybind11::object view = param.make_view();
+        replace(param, param.view, view);
+        param.view = std::move(view);
+      }
+      param.is_fresh = false;
+    }
   }
 
  private:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+from torch.distributed.tensor import Shard
 
 import zerocore
 import zerocore.fsdp as zerocore_fsdp
@@ -20,18 +24,41 @@ from tests.distributed.test_experts import EVEN, UNEVEN, own_of
 Gradients = dict[str, Tensor]
 
 
-def gradients(module: object, bounds: list[int], factor: float | None) -> list[Gradients]:
-    """Of three steps of AdamW, full over the ranks that share each parameter."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    engine: type[torch_fsdp] = module  # type: ignore[assignment, valid-type]
-    model = spread_model(mesh.get_group("ep"), bounds)
+def shard_by_calls(engine: Any, model: Any, experts: Any, whole: Any, factor: Any) -> None:
+    """A call for the experts of a block, one for the rest."""
     for block in model.blocks:
-        engine.fully_shard(block.experts, mesh=mesh["edp"])
+        engine.fully_shard(block.experts, mesh=experts)
         if factor is not None:
             block.experts.set_gradient_divide_factor(factor)
         engine.fully_shard(block, mesh=whole)
     engine.fully_shard(model, mesh=whole)
+
+
+def shard_by_placements(engine: Any, model: Any, experts: Any, whole: Any, factor: Any) -> None:
+    """One call for a block, whose experts get a mesh of their own."""
+    infos = [_get_mesh_info(mesh) for mesh in (experts, whole)]
+    for block in model.blocks:
+        own = set(block.experts.parameters())
+        engine.fully_shard(
+            block,
+            mesh=whole,
+            shard_placement_fn=lambda param, own=own: ShardPlacementResult(
+                Shard(0), infos[0] if param in own else infos[1]
+            ),
+        )
+        if factor is not None:
+            block.set_gradient_divide_factor(factor)
+    engine.fully_shard(model, mesh=whole)
+
+
+def gradients(
+    module: object, bounds: list[int], factor: float | None, shard: Any = shard_by_calls
+) -> list[Gradients]:
+    """Of three steps of AdamW, full over the ranks that share each parameter."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    model = spread_model(mesh.get_group("ep"), bounds)
+    shard(module, model, mesh["edp"], whole, factor)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
     found = []
     for number in range(3):
@@ -43,28 +70,30 @@ def gradients(module: object, bounds: list[int], factor: float | None) -> list[G
     return found
 
 
-def beside_fsdp2() -> None:
-    own, theirs = (gradients(each, EVEN, None) for each in (zerocore_fsdp, torch_fsdp))
+def beside_fsdp2(shard: Any) -> None:
+    own, theirs = (gradients(each, EVEN, None, shard) for each in (zerocore_fsdp, torch_fsdp))
     for step, expected in zip(own, theirs, strict=True):
         torch.testing.assert_close(step, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_are_those_of_fsdp2() -> None:
+@pytest.mark.parametrize("shard", [shard_by_calls, shard_by_placements])
+def test_gradients_are_those_of_fsdp2(shard: Any) -> None:
     """Divided by the ranks of each module's own mesh, as FSDP2 does."""
-    run_ranks(beside_fsdp2, 4)
+    run_ranks(beside_fsdp2, 4, shard)
 
 
-def beside_one_process() -> None:
+def beside_one_process(shard: Any) -> None:
     truth = whole_model()
     loss_of(truth, range(4), 0).backward()
-    first = gradients(zerocore_fsdp, EVEN, 4.0)[0]
+    first = gradients(zerocore_fsdp, EVEN, 4.0, shard)[0]
     for name, param in truth.named_parameters():
         expected = own_of(name, param.grad, (2, 2), EVEN)
         torch.testing.assert_close(first[name], expected, rtol=2e-6, atol=2e-7)
 
 
-def test_gradients_are_those_of_one_process() -> None:
-    run_ranks(beside_one_process, 4)
+@pytest.mark.parametrize("shard", [shard_by_calls, shard_by_placements])
+def test_gradients_are_those_of_one_process(shard: Any) -> None:
+    run_ranks(beside_one_process, 4, shard)
 
 
 def follow_the_plan() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
@@ -37,6 +38,13 @@ class Layers(nn.Module):
 def make_layers() -> nn.Module:
     torch.manual_seed(0)
     return Layers()
+
+
+def make_recomputing() -> nn.Module:
+    """The units are wrappers whose inside is computed once more, in the backward."""
+    model: Any = make_layers()
+    model.pairs = nn.ModuleList(checkpoint_wrapper(pair) for pair in model.pairs)
+    return model
 
 
 def last_dim(param: nn.Parameter) -> Shard | None:
@@ -73,6 +81,7 @@ def train_columns() -> None:
         return train(model, step_on(mesh))
 
     check_same(train_both(run, make_layers))
+    check_same(train_both(run, make_recomputing))
     check_same(train_both(lambda *args: run(*args, reshard_after_forward=False), make_layers))
     check_same(train_both(lambda *args: run(*args, mp_policy=policy), make_layers), 2e-2, 2e-3)
 
@@ -86,8 +95,9 @@ def train_in_two_dimensions() -> None:
 
     def run(fsdp: Any, model: Any, **options: Any) -> Trained:
         for pair in model.pairs:
+            inside = getattr(pair, "_checkpoint_wrapped_module", pair)
             plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-            parallelize_module(pair, mesh["tp"], plan)
+            parallelize_module(inside, mesh["tp"], plan)
         shard_pairs(fsdp, model, mesh=mesh["dp"], **options)
         weight = model.pairs[0][0].weight
         assert weight.device_mesh == mesh
@@ -95,8 +105,8 @@ def train_in_two_dimensions() -> None:
         return train(model, step_on(mesh["dp"]))
 
     for options in ({}, {"reshard_after_forward": False}, {"shard_placement_fn": across_tensor}):
-        trained = train_both(lambda *args, given=options: run(*args, **given), make_layers)
-        check_same(trained)
+        for make in (make_layers, make_recomputing):
+            check_same(train_both(lambda *args, given=options: run(*args, **given), make))
 
 
 def across_tensor(param: Any) -> Shard | None:

@@ -45,10 +45,8 @@ def shard_in_vain() -> None:
         fully_shard(
             nn.Linear(3, 4), mesh=mesh, shard_placement_fn=lambda param: Shard(param.dim() - 1)
         )
-    with pytest.raises(NotImplementedError, match=r"takes Shard\(dim\) or None"):
+    with pytest.raises(ValueError, match=r"expected Shard\(dim\), a ShardPlacementResult or None"):
         fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Replicate())
-    with pytest.raises(NotImplementedError, match="dp_mesh_dims"):
-        fully_shard(model, mesh=mesh, dp_mesh_dims=("dp",))
     with pytest.raises(ValueError, match="factor of 2"):
         fully_shard(model, mesh=mesh, reshard_after_forward=3)
     with pytest.raises(ValueError, match="1D or 2D"):

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from zerocore._C import Engine
-from zerocore.fsdp.mesh import device_of
+from zerocore.fsdp.mesh import DataMesh, device_of
 from zerocore.fsdp.rows import Rows, shard_rows
 from zerocore.model.state import ShardState
 from zerocore.model.unit_call import UnitCall
 from zerocore.tensor.place import as_view
 
-PlacementOf = Callable[[nn.Parameter], Shard | None]
+PlacementOf = Callable[[nn.Parameter], tuple[Shard | None, DataMesh]]
 _GROUP = "_zerocore_fsdp_group"
 _ORIGIN = "_zerocore_fsdp_origin"  # on a parameter that was replaced by rows: what it was
 
@@ -69,6 +68,15 @@ class RowParam:
         return found is not None and any(
             found is known for known in (self.shard, self.full, self.shown)
         )
+
+    def make_view(self) -> torch.Tensor:
+        """Makes ``shown`` anew, with what was set on the parameter."""
+        assert self.full is not None
+        with torch.enable_grad():  # a backward that computes a call once more records, too
+            self.shown = as_view(self.rows.show(self.full), self.full)
+        for key, value in self.attributes.items():
+            setattr(self.shown, key, value)
+        return self.shown
 
     def take_registered(self) -> None:
         """Another parameter may have been put in its place (a load that assigns, ``to_empty``).
@@ -124,13 +132,12 @@ class Group:
     """Parameters, the modules whose calls gather them, and what may be set for them."""
 
     modules: list[nn.Module]
-    mesh: DeviceMesh
+    data: DataMesh
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None  # None: unless it is the root's
     num_near: int = 1  # ranks that gather again from each other; 1 for none
     offloads: bool = False  # parameters and gradients lie on the host between calls
     params: list[RowParam] = field(default_factory=list)
-    viewed: list[tuple[int, RowParam]] = field(default_factory=list)  # where modules see views
     reshard_after_backward: bool = True
     reduces: bool = True
     reduces_across: bool = True  # over replicas, too
@@ -139,7 +146,13 @@ class Group:
     root: Tree | None = None
     unit: int = -1  # in the root's engine; -1 without parameters
     unit_call: UnitCall | None = None  # with the engine
+    siblings: list[Group] = field(default_factory=list)  # of the same call, over other meshes
     state: Any = None  # what readers of FSDP2's state are given, see state.py
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks that its parameters are sharded over, and their replicas."""
+        return self.data.mesh
 
     @property
     def shard_device(self) -> torch.device:
@@ -158,16 +171,10 @@ class Group:
             return self.root is not None and self.root.group is self
         return not self.reshard_after_forward
 
-    @_disable_dynamo
-    def show_views(self, engine: Engine) -> None:
-        """After the engine has unsharded the group: makes the views that modules see."""
-        for index, param in self.viewed:
-            assert param.full is not None
-            param.shown = as_view(param.rows.show(param.full), param.full)
-            engine.show_view(self.unit, index, param.shown)
-
-    def shard_params(self, ignored: set[nn.Parameter], placement_of: PlacementOf | None) -> None:
+    def shard_params(self, ignored: set[nn.Parameter], placement_of: PlacementOf) -> None:
         """Puts DTensors in the place of all parameters that belong to the group.
+
+        Those that ``placement_of`` puts on another mesh become a sibling's.
 
         Raises:
             ValueError, AssertionError, NotImplementedError: a parameter cannot be sharded, named.
@@ -181,22 +188,28 @@ class Group:
                     names.setdefault(param, f"{name}.{key}" if name else key)
         for param in owners:
             _check_param(param, names[param])
-        shards = {
-            param: shard_rows(
-                param, self.mesh, placement_of and placement_of(param), self.shard_device
-            )
-            for param in owners
-        }
+        shards = {}
+        for param in owners:
+            placement, data = placement_of(param)
+            made = shard_rows(param, names[param], data, placement, self.shard_device)
+            shards[param] = (*made, data)
         for param, places in owners.items():
-            shard, rows = shards[param]
+            shard, rows, data = shards[param]
             attributes = {key: value for key, value in vars(param).items() if key != _ORIGIN}
             origin = param.__dict__.setdefault(_ORIGIN, object())
             for owner, key in places:
                 owner._parameters[key] = shard
-            self.params.append(
+            self._over(data).params.append(
                 RowParam(places, shard, names[param], rows, origin, type(param), attributes)
             )
-        self.viewed = [each for each in enumerate(self.params) if not each[1].rows.is_plain]
+
+    def _over(self, data: DataMesh) -> Group:
+        """The group of this call over a mesh; a new sibling if need be."""
+        found = [group for group in (self, *self.siblings) if group.mesh == data.mesh]
+        if not found:
+            found = [replace(self, data=data, params=[], siblings=[])]
+            self.siblings += found
+        return found[0]
 
     def move_buffers(self) -> None:
         """Buffers go to the device; those on the meta device stay."""
@@ -220,13 +233,16 @@ def set_group(module: nn.Module, group: Group) -> None:
 
 
 def groups_below(*modules: nn.Module) -> list[tuple[str, Group]]:
-    """The groups of the modules and of those in them, each once with its first name."""
+    """The groups of the modules and of those in them, each once with its first name.
+
+    A sibling follows the group of the same call.
+    """
     found: dict[Group, str] = {}
     for module in modules:
         for name, inner in module.named_modules():
             group = group_of(inner)
-            if group is not None:
-                found.setdefault(group, name)
+            for each in () if group is None else (group, *group.siblings):
+                found.setdefault(each, name)
     return [(name, group) for group, name in found.items()]
 
 

@@ -2,19 +2,93 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
-def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """``mesh``, or that of all ranks.
+@dataclass(frozen=True)
+class DataMesh:
+    """The ranks of data parallelism, and the mesh of all parallelisms that they were cut from.
+
+    Attributes:
+        mesh: 1-D, or 2-D of replicas by shards.
+        spmd: the mesh of all parallelisms; None if the caller gave ``mesh`` alone.
+        names: the dimensions of ``spmd`` that are those of data parallelism.
+    """
+
+    mesh: DeviceMesh
+    spmd: DeviceMesh | None = None
+    names: tuple[str, ...] = ()
+
+    @property
+    def others(self) -> DeviceMesh | None:
+        """The dimensions of ``spmd`` that are not those of data parallelism."""
+        if self.spmd is None:
+            return None
+        others = tuple(name for name in _names_of(self.spmd) if name not in self.names)
+        return self.spmd[others] if others else None
+
+    @property
+    def num_before(self) -> int:
+        """How many of the others come before those of data parallelism."""
+        if self.spmd is None:
+            return 0
+        return min(_names_of(self.spmd).index(name) for name in self.names)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the dimensions follow each other in ``spmd``, replicas first."""
+        begin = self.num_before
+        names = () if self.spmd is None else _names_of(self.spmd)
+        return names[begin : begin + len(self.names)] == self.names
+
+
+def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataMesh:
+    """``mesh``, or that of all ranks; with ``dims``, a DataParallelMeshDims, what they name in it.
 
     Raises:
-        ValueError: a mesh that is neither 1-D nor a named 2-D one of replicas by shards.
+        ValueError: a mesh that is neither 1-D nor a named 2-D one of replicas by shards, or
+            ``dims`` that name no dimension of it.
+        NotImplementedError: ``dims`` without dimensions to shard over.
     """
     if mesh is None:
-        return _default_mesh()
+        mesh = _default_mesh()
+    if dims is None:
+        return DataMesh(_checked(mesh))
+    from torch.distributed.fsdp._fully_shard import _fsdp_init as torch_init
+
+    init: Any = torch_init
+    init._validate_mesh(mesh, dims)
+    return data_mesh_of(init._get_mesh_info(mesh, dims))
+
+
+def data_mesh_of(info: Any) -> DataMesh:
+    """The same of an FSDPMeshInfo or HSDPMeshInfo.
+
+    Raises:
+        NotImplementedError: another one, which has no dimension to shard over.
+    """
+    if getattr(info, "shard_mesh_dim", None) is None:
+        raise NotImplementedError(
+            f"{type(info).__name__}: zerocore.fsdp takes meshes with a dimension to shard over; "
+            "for replicas alone use DistributedDataParallel, or shard over a dimension of size 1"
+        )
+    dims = info.dp_mesh_dims
+    if dims is None:
+        return DataMesh(_checked(info.mesh))
+    names = (*dims.replicate_names, *dims.shard_names)
+    return DataMesh(info.mesh, info.spmd_mesh, names)
+
+
+def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    return cast("tuple[str, ...]", mesh.mesh_dim_names)
+
+
+def _checked(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:

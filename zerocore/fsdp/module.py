@@ -20,15 +20,15 @@ from zerocore.model.unit_call import UnitCall, leave_out_of_graphs
 class UnshardHandle(TorchUnshardHandle):
     """Of a module whose parameters are being gathered, see :meth:`FSDPModule.unshard`."""
 
-    def __init__(self, group: Group | None) -> None:
-        self._group = group
+    def __init__(self, groups: list[Group]) -> None:
+        self._groups = groups
 
     def wait(self) -> None:
         """Returns when the module's full parameters may be used and are registered."""
-        group, self._group = self._group, None
-        if group is not None and group.root is not None and group.root.engine is not None:
-            group.root.engine.show(group.unit)
-            group.show_views(group.root.engine)
+        groups, self._groups = self._groups, []
+        for group in groups:
+            if group.root is not None and group.root.engine is not None:
+                group.root.engine.show(group.unit)
 
 
 class FSDPModule(TorchFSDPModule):
@@ -63,7 +63,8 @@ class FSDPModule(TorchFSDPModule):
 
     def _groups(self, recurse: bool) -> list[Group]:
         if not recurse:
-            return [self._group()]
+            group = self._group()
+            return [group, *group.siblings]
         return [group for _, group in groups_below(cast(nn.Module, self))]
 
     def _set(self, recurse: bool, **values: Any) -> None:
@@ -85,9 +86,9 @@ class FSDPModule(TorchFSDPModule):
         Args:
             async_op: return a handle to wait for, instead of waiting.
         """
-        group = self._group()
-        handle = UnshardHandle(group if group.params else None)
-        if group.params:
+        groups = [group for group in self._groups(False) if group.params]
+        handle = UnshardHandle(groups)
+        for group in groups:
             ready_state(group).engine.keep(group.unit)
         if async_op:
             return handle
@@ -96,9 +97,9 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Gives this module's own full parameters back, unless a call of it is under way."""
-        group = self._group()
-        if group.params and group.root is not None and group.root.engine is not None:
-            group.root.engine.drop(group.unit)
+        for group in self._groups(False):
+            if group.params and group.root is not None and group.root.engine is not None:
+                group.root.engine.drop(group.unit)
 
     def reset_iter_state(self) -> None:
         """Drops what a failed forward or backward left; the next forward does so by itself.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from weakref import ref
 
 import torch
@@ -14,7 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerocore._C import Engine, ParamOwner, UnitParam, UnitSpec
 from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds
-from zerocore.fsdp.group import Group, RowParam, check_gathered_as_is, groups_below
+from zerocore.fsdp.group import (
+    Group,
+    RowParam,
+    check_gathered_as_is,
+    group_of,
+    groups_below,
+)
 from zerocore.fsdp.mesh import device_of
 from zerocore.model.call_order import call_order, units_by_module
 from zerocore.model.config import Communication, ShardConfig
@@ -147,7 +152,9 @@ class Root:
         for path, group in self.groups:
             if group.params:
                 self._add_unit(state, path, group, meshes.index(group.mesh))
-            self._set_unit_call(state, group)
+        for _, group in self.groups:
+            if group_of(group.modules[0]) is group:
+                self._set_unit_call(state, group)
         self.state = state
         start(self.module, state, False)
         for group in groups:
@@ -172,21 +179,23 @@ class Root:
 
     def _add_unit(self, state: ShardState, path: str, group: Group, mesh: int) -> None:
         near = group.num_near > 1
-        unit = Unit(group.unit, self._name_of(path), stays=group.stays, near=near, mesh=mesh)
+        unit = Unit(group.unit, self._name_of(path, group), stays=group.stays, near=near, mesh=mesh)
         state.units.append(unit)
         unit.params = _bind(state, group)
 
     def _set_unit_call(self, state: ShardState, group: Group) -> None:
         policy = group.policy
+        parts = [each for each in (group, *group.siblings) if each.params]
+        viewed = [each.unit for each in parts if not all(p.rows.is_plain for p in each.params)]
         group.unit_call = UnitCall(
             state,
             state.engine,
             explain_forward,
-            (group.unit,) if group.params else (),
+            tuple(each.unit for each in parts),
             is_root=group is self.group,
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
             cast_outputs=policy.output_dtype,
-            after_enter=partial(group.show_views, state.engine) if group.viewed else None,
+            viewed=tuple(viewed),
         )
         for module in group.modules:
             note_unit_call(module, group.unit_call)
@@ -267,10 +276,12 @@ class Root:
     def _spec(self, name: str, group: Group, mesh: int) -> UnitSpec:
         prefix = f"{name}." if name else ""
         params = [_unit_param(param, f"{prefix}{param.fqn}", group) for param in group.params]
-        return UnitSpec(self._name_of(name), params, group.stays, group.num_near > 1, mesh)
+        return UnitSpec(self._name_of(name, group), params, group.stays, group.num_near > 1, mesh)
 
-    def _name_of(self, name: str) -> str:
-        return name or type(self.module).__name__
+    def _name_of(self, name: str, group: Group) -> str:
+        name = name or type(self.module).__name__
+        is_sibling = group_of(group.modules[0]) is not group
+        return f"{name} over {group.mesh.mesh_dim_names}" if is_sibling else name
 
 
 def apply_settings(group: Group) -> None:
@@ -330,6 +341,8 @@ def _bind_param(state: ShardState, group: Group, position: int) -> Param:
     for owner, key in param.owners:
         owner._parameters[key] = shard
     engine.bind(unit, position, full, shard, grad, owners, local)
+    if not rows.is_plain:
+        engine.set_view(unit, position, param.make_view)
     spec = engine.spec(unit, position)
     written = engine.make_model_shard(unit, position)
     model_weight = None if written is None else rows.outward(written)

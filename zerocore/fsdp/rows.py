@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from zerocore.tensor.dtensors import show_dtensor
+from zerocore.fsdp.annotations import Annotation, annotation_of
+from zerocore.fsdp.mesh import DataMesh
+from zerocore.tensor.dtensors import show_dtensor, waited
 
 
 @dataclass(frozen=True)
@@ -29,17 +33,21 @@ class Rows:
         whole: of the unsharded value if that is a DTensor itself, else None.
         shape: of the unsharded value on this rank.
         spec: of the shard.
+        reduced: dimensions of ``whole`` that the engine reduces gradients over.
+        sums: groups that sum gradients of a plain value, beside those of the engine.
     """
 
     dim: int
     whole: DTensorSpec | None
     shape: torch.Size
     spec: DTensorSpec
+    reduced: tuple[int, ...] = ()
+    sums: tuple[dist.ProcessGroup, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Whether modules see the engine's tensor itself."""
-        return self.dim == 0 and self.whole is None
+        return self.dim == 0 and self.whole is None and not self.sums
 
     def inward(self, tensor: Tensor) -> Tensor:
         """A view of a local tensor as the engine has it."""
@@ -52,34 +60,72 @@ class Rows:
     def show(self, full: Tensor) -> Tensor:
         """The tensor of the modules: a view of the engine's leaf, made anew for each call."""
         local = self.outward(full)
-        return local if self.whole is None else show_dtensor(local, self.whole)
+        if self.sums:
+            return cast(Tensor, _Summed.apply(local, self.sums))
+        return local if self.whole is None else show_dtensor(local, self.whole, self.reduced)
+
+
+class _Summed(torch.autograd.Function):
+    """A view of a local tensor whose gradient is summed over groups of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, groups: tuple[dist.ProcessGroup, ...]) -> Tensor:
+        ctx.groups = groups
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        for group in ctx.groups:
+            grad = waited(functional.all_reduce(grad, "sum", group))
+        return grad, None
 
 
 def shard_rows(
-    param: nn.Parameter, mesh: DeviceMesh, placement: Shard | None, device: torch.device
+    param: nn.Parameter, name: str, data: DataMesh, placement: Shard | None, device: torch.device
 ) -> tuple[nn.Parameter, Rows]:
     """A parameter of the same values and the full shape, of which each rank holds its part.
 
     Nothing is communicated: every rank takes its part of its own values.
 
     Args:
+        name: of the parameter, for errors.
         placement: the dimension to cut; the first by default.
         device: of the part; a parameter on the meta device stays there.
 
     Raises:
         AssertionError: there is no such dimension.
         NotImplementedError: a dimension that is not the first and does not divide evenly.
-        ValueError: a DTensor on a mesh of another device.
+        ValueError: a DTensor on a mesh of another device, or a parameter that does not fit to the
+            mesh of all parallelisms.
     """
-    dim = _dim_of(param, placement)
-    rows = Rows(dim, _whole(param, mesh), _local(param).shape, _spec(param, mesh, dim))
-    part = _own_part(_local(param), mesh, dim)
+    rows = _rows(param, name, data, _dim_of(param, placement))
+    part = _own_part(_local(param), data.mesh, rows.dim)
     kept = param.device if param.is_meta else device
     with torch.no_grad():
         local = torch.empty_like(part, device=kept, memory_format=torch.contiguous_format)
         local.copy_(part)
         sharded = DTensor(local, rows.spec, requires_grad=False)
     return nn.Parameter(sharded, requires_grad=param.requires_grad), rows
+
+
+def _rows(param: nn.Parameter, name: str, data: DataMesh, dim: int) -> Rows:
+    shape = _local(param).shape
+    meta = TensorMeta(param.shape, param.stride(), param.dtype)
+    if isinstance(param, DTensor):
+        whole = param._spec
+        reduced = _check_whole(whole, name, data)
+        inner = whole if data.spmd is None else _inner(whole, data, reduced)
+        return Rows(dim, whole, shape, _spec(meta, data, inner, dim), reduced)
+    annotation = annotation_of(param, name, data)
+    if annotation is None:
+        if data.spmd is not None:
+            raise ValueError(
+                "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD "
+                f"mesh (e.g. via distribute_module). Got plain tensor for parameter '{name}'."
+            )
+        annotation = Annotation(None, ())
+    spec = _spec(meta, data, annotation.spec, dim)
+    return Rows(dim, None, shape, spec, sums=annotation.sums)
 
 
 def _local(param: Tensor) -> Tensor:
@@ -110,38 +156,73 @@ def _own_part(full: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     return full.narrow(dim, begin, min(size, length - begin))
 
 
-def _whole(param: nn.Parameter, mesh: DeviceMesh) -> DTensorSpec | None:
-    if not isinstance(param, DTensor):
-        return None
-    theirs = param.device_mesh.device_type
-    if theirs != mesh.device_type:
+def _check_whole(whole: DTensorSpec, name: str, data: DataMesh) -> tuple[int, ...]:
+    """The dimensions of a DTensor's mesh that are data parallelism's."""
+    theirs = whole.mesh.device_type
+    if theirs != data.mesh.device_type:
         raise ValueError(
             "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
-            f"{theirs} for DTensor and {mesh.device_type} for FSDP"
+            f"{theirs} for DTensor and {data.mesh.device_type} for FSDP"
         )
-    return param._spec
+    if data.spmd is None:
+        return ()
+    if whole.mesh != data.spmd:
+        raise ValueError(
+            "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
+            f"{whole.mesh} for '{name}' and {data.spmd}"
+        )
+    names = cast("tuple[str, ...]", data.spmd.mesh_dim_names)
+    for index, each in enumerate(names):
+        if each in data.names and not whole.placements[index].is_replicate():
+            raise ValueError(
+                f"Expected Replicate() on DP dim '{each}' (index {index}) of parameter '{name}' "
+                f"but got {whole.placements[index]}"
+            )
+    return tuple(index for index, each in enumerate(names) if each in data.names)
 
 
-def _spec(param: nn.Parameter, mesh: DeviceMesh, dim: int) -> DTensorSpec:
-    """Data parallelism's dimensions of the mesh, then those that the parameter has already."""
-    placements: list[Placement] = [Replicate()] * (mesh.ndim - 1)
-    meta = TensorMeta(param.shape, param.stride(), param.dtype)
-    whole = _whole(param, mesh)
-    if whole is None:
-        return DTensorSpec(mesh, (*placements, Shard(dim)), tensor_meta=meta)
-    factor = whole.num_shards_map[dim]
+def _inner(whole: DTensorSpec, data: DataMesh, reduced: tuple[int, ...]) -> DTensorSpec | None:
+    """``whole`` on the dimensions that are not data parallelism's."""
+    others = data.others
+    if others is None:
+        return None
+    kept = [each for dim, each in enumerate(whole.placements) if dim not in reduced]
+    return DTensorSpec(others, tuple(kept), tensor_meta=whole.tensor_meta)
+
+
+def _spec(meta: TensorMeta, data: DataMesh, inner: DTensorSpec | None, dim: int) -> DTensorSpec:
+    """Of the shard: data parallelism's dimensions, and those that have cut the parameter before."""
+    placements: list[Placement] = [Replicate()] * (data.mesh.ndim - 1)
+    if inner is None:
+        return DTensorSpec(data.mesh, (*placements, Shard(dim)), tensor_meta=meta)
+    meta = cast(TensorMeta, inner.tensor_meta)
+    before = data.num_before
+    factor = inner.num_shards_map[dim]  # of all others; those before cut first, as Shard says
+    for index in range(before):
+        if inner.placements[index].is_shard(dim):
+            factor //= inner.mesh.size(index)
     own = _StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
-    combined = _joined(mesh, whole.mesh)
-    return DTensorSpec(combined, (*placements, own, *whole.placements), tensor_meta=meta)
+    placed = (*inner.placements[:before], *placements, own, *inner.placements[before:])
+    return DTensorSpec(_whole_mesh(data, inner.mesh), placed, tensor_meta=meta)
 
 
-def _joined(mesh: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """Both meshes as one, as they were cut from it."""
+def _whole_mesh(data: DataMesh, others: DeviceMesh) -> DeviceMesh:
+    if data.spmd is None:
+        return _joined([data.mesh, others])
+    if len(data.names) == data.mesh.ndim and data.is_in_order:
+        return data.spmd
+    names = cast("tuple[str, ...]", others.mesh_dim_names)
+    meshes = [others[name] for name in names]
+    return _joined([*meshes[: data.num_before], data.mesh, *meshes[data.num_before :]])
+
+
+def _joined(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """All as one, as they were cut from it."""
     join: Any = getattr(DeviceMesh, "_concatenate", None)
     if join is not None:
-        return cast(DeviceMesh, join([mesh, inner]))
+        return cast(DeviceMesh, join(meshes))
     from torch.distributed.device_mesh import _mesh_resources  # before torch 2.12
 
     resources: Any = _mesh_resources
-    names = (*(mesh.mesh_dim_names or ()), *(inner.mesh_dim_names or ()))
-    return cast(DeviceMesh, resources.get_root_mesh(mesh)[names])
+    names = tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())
+    return cast(DeviceMesh, resources.get_root_mesh(meshes[0])[names])

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from zerocore.fsdp.calls import ready_state
 from zerocore.fsdp.group import Group, PlacementOf, group_of, set_group
-from zerocore.fsdp.mesh import check_mesh
+from zerocore.fsdp.mesh import DataMesh, data_mesh, data_mesh_of
 from zerocore.fsdp.module import fsdp_class, show_shards
 from zerocore.fsdp.state import read_state, state_of
 from zerocore.install import hook_into_torch
@@ -51,14 +51,17 @@ def fully_shard(
             unless the module is the root. A number k of ranks: each of k ranks that follow each
             other keeps a k-th, from which all gathers come until the parameters change; 1 counts
             as False.
-        shard_placement_fn: says ``Shard(dim)`` for a parameter, or None for the first dimension;
-            other dimensions must divide evenly.
+        shard_placement_fn: says ``Shard(dim)`` for a parameter, None for the first dimension, or
+            a ``ShardPlacementResult`` with a mesh of its own; other dimensions than the first must
+            divide evenly.
         mp_policy: dtypes of parameters in layers, of gradients on the wire, of inputs and outputs.
         offload_policy: ``CPUOffloadPolicy()`` keeps parameters and gradients on the host, where
             any optimizer updates them; the same for all modules of a model. On the CPU it changes
             nothing.
         ignored_params: stay as they are.
-        dp_mesh_dims: refused.
+        dp_mesh_dims: a ``DataParallelMeshDims`` that names the dimensions of data parallelism
+            where ``mesh`` is that of all parallelisms. Parameters are DTensors on it, or plain
+            tensors that spmd_types has annotated.
 
     Returns:
         ``module`` itself.
@@ -68,14 +71,14 @@ def fully_shard(
             the types are torch's.
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
-    mesh = check_mesh(mesh)
+    data = data_mesh(mesh, dp_mesh_dims)
     _check_modules(modules)
-    _check_options(dp_mesh_dims)
     hook_into_torch()
     ignored = set() if ignored_params is None else ignored_params
-    group = Group(modules, mesh, mp_policy, *_reshards(reshard_after_forward, mesh.size(-1)))
-    group.offloads = isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type != "cpu"
-    group.shard_params(ignored, _placement_of(shard_placement_fn))
+    reshards = _reshards(reshard_after_forward, data.mesh.size(-1))
+    group = Group(modules, data, mp_policy, *reshards)
+    group.offloads = isinstance(offload_policy, CPUOffloadPolicy) and data.mesh.device_type != "cpu"
+    group.shard_params(ignored, _placement_of(shard_placement_fn, data))
     group.move_buffers()
     for each in modules:
         set_group(each, group)
@@ -125,26 +128,22 @@ def _check_modules(modules: list[Any]) -> None:
             )
 
 
-def _check_options(dp_mesh_dims: Any) -> None:
-    if dp_mesh_dims is not None:
-        raise NotImplementedError(
-            "dp_mesh_dims: zerocore.fsdp takes a mesh of data-parallel ranks only; pass "
-            "mesh=mesh['dp'] of the mesh"
-        )
+def _placement_of(
+    placement_fn: Callable[[nn.Parameter], Any] | None, data: DataMesh
+) -> PlacementOf:
+    meshes: dict[int, DataMesh] = {}  # by the info that was given
 
-
-def _placement_of(placement_fn: Callable[[nn.Parameter], Any] | None) -> PlacementOf | None:
-    if placement_fn is None:
-        return None
-
-    def placement_of(param: nn.Parameter) -> Shard | None:
-        placement = placement_fn(param)
-        if placement is not None and not isinstance(placement, Shard):
-            raise NotImplementedError(
-                f"shard_placement_fn: {placement!r} for a parameter of shape {list(param.shape)}; "
-                "zerocore.fsdp takes Shard(dim) or None, on the mesh of the call"
+    def placement_of(param: nn.Parameter) -> tuple[Shard | None, DataMesh]:
+        placement = None if placement_fn is None else placement_fn(param)
+        if placement is None or isinstance(placement, Shard):
+            return placement, data
+        info = getattr(placement, "mesh_info", None)
+        if info is None:
+            raise ValueError(
+                f"Invalid shard_placement_fn result: {placement!r} for a parameter of shape "
+                f"{list(param.shape)}; expected Shard(dim), a ShardPlacementResult or None"
             )
-        return placement
+        return placement.placement, meshes.setdefault(id(info), data_mesh_of(info))
 
     return placement_of
 

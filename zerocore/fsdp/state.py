@@ -49,7 +49,8 @@ class FSDPState:
 
     @property
     def _fsdp_param_groups(self) -> list[FSDPParams]:
-        return [FSDPParams(self._group)] if self._group.params else []
+        groups = (self._group, *self._group.siblings)
+        return [FSDPParams(group) for group in groups if group.params]
 
 
 class FSDPParams:

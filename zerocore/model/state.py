@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 from weakref import WeakSet
@@ -105,13 +105,6 @@ class ShardState:
     @property
     def rank(self) -> int:
         return self.ranks.rank
-
-    def show(self, units: Iterable[int]) -> None:
-        """Called when units were unsharded: makes the DTensors that modules see."""
-        for unit in units:
-            for position, param in enumerate(self.units[unit].params):
-                if param.shard.spec is not None:
-                    self.engine.show_view(unit, position, param.shard.shown())
 
     def finish_reads(self) -> None:
         """Called before weights or optimizer states change."""

@@ -26,7 +26,7 @@ class UnitCall:
     ``state`` is the ShardState that the module belongs to. ``explain`` is given what a call raised,
     before its units are left, and returns what to raise instead, or None. ``looked_at`` are the
     units of modules inside whose parameters the module looks at in evaluation, see `looked_at_by`.
-    ``after_enter`` is called when the units are unsharded.
+    Of the units in ``viewed`` modules see views, which belong to the graph of one call.
     """
 
     state: Any
@@ -38,7 +38,7 @@ class UnitCall:
     cast_outputs: torch.dtype | None = None
     before_call: Callable[[], None] | None = None
     looked_at: tuple[int, ...] = ()
-    after_enter: Callable[[], None] | None = None
+    viewed: tuple[int, ...] = ()
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
@@ -57,8 +57,8 @@ class UnitCall:
             for unit in units:
                 engine.enter(unit)
                 entered += 1
-            if self.after_enter is not None:
-                self.after_enter()
+            for unit in self.viewed:
+                engine.renew_views(unit)
             if self.cast_inputs is not None:
                 args = cast_floats(args, self.cast_inputs)
                 kwargs = cast_floats(kwargs, self.cast_inputs)

@@ -130,7 +130,8 @@ def plan(
         near_link=near_link, flops=flops, host_memory=host_memory, host_bandwidth=host_bandwidth,
     )  # fmt: skip
     num_near = communication.num_near
-    for what, count in (("world_size", world_size), ("num_replicas", num_replicas)):
+    names, counts = ("world_size", "num_replicas", "regather"), (world_size, num_replicas, num_near)
+    for what, count in zip(names, counts, strict=True):
         check_int(what, count, 1)
     if not callable(loss):
         raise TypeError(f"loss must be a function of the model and its inputs, got {loss!r}")

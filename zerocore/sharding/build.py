@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from weakref import ref
 
 import torch
@@ -254,6 +253,8 @@ def _shard_param(
     shard.grad_device = shard.device if grad is None else grad.device
     owners = [ParamOwner(owner._parameters, name) for owner, name in choice.owners]
     engine.bind(unit.index, position, full, shard, grad, owners)
+    if choice.spec is not None:
+        engine.set_view(unit.index, position, shard.shown)
     for owner, name in choice.owners:
         owner._parameters[name] = shard
     shard.adopt(old)
@@ -264,12 +265,6 @@ def _shard_param(
         keep_in_place(face, choice.fqns[0])
     spec = engine.spec(unit.index, position)
     return Param(choice.fqns, choice.owners, full, shard, spec, types_of(choice, state.config))
-
-
-def _shows_dtensors(state: ShardState, units: Iterable[int]) -> Callable[[], None] | None:
-    params = (param for unit in units for param in state.units[unit].params)
-    shows = any(param.shard.spec is not None for param in params)
-    return partial(state.show, units) if shows else None
 
 
 def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> None:
@@ -295,6 +290,10 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
                 cast_outputs=mixed.output_dtype if is_root else None,
                 before_call=sync.before_call if is_root and sync is not None else None,
                 looked_at=tuple(sorted(looked_at)),
-                after_enter=_shows_dtensors(state, units),
+                viewed=tuple(
+                    unit
+                    for unit in units
+                    if any(param.shard.spec is not None for param in state.units[unit].params)
+                ),
             )
             set_unit_call(module, unit_call)

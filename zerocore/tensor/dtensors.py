@@ -11,35 +11,44 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
-def show_dtensor(local: Tensor, spec: DTensorSpec, *, sums: bool = False) -> Tensor:
+def show_dtensor(
+    local: Tensor, spec: DTensorSpec, reduced: tuple[int, ...] = (), *, sums: bool = False
+) -> Tensor:
     """The DTensor over a local tensor, a view in autograd; made anew for each call.
 
     Args:
         local: this rank's part, as the engine gathers it.
         spec: of the parameter; a DTensor of another dtype gets that of ``local``.
+        reduced: dimensions of the mesh over which the engine reduces gradients as they are.
         sums: gradients are summed over the mesh later, so that each rank may give a summand.
     """
     meta = cast(TensorMeta, spec.tensor_meta)
     meta = TensorMeta(meta.shape, meta.stride, local.dtype)
     spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
-    return cast(Tensor, _Shown.apply(local, spec, sums))
+    return cast(Tensor, _Shown.apply(local, spec, reduced, sums))
 
 
 class _Shown(torch.autograd.Function):
     """The DTensor over a local tensor; its gradient is brought to the same placements."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: DTensorSpec, sums: bool) -> DTensor:
-        ctx.placements, ctx.sums = spec.placements, sums
+    def forward(
+        ctx: Any, local: Tensor, spec: DTensorSpec, reduced: tuple[int, ...], sums: bool
+    ) -> DTensor:
+        ctx.placements, ctx.reduced, ctx.sums = spec.placements, reduced, sums
         return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if ctx.sums:
-            return _summand(grad), None, None
-        if tuple(grad.placements) != tuple(ctx.placements):
-            grad = grad.redistribute(placements=ctx.placements)
-        return _local(grad), None, None
+            return _summand(grad), None, None, None
+        wanted = tuple(
+            grad.placements[dim] if dim in ctx.reduced else placement
+            for dim, placement in enumerate(ctx.placements)
+        )
+        if tuple(grad.placements) != wanted:
+            grad = grad.redistribute(placements=wanted)
+        return waited(grad._local_tensor), None, None, None
 
 
 def _summand(grad: DTensor) -> Tensor:
@@ -48,11 +57,12 @@ def _summand(grad: DTensor) -> Tensor:
     Where all ranks have the gradient itself the first one gives it, so that the sum is exact.
     """
     if all(placement == Partial() for placement in grad.placements):
-        return _local(grad)
-    full = _local(grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim))
+        return waited(grad._local_tensor)
+    whole = grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim)
+    full = waited(whole._local_tensor)
     return full if grad.device_mesh.get_local_rank() == 0 else torch.zeros_like(full)
 
 
-def _local(tensor: DTensor) -> Tensor:
-    local = tensor._local_tensor
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+def waited(tensor: Any) -> Any:
+    """What a functional collective gives, once it has arrived."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

@@ -71,7 +71,6 @@ def call_with_full(
             else:
                 engine.enter(unit)
                 entered.append((engine, unit))
-            param.state_ref().show((unit,))
         full = tree_map_only(Placed, _with_full, (args, kwargs))
         fulls = _replaced((args, kwargs), full) if entered else []
         output = func(*full[0], **full[1])

@@ -209,7 +209,10 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
             return self.full
         from zerocore.tensor.dtensors import show_dtensor  # late: takes a second
 
-        return as_view(show_dtensor(self.full, self.spec, sums=self.place.part is None), self.full)
+        with torch.enable_grad():  # a backward that computes a call once more records, too
+            view = show_dtensor(self.full, self.spec, sums=self.place.part is None)
+        view.__dict__.update(vars(self.full))
+        return as_view(view, self.full)
 
     def detach(self) -> Any:
         """A shard on the same memory, until ``data`` is set; in a call the full value."""

@@ -1,0 +1,24 @@
+"""torchtitan's own trainer over ``zerocore.fsdp``: losses as over torch's FSDP2, and it resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.titan import behind, resume, train, write_assets
+
+pytest.importorskip("torchtitan.config")
+pytest.importorskip("spmd_types")
+
+
+@pytest.mark.parametrize(
+    "case", ["llama3-fsdp", pytest.param("qwen3-ep", marks=pytest.mark.nightly)]
+)
+def test_its_trainer_trains_as_over_fsdp2_and_resumes(tmp_path: Path, case: str) -> None:
+    """Bit for bit: the shards, the order of sums and the dtypes are the same."""
+    write_assets(tmp_path)
+    found, expected = (train(case, name, str(tmp_path)) for name in ("zerocore", "torch"))
+    assert found == expected
+    assert resume(case, "zerocore", str(tmp_path)) == behind(expected)
+    assert resume(case, "zerocore", str(tmp_path), run="torch") == behind(expected)

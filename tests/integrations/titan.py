@@ -1,0 +1,254 @@
+"""torchtitan's own trainer on gloo ranks, over FSDP2 of torch and of zerocore.
+
+python -m tests.integrations.titan [CASE ...] [--write]
+
+Prints losses of both beside each other. The trainer, its models and its configurations are
+torchtitan's as they come; over zerocore.fsdp in their default configuration (spmd_types). FSDP2
+takes that from torch 2.14 on, so before it runs with ``spmd_backend=partial_dtensor``: the same
+shards and the same sums. Models keep two of their layers, in pipelines four. Tokens are bytes,
+texts are sources of Python's own library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import tempfile
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import torch
+
+from tests.distributed.harness import RanksFailed, run_ranks
+from tests.integrations.fully_sharded import engine
+
+STEPS = 5
+SAVED = 3
+BASE = (
+    "--debug.seed=42",
+    "--training.seq-len=128",
+    "--training.local-batch-size=2",
+    f"--training.steps={STEPS}",
+    "--checkpoint.enable",
+    f"--checkpoint.interval={SAVED}",
+)
+MODELS = {
+    "llama3": ("--module=llama3", "--config=llama3_debugmodel"),
+    "qwen3": ("--module=qwen3", "--config=qwen3_moe_debug"),
+}
+# FSDP2 before torch 2.14 takes DTensors of tensor parallelism, and no annotations.
+PARTIAL = ("--parallelism.spmd-backend=partial_dtensor",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A parallelism: on how many ranks, and torchtitan's options for it."""
+
+    ranks: int
+    options: tuple[str, ...] = ()
+
+
+def _of(ranks: int, *options: str) -> Case:
+    return Case(ranks, tuple(f"--{option}" for option in options))
+
+
+PARALLELISMS = {
+    "fsdp": _of(2),
+    "hsdp": _of(4, "parallelism.data-parallel-replicate-degree=2"),
+    "tp": _of(4, "parallelism.tensor-parallel-degree=2"),
+    "cp": _of(4, "parallelism.context-parallel-degree=2", "training.seq-len=512"),
+    "ep": _of(4, "parallelism.expert-parallel-degree=2", "training.disable-cuda-graphs"),
+    "pp_zbv": _of(
+        4,
+        "parallelism.pipeline-parallel-degree=2",
+        "parallelism.pipeline-parallel-schedule=ZBVZeroBubble",
+        "training.local-batch-size=4",
+        "training.disable-cuda-graphs",
+    ),
+}
+CASES = {f"{model}-{name}": (model, name) for model in MODELS for name in PARALLELISMS}
+
+
+def stand_in_for_a_device() -> None:
+    """The trainer asks an accelerator for a name, figures of memory and kernels."""
+    cpu: Any = torch.cpu
+    torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[assignment]
+    cpu.get_device_name = lambda *_: "CPU"
+    cpu.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=1 << 34, name="CPU")
+    cpu.memory_stats = lambda *_: {}
+    cpu.reset_peak_memory_stats = cpu.empty_cache = lambda *_: None
+    sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = Mock()  # Triton's, not called
+    importlib.import_module("torchtitan.trainer")
+    titan: Any = sys.modules["torchtitan.distributed.utils"]
+    titan.set_pg_timeouts = lambda **_: None  # gloo has none to set
+    attention: Any = sys.modules["torchtitan.models.common.attention"]
+    parallel: Any = importlib.import_module(
+        "torch.distributed.tensor.experimental._context_parallel._attention"
+    )
+    flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    for module in (attention, parallel):
+        module._compiled_create_block_mask = flex.create_block_mask
+    attention.FlexAttention._compiled_flex_attn = staticmethod(_attend)
+
+
+def _attend(q: Any, k: Any, v: Any, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any):
+    """As flex_attention, which has no backward on the CPU."""
+    flex: Any = sys.modules["torch.nn.attention.flex_attention"]
+    mask = flex.create_mask(block_mask.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2], q.device)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa), None
+
+
+def stand_in_for_later_torch() -> None:
+    """Schedules take micro-batches; FSDP2 with a factor of 1 sums on gloo, which cannot divide."""
+    schedules: Any = importlib.import_module("torch.distributed.pipelining.schedules")
+    schedules.PipelineScheduleMulti.step = _step_of_micro_batches
+    module: Any = importlib.import_module("torch.distributed.fsdp").FSDPModule
+    stock = module.set_gradient_divide_factor
+
+    def set_gradient_divide_factor(self: Any, factor: float) -> None:
+        self.set_force_sum_reduction_for_comms(True)
+        stock(self, factor)
+
+    module.set_gradient_divide_factor = set_gradient_divide_factor
+
+
+def _step_of_micro_batches(
+    self: Any,
+    arg_mbs: Any,
+    kwarg_mbs: Any,
+    target_mbs: Any,
+    losses: Any,
+    loss_kwargs: Any,
+    return_outputs: bool,
+) -> None:
+    for stage in self._stages:
+        stage.has_backward = self._has_backward
+        stage.clear_runtime_states()
+    self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+
+
+def write_assets(folder: Path) -> None:
+    """A tokenizer of bytes, and texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {token: index for index, token in enumerate([*alphabet, "<bos>", "<eos>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    (folder / "texts").mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    library = Path(os.__file__).parent
+    sources = [(library / f"{name}.py").read_text() for name in ("ast", "bdb", "cmd", "csv", "dis")]
+    parts = [text[at : at + 1500] for text in sources for at in range(0, len(text), 1500)]
+    lines = [json.dumps({"text": part}) for part in parts]
+    (folder / "texts" / "data.json").write_text("\n".join(lines))
+
+
+def train_rank(name: str, options: tuple[str, ...], folder: str) -> list[tuple[float, float]]:
+    """Loss and norm of each step, as torchtitan logs them."""
+    torch.set_num_threads(1)
+    os.environ.update(HF_DATASETS_OFFLINE="1", HF_HOME=f"{folder}/hf", LOCAL_RANK="0")
+    with engine(name):
+        stand_in_for_a_device()
+        stand_in_for_later_torch()
+        from torchtitan.config import ConfigManager
+
+        config: Any = ConfigManager().parse_args([*options, f"--hf-assets-path={folder}"])
+        config.dataloader.dataset_path = f"{folder}/texts"
+        if config.parallelism.pipeline_parallel_degree > 1:
+            config.activation_checkpoint = None  # torch recomputes for one backward, not for two
+        model: Any = config.model_spec.model
+        model.layers = model.layers[: 4 if config.activation_checkpoint is None else 2]
+        trainer = config.build()
+        figures: list[tuple[float, float]] = []
+        log = trainer.metrics_processor.log
+
+        def note(step: int, loss: float, most: float, norm: float, **kwargs: Any) -> None:
+            figures.append((loss, norm))
+            log(step, loss, most, norm, **kwargs)
+
+        trainer.metrics_processor.log = note
+        try:
+            trainer.train()
+        finally:
+            trainer.close()
+    return figures
+
+
+def train(case: str, name: str, folder: str, *options: str, run: str = "") -> list[float]:
+    """Losses of all steps, then norms; checkpoints of runs of one name lie together."""
+    model, parallelism = CASES[case]
+    found = PARALLELISMS[parallelism]
+    backend = PARTIAL if name == "torch" else ()
+    options = (*MODELS[model], *BASE, *found.options, *backend, *options)
+    options = (*options, f"--dump-folder={folder}/{case}-{run or name}")
+    ranks = run_ranks(
+        train_rank, found.ranks, name, options, folder, launch="torchrun", timeout=300
+    )
+    figures = max(ranks)  # a pipeline's loss is where its last stage is, others log less than 0
+    return [loss for loss, _ in figures] + [norm for _, norm in figures]
+
+
+def resume(case: str, name: str, folder: str, *options: str, run: str = "") -> list[float]:
+    """As ``train``, of the steps behind the one that was saved."""
+    return train(case, name, folder, *options, f"--checkpoint.load-step={SAVED}", run=run)
+
+
+def difference(found: list[float], expected: list[float]) -> float:
+    """The largest, relative."""
+    assert len(found) == len(expected) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def behind(figures: list[float]) -> list[float]:
+    """Those of the steps behind the one that was saved."""
+    return figures[SAVED:STEPS] + figures[STEPS + SAVED :]
+
+
+def row(case: str, folder: str, options: list[str]) -> list[str]:
+    """Of the table; a run that fails says why."""
+    losses: list[str] = []
+    figures: dict[str, list[float]] = {}
+    for name in ("torch", "zerocore"):
+        try:
+            figures[name] = train(case, name, folder, *options)
+            losses.append(f"{figures[name][STEPS - 1]:.8f}")
+        except RanksFailed as failed:
+            losses.append(next(x for x in str(failed).splitlines()[::-1] if "Error:" in x)[:150])
+    if len(figures) < 2:
+        return [case, str(STEPS), *losses, "", ""]
+    resumed = difference(resume(case, "zerocore", folder, *options), behind(figures["zerocore"]))
+    between = difference(figures["zerocore"], figures["torch"])
+    return [case, str(STEPS), *losses, _shown(between), _shown(resumed)]
+
+
+def _shown(found: float) -> str:
+    return "none" if found == 0 else f"{found:.1e}"
+
+
+def main() -> None:
+    """Runs the cases one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", choices=[[], *CASES], metavar="CASE", default=[])
+    parser.add_argument("--option", action="append", default=[], help="of torchtitan, for all")
+    options = parser.parse_args()
+    print("| case | steps | loss torch | loss zerocore | difference | resumed |")
+    print("|---|---:|---:|---:|---:|---:|")
+    with tempfile.TemporaryDirectory() as folder:
+        write_assets(Path(folder))
+        for case in options.cases or CASES:
+            print("|", " | ".join(row(case, folder, options.option)), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()
