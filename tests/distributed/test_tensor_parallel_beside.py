@@ -1,0 +1,88 @@
+"""Tensor parallelism beside pipelines, FSDP2 and Muon."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zerocore
+from tests.distributed.harness import run_ranks
+from tests.distributed.tensor_parallel import DIM, HIDDEN, batch_of, cut_model, loss_of
+from tests.distributed.test_tensor_parallel import CLOSE, mesh_of, sharded
+
+
+def pipeline_stage(number: int) -> nn.Sequential:
+    torch.manual_seed(number)
+    return nn.Sequential(nn.Linear(DIM, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, DIM))
+
+
+def train_stages(kind: str) -> None:
+    """World 8: two stages of a pipeline, each cut over two ranks and sharded over two more."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    number, rank = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    part, truth = pipeline_stage(number), nn.Sequential(pipeline_stage(0), pipeline_stage(1))
+    parallelize_module(part, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    zerocore.shard(part, group=mesh["dp"])
+    stage = pipelining.PipelineStage(
+        part, number, 2, torch.device("cpu"), group=mesh.get_group("pp")
+    )
+    is_multi = "Interleaved" in kind
+    make: Any = getattr(pipelining, kind)
+    schedule = make([stage] if is_multi else stage, 2, loss_fn=nn.functional.mse_loss)
+    inputs = [batch_of(each, 0)[0].flatten(0, 1) for each in range(2)]
+    for _ in range(2):
+        part.zero_grad()
+        given = (inputs[rank],) if number == 0 else ()
+        schedule.step(*given, **({"target": inputs[rank] * 2} if number == 1 else {}))
+    whole = torch.cat(inputs)
+    nn.functional.mse_loss(truth(whole), whole * 2).backward()
+    for param, full in zip(part.parameters(), truth[number].parameters(), strict=True):
+        torch.testing.assert_close(param.grad.whole_tensor(), full.grad, **CLOSE)
+    norm = zerocore.clip_grad_norm_(part, 0.1, across=mesh["pp"])
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(truth.parameters(), 0.1), **CLOSE)
+    if number == 1:
+        part[2].bias.grad.mul_(float("nan"))
+    where = "'2.bias'" if number == 1 else "another rank of across="
+    with pytest.raises(zerocore.NonFiniteGradError, match=where):
+        zerocore.clip_grad_norm_(part, 0.1, error_if_nonfinite=True, across=mesh["pp"])
+
+
+@pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
+def test_stages_of_a_pipeline(kind: str) -> None:
+    run_ranks(train_stages, 8, kind)
+
+
+def compare_with_fsdp2() -> None:
+    """FSDP2 gives the same gradients, and sums those of each replicated parameter by itself."""
+    mesh = mesh_of((2, 2))
+    theirs, (ours, rank, _) = cut_model(mesh["tp"]), sharded((2, 2), 3)
+    for module in (*theirs.blocks, theirs):
+        torch_fsdp.fully_shard(module, mesh=mesh["dp"])
+    for model in (theirs, ours):
+        loss_of(model, [rank], 0).backward()
+    for (name, their), own in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        expected = their.grad.full_tensor()
+        torch.testing.assert_close(own.grad.whole_tensor(), expected, msg=name, **CLOSE)
+
+
+def test_beside_fsdp2() -> None:
+    run_ranks(compare_with_fsdp2, 4)
+
+
+def refuse_muon() -> None:
+    model, _, _ = sharded((2, 2), 3)
+    for optimizer in (zerocore.optim.Muon, partial(zerocore.optim.owned, torch.optim.Adagrad)):
+        with pytest.raises(ValueError, match=r"'blocks\.0\.\w+\.\w+'"):
+            optimizer(model.parameters(), lr=0.01)
+
+
+def test_muon_refuses_dtensors_by_name() -> None:
+    run_ranks(refuse_muon, 4)
