@@ -130,8 +130,8 @@ def plan(
         near_link=near_link, flops=flops, host_memory=host_memory, host_bandwidth=host_bandwidth,
     )  # fmt: skip
     num_near = communication.num_near
-    names, counts = ("world_size", "num_replicas", "regather"), (world_size, num_replicas, num_near)
-    for what, count in zip(names, counts, strict=True):
+    counts = (("world_size", world_size), ("num_replicas", num_replicas), ("regather", num_near))
+    for what, count in counts:
         check_int(what, count, 1)
     if not callable(loss):
         raise TypeError(f"loss must be a function of the model and its inputs, got {loss!r}")
@@ -146,7 +146,7 @@ def plan(
     )
     module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
     parts = {part.pattern: part.num_parts for part in setting.groups}
-    planned = assign_parts(choose_units(module, units), list(parts))
+    planned = assign_parts(choose_units(module, units), [*parts])
     planner = replace(
         make_planner(module, planned, precision, optimizer_states(optimizer), (1, *parts.values())),
         micro_batches=workload.micro_batches,
@@ -154,8 +154,7 @@ def plan(
     )
     given = inputs is not None or loss is not default_loss
     if inputs is None:
-        seq_len = _allowed_length(module, workload.seq_len)
-        inputs = sample_inputs(module, workload.micro_batch, seq_len)
+        inputs = sample_inputs(module, workload.micro_batch, _allowed_length(module, workload))
     measured = _measure(module, planned, inputs, loss, precision.run_dtype, given)
     return _make_plan(name, planned, planner, setting, *measured)
 
@@ -264,8 +263,8 @@ def _resolve(model: Any, precision: Precision) -> tuple[nn.Module, str, Precisio
     return built, name, replace(precision, dtype=None)
 
 
-def _allowed_length(model: nn.Module, seq_len: int) -> int:
-    config = getattr(model, "config", None)
+def _allowed_length(model: nn.Module, workload: Workload) -> int:
+    config, seq_len = getattr(model, "config", None), workload.seq_len
     return min(seq_len, getattr(config, "max_position_embeddings", None) or seq_len)
 
 

@@ -64,5 +64,5 @@ def _summand(grad: DTensor) -> Tensor:
 
 
 def waited(tensor: Any) -> Any:
-    """What a functional collective gives, once it has arrived."""
+    """The result of a functional collective, once it has arrived."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
