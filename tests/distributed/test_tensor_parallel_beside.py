@@ -1,4 +1,4 @@
-"""Tensor parallelism beside pipelines, FSDP2 and Muon."""
+"""Tensor parallelism beside pipelines, FSDP2, Muon and Hugging Face models."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerocore
 from tests.distributed.harness import run_ranks
@@ -86,3 +89,57 @@ def refuse_muon() -> None:
 
 def test_muon_refuses_dtensors_by_name() -> None:
     run_ranks(refuse_muon, 4)
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads))
+
+
+ENDS = ("self_attn.o_proj", "mlp.down_proj")
+
+
+def cut_llama(mesh: DeviceMesh) -> nn.Module:
+    model = llama()
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for layer in ("model.layers.0", "model.layers.1"):
+        for name in ("q_proj", "k_proj", "v_proj"):
+            plan[f"{layer}.self_attn.{name}"] = ColwiseParallel()
+        plan |= {f"{layer}.mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
+        plan |= {
+            f"{layer}.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")
+        }
+    return parallelize_module(model, mesh, plan)
+
+
+def tokens_of(rank: int) -> Tensor:
+    return torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(rank))
+
+
+def train_llama(shape: tuple[int, int], on_meta: bool) -> None:
+    """Embedding, attention and head are cut; norms stay plain. Also from the meta device."""
+    mesh, truth = mesh_of(shape), llama()
+    with torch.device("meta" if on_meta else "cpu"):
+        model = cut_llama(mesh["tp"])
+    zerocore.shard(model, group=mesh["dp"], device=torch.device("cpu"), init_fn=lambda module: None)
+    zerocore.load_full_state_dict(model, truth.state_dict() if dist.get_rank() == 0 else None)
+    for buffer, own in zip(model.buffers(), truth.buffers(), strict=True):
+        buffer.copy_(own)
+    own_tokens = tokens_of(mesh["dp"].get_local_rank())
+    model(input_ids=own_tokens, labels=own_tokens).loss.backward()
+    tokens = torch.cat([tokens_of(rank) for rank in range(shape[0])])
+    truth(input_ids=tokens, labels=tokens).loss.backward()
+    for (name, param), full in zip(model.named_parameters(), truth.parameters(), strict=True):
+        torch.testing.assert_close(
+            param.grad.whole_tensor(), full.grad, rtol=5e-6, atol=5e-7, msg=name
+        )
+
+
+@pytest.mark.parametrize(("shape", "on_meta"), [((2, 2), False), ((2, 2), True), ((4, 1), False)])
+def test_llama(shape: tuple[int, int], on_meta: bool) -> None:
+    run_ranks(train_llama, 4, shape, on_meta)
