@@ -67,6 +67,7 @@ def plan(
     accumulate: str = UNSET,
     gather_at_step: bool = UNSET,
     regather: Any = UNSET,
+    replicas_share: str | None = UNSET,
     micro_batches: int = UNSET,
     micro_batch: int = UNSET,
     seq_len: int = UNSET,
@@ -90,7 +91,8 @@ def plan(
         world_size: number of data-parallel ranks, of all replicas together.
         num_replicas: groups of ranks that hold the same (hybrid sharding): the state is sharded
             over ``world_size / num_replicas`` ranks, as with ``group=`` a DeviceMesh of
-            ``(num_replicas, world_size // num_replicas)``.
+            ``(num_replicas, world_size // num_replicas)``; they may share the optimizer's states
+            (``replicas_share="optimizer"``).
         communication: as for :func:`zerocore.shard`. Options of this and the next two are also
             keywords: ``memory="80GB"`` stands for ``machine=Machine(memory="80GB")``.
         workload: the step of a rank, see :class:`Workload`.
@@ -114,7 +116,7 @@ def plan(
     """
     communication = options_of(
         communication, Communication, prefetch=prefetch, accumulate=accumulate,
-        gather_at_step=gather_at_step, regather=regather,
+        gather_at_step=gather_at_step, regather=regather, replicas_share=replicas_share,
     )  # fmt: skip
     workload = options_of(
         workload, Workload, micro_batches=micro_batches, micro_batch=micro_batch, seq_len=seq_len,

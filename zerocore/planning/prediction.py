@@ -51,7 +51,7 @@ def division_of(state: ShardState) -> Division:
     return Division(
         stage=state.config.stage,
         world_size=state.world_size,
-        num_replicas=state.ranks.num_replicas,
+        num_replicas=state.ranks.shape[0],
         communication=replace(state.config.communication, regather=state.ranks.num_near),
         rank=state.rank,
         backend=state.ranks.backend,

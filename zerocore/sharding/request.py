@@ -17,7 +17,7 @@ from zerocore.model.config import ShardConfig
 from zerocore.model.materialize import InitFn
 from zerocore.model.parts import ModelPart, assign_parts, choices_on, find_parts
 from zerocore.model.precision import ParamTypes, param_types
-from zerocore.model.ranks import Ranks, with_near
+from zerocore.model.ranks import Ranks, check_levels, with_near
 from zerocore.model.refusals import check_kinds
 from zerocore.model.state import find_state
 from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
@@ -84,6 +84,8 @@ def validate(
         ranks = _with_near(ranks, config)
         known = replace(config.communication, regather=ranks.num_near)  # ranks compare no groups
         config = replace(config, communication=known)
+        if known.replicas_share is not None:
+            _check_shared(ranks, config, groups)
         check_kinds(model, ranks.world_size)
         parts = find_parts(groups, ranks)
         planned = assign_parts(choose_units(model, units), parts)
@@ -131,6 +133,17 @@ def _with_near(ranks: Ranks, config: ShardConfig) -> Ranks:
             "stage=3"
         )
     return with_near(ranks, regather)
+
+
+def _check_shared(ranks: Ranks, config: ShardConfig, groups: Any) -> None:
+    others = {"groups": groups, "offload": config.offload}
+    others["regather"] = None if ranks.num_near == 1 else ranks.num_near
+    for name, given in others.items():
+        if given is not None:
+            raise ValueError(
+                f"replicas_share='optimizer' with {name}= is not built; leave one of them out"
+            )
+    check_levels(ranks, config.stage)
 
 
 def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> torch.device:
