@@ -37,6 +37,7 @@ class Region:
     itemsize: int
     requires_grad: bool
     shard_numel: int
+    num_across: int
     params: list[int]
     numel: int
     nbytes: int
@@ -95,13 +96,14 @@ class ShardOptions:
         hold_full: bool = False,
         by_rows: bool = False,
         gather_at_step: bool = False,
+        shard_across: bool = False,
         states: str = "device",
         gradients: str = "device",
         parameters: str = "device",
     ) -> None: ...
 
 class PlanOptions:
-    """How the plan's model is sharded, seen from the rank that has the shard ``rank``.
+    """How the plan's model is sharded, seen from ``rank``, counted replica by replica.
 
     ``parts``: further meshes, as the ranks that share the state, replicas, and the rank's shard.
     """

@@ -44,6 +44,7 @@ def shard(
     accumulate: str = UNSET,
     gather_at_step: bool = UNSET,
     regather: Any = UNSET,
+    replicas_share: str | None = UNSET,
     overlap_reductions: bool = UNSET,
     gradient_divide_factor: float | None = UNSET,
     sync_buffers: bool = UNSET,
@@ -61,7 +62,8 @@ def shard(
         group: process group or 1-D DeviceMesh; None takes the default group, made under torchrun
             if there is none. Without torch.distributed the world has one rank. A 2-D DeviceMesh is
             hybrid sharding: its first dimension are replicas, over the second the state is sharded;
-            gradients are reduce-scattered in it and then all-reduced over the replicas.
+            gradients are reduce-scattered in it and then all-reduced over the replicas, which may
+            share the optimizer's states (``replicas_share``).
         groups: ranks of parameters that not all ranks of ``group`` share, by a pattern of their
             names: a :class:`Part`, or the mesh of one.
         units: what is gathered together, see :func:`zerocore.model.units.choose_units`.
@@ -93,7 +95,8 @@ def shard(
         options = options_of(
             communication, Communication, prefetch=prefetch, accumulate=accumulate,
             gather_at_step=gather_at_step, regather=regather, sync_buffers=sync_buffers,
-            overlap_reductions=overlap_reductions, gradient_divide_factor=gradient_divide_factor,
+            overlap_reductions=overlap_reductions, replicas_share=replicas_share,
+            gradient_divide_factor=gradient_divide_factor,
         )  # fmt: skip
         return ShardConfig(stage, options, sync_params, mixed_precision, offload)
 

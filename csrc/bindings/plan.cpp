@@ -55,6 +55,7 @@ void register_layout(py::module_& module) {
       .def_readonly("itemsize", &Region::itemsize)
       .def_readonly("requires_grad", &Region::requires_grad)
       .def_readonly("shard_numel", &Region::shard_numel)
+      .def_readonly("num_across", &Region::num_across)
       .def_readonly("params", &Region::params)
       .def_property_readonly("numel", &Region::numel)
       .def_property_readonly("nbytes", &Region::nbytes)
@@ -69,7 +70,8 @@ void register_layout(py::module_& module) {
           &Layout::build,
           py::arg("params"),
           py::arg("num_shards"),
-          py::arg("by_rows") = false)
+          py::arg("by_rows") = false,
+          py::arg("num_across") = 1)
       .def("of_shard", &Layout::of_shard)
       .def_property_readonly("regions", &Layout::regions)
       .def_property_readonly("places", &Layout::places)
@@ -129,11 +131,13 @@ void register_options(py::module_& module) {
                       bool hold_full,
                       bool by_rows,
                       bool gather_at_step,
+                      bool shard_across,
                       const std::string& states,
                       const std::string& gradients,
                       const std::string& parameters) {
             const Tiers tiers{tier_of(states), tier_of(gradients), tier_of(parameters)};
-            return ShardOptions{stage, prefetch, hold_full, by_rows, gather_at_step, tiers};
+            return ShardOptions{
+                stage, prefetch, hold_full, by_rows, gather_at_step, shard_across, tiers};
           }),
           py::kw_only(),
           py::arg("stage"),
@@ -141,6 +145,7 @@ void register_options(py::module_& module) {
           py::arg("hold_full") = false,
           py::arg("by_rows") = false,
           py::arg("gather_at_step") = false,
+          py::arg("shard_across") = false,
           py::arg("states") = "device",
           py::arg("gradients") = "device",
           py::arg("parameters") = "device");
@@ -158,9 +163,11 @@ void register_options(py::module_& module) {
                       std::vector<CallEvent> first_order,
                       std::vector<BackwardEvent> backward) {
             const WireMethods methods = WireMethods::of_backend(backend);
+            const Axis state{world_size, rank % world_size, methods};
+            const Axis replicas{num_replicas, rank / world_size, methods};
             const Axis near{num_near, 0, methods};
-            std::vector<UnitMesh> meshes = {UnitMesh::of(
-                sharding, {world_size, rank, methods}, {num_replicas}, sums_on_host, near)};
+            std::vector<UnitMesh> meshes = {
+                UnitMesh::of(sharding, state, replicas, sums_on_host, near)};
             for (const auto& [num_shards, replicas, shard] : parts) {
               meshes.push_back(
                   UnitMesh::of(sharding, {num_shards, shard, methods}, {replicas}, sums_on_host));

@@ -82,7 +82,11 @@ int64_t aligned_numel(int64_t nbytes, int64_t itemsize) {
 
 } // namespace
 
-Layout Layout::build(const std::vector<ParamSpec>& params, int64_t num_shards, bool by_rows) {
+Layout Layout::build(
+    const std::vector<ParamSpec>& params,
+    int64_t num_shards,
+    bool by_rows,
+    int64_t num_across) {
   TORCH_CHECK_VALUE(num_shards >= 1, "num_shards must be at least 1, got ", num_shards);
   std::vector<Region> regions;
   std::vector<ParamPlace> places;
@@ -107,6 +111,7 @@ Layout Layout::build(const std::vector<ParamSpec>& params, int64_t num_shards, b
   }
   for (size_t i = 0; i < regions.size(); ++i) {
     const int64_t multiple = aligned_numel(kShardAlignment, narrowest(regions[i]));
+    regions[i].num_across = num_across;
     regions[i].shard_numel = round_up(by_rows ? used[i] : ceil_div(used[i], num_shards), multiple);
   }
   Layout layout(std::move(regions), std::move(places), num_shards, by_rows);
@@ -141,7 +146,7 @@ std::vector<int> Layout::main_regions() const {
 Layout Layout::of_shard(int64_t shard) const {
   std::vector<Region> regions = regions_;
   for (Region& region : regions) {
-    region.num_shards = 1;
+    region.num_shards = region.num_across = 1;
   }
   std::vector<ParamPlace> places;
   places.reserve(places_.size());
@@ -149,6 +154,15 @@ Layout Layout::of_shard(int64_t shard) const {
     places.push_back({places_[i].region, offset_in_shard(i, shard), owned(i, shard).size()});
   }
   return Layout(std::move(regions), std::move(places), 1, /*by_rows=*/false);
+}
+
+Layout Layout::of_shards(int64_t count) const {
+  std::vector<Region> regions = regions_;
+  for (Region& region : regions) {
+    region.num_shards = count;
+    region.num_across = 1;
+  }
+  return Layout(std::move(regions), places_, count, /*by_rows=*/false);
 }
 
 Layout Layout::retyped(ElementType Region::* type) const {

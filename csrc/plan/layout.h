@@ -52,6 +52,7 @@ struct Region {
   ElementType main, reduce, grad; // as of its parameters; the region's own where frozen
   int64_t shard_numel = 0;
   int64_t num_shards = 1;
+  int64_t num_across = 1; // shards of different replicas that follow each other
   std::vector<int> params; // indices into the unit's parameters, in order of offset
 
   ElementType own() const {
@@ -74,8 +75,11 @@ struct Region {
   int64_t shard_nbytes() const {
     return shard_numel * itemsize;
   }
+  // Shards are numbered replica by replica, see Note [Sharded across].
   Range shard_range(int64_t shard) const {
-    return {shard * shard_numel, (shard + 1) * shard_numel};
+    const int64_t num_within = num_shards / num_across;
+    const int64_t place = shard % num_within * num_across + shard / num_within;
+    return {place * shard_numel, (place + 1) * shard_numel};
   }
 };
 
@@ -83,16 +87,20 @@ class Layout {
  public:
   // Lays out `params` for `num_shards` equal shards. Parameters of the same types and the same
   // requires_grad share a region; regions appear in the order of their first parameter.
-  // With `by_rows` see Note [Shards of rows]. Throws c10::ValueError for num_shards < 1 or a
-  // parameter without a valid shape or itemsize; by rows, also for one without a dimension.
+  // With `by_rows` see Note [Shards of rows], with `num_across` Region::shard_range. Throws
+  // c10::ValueError for num_shards < 1 or a parameter without a valid shape or itemsize; by rows,
+  // also for one without a dimension.
   static Layout build(
       const std::vector<ParamSpec>& params,
       int64_t num_shards,
-      bool by_rows = false);
+      bool by_rows = false,
+      int64_t num_across = 1);
 
   // The layout of what one shard holds: the same regions without the other ranks' parts, every
   // parameter reduced to its owned range (not aligned any more).
   Layout of_shard(int64_t shard) const;
+  // Regions with room for so many shards; places have no meaning in it.
+  Layout of_shards(int64_t count) const;
   // The same places with elements of another type: &Region::main, &Region::reduce, &Region::grad.
   Layout retyped(ElementType Region::* type) const;
 

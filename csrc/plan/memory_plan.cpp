@@ -50,8 +50,8 @@ std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanO
   std::vector<Layout> layouts;
   layouts.reserve(units.size());
   for (const UnitPlan& unit : units) {
-    const int64_t num_shards = options.meshes.at(unit.mesh).num_shards();
-    layouts.push_back(Layout::build(unit.params, num_shards, options.sharding.by_rows));
+    const UnitMesh& mesh = options.meshes.at(unit.mesh);
+    layouts.push_back(mesh.layout_of(unit.params, options.sharding.by_rows));
   }
   return layouts;
 }

@@ -72,12 +72,10 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
 // At most one reduction is in flight where it holds blocks of the pool, which the next one then
 // takes, and where the sum over the replicas waits for the host.
 bool Reduction::completes_first(UnitId unit) const {
-  const auto& regions = facts_.layout_of(unit).regions();
   const UnitMesh& mesh = facts_.mesh_of(unit);
-  return mesh.shards_gradients() || facts_.parts(unit) > 1 || facts_.hands_across(unit) ||
-      (mesh.communicates() && std::any_of(regions.begin(), regions.end(), [](const Region& region) {
-           return region.has_wire();
-         }));
+  return mesh.shards_gradients() || facts_.takes_scratch(unit) || facts_.hands_across(unit) ||
+      (mesh.communicates() &&
+       std::ranges::any_of(facts_.layout_of(unit).regions(), &Region::has_wire));
 }
 
 void Reduction::finish(GradSteps& steps) {
@@ -213,7 +211,7 @@ void Reduction::choose_result(Key key, GradSteps& steps) {
   state.result = wired          ? GradBuffer::Wire
       : facts_.offloads_grads() ? GradBuffer::Full
                                 : GradBuffer::Kept;
-  if (facts_.parts(key.first) > 1 ||
+  if (facts_.takes_scratch(key.first) ||
       (sharded && !wired && (state.adds || facts_.offloads_grads()))) {
     take(key, GradBuffer::Scratch, state.scratch, steps);
     state.result = GradBuffer::Scratch;
@@ -271,7 +269,7 @@ void Reduction::grad_ready(Key key, GradSteps& steps) {
 // See Note [Replicas].
 void Reduction::complete_across(Key key, GradSteps& steps) {
   const RegionState& state = state_of(key);
-  const bool in_place = !state.adds && !facts_.is_wired(key);
+  const bool in_place = !state.adds && facts_.sums_in_place(key);
   const GradBuffer sum = in_place ? GradBuffer::Kept : state.result;
   if (facts_.parts(key.first) > 1) {
     sum_parts(key, sum, steps);
@@ -294,7 +292,9 @@ void Reduction::sum_parts(Key key, GradBuffer to, GradSteps& steps) {
 
 void Reduction::start_across(Key key, GradBuffer place, GradSteps& steps) {
   GradStep step = make_step(GradStepKind::StartAcross, key);
-  step.to = place;
+  step.op = facts_.op_across(key.first);
+  step.from = place;
+  step.to = facts_.last_result(key.first, place);
   step.nbytes = facts_.result_nbytes(key);
   state_of(key).across = facts_.options().on_host;
   steps.run(step);
@@ -334,8 +334,8 @@ void Reduction::add_to_kept(Key key, GradBuffer from, int64_t parts, GradSteps& 
   const RegionState& state = state_of(key);
   zero_invalid(key, steps);
   GradStep step = make_step(GradStepKind::Sum, key);
-  step.from = from;
-  step.parts = parts;
+  step.from = facts_.last_result(key.first, from);
+  step.parts = facts_.last_parts(key.first, parts);
   step.adds = state.adds;
   steps.run(step);
 }

@@ -22,6 +22,9 @@
 // where that sum is in its final place the second one is only waited for at the end of the
 // backward.
 //
+// Where the optimizer's states are sharded over the replicas, too, the second collective is a
+// reduce-scatter. Its result is added to the gradient before the next reduction.
+//
 // Note [Gradients on the host]
 // Where a device keeps its gradients on the host, a reduction leaves its result in a block, which
 // is copied from there. Without a collective it is the packed gradients themselves.
@@ -46,7 +49,7 @@ enum class GradStepKind : uint8_t {
   Cast, // `from` goes to `to`
   Order, // collectives that start now read what was packed until now
   Start, // the collective of the ranks that share the state, from `from` to `to`
-  StartAcross, // the sum over the replicas, of this rank's part of `to`
+  StartAcross, // the collective over the replicas, of this rank's part of `from`, to `to`
   Wait, // for Start
   WaitAcross, // for StartAcross
   Zero, // the kept gradient of `param`, whose memory still holds an old value

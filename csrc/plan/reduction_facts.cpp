@@ -7,6 +7,8 @@ int64_t ReductionFacts::nbytes_at(RegionKey key, GradBuffer place) const {
   const Region& region = region_of(key);
   const UnitMesh& mesh = mesh_of(key.first);
   switch (place) {
+    case GradBuffer::Across:
+      break;
     case GradBuffer::Kept:
       return region.grad.itemsize * (mesh.shards_gradients() ? region.shard_numel : region.numel());
     case GradBuffer::Full:

@@ -19,8 +19,9 @@ enum class GradBuffer : uint8_t {
   Full, // packed gradients of all ranks' shards; unless gradients are sharded, Kept is a part of it
   Wire, // the same in the type that they travel in
   Scratch, // the result of a reduction, where it is not the gradient yet
+  Across, // of Scratch: what the reduction over the replicas leaves, see Note [Sharded across]
 };
-inline constexpr int kNumGradBuffers = 4;
+inline constexpr int kNumGradBuffers = 4; // blocks and memory that stays
 
 struct ReductionOptions {
   ShardOptions sharding;
@@ -76,11 +77,33 @@ class ReductionFacts {
     const UnitMesh& mesh = mesh_of(unit);
     return mesh.shards_optimizer() ? mesh.state.methods.reduce.parts(mesh.state.size) : 1;
   }
-  // Of a place; of a bucket as the collective sends it; of this rank's part of a sum.
+  // Whether it leaves them in a block of their own.
+  bool takes_scratch(UnitId unit) const {
+    return parts(unit) > 1 || mesh_of(unit).shards_across();
+  }
+  // Whether sums over the replicas may lie in the gradient.
+  bool sums_in_place(RegionKey key) const {
+    return !is_wired(key) && !mesh_of(key.first).shards_across();
+  }
+  TraceOp op_across(UnitId unit) const {
+    return mesh_of(unit).shards_across() ? TraceOp::ReduceScatter : TraceOp::AllReduce;
+  }
+  // Where the last collective leaves its result and in how many parts, unless it is as the first
+  // one does.
+  GradBuffer last_result(UnitId unit, GradBuffer first) const {
+    return mesh_of(unit).shards_across() ? GradBuffer::Across : first;
+  }
+  int64_t last_parts(UnitId unit, int64_t first) const {
+    const Axis& replicas = mesh_of(unit).replicas;
+    return mesh_of(unit).shards_across() ? replicas.methods.reduce.parts(replicas.size) : first;
+  }
+  // Of a place; of a bucket as the collective sends it; of this rank's part of the sum over the
+  // ranks that share the state.
   int64_t nbytes_at(RegionKey key, GradBuffer place) const;
   int64_t sent_nbytes(RegionKey key, GradBuffer place) const;
   int64_t result_nbytes(RegionKey key) const {
-    return region_of(key).reduce.itemsize * region_of(key).shard_numel;
+    const Region& region = region_of(key);
+    return region.reduce.itemsize * region.shard_numel * region.num_across;
   }
 
  private:

@@ -16,6 +16,7 @@ struct ShardOptions {
   bool by_rows = false; // a shard is some rows of each parameter, see plan/layout.h
   bool gather_at_step =
       false; // stage 3: the first gather of a forward begins at the step before it
+  bool shard_across = false; // the optimizer's states are sharded over the replicas, too
   Tiers tiers;
 };
 

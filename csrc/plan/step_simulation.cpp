@@ -235,11 +235,14 @@ void StepSimulation::run(const GatherStep& step) {
     case GatherStepKind::Count:
       add(step.op, step.unit, step.nbytes);
       break;
+    case GatherStepKind::StartAcross:
+      add(step.op, step.unit, step.nbytes, meshes_[step.unit].replicas.name);
+      break;
     case GatherStepKind::Start:
       add(step.op,
           step.unit,
           step.nbytes,
-          step.op == TraceOp::GatherNear ? AxisName::Near : AxisName::State);
+          step.op == TraceOp::GatherNear ? meshes_[step.unit].near.name : AxisName::State);
       break;
     case GatherStepKind::Load:
       add(TraceOp::ToDevice, step.unit, step.nbytes);

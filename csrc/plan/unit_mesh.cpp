@@ -52,6 +52,10 @@ UnitMesh UnitMesh::of(
   if (mesh.shards_parameters() && near.size < state.size) {
     mesh.near = near;
   }
+  if (sharding.shard_across && mesh.shards_optimizer() && mesh.sums_across()) {
+    mesh.across = Placement::Sharded;
+    mesh.near = mesh.shards_parameters() ? mesh.state : near;
+  }
   if (sharding.tiers.has_host_parameters()) {
     mesh.parameters = Placement::Sharded;
   }

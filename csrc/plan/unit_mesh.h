@@ -4,6 +4,7 @@
 //                       | over the replicas | over the ranks that share the state
 //   stage s             | -                 | row s of the table
 //   hybrid, stage s     | replicated        | row s of the table
+//   the same, across    | optimizer sharded | row s of the table, but 0
 //   one rank of each    | row 0             | -
 //   experts             | those of their units alone, over some of the model's ranks
 //
@@ -11,10 +12,20 @@
 // Where ranks that share parameters have faster links to some of the others, these are `near`: the
 // first gather after a change of the parameters comes from all, and from then on each of k near
 // ranks keeps a k-th of them, from which it gathers again.
+//
+// Note [Sharded across]
+// Where the optimizer's states are sharded over the replicas, too (HFSDP), each rank owns a part of
+// what its replica's shard would be, and updates that alone. Gradients are reduce-scattered over
+// the ranks that share the state, then over the replicas. The first gather after an update goes
+// over the replicas, which have the parts of a shard, then over the ranks that share the state;
+// from then on these are `near`. Parts of one shard follow each other in memory: see
+// Region::shard_range.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
+#include "plan/layout.h"
 #include "plan/shard_options.h"
 #include "plan/wire_methods.h"
 
@@ -43,6 +54,7 @@ struct UnitMesh {
   Placement parameters = Placement::Replicated;
   Placement gradients = Placement::Replicated;
   Placement optimizer = Placement::Replicated;
+  Placement across = Placement::Replicated; // the optimizer's states, over the replicas
   int64_t divisor = 1; // of sums of gradients, by default the ranks of the mesh
 
   // Parameters on the host are gathered from there, also by one rank, and gradients that a device
@@ -64,12 +76,19 @@ struct UnitMesh {
   bool shards_optimizer() const {
     return optimizer == Placement::Sharded;
   }
-  // Equal parts of the state, and this rank's.
+  bool shards_across() const {
+    return across == Placement::Sharded;
+  }
+  // Equal parts of the state, those of them that make one replica's, and this rank's.
   int64_t num_shards() const {
-    return shards_optimizer() ? state.size : 1;
+    return shards_optimizer() ? state.size * num_across() : 1;
+  }
+  int64_t num_across() const {
+    return shards_across() ? replicas.size : 1;
   }
   int64_t shard() const {
-    return shards_optimizer() ? state.rank : 0;
+    const int64_t before = shards_across() ? replicas.rank * state.size : 0;
+    return shards_optimizer() ? before + state.rank : 0;
   }
   int64_t world_size() const {
     return state.size * replicas.size;
@@ -83,10 +102,13 @@ struct UnitMesh {
   }
   // Among the ranks that hold a gradient this is the one whose value counts in a sum.
   bool counts_kept() const {
-    return replicas.rank == 0 && (shards_optimizer() || state.rank == 0);
+    return (shards_across() || replicas.rank == 0) && (shards_optimizer() || state.rank == 0);
   }
   bool gathers_near() const {
     return near.size > 1;
+  }
+  Layout layout_of(const std::vector<ParamSpec>& params, bool by_rows) const {
+    return Layout::build(params, num_shards(), by_rows, num_across());
   }
   // All gathers come from all ranks.
   UnitMesh without_near() const {

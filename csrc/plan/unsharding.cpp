@@ -34,11 +34,33 @@ void Unsharding::begin(const std::vector<int>& regions, bool again, GatherSteps&
   if (facts_.tiers.parameters == Tier::Disk && !is_near_) {
     steps.run({.kind = GatherStepKind::Read, .unit = unit_});
   }
+  if (facts_.mesh.shards_across() && !is_near_) {
+    start_across(regions, steps);
+  }
   for (const int region : regions) {
     is_near_ ? start_near(region, steps) : start(region, steps);
   }
   steps.run({.kind = GatherStepKind::Launch, .unit = unit_});
   is_whole_ = true;
+}
+
+// See Note [Sharded across].
+void Unsharding::start_across(const std::vector<int>& regions, GatherSteps& steps) const {
+  const UnitMesh& mesh = facts_.mesh;
+  const ParamMemory from = mesh.shards_parameters() ? ParamMemory::Own : ParamMemory::Full;
+  for (const int region : regions) {
+    const int64_t part = layout_.regions()[region].nbytes() / mesh.state.size;
+    const int64_t nbytes = mesh.replicas.methods.gather.wire_nbytes(part);
+    steps.run(
+        {GatherStepKind::StartAcross,
+         unit_,
+         region,
+         from,
+         ParamMemory::Full,
+         nbytes,
+         TraceOp::AllGather});
+  }
+  steps.run({.kind = GatherStepKind::WaitAcross, .unit = unit_});
 }
 
 void Unsharding::start(int index, GatherSteps& steps) const {
@@ -49,9 +71,10 @@ void Unsharding::start(int index, GatherSteps& steps) const {
     steps.run({GatherStepKind::Load, unit_, index, ParamMemory::Own, to, region.shard_nbytes()});
   }
   if (layout_.num_shards() > 1) {
-    const bool is_in_place = loads || !facts_.mesh.shards_parameters();
+    const UnitMesh& mesh = facts_.mesh;
+    const bool is_in_place = loads || !mesh.shards_parameters() || mesh.shards_across();
     const ParamMemory from = is_in_place ? to : ParamMemory::Own;
-    const int64_t nbytes = facts_.mesh.state.methods.gather.wire_nbytes(region.nbytes());
+    const int64_t nbytes = mesh.state.methods.gather.wire_nbytes(region.nbytes());
     steps.run({GatherStepKind::Start, unit_, index, from, to, nbytes, TraceOp::AllGather});
   }
 }

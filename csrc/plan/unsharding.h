@@ -41,6 +41,8 @@ enum class GatherStepKind : uint8_t {
   Order, // gathers start behind the compute stream, which reads Full
   Read, // the unit's shard comes from the disk
   Load, // this rank's part of `to` comes from the host
+  StartAcross, // the gather of this rank's part of `to` over the replicas, from `from`
+  WaitAcross, // for StartAcross, where no stream keeps the order
   Start, // the gather of a region, from `from` (this rank's part of it) to `to`
   Launch, // no Start follows
   Wait, // for all gathers and loads
@@ -96,6 +98,7 @@ class Unsharding {
   void reshard(GatherSteps& steps);
 
  private:
+  void start_across(const std::vector<int>& regions, GatherSteps& steps) const;
   void start(int region, GatherSteps& steps) const;
   void start_near(int region, GatherSteps& steps) const;
   void take(ParamMemory memory, StreamRole user, GatherSteps& steps);

@@ -88,7 +88,7 @@ Bucket::Bucket(
     const Region& region = layout.regions()[index];
     offset = round_up(offset, kRegionAlignment);
     offsets_[index] = offset;
-    const int64_t own_offset = offset + shard * region.shard_nbytes();
+    const int64_t own_offset = offset + region.shard_range(shard).begin * region.itemsize;
     full_[index] = flat(dtypes_[index], offset, region.numel());
     own_[index] = flat(dtypes_[index], own_offset, region.shard_numel);
     full_bytes_[index] = flat(c10::ScalarType::Byte, offset, region.nbytes());

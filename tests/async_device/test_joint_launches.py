@@ -47,7 +47,7 @@ class Mesh:
 
 
 def train_adapted(
-    on_device: bool, hybrid: bool
+    on_device: bool, hybrid: bool, **options: str
 ) -> list[tuple[list[float], Counter[str], Counter[str]]]:
     """Losses, and what a step launched and what it counted, by stage."""
     device, extension = start(on_device)
@@ -56,7 +56,7 @@ def train_adapted(
     for stage in (3, 2) if hybrid else (0, 1, 3):
         torch.manual_seed(0)
         model = nn.Sequential(*(Adapted() for _ in range(3))).to(device)
-        zerocore.shard(model, stage=stage, units=[Adapted], group=mesh)
+        zerocore.shard(model, stage=stage, units=[Adapted], group=mesh, **options)
         losses = train(model, device, steps=2)
         if on_device:
             extension.set_delays(stage, 0.3, 300)
@@ -100,4 +100,20 @@ def test_a_unit_of_replicas_is_two_launches() -> None:
         assert [launched for _, launched, _ in found] == [
             {THREE_GATHERS: 10, TWO_SCATTERS: 6, TWO_SUMS: 6},
             {TWO_GATHERS: 6, TWO_SCATTERS: 6, TWO_SUMS: 6},
+        ]
+
+
+def train_shared() -> list[tuple[list[float], Counter[str], Counter[str]]]:
+    return train_adapted(True, True, replicas_share="optimizer")
+
+
+def test_replicas_that_share_states_scatter_and_gather_behind_each_other() -> None:
+    """Nothing waits but the streams; losses are those of hybrid sharding on the CPU."""
+    on_device = run_ranks(train_shared, 4, launch="torchrun", timeout=150)
+    on_cpu = run_ranks(train_adapted, 4, False, True, launch="torchrun", timeout=150)
+    for found, expected in zip(on_device, on_cpu, strict=True):
+        assert [losses for losses, _, _ in found] == [losses for losses, _, _ in expected]
+        assert [launched for _, launched, _ in found] == [
+            {THREE_GATHERS: 16, TWO_SCATTERS: 12},
+            {TWO_GATHERS: 12, TWO_SCATTERS: 12},
         ]

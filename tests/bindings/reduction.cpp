@@ -66,6 +66,8 @@ const char* place_name(GradBuffer place) {
       return "wire";
     case GradBuffer::Scratch:
       return "scratch";
+    case GradBuffer::Across:
+      return "across";
   }
   return "";
 }

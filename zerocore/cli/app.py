@@ -73,6 +73,9 @@ def plan(
     num_replicas: Annotated[
         int, typer.Option(min=1, help="Groups of GPUs that hold the same: hybrid sharding.")
     ] = 1,
+    replicas_share: Annotated[
+        str | None, typer.Option(help="optimizer: its states are sharded over replicas, too.")
+    ] = None,
     regather: Annotated[
         int, typer.Option(min=1, help="GPUs that gather again from each other, at stage 3.")
     ] = 1,
@@ -136,6 +139,7 @@ def plan(
             _source(hf_config, preset),
             gpus,
             num_replicas=num_replicas,
+            replicas_share=replicas_share,
             regather=regather,
             groups=_groups(group or []),
             memory=memory,

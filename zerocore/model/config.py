@@ -33,6 +33,12 @@ class Communication:
             keeps a k-th of the unit (in memory beside its shard), and all later gathers, in the
             backward, in further micro-batches and in evaluation, come from these k alone (hpZ of
             ZeRO++, https://arxiv.org/abs/2306.10209; ``reshard_after_forward=k`` of FSDP2).
+        replicas_share: with a 2-D mesh at stages 1 to 3, ``"optimizer"`` shards the optimizer's
+            states over the replicas, too (HFSDP; ``outer_dp_sharding_strategy="optim"`` of
+            Megatron-FSDP). Gradients are reduce-scattered over the replicas in place of the
+            all-reduce, each rank updates its part of its replica's shard, and the first gather
+            after a step brings the updated parts together. Parameters are gathered within a
+            replica otherwise, from a copy of its shard beside the rank's own part.
         overlap_reductions: at stage 3, reductions have a communicator of their own where one runs
             its collectives one after the other (NCCL), so that none waits for a gather. It takes
             device memory of its own; off, reductions and gathers share one.
@@ -49,6 +55,7 @@ class Communication:
     accumulate: str = "sharded"
     gather_at_step: bool = False
     regather: Any = None
+    replicas_share: str | None = None
     overlap_reductions: bool = True
     gradient_divide_factor: float | None = None
     sync_buffers: bool = False
@@ -66,6 +73,10 @@ class Communication:
             raise ValueError(
                 f"accumulate must be one of {ACCUMULATE_MODES}, got {self.accumulate!r}"
             )
+        if self.replicas_share not in (None, "optimizer"):
+            raise ValueError(
+                f"replicas_share must be None or 'optimizer', got {self.replicas_share!r}"
+            )
         factor = self.gradient_divide_factor
         if factor is not None and not (factor > 0 and math.isfinite(factor)):
             raise ValueError(f"gradient_divide_factor must be positive or None, got {factor!r}")
@@ -81,6 +92,7 @@ def shard_options(
         hold_full=communication.accumulate == "full",
         by_rows=by_rows,
         gather_at_step=communication.gather_at_step,
+        shard_across=communication.replicas_share is not None,
         states=place_of(offload, "states"),
         gradients=place_of(offload, "gradients"),
         parameters=place_of(offload, "parameters"),

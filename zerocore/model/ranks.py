@@ -31,6 +31,8 @@ class Ranks:
         near: ranks of ``shard`` that gather again from each other; None where there are none, and
             before :func:`make_near`.
         num_near: how many these are to be.
+        levels: where ``shard`` has replicas that share the optimizer's states, the ranks of one
+            replica and those with the same part of each; None else.
     """
 
     shard: dist.ProcessGroup | None = None
@@ -39,6 +41,7 @@ class Ranks:
     reductions: dist.ProcessGroup | None = None
     near: dist.ProcessGroup | None = None
     num_near: int = 1
+    levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -54,6 +57,13 @@ class Ranks:
         return 1 if self.replicas is None else self.replicas.size()
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Replicas, also such as share the optimizer's states, by ranks of one."""
+        if self.levels is None:
+            return self.num_replicas, self.num_shards
+        return self.levels[1].size(), self.levels[0].size()
+
+    @property
     def shard_rank(self) -> int:
         """Which shard this rank has."""
         return 0 if self.shard is None else self.shard.rank()
@@ -65,8 +75,7 @@ class Ranks:
     @property
     def text(self) -> str:
         """How many, and of several replicas the mesh."""
-        hybrid = self.replicas is not None and self.shard is not None
-        return f"{self.num_replicas} x {self.num_shards}" if hybrid else f"{self.world_size}"
+        return " x ".join(map(str, self.shape)) if min(self.shape) > 1 else f"{self.world_size}"
 
     @property
     def backend(self) -> str:
@@ -231,6 +240,33 @@ def make_near(ranks: Ranks, device: torch.device) -> Ranks:
     return replace(ranks, near=sibling_of(shard, device, members, "zerocore_near"))
 
 
+def check_levels(ranks: Ranks, stage: int) -> None:
+    """Raises ValueError unless replicas of these ranks can share the optimizer's states."""
+    if ranks.shard is None or ranks.replicas is None or stage == 0:
+        raise ValueError(
+            f"replicas_share='optimizer': at stage {stage} on {ranks.text} ranks there are no "
+            "replicas whose ranks share states; pass group= a 2-D DeviceMesh of replicas by shards "
+            "and stage= 1 to 3, or leave replicas_share out"
+        )
+    if list(ranks.members) != sorted(ranks.members):
+        raise ValueError(
+            f"replicas_share='optimizer': the mesh has ranks {list(ranks.members)}; pass one in "
+            "ascending order"
+        )
+
+
+def make_levels(ranks: Ranks, device: torch.device) -> Ranks:
+    """The ranks of all replicas as those that share the state; collective.
+
+    Models of the same ranks share the group.
+    """
+    assert ranks.shard is not None and ranks.replicas is not None
+    whole = dist.group.WORLD
+    if whole is None or len(ranks.members) < whole.size():
+        whole = sibling_of(ranks.shard, device, ranks.members, "zerocore_levels")
+    return replace(ranks, shard=whole, replicas=None, levels=(ranks.shard, ranks.replicas))
+
+
 def sibling_of(
     group: dist.ProcessGroup, device: torch.device, members: Sequence[int], what: str
 ) -> dist.ProcessGroup:
@@ -268,7 +304,7 @@ def with_reductions(ranks: Ranks, device: torch.device) -> Ranks:
     share a group share the second one.
     """
     shard = ranks.shard
-    if shard is None or not _takes_turns(shard, device):
+    if shard is None or ranks.levels is not None or not _takes_turns(shard, device):
         return ranks
     members = dist.get_process_group_ranks(shard)
     return replace(ranks, reductions=sibling_of(shard, device, members, "zerocore_reductions"))

@@ -69,6 +69,11 @@ def check_sharded(
             number += 1
     if known is None:
         raise ValueError(f"{optimizer} got no parameters")
+    if known.ranks.levels is not None:
+        raise ValueError(
+            f"{optimizer}: its exchange is not built for replicas_share='optimizer'; use "
+            "zerocore.optim.AdamW, or leave replicas_share out"
+        )
     return known
 
 

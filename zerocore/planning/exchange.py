@@ -12,7 +12,13 @@ _ITEMSIZE = 2  # bfloat16
 
 
 def exchanged_nbytes(planner: Planner, division: Division) -> int:
-    """Bytes that the division's rank sends if Muon trains all matrices, chosen by their shape."""
+    """Bytes that the division's rank sends if Muon trains all matrices, chosen by their shape.
+
+    Raises:
+        ValueError: replicas share the optimizer's states.
+    """
+    if division.communication.replicas_share is not None:
+        raise ValueError("replicas_share='optimizer' is not built for Muon; leave it out")
     shared = division.placements.optimizer
     levels = (division.num_replicas,) if shared else (division.num_shards, division.num_replicas)
     grid = Grid(division.num_shards if shared else 1, tuple(size for size in levels if size > 1))

@@ -69,6 +69,7 @@ def plan(
     accumulate: str = UNSET,
     gather_at_step: bool = UNSET,
     regather: Any = UNSET,
+    replicas_share: str | None = UNSET,
     micro_batches: int = UNSET,
     micro_batch: int = UNSET,
     seq_len: int = UNSET,
@@ -92,7 +93,8 @@ def plan(
         world_size: number of data-parallel ranks, of all replicas together.
         num_replicas: groups of ranks that hold the same (hybrid sharding): the state is sharded
             over ``world_size / num_replicas`` ranks, as with ``group=`` a DeviceMesh of
-            ``(num_replicas, world_size // num_replicas)``.
+            ``(num_replicas, world_size // num_replicas)``; they may share the optimizer's states
+            (``replicas_share="optimizer"``).
         groups: parameters that not all ranks share, such as experts, by a pattern of their names:
             ``{"*.experts.*": zerocore.Part(2, of=4)}`` for 4 parts along dimension 0, each on 2
             ranks. ``model`` has all of them, and rank 0 the largest part.
@@ -119,7 +121,7 @@ def plan(
     """
     communication = options_of(
         communication, Communication, prefetch=prefetch, accumulate=accumulate,
-        gather_at_step=gather_at_step, regather=regather,
+        gather_at_step=gather_at_step, regather=regather, replicas_share=replicas_share,
     )  # fmt: skip
     workload = options_of(
         workload, Workload, micro_batches=micro_batches, micro_batch=micro_batch, seq_len=seq_len,

@@ -170,7 +170,7 @@ class Planner:
             world_size=division.num_shards,
             num_replicas=division.num_replicas,
             num_near=division.communication.num_near,
-            rank=division.rank % division.num_shards,
+            rank=division.rank,
             parts=division.parts,
             backend=division.backend,
             sums_on_host=division.sums_on_host,

@@ -52,7 +52,7 @@ def division_of(state: ShardState) -> Division:
     return Division(
         stage=state.config.stage,
         world_size=ranks.world_size,
-        num_replicas=ranks.num_replicas,
+        num_replicas=ranks.shape[0],
         communication=replace(state.config.communication, regather=ranks.num_near),
         rank=ranks.rank,
         backend=state.ranks.backend,

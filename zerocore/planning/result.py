@@ -171,6 +171,7 @@ class Plan:
             f"{self.model}: {self.num_params:,} parameters in {self.num_units} units, rank "
             f"{setting.rank} of {setting.world_size}"
             + (f" in {setting.num_replicas} replicas" if setting.num_replicas > 1 else "")
+            + (", which share the optimizer's states" if communication.replicas_share else "")
             + (f", {communication.num_near} of them near" if communication.num_near > 1 else "")
             + "".join(f", {p.num_parts} parts of {p.pattern}" for p in setting.groups)
             + f", {format_nbytes(setting.machine.memory_nbytes)} of memory, "

@@ -55,6 +55,7 @@ class Description:
     offload: str = ""  # what leaves the device, and where it is
     gather_at_step: bool = False
     num_near: int = 1
+    replicas_share: str | None = None
 
     def title(self) -> str:
         """One line: model, stage, ranks."""
@@ -63,6 +64,7 @@ class Description:
             f"{len(self.units)} units{self.offload and f', {self.offload}'}"
             + (", first gather at the step" if self.gather_at_step else "")
             + (f", later gathers from {self.num_near} near ranks" if self.num_near > 1 else "")
+            + (", replicas share the optimizer's states" if self.replicas_share else "")
         )
 
     def rows(self) -> list[list[str]]:
@@ -124,6 +126,7 @@ def describe(model: nn.Module | Optimizer) -> Any:
         _describe_offload(state.config),
         state.config.communication.gather_at_step,
         state.meshes[0].num_near,
+        state.config.communication.replicas_share,
     )
 
 

@@ -34,7 +34,7 @@ from zerocore.model.config import ShardConfig, shard_options
 from zerocore.model.materialize import InitFn, full_values, materialize_buffers
 from zerocore.model.parts import find_ranges, find_sizes
 from zerocore.model.precision import MixedPrecision, param_types
-from zerocore.model.ranks import Ranks, control_group, make_near, with_reductions
+from zerocore.model.ranks import Ranks, control_group, make_levels, make_near, with_reductions
 from zerocore.model.state import Param, ShardState, Unit, set_state
 from zerocore.model.unit_call import UnitCall, looked_at_by, set_unit_call
 from zerocore.model.units import ParamChoice, UnitPlanned
@@ -53,12 +53,15 @@ def build(request: ShardRequest) -> ShardState:
     meshes = [make_near(ranks, request.device) for ranks in request.meshes]
     if config.sync_params:
         check_same_values(request)
+    if config.communication.replicas_share is not None:
+        meshes = [make_levels(ranks, request.device) for ranks in meshes]
     if config.placements.parameters and config.communication.overlap_reductions:
         meshes = [with_reductions(ranks, request.device) for ranks in meshes]
+    all_ranks = meshes[0] if request.tensor_ranks is None else request.all_ranks
     units_of = units_by_module(unit.modules for unit in planned)
     engine = make_engine(
         config,
-        request.all_ranks,
+        all_ranks,
         meshes,
         request.device,
         units=[_unit_spec(unit, config) for unit in planned],
@@ -71,7 +74,7 @@ def build(request: ShardRequest) -> ShardState:
             engine.set_gradient_scale(index, 1.0 / factor)
     _take_host_memory(engine, config, meshes[0], request.device)
     state = ShardState(
-        engine, config, request.all_ranks, tuple(meshes), request.device, request.tensor_ranks
+        engine, config, all_ranks, tuple(meshes), request.device, request.tensor_ranks
     )
     if config.mixed_precision is not None:
         cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
@@ -114,8 +117,8 @@ def make_engine(
         sharding=shard_options(config.stage, config.communication, config.offload, config.by_rows),
         meshes=[
             GroupNames(
-                shard=_name_of(ranks.shard),
-                replicas=_name_of(ranks.replicas),
+                shard=_name_of(ranks.shard if ranks.levels is None else ranks.levels[0]),
+                replicas=_name_of(ranks.replicas if ranks.levels is None else ranks.levels[1]),
                 near=_name_of(ranks.near),
                 reductions=_name_of(ranks.reductions),
             )

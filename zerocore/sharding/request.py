@@ -18,7 +18,7 @@ from zerocore.model.config import ShardConfig
 from zerocore.model.materialize import InitFn
 from zerocore.model.parts import ModelPart, assign_parts, choices_on, find_parts, larger_tensor
 from zerocore.model.precision import ParamTypes, param_types
-from zerocore.model.ranks import Ranks, with_near
+from zerocore.model.ranks import Ranks, check_levels, with_near
 from zerocore.model.refusals import check_kinds
 from zerocore.model.state import find_state
 from zerocore.model.tensor_parallel import (
@@ -99,6 +99,8 @@ def validate(
         parts = find_parts(groups, ranks)
         planned = assign_parts(choose_units(model, units), [part.pattern for part in parts])
         tensor_ranks = find_tensor_ranks(planned, ranks, bool(parts))
+        if known.replicas_share is not None:
+            _check_shared(ranks, config, groups, tensor_ranks)
         if tensor_ranks is not None:
             planned = split_replicated(planned, len(parts) + 1)
         _check_types(planned, config)
@@ -167,6 +169,20 @@ def _with_near(ranks: Ranks, config: ShardConfig) -> Ranks:
             "stage=3"
         )
     return with_near(ranks, regather)
+
+
+def _check_shared(
+    ranks: Ranks, config: ShardConfig, groups: Any, tensor_ranks: ProcessGroup | None
+) -> None:
+    near = None if ranks.num_near == 1 else ranks.num_near
+    others = {"groups=": groups, "offload=": config.offload, "regather=": near}
+    others["tensor parallelism"] = tensor_ranks
+    for name, given in others.items():
+        if given is not None:
+            raise ValueError(
+                f"replicas_share='optimizer' with {name} is not built; leave one of them out"
+            )
+    check_levels(ranks, config.stage)
 
 
 def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> torch.device:

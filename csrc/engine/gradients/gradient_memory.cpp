@@ -52,18 +52,38 @@ GradientMemory::GradientMemory(const Unit& unit, int index)
   }
   if (context.collectives != nullptr) {
     const int64_t parts = context.mesh.state.methods.reduce.parts(context.mesh.num_shards());
-    make(GradBuffer::Scratch, parts > 1 ? sent : sent.of_shard(context.mesh.shard()), 0);
+    make(GradBuffer::Scratch, parts > 1 ? sent : sent.of_shards(context.mesh.num_across()), 0);
+    if (context.mesh.shards_across()) {
+      cut_scratch(context.mesh, region);
+    }
     if (region.has_wire()) {
       make(GradBuffer::Wire, sent, context.mesh.shard());
     }
   }
 }
 
+// The reduction over the replicas leaves its result in place, or behind the part.
+void GradientMemory::cut_scratch(const UnitMesh& mesh, const Region& region) {
+  const Bucket& scratch = bucket(GradBuffer::Scratch);
+  const int64_t numel = region.shard_numel * mesh.num_across();
+  const bool in_place = mesh.replicas.methods.reduce.parts(mesh.replicas.size) == 1;
+  part_ = scratch.view(region_, 0, {numel});
+  across_ = in_place
+      ? scratch.view(region_, mesh.replicas.rank * region.shard_numel, {region.shard_numel})
+      : scratch.view(region_, numel, {numel});
+}
+
 const at::Tensor& GradientMemory::whole(GradBuffer place) const {
-  return bucket(place).full(region_);
+  return place == GradBuffer::Across ? across_ : bucket(place).full(region_);
 }
 
 const at::Tensor& GradientMemory::own(GradBuffer place) const {
+  if (place == GradBuffer::Across) {
+    return across_;
+  }
+  if (place == GradBuffer::Scratch && part_.defined()) {
+    return part_;
+  }
   return (place == GradBuffer::Kept ? home() : bucket(place)).own(region_);
 }
 

@@ -22,7 +22,8 @@ class GradientMemory {
   const at::Tensor& own(GradBuffer place) const;
   // 1-D: the `parts` that a reduction leaves there for each element of this rank's part.
   const at::Tensor& received(GradBuffer place, int64_t parts) const {
-    return parts > 1 ? whole(place) : own(place);
+    const bool is_shared = place == GradBuffer::Scratch && part_.defined();
+    return parts > 1 || is_shared ? whole(place) : own(place);
   }
   // A contiguous leaf of the kept gradients, from the element `begin` of this rank's.
   at::Tensor view(int64_t begin, at::IntArrayRef sizes) const;
@@ -51,6 +52,8 @@ class GradientMemory {
     return bucket(home_);
   }
 
+  void cut_scratch(const UnitMesh& mesh, const Region& region);
+
   UnitId unit_;
   int region_;
   const HostStates* host_; // has the memory of what is kept; null for the device or memory apart
@@ -58,6 +61,7 @@ class GradientMemory {
   int64_t home_begin_ = 0; // their first element in it
   std::array<std::optional<Bucket>, kNumGradBuffers> buckets_; // by place
   std::array<Slot, kNumGradBuffers> slots_; // by place
+  at::Tensor part_, across_; // of Scratch, where it has both: see Note [Sharded across]
 };
 
 } // namespace zerocore

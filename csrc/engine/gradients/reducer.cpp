@@ -222,9 +222,11 @@ void Reducer::start_within(const GradStep& step) {
 }
 
 void Reducer::start_across(const GradStep& step) {
-  const at::Tensor& sum = memory_[step.unit][step.region].own(step.to);
+  const GradientMemory& memory = memory_[step.unit][step.region];
+  const at::Tensor& to = memory.own(step.to);
+  const at::Tensor& from = memory.own(step.from);
   PendingCollective& pending = in_flight_[step.unit][step.region].across;
-  start(*units_[step.unit]->context().replicas, step, sum, sum, pending);
+  start(*units_[step.unit]->context().replicas, step, to, from, pending);
 }
 
 // At once, or with the unit's others.

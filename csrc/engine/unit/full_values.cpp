@@ -3,6 +3,8 @@
 
 #include <ATen/ops/zeros_like.h>
 
+#include <utility>
+
 #include "runtime/device_memory.h"
 
 namespace zerocore {
@@ -47,15 +49,25 @@ void FullValues::broadcast(Collectives& collectives) const {
   wait_for_all(pending, streams_);
 }
 
-void FullValues::gather(Collectives& collectives, const std::function<CollectiveTag(int64_t)>& tag)
-    const {
-  streams_.order(StreamRole::AllGather, StreamRole::Compute);
-  std::vector<PendingCollective> pending;
-  for (const int region : bucket_.regions()) {
-    const at::Tensor& full = bucket_.full_bytes(region);
-    pending.push_back(collectives.all_gather(full, bucket_.own_bytes(region), tag(full.numel())));
+void FullValues::gather(
+    const UnitContext& context,
+    const std::function<CollectiveTag(int64_t)>& tag) const {
+  // Parts of a replica's shard first, see Note [Sharded across].
+  const Axis whole, &state = context.mesh.state;
+  std::vector<std::pair<Collectives*, Axis>> levels = {{context.collectives, whole}};
+  if (context.mesh.shards_across()) {
+    levels.insert(levels.begin(), {context.replicas, state});
   }
-  wait_for_all(pending, streams_);
+  streams_.order(StreamRole::AllGather, StreamRole::Compute);
+  for (const auto& [collectives, axis] : levels) {
+    std::vector<PendingCollective> pending;
+    for (const int region : bucket_.regions()) {
+      const at::Tensor to = bucket_.full_bytes(region).chunk(axis.size)[axis.rank];
+      const at::Tensor own = to.chunk(collectives->size())[collectives->rank()];
+      pending.push_back(collectives->all_gather(to, own, tag(to.numel())));
+    }
+    wait_for_all(pending, streams_);
+  }
 }
 
 std::vector<at::Tensor> FullValues::of(const std::vector<UnitParam>& params) const {

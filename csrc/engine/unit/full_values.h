@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/unit/unit_context.h"
 #include "engine/unit/unit_param.h"
 #include "runtime/bucket.h"
 #include "runtime/collectives.h"
@@ -24,7 +25,7 @@ class FullValues {
   // Rank 0's values to all.
   void broadcast(Collectives& collectives) const;
   // This rank's part from each rank; `tag` is given the bytes of a collective.
-  void gather(Collectives& collectives, const std::function<CollectiveTag(int64_t)>& tag) const;
+  void gather(const UnitContext& context, const std::function<CollectiveTag(int64_t)>& tag) const;
   // Views of the values, by parameter.
   std::vector<at::Tensor> of(const std::vector<UnitParam>& params) const;
   const Bucket& bucket() const {

@@ -1,6 +1,8 @@
 // Carries out gathers of a unit with tensors and collectives.
 #include "engine/unit/gathers.h"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "engine/unit/disk_states.h"
@@ -45,40 +47,33 @@ void Gathers::run(const GatherStep& step) {
   switch (step.kind) {
     case GatherStepKind::Count:
       context_.note(step.op, id_, step.nbytes);
-      break;
+      return;
     case GatherStepKind::Take:
-      take(step);
-      break;
+      return take(step);
     case GatherStepKind::GiveBack:
-      give_back(step);
-      break;
+      return give_back(step);
     case GatherStepKind::Order:
-      context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
-      break;
+      return context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
     case GatherStepKind::Read:
-      read();
-      break;
+      return read();
     case GatherStepKind::Load:
-      load(step);
-      break;
+      return load(step);
+    case GatherStepKind::StartAcross:
+      return start_across(step);
+    case GatherStepKind::WaitAcross:
+      return wait_across();
     case GatherStepKind::Start:
-      start(step);
-      break;
+      return start(step);
     case GatherStepKind::Launch:
-      launch();
-      break;
+      return launch();
     case GatherStepKind::Wait:
-      finish();
-      break;
+      return finish();
     case GatherStepKind::CopyOut:
-      copy_out();
-      break;
+      return copy_out();
     case GatherStepKind::Show:
-      full_.show();
-      break;
+      return full_.show();
     case GatherStepKind::Keep:
-      keep();
-      break;
+      return keep();
   }
 }
 
@@ -144,6 +139,20 @@ void Gathers::load_on_stream(const at::Tensor& to, const at::Tensor& from, OpenR
   }
 }
 
+void Gathers::start_across(const GatherStep& step) {
+  const at::Tensor& own =
+      step.from == ParamMemory::Own ? own_->full_bytes(step.region) : full_.own_bytes(step.region);
+  issue(*context_.replicas, step, part_of(context_.mesh.state, step.region), own, {});
+}
+
+// On a device the stream of the gathers keeps the order.
+void Gathers::wait_across() {
+  launch();
+  if (!context_.streams->has_streams()) {
+    wait_for_all(pending_, *context_.streams);
+  }
+}
+
 void Gathers::start(const GatherStep& step) {
   std::shared_future<void> after = context_.tiers.has_host_parameters() ? arrival_ : after_;
   const bool is_near = step.op == TraceOp::GatherNear;
@@ -152,14 +161,21 @@ void Gathers::start(const GatherStep& step) {
     after.get();
     after = {};
   }
-  const at::Tensor own = source_of(step);
-  const at::Tensor& full = bucket_of(step.to).full_bytes(step.region);
+  issue(collectives, step, bucket_of(step.to).full_bytes(step.region), source_of(step), after);
+}
+
+void Gathers::issue(
+    Collectives& collectives,
+    const GatherStep& step,
+    const at::Tensor& to,
+    const at::Tensor& from,
+    const std::shared_future<void>& after) {
   CollectiveTag tag{&name_, context_.note(step.op, id_, step.nbytes), id_};
   if (layout_.regions().size() > 1 && collectives.launches_together()) {
     together_by_ = &collectives;
-    together_.push_back({full, own, std::move(tag)});
+    together_.push_back({to, from, std::move(tag)});
   } else {
-    pending_.push_back(collectives.all_gather(full, own, std::move(tag), after));
+    pending_.push_back(collectives.all_gather(to, from, std::move(tag), after));
   }
 }
 
@@ -169,23 +185,26 @@ at::Tensor Gathers::source_of(const GatherStep& step) {
     return near_.at(step.region);
   }
   if (step.op == TraceOp::GatherNear) {
-    return near_part(step.region);
+    return part_of(context_.mesh.near, step.region);
+  }
+  if (context_.mesh.shards_across()) {
+    return part_of(context_.mesh.state, step.region);
   }
   return step.from == ParamMemory::Own ? own_->full_bytes(step.region)
                                        : bucket_of(step.from).own_bytes(step.region);
 }
 
-at::Tensor Gathers::near_part(int region) const {
+at::Tensor Gathers::part_of(const Axis& axis, int region) const {
   const at::Tensor& full = full_.full_bytes(region);
-  const int64_t nbytes = context_.mesh.near_nbytes(full.numel());
-  return full.narrow(0, context_.mesh.near.rank * nbytes, nbytes);
+  const int64_t nbytes = full.numel() / axis.size;
+  return full.narrow(0, axis.rank * nbytes, nbytes);
 }
 
 // On the compute stream.
 void Gathers::keep() {
   near_.resize(layout_.regions().size());
   for (const int region : full_.regions()) {
-    const at::Tensor part = near_part(region);
+    const at::Tensor part = part_of(context_.mesh.near, region);
     at::Tensor& near = near_.at(region);
     if (!near.defined()) {
       near = at::empty_like(part);
@@ -198,7 +217,8 @@ void Gathers::keep() {
 
 void Gathers::launch() {
   if (!together_.empty()) {
-    pending_ = together_by_->start_together(TraceOp::AllGather, std::exchange(together_, {}));
+    auto started = together_by_->start_together(TraceOp::AllGather, std::exchange(together_, {}));
+    std::ranges::move(started, std::back_inserter(pending_));
   }
 }
 

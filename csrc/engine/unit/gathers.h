@@ -63,12 +63,20 @@ class Gathers final : private GatherSteps {
   void read();
   void load(const GatherStep& step);
   void load_on_stream(const at::Tensor& to, const at::Tensor& from, OpenRecord* record);
+  void start_across(const GatherStep& step);
+  void wait_across();
   void start(const GatherStep& step);
+  void issue(
+      Collectives& collectives,
+      const GatherStep& step,
+      const at::Tensor& to,
+      const at::Tensor& from,
+      const std::shared_future<void>& after);
   void launch();
   void finish();
   void copy_out();
   void keep();
-  at::Tensor near_part(int region) const;
+  at::Tensor part_of(const Axis& axis, int region) const;
   at::Tensor source_of(const GatherStep& step);
 
   const UnitId id_;

@@ -28,7 +28,7 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
       name_(std::move(spec.name)),
       params_(std::move(spec.params)),
       context_(context),
-      layout_(Layout::build(specs_of(params_), context.mesh.num_shards(), context.by_rows)),
+      layout_(context.mesh.layout_of(specs_of(params_), context.by_rows)),
       bucket_(
           layout_,
           layout_.all_regions(),

@@ -60,8 +60,7 @@ std::vector<at::Tensor> Unit::full_values() const {
     values.bucket().own(region).copy_(updated_shard(region));
   }
   if (context_.mesh.num_shards() > 1) {
-    values.gather(
-        *context_.collectives, [this](int64_t nbytes) { return tag(TraceOp::AllGather, nbytes); });
+    values.gather(context_, [this](int64_t nbytes) { return tag(TraceOp::AllGather, nbytes); });
   }
   return values.of(params_);
 }

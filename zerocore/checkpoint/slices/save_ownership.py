@@ -20,13 +20,14 @@ def owned_ranges(layout: Layout, position: int) -> list[tuple[int, int, int]]:
     if place.numel == 0:
         return []
     first, last = place.offset // size, (place.offset + place.numel - 1) // size
+    across = layout.regions[place.region].num_across
     return [
         (
-            shard,
-            max(shard * size - place.offset, 0),
-            min((shard + 1) * size - place.offset, place.numel),
+            slot % across * (layout.num_shards // across) + slot // across,  # as shard_range
+            max(slot * size - place.offset, 0),
+            min((slot + 1) * size - place.offset, place.numel),
         )
-        for shard in range(first, last + 1)
+        for slot in range(first, last + 1)
     ]
 
 
