@@ -41,7 +41,8 @@ class FSDPState:
     @property
     def _state_ctx(self) -> Any:
         groups = [self._group] if self._root is None else [group for _, group in self._root.groups]
-        return SimpleNamespace(all_states=[read_state(group) for group in groups])
+        calls = [group for group in groups if group_of(group.modules[0]) is group]
+        return SimpleNamespace(all_states=[read_state(group) for group in calls])
 
     @property
     def _fsdp_param_group(self) -> FSDPParams | None:
