@@ -42,7 +42,7 @@ class DictRegistrar final : public Registrar {
   void show(UnitId unit, bool full) override {
     const pybind11::gil_scoped_acquire gil;
     for (RegisteredParam& param : units_[unit]) {
-      if (full && param.make_view) {
+      if (full && param.make_view && !param.view) {
         param.view = param.make_view();
         param.is_fresh = true;
       }

@@ -50,13 +50,9 @@ from zerocore.tensor.replaced_parameters import replace
 def build(request: ShardRequest) -> ShardState:
     """Shards ``request.model`` in place and returns its state; on all ranks alike."""
     model, config, planned = request.model, request.config, request.planned
-    meshes = [make_near(ranks, request.device) for ranks in request.meshes]
     if config.sync_params:
         check_same_values(request)
-    if config.communication.replicas_share is not None:
-        meshes = [make_levels(ranks, request.device) for ranks in meshes]
-    if config.placements.parameters and config.communication.overlap_reductions:
-        meshes = [with_reductions(ranks, request.device) for ranks in meshes]
+    meshes = _make_groups(request)
     all_ranks = meshes[0] if request.tensor_ranks is None else request.all_ranks
     units_of = units_by_module(unit.modules for unit in planned)
     engine = make_engine(
@@ -91,6 +87,16 @@ def build(request: ShardRequest) -> ShardState:
         pending_host_updates.watch(ref(state))
     watch_registrations(model, state)
     return state
+
+
+def _make_groups(request: ShardRequest) -> list[Ranks]:
+    communication, device = request.config.communication, request.device
+    meshes = [make_near(ranks, device) for ranks in request.meshes]
+    if communication.replicas_share is not None:
+        meshes = [make_levels(ranks, device) for ranks in meshes]
+    if request.config.placements.parameters and communication.overlap_reductions:
+        meshes = [with_reductions(ranks, device) for ranks in meshes]
+    return meshes
 
 
 def make_engine(
