@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from weakref import ref
 
 from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
@@ -18,11 +17,11 @@ from zerocore.fsdp.calls import ready_state
 from zerocore.fsdp.group import Group, PlacementOf, group_of, set_group
 from zerocore.fsdp.mesh import DataMesh, data_mesh, data_mesh_of
 from zerocore.fsdp.module import fsdp_class, show_shards
-from zerocore.fsdp.state import read_state, state_of
+from zerocore.fsdp.state import read_state
 from zerocore.install import hook_into_torch
 from zerocore.model.state import set_maker
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.rows import note_maker
+from zerocore.tensor.rows import note_late
 
 _OF_TORCH: Any = fully_shard_of_torch.__wrapped__  # type: ignore[attr-defined]
 
@@ -80,13 +79,13 @@ def fully_shard(
     group.offloads = isinstance(offload_policy, CPUOffloadPolicy) and data.mesh.device_type != "cpu"
     group.shard_params(ignored, _placement_of(shard_placement_fn, data))
     group.move_buffers()
+    for part in (group, *group.siblings):
+        note_late(part, ready_state)
     for each in modules:
         set_group(each, group)
         # Where torch's own fully_shard.state looks.
         each.__dict__.setdefault(STATE_KEY, {})[_OF_TORCH] = read_state(group)
         set_maker(each, partial(ready_state, group))
-        for param in each.parameters():
-            note_maker(param, partial(_make_state, ref(group)))
         each._is_fsdp_managed_module = True  # what torch.compile asks for
         each._fsdp_use_orig_params = True
         cls: Any = type(each)
@@ -94,12 +93,6 @@ def fully_shard(
         each.register_state_dict_pre_hook(show_shards)
         each.register_load_state_dict_pre_hook(show_shards)
     return module
-
-
-def _make_state(group_ref: Callable[[], Group | None]) -> None:
-    group = group_ref()  # which holds its parameters
-    if group is not None:
-        ready_state(group)
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]  # as torch's has it

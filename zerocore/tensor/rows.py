@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,9 @@ class RowShard:
 
 
 _rows: Any = WeakTensorKeyDictionary()
-_makers: Any = WeakTensorKeyDictionary()
+# Calls of fully_shard, and what makes the engine of one. Not by parameter: torch swaps no tensor
+# that has a weak reference.
+_late: WeakKeyDictionary[Any, Callable[[Any], Any]] = WeakKeyDictionary()
 
 
 def note_rows(param: Tensor, shard: RowShard) -> None:
@@ -52,18 +55,21 @@ def shard_of(param: Any) -> ShardedParameter | RowShard | None:
     return _rows.get(param)
 
 
-def note_maker(param: Tensor, make: Callable[[], Any]) -> None:
-    """``param``, a DTensor, gets an engine late: ``make`` makes it, if need be."""
-    _makers[param] = make
+def note_late(group: Any, make: Callable[[Any], Any]) -> None:
+    """The ``params`` of ``group`` get an engine late: ``make(group)`` makes it, if need be."""
+    _late[group] = make
 
 
 def ready_shard_of(param: Any) -> ShardedParameter | RowShard | None:
     """As :func:`shard_of`; makes an engine that is made late, which is collective."""
     shard = shard_of(param)
-    if shard is None and (make := _makers.get(param)) is not None:
-        make()
-        shard = _rows.get(param)
-    return shard
+    if shard is not None:
+        return shard
+    for group, make in list(_late.items()):
+        if any(each.shard is param for each in group.params):
+            make(group)
+            return _rows.get(param)
+    return None
 
 
 def local_part(tensor: Any) -> Tensor:
