@@ -17,7 +17,7 @@ from zerocore.fsdp.calls import ready_state
 from zerocore.fsdp.group import Group, PlacementOf, group_of, set_group
 from zerocore.fsdp.mesh import DataMesh, data_mesh, data_mesh_of
 from zerocore.fsdp.module import fsdp_class, show_shards
-from zerocore.fsdp.state import read_state
+from zerocore.fsdp.state import read_state, state_of
 from zerocore.install import hook_into_torch
 from zerocore.model.state import set_maker
 from zerocore.tensor.parameter import ShardedParameter
