@@ -14,6 +14,8 @@ import zerocore
 import zerocore.fsdp
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
+from zerocore.common.events import COLLECTIVES
+from zerocore.common.links import traffic_nbytes
 
 FSDP = -1  # zerocore.fsdp in the place of a stage
 WIDTH, NUM_LAYERS, NUM_MICRO, NUM_SAMPLES, NUM_STEPS = 8, 8, 4, 8, 2
@@ -132,7 +134,18 @@ def count_reductions(kind: str) -> list[int]:
         gathers = sum(event.op == "all_gather" for event in events)
         if stage != FSDP:  # whose units torch tells what to do
             assert gathers == (0 if stage == 0 else NUM_LAYERS // 2), gathers
+            assert_planned(stages[0].submod, stage, events)
     return counts
+
+
+def assert_planned(part: nn.Module, stage: int, events: Any) -> None:
+    """The price of a schedule without bubbles, as ``plan`` has it."""
+    plan = zerocore.plan(build()[: NUM_LAYERS // 2], 2, zero_bubble=True).stages[stage]
+    collectives = [event for event in events if event.op in COLLECTIVES]
+    assert plan.num_collectives == len(collectives)
+    assert plan.sent_nbytes == round(sum(traffic_nbytes(e.op, e.nbytes, 2) for e in collectives))
+    buckets = plan.deferred_gradients - sum(param.numel() * 4 for param in part.parameters())
+    assert zerocore.memory_usage(part).pool_reserved == plan.pool_reserved + buckets
 
 
 @greets_itself

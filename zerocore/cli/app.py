@@ -105,6 +105,9 @@ def plan(
     checkpointing: Annotated[
         bool, typer.Option(help="Recompute each block in the backward.")
     ] = False,
+    zero_bubble: Annotated[
+        bool, typer.Option(help="The model is a stage of a pipeline without bubbles.")
+    ] = False,
     link: Annotated[
         list[str] | None,
         typer.Option(help=f"{', '.join(PRESETS)}, or such as 450GB/s,12us; may be repeated."),
@@ -153,6 +156,7 @@ def plan(
             accumulate=accumulate,
             seq_len=seq_len,
             checkpointing=checkpointing,
+            zero_bubble=zero_bubble,
             links=link,
             replica_link=replica_link,
             near_link=near_link,

@@ -74,6 +74,7 @@ def plan(
     micro_batch: int = UNSET,
     seq_len: int = UNSET,
     checkpointing: bool = UNSET,
+    zero_bubble: bool = UNSET,
     memory: str | int = UNSET,
     links: Sequence[LinkLike] | LinkLike | None = UNSET,
     replica_link: LinkLike | None = UNSET,
@@ -125,7 +126,7 @@ def plan(
     )  # fmt: skip
     workload = options_of(
         workload, Workload, micro_batches=micro_batches, micro_batch=micro_batch, seq_len=seq_len,
-        checkpointing=checkpointing,
+        checkpointing=checkpointing, zero_bubble=zero_bubble,
     )  # fmt: skip
     machine = options_of(
         machine, Machine, memory=memory, links=links, replica_link=replica_link,
@@ -149,16 +150,22 @@ def plan(
     module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
     parts = {part.pattern: part.num_parts for part in setting.groups}
     planned = assign_parts(choose_units(module, units), [*parts])
-    planner = replace(
-        make_planner(module, planned, precision, optimizer_states(optimizer), (1, *parts.values())),
-        micro_batches=workload.micro_batches,
-        moves_matrices=isinstance(optimizer, str) and optimizer.lower() == "muon",
+    num_states, num_parts = optimizer_states(optimizer), (1, *parts.values())
+    planner = _of_step(
+        make_planner(module, planned, precision, num_states, num_parts), workload, optimizer
     )
     given = inputs is not None or loss is not default_loss
     if inputs is None:
         inputs = sample_inputs(module, workload.micro_batch, _allowed_length(module, workload))
     measured = _measure(module, planned, inputs, loss, precision.run_dtype, given)
     return _make_plan(name, planned, planner, setting, *measured)
+
+
+def _of_step(planner: Planner, workload: Workload, optimizer: str | int) -> Planner:
+    moves_matrices = isinstance(optimizer, str) and optimizer.lower() == "muon"
+    if workload.zero_bubble:
+        return replace(planner, stays=(True,) * len(planner.names), moves_matrices=moves_matrices)
+    return replace(planner, micro_batches=workload.micro_batches, moves_matrices=moves_matrices)
 
 
 def _make_plan(
@@ -206,12 +213,17 @@ def plan_stage(
     division, machine = setting.division(stage), setting.machine
     memory, events = planner.memory(division), planner.events(division)
     collectives = [event for event in events if event.op in COLLECTIVES]
+    deferred = 0
+    if setting.workload.zero_bubble:  # all buckets are under way at its end
+        sent = sum(event.nbytes for event in collectives if event.op == "reduce_scatter")
+        deferred = planner.full_gradient_nbytes + sent
     exchanged = exchanged_nbytes(planner, division) if planner.moves_matrices else 0
-    peak = Peak(memory.reserved, "any time after the first step")
+    held = memory.reserved + deferred
+    peak = Peak(held, "any time after the first step")
     timings = []
     if activations is not None:
         where = moment_name(activations.order, activations.peak_moment, planner.names)
-        peak = Peak(memory.reserved + activations.peak_nbytes, where)
+        peak = Peak(held + activations.peak_nbytes, where)
         one = events
         if planner.micro_batches > 1:
             one = replace(planner, micro_batches=1).events(division)
@@ -223,6 +235,7 @@ def plan_stage(
     return StagePlan(
         stage=stage,
         **asdict(memory),
+        deferred_gradients=deferred,
         activations=None if activations is None else activations.peak_nbytes,
         peak=peak,
         spare=machine.memory_nbytes - peak.nbytes,

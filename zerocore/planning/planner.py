@@ -114,6 +114,16 @@ class Planner:
         """The mesh of a unit."""
         return self.meshes[unit] if self.meshes else 0
 
+    @property
+    def full_gradient_nbytes(self) -> int:
+        """Bytes of all gradients in full, as autograd leaves them."""
+        return sum(
+            spec.numel * types.model.itemsize
+            for unit in zip(self.specs, self.types, strict=True)
+            for spec, types in zip(*unit, strict=True)
+            if spec.requires_grad
+        )
+
     def memory(self, division: Division) -> MemoryBytes:
         """Bytes on the division's rank after a steady step."""
         plan = _C.plan_memory(

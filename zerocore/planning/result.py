@@ -34,6 +34,8 @@ class StagePlan(MemoryBytes):
 
     Attributes:
         stage: 0 to 3.
+        deferred_gradients: bytes of full gradients that a zero-bubble schedule keeps until its end,
+            and of the buckets that it reduces them in.
         activations: highest bytes of what forward and backward hold; None where not measured.
         peak: highest sum.
         spare: memory of the device less the peak; negative where it does not fit.
@@ -47,6 +49,7 @@ class StagePlan(MemoryBytes):
     """
 
     stage: int
+    deferred_gradients: int
     activations: int | None
     peak: Peak
     spare: int
@@ -107,6 +110,7 @@ class Plan:
             "optimizer state": [stage.optimizer for stage in stages],
             "= model state": [stage.model_state for stage in stages],
             "bucket pool": [stage.pool_reserved for stage in stages],
+            "deferred gradients": [stage.deferred_gradients for stage in stages],
             "activations": [stage.activations for stage in stages],
             "= peak": [stage.peak.nbytes for stage in stages],
             "to spare": [stage.spare for stage in stages],
@@ -118,7 +122,8 @@ class Plan:
             sent = [stage.group_nbytes[part.pattern] for stage in stages]
             figures[f"of it, {part.pattern} of {part.num_ranks} ranks"] = sent
         figures["its part of a checkpoint"] = [stage.checkpoint.own for stage in stages]
-        for name in ("main weights", "of it, by the optimizer", "of it, between replicas"):
+        sometimes = ("main weights", "deferred gradients", "of it, by the optimizer")
+        for name in (*sometimes, "of it, between replicas"):
             if not any(figures[name]):
                 del figures[name]
         rows = [["", *(f"stage {stage.stage}" for stage in stages)]]
@@ -178,6 +183,7 @@ class Plan:
             f"prefetch {communication.prefetch}"
             + (", first gather at the step" if communication.gather_at_step else "")
             + (", checkpointed" if setting.workload.checkpointing else "")
+            + (", zero bubble" if setting.workload.zero_bubble else "")
         )
 
     def __str__(self) -> str:

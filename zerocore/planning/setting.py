@@ -32,6 +32,8 @@ class Workload:
         micro_batch: samples in a forward, for Hugging Face models.
         seq_len: tokens in a sample, at most what the configuration allows.
         checkpointing: recompute each block in the backward.
+        zero_bubble: the model is a stage of a pipeline whose schedule splits the backward in two.
+            Its units are gathered once a step and stay; gradients are reduced once, at its end.
 
     Raises:
         ValueError: a number is below 1.
@@ -42,6 +44,7 @@ class Workload:
     micro_batch: int = 1
     seq_len: int = 2048
     checkpointing: bool = False
+    zero_bubble: bool = False
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "micro_batch", "seq_len"):
