@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.titan import behind, resume, train, write_assets
+from tests.integrations.titan import behind, difference, resume, train, write_assets
 
 pytest.importorskip("torchtitan.config")
 pytest.importorskip("spmd_types")
@@ -28,3 +28,15 @@ def test_its_trainer_trains_as_over_fsdp2_and_resumes(
     assert found == expected
     for writer in writers:
         assert resume(case, "zerocore", str(tmp_path), run=writer) == behind(expected)
+
+
+@pytest.mark.nightly
+def test_experts_under_tensor_parallelism_train_as_over_fsdp2(tmp_path: Path) -> None:
+    """In float32: torchtitan's backends sum the router's gradient at different places."""
+    write_assets(tmp_path)
+    options = ["--training.seq-len=64", "--training.local-batch-size=1", "--training.steps=2"]
+    options.append("--training.mixed-precision-param=float32")
+    found, expected = (
+        train("qwen3-tp", name, str(tmp_path), *options) for name in ("zerocore", "torch")
+    )
+    assert difference(found, expected) < 1e-5

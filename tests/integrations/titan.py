@@ -5,8 +5,8 @@ python -m tests.integrations.titan [CASE ...]
 Prints losses of both beside each other. The trainer, its models and its configurations are
 torchtitan's as they come; over zerocore.fsdp in their default configuration (spmd_types). FSDP2
 takes that from torch 2.14 on, so before it runs with ``spmd_backend=partial_dtensor``: the same
-shards and the same sums. Models keep two of their layers, in pipelines four. Tokens are bytes,
-texts are sources of Python's own library.
+shards and, but for a router's gradient, the same sums. Models keep two of their layers, in
+pipelines four. Tokens are bytes, texts are sources of Python's own library.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.harness import RanksFailed, run_ranks
 from tests.integrations.fully_sharded import engine
@@ -109,7 +110,11 @@ def _attend(q: Any, k: Any, v: Any, *, block_mask: Any, scale: Any, enable_gqa: 
 
 
 def stand_in_for_torch_and_gloo() -> None:
-    """Schedules take micro-batches; gloo neither divides sums nor exchanges unequal parts."""
+    """Schedules take micro-batches; gloo neither divides sums nor exchanges unequal parts.
+
+    torch's ``local_map`` detaches an input of an asynchronous ``redistribute``: experts under
+    tensor parallelism give it no gradient. ``redistribute`` is synchronous here.
+    """
     schedules: Any = importlib.import_module("torch.distributed.pipelining.schedules")
     schedules.PipelineScheduleMulti.step = _step_of_micro_batches
     module: Any = importlib.import_module("torch.distributed.fsdp").FSDPModule
@@ -120,6 +125,12 @@ def stand_in_for_torch_and_gloo() -> None:
         stock(self, factor)
 
     module.set_gradient_divide_factor = set_gradient_divide_factor
+    redistribute = DTensor.redistribute
+
+    def redistribute_and_wait(self: Any, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        return redistribute(self, *args, **kwargs)
+
+    DTensor.redistribute = redistribute_and_wait  # type: ignore[method-assign]
     dist.all_to_all = _all_to_all  # type: ignore[assignment]  # gloo's takes equal sizes only
 
 
