@@ -25,7 +25,13 @@ KEYWORDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "workload": (
         Workload,
-        {"micro_batches": 2, "micro_batch": 3, "seq_len": 16, "checkpointing": True},
+        {
+            "micro_batches": 2,
+            "micro_batch": 3,
+            "seq_len": 16,
+            "checkpointing": True,
+            "zero_bubble": False,
+        },
     ),
     "machine": (
         Machine,
