@@ -328,6 +328,17 @@ def test_mistakes_are_named_on_every_rank(make: Callable[[DeviceMesh], nn.Module
     run_ranks(refuse, 4, make)
 
 
+def differ_everywhere() -> None:
+    """A seed that was forgotten: rank 0's values are those of all ranks, as without parts."""
+    mesh = mesh_of((1, 4))
+    model = zerocore.shard(differ_by_part(mesh), group=mesh["dp"])
+    assert torch.equal(model.first.weight.full_tensor(), whole_model().first.weight)
+
+
+def test_plain_parameters_are_rank_0s() -> None:
+    run_ranks(differ_everywhere, 4)
+
+
 def rows_of_units() -> dict[str, list[str]]:
     model, _, _ = sharded((2, 2), 3)
     return {row[0]: row[-2:] for row in zerocore.describe(model).rows()}
