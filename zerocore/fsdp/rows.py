@@ -144,7 +144,7 @@ def _dim_of(param: nn.Parameter, placement: Shard | None) -> int:
 
 def _own_part(full: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """The part that torch.chunk gives this rank, a view; there may be none."""
-    count, rank = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
+    count, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     length = full.shape[dim]
     if dim > 0 and length % count != 0:
         raise NotImplementedError(

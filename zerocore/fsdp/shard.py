@@ -74,7 +74,7 @@ def fully_shard(
     _check_modules(modules)
     hook_into_torch()
     ignored = set() if ignored_params is None else ignored_params
-    reshards = _reshards(reshard_after_forward, data.mesh.size(-1))
+    reshards = _reshards(reshard_after_forward, data.mesh.size(data.mesh.ndim - 1))
     group = Group(modules, data, mp_policy, *reshards)
     group.offloads = isinstance(offload_policy, CPUOffloadPolicy) and data.mesh.device_type != "cpu"
     group.shard_params(ignored, _placement_of(shard_placement_fn, data))

@@ -89,7 +89,7 @@ class FSDPParams:
         return SimpleNamespace(
             mesh=mesh,
             shard_process_group=mesh.get_group(mesh.ndim - 1),
-            shard_mesh_size=mesh.size(-1),
+            shard_mesh_size=mesh.size(mesh.ndim - 1),
         )
 
 
