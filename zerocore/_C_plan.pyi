@@ -97,6 +97,7 @@ class ShardOptions:
         by_rows: bool = False,
         gather_at_step: bool = False,
         shard_across: bool = False,
+        retain_last: bool = True,
         states: str = "device",
         gradients: str = "device",
         parameters: str = "device",

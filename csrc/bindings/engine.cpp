@@ -1,4 +1,5 @@
 // Python face of the engine, and the registrar that writes parameters into module dicts.
+#include <pybind11/functional.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -263,9 +264,27 @@ void register_unit_controls(py::class_<PyEngine>& engine) {
             return self.engine->unit(unit).settings().gradient_scale;
           },
           py::arg("unit"))
-      .def("set_gradient_scale", [](PyEngine& self, UnitId unit, double scale) {
-        self.engine->unit(unit).settings().gradient_scale = scale;
-      });
+      .def(
+          "set_gradient_scale",
+          [](PyEngine& self, UnitId unit, double scale) {
+            self.engine->unit(unit).settings().gradient_scale = scale;
+          })
+      .def(
+          "set_collectives",
+          [](PyEngine& self, UnitId unit, OwnCollective gather, OwnCollective reduce) {
+            UnitSettings& settings = self.engine->unit(unit).settings();
+            settings.gather = std::move(gather);
+            settings.reduce = std::move(reduce);
+          },
+          py::arg("unit"),
+          py::kw_only(),
+          py::arg("gather"),
+          py::arg("reduce"))
+      .def(
+          "set_after_reduce",
+          [](PyEngine& self, UnitId unit, std::function<void(const at::Tensor&)> function) {
+            self.engine->unit(unit).settings().after_reduce = std::move(function);
+          });
 }
 
 int64_t sum_of_units(const PyEngine& self, int64_t (*nbytes_of)(const Unit&)) {

@@ -132,12 +132,20 @@ void register_options(py::module_& module) {
                       bool by_rows,
                       bool gather_at_step,
                       bool shard_across,
+                      bool retain_last,
                       const std::string& states,
                       const std::string& gradients,
                       const std::string& parameters) {
             const Tiers tiers{tier_of(states), tier_of(gradients), tier_of(parameters)};
             return ShardOptions{
-                stage, prefetch, hold_full, by_rows, gather_at_step, shard_across, tiers};
+                stage,
+                prefetch,
+                hold_full,
+                by_rows,
+                gather_at_step,
+                shard_across,
+                retain_last,
+                tiers};
           }),
           py::kw_only(),
           py::arg("stage"),
@@ -146,6 +154,7 @@ void register_options(py::module_& module) {
           py::arg("by_rows") = false,
           py::arg("gather_at_step") = false,
           py::arg("shard_across") = false,
+          py::arg("retain_last") = true,
           py::arg("states") = "device",
           py::arg("gradients") = "device",
           py::arg("parameters") = "device");

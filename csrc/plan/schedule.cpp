@@ -10,6 +10,7 @@ namespace zerocore {
 
 Schedule::Schedule(ScheduleOptions options, std::vector<CallEvent> order)
     : prefetch_(options.prefetch),
+      retain_last_(options.retain_last),
       order_(std::move(order)),
       passes_(static_cast<int>(options.units.size())),
       residency_(options),
@@ -222,7 +223,7 @@ void Schedule::do_exit(const CallEvent& event, Actions& out) {
   }
   const std::vector<UnitId> next = order_.upcoming(std::max(1, prefetch_));
   const bool is_read = passes_.find(open_)->grad && event.needs_backward && event.reads;
-  const bool is_last = next.empty() && is_read;
+  const bool is_last = retain_last_ && next.empty() && is_read;
   if (is_last) {
     retained_ = unit;
   }

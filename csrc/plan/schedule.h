@@ -197,6 +197,7 @@ class Schedule {
   void do_exit(const CallEvent& event, Actions& out);
 
   const int prefetch_;
+  const bool retain_last_;
   CallOrder order_;
   ForwardPasses passes_;
   Residency residency_;

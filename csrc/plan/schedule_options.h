@@ -32,10 +32,11 @@ struct UnitGathers {
 struct ScheduleOptions {
   std::vector<UnitGathers> units;
   int prefetch = 1; // units gathered ahead
+  bool retain_last = true; // see ShardOptions
 
   // By unit.
   static ScheduleOptions of(const std::vector<UnitMesh>& meshes, const ShardOptions& sharding) {
-    ScheduleOptions options{{}, sharding.prefetch};
+    ScheduleOptions options{{}, sharding.prefetch, sharding.retain_last};
     for (const UnitMesh& mesh : meshes) {
       options.units.push_back(UnitGathers::of(mesh));
     }

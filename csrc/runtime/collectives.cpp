@@ -24,6 +24,23 @@ const char* name_of(TraceOp op) {
                                      : "all_reduce";
 }
 
+bool is_given(const OwnCollective* collective) {
+  return collective != nullptr && *collective;
+}
+
+// The sum comes into the first part; the others count as zero.
+c10::intrusive_ptr<c10d::Work> reduce_by(
+    const OwnCollective& reduce,
+    const at::Tensor& received,
+    const at::Tensor& full,
+    int64_t num_ranks) {
+  const int64_t numel = full.numel() / num_ranks;
+  if (received.numel() > numel) {
+    received.narrow(0, numel, received.numel() - numel).zero_();
+  }
+  return reduce(received.narrow(0, 0, numel), full);
+}
+
 } // namespace
 
 void wait_for_all(std::vector<PendingCollective>& collectives, const Streams& streams) {
@@ -269,9 +286,11 @@ PendingCollective Collectives::all_gather(
     TORCH_INTERNAL_ASSERT(can_defer_start());
     emulated_->hold_next(after);
   }
+  const OwnCollective* given = tag.own;
   return start(
       "all_gather", StreamRole::AllGather, {{own}, {full}}, std::move(tag), [&](bool async) {
-        return wire::gather(*backend_, methods_.gather, full, own, async);
+        return is_given(given) ? wire::Works{(*given)(full, own)}
+                               : wire::gather(*backend_, methods_.gather, full, own, async);
       });
 }
 
@@ -279,13 +298,15 @@ PendingCollective Collectives::reduce_scatter(
     const at::Tensor& received,
     const at::Tensor& full,
     CollectiveTag tag) {
+  const OwnCollective* given = tag.own;
   return start(
       "reduce_scatter",
       StreamRole::ReduceScatter,
       {{full}, {received}},
       std::move(tag),
       [&](bool async) {
-        return wire::reduce(*reductions_, methods_.reduce, received, full, async);
+        return is_given(given) ? wire::Works{reduce_by(*given, received, full, size_)}
+                               : wire::reduce(*reductions_, methods_.reduce, received, full, async);
       });
 }
 

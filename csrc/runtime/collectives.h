@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <functional>
 #include <future>
 #include <memory>
 #include <optional>
@@ -62,6 +63,11 @@ class PendingCollective {
 // is enough. Empties the list.
 void wait_for_all(std::vector<PendingCollective>& collectives, const Streams& streams);
 
+// A program's own collective, which takes the place of the backend's; may return null when it is
+// done, or where it is the work of the current stream.
+using OwnCollective =
+    std::function<c10::intrusive_ptr<c10d::Work>(const at::Tensor& to, const at::Tensor& from)>;
+
 // Names a collective in errors and in the trace; `unit` must outlive the collective.
 struct CollectiveTag {
   const std::string* unit = nullptr;
@@ -69,6 +75,7 @@ struct CollectiveTag {
   UnitId id = -1; // of the unit, -1 for several
   // Bytes that ranks compare, the same on all of them; by default those of the written tensors.
   std::optional<int64_t> nbytes = std::nullopt;
+  const OwnCollective* own = nullptr; // null for the backend's; outlives the call
 };
 
 // A gather or a reduction that goes with others; of an all-reduce `from` is `to`.

@@ -22,6 +22,7 @@ OPTIONS: dict[str, Any] = {
     "gather_at_step": True,
     "regather": 2,
     "overlap_reductions": False,
+    "retain_last": False,
     "gradient_divide_factor": 1.0,
     "sync_buffers": True,
 }

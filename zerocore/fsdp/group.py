@@ -143,6 +143,10 @@ class Group:
     reduces_across: bool = True  # over replicas, too
     divide_factor: float | None = None
     overlaps_reductions: bool = True
+    all_gather: Any = None  # the program's own, in torch's interface
+    reduce_scatter: Any = None
+    after_reduce: Callable[[torch.Tensor], None] | None = None
+    max_input_buffers: int = 1  # a hint that readers of FSDP2's state see
     root: Tree | None = None
     unit: int = -1  # in the root's engine; -1 without parameters
     unit_call: UnitCall | None = None  # with the engine

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from typing import Any, NoReturn, cast
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from zerocore.fsdp.calls import call, ready_state
+from zerocore.fsdp.collectives import on_stream
 from zerocore.fsdp.group import Group, group_of, groups_below
 from zerocore.fsdp.root import apply_settings
 from zerocore.fsdp.state import read_state
@@ -134,8 +136,10 @@ class FSDPModule(TorchFSDPModule):
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
             )
         for group in self._groups(recurse):
-            if group.num_near > 1 and group.root is not None:
-                group.root.release()  # its units are made for near ranks
+            root = group.root
+            retains = bool(group.reshard_after_forward) != reshard_after_forward
+            if root is not None and (group.num_near > 1 or (root.group is group and retains)):
+                root.release()  # it was made for near ranks, or for a root that stays
         self._set(recurse, reshard_after_forward=reshard_after_forward, num_near=1)
 
     def set_reshard_after_backward(
@@ -189,30 +193,85 @@ class FSDPModule(TorchFSDPModule):
             )
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        self._set(recurse, max_input_buffers=max_input_buffers)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """A hint."""
 
-    def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Refused: the engine issues collectives itself."""
-        _refuse("set_custom_all_gather")
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gathers this module's parameters by ``comm``.
 
-    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Refused: the engine issues collectives itself."""
-        _refuse("set_custom_reduce_scatter")
+        Args:
+            comm: an ``AllGather`` of torch. It is called with the output, of all ranks, the input,
+                this rank's part, the group and ``async_op``. Memory is the engine's: ``allocate``
+                is not called.
 
-    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:
-        """Refused: gradients are only known at the end of the backward."""
-        _refuse("set_all_reduce_hook")
+        Raises:
+            ValueError: the module's parameters are sharded over several meshes.
+        """
+        self._set_collective("set_custom_all_gather", all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduces this module's gradients by ``comm``, a ``ReduceScatter`` of torch.
+
+        Raises:
+            ValueError: as of :meth:`set_custom_all_gather`.
+        """
+        self._set_collective("set_custom_reduce_scatter", reduce_scatter=comm)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
+    ) -> None:
+        """Calls ``hook`` at the end of each backward with the gradients that it has reduced.
+
+        Args:
+            hook: takes this rank's part of the unit's gradients, 1-D, in the dtype of ``.grad``;
+                summed over all ranks of the mesh, replicas included. Changes it in place.
+            stream: the one to run it on, of a device.
+
+        Raises:
+            ValueError: as of :meth:`set_custom_all_gather`, or a stream where there are replicas.
+            NotImplementedError: gradients lie on the host.
+        """
+        group = self._group()
+        if stream is not None and group.mesh.ndim > 1:
+            raise ValueError("stream cannot be set when using native HSDP")
+        if group.offloads:
+            raise NotImplementedError(
+                "set_all_reduce_hook: gradients of this module go to the host when they are "
+                "reduced; leave offload_policy= out"
+            )
+        self._set_collective(
+            "set_all_reduce_hook", after_reduce=hook if stream is None else on_stream(hook, stream)
+        )
+
+    def _set_collective(self, name: str, **values: Any) -> None:
+        if self._group().siblings:
+            raise ValueError(
+                f"{name} is not supported with multiple param groups: shard_placement_fn= has put "
+                "parameters of this module on several meshes"
+            )
+        self._set(False, **values)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Refused where it is switched on: memory comes from the engine's pool."""
-        if enable:
-            _refuse("set_allocate_memory_from_process_group_for_comm")
+        """A hint: memory comes from the engine's pool.
+
+        Raises:
+            AssertionError: a collective of the program's own was set.
+        """
+        group = self._group()
+        if group.all_gather is not None or group.reduce_scatter is not None:
+            raise AssertionError(
+                "set_allocate_memory_from_process_group_for_comm and custom collectives exclude "
+                "each other"
+            )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
         """Refused: memory comes from the engine's pool."""
-        _refuse("set_symm_mem_for_comm")
+        raise NotImplementedError(
+            "zerocore.fsdp does not support FSDPModule.set_symm_mem_for_comm; leave the call out, "
+            "or shard this model with torch.distributed.fsdp"
+        )
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -227,13 +286,6 @@ class FSDPModule(TorchFSDPModule):
                 group.overlaps_reductions = enable
                 if group.root is not None:
                     group.root.release()
-
-
-def _refuse(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"zerocore.fsdp does not support FSDPModule.{name}; leave the call out, or shard this "
-        "model with torch.distributed.fsdp"
-    )
 
 
 def _check_modules(modules: Iterable[Any]) -> None:

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zerocore._C import Engine, ParamOwner, UnitParam, UnitSpec
 from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds
+from zerocore.fsdp.collectives import set_collectives
 from zerocore.fsdp.group import (
     Group,
     RowParam,
@@ -41,7 +43,8 @@ from zerocore.tensor.rows import (
     note_rows,
 )
 
-_CONFIG = ShardConfig(communication=Communication(accumulate="full"), by_rows=True)
+_COMMUNICATION = Communication(accumulate="full")
+_CONFIG = ShardConfig(communication=_COMMUNICATION, by_rows=True)
 _OFFLOADS = replace(_CONFIG, offload=Offload(states="cpu", gradients="cpu", parameters="cpu"))
 
 
@@ -100,7 +103,8 @@ class Root:
         if self.state is not None and not all(param.is_in_place() for param in self.params()):
             self.release()
         if self.state is None:
-            self._make()
+            with _disable_current_modes():  # what ranks compare is none of the program's messages
+                self._make()
         assert self.state is not None
         return self.state
 
@@ -131,6 +135,8 @@ class Root:
         for number, group in enumerate(groups):
             group.unit = number
         config = _OFFLOADS if any(group.offloads for group in groups) else _CONFIG
+        if self.group.reshard_after_forward:
+            config = replace(config, communication=replace(_COMMUNICATION, retain_last=False))
         engine = make_engine(
             config,
             ranks[0],
@@ -298,6 +304,7 @@ def apply_settings(group: Group) -> None:
     )
     engine.set_syncs(group.unit, group.syncs)
     engine.set_gradient_scale(group.unit, 1.0 / (group.divide_factor or group.mesh.size()))
+    set_collectives(engine, group)
 
 
 def _types_of(param: RowParam, group: Group) -> ParamTypes:

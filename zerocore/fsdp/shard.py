@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable_state import _insert_module_state as insert_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
@@ -83,6 +84,7 @@ def fully_shard(
         note_late(part, ready_state)
     for each in modules:
         set_group(each, group)
+        insert_state(each, read_state(group))  # where functions of torch's FSDP2 look
         # Where torch's own fully_shard.state looks.
         each.__dict__.setdefault(STATE_KEY, {})[_OF_TORCH] = read_state(group)
         set_maker(each, partial(ready_state, group))

@@ -6,15 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
 
 from zerocore.fsdp.calls import root_of
 from zerocore.fsdp.group import Group, Tree, group_of
 
+_TorchState: Any = TorchFSDPState
 
-class FSDPState:
+
+class FSDPState(_TorchState):
     """Of the modules of one call of ``fully_shard``, by the names of torch's own."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group) -> None:  # not torch's: properties are in its place
         self._group = group
         self._modules_to_run_forward: set[nn.Module] = set()  # what is waited for: calls wait
 
@@ -43,6 +46,13 @@ class FSDPState:
         groups = [self._group] if self._root is None else [group for _, group in self._root.groups]
         calls = [group for group in groups if group_of(group.modules[0]) is group]
         return SimpleNamespace(all_states=[read_state(group) for group in calls])
+
+    @property
+    def _comm_ctx(self) -> Any:
+        root = self._group.root
+        groups = [self._group] if root is None else [group for _, group in root.groups]
+        most = max(group.max_input_buffers for group in groups)
+        return SimpleNamespace(reduce_scatter_max_input_buffers=most)
 
     @property
     def _fsdp_param_group(self) -> FSDPParams | None:
@@ -76,6 +86,11 @@ class FSDPParams:
             SimpleNamespace(_param_fqn=f"{prefix}{param.fqn}", sharded_param=param.shard)
             for param in self._group.params
         ]
+
+    @property
+    def reduce_scatter_max_input_buffers(self) -> int:
+        """A hint that was given."""
+        return self._group.max_input_buffers
 
     @property
     def is_unsharded(self) -> bool:

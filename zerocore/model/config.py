@@ -42,6 +42,9 @@ class Communication:
         overlap_reductions: at stage 3, reductions have a communicator of their own where one runs
             its collectives one after the other (NCCL), so that none waits for a gather. It takes
             device memory of its own; off, reductions and gathers share one.
+        retain_last: at stage 3, the unit that a forward leaves last stays gathered for its
+            backward, which needs it first; off, it is gathered again, and the loss is computed
+            without its full parameters in memory.
         gradient_divide_factor: of the sum of the ranks' gradients; None averages them, 1 sums.
         sync_buffers: buffers take rank 0's values before the calls before which
             DistributedDataParallel broadcasts them: batch norm's statistics stay alike.
@@ -57,6 +60,7 @@ class Communication:
     regather: Any = None
     replicas_share: str | None = None
     overlap_reductions: bool = True
+    retain_last: bool = True
     gradient_divide_factor: float | None = None
     sync_buffers: bool = False
 
@@ -93,6 +97,7 @@ def shard_options(
         by_rows=by_rows,
         gather_at_step=communication.gather_at_step,
         shard_across=communication.replicas_share is not None,
+        retain_last=communication.retain_last,
         states=place_of(offload, "states"),
         gradients=place_of(offload, "gradients"),
         parameters=place_of(offload, "parameters"),

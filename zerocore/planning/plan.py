@@ -70,6 +70,7 @@ def plan(
     gather_at_step: bool = UNSET,
     regather: Any = UNSET,
     replicas_share: str | None = UNSET,
+    retain_last: bool = UNSET,
     micro_batches: int = UNSET,
     micro_batch: int = UNSET,
     seq_len: int = UNSET,
@@ -123,6 +124,7 @@ def plan(
     communication = options_of(
         communication, Communication, prefetch=prefetch, accumulate=accumulate,
         gather_at_step=gather_at_step, regather=regather, replicas_share=replicas_share,
+        retain_last=retain_last,
     )  # fmt: skip
     workload = options_of(
         workload, Workload, micro_batches=micro_batches, micro_batch=micro_batch, seq_len=seq_len,

@@ -6,7 +6,7 @@
 namespace zerocore {
 
 GradViews::GradViews(const Units& units, const UnitContext& context, Reduction& reduction)
-    : units_(units), context_(context), reduction_(reduction) {
+    : units_(units), context_(context), reduction_(reduction), apart_(units.size()) {
   for (const auto& unit : units_) {
     params_.emplace_back(unit->params().size());
   }
@@ -26,6 +26,32 @@ void GradViews::take_changes(UnitId unit, std::vector<GradientMemory>& memory) {
       reduction_.set_valid(unit, i, true);
     }
   }
+}
+
+void GradViews::set_apart(UnitId unit) {
+  for (int i = 0; !apart_[unit] && i < static_cast<int>(params_[unit].size()); ++i) {
+    if (reduction_.is_valid(unit, i)) {
+      params_[unit][i].apart = grad(unit, i).clone();
+      reduction_.set_valid(unit, i, false);
+    }
+  }
+  apart_[unit] = true;
+}
+
+void GradViews::put_back(UnitId unit, bool adds) {
+  for (int i = 0; apart_[unit] && i < static_cast<int>(params_[unit].size()); ++i) {
+    const at::Tensor before = std::exchange(params_[unit][i].apart, {});
+    if (!before.defined()) {
+      continue;
+    }
+    if (adds && reduction_.is_valid(unit, i)) {
+      grad(unit, i).add_(before);
+    } else {
+      grad(unit, i).copy_(before);
+      reduction_.set_valid(unit, i, true);
+    }
+  }
+  apart_[unit] = false;
 }
 
 void GradViews::note_used(UnitId unit) {

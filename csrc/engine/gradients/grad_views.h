@@ -39,6 +39,10 @@ class GradViews {
   // Takes over what the user did to the unit's gradients since the last backward: dropped, kept,
   // replaced. `memory` by region.
   void take_changes(UnitId unit, std::vector<GradientMemory>& memory);
+  // Takes copies of the unit's gradients out of the way of those of this backward; once in it.
+  void set_apart(UnitId unit);
+  // Adds them to the gradients of this backward, or drops these.
+  void put_back(UnitId unit, bool adds);
   // Remembers which of the unit's parameters have got a gradient in this backward.
   void note_used(UnitId unit);
   // At the end of a backward that reduced some unit: tells the other ranks what this one used, and
@@ -54,6 +58,7 @@ class GradViews {
   struct Param {
     at::Tensor grad;
     bool used = false; // took part in a backward since the last reduction
+    at::Tensor apart; // the gradient from before this backward; see set_apart()
   };
 
   bool lacks_any(const std::vector<bool>& reduced) const;
@@ -62,6 +67,7 @@ class GradViews {
   UnitContext context_;
   Reduction& reduction_;
   std::vector<std::vector<Param>> params_; // by unit and parameter
+  std::vector<bool> apart_; // units that have gradients apart
 };
 
 } // namespace zerocore

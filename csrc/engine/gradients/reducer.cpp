@@ -70,6 +70,9 @@ void Reducer::reduce(UnitId id) {
     shown_.take_changes(id, memory_[id]);
     touched_[id] = true;
   }
+  if (sync && units_[id]->settings().after_reduce) {
+    shown_.set_apart(id);
+  }
   leaves_[id] = sync;
   note_trainable(id);
   shown_.note_used(id);
@@ -122,6 +125,7 @@ void Reducer::finish() {
   for (UnitId id = 0; id < static_cast<UnitId>(units_.size()); ++id) {
     if (touched_[id]) {
       note_use(id);
+      after_reduce(id);
       shown_.show(id, reduced_[id]);
       offload_.note_shown(id);
     }
@@ -132,6 +136,20 @@ void Reducer::finish() {
   }
 }
 
+// The program's own function gets the gradients of this backward alone.
+void Reducer::after_reduce(UnitId id) {
+  const auto& function = units_[id]->settings().after_reduce;
+  if (!function || !reduced_[id]) {
+    return;
+  }
+  for (const GradientMemory& memory : memory_[id]) {
+    if (memory.is_kept()) {
+      function(memory.own(GradBuffer::Kept));
+    }
+  }
+  shown_.put_back(id, /*adds=*/true);
+}
+
 void Reducer::reset() {
   joint_ = {};
   if (context_.lands_gradients()) { // blocks that are given back may be on their way to the host
@@ -140,6 +158,7 @@ void Reducer::reset() {
   reduction_.reset(*this);
   for (UnitId id = 0; id < static_cast<UnitId>(units_.size()); ++id) {
     clear_full_grads(id);
+    shown_.put_back(id, /*adds=*/false);
   }
   shown_.forget_used();
   forget_backward();
@@ -239,8 +258,12 @@ void Reducer::start(
   if (joint_.collectives != &collectives) {
     start_joint();
   }
-  CollectiveTag tag = units_[step.unit]->tag(step.op, step.nbytes);
-  if (memory_[step.unit].size() > 1 && collectives.launches_together()) {
+  const Unit& unit = *units_[step.unit];
+  CollectiveTag tag = unit.tag(step.op, step.nbytes);
+  if (unit.settings().reduce && step.kind == GradStepKind::Start) {
+    tag.own = &unit.settings().reduce;
+  }
+  if (memory_[step.unit].size() > 1 && collectives.launches_together() && tag.own == nullptr) {
     joint_.collectives = &collectives;
     joint_.op = step.op;
     joint_.calls.push_back({to, from, std::move(tag)});

@@ -98,6 +98,7 @@ class Reducer final : private GradSteps {
   void grad_ready(const GradStep& step);
   void note_trainable(UnitId unit);
   void clear_full_grads(UnitId unit);
+  void after_reduce(UnitId unit);
   void forget_backward();
   void note_use(UnitId unit) const;
 

@@ -14,12 +14,14 @@ Gathers::Gathers(
     UnitId id,
     const std::string& name,
     const UnitContext& context,
+    const UnitSettings& settings,
     const Layout& layout,
     Bucket& full,
     const Bucket* own)
     : id_(id),
       name_(name),
       context_(context),
+      settings_(settings),
       layout_(layout),
       full_(full),
       own_(own),
@@ -171,7 +173,10 @@ void Gathers::issue(
     const at::Tensor& from,
     const std::shared_future<void>& after) {
   CollectiveTag tag{&name_, context_.note(step.op, id_, step.nbytes), id_};
-  if (layout_.regions().size() > 1 && collectives.launches_together()) {
+  if (settings_.gather && &collectives == context_.collectives) {
+    tag.own = &settings_.gather;
+  }
+  if (layout_.regions().size() > 1 && collectives.launches_together() && tag.own == nullptr) {
     together_by_ = &collectives;
     together_.push_back({to, from, std::move(tag)});
   } else {

@@ -22,6 +22,7 @@ class Gathers final : private GatherSteps {
       UnitId id,
       const std::string& name,
       const UnitContext& context,
+      const UnitSettings& settings,
       const Layout& layout,
       Bucket& full,
       const Bucket* own);
@@ -82,6 +83,7 @@ class Gathers final : private GatherSteps {
   const UnitId id_;
   const std::string& name_;
   const UnitContext& context_;
+  const UnitSettings& settings_;
   const Layout& layout_;
   Bucket& full_;
   const Bucket* own_;

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from zerocore.common.patching import around
+from zerocore.hooks.comm_counts import begins_to_count, counts_issued
 from zerocore.hooks.optimizer_states import as_shard, is_of_shards, make_states
 from zerocore.tensor.place import Placed, local_of
 
@@ -124,6 +125,10 @@ _SEAMS: dict[str, Sequence[tuple[str, _Wrapper]]] = {
     ],
     f"{_BASE}.checkpoint.default_planner": [("create_default_local_load_plan", _plans)],
     f"{_BASE}.checkpoint.hf_storage": [("HuggingFaceStorageWriter.write_data", _refuses)],
+    f"{_BASE}.tensor.debug._comm_mode": [
+        ("CommDebugMode.__enter__", begins_to_count),
+        ("CommDebugMode.__exit__", counts_issued),
+    ],
 }
 
 

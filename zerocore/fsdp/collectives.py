@@ -1,0 +1,78 @@
+"""Collectives and hooks of a program's own, in FSDP2's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerocore._C import Engine
+from zerocore.fsdp.group import Group
+
+
+def set_collectives(engine: Engine, group: Group) -> None:
+    """Tells the engine what is set for the group."""
+    gather = reduce = None
+    if group.all_gather is not None:
+        gather = _gather_by(group)
+    if group.reduce_scatter is not None:
+        reduce = _reduce_by(group)
+    engine.set_collectives(group.unit, gather=gather, reduce=reduce)
+    engine.set_after_reduce(group.unit, group.after_reduce)
+
+
+def on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor], None]:
+    """``hook`` on that stream of a device, between what runs before it and behind it."""
+
+    def hooked(reduced: Tensor) -> None:
+        module = torch.get_device_module(reduced.device)
+        current = module.current_stream()
+        stream.wait_stream(current)
+        with module.stream(stream):
+            hook(reduced)
+        current.wait_stream(stream)
+
+    return hooked
+
+
+def _gather_by(group: Group) -> Callable[[Tensor, Tensor], Any]:
+    dtypes = {group.policy.param_dtype or param.shard.dtype for param in group.params}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8  # several travel as bytes, as torch's
+    ranks, comm, is_async = _ranks_of(group), group.all_gather, _is_async(group)
+
+    def gather(to: Tensor, own: Tensor) -> Any:
+        return comm(
+            output_tensor=to.view(dtype),
+            input_tensor=own.view(dtype),
+            group=ranks,
+            async_op=is_async,
+        )
+
+    return gather
+
+
+def _reduce_by(group: Group) -> Callable[[Tensor, Tensor], Any]:
+    ranks, comm, is_async = _ranks_of(group), group.reduce_scatter, _is_async(group)
+
+    def reduce(to: Tensor, full: Tensor) -> Any:
+        return comm(
+            output_tensor=to,
+            input_tensor=full,
+            group=ranks,
+            op=dist.ReduceOp.SUM,
+            async_op=is_async,
+        )
+
+    return reduce
+
+
+def _ranks_of(group: Group) -> dist.ProcessGroup:
+    return group.mesh.get_group(group.mesh.ndim - 1)
+
+
+def _is_async(group: Group) -> bool:
+    """Whether the host waits: on a device the engine's stream keeps the order."""
+    return group.mesh.device_type == "cpu"
