@@ -82,6 +82,8 @@ class EmulatedGroup(Backend):
 
 def define_grad(type: type) -> None: ...
 def show_grad(param: Tensor, grad: Tensor) -> None: ...
+def window_on(memory: Tensor) -> Tensor: ...
+def move_window(window: Tensor, memory: Tensor) -> None: ...
 def same_objects(first: dict[Any, Any], second: dict[Any, Any]) -> bool:
     """Whether two dicts, and the dicts in them, have the same objects in the same order."""
 
@@ -127,7 +129,7 @@ class UnitParam:
 
     ``like`` is the model weight as a meta tensor; ``main``, ``reduce`` and ``grad`` are the dtypes
     of the main weight, of gradients on their way and as they are kept. A frozen parameter that is
-    cast ``lacks_main``.
+    cast ``lacks_main``. Of one that is not ``is_gathered`` the unit has the gradient only.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class UnitParam:
         reduce: torch.dtype,
         grad: torch.dtype,
         lacks_main: bool,
+        is_gathered: bool = True,
     ) -> None: ...
 
 class UnitSpec:

@@ -36,6 +36,7 @@ class Region:
     dtype: int
     itemsize: int
     requires_grad: bool
+    is_gathered: bool
     shard_numel: int
     num_across: int
     params: list[int]

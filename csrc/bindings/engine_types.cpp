@@ -26,8 +26,10 @@ UnitParam make_param(
     at::ScalarType main,
     at::ScalarType reduce,
     at::ScalarType grad,
-    bool lacks_main) {
+    bool lacks_main,
+    bool is_gathered) {
   UnitParam param;
+  param.spec.is_gathered = is_gathered;
   param.lacks_main = lacks_main;
   param.spec.main = element_of(main);
   param.spec.reduce = element_of(reduce);
@@ -106,7 +108,8 @@ void register_units(py::module_& module) {
           py::arg("main"),
           py::arg("reduce"),
           py::arg("grad"),
-          py::arg("lacks_main"));
+          py::arg("lacks_main"),
+          py::arg("is_gathered") = true);
   py::class_<UnitSpec>(module, "UnitSpec")
       .def(
           py::init(

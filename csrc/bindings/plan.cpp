@@ -54,6 +54,7 @@ void register_layout(py::module_& module) {
       .def_readonly("dtype", &Region::dtype)
       .def_readonly("itemsize", &Region::itemsize)
       .def_readonly("requires_grad", &Region::requires_grad)
+      .def_readonly("is_gathered", &Region::is_gathered)
       .def_readonly("shard_numel", &Region::shard_numel)
       .def_readonly("num_across", &Region::num_across)
       .def_readonly("params", &Region::params)

@@ -1,5 +1,6 @@
 // Attributes of sharded parameters that loops over all parameters read and set.
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -60,6 +61,18 @@ void show_grad(const at::Tensor& param, const at::Tensor& grad) {
   param.mutable_grad() = grad;
 }
 
+// A tensor whose storage begins where that of `memory` does, of which it takes no part.
+at::Tensor window_on(const at::Tensor& memory) {
+  return at::from_blob(memory.mutable_data_ptr(), memory.sizes(), memory.options());
+}
+
+// Tensors that share the storage of `window` read and write that memory from now on.
+void move_window(const at::Tensor& window, const at::Tensor& memory) {
+  TORCH_CHECK_VALUE(window.nbytes() == memory.nbytes(), "windows keep their size");
+  window.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(
+      at::DataPtr(memory.mutable_data_ptr(), memory.device()));
+}
+
 // Whether two dicts have the same objects, in the same order: every step of an optimizer asks.
 bool same_objects(const pybind11::dict& first, const pybind11::dict& second) {
   Py_ssize_t at = 0, other_at = 0;
@@ -85,6 +98,8 @@ bool same_objects(const pybind11::dict& first, const pybind11::dict& second) {
 
 void register_shards(pybind11::module_& module) {
   module.def("define_grad", define_grad, pybind11::arg("type"));
+  module.def("window_on", window_on, pybind11::arg("memory"));
+  module.def("move_window", move_window, pybind11::arg("window"), pybind11::arg("memory"));
   module.def("same_objects", same_objects, pybind11::arg("first"), pybind11::arg("second"));
   module.def("show_grad", show_grad, pybind11::arg("param"), pybind11::arg("grad"));
 }

@@ -26,7 +26,7 @@ void DiskLayout::add(const Layout& layout, const UnitMesh& mesh) {
     unit.updated.begin = file_nbytes_;
   } else if (!unit.part(StatePart::Parameters).empty()) {
     const Layout own = layout.of_shard(mesh.shard());
-    std::vector<int> before = own.all_regions();
+    std::vector<int> before = own.gathered_regions();
     std::erase_if(before, [&](int region) { return region >= trained.front(); });
     unit.updated.begin += own.nbytes_of(before) / page_nbytes() * page_nbytes();
   }

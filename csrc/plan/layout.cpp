@@ -33,6 +33,7 @@ Region make_region(const ParamSpec& spec, int64_t num_shards, bool by_rows) {
   region.dtype = spec.dtype;
   region.itemsize = spec.itemsize;
   region.requires_grad = spec.requires_grad;
+  region.is_gathered = spec.is_gathered;
   region.num_shards = num_shards;
   const auto resolve = [&](const ElementType& type) {
     return (spec.requires_grad || by_rows) && type.itemsize > 0 ? type : region.own();
@@ -44,8 +45,9 @@ Region make_region(const ParamSpec& spec, int64_t num_shards, bool by_rows) {
 }
 
 bool same_kind(const Region& a, const Region& b) {
-  return a.own() == b.own() && a.requires_grad == b.requires_grad && a.main == b.main &&
-      a.reduce == b.reduce && a.grad == b.grad;
+  return a.own() == b.own() && a.requires_grad == b.requires_grad &&
+      a.is_gathered == b.is_gathered && a.main == b.main && a.reduce == b.reduce &&
+      a.grad == b.grad;
 }
 
 int find_or_add_region(
@@ -128,17 +130,18 @@ Layout::Layout(
       places_(std::move(places)),
       num_shards_(num_shards),
       by_rows_(by_rows) {
-  nbytes_ = nbytes_of(all_regions());
+  nbytes_ = nbytes_of(gathered_regions());
 }
 
-std::vector<int> Layout::all_regions() const {
+std::vector<int> Layout::gathered_regions() const {
   std::vector<int> indices(regions_.size());
   std::iota(indices.begin(), indices.end(), 0);
+  std::erase_if(indices, [&](int region) { return !regions_[region].is_gathered; });
   return indices;
 }
 
 std::vector<int> Layout::main_regions() const {
-  std::vector<int> indices = all_regions();
+  std::vector<int> indices = gathered_regions();
   std::erase_if(indices, [&](int region) { return !regions_[region].has_main(); });
   return indices;
 }
@@ -178,8 +181,9 @@ Layout Layout::retyped(ElementType Region::* type) const {
 bool Layout::copies_out() const {
   return by_rows_ && num_shards_ > 1 &&
       std::any_of(regions_.begin(), regions_.end(), [&](const Region& region) {
-           return region.params.size() > 1 ||
-               places_[region.params.front()].shard_numel != region.shard_numel;
+           return region.is_gathered &&
+               (region.params.size() > 1 ||
+                places_[region.params.front()].shard_numel != region.shard_numel);
          });
 }
 
@@ -193,8 +197,8 @@ int64_t Layout::nbytes_of(const std::vector<int>& regions) const {
 
 int64_t Layout::shard_nbytes() const {
   int64_t nbytes = 0;
-  for (const Region& region : regions_) {
-    nbytes += region.shard_nbytes();
+  for (const int region : gathered_regions()) {
+    nbytes += regions_[region].shard_nbytes();
   }
   return nbytes;
 }
@@ -202,7 +206,8 @@ int64_t Layout::shard_nbytes() const {
 int64_t Layout::param_nbytes() const {
   int64_t nbytes = 0;
   for (const ParamPlace& place : places_) {
-    nbytes += place.numel * regions_[place.region].itemsize;
+    const Region& region = regions_[place.region];
+    nbytes += region.is_gathered ? place.numel * region.itemsize : 0;
   }
   return nbytes;
 }

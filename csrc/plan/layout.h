@@ -49,6 +49,7 @@ struct Region {
   int dtype = 0;
   int64_t itemsize = 0;
   bool requires_grad = true;
+  bool is_gathered = true; // else nothing of it is in buffers of parameters
   ElementType main, reduce, grad; // as of its parameters; the region's own where frozen
   int64_t shard_numel = 0;
   int64_t num_shards = 1;
@@ -122,14 +123,14 @@ class Layout {
   int64_t nbytes() const {
     return nbytes_;
   }
-  // Indices of all regions, and of those that have main weights.
-  std::vector<int> all_regions() const;
+  // Indices of the regions that are gathered, and of those that have main weights.
+  std::vector<int> gathered_regions() const;
   std::vector<int> main_regions() const;
   // Bytes of a buffer that holds only some of the regions, one after the other.
   int64_t nbytes_of(const std::vector<int>& regions) const;
-  // Bytes that one rank owns.
+  // Bytes that one rank owns of what is gathered.
   int64_t shard_nbytes() const;
-  // Bytes of the parameters themselves.
+  // Bytes of the gathered parameters themselves.
   int64_t param_nbytes() const;
 
   // The flattened elements of parameter `param` that `shard` owns, possibly empty.

@@ -4,7 +4,7 @@
 namespace zerocore {
 
 std::vector<int> Tiers::main_regions(const Layout& layout) const {
-  std::vector<int> indices = layout.all_regions();
+  std::vector<int> indices = layout.gathered_regions();
   std::erase_if(indices, [&](int index) {
     const Region& region = layout.regions()[index];
     return !region.has_main() && !(returns_weights() && region.requires_grad);
@@ -17,7 +17,7 @@ std::vector<int> Tiers::sent_regions(const Layout& layout) const {
 }
 
 std::vector<int> Tiers::trained_regions(const Layout& layout) {
-  std::vector<int> indices = layout.all_regions();
+  std::vector<int> indices = layout.gathered_regions();
   std::erase_if(indices, [&](int index) { return !layout.regions()[index].requires_grad; });
   return indices;
 }

@@ -2,6 +2,7 @@
 #include "runtime/bucket.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/strides.h>
 
@@ -105,6 +106,9 @@ at::Tensor Bucket::flat(c10::ScalarType dtype, int64_t offset_nbytes, int64_t nu
 
 at::Tensor Bucket::view(int region, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides)
     const {
+  if (!has(region)) {
+    return at::zeros({1}, at::dtype(dtypes_.at(region)).device(device_)).expand(sizes).detach();
+  }
   const auto itemsize = static_cast<int64_t>(c10::elementSize(dtypes_.at(region)));
   return tensor_over(
       leaf_storage_, dtypes_[region], offsets_.at(region) / itemsize + offset, sizes, strides);

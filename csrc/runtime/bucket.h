@@ -69,7 +69,7 @@ class Bucket {
     return own_bytes_.at(region);
   }
   // A new leaf over the bucket with its own version counter; `offset` counts elements of the
-  // region.
+  // region. Of a region that it does not hold, one of zeros with the memory of one element.
   at::Tensor view(int region, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) const;
   // The same, contiguous.
   at::Tensor view(int region, int64_t offset, at::IntArrayRef sizes) const;

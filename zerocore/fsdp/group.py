@@ -39,6 +39,7 @@ class RowParam:
         local: its memory in the engine, once there is one.
         full: what the engine gathers into then.
         shown: what layers compute with, a view of that, where it is not that itself.
+        extension: where the parameter says itself what is gathered of it.
     """
 
     owners: list[tuple[nn.Module, str]]
@@ -51,6 +52,7 @@ class RowParam:
     local: torch.Tensor | None = None
     full: nn.Parameter | None = None
     shown: torch.Tensor | None = None
+    extension: Any = None
 
     def registered(self) -> Any:
         """The entry of the first owner in its place."""
@@ -69,11 +71,17 @@ class RowParam:
             found is known for known in (self.shard, self.full, self.shown)
         )
 
+    @property
+    def is_viewed(self) -> bool:
+        """Whether modules see another tensor than the engine's."""
+        return self.extension is not None or not self.rows.is_plain
+
     def make_view(self) -> torch.Tensor:
         """Makes ``shown`` anew, with what was set on the parameter."""
         assert self.full is not None
         with torch.enable_grad():  # a backward that computes a call once more records, too
-            self.shown = as_view(self.rows.show(self.full), self.full)
+            shown = (self.rows if self.extension is None else self.extension).show(self.full)
+            self.shown = as_view(shown, self.full)
         for key, value in self.attributes.items():
             setattr(self.shown, key, value)
         return self.shown
@@ -126,6 +134,9 @@ class Tree(Protocol):
     def release(self) -> None:
         """Drops the engine."""
 
+    def encode(self, groups: list[Group] | None = None) -> None:
+        """Asks parameters that say themselves what is gathered of them; of all groups, or some."""
+
 
 @dataclass(eq=False)
 class Group:
@@ -175,6 +186,11 @@ class Group:
             return self.root is not None and self.root.group is self
         return not self.reshard_after_forward
 
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether modules have the full parameters."""
+        return any(param.registered() is not param.shard for param in self.params)
+
     def shard_params(self, ignored: set[nn.Parameter], placement_of: PlacementOf) -> None:
         """Puts DTensors in the place of all parameters that belong to the group.
 
@@ -199,7 +215,7 @@ class Group:
             shards[param] = (*made, data)
         for param, places in owners.items():
             shard, rows, data = shards[param]
-            attributes = {key: value for key, value in vars(param).items() if key != _ORIGIN}
+            attributes = _attributes_of(param)
             origin = param.__dict__.setdefault(_ORIGIN, object())
             for owner, key in places:
                 owner._parameters[key] = shard
@@ -269,23 +285,14 @@ def _managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
     return [(name, module) for module, name in found.items()]
 
 
-def check_gathered_as_is(param: nn.Parameter, name: str) -> None:
-    """Refuses a parameter that changes what is gathered, which would be passed over in silence.
-
-    Raises:
-        NotImplementedError: it does.
-    """
-    local = param._local_tensor if isinstance(param, DTensor) else param
-    if hasattr(local, "fsdp_pre_all_gather"):
-        raise NotImplementedError(
-            f"parameter '{name}' is a {type(local).__name__}, which changes what is gathered "
-            "(fsdp_pre_all_gather); zerocore.fsdp gathers parameters as they are. Use a plain "
-            "parameter, or shard this model with torch.distributed.fsdp"
-        )
+def _attributes_of(param: nn.Parameter) -> dict[str, Any]:
+    """Attributes that were set on it; none of a tensor around others, where they are these."""
+    if hasattr(param, "__tensor_flatten__") and not isinstance(param, DTensor):
+        return {}
+    return {key: value for key, value in vars(param).items() if key != _ORIGIN}
 
 
 def _check_param(param: nn.Parameter, name: str) -> None:
-    check_gathered_as_is(param, name)
     if param.dim() == 0:
         raise ValueError(
             f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with "

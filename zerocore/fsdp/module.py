@@ -91,7 +91,10 @@ class FSDPModule(TorchFSDPModule):
         groups = [group for group in self._groups(False) if group.params]
         handle = UnshardHandle(groups)
         for group in groups:
-            ready_state(group).engine.keep(group.unit)
+            engine = ready_state(group).engine
+            if group.root is not None and not group.is_unsharded:
+                group.root.encode([group])
+            engine.keep(group.unit)
         if async_op:
             return handle
         handle.wait()

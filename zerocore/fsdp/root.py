@@ -15,10 +15,10 @@ from zerocore._C import Engine, ParamOwner, UnitParam, UnitSpec
 from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds
 from zerocore.fsdp.collectives import set_collectives
+from zerocore.fsdp.extensions import extensions_of, note_extensions
 from zerocore.fsdp.group import (
     Group,
     RowParam,
-    check_gathered_as_is,
     group_of,
     groups_below,
 )
@@ -122,7 +122,13 @@ class Root:
                 note_unit_call(module, None)
         for param in self.params():
             forget_rows(param.shard)
-            param.full = param.shown = param.local = None
+            param.full = param.shown = param.local = param.extension = None
+
+    def encode(self, groups: list[Group] | None = None) -> None:
+        """Asks parameters that say themselves what is gathered of them; of all groups, or some."""
+        for group in self.with_params() if groups is None else groups:
+            for extension in extensions_of(group):
+                extension.encode()
 
     def _make(self) -> None:
         meshes = list(dict.fromkeys([self.group.mesh, *(group.mesh for _, group in self.groups)]))
@@ -187,12 +193,12 @@ class Root:
         near = group.num_near > 1
         unit = Unit(group.unit, self._name_of(path, group), stays=group.stays, near=near, mesh=mesh)
         state.units.append(unit)
-        unit.params = _bind(state, group)
+        _bind(state, group, unit)
 
     def _set_unit_call(self, state: ShardState, group: Group) -> None:
         policy = group.policy
         parts = [each for each in (group, *group.siblings) if each.params]
-        viewed = [each.unit for each in parts if not all(p.rows.is_plain for p in each.params)]
+        viewed = [each.unit for each in parts if any(p.is_viewed for p in each.params)]
         group.unit_call = UnitCall(
             state,
             state.engine,
@@ -230,8 +236,8 @@ class Root:
                 )
             for param in group.params:
                 param.take_registered()
-                check_gathered_as_is(param.shard, param.fqn)
             self._check_device(name, group)
+            note_extensions(group)
 
     def _check_ties(self) -> None:
         names: dict[object, str] = {}
@@ -275,6 +281,7 @@ class Root:
             f"{f'shape {list(param.shard.shape)}' if group.mesh == mesh else 'any shape'}, "
             f"{param.shard.dtype}, {group.policy}, {group.num_near} near ranks, "
             f"on {group.shard_device.type}"
+            f"{'' if param.extension is None else f', gathered as {param.extension.kinds}'}"
             for name, group in self.groups
             for param in group.params
         ]
@@ -282,6 +289,8 @@ class Root:
     def _spec(self, name: str, group: Group, mesh: int) -> UnitSpec:
         prefix = f"{name}." if name else ""
         params = [_unit_param(param, f"{prefix}{param.fqn}", group) for param in group.params]
+        for each in extensions_of(group):
+            params += each.unit_params(f"{prefix}{each.param.fqn}")
         return UnitSpec(self._name_of(name, group), params, group.stays, group.num_near > 1, mesh)
 
     def _name_of(self, name: str, group: Group) -> str:
@@ -312,7 +321,8 @@ def _types_of(param: RowParam, group: Group) -> ParamTypes:
     if not own.is_floating_point:
         return ParamTypes(own, own, own, own)
     model = policy.param_dtype or own
-    return ParamTypes(model, own, policy.reduce_dtype or model, own)
+    main = own if param.extension is None else model  # it is its own main weight
+    return ParamTypes(model, main, policy.reduce_dtype or model, own)
 
 
 def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:
@@ -321,14 +331,24 @@ def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:
     like = torch.empty(like.shape, dtype=types.model, device="meta")
     like.requires_grad_(param.shard.requires_grad)
     return UnitParam(
-        fqn, like, main=types.main, reduce=types.reduce, grad=types.grad, lacks_main=False
+        fqn,
+        like,
+        main=types.main,
+        reduce=types.reduce,
+        grad=types.grad,
+        lacks_main=False,
+        is_gathered=param.extension is None,
     )
 
 
-def _bind(state: ShardState, group: Group) -> list[Param]:
+def _bind(state: ShardState, group: Group, unit: Unit) -> None:
     """Moves the group's rows into the engine's memory and shows the engine where they belong."""
-    state.engine.materialize(group.unit, [None] * len(group.params), False)  # memory, zero
-    return [_bind_param(state, group, position) for position in range(len(group.params))]
+    count, extensions = len(group.params), extensions_of(group)
+    num_inner = sum(len(each.inputs) for each in extensions)
+    state.engine.materialize(unit.index, [None] * (count + num_inner), False)  # memory, zero
+    unit.params = [_bind_param(state, group, position) for position in range(count)]
+    for each in extensions:
+        each.bind(state.engine, unit)
 
 
 def _bind_param(state: ShardState, group: Group, position: int) -> Param:
@@ -336,11 +356,16 @@ def _bind_param(state: ShardState, group: Group, position: int) -> Param:
     shard, rows = param.shard, param.rows
     full = nn.Parameter(engine.make_full(unit, position), requires_grad=shard.requires_grad)
     make_alike(full, param.kind, param.attributes)
-    local = at_origin(engine.make_shard(unit, position))
-    param.full, param.local = full, rows.outward(local)
-    with torch.no_grad():
-        param.local.copy_(local_part(shard))
-    shard._local_tensor = param.local  # type: ignore[attr-defined]
+    local = engine.make_shard(unit, position)
+    param.full = full
+    if param.extension is None:
+        local = at_origin(local)
+        param.local = rows.outward(local)
+        with torch.no_grad():
+            param.local.copy_(local_part(shard))
+        shard._local_tensor = param.local  # type: ignore[attr-defined]
+    else:
+        param.local = local_part(shard)
     grad = None
     if shard.is_floating_point():
         grad = as_dtensor(rows.outward(engine.make_grad(unit, position)), shard)
@@ -348,7 +373,7 @@ def _bind_param(state: ShardState, group: Group, position: int) -> Param:
     for owner, key in param.owners:
         owner._parameters[key] = shard
     engine.bind(unit, position, full, shard, grad, owners, local)
-    if not rows.is_plain:
+    if param.is_viewed:
         engine.set_view(unit, position, param.make_view)
     spec = engine.spec(unit, position)
     written = engine.make_model_shard(unit, position)

@@ -99,11 +99,15 @@ def shard_rows(
             mesh of all parallelisms.
     """
     rows = _rows(param, name, data, _dim_of(param, placement))
-    part = _own_part(_local(param), data.mesh, rows.dim)
     kept = param.device if param.is_meta else device
     with torch.no_grad():
-        local = torch.empty_like(part, device=kept, memory_format=torch.contiguous_format)
-        local.copy_(part)
+        full = _local(param)
+        if hasattr(full, "__tensor_flatten__"):
+            local = _own_chunk(full, data.mesh, rows.dim).to(kept)
+        else:
+            part = _own_part(full, data.mesh, rows.dim)
+            local = torch.empty_like(part, device=kept, memory_format=torch.contiguous_format)
+            local.copy_(part)
         sharded = DTensor(local, rows.spec, requires_grad=False)
     return nn.Parameter(sharded, requires_grad=param.requires_grad), rows
 
@@ -154,6 +158,21 @@ def _own_part(full: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     size = -(-length // count)
     begin = min(rank * size, length)
     return full.narrow(dim, begin, min(size, length - begin))
+
+
+def _own_chunk(full: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """As :func:`_own_part`, a copy, by the operators that FSDP2 asks of a tensor around others."""
+    _own_part(torch.empty(full.shape, device="meta"), mesh, dim)  # checks
+    chunks = full.chunk(mesh.size(mesh.ndim - 1), dim)
+    rank = mesh.get_local_rank(mesh.ndim - 1)
+    copied = full.new_zeros(chunks[0].shape)
+    if rank >= len(chunks):
+        return copied.narrow(dim, 0, 0)
+    part = chunks[rank]
+    if part.shape != copied.shape:
+        copied = copied.narrow(dim, 0, part.shape[dim])
+    copied.copy_(part)
+    return copied
 
 
 def _check_whole(whole: DTensorSpec, name: str, data: DataMesh) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ class FSDPParams:
     @property
     def is_unsharded(self) -> bool:
         """Whether modules have the full parameters."""
-        return any(param.registered() is not param.shard for param in self._group.params)
+        return self._group.is_unsharded
 
     @property
     def mesh_info(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
@@ -44,6 +44,18 @@ class Param:
         return self.fqns[0]
 
 
+class Encoded(NamedTuple):
+    """Bytes that are gathered in the place of a parameter, which says what they are."""
+
+    spec: ParamSpec
+    dtype: torch.dtype
+
+    @property
+    def types(self) -> ParamTypes:
+        """Dtypes in the engine."""
+        return ParamTypes(*[torch.uint8] * 4)
+
+
 @dataclass(eq=False)
 class Unit:
     """Parameters that are gathered together."""
@@ -54,6 +66,12 @@ class Unit:
     stays: bool = False  # unsharded from forward to backward
     near: bool = True  # gathers again from near ranks, where there are some
     mesh: int = 0  # of the state
+    encoded: list[Encoded] = field(default_factory=list)  # behind the parameters
+
+    @property
+    def laid_out(self) -> list[Param | Encoded]:
+        """All that has a place in the unit's layout, in order."""
+        return [*self.params, *self.encoded]
 
 
 @dataclass(eq=False)

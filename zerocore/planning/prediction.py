@@ -71,8 +71,8 @@ def planner_of(state: ShardState, micro_batches: int = 1, num_states: int = 2) -
     check_int("micro_batches", micro_batches, 1)
     return Planner(
         names=tuple(unit.name for unit in state.units),
-        specs=tuple(tuple(param.spec for param in unit.params) for unit in state.units),
-        types=tuple(tuple(param.types for param in unit.params) for unit in state.units),
+        specs=tuple(tuple(each.spec for each in unit.laid_out) for unit in state.units),
+        types=tuple(tuple(each.types for each in unit.laid_out) for unit in state.units),
         order=tuple(state.engine.order),
         num_states=num_states,
         micro_batches=micro_batches,

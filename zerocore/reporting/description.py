@@ -110,7 +110,10 @@ def describe(model: nn.Module | Optimizer) -> Any:
     units = tuple(
         replace(
             _describe_unit(
-                unit.name, state.engine.layout(unit.index), [param.types for param in unit.params]
+                unit.name,
+                state.engine.layout(unit.index),
+                [param.types for param in unit.params],
+                sorted({str(each.dtype).removeprefix("torch.") for each in unit.encoded}),
             ),
             ranks=state.ranks_of(unit.index).text,
             divisor=1.0 / state.engine.gradient_scale(unit.index),
@@ -157,11 +160,16 @@ def describe_plan(model: str, planner: Planner, division: Division) -> Descripti
     return Description(model, division.stage, division.world_size, division.rank, units)
 
 
-def _describe_unit(name: str, layout: Layout, types: list[ParamTypes]) -> UnitDescription:
+def _describe_unit(
+    name: str, layout: Layout, types: list[ParamTypes], encoded: Sequence[str] = ()
+) -> UnitDescription:
     regions = []
     for region in layout.regions:
+        if region.params[0] >= len(types):
+            continue  # the bytes of others
         kind = "trainable" if region.requires_grad else "frozen"
-        regions.append(f"{_describe_types(types[region.params[0]])} {kind}")
+        wire = "" if region.is_gathered else f", gathered as {' and '.join(encoded)}"
+        regions.append(f"{_describe_types(types[region.params[0]])} {kind}{wire}")
     return UnitDescription(
         name, len(types), layout.param_nbytes, layout.nbytes, layout.shard_nbytes, tuple(regions)
     )

@@ -160,7 +160,8 @@ def elements_of(value: Any, param: Any) -> Tensor:
 
 def as_range(value: Tensor, param: Any) -> Any:
     """A DTensor of the parameter's shape as a shard at its place, on the same memory; any other
-    value as it is. ValueError for a DTensor that no engine knows."""
+    value as it is. ValueError for a DTensor that no engine knows, NotImplementedError for one
+    around other tensors."""
     if not hasattr(value, "_spec"):
         return value
     shard = shard_of(param)
@@ -168,6 +169,11 @@ def as_range(value: Tensor, param: Any) -> Any:
         raise ValueError(
             f"a DTensor of shape {tuple(value.shape)} is no part of a model of zerocore.fsdp: "
             "save it with torch.distributed.checkpoint"
+        )
+    if hasattr(local_part(value), "__tensor_flatten__"):
+        raise NotImplementedError(
+            f"parameter '{shard.fqn}' is a {type(local_part(value)).__name__}, which says itself "
+            "what it consists of; save this model with torch.distributed.checkpoint"
         )
     found = _rows_of(value, param).as_subclass(LocalShard)
     found.place = place_of(param, shard)

@@ -19,7 +19,7 @@ FullValues::FullValues(
       unit_(unit),
       bucket_(
           layout.retyped(&Region::main),
-          layout.all_regions(),
+          layout.gathered_regions(),
           shard,
           streams.device(),
           "unit '" + unit + "'") {

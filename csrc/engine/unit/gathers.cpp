@@ -29,7 +29,7 @@ Gathers::Gathers(
   if (layout.copies_out()) {
     received_.emplace(
         layout,
-        layout.all_regions(),
+        layout.gathered_regions(),
         context.mesh.shard(),
         context.streams->device(),
         "unit '" + name + "'");

@@ -18,7 +18,7 @@ std::optional<Bucket> shards_of(
   }
   const c10::Device device = context.device_of(context.tiers.parameters);
   const Layout own = layout.of_shard(context.mesh.shard());
-  return Bucket(own, layout.all_regions(), 0, device, "unit '" + unit + "'");
+  return Bucket(own, layout.gathered_regions(), 0, device, "unit '" + unit + "'");
 }
 
 } // namespace
@@ -31,7 +31,7 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
       layout_(context.mesh.layout_of(specs_of(params_), context.by_rows)),
       bucket_(
           layout_,
-          layout_.all_regions(),
+          layout_.gathered_regions(),
           context.mesh.shard(),
           context.streams->device(),
           "unit '" + name_ + "'",
@@ -42,7 +42,7 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
       settings_{1.0 / static_cast<double>(context.mesh.divisor)},
       versions_(params_, layout_),
       gathered_(layout_.regions().size(), -1) {
-  for (const int region : layout_.all_regions()) {
+  for (const int region : layout_.gathered_regions()) {
     main_.set_model(region, model_shard(region));
   }
 }

@@ -60,7 +60,8 @@ class Unit {
   // Shape of this rank's part of a parameter: 1-D, or by rows all dimensions.
   std::vector<int64_t> shard_sizes(int param) const;
 
-  // New leaves over the unit's memory, to be wrapped as parameters.
+  // New leaves over the unit's memory, to be wrapped as parameters. One that is not gathered has
+  // none.
   at::Tensor make_full(int param) const;
   at::Tensor make_shard(int param) const;
   // This rank's elements of the model weight where make_shard() is a main weight, else undefined.
