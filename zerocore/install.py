@@ -10,6 +10,8 @@ from zerocore import emulated
 from zerocore._C import define_grad
 from zerocore.checkpoint.dcp.patches import watch_imports
 from zerocore.hooks import patches
+from zerocore.hooks.patches import Patch
+from zerocore.optim.clipping import over_meshes
 from zerocore.tensor.parameter import ShardedParameter, rebuild_shard
 
 
@@ -26,5 +28,6 @@ def register() -> None:
 @cache
 def hook_into_torch() -> None:
     """Called by the first ``shard`` or ``fully_shard``: applies all patches."""
-    patches.install()
+    clips = Patch("torch.nn.utils.clip_grad", "clip_grad_norm_", over_meshes)
+    patches.install((clips,))
     watch_imports()

@@ -96,6 +96,24 @@ def beside_one_process(shard: Any) -> None:
         torch.testing.assert_close(first[name], expected, rtol=2e-6, atol=2e-7)
 
 
+def clip_by_torch() -> None:
+    """Torch's function on DTensors of two meshes, where torch's own would stack their norms."""
+    norms = []
+    for owner in (nn.utils, zerocore):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        model = spread_model(mesh.get_group("ep"), EVEN)
+        shard_by_calls(zerocore_fsdp, model, mesh["edp"], whole, None)
+        loss_of(model, [dist.get_rank()], 0).backward()
+        full = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
+        norms.append(owner.clip_grad_norm_(model.parameters(), 0.1).item())
+    assert norms[0] == norms[1] == pytest.approx(full.norm().item(), rel=1e-5)
+
+
+def test_torchs_clipping_takes_several_meshes() -> None:
+    run_ranks(clip_by_torch, 4)
+
+
 @pytest.mark.parametrize("shard", WAYS)
 def test_gradients_are_those_of_one_process(shard: Any) -> None:
     run_ranks(beside_one_process, 4, shard)

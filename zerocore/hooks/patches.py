@@ -87,10 +87,14 @@ PATCHES = (
 
 
 @cache
-def install() -> None:
-    """Applies the patches and registers the hooks that torch has, once in a process."""
+def install(others: tuple[Patch, ...]) -> None:
+    """Applies the patches and registers the hooks that torch has, once in a process.
+
+    Args:
+        others: patches of packages that see this one.
+    """
     functions: dict[int, tuple[Any, Any]] = {}  # by id: the old one, which must live, and the new
-    for patch in PATCHES:
+    for patch in (*PATCHES, *others):
         owner = resolve_name(patch.owner)
         old = getattr(owner, patch.name, None)
         if old is None or (patch.before is not None and torch.__version__ >= patch.before):

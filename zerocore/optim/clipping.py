@@ -11,7 +11,7 @@ different ranks; a gradient that every rank holds whole was found by all of them
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerocore.common.alarm import operation, waiting
+from zerocore.common.patching import around
 from zerocore.model.ranks import group_of
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.reductions import reduce_norms
-from zerocore.tensor.rows import groups_of, local_part, shard_of
+from zerocore.tensor.rows import RowShard, groups_of, local_part, shard_of
 
 _ops: Any = torch.ops.zerocore
 # Elements that are widened to float64 at a time, where no kernel sums them.
@@ -113,6 +114,20 @@ def clip_grad_norm_(
     _scale(grads, torch.clamp(bound / (total + 1e-6), max=1.0))
     is_double = any(grad.dtype == torch.float64 for grad in grads)
     return total if is_double else total.float()
+
+
+@around
+def over_meshes(
+    clip: Callable[..., Tensor], parameters: Any, max_norm: float, *args: Any, **kwargs: Any
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_``, whose norms cannot be stacked if they are of several
+    meshes, or of DTensors and of plain tensors."""
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    meshes = {getattr(param, "device_mesh", None) for param in params if param.grad is not None}
+    if len(meshes) < 2 or not any(isinstance(shard_of(param), RowShard) for param in params):
+        return clip(params, max_norm, *args, **kwargs)
+    kwargs.pop("foreach", None)
+    return clip_grad_norm_(params, max_norm, *args[:2], **kwargs)
 
 
 class _Parts:
