@@ -116,6 +116,7 @@ class Tree(Protocol):
     group: Group
     groups: list[tuple[str, Group]]
     is_provisional: bool
+    is_manual: bool  # backwards are finalized by the program
     state: ShardState | None
 
     @property

@@ -11,12 +11,19 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from zerocore.fsdp.calls import call, ready_state
+from zerocore.fsdp.calls import call, ready_state, root_of
 from zerocore.fsdp.collectives import on_stream
 from zerocore.fsdp.group import Group, group_of, groups_below
 from zerocore.fsdp.root import apply_settings
 from zerocore.fsdp.state import read_state
 from zerocore.model.unit_call import UnitCall, leave_out_of_graphs
+
+
+class GradientReduction:
+    """Of gradients that are reduced, see :meth:`FSDPModule.finalize_backward`."""
+
+    def wait(self) -> None:
+        """Returns when gradients may be read: at once."""
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -151,6 +158,42 @@ class FSDPModule(TorchFSDPModule):
         """Whether full parameters are given back after the backward."""
         self._set(recurse, reshard_after_backward=reshard_after_backward)
 
+    def set_manual_backward_finalization(self, enable: bool) -> None:
+        """Until :meth:`finalize_backward` no gradient is reduced and no module resharded.
+
+        Backwards, also those of a pipeline that are for inputs or weights only, add their gradients
+        in full to those of this root. Switching it off drops what was not finalized.
+        """
+        root = root_of(self._group())
+        engine = root.ready().engine
+        if enable and not engine.defers_reductions:
+            engine.begin_deferred()
+        elif root.is_manual and not enable and engine.defers_reductions:
+            engine.end_deferred(drops=True)
+        root.is_manual = enable
+
+    def finalize_backward(self, async_op: bool = False) -> GradientReduction | None:
+        """Reduces the gradients of all backwards since the last one, and reshards.
+
+        Args:
+            async_op: a hint: return a handle to wait for. All is reduced when this returns.
+
+        Raises:
+            RuntimeError: :meth:`set_manual_backward_finalization` was not called before.
+        """
+        root = root_of(self._group())
+        if not root.is_manual:
+            raise RuntimeError(
+                "finalize_backward requires manual backward finalization: call "
+                "set_manual_backward_finalization(True) before the forward"
+            )
+        engine = root.ready().engine
+        engine.end_deferred(drops=False)
+        for group in root.with_params():
+            apply_settings(group)
+        engine.begin_deferred()
+        return GradientReduction() if async_op else None
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides the sum of the ranks' gradients by ``factor`` instead of their number."""
         self._set(False, divide_factor=factor)
@@ -267,6 +310,14 @@ class FSDPModule(TorchFSDPModule):
             raise AssertionError(
                 "set_allocate_memory_from_process_group_for_comm and custom collectives exclude "
                 "each other"
+            )
+
+    def set_keep_unsharded_storage(self, enable: bool) -> None:
+        """Refused where it is switched on: a block of the pool is another unit's next."""
+        if enable:
+            raise NotImplementedError(
+                "zerocore.fsdp does not support FSDPModule.set_keep_unsharded_storage; call "
+                "fully_shard with reshard_after_forward=False, so that modules stay unsharded"
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:

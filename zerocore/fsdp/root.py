@@ -56,6 +56,7 @@ class Root:
         self.module = group.modules[0]
         self.state: ShardState | None = None
         self.is_provisional = True  # another one may be called later
+        self.is_manual = False  # backwards are finalized by the program
         self.groups = groups_below(*group.modules)
         for name, inner in self.groups:
             if inner.root is not None and not inner.root.is_provisional:
@@ -171,6 +172,8 @@ class Root:
         start(self.module, state, False)
         for group in groups:
             apply_settings(group)
+        if self.is_manual:
+            engine.begin_deferred()
 
     def _agree(self, meshes: list[DeviceMesh]) -> tuple[list[Ranks], str, float | None]:
         """The ranks of each mesh, a name that no other model has, and the limit of silence."""
@@ -322,7 +325,8 @@ def _types_of(param: RowParam, group: Group) -> ParamTypes:
         return ParamTypes(own, own, own, own)
     model = policy.param_dtype or own
     main = own if param.extension is None else model  # it is its own main weight
-    return ParamTypes(model, main, policy.reduce_dtype or model, own)
+    grad = param.shard.grad_dtype or own
+    return ParamTypes(model, main, policy.reduce_dtype or (model if grad == own else grad), grad)
 
 
 def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:

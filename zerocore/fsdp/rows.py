@@ -109,7 +109,10 @@ def shard_rows(
             local = torch.empty_like(part, device=kept, memory_format=torch.contiguous_format)
             local.copy_(part)
         sharded = DTensor(local, rows.spec, requires_grad=False)
-    return nn.Parameter(sharded, requires_grad=param.requires_grad), rows
+    made = nn.Parameter(sharded, requires_grad=param.requires_grad)
+    if param.is_leaf and param.grad_dtype != param.dtype:
+        made.grad_dtype = param.grad_dtype
+    return made, rows
 
 
 def _rows(param: nn.Parameter, name: str, data: DataMesh, dim: int) -> Rows:
