@@ -1,4 +1,7 @@
-"""The code blocks of README and docs: Python and plans run, other commands exist with options."""
+"""The commands of README and docs: plans run, other commands exist with their options.
+
+The Python blocks run in test_blocks.py.
+"""
 
 from __future__ import annotations
 
@@ -65,15 +68,6 @@ def test_every_block_has_a_language_that_is_tested(page: Path) -> None:
     fences = re.findall(r"^```(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert set(fences[::2]) <= LANGUAGES
     assert set(fences[1::2]) <= {""}
-
-
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
-def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of a page, one after the other, as a reader would type them."""
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    for block in blocks(page, "python"):
-        exec(compile(block, str(page), "exec"), names)
 
 
 @cache
