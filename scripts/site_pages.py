@@ -21,12 +21,13 @@ LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages of the root, and the results and pictures that pages link to."""
-    texts = [path.read_text() for path in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]]
-    names = set(re.findall(rf"{RESULTS}/[\w.-]+", "".join(texts)))
+    """Adds the pages of the root, and what pages of docs/ link to: results, pictures, examples."""
+    texts = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
+    linked = {link[1].removeprefix("../") for text in texts for link in LINK.finditer(text)}
+    names = {name for name in linked if (ROOT / name).is_file()} - set(OUTSIDE)
     for name in [*OUTSIDE, *sorted(names)]:
         added = File.generated(config, name, abs_src_path=str(ROOT / name))
-        if name.startswith(RESULTS):
+        if name not in OUTSIDE:
             added.inclusion = added.inclusion.NOT_IN_NAV
         files.append(added)
     return files

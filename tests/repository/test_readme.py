@@ -24,7 +24,10 @@ from zerocore.planning.huggingface import preset_names
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = ("python benchmarks/", "python examples/")
-LAUNCH = re.compile(r"^torchrun (--nproc-per-node \d+ )?(?=examples/)")
+LAUNCH = re.compile(
+    r"^(torchrun (--nproc-per-node \d+ )?|([A-Z]+=\S+ )+examples/cluster/torchrun.sh )(?=examples/)"
+)
+SCHEDULERS = ("sbatch ", "kubectl ", "sky ")  # not here: the files they get are tested elsewhere
 PROGRAM = "python -m zerocore "
 LANGUAGES = {"python", "bash"}
 
@@ -60,7 +63,9 @@ def test_there_are_blocks() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_is_of_a_kind_that_is_tested(page: Path) -> None:
     for line in lines(page):
-        assert line.startswith((*SCRIPTS, PROGRAM, "make ", "pip install ")), line
+        assert line.startswith((*SCRIPTS, *SCHEDULERS, PROGRAM, "make ", "pip install ")), line
+        for path in re.findall(r"(?<=\s)examples/\S+", line):
+            assert (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
