@@ -23,11 +23,12 @@ from zerocore.planning.huggingface import preset_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SCRIPTS = ("python benchmarks/", "python examples/")
+SCRIPTS = ("python benchmarks/", "python examples/", "python scripts/")
 LAUNCH = re.compile(
     r"^(torchrun (--nproc-per-node \d+ )?|([A-Z]+=\S+ )+examples/cluster/torchrun.sh )(?=examples/)"
 )
-SCHEDULERS = ("sbatch ", "kubectl ", "sky ")  # not here: the files they get are tested elsewhere
+# They cannot run here. The files that they get are tested elsewhere.
+OTHERS = ("sbatch ", "kubectl ", "sky ", "docker ", "uv pip ")
 PROGRAM = "python -m zerocore "
 LANGUAGES = {"python", "bash"}
 
@@ -63,7 +64,7 @@ def test_there_are_blocks() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_is_of_a_kind_that_is_tested(page: Path) -> None:
     for line in lines(page):
-        assert line.startswith((*SCRIPTS, *SCHEDULERS, PROGRAM, "make ", "pip install ")), line
+        assert line.startswith((*SCRIPTS, *OTHERS, PROGRAM, "make ", "pip install ")), line
         for path in re.findall(r"(?<=\s)examples/\S+", line):
             assert (ROOT / path).exists(), path
 
