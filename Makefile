@@ -4,6 +4,7 @@
 #   make test                      run the tests of each change, one more at a time than cores; on
 #                                  two cores 14 minutes
 #   make nightly                   run all: more stages, seeds and trainers than `make test`
+#   make docs                      build the documentation's site in build/site
 #   make test ARGS="tests/plan"    run some of them: ARGS go to pytest
 #   PYTHON=/path/to/python make test   where that Python has a suitable torch, use it
 #
@@ -23,7 +24,7 @@ TEST_CXX_FILES = $(shell find tests -name '*.h' -o -name '*.cpp')
 # ninja, cmake and clang-format may be installed in .venv or come with $(PYTHON).
 export PATH := $(VENV)/bin:$(PATH):$(shell $(PYTHON) -c 'import sys; print(sys.prefix)')/bin
 
-.PHONY: demo test nightly build lint format sanitize tsan clean distclean
+.PHONY: demo test nightly build docs lint format sanitize tsan clean distclean
 
 demo: $(VENV)/.built $(VENV)/.has-demo
 	@echo "training on all ranks of this machine: about two minutes on two cores"
@@ -37,6 +38,10 @@ nightly: $(VENV)/.built $(VENV)/.has-test
 	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -m "" $(or $(ARGS),$(ALL_TESTS))
 
 build: $(VENV)/.built
+
+# The site in build/site, with warnings as errors.
+docs: $(VENV)/.built $(VENV)/.has-docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 lint: $(VENV)/.has-lint
 	$(PY) -m ruff check .

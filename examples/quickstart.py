@@ -31,6 +31,13 @@ def make_small_model(folder: Path) -> Path:
     return folder
 
 
+def sample(text: torch.Tensor, step: int) -> torch.Tensor:
+    """This rank's own batch of a step: 8 pieces of 64 tokens."""
+    torch.manual_seed(step * dist.get_world_size() + dist.get_rank())
+    starts = torch.randint(len(text) - 64, (8,))
+    return torch.stack([text[start : start + 64] for start in starts])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a folder of save_pretrained, or a name on the hub")
@@ -48,12 +55,12 @@ def main() -> None:
     optimizer = zerocore.optim.AdamW(model.parameters(), lr=1e-3)
     checkpoints = zerocore.Checkpoints(options.out / "checkpoints", model, optimizer, keep=2)
     first = checkpoints.load() or 0  # the newest checkpoint; None if there is none
+    if first and dist.get_rank() == 0:
+        print(f"resumes after step {first}")
 
     text = torch.tensor(list(Path(__file__).read_bytes()), device=device)  # bytes as tokens
     for step in range(first + 1, options.steps + 1):
-        torch.manual_seed(step * dist.get_world_size() + dist.get_rank())  # each rank's own batch
-        starts = torch.randint(len(text) - 64, (8,))
-        batch = torch.stack([text[start : start + 64] for start in starts])
+        batch = sample(text, step)
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         zerocore.clip_grad_norm_(model, 1.0)

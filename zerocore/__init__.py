@@ -35,7 +35,7 @@ from zerocore.state_dict import (
 )
 from zerocore.tensor.operators import register_elementwise
 from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
-from zerocore.tensor.place import Place
+from zerocore.tensor.place import Place, is_sharded
 
 register()
 
@@ -72,6 +72,7 @@ __all__ = [
     "explain_out_of_memory",
     "full_optimizer_state_dict",
     "full_state_dict",
+    "is_sharded",
     "load_full_state_dict",
     "load_safetensors",
     "memory_usage",

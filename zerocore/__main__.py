@@ -15,6 +15,11 @@ def main() -> None:
         library = (error.name or "").split(".")[0]
         if library not in ("typer", "rich"):
             raise
+        if sys.argv[1:] == ["env"]:  # for a bug report, also of an installation without extras
+            from zerocore.cli.environment import environment
+
+            print("\n".join(f"{name}: {fact}" for name, fact in environment().items()))
+            return
         sys.exit(f"the command line needs {library}: pip install 'zerocore[cli]'")
 
 

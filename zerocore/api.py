@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,9 +23,11 @@ from zerocore.model.units import UnitChoice
 from zerocore.sharding.build import build
 from zerocore.sharding.request import validate
 
+_Model = TypeVar("_Model", bound=nn.Module)
+
 
 def shard(
-    model: nn.Module,
+    model: _Model,
     *,
     stage: int = 3,
     group: Any = None,
@@ -49,7 +51,7 @@ def shard(
     retain_last: bool = UNSET,
     gradient_divide_factor: float | None = UNSET,
     sync_buffers: bool = UNSET,
-) -> nn.Module:
+) -> _Model:
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
     Afterwards ``model.parameters()`` are this rank's shards (:class:`ShardedParameter`, of the full

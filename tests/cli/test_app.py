@@ -267,5 +267,12 @@ def test_a_missing_library_is_named(missing: str) -> None:
     assert run_program(code, 1) == [(1, told)]
 
 
+def test_the_environment_is_told_without_extras() -> None:
+    code = "import sys; sys.modules['typer'] = None; from zerocore.__main__ import main; main()"
+    ((exit_code, told),) = run_program(code, 1, "env")
+    assert exit_code == 0
+    assert f"torch: {torch.__version__}" in told
+
+
 def test_completion_is_offered() -> None:
     assert "--install-completion" in run("--help").stdout

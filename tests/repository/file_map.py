@@ -1,4 +1,4 @@
-"""Reads the maps of files in docs/design.md."""
+"""Reads the maps of files in docs/files.md."""
 
 from __future__ import annotations
 

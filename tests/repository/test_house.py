@@ -15,6 +15,7 @@ from tests.repository.python_tree import cycle_in, python_files
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 400
 MAX_FUNCTION_LINES = 40
+MAX_PAGE_LINES = 150
 # A room sees itself and those of a lower rank. A file's room is the longest of these that its path
 # begins with.
 RANKS = {
@@ -116,8 +117,8 @@ def test_no_cycles():
 
 
 def test_the_file_map_is_complete():
-    """Every file is named in its folder's row of docs/design.md, and no other is."""
-    named = named_files((ROOT / "docs" / "design.md").read_text(), "csrc/")
+    """Every file is named in its folder's row of docs/files.md, and no other is."""
+    named = named_files((ROOT / "docs" / "files.md").read_text(), "csrc/")
     found = {(str(Path(file).parent), Path(file).stem) for file in cpp_files()}
     assert found == named
 
@@ -212,3 +213,12 @@ def test_what_the_second_run_leaves_out_exists() -> None:
     names = subprocess.run(expand, capture_output=True, text=True, check=True).stdout.split()
     assert len(names) > 40
     assert [name for name in names if not (ROOT / "tests" / name).exists()] == []
+
+
+def test_pages_are_short() -> None:
+    """But design.md, which says how all of it works, and pages that wait to be divided by task."""
+    longer = {"design.md", "fsdp.md", "choosing-a-stage.md"}
+    pages = [path for path in (ROOT / "docs").glob("*.md") if path.name not in longer]
+    lengths = {path.name: path.read_text().count("\n") for path in pages}
+    assert {name: n for name, n in lengths.items() if n > MAX_PAGE_LINES} == {}
+    assert (ROOT / "README.md").read_text().count("\n") <= 100

@@ -13,7 +13,8 @@ from tests.repository.test_house import source_files
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Files are named by a path from the root or from one of these.
-FOLDERS = [".", "csrc", "csrc/plan", "docs", "benchmarks", "tests", "zerocore"]
+FOLDERS = [".", "csrc", "csrc/plan", "docs", "benchmarks", "examples", "examples/cluster"]
+FOLDERS += ["tests", "zerocore"]
 
 
 def exists(name: str) -> bool:

@@ -8,26 +8,33 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from zerocore import _C
+
 ROOT = Path(__file__).resolve().parents[2]
 if sys.version_info >= (3, 11):
     import tomllib
 
 
-@pytest.fixture
-def backend() -> ModuleType:
-    """scripts/build_backend.py, which pyproject.toml names."""
-    path = ROOT / "scripts" / "build_backend.py"
-    spec = importlib.util.spec_from_file_location("build_backend", path)
+def load_script(name: str) -> ModuleType:
+    """A module of scripts/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def backend() -> ModuleType:
+    """scripts/build_backend.py, which pyproject.toml names."""
+    return load_script("build_backend")
 
 
 @pytest.mark.nightly  # imports torch in four processes
@@ -91,3 +98,58 @@ def test_messages_name_extras_that_exist() -> None:
     for library, extra in named:
         assert any(re.match(rf"{library}\b", line) for line in extras[extra])
         assert any(re.match(rf"{library}\b", line) for line in extras["test"])
+
+
+def test_a_wheel_may_link_to_torch_and_the_system_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extension as it is passes, one that needs another library does not."""
+    wheels = load_script("build_wheels")
+    assert wheels.local_version("2.13.0+cu130", "13.0") == "torch2.13.cu130"
+    assert wheels.local_version("2.11.1", None) == "torch2.11.cpu"
+    wheel = tmp_path / "zerocore.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in (ROOT / "zerocore").rglob("*.py"):
+            archive.write(path, path.relative_to(ROOT))
+        archive.write(_C.__file__, Path("zerocore", Path(_C.__file__).name))
+    said = wheels.check(sys.executable, wheel, tmp_path / "good")
+    assert re.search(r"links to torch and the system, glibc 2\.\d+ or newer", said)
+    monkeypatch.setattr(wheels, "SYSTEM", r"libc\.so\.6")
+    with pytest.raises(RuntimeError, match=r"zerocore.whl links to .*libstdc\+\+\.so\.6"):
+        wheels.check(sys.executable, wheel, tmp_path / "bad")
+
+
+@pytest.mark.nightly  # compiles everything
+@pytest.mark.timeout(2400)
+def test_a_wheel_is_built_for_a_torch(tmp_path: Path) -> None:
+    version = torch.__version__.partition("+")[0]
+    command = [sys.executable, ROOT / "scripts" / "build_wheels.py", tmp_path, version]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kind = "cpu" if torch.version.cuda is None else "cu"
+    assert re.search(rf"\+torch{version.rpartition('.')[0]}\.{kind}", done.stdout)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib, which came with Python 3.11")
+def test_the_dockerfile_names_what_exists() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    assert set(re.findall(r"^([A-Z]+) ", text, re.MULTILINE)) <= {
+        "ARG", "FROM", "RUN", "ENV", "COPY", "WORKDIR", "CMD",
+    }  # fmt: skip
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    for extras in re.findall(r'"\.\[([a-z,]+)\]"', text):
+        assert set(extras.split(",")) <= set(project["project"]["optional-dependencies"])
+    for requirement in project["build-system"]["requires"]:
+        assert requirement in text
+    release = re.search(r"^ARG TORCH=(\d+)\.(\d+)\.\d+$", text, re.MULTILINE)
+    assert release and (2, 11) <= tuple(map(int, release.groups())) <= (2, 15)
+
+
+@pytest.mark.nightly
+def test_pyright_accepts_a_typical_program() -> None:
+    """As mypy does in `make lint`."""
+    pytest.importorskip("pyright")
+    program = ROOT / "tests" / "repository" / "typed_program.py"
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, str(program)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -134,8 +134,8 @@ def test_an_effect_of_an_import_is_found(text: str) -> None:
 
 
 def test_the_file_map_is_complete() -> None:
-    """Every module is named in its package's row of docs/design.md."""
-    text = (PACKAGE.parent / "docs" / "design.md").read_text()
+    """Every module is named in its package's row of docs/files.md."""
+    text = (PACKAGE.parent / "docs" / "files.md").read_text()
     files = [file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.py")]
     folders = {file: "/".join(file.parts[:-1]) or "root" for file in files}
     found = {(folder, file.stem) for file, folder in folders.items() if file.stem != "__init__"}

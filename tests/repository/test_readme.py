@@ -1,4 +1,7 @@
-"""The code blocks of README and docs: Python and plans run, other commands exist with options."""
+"""The commands of README and docs: plans run, other commands exist with their options.
+
+The Python blocks run in test_blocks.py.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,12 @@ from zerocore.planning.huggingface import preset_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SCRIPTS = ("python benchmarks/", "python examples/")
-LAUNCH = re.compile(r"^torchrun (--nproc-per-node \d+ )?(?=examples/)")
+SCRIPTS = ("python benchmarks/", "python examples/", "python scripts/")
+LAUNCH = re.compile(
+    r"^(torchrun (--nproc-per-node \d+ )?|([A-Z]+=\S+ )+examples/cluster/torchrun.sh )(?=examples/)"
+)
+# They cannot run here. The files that they get are tested elsewhere.
+OTHERS = ("sbatch ", "kubectl ", "sky ", "docker ", "uv pip ")
 PROGRAM = "python -m zerocore "
 LANGUAGES = {"python", "bash"}
 
@@ -57,7 +64,9 @@ def test_there_are_blocks() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_is_of_a_kind_that_is_tested(page: Path) -> None:
     for line in lines(page):
-        assert line.startswith((*SCRIPTS, PROGRAM, "make ", "pip install ")), line
+        assert line.startswith((*SCRIPTS, *OTHERS, PROGRAM, "make ", "pip install ")), line
+        for path in re.findall(r"(?<=\s)examples/\S+", line):
+            assert (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -65,15 +74,6 @@ def test_every_block_has_a_language_that_is_tested(page: Path) -> None:
     fences = re.findall(r"^```(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert set(fences[::2]) <= LANGUAGES
     assert set(fences[1::2]) <= {""}
-
-
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
-def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of a page, one after the other, as a reader would type them."""
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    for block in blocks(page, "python"):
-        exec(compile(block, str(page), "exec"), names)
 
 
 @cache

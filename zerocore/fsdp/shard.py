@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
@@ -27,8 +27,11 @@ from zerocore.tensor.rows import note_late
 _OF_TORCH: Any = fully_shard_of_torch.__wrapped__  # type: ignore[attr-defined]
 
 
+_Modules = TypeVar("_Modules")  # a module, or a list of modules
+
+
 def fully_shard(
-    module: Any,
+    module: _Modules,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -37,7 +40,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
-) -> Any:
+) -> _Modules:
     """Shards the parameters of ``module`` that no call for a part of it has, by rows.
 
     Called bottom-up: for the blocks, then for what holds them. Parameters become DTensors, each
@@ -70,7 +73,7 @@ def fully_shard(
         ValueError, TypeError, AssertionError, NotImplementedError: an argument or parameter, named;
             the types are torch's.
     """
-    modules = list(module) if isinstance(module, list | tuple) else [module]
+    modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
     data = data_mesh(mesh, dp_mesh_dims)
     _check_modules(modules)
     hook_into_torch()

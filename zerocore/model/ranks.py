@@ -336,7 +336,7 @@ def _default_group(model: nn.Module) -> dist.ProcessGroup | None:
         backend = "nccl" if on_gpu else "gloo"
         dist.init_process_group(backend)
         if dist.get_rank() == 0:
-            _log.warning(
+            _log.info(
                 "no process group: initialised one of %d ranks with %s",
                 dist.get_world_size(),
                 backend,

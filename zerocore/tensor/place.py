@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import TypeIs  # torch needs it, too
 
 from zerocore.common.alarm import waiting
 from zerocore.tensor import pending_host_updates
@@ -248,6 +249,15 @@ class Placed:
     def whole_tensor(self) -> Tensor:
         """As :meth:`full_tensor`; the larger tensor of a part, see :class:`zerocore.Part`."""
         return self.place.whole_of(self.full_tensor())
+
+
+def is_sharded(value: object) -> TypeIs[Placed]:
+    """Whether a parameter, a gradient or an optimizer's state is a shard of ``zerocore.shard``.
+
+    Behind it type checkers know ``local()``, ``shard_range`` and ``full_tensor()``. DTensors of
+    :mod:`zerocore.fsdp` are none.
+    """
+    return isinstance(value, Placed)
 
 
 class PlacedParameter(Placed):
