@@ -44,8 +44,7 @@ class UnitCall:
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
         engine = self.engine
-        entered, begun = 0, False
-        units = self.units
+        entered, begun, units = 0, False, self.units
         if self.looked_at and not args[0].training:
             units = (*units, *self.looked_at)
         try:
