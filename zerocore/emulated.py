@@ -21,7 +21,8 @@ from torch.distributed import distributed_c10d
 
 from zerocore._C import EmulatedGroup, LinkModel
 from zerocore.common.checks import check_int
-from zerocore.common.links import Link, default_link, find_link, set_emulated_host_link
+from zerocore.common.links import Link, find_link, set_emulated_host_link
+from zerocore.common.nodes import default_link
 from zerocore.common.quantities import parse_seconds
 
 CPU = torch.device("cpu")
@@ -120,8 +121,8 @@ def emulate(
 
     Args:
         world_size: number of ranks; all but this one exist only as mirrors of it.
-        bandwidth: a link as :func:`link` takes it; by default ``nvlink4`` up to 8 ranks and
-            ``ib400`` beyond, as in :func:`zerocore.plan`.
+        bandwidth: a link as :func:`link` takes it; by default that of nodes of 8
+            H100, as in :func:`zerocore.plan`.
         latency: seconds per call, or text; see :func:`link`.
         sms: multiprocessors that a collective keeps busy on a GPU.
         rank: which rank this process plays.

@@ -1,6 +1,7 @@
 // Follows a backward through the model's units.
 #include "engine/backward_run.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -109,6 +110,7 @@ void BackwardRun::mute_units() {
 
 void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
   const UnitId id = recorded.call.unit;
+  RECORD_USER_SCOPE("zerocore::pre_backward (" + units_[id]->name() + ")");
   untracked_.announce(number);
   note_changes(id);
   TORCH_CHECK(

@@ -90,6 +90,17 @@ def test_plan_of_replicas_prints_json_that_is_the_plan(config: str) -> None:
     assert found["stages"][3]["timings"][0]["across_s"] > 0
 
 
+def test_plan_on_a_named_machine(config: str) -> None:
+    options = ["--gpus", "16", "--machine", "8xA100-ib200", "--seq-len", "16", "--compiled"]
+    found = run_json("plan", "--hf-config", config, *options)
+    plan = zerocore.plan(config, 16, machine="8xA100-ib200", seq_len=16, compiled=True)
+    assert found == json.loads(json.dumps(plan.to_dict()))
+    timing = found["stages"][3]["timings"][0]
+    assert timing["tokens_per_s"] == 16 / timing["step_s"]
+    assert 0 < timing["mfu"] < 1
+    assert "256 tokens a step: 16 in a micro-batch, 1 of them, 16 ranks" in str(plan)
+
+
 def test_plan_in_mixed_precision(config: str) -> None:
     narrow = run_json("plan", "--hf-config", config, "--dtype", "bf16")["stages"][0]
     mixed = run_json("plan", "--hf-config", config, "--mixed-precision", "bf16")["stages"][0]

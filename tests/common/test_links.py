@@ -75,7 +75,7 @@ def gather(unit: int, moment: int, nbytes: int) -> PlannedEvent:
 def step(
     events: list[PlannedEvent], flops: tuple[int, ...], replica_link: Link | None = None
 ) -> Timing:
-    return predict_timing(events, ORDER, flops, 1.0, SECOND, replica_link)
+    return predict_timing(events, ORDER, flops, SECOND, replica_link)
 
 
 def at(**flops: int) -> tuple[int, ...]:

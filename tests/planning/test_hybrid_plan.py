@@ -142,12 +142,12 @@ def test_the_time_of_each_link() -> None:
     ("world_size", "num_replicas", "links", "replica_link", "expected"),
     [
         (64, 8, None, None, "nvlink4 + ib400"),
-        (64, 2, None, None, "ib400"),
+        (64, 2, None, None, "8 x ib400 + ib400"),
         (8, 2, None, None, "nvlink4"),
         (64, 8, "eth100", None, "eth100"),
         (64, 8, "pcie5", PRESETS["eth100"], "pcie5 + eth100"),
         (64, 8, None, "eth100", "nvlink4 + eth100"),
-        (64, 1, None, "eth100", "ib400"),
+        (64, 1, None, "eth100", "8 x ib400"),
     ],
 )
 def test_which_links(
@@ -193,6 +193,8 @@ def test_advice_on_a_slow_link_names_the_call_that_it_plans() -> None:
     line = slow(stage.peak.nbytes, links="1MB/s")
     assert "within nodes of 8: plan it with num_replicas=3" in line
     assert "replica_link='1MB/s'" in line
+    of_a_node = slow(stage.peak.nbytes, machine="8xH100-ib400")
+    assert "num_replicas=3, machine='8xH100-ib400'; run it with" in of_a_node
     assert line.endswith("group=init_device_mesh('cuda', (3, 8))")
     assert slow(stage.peak.nbytes - 1, links="1MB/s").endswith("larger micro-batches hide more")
     assert slow(stage.peak.nbytes, **hybrid).endswith("larger micro-batches hide more")

@@ -31,6 +31,7 @@ KEYWORDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "seq_len": 16,
             "checkpointing": True,
             "zero_bubble": False,
+            "compiled": False,
         },
     ),
     "machine": (
@@ -43,6 +44,7 @@ KEYWORDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "flops": "1PFLOP/s",
             "host_memory": "512GiB",
             "host_bandwidth": "100GB/s",
+            "node": "8xA100-ib200",
         },
     ),
 }
@@ -111,6 +113,29 @@ def test_json_has_the_figures_of_the_setting() -> None:
     assert machine["memory_nbytes"] == 80 * 10**9
     assert [link["name"] for link in machine["links"]] == ["nvlink4", "eth100"]
     assert machine["near_link"]["bandwidth_bytes_per_s"] == 10**12
+
+
+def test_a_machine_is_named() -> None:
+    """GPUs and links of a node; what is said beside it goes before."""
+    named = make_plan(machine="8xa100-ib200")
+    assert figures(machine=Machine(node="A100")) == figures(node="8xA100-ib200") == named.to_dict()
+    machine = named.setting.machine
+    assert machine.memory_nbytes == 80 * 10**9
+    assert [link.name for link in machine.links] == ["nvlink3"]
+    timing = named.stages[3].timings[0]
+    assert named.activations is not None and machine.gpu is not None
+    seconds = sum(map(machine.gpu.seconds, named.activations.work))
+    assert timing.compute_s == pytest.approx(seconds)
+    share = named.mfu(timing)
+    assert share == named.activations.model_flops / timing.step_s / 312e12
+    assert f"{share:.1%}" in str(named)
+    other = make_plan(machine="8xA100-ib200", memory="1GB", flops="1TFLOP/s", links="eth100")
+    assert other.setting.machine.memory_nbytes == 10**9
+    assert other.activations is not None
+    seconds = other.activations.total_flops / 1e12
+    assert other.stages[3].timings[0].compute_s == pytest.approx(seconds)
+    assert other.stages[3].timings[0].link == "eth100"
+    assert other.mfu(timing) is None
 
 
 def test_a_plan_takes_what_shard_takes() -> None:

@@ -21,6 +21,7 @@ import zerocore
 from zerocore.checkpoint.commands import app as checkpoint_commands
 from zerocore.cli.environment import environment
 from zerocore.common.links import PRESETS
+from zerocore.common.nodes import MACHINES
 from zerocore.common.tables import print_table
 from zerocore.model.config import ACCUMULATE_MODES
 from zerocore.model.precision import MixedPrecision
@@ -85,7 +86,13 @@ def plan(
             help="Parameters that not all GPUs share, as 'experts=edp:2,ep:4': 4 parts, each on 2."
         ),
     ] = None,
-    memory: Annotated[str, typer.Option(help="Memory of a GPU, such as 24GiB.")] = "24GiB",
+    machine: Annotated[
+        str | None, typer.Option(help=f"GPUs of a node and its network: {', '.join(MACHINES)}.")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Memory of a GPU, such as 80GB; that of --machine, else 24GiB."),
+    ] = None,
     dtype: _DType = None,
     mixed_precision: Annotated[
         DType | None, typer.Option(help="Compute in this dtype, keep fp32 main weights.")
@@ -105,6 +112,9 @@ def plan(
     checkpointing: Annotated[
         bool, typer.Option(help="Recompute each block in the backward.")
     ] = False,
+    compiled: Annotated[
+        bool, typer.Option(help="torch.compile fuses elementwise kernels; with --machine.")
+    ] = False,
     zero_bubble: Annotated[
         bool, typer.Option(help="The model is a stage of a pipeline without bubbles.")
     ] = False,
@@ -119,8 +129,9 @@ def plan(
         str | None, typer.Option(help="Link between GPUs of --regather; by default --link.")
     ] = None,
     flops: Annotated[
-        str, typer.Option(help="Operations per second that layers reach.")
-    ] = "400TFLOP/s",
+        str | None,
+        typer.Option(help="Operations per second that layers reach, instead of --machine's."),
+    ] = None,
     rank: _Rank = 0,
     host_memory: Annotated[
         str | None,
@@ -145,6 +156,7 @@ def plan(
             replicas_share=replicas_share,
             regather=regather,
             groups=_groups(group or []),
+            machine=machine,
             memory=memory,
             dtype=_torch_dtype(dtype),
             mixed_precision=mixed,
@@ -157,6 +169,7 @@ def plan(
             seq_len=seq_len,
             checkpointing=checkpointing,
             zero_bubble=zero_bubble,
+            compiled=compiled,
             links=link,
             replica_link=replica_link,
             near_link=near_link,

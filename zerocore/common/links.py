@@ -77,16 +77,11 @@ PRESETS: dict[str, Link] = {
 
 
 RANKS_PER_NODE = 8
-"""GPUs that are assumed to have a fast link between them where nothing is said."""
+"""GPUs that are assumed to be in a node where nothing is said."""
 
 
 DEFAULT_LATENCY = "12us"
 """Of a link that is given as a bandwidth alone."""
-
-
-def default_link(num_ranks: int) -> str:
-    """The preset that is assumed between so many ranks."""
-    return "nvlink4" if num_ranks <= RANKS_PER_NODE else "ib400"
 
 
 def find_link(link: LinkLike) -> Link:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 
 from zerocore._C import Engine
 from zerocore.model.casting import cast_floats
@@ -43,8 +44,7 @@ class UnitCall:
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
         engine = self.engine
-        entered, begun = 0, False
-        units = self.units
+        entered, begun, units = 0, False, self.units
         if self.looked_at and not args[0].training:
             units = (*units, *self.looked_at)
         try:
@@ -62,7 +62,8 @@ class UnitCall:
             if self.cast_inputs is not None:
                 args = cast_floats(args, self.cast_inputs)
                 kwargs = cast_floats(kwargs, self.cast_inputs)
-            output = function(*args, **kwargs)
+            run = self._in_range(function) if profiler._is_profiler_enabled else function
+            output = run(*args, **kwargs)
             if self.cast_outputs is not None:
                 output = cast_floats(output, self.cast_outputs)
             while entered > 0:
@@ -82,6 +83,11 @@ class UnitCall:
         if self.is_root:
             engine.end_pass(output)
         return output
+
+    def _in_range(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function in a range of torch's profiler, by the names of the units."""
+        names = ", ".join(self.state.units[unit].name for unit in self.units)
+        return profiler.record_function(f"zerocore::forward ({names})")(function)
 
 
 def looked_at_by(module: nn.Module) -> nn.Module | None:

@@ -9,7 +9,7 @@ Buffers that a kernel uses inside are not seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from zerocore._C import BackwardEvent, CallEvent
+from zerocore.common.nodes import Work
 from zerocore.model.call_order import backward_reads, units_by_module
 from zerocore.model.units import UnitPlanned
 from zerocore.planning.fake_mode import RepeatingFakeMode, fake_copy, fake_like
@@ -42,6 +43,7 @@ class Activations:
             mirrored at 2n - 1 - i in the backward, and 2n at its end.
         flops: floating-point operations by moment: matrix products, convolutions, attention.
         unused: by unit, the indices of trainable parameters that got no gradient.
+        work: what kernels do, by moment.
     """
 
     order: tuple[CallEvent, ...]
@@ -50,6 +52,7 @@ class Activations:
     live_nbytes: tuple[int, ...]
     flops: tuple[int, ...]
     unused: tuple[tuple[int, ...], ...]
+    work: tuple[Work, ...] = ()
 
     @property
     def peak_nbytes(self) -> int:
@@ -65,6 +68,44 @@ class Activations:
     def total_flops(self) -> int:
         """Operations of the forward, the backward and what checkpointing repeats."""
         return sum(self.flops)
+
+    @property
+    def model_flops(self) -> int:
+        """Operations for MFU, of a run without checkpointing: the backward's are twice the
+        forward's, also where fused attention repeats its scores (7 products for 6)."""
+        products = sum(work.products + work.products_fp32 for work in self.work)
+        return products + (self.total_flops - products) * 6 // 7
+
+
+@dataclass(frozen=True)
+class Recording:
+    """:class:`Activations` in plain values.
+
+    Attributes:
+        order: (enter, unit, needs backward, reads parameters in it) of each event.
+        backward: (True, unit) and (False, index of the exit), as in :class:`Activations`.
+        saved_nbytes, live_nbytes, flops, unused, work: see there.
+    """
+
+    order: tuple[tuple[bool, int, bool, bool], ...]
+    backward: tuple[tuple[bool, int], ...]
+    saved_nbytes: int
+    live_nbytes: tuple[int, ...]
+    flops: tuple[int, ...]
+    unused: tuple[tuple[int, ...], ...]
+    work: tuple[Work, ...]
+
+    def activations(self) -> Activations:
+        """The same with the events that a planner takes."""
+        return Activations(
+            tuple(CallEvent(*event) for event in self.order),
+            tuple(BackwardEvent(*event) for event in self.backward),
+            self.saved_nbytes,
+            self.live_nbytes,
+            self.flops,
+            self.unused,
+            self.work,
+        )
 
 
 def measure(
@@ -89,6 +130,22 @@ def measure(
     Raises:
         Exception: what the model raises, also where its forward depends on values of tensors.
     """
+    return record(
+        model, planned, inputs, loss, checkpointing=checkpointing, dtype=dtype
+    ).activations()
+
+
+def record(
+    model: nn.Module,
+    planned: list[UnitPlanned],
+    inputs: Any,
+    loss: Loss,
+    *,
+    checkpointing: bool = False,
+    dtype: torch.dtype | None = None,
+    dropped: Sequence[nn.Module] = (),
+) -> Recording:
+    """As :func:`measure`, without the modules ``dropped``, which lie in lists and in no unit."""
     names = {id(module): name for name, module in model.named_modules()}
     units = units_by_module(unit.modules for unit in planned)
     entries = {names[key]: value for key, value in units.items()}
@@ -99,7 +156,7 @@ def measure(
     ]
     fqns = [[choice.fqns[0] for choice in unit.params] for unit in planned]
     with RepeatingFakeMode() as mode:
-        copy = fake_copy(model, mode, dtype)
+        copy = fake_copy(model, mode, dtype, dropped)
         batch = tree_map(partial(fake_like, dtype=dtype), inputs)
         if checkpointing:
             _checkpoint_blocks(copy, blocks)
@@ -159,7 +216,7 @@ class _Recorder:
     events: list[list[Any]] = field(default_factory=list)
     exits: dict[Any, list[int]] = field(default_factory=dict)  # by node of the graph
     first_nodes: list[int] = field(default_factory=list)  # of the calls not left
-    backward: list[BackwardEvent] = field(default_factory=list)
+    backward: list[tuple[bool, int]] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)  # nbytes by id of the storage
     saved_nbytes: int = 0
 
@@ -216,14 +273,14 @@ class _Recorder:
 
     def _backward(self, node: torch.autograd.graph.Node, _grads: Any) -> None:
         for index in self.exits[node]:
-            self.backward.append(BackwardEvent(False, index))
+            self.backward.append((False, index))
             self.tracker.at(2 * len(self.events) - 1 - index)
 
     def _fired(self, unit: int, param: Tensor) -> None:
         self.used.add(param)
         self.waiting[unit].discard(param)
         if not self.waiting[unit]:  # the runtime packs and frees them now
-            self.backward.append(BackwardEvent(True, unit))
+            self.backward.append((True, unit))
             for other in self.params[unit]:
                 other.grad = None
             first = next(i for i, (enter, u, *_) in enumerate(self.events) if enter and u == unit)
@@ -239,18 +296,19 @@ class _Recorder:
         """The forward is over; what is saved now is what it leaves for the backward."""
         self.saved_nbytes = sum(self.saved.values())
 
-    def result(self) -> Activations:
+    def result(self) -> Recording:
         """The figures by moment."""
         moments = range(2 * len(self.events) + 1)
         unused = [
             tuple(i for i, p in enumerate(unit) if p.requires_grad and p not in self.used)
             for unit in self.params
         ]
-        return Activations(
-            tuple(CallEvent(*event) for event in self.events),
+        return Recording(
+            tuple((enter, unit, needs, reads) for enter, unit, needs, reads in self.events),
             tuple(self.backward),
             self.saved_nbytes,
             tuple(self.tracker.highest[moment] for moment in moments),
             tuple(self.tracker.flops[moment] for moment in moments),
             tuple(unused),
+            tuple(Work(**self.tracker.kernels[moment]) for moment in moments),
         )

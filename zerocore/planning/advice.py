@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from zerocore.common.links import RANKS_PER_NODE
 from zerocore.common.quantities import format_nbytes, format_seconds
 from zerocore.model.stages import HIGHEST_STAGE, placements_of, stages_above
 from zerocore.planning.changes import Candidate, with_fewer_replicas, with_more_ranks
@@ -138,16 +137,19 @@ def _slow_links(plan: Plan, planner: Planner) -> Iterator[str]:
 
 def _hybrid(plan: Plan, planner: Planner, link: str) -> str:
     """The call that shards within nodes, where there are several and the model fits so."""
-    world_size = plan.setting.world_size
-    shards = max(n for n in range(1, RANKS_PER_NODE + 1) if world_size % n == 0)
+    world_size, node = plan.setting.world_size, plan.setting.machine.node
+    shards = max(n for n in range(1, node.num_ranks + 1) if world_size % n == 0)
     replicas, activations = world_size // shards, plan.stages[-1].activations or 0
     if plan.setting.num_replicas > 1 or 1 in (shards, replicas):
         return ""
     within = _fully_sharded(plan, planner).at(num_replicas=replicas)
     if within.nbytes + activations > plan.setting.machine.memory_nbytes:
         return ""
+    links = f"links= what is within a node, replica_link='{link}'"
+    if link == node.link(world_size).name:
+        links = f"machine='{node.name}'"
     return (
         f", or hybrid sharding within nodes of {shards}: plan it with num_replicas={replicas}, "
-        f"links= what is within a node, replica_link='{link}'; run it with "
+        f"{links}; run it with "
         f"group=init_device_mesh('cuda', ({replicas}, {shards}))"
     )

@@ -28,21 +28,23 @@ class Host:
     Attributes:
         memory_nbytes: bytes, for all ranks on the machine.
         bandwidth_bytes_per_s: what an update reads and writes in a second.
+        num_ranks: ranks on the machine, at most.
     """
 
     memory_nbytes: int
     bandwidth_bytes_per_s: float
+    num_ranks: int = RANKS_PER_NODE
 
     def nbytes_of(self, world_size: int) -> int:
-        """The share of one of so many ranks, of which up to 8 are on a machine."""
-        return self.memory_nbytes // min(world_size, RANKS_PER_NODE)
+        """The share of one of so many ranks."""
+        return self.memory_nbytes // min(world_size, self.num_ranks)
 
     def hiding_tokens(self, world_size: int, flops_per_s: float) -> int:
         """Tokens that a machine computes with in a step that lasts as long as the host's update.
 
         Both are proportional to the parameters, which cancel.
         """
-        flops = flops_per_s * min(world_size, RANKS_PER_NODE)
+        flops = flops_per_s * min(world_size, self.num_ranks)
         return round(UPDATE_NBYTES * flops / (STEP_OPERATIONS * self.bandwidth_bytes_per_s))
 
 

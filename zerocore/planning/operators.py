@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from zerocore.planning.fake_mode import UncompiledMode
+
+_WITHOUT_KERNEL = {"aten::_unsafe_view", "aten::empty", "aten::empty_like", "aten::detach"}
 
 
 class FusedAttention(TorchFunctionMode):
@@ -59,7 +61,8 @@ def _attend(
 class StorageTracker(UncompiledMode):
     """Follows every storage from the operator that makes it until it is freed.
 
-    ``known`` are not counted. ``live`` is in bytes; ``highest`` and ``flops`` are by moment.
+    ``known`` are not counted. ``live`` is in bytes; ``highest``, ``flops`` and ``kernels`` are by
+    moment: the latter has what each kind of kernel does, under the names of :class:`Work`.
     """
 
     def __init__(self, known: list[Tensor]) -> None:
@@ -68,6 +71,7 @@ class StorageTracker(UncompiledMode):
         self.live = 0
         self.highest: defaultdict[int, int] = defaultdict(int)
         self.flops: defaultdict[int, int] = defaultdict(int)
+        self.kernels: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self._ignored = [tensor.untyped_storage() for tensor in known]  # keeps their ids taken
         self._seen: dict[int, Any] = {id(storage): None for storage in self._ignored}
 
@@ -91,13 +95,9 @@ class StorageTracker(UncompiledMode):
         if func is torch.ops.prim.device.default:  # asked for more often than all others together
             return func(*args)
         out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            self.flops[self.moment] += flop_registry[packet](
-                *_with_all_heads(packet, args), **(kwargs or {}), out_val=out
-            )
-        elif packet is torch.ops.aten._grouped_mm:  # experts: (tokens, k) by (experts, k, n)
-            self.flops[self.moment] += 2 * args[0].numel() * args[1].shape[-1]
+        flops = _flops(func, args, kwargs or {}, out)
+        self.flops[self.moment] += flops
+        self.kernels[self.moment].update(_work(func, args, out, flops))
         for leaf in out if isinstance(out, tuple | list) else (out,):
             if isinstance(leaf, Tensor):
                 self._see(leaf.untyped_storage())
@@ -118,6 +118,42 @@ class StorageTracker(UncompiledMode):
 
     def _note(self) -> None:
         self.highest[self.moment] = max(self.highest[self.moment], self.live)
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Operations of a matrix product, a convolution or attention; 0 of all else."""
+    packet = func._overloadpacket
+    if packet in flop_registry:
+        return flop_registry[packet](*_with_all_heads(packet, args), **kwargs, out_val=out)
+    if packet is torch.ops.aten._grouped_mm:  # experts: (tokens, k) by (experts, k, n)
+        return 2 * args[0].numel() * args[1].shape[-1]
+    return 0
+
+
+def _work(func: Any, args: tuple[Any, ...], out: Any, flops: int) -> dict[str, int]:
+    """The work of an operator's kernel; views and allocations have none."""
+    if flops and "scaled_dot_product" in func._schema.name:
+        return {"attention": flops // 2 if _is_causal(func, args) else flops}
+    if flops:
+        return {"products" if args[0].element_size() < 4 else "products_fp32": flops}
+    if func.is_view or func._schema.name in _WITHOUT_KERNEL:
+        return {}
+    moved = sum(_nbytes(value) for value in (*args, out))
+    return {"moved_nbytes": moved} if moved else {}
+
+
+def _is_causal(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a fused attention, or its backward, skips what comes later."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name == "is_causal":
+            return bool(value)
+    return False
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_nbytes, value)) if isinstance(value, tuple | list) else 0
 
 
 def _with_all_heads(packet: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 from zerocore.common.checks import check_int
 from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import LinkLike, traffic_nbytes
+from zerocore.common.nodes import Node
 from zerocore.common.options import UNSET, options_of
 from zerocore.model.config import Communication
 from zerocore.model.parts import assign_parts
@@ -26,7 +27,7 @@ from zerocore.model.precision import MixedPrecision
 from zerocore.model.stages import STAGES
 from zerocore.model.state import is_sharded
 from zerocore.model.units import UnitChoice, UnitPlanned, choose_units
-from zerocore.planning.activations import Activations, Loss, default_loss, measure
+from zerocore.planning.activations import Activations, Loss, default_loss
 from zerocore.planning.advice import advise
 from zerocore.planning.checkpoint_bytes import checkpoint_bytes
 from zerocore.planning.exchange import exchanged_nbytes
@@ -39,6 +40,7 @@ from zerocore.planning.planner import (
     make_planner,
     optimizer_states,
 )
+from zerocore.planning.repeats import measure
 from zerocore.planning.result import Peak, Plan, StagePlan, moment_name
 from zerocore.planning.setting import Machine, Setting, Workload, planned_parts
 from zerocore.planning.step_time import predict_timing
@@ -57,7 +59,7 @@ def plan(
     groups: Mapping[str, Any] | None = None,
     communication: Communication | None = None,
     workload: Workload | None = None,
-    machine: Machine | None = None,
+    machine: Machine | str | None = None,
     mixed_precision: MixedPrecision | None = None,
     optimizer: str | int = "adamw",
     dtype: torch.dtype | None = None,
@@ -76,13 +78,15 @@ def plan(
     seq_len: int = UNSET,
     checkpointing: bool = UNSET,
     zero_bubble: bool = UNSET,
-    memory: str | int = UNSET,
+    compiled: bool = UNSET,
+    memory: str | int | None = UNSET,
     links: Sequence[LinkLike] | LinkLike | None = UNSET,
     replica_link: LinkLike | None = UNSET,
     near_link: LinkLike | None = UNSET,
-    flops: str | float = UNSET,
+    flops: str | float | None = UNSET,
     host_memory: str | int | None = UNSET,
     host_bandwidth: str | float = UNSET,
+    node: str | Node | None = UNSET,
 ) -> Plan:
     """Bytes, traffic and time of a training step at each stage, on one rank.
 
@@ -103,7 +107,8 @@ def plan(
         communication: as for :func:`zerocore.shard`. Options of this and the next two are also
             keywords: ``memory="80GB"`` stands for ``machine=Machine(memory="80GB")``.
         workload: the step of a rank, see :class:`Workload`.
-        machine: the devices and their links, see :class:`Machine`.
+        machine: the devices and their links, see :class:`Machine`, or the name of a node, such as
+            ``"8xH100-ib400"``, which ``node=`` stands for as well.
         mixed_precision: main weights in the model's own dtype, layers in a narrower one.
         optimizer: a name such as ``"adamw"``, or how many tensors of a parameter's size it keeps.
             ``"muon"`` is that on all matrices by shape: what it sends is counted, its time is not.
@@ -128,25 +133,24 @@ def plan(
     )  # fmt: skip
     workload = options_of(
         workload, Workload, micro_batches=micro_batches, micro_batch=micro_batch, seq_len=seq_len,
-        checkpointing=checkpointing, zero_bubble=zero_bubble,
+        checkpointing=checkpointing, zero_bubble=zero_bubble, compiled=compiled,
     )  # fmt: skip
-    machine = options_of(
+    if isinstance(machine, str):
+        node, machine = machine, None
+    devices = options_of(
         machine, Machine, memory=memory, links=links, replica_link=replica_link,
         near_link=near_link, flops=flops, host_memory=host_memory, host_bandwidth=host_bandwidth,
+        node=node,
     )  # fmt: skip
     num_near = communication.num_near
-    counts = (("world_size", world_size), ("num_replicas", num_replicas), ("regather", num_near))
-    for what, count in counts:
-        check_int(what, count, 1)
-    if not callable(loss):
-        raise TypeError(f"loss must be a function of the model and its inputs, got {loss!r}")
+    _check(loss, world_size=world_size, num_replicas=num_replicas, regather=num_near)
     setting = Setting(
         world_size=world_size,
         rank=rank,
         num_replicas=num_replicas,
         communication=replace(communication, regather=num_near),
         workload=workload,
-        machine=machine.figures(world_size, num_replicas, num_near),
+        machine=devices.figures(world_size, num_replicas, num_near),
         groups=planned_parts(groups, world_size),
     )
     module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
@@ -160,7 +164,15 @@ def plan(
     if inputs is None:
         inputs = sample_inputs(module, workload.micro_batch, _allowed_length(module, workload))
     measured = _measure(module, planned, inputs, loss, precision.run_dtype, given)
-    return _make_plan(name, planned, planner, setting, *measured)
+    result = _make_plan(name, planned, planner, setting, *measured)
+    return replace(result, num_tokens=_num_tokens(inputs))
+
+
+def _check(loss: Any, **counts: Any) -> None:
+    for what, count in counts.items():
+        check_int(what, count, 1)
+    if not callable(loss):
+        raise TypeError(f"loss must be a function of the model and its inputs, got {loss!r}")
 
 
 def _of_step(planner: Planner, workload: Workload, optimizer: str | int) -> Planner:
@@ -229,7 +241,7 @@ def plan_stage(
         one = events
         if planner.micro_batches > 1:
             one = replace(planner, micro_batches=1).events(division)
-        played = (one, activations.order, activations.flops, machine.flops_per_s)
+        played = (one, activations.order, _compute_s(setting, activations))
         timings = [
             predict_timing(*played, link, machine.replica_link, machine.near_link)
             for link in machine.links
@@ -252,6 +264,20 @@ def plan_stage(
         timings=tuple(timings),
         checkpoint=checkpoint_bytes(planner, division),
     )
+
+
+def _compute_s(setting: Setting, activations: Activations) -> tuple[float, ...]:
+    """Seconds of compute, by moment."""
+    gpu, rate = setting.machine.gpu, setting.machine.flops_per_s
+    if gpu is None:
+        return tuple(flops / rate for flops in activations.flops)
+    return tuple(gpu.seconds(work, setting.workload.compiled) for work in activations.work)
+
+
+def _num_tokens(inputs: Any) -> int | None:
+    """Tokens of a micro-batch, None where the inputs are no tokens."""
+    tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    return tokens.numel() if isinstance(tokens, torch.Tensor) else None
 
 
 def _sent_nbytes(collectives: list[PlannedEvent]) -> int:

@@ -82,6 +82,7 @@ class Plan:
         offloads: stages with what leaves the device; none where no host was given.
         note: why activations were not measured, if so.
         advice: sentences, most important first.
+        num_tokens: tokens of a micro-batch on a rank; None where the inputs are no tokens.
     """
 
     model: str
@@ -94,11 +95,24 @@ class Plan:
     note: str = ""
     advice: tuple[str, ...] = ()
     offloads: tuple[OffloadPlan, ...] = ()
+    num_tokens: int | None = None
 
     @property
     def smallest_fit(self) -> StagePlan | None:
         """The lowest stage that fits."""
         return next((stage for stage in self.stages if stage.fits), None)
+
+    def tokens_per_s(self, timing: Timing) -> float | None:
+        """Predicted tokens a second on each GPU; None where the inputs are no tokens."""
+        return None if self.num_tokens is None else self.num_tokens / timing.step_s
+
+    def mfu(self, timing: Timing) -> float | None:
+        """Predicted share of the GPU's peak that the model's operations are, without those that
+        checkpointing repeats; None without ``machine=`` the name of a node."""
+        gpu = self.setting.machine.gpu
+        if gpu is None or self.activations is None:
+            return None
+        return self.activations.model_flops / (timing.step_s * gpu.peak_flops)
 
     def rows(self) -> list[list[str]]:
         """The table as text, a row for each figure and a column for each stage."""
@@ -132,8 +146,16 @@ class Plan:
         unknown = ", without activations" if stages[0].activations is None else ""
         rows.append([f"fits{unknown}", *(self.verdict(stage) for stage in stages)])
         for timings in zip(*(stage.timings for stage in stages), strict=True):
-            rows += _timing_rows(timings)
+            rows += [*_timing_rows(timings), *self._rate_rows(timings)]
         return rows
+
+    def _rate_rows(self, timings: Sequence[Timing]) -> list[list[str]]:
+        tokens, shares = map(self.tokens_per_s, timings), map(self.mfu, timings)
+        rows = [
+            ["  tokens/s and GPU", *(f"{each:,.0f}" for each in tokens if each is not None)],
+            ["  MFU", *(f"{each:.1%}" for each in shares if each is not None)],
+        ]
+        return [row for row in rows if len(row) > 1]
 
     def verdict(self, stage: StagePlan) -> str:
         """Whether a stage fits: ``no``, ``little headroom`` or ``yes``."""
@@ -144,7 +166,6 @@ class Plan:
 
     def notes(self) -> list[str]:
         """The lines under the table: how it was predicted, the peak, activations, advice."""
-        setting = self.setting
         lines = []
         for run, name in ((self.activations, "as it is"), (self.checkpointed, "checkpointed")):
             if run is not None:
@@ -157,10 +178,7 @@ class Plan:
             # The rest of the peak is held all the time, so the moment is the same at every stage.
             lines.append(f"peak of every stage: {self.stages[0].peak.when}")
         if self.stages[0].timings:
-            lines.append(
-                f"{format_seconds(self.stages[0].timings[0].compute_s)} of compute at "
-                f"{setting.machine.flops_per_s / 1e12:,.4g} TFLOP/s"
-            )
+            lines += self._assumptions()
         if self.note:
             lines.append(self.note)
         lines.append(_checkpoint_note(self.stages))
@@ -168,6 +186,29 @@ class Plan:
             "predicted; without the CUDA context, NCCL's buffers and the allocator's rounding"
         )
         return [*lines, *self.advice]
+
+    def _assumptions(self) -> list[str]:
+        """The rates and sizes that the predicted times follow from."""
+        setting, machine, workload = self.setting, self.setting.machine, self.setting.workload
+        seconds = format_seconds(self.stages[0].timings[0].compute_s)
+        lines = [f"{seconds} of compute at {machine.flops_per_s / 1e12:,.4g} TFLOP/s"]
+        if machine.gpu is not None:
+            compiled = " (compiled)" if workload.compiled else ""
+            lines = [f"{seconds} of compute{compiled}, on {machine.node.assumptions()}"]
+        links = (*machine.links, machine.replica_link, machine.near_link)
+        lines += [
+            f"{link.name}: {link.bandwidth_bytes_per_s / 1e9:,.4g} GB/s of bus bandwidth a rank, "
+            f"{link.latency_s * 1e6:,.3g} us a collective"
+            for link in dict.fromkeys(link for link in links if link is not None)
+        ]
+        if self.num_tokens is not None:
+            tokens = self.num_tokens * workload.micro_batches * setting.world_size
+            lines.append(
+                f"{tokens:,} tokens a step: {self.num_tokens:,} in a micro-batch, "
+                f"{workload.micro_batches} of them, {setting.world_size} ranks; the times are of "
+                "one micro-batch that communicates"
+            )
+        return lines
 
     def title(self) -> str:
         """One line: model, ranks, memory."""
@@ -199,7 +240,11 @@ class Plan:
             entry["fits"] = stage.fits
             entry["verdict"] = self.verdict(stage)
             entry["timings"] = [
-                {**asdict(t), "bound_s": t.bound_s, "exposed_s": t.exposed_s, "hidden": t.hidden}
+                {
+                    **asdict(t),
+                    **{"bound_s": t.bound_s, "exposed_s": t.exposed_s, "hidden": t.hidden},
+                    **{"tokens_per_s": self.tokens_per_s(t), "mfu": self.mfu(t)},
+                }
                 for t in stage.timings
             ]
             stages.append(entry)
@@ -207,6 +252,7 @@ class Plan:
             "model": self.model,
             "num_params": self.num_params,
             "num_units": self.num_units,
+            "num_tokens": self.num_tokens,
             "setting": asdict(self.setting),
             "stages": stages,
             "smallest_fit": None if self.smallest_fit is None else self.smallest_fit.stage,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerocore.common.checks import check_int
-from zerocore.common.links import Link, LinkLike, default_link, find_link
+from zerocore.common.links import Link, LinkLike, find_link
+from zerocore.common.nodes import DEFAULT_NODE, MATMUL_SHARE, Gpu, Node, find_node
 from zerocore.common.quantities import parse_bandwidth, parse_flops, parse_nbytes
 from zerocore.model.config import Communication
 from zerocore.model.parts import Part
@@ -16,6 +17,8 @@ from zerocore.planning.offloading import Host
 
 DEFAULT_FLOPS = 400e12
 """Operations per second: about 40 % of an H100's 989e12 dense bf16 ones (NVIDIA's data sheet)."""
+
+DEFAULT_MEMORY = "24GiB"
 
 DEFAULT_HOST_BANDWIDTH = 400e9
 """Bytes per second: assumed of a server with two sockets, of about 600e9 that 16 channels of DDR5
@@ -34,6 +37,7 @@ class Workload:
         checkpointing: recompute each block in the backward.
         zero_bubble: the model is a stage of a pipeline whose schedule splits the backward in two.
             Its units are gathered once a step and stay; gradients are reduced once, at its end.
+        compiled: by torch.compile, which fuses elementwise kernels; for the time on a ``node``.
 
     Raises:
         ValueError: a number is below 1.
@@ -45,6 +49,7 @@ class Workload:
     seq_len: int = 2048
     checkpointing: bool = False
     zero_bubble: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "micro_batch", "seq_len"):
@@ -56,6 +61,7 @@ class Figures:
     """A :class:`Machine` in bytes, bytes a second and operations a second, for a number of ranks.
 
     ``replica_link`` and ``near_link`` are None where nothing goes there, or on ``links``, too.
+    ``gpu`` says how fast each kind of operation is; None where all reach ``flops_per_s``.
     """
 
     memory_nbytes: int
@@ -64,6 +70,8 @@ class Figures:
     near_link: Link | None
     flops_per_s: float
     host: Host | None
+    node: Node
+    gpu: Gpu | None = None
 
 
 @dataclass(frozen=True)
@@ -71,57 +79,81 @@ class Machine:
     """Devices, the links between them and the host that they are in, for :func:`zerocore.plan`.
 
     Attributes:
-        memory: bytes of a device, as a number or text such as ``"24GiB"``.
+        node: GPUs, links and network by name, such as ``"8xH100-ib400"``, see
+            :func:`zerocore.common.nodes.find_node`, or a :class:`zerocore.common.nodes.Node`. The
+            other options go before it. By default links are those of ``8xH100-ib400``.
+        memory: bytes of a device, as a number or text such as ``"24GiB"``; by default that of the
+            node's GPU, and 24 GiB without a node.
         links: presets, bandwidths such as ``"450GB/s"`` or ``"450GB/s,12us"``, or links, between
-            the ranks that share the state; by default ``nvlink4`` up to 8 of them and ``ib400``
-            beyond.
+            the ranks that share the state; by default that of the node.
         replica_link: the link between replicas. By default they share the one of ``links``; without
-            ``links`` it is ``nvlink4`` up to 8 ranks in all and ``ib400`` beyond.
+            ``links`` it is that of the node.
         near_link: the link between ranks of ``regather``. By default that of ``links``; without
-            ``links`` it is ``nvlink4`` up to 8 of them and ``ib400`` beyond.
-        flops: operations per second that layers reach.
-        host_memory: bytes of a machine beside its devices, such as ``"512GiB"``, which up to 8
-            ranks share: says which stage and ``offload=`` fit.
+            ``links`` it is that of the node.
+        flops: operations per second that layers reach. By default the node's GPU says it for each
+            kind of kernel; without a node it is 400 TFLOP/s.
+        host_memory: bytes of a machine beside its devices, such as ``"512GiB"``, which the ranks
+            of a node share: says which stage and ``offload=`` fit.
         host_bandwidth: what the host reads and writes in a second, such as ``"400GB/s"``.
 
     Raises:
-        ValueError, TypeError: no such quantity or link.
+        ValueError, TypeError: no such quantity, machine or link.
     """
 
-    memory: str | int = "24GiB"
+    memory: str | int | None = None
     links: Sequence[LinkLike] | LinkLike | None = None
     replica_link: LinkLike | None = None
     near_link: LinkLike | None = None
-    flops: str | float = DEFAULT_FLOPS
+    flops: str | float | None = None
     host_memory: str | int | None = None
     host_bandwidth: str | float = DEFAULT_HOST_BANDWIDTH
+    node: str | Node | None = None
 
     def __post_init__(self) -> None:
         self.figures(1, 1, 1)
 
     def figures(self, world_size: int, num_replicas: int, num_near: int) -> Figures:
-        """Its figures; the default links depend on the numbers of ranks."""
+        """Its figures; the links of a node depend on the numbers of ranks."""
+        node = DEFAULT_NODE if self.node is None else find_node(self.node)
+        num_shards, given = world_size // num_replicas, self.links
 
-        def own_link(link: LinkLike | None, num_ranks: int) -> Link | None:
-            if link is None and self.links is None:
-                link = default_link(num_ranks)
+        def own_link(link: LinkLike | None, num_ranks: int, stride: int = 1) -> Link | None:
+            if link is None and given is None:
+                return node.link(num_ranks, stride)
             return None if link is None else find_link(link)
 
-        links = default_link(world_size // num_replicas) if self.links is None else self.links
+        links = node.link(num_shards) if given is None else given
         listed = links if isinstance(links, Sequence) and not isinstance(links, str) else [links]
-        replica_link = own_link(self.replica_link, world_size)
+        replica_link = own_link(self.replica_link, num_replicas, num_shards)
         near_link = own_link(self.near_link, num_near)
-        rate, memory = parse_bandwidth(self.host_bandwidth, "host_bandwidth"), self.host_memory
-        if not rate > 0:
-            raise ValueError(f"host_bandwidth must be positive, got {self.host_bandwidth!r}")
         return Figures(
-            memory_nbytes=parse_nbytes(self.memory),
+            memory_nbytes=self._memory_nbytes(),
             links=tuple(find_link(link) for link in listed),
             replica_link=replica_link if num_replicas > 1 else None,
             near_link=near_link if num_near > 1 else None,
-            flops_per_s=parse_flops(self.flops),
-            host=None if memory is None else Host(parse_nbytes(memory, "host_memory"), rate),
+            flops_per_s=self._flops_per_s(),
+            host=self._host(node),
+            node=node,
+            gpu=node.gpu if self.node is not None and self.flops is None else None,
         )
+
+    def _memory_nbytes(self) -> int:
+        if self.memory is None and self.node is not None:
+            return find_node(self.node).gpu.memory_nbytes
+        return parse_nbytes(DEFAULT_MEMORY if self.memory is None else self.memory)
+
+    def _flops_per_s(self) -> float:
+        if self.flops is None and self.node is not None:
+            return MATMUL_SHARE * find_node(self.node).gpu.matmul_flops
+        return parse_flops(DEFAULT_FLOPS if self.flops is None else self.flops)
+
+    def _host(self, node: Node) -> Host | None:
+        rate = parse_bandwidth(self.host_bandwidth, "host_bandwidth")
+        if not rate > 0:
+            raise ValueError(f"host_bandwidth must be positive, got {self.host_bandwidth!r}")
+        if self.host_memory is None:
+            return None
+        return Host(parse_nbytes(self.host_memory, "host_memory"), rate, node.num_ranks)
 
 
 @dataclass(frozen=True)

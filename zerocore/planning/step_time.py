@@ -50,8 +50,7 @@ class Timing:
 def predict_timing(
     events: list[PlannedEvent],
     order: tuple[CallEvent, ...],
-    flops: tuple[int, ...],
-    flops_per_s: float,
+    compute_s: tuple[float, ...],
     link: Link,
     replica_link: Link | None = None,
     near_link: Link | None = None,
@@ -66,8 +65,7 @@ def predict_timing(
     Args:
         events: planned events of the step.
         order: calls of the forward; moments are numbered by it.
-        flops: operations by moment.
-        flops_per_s: operations per second that the layers reach.
+        compute_s: seconds of compute by moment.
         link: the link of this rank to those that it shares the state with.
         replica_link: its link to the other replicas; None for the same.
         near_link: its link to near ranks; None for the same.
@@ -100,11 +98,11 @@ def predict_timing(
         starting = _unit_starting(order, moment)
         if starting is not None:
             now = max(now, gathered.get(starting, 0.0))
-        now += flops[moment] / flops_per_s
+        now += compute_s[moment]
     return Timing(
         " + ".join(dict.fromkeys(each.name for each in links.values())),
         sum(busy.values()),
-        sum(flops) / flops_per_s,
+        sum(compute_s),
         max(now, *free.values()),
         0.0 if across == link else busy[across],
     )

@@ -1,6 +1,7 @@
 // Carries out reductions of gradients with tensors and collectives.
 #include "engine/gradients/reducer.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -63,6 +64,7 @@ void Reducer::reduce(UnitId id) {
   if (deferred_) {
     return;
   }
+  RECORD_USER_SCOPE("zerocore::reduce (" + units_[id]->name() + ")"); // made for a profiler alone
   const at::NoGradGuard no_grad;
   const bool sync = sync_ && units_[id]->settings().syncs;
   if (!touched_[id]) {
@@ -200,8 +202,10 @@ void Reducer::run(const GradStep& step) {
       return start_within(step);
     case GradStepKind::StartAcross:
       return start_across(step);
-    case GradStepKind::Wait:
+    case GradStepKind::Wait: {
+      RECORD_USER_SCOPE("zerocore::wait_reduce (" + units_[step.unit]->name() + ")");
       return in_flight_[step.unit][step.region].within.wait(*context_.streams);
+    }
     case GradStepKind::WaitAcross:
       return in_flight_[step.unit][step.region].across.wait(*context_.streams);
     case GradStepKind::Zero:

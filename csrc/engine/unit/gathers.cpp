@@ -1,6 +1,8 @@
 // Carries out gathers of a unit with tensors and collectives.
 #include "engine/unit/gathers.h"
 
+#include <ATen/record_function.h>
+
 #include <algorithm>
 #include <iterator>
 #include <utility>
@@ -40,6 +42,7 @@ void Gathers::begin(
     const std::vector<int>& regions,
     int64_t version,
     const std::shared_future<void>& after) {
+  RECORD_USER_SCOPE("zerocore::all_gather (" + name_ + ")"); // made for a profiler alone
   after_ = after;
   together_.clear(); // of gathers that failed
   unsharding_.begin(regions, std::exchange(version_, version) == version, *this);
@@ -68,8 +71,10 @@ void Gathers::run(const GatherStep& step) {
       return start(step);
     case GatherStepKind::Launch:
       return launch();
-    case GatherStepKind::Wait:
+    case GatherStepKind::Wait: {
+      RECORD_USER_SCOPE("zerocore::wait_all_gather (" + name_ + ")");
       return finish();
+    }
     case GatherStepKind::CopyOut:
       return copy_out();
     case GatherStepKind::Show:
