@@ -141,9 +141,7 @@ class Root:
         groups = self.with_params()
         for number, group in enumerate(groups):
             group.unit = number
-        config = _OFFLOADS if any(group.offloads for group in groups) else _CONFIG
-        if self.group.reshard_after_forward:
-            config = replace(config, communication=replace(_COMMUNICATION, retain_last=False))
+        config = self._config(groups)
         engine = make_engine(
             config,
             ranks[0],
@@ -174,6 +172,12 @@ class Root:
             apply_settings(group)
         if self.is_manual:
             engine.begin_deferred()
+
+    def _config(self, groups: list[Group]) -> ShardConfig:
+        config = _OFFLOADS if any(group.offloads for group in groups) else _CONFIG
+        if not self.group.reshard_after_forward:
+            return config
+        return replace(config, communication=replace(_COMMUNICATION, retain_last=False))
 
     def _agree(self, meshes: list[DeviceMesh]) -> tuple[list[Ranks], str, float | None]:
         """The ranks of each mesh, a name that no other model has, and the limit of silence."""
