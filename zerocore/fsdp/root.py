@@ -8,6 +8,7 @@ from weakref import ref
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -104,7 +105,8 @@ class Root:
         if self.state is not None and not all(param.is_in_place() for param in self.params()):
             self.release()
         if self.state is None:
-            with _disable_current_modes():  # what ranks compare is none of the program's messages
+            # The messages of ranks are none of the program's, nor part of a torch.func transform.
+            with _disable_current_modes(), temporarily_clear_interpreter_stack():
                 self._make()
         assert self.state is not None
         return self.state

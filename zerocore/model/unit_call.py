@@ -14,6 +14,7 @@ from torch.autograd import profiler
 from zerocore._C import Engine
 from zerocore.model.casting import cast_floats
 from zerocore.model.refusals import fsdp_mark
+from zerocore.model.transforms import is_transformed, outside
 
 _UNIT_CALL = "_zerocore_unit_call"
 # (what was raised, the state, units of the module that was called)
@@ -43,7 +44,7 @@ class UnitCall:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
-        engine = self.engine
+        engine = self.engine if is_transformed() is None else outside(self.engine)
         entered, begun, units = 0, False, self.units
         if self.looked_at and not args[0].training:
             units = (*units, *self.looked_at)
