@@ -51,6 +51,14 @@ def address(site: Path) -> Iterator[str]:
         thread.join()
 
 
+def test_links_lead_somewhere(site: Path) -> None:
+    """Those of notebooks, too, which mkdocs does not check."""
+    for page in site.rglob("index.html"):
+        article = page.read_text().partition("<article")[2].partition("</article>")[0]
+        for target in re.findall(r'href="([^":#]+)["#]', article):
+            assert (page.parent / target).resolve().exists(), f"{page.parent.name}: {target}"
+
+
 def test_every_page_is_in_the_site(site: Path) -> None:
     for page in [*(ROOT / "docs").glob("*.md"), ROOT / "CHANGELOG.md"]:
         assert (site / page.stem / "index.html").exists(), page
