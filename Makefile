@@ -27,7 +27,7 @@ export PATH := $(VENV)/bin:$(PATH):$(shell $(PYTHON) -c 'import sys; print(sys.p
 .PHONY: demo test nightly build docs lint format sanitize tsan clean distclean
 
 demo: $(VENV)/.built $(VENV)/.has-demo
-	@echo "training on all ranks of this machine: about two minutes on two cores"
+	@echo "training on all ranks of this machine: some 40 seconds on two cores"
 	$(PY) examples/train_gpt.py $(ARGS)
 
 # Each of many processes would else compile the tests and zerocore anew, where that variable is set.

@@ -1,7 +1,8 @@
 """Fine-tune a Hugging Face model, all of it or LoRA adapters, in bfloat16 over several ranks.
 
 Run it as it is (two ranks on the CPU, or one per GPU), or under torchrun on the ranks that starts.
-It reads and writes bytes, so it needs no tokenizer; the text is what comes with Python.
+The text comes with Python. --model takes a folder of save_pretrained, with or without a tokenizer;
+without one, text is read and written as bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from launch import Rank, add_rank_options, run_parsed
 from text_data import Corpus, evenly_spaced_batches, load_corpus, random_batch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 import zerocore
 
@@ -38,6 +40,7 @@ SMALL_QWEN3 = {
 }
 NUM_BYTE_VALUES = 256
 NUM_HELD_OUT_BATCHES = 8
+NUM_ENCODED_BYTES = 1 << 20  # of the text, where there is a tokenizer
 PROMPT = b"def "
 NUM_NEW_TOKENS = 100
 
@@ -45,8 +48,11 @@ NUM_NEW_TOKENS = 100
 def build_model(options: argparse.Namespace, rank: Rank) -> Any:
     """A sharded model whose optimizer will own float32 weights."""
     torch.manual_seed(options.seed)
-    config = read_config(options.config)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if options.model:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    else:
+        config = read_config(options.config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if options.load and rank.is_first:  # the other ranks get what rank 0 has, in shard()
         model.load_state_dict(torch.load(options.load))
     if options.lora:
@@ -72,6 +78,25 @@ def read_config(path: Path | None) -> PreTrainedConfig:
     if config.vocab_size < NUM_BYTE_VALUES:
         raise ValueError(f"vocab_size is {config.vocab_size}; bytes need {NUM_BYTE_VALUES} or more")
     return config
+
+
+def read_tokenizer(folder: Path | None) -> Any:
+    """That of the model's folder, or None: tokens are bytes."""
+    has_one = folder is not None and any(folder.glob("tokenizer*"))
+    return AutoTokenizer.from_pretrained(folder) if has_one else None
+
+
+def read_corpus(tokenizer: Any) -> Corpus:
+    """The text as tokens."""
+    corpus = load_corpus()
+    if tokenizer is None:
+        return corpus
+
+    def encode(text: Tensor) -> Tensor:
+        part = bytes(text[:NUM_ENCODED_BYTES].tolist()).decode(errors="replace")
+        return torch.tensor(tokenizer(part, add_special_tokens=False, verbose=False).input_ids)
+
+    return replace(corpus, train=encode(corpus.train), held_out=encode(corpus.held_out))
 
 
 def cosine_with_warmup(step: int, num_warmup: int, num_steps: int) -> float:
@@ -123,11 +148,12 @@ def evaluate(model: Any, text: Tensor, options: argparse.Namespace, rank: Rank) 
 
 
 @torch.no_grad()
-def generate(model: Any, rank: Rank, seed: int) -> bytes:
-    """Continues PROMPT; all ranks take part and draw alike."""
+def generate(model: Any, tokenizer: Any, rank: Rank, seed: int) -> list[int]:
+    """Tokens of PROMPT and what the model adds; all ranks take part and draw alike."""
     model.eval()
     torch.manual_seed(seed)
-    tokens = torch.tensor([list(PROMPT)], device=rank.device)
+    prompt = list(PROMPT) if tokenizer is None else tokenizer(PROMPT.decode()).input_ids
+    tokens = torch.tensor([prompt], device=rank.device)
     # Gathers all parameters once. A model too large for that generates without this line, too,
     # and then gathers its layers for every token.
     with zerocore.unsharded(model):
@@ -139,7 +165,23 @@ def generate(model: Any, rank: Rank, seed: int) -> bytes:
             do_sample=True,
             pad_token_id=0,
         )
-    return bytes(token % NUM_BYTE_VALUES for token in tokens[0].tolist())
+    return tokens[0].tolist()
+
+
+def as_text(tokens: list[int], tokenizer: Any) -> str:
+    """The text that tokens stand for."""
+    if tokenizer is not None:
+        return str(tokenizer.decode(tokens))
+    return bytes(token % NUM_BYTE_VALUES for token in tokens).decode(errors="replace")
+
+
+def save_pretrained(model: Any, tokenizer: Any, folder: Path, rank: Rank) -> None:
+    """Writes what from_pretrained reads: each rank its part of the weights."""
+    zerocore.save_safetensors(model, folder)
+    if rank.is_first:
+        model.config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
 
 
 def make_optimizer(
@@ -226,6 +268,7 @@ def say(rank: Rank, line: str) -> None:
 def work(rank: Rank, options: argparse.Namespace) -> None:
     """Trains on one of the ranks."""
     model = build_model(options, rank)
+    tokenizer = read_tokenizer(options.model)
     counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
     say(
         rank,
@@ -233,13 +276,15 @@ def work(rank: Rank, options: argparse.Namespace) -> None:
         f"{sum(numel for numel, trained in counts if trained):,} of them trained, in "
         f"{options.dtype} at stage {options.stage} on {rank.world_size} ranks",
     )
-    figures = fit(model, load_corpus(), options, rank)
-    text = generate(model, rank, options.seed)
+    figures = fit(model, read_corpus(tokenizer), options, rank)
+    tokens = generate(model, tokenizer, rank, options.seed)
+    if options.out:
+        save_pretrained(model, tokenizer, options.out, rank)
     first, best = figures["held_out"][0], min(figures["held_out"])
     say(rank, f"held-out loss {first:.3f} -> {best:.3f} in {figures['seconds']:.0f} s")
-    say(rank, f"generated: {text.decode(errors='replace')!r}")
+    say(rank, f"generated: {as_text(tokens, tokenizer)!r}")
     if options.json and rank.is_first:
-        record = {**figures, "generated": list(text)}
+        record = {**figures, "generated": tokens}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -247,7 +292,9 @@ def main() -> None:
     """Reads the options and starts the ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--config", type=Path, help="a Hugging Face config.json; default: a small Qwen3")
+    add("--model", type=Path, help="a folder of save_pretrained to start from")
+    add("--config", type=Path, help="or a Hugging Face config.json; default: a small Qwen3")
+    add("--out", type=Path, help="folder that from_pretrained can read, with the best weights")
     add("--load", type=Path, help="full state dict to start from, without adapters")
     add("--save", type=Path, help="where the best full state dict goes")
     add("--checkpoint", type=Path, help="folder of checkpoints, one at each look at held-out text")
@@ -269,6 +316,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.resume and not options.checkpoint:
         parser.error("--resume needs --checkpoint, the folder to resume from")
+    if options.lora and options.out:
+        parser.error("--out saves whole models; --save what is trained with --lora")
     if options.lora and importlib.util.find_spec("peft") is None:
         parser.error("--lora needs PEFT: pip install peft, or train all parameters without --lora")
     run_parsed(work, options, parser)

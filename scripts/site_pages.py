@@ -47,3 +47,10 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     if page.file.src_uri.startswith(RESULTS):  # code in tables is no link: state[p]['exp_avg']
         markdown = markdown.replace("][", "]\\[")
     return LINK.sub(moved, markdown)
+
+
+def on_page_content(html: str, *, page: Any, **_: Any) -> str:
+    """Links of notebooks, which mkdocs does not follow: every page is a folder."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+    return re.sub(r'href="([\w-]+)\.md(#[^"]*)?"', r'href="../\1/\2"', html)

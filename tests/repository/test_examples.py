@@ -183,6 +183,41 @@ def test_fine_tuning_all_weights_then_adapters(tmp_path: Path) -> None:
     assert min(adapted["held_out"]) < adapted["held_out"][0] - 0.01
 
 
+def make_pretrained(folder: Path) -> None:
+    """A small model with a tokenizer, as save_pretrained leaves them."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    plain = tokenizers.Tokenizer(tokenizers.models.BPE())
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
+    plain.train_from_iterator([Path(__file__).read_text()], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=300, num_attention_heads=2, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_fine_tuning_a_pretrained_model_with_its_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source, out = tmp_path / "source", tmp_path / "out"
+    make_pretrained(source)
+    figures = finetune(tmp_path, "--model", source, "--out", out, "--dtype=float32")
+    assert min(figures["held_out"]) < figures["held_out"][0]
+    model = AutoModelForCausalLM.from_pretrained(out)
+    before = AutoModelForCausalLM.from_pretrained(source)
+    assert not torch.equal(model.lm_head.weight, before.lm_head.weight)
+    text = AutoTokenizer.from_pretrained(out).decode(figures["generated"])
+    assert text.startswith("def ") and max(figures["generated"]) < 300
+
+
 SMALL = f"""
 import sys
 sys.path.insert(0, {str(EXAMPLES)!r})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.server
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,14 @@ def address(site: Path) -> Iterator[str]:
         thread.join()
 
 
+def test_links_lead_somewhere(site: Path) -> None:
+    """Those of notebooks, too, which mkdocs does not check."""
+    for page in site.rglob("index.html"):
+        article = page.read_text().partition("<article")[2].partition("</article>")[0]
+        for target in re.findall(r'href="([^":#]+)["#]', article):
+            assert (page.parent / target).resolve().exists(), f"{page.parent.name}: {target}"
+
+
 def test_every_page_is_in_the_site(site: Path) -> None:
     for page in [*(ROOT / "docs").glob("*.md"), ROOT / "CHANGELOG.md"]:
         assert (site / page.stem / "index.html").exists(), page
@@ -90,3 +99,19 @@ def test_a_reader_finds_pages(address: str, tmp_path: Path) -> None:
     assert (tmp_path / "start.png").stat().st_size > 20_000
     assert not failed
     assert [url for url in asked if not url.startswith(address)] == []
+
+
+def test_the_tutorial_runs() -> None:
+    """Its cells, two ranks among them; it ends with a picture."""
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(ROOT / "docs" / "tutorial.ipynb", as_version=4)
+    before = [cell.get("outputs") for cell in notebook.cells]
+    nbclient.NotebookClient(notebook, timeout=150, kernel_name="python3").execute()
+    after = [cell.get("outputs") for cell in notebook.cells]
+    assert [outputs and len(outputs) for outputs in after] == [
+        outputs and len(outputs) for outputs in before
+    ]
+    assert "image/png" in notebook.cells[-2].outputs[0].data
+    said = re.findall(r"([\d,]+) bytes predicted, ([\d,]+) taken", str(after))
+    assert len(said) == 4 and all(predicted == taken for predicted, taken in said)

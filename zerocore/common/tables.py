@@ -42,10 +42,10 @@ def _drawn(rows: Sequence[Sequence[str]], width: int) -> str:
         table.add_column(column, justify="right" if index else "left")
     for row in rows[1:]:
         table.add_row(*map(Text, row))  # a name is no markup
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+    text = io.StringIO()
+    # In a notebook rich would also show the table itself, and nothing of it in a forked rank.
+    Console(file=text, width=width, color_system=None, force_jupyter=False).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
 def _plain(rows: Sequence[Sequence[str]]) -> str:
