@@ -163,6 +163,10 @@ def figures() -> None:
         loss_of(model, tokens_of(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
+    for each, asked_again in ((model, False), (shard_blocks(zerocore.fsdp, make_net()), True)):
+        group = each.blocks[0]._get_fsdp_state()._fsdp_param_group  # as TransformerEngine reads
+        assert group._reshard_after_forward == asked_again
+        assert group._training_state.name == "FORWARD"
     text = str(zerocore.describe(model))
     assert "gathered as bfloat16" in text, text
     with zerocore.record_events(model) as events:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
 
 from zerocore.fsdp.calls import root_of
@@ -86,6 +87,18 @@ class FSDPParams:
             SimpleNamespace(_param_fqn=f"{prefix}{param.fqn}", sharded_param=param.shard)
             for param in self._group.params
         ]
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        """False where parameters are asked what is gathered: once for forward and backward, so
+        that TransformerEngine's give both what rows and what columns need."""
+        asked = any(param.extension is not None for param in self._group.params)
+        return not asked and not self._group.stays
+
+    @property
+    def _training_state(self) -> TrainingState:
+        """That of the moment when parameters are asked."""
+        return TrainingState.FORWARD
 
     @property
     def reduce_scatter_max_input_buffers(self) -> int:
