@@ -12,6 +12,11 @@ import torch
 _TORCH = re.compile(rb", torch (\d[^\s,]*), CUDA: ")
 _REBUILD = "build it again in zerocore's source folder: pip install --no-build-isolation ."
 
+_SOURCES = (
+    "this zerocore is the source folder, without its C++ extension: run Python in another folder, "
+    "or build it here with pip install --no-build-isolation -e ."
+)
+
 
 def built_for(text: bytes) -> str | None:
     """The version of torch that is named in ``_C.build`` or in the extension's file, if any."""
@@ -38,6 +43,8 @@ def import_extension(folder: Path) -> None:
         from zerocore import _C
     except ImportError as error:
         files = [file for end in EXTENSION_SUFFIXES if (file := folder / f"_C{end}").exists()]
+        if not files and (folder.parent / "setup.py").exists():
+            raise ImportError(_SOURCES) from error
         if not files:
             raise ImportError(f"zerocore's C++ extension is not there; {_REBUILD}") from error
         wrong = mismatch(built_for(files[0].read_bytes()))
