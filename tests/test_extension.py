@@ -46,7 +46,7 @@ def test_an_extension_that_is_missing_or_broken(
         import_extension(tmp_path)
     (tmp_path / "setup.py").touch()  # a reader's shell is in the folder that pip has built from
     with pytest.raises(ImportError, match=r"is the source folder(?s:.*)another folder"):
-        import_extension(tmp_path / "zerocore")
+        import_extension(tmp_path / "sources")
 
 
 def test_the_version_in_this_extension() -> None:
