@@ -23,6 +23,7 @@ from zerocore.planning.prediction import predict_events, predict_memory
 from zerocore.planning.result import Plan, StagePlan
 from zerocore.planning.setting import Machine, Workload
 from zerocore.reporting.description import Description, describe
+from zerocore.reporting.figures import FigureLog, figures
 from zerocore.reporting.memory_usage import memory_usage
 from zerocore.reporting.out_of_memory import OutOfMemory, explain_out_of_memory
 from zerocore.reporting.recording import record_events, trace
@@ -47,6 +48,7 @@ __all__ = [
     "Description",
     "Emulation",
     "Event",
+    "FigureLog",
     "Link",
     "LocalShard",
     "Machine",
@@ -70,6 +72,7 @@ __all__ = [
     "emulate",
     "emulated",
     "explain_out_of_memory",
+    "figures",
     "full_optimizer_state_dict",
     "full_state_dict",
     "is_sharded",

@@ -16,6 +16,7 @@ from zerocore.integrations.accelerate import Accelerator
 from zerocore.integrations.precision import check_precision, mixed_precision
 from zerocore.integrations.shard_folders import ShardFolders
 from zerocore.model.state import find_state
+from zerocore.reporting.figures import figures
 from zerocore.state_dict import full_state_dict
 
 try:
@@ -41,6 +42,8 @@ class ShardedTrainerMixin:
     Args:
         shard: options of :func:`zerocore.shard`, such as ``{"stage": 2}``. The trainer shards the
             model that it is given, unless it is sharded; ``bf16=True`` becomes ``mixed_precision``.
+        log_figures: adds :func:`zerocore.figures` to the logs that have a training loss, and so to
+            all that ``report_to`` names.
 
     Checkpoints have the model in Hugging Face's format, and a folder ``zerocore`` with shards of
     weights and optimizer, from which training is resumed on any number of ranks.
@@ -49,9 +52,23 @@ class ShardedTrainerMixin:
         ValueError: an argument that cannot be followed, by name.
     """
 
-    def __init__(self, *args: Any, shard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        shard: Mapping[str, Any] | None = None,
+        log_figures: bool = False,
+        **kwargs: Any,
+    ) -> None:
         self._shard_options = dict(shard or {})
+        self._log_figures = log_figures
         super().__init__(*args, **kwargs)
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As ever, with figures of the last step where these are wanted."""
+        trainer: Any = self
+        if self._log_figures and "loss" in logs:
+            logs = {**logs, **figures(trainer.model)}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator one that leaves sharded models alone, then shards the model."""

@@ -124,12 +124,32 @@ def report(
         ValueError: the model is not sharded, or a number is not positive and finite.
         TypeError: what is no number.
     """
+    rates = (tokens, flops_per_token, peak_flops)
     state = state_of(model)
-    for name, value in (
-        ("tokens", tokens),
-        ("flops_per_token", flops_per_token),
-        ("peak_flops", peak_flops),
-    ):
+    return _report_of(model, state, state.meters.steps(), rates)
+
+
+def recent_report(model: nn.Module, *rates: float | None) -> Report:
+    """As :func:`report`, of the steps since the last traced one alone.
+
+    Args:
+        model: a sharded model.
+        rates: tokens, operations for a token, operations per second, as for :func:`report`.
+
+    Raises:
+        ValueError, TypeError: as :func:`report`.
+    """
+    state = state_of(model)
+    steps = state.meters.steps()
+    traced = [i for i, step in enumerate(steps) if step.records is not None]
+    return _report_of(model, state, steps[traced[-1] if traced else -1 :], rates)
+
+
+def _report_of(
+    model: nn.Module, state: ShardState, steps: list[Step], rates: tuple[float | None, ...]
+) -> Report:
+    tokens, flops_per_token, peak_flops = rates
+    for name, value in zip(("tokens", "flops_per_token", "peak_flops"), rates, strict=True):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise TypeError(f"{name} must be a number, got {value!r}")
         if value is not None and not 0 < value < float("inf"):
@@ -138,7 +158,6 @@ def report(
         flops_per_token = 6.0 * sum(param.spec.numel for param in state.params())
     if peak_flops is None:
         peak_flops = _known_peak(state.device)
-    steps = state.meters.steps()
     names, queues = [unit.name for unit in state.units], queues_of(state)
     traces = {
         step.number: times_by_unit(read_events(step.records, names), queues)
