@@ -30,7 +30,7 @@ from tests.distributed.harness import run_ranks
 from zerocore.cli.top import NUM_UNITS, Run, follow
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 60.0
+SECONDS = 100.0
 
 
 def line(rank: int, step: int, exposed: dict[str, float] | None = None) -> dict[str, Any]:

@@ -92,7 +92,8 @@ def others_are_refused() -> None:
     with pytest.raises(TypeError, match=r"torch\.func transforms"):
         torch.func.vmap(model)(x[:, None, :8], x[:, None, :1])
     with pytest.raises(TypeError, match=r"torch\.func transforms"):
-        torch.func.jvp(torch.func.grad(lambda x: model(x, x[:, :1]).sum()), (x[:, :8],), (x[:, :8],))
+        slope = torch.func.grad(lambda x: model(x, x[:, :1]).sum())
+        torch.func.jvp(slope, (x[:, :8],), (x[:, :8],))
     loss_of(model, 0, 0).backward()
 
 
