@@ -61,7 +61,8 @@ struct UnitSettings {
   double gradient_scale = 1; // gradients are multiplied by it before they are summed over the ranks
   bool syncs = true; // a backward reduces them
   bool stays = false; // after a forward, from the beginning; see UnitSpec
-  OwnCollective gather = {}, reduce = {}; // the program's, over the ranks that share the state; may be empty
+  OwnCollective gather = {},
+                reduce = {}; // the program's, over the ranks that share the state; may be empty
   // Gets each reduced gradient, of a region, before it is added to the one that is kept; may be
   // empty.
   std::function<void(const at::Tensor&)> after_reduce = {};
