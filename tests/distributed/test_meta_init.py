@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -119,3 +121,42 @@ def load_into_meta(stage: int) -> None:
 
 def test_load_into_meta_model(stage: int) -> None:
     run_ranks(load_into_meta, 2, stage)
+
+
+class Rotary(nn.Module):
+    """A weight beside a buffer that no file has, as positions of Hugging Face models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.register_buffer("frequencies", torch.arange(6.0), persistent=False)
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.fill_(2.0)
+            self.get_buffer("frequencies").copy_(torch.arange(6.0))
+
+
+def buffers_are_not_lost() -> None:
+    """Values that are there stay; the log names a buffer that nothing gives any."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zerocore").addHandler(handler)
+    try:
+        for on_meta, init in ((True, None), (False, fill), (True, fill)):
+            with torch.device("meta"):
+                model = Rotary()
+            if not on_meta:
+                model.frequencies = torch.arange(6.0)
+            zerocore.shard(model, init_fn=init, device=torch.device("cpu"))
+            named = [line for line in lines if "buffer 'frequencies' of a Rotary" in line]
+            assert bool(named) == (on_meta and init is fill)
+            if not named:
+                assert torch.equal(model.frequencies, torch.arange(6.0))
+    finally:
+        logging.getLogger("zerocore").removeHandler(handler)
+
+
+def test_buffers_keep_values_or_are_named() -> None:
+    run_ranks(buffers_are_not_lost, 2)

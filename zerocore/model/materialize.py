@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from zerocore.model.units import ParamChoice
 from zerocore.tensor.rows import local_part
+
+_log = logging.getLogger("zerocore")
 
 InitFn = Callable[[nn.Module], None]
 
@@ -63,6 +66,20 @@ def _initialise(
             "initialises itself as a whole: init_fn=lambda module: None, and afterwards "
             "model.init_weights() inside of `with zerocore.unsharded(model, write_back=True):`"
         )
+    has_values = {k: b for k, b in module._buffers.items() if b is not None and not b.is_meta}
     module.to_empty(device=device, recurse=False)
+    for key, buffer in has_values.items():  # of a model whose parameters alone are on meta
+        module._buffers[key] = buffer.to(device)
+    empty = {k: (b, b._version) for k, b in module._buffers.items() if b is not None}
     with torch.no_grad():
         function(module)
+    for key in empty.keys() - has_values.keys():
+        buffer, version = empty[key]
+        if module._buffers.get(key) is buffer and buffer._version == version:
+            _log.warning(
+                "buffer '%s' of a %s was on the meta device, and its initialisation has not "
+                "written it: it has no values until the program gives it some. Pass init_fn=, "
+                "which gives buffers their values, too",
+                key,
+                type(module).__name__,
+            )
