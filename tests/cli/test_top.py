@@ -128,7 +128,9 @@ class Terminal:
         self.pid, self.file = pty.fork()
         if self.pid == 0:
             os.chdir(ROOT)
-            os.execvpe(command[0], command, {**os.environ, "TERM": "xterm-256color"})
+            size = {"COLUMNS": "150", "LINES": "40"}  # those of pytest's terminal are not meant
+            environment = {**os.environ, **size, "TERM": "xterm-256color"}
+            os.execvpe(command[0], command, environment)
         fcntl.ioctl(self.file, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
         self.written = b""
 

@@ -11,11 +11,12 @@ from tests.by_night import by_night
 from tests.distributed.scripts import run_program
 
 SCRIPT = """
-import datetime, os, signal, sys
+import datetime, logging, os, signal, sys
 import torch, torch.distributed as dist
 import zerocore
 from tests.zoo_awkward import Net
 
+logging.basicConfig(level=logging.INFO)
 ending, rank = sys.argv[1], int(os.environ["RANK"])
 if ending != "torchrun":
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=6))

@@ -22,6 +22,7 @@ def shard_under_torchrun() -> str:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zerocore").addHandler(handler)
+    logging.getLogger("zerocore").setLevel(logging.INFO)
     assert not dist.is_initialized()
     case = case_named("plain")
     model = zerocore.shard(case.seeded_build())
