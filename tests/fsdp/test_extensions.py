@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -141,6 +142,13 @@ def accumulates(fsdp: Any, model: Any) -> Trained:
     return train(model, step)
 
 
+def recomputes(fsdp: Any, model: Any) -> Trained:
+    """Blocks are called once more in the backward."""
+    for block in model.blocks:
+        checkpoint(block)
+    return train(shard_blocks(fsdp, model))
+
+
 def parity(*shape: int) -> None:
     check_same(train_both(trains(shape), make_halves), rtol=1e-4, atol=1e-5)
     check_same(
@@ -153,6 +161,7 @@ def more_parity() -> None:
     mixed = trains((2,), mp_policy=MIXED)
     check_same(train_both(mixed, make_halves), rtol=1e-2, atol=1e-2)
     check_same(train_both(accumulates, make_halves), rtol=1e-4, atol=1e-5)
+    check_same(train_both(recomputes, make_halves), rtol=1e-4, atol=1e-5)
 
 
 def figures() -> None:

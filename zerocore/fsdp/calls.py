@@ -48,7 +48,8 @@ def call(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> 
     root = root_of(group)
     if root.group is group or root.state is None:
         root.ready()
-        root.encode()
+        for extension in root.extensions:
+            extension.encode()
     unit_call = group.unit_call
     assert unit_call is not None
     device = unit_call.state.device

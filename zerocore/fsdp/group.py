@@ -117,6 +117,7 @@ class Tree(Protocol):
     groups: list[tuple[str, Group]]
     is_provisional: bool
     is_manual: bool  # backwards are finalized by the program
+    extensions: list[Any]
     state: ShardState | None
 
     @property
@@ -134,9 +135,6 @@ class Tree(Protocol):
 
     def release(self) -> None:
         """Drops the engine."""
-
-    def encode(self, groups: list[Group] | None = None) -> None:
-        """Asks parameters that say themselves what is gathered of them; of all groups, or some."""
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from zerocore.fsdp.calls import call, ready_state, root_of
 from zerocore.fsdp.collectives import on_stream
+from zerocore.fsdp.extensions import extensions_of
 from zerocore.fsdp.group import Group, group_of, groups_below
 from zerocore.fsdp.root import apply_settings
 from zerocore.fsdp.state import read_state
@@ -99,8 +100,8 @@ class FSDPModule(TorchFSDPModule):
         handle = UnshardHandle(groups)
         for group in groups:
             engine = ready_state(group).engine
-            if group.root is not None and not group.is_unsharded:
-                group.root.encode([group])
+            for extension in () if group.is_unsharded else extensions_of(group):
+                extension.encode()
             engine.keep(group.unit)
         if async_op:
             return handle

@@ -16,7 +16,7 @@ from zerocore._C import Engine, ParamOwner, UnitParam, UnitSpec
 from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds
 from zerocore.fsdp.collectives import set_collectives
-from zerocore.fsdp.extensions import extensions_of, note_extensions
+from zerocore.fsdp.extensions import Extension, extensions_of, note_extensions
 from zerocore.fsdp.group import (
     Group,
     RowParam,
@@ -58,6 +58,7 @@ class Root:
         self.state: ShardState | None = None
         self.is_provisional = True  # another one may be called later
         self.is_manual = False  # backwards are finalized by the program
+        self.extensions: list[Extension] = []  # of all groups, with the state
         self.groups = groups_below(*group.modules)
         for name, inner in self.groups:
             if inner.root is not None and not inner.root.is_provisional:
@@ -127,12 +128,6 @@ class Root:
             forget_rows(param.shard)
             param.full = param.shown = param.local = param.extension = None
 
-    def encode(self, groups: list[Group] | None = None) -> None:
-        """Asks parameters that say themselves what is gathered of them; of all groups, or some."""
-        for group in self.with_params() if groups is None else groups:
-            for extension in extensions_of(group):
-                extension.encode()
-
     def _make(self) -> None:
         meshes = list(dict.fromkeys([self.group.mesh, *(group.mesh for _, group in self.groups)]))
         ranks, name, stall = self._agree(meshes)
@@ -168,6 +163,7 @@ class Root:
         for _, group in self.groups:
             if group_of(group.modules[0]) is group:
                 self._set_unit_call(state, group)
+        self.extensions = [each for group in groups for each in extensions_of(group)]
         self.state = state
         start(self.module, state, False)
         for group in groups:
