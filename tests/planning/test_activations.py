@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.planning.measuring import measure
 from tests.zoo import CASES
 from zerocore.model.units import choose_units
-from zerocore.planning.activations import default_loss, measure
+from zerocore.planning.activations import default_loss
 
 WIDTH, ROWS, NUM_BLOCKS = 32, 100, 6
 ROW_NBYTES = ROWS * WIDTH * 4

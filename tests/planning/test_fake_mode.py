@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.by_night import by_night
+from tests.planning.measuring import measure
 from tests.zoo import CASES
 from zerocore.model.units import choose_units
 from zerocore.planning import activations
-from zerocore.planning.activations import Activations, measure
+from zerocore.planning.activations import Activations
 from zerocore.planning.fake_mode import RepeatingFakeMode, fake_copy, fake_like
 
 

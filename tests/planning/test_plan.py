@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerocore
 from tests.by_night import by_night
+from tests.planning.measuring import measure
 from tests.zoo import CASES
 from tests.zoo_case import Case
 from zerocore.common.quantities import format_seconds
@@ -22,7 +23,7 @@ from zerocore.model.casting import cast_floats
 from zerocore.model.precision import MixedPrecision
 from zerocore.model.state import state_of
 from zerocore.planning import plan as estimate
-from zerocore.planning.activations import Activations, measure
+from zerocore.planning.activations import Activations
 from zerocore.planning.result import StagePlan
 
 GB = 10**9

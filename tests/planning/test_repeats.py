@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.planning.measuring import measure
 from tests.planning.test_fake_mode import figures
 from zerocore.model.units import choose_units
 from zerocore.planning import repeats
-from zerocore.planning.activations import default_loss, measure
+from zerocore.planning.activations import default_loss
 from zerocore.planning.repeats import measure as measure_few
 
 DEPTH = 11

@@ -163,7 +163,6 @@ class Root:
         for _, group in self.groups:
             if group_of(group.modules[0]) is group:
                 self._set_unit_call(state, group)
-        self.extensions = [each for group in groups for each in extensions_of(group)]
         self.state = state
         start(self.module, state, False)
         for group in groups:
@@ -243,6 +242,7 @@ class Root:
                 param.take_registered()
             self._check_device(name, group)
             note_extensions(group)
+        self.extensions = [each for _, group in self.groups for each in extensions_of(group)]
 
     def _check_ties(self) -> None:
         names: dict[object, str] = {}

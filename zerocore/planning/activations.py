@@ -108,33 +108,6 @@ class Recording:
         )
 
 
-def measure(
-    model: nn.Module,
-    planned: list[UnitPlanned],
-    inputs: Any,
-    loss: Loss,
-    *,
-    checkpointing: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Activations:
-    """Runs ``loss(model, inputs)`` and its backward on fake tensors; the model is left alone.
-
-    Args:
-        model: any module; its parameters are read for shapes only.
-        planned: its units, as :func:`zerocore.model.units.choose_units` returns them.
-        inputs: tensors in any nesting of lists, tuples and dicts; read for shapes only.
-        loss: returns a scalar.
-        checkpointing: recompute each block in the backward.
-        dtype: floating-point dtype of parameters and inputs; None leaves them as they are.
-
-    Raises:
-        Exception: what the model raises, also where its forward depends on values of tensors.
-    """
-    return record(
-        model, planned, inputs, loss, checkpointing=checkpointing, dtype=dtype
-    ).activations()
-
-
 def record(
     model: nn.Module,
     planned: list[UnitPlanned],
@@ -145,7 +118,15 @@ def record(
     dtype: torch.dtype | None = None,
     dropped: Sequence[nn.Module] = (),
 ) -> Recording:
-    """As :func:`measure`, without the modules ``dropped``, which lie in lists and in no unit."""
+    """Runs ``loss(model, inputs)`` and its backward on fake tensors; the model is left alone.
+
+    Args:
+        model: any module; its parameters and ``inputs`` are read for shapes only.
+        planned: its units, as :func:`zerocore.model.units.choose_units` returns them.
+        checkpointing: recompute each block in the backward.
+        dtype: floating-point dtype of parameters and inputs; None leaves them as they are.
+        dropped: modules to leave out, which lie in lists and in no unit.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     units = units_by_module(unit.modules for unit in planned)
     entries = {names[key]: value for key, value in units.items()}

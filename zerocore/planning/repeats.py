@@ -27,14 +27,16 @@ def measure(
     checkpointing: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Activations:
-    """As :func:`zerocore.planning.activations.measure`: the same figures, with less work.
+    """Runs ``loss(model, inputs)`` and its backward on fake tensors; the model is left alone.
 
     Where blocks of the model are equal, it runs with 4 and with 5 of them. The figures of the
     short run, repeated once, must be those of the longer one. If they are, they are repeated for
     all blocks; else all blocks run.
 
+    The arguments are those of :func:`zerocore.planning.activations.record`.
+
     Raises:
-        Exception: what the model raises.
+        Exception: what the model raises, also where its forward depends on values of tensors.
     """
 
     def run(units: list[UnitPlanned], dropped: Sequence[nn.Module] = ()) -> Recording:
