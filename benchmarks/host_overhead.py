@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from statistics import median
 from typing import Annotated
 
 import typer
@@ -18,6 +19,7 @@ from bench.lib.systems import is_installed
 from bench.lib.tables import Table, make_console
 
 NAMES = {"fsdp2": "FSDP2", "zerocore": "zerocore", "fully_shard": "fully_shard"}
+TWO_MESHES = "two_meshes"
 REFERENCE, SMALL, LARGE = "fsdp2", 9, 32
 NOTES = (
     "Microseconds per block above the plain model, median over the rounds of the difference to "
@@ -27,6 +29,7 @@ NOTES = (
     "With zero_grad: dropping the gradients is timed too. A plain model frees them there, a "
     "sharded one has freed the full ones within the backward.",
     "zerocore: zerocore.shard, flat shards. fully_shard: zerocore.fsdp's, DTensors as FSDP2's.",
+    "two meshes: zerocore.shard with every other block on another mesh of as many ranks.",
     "plain again: a second plain model read in the same way, that is, the error of the reading.",
     "c10d floor: two all-gathers and a reduce-scatter of the block's size, called on the group "
     "itself.",
@@ -82,6 +85,18 @@ def growth_table(results: Results, systems: list[str]) -> Table:
     return table
 
 
+def mesh_table(results: Results) -> Table:
+    """Blocks on two meshes beside the same blocks on one."""
+    table = Table("zerocore.shard, us per block above plain", ["parameters per block", "one mesh"])
+    table.columns += ["two meshes", "two / one, median over the rounds"]
+    for num_params, found in results.items():
+        if {"zerocore", TWO_MESHES} <= set(found.times):
+            one, two = found.rounds_above_plain("zerocore"), found.rounds_above_plain(TWO_MESHES)
+            ratio = median(b / a for a, b in zip(one, two, strict=True))
+            table.add(str(num_params), f"{median(one):.1f}", f"{median(two):.1f}", f"{ratio:.3f}")
+    return table
+
+
 def _growth(totals: list[float], floor: float) -> list[str]:
     small, large = totals
     return [f"{small:.1f}", f"{large:.1f}", f"{large / small:.2f}", f"{small / floor:.1f}"]
@@ -102,6 +117,7 @@ def main(
     if not set(wanted) <= set(NAMES):
         raise typer.BadParameter(f"systems are {', '.join(NAMES)}")
     installed = tuple(system for system in wanted if is_installed(system))
+    installed += (TWO_MESHES,) * ("zerocore" in installed)
     load = os.getloadavg()[0]
     counts = [int(count) for count in params.split(",")]
     cells = [Cell(count, installed, device=device, num_rounds=rounds) for count in counts]
@@ -109,7 +125,7 @@ def main(
     # All rows in each pass, so that a drift of the machine hits all alike.
     for cell in track(cells * passes, description="measuring", transient=True):
         results[cell.num_params].extend(measure_in_fresh_process(cell))
-    tables = [overhead_table(results, wanted), growth_table(results, wanted)]
+    tables = [overhead_table(results, wanted), mesh_table(results), growth_table(results, wanted)]
     tables[-1].notes = [*NOTES, f"Load of the machine when the run began: {load:.1f}."]
     console = make_console()
     for table in tables:

@@ -58,7 +58,8 @@ class Trial:
         self, device: torch.device, extension: Any, num_blocks: int, options: dict[str, Any]
     ) -> None:
         self.device, self.extension = device, extension
-        self.model = zerocore.shard(make_model(device, num_blocks), units=[Block], **options)
+        model = make_model(device, num_blocks)
+        self.model = zerocore.shard(model, units=[Block], **_with_meshes(options))
         offloads = options.get("offload") is not None
         make = zerocore.optim.AdamW if offloads else torch.optim.AdamW
         self.num_backwards = 2 if offloads else 1  # a second one adds to what is on its way
@@ -116,6 +117,16 @@ class Trial:
         of_streams = [name for name in names if name[0] != HOST]
         found = [Wait(i, *pair) for each in (of_streams, of_host) for i, pair in enumerate(each)]
         return torch.stack(losses).tolist(), found
+
+
+def _with_meshes(options: dict[str, Any]) -> dict[str, Any]:
+    """``other_mesh`` names units on a group of their own; both use the same streams."""
+    names = options.get("other_mesh", ())
+    if not names:
+        return options
+    mesh = zerocore.Part(torch.distributed.new_group())
+    groups = {f"{name}.*": mesh for name in names}
+    return {**{k: v for k, v in options.items() if k != "other_mesh"}, "groups": groups}
 
 
 def try_waits(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import zerocore
@@ -18,9 +20,10 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    ("stage", "more"), [*by_night((1, {}), (3, {"gather_at_step": True})), (3, {})]
+    ("stage", "more"),
+    [*by_night((1, {}), (3, {"gather_at_step": True}), (3, {"other_mesh": ("1",)})), (3, {})],
 )
-def test_a_missing_wait_shows(stage: int, more: dict[str, bool]) -> None:
+def test_a_missing_wait_shows(stage: int, more: dict[str, Any]) -> None:
     """Of each kind at least one of the first and the last, on some rank.
 
     The others are for bytes that this small model takes in no turn in which it would matter.

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.programs.adapters import Lora, disabled_adapters
-from tests.distributed.programs.systems import MUON_REST
+from tests.distributed.programs.run import MUON_REST
 from tests.distributed.random_graphs import WIDTH
 from tests.distributed.random_runs import Event, Result, batch, mode
 

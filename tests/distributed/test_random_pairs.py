@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zerocore
 import zerocore.fsdp
 from tests.distributed.harness import run_ranks
-from tests.distributed.programs.systems import MUON_REST
+from tests.distributed.programs.run import MUON_REST
 from tests.distributed.random_pairs import (
     FEATURES,
     OFFLOADED,

@@ -63,8 +63,12 @@ class CellTimes:
 
     def total_above_plain(self, system: str, phases: tuple[str, ...] = PHASES) -> float:
         """The same for several phases together."""
+        return median(self.rounds_above_plain(system, phases))
+
+    def rounds_above_plain(self, system: str, phases: tuple[str, ...] = PHASES) -> list[float]:
+        """The same for each round."""
         own, plain = self._totals(system, phases), self._totals(BASELINE, phases)
-        return median(a - b for a, b in zip(own, plain, strict=True))
+        return [a - b for a, b in zip(own, plain, strict=True)]
 
     def _totals(self, system: str, phases: tuple[str, ...]) -> list[float]:
         found = self.times[system]
@@ -121,6 +125,12 @@ def _build(name: str, cell: Cell) -> nn.Module:
         apply_fsdp2(model, model.blocks, reshard=True, mesh=mesh, engine="zerocore.fsdp")
     elif name == "zerocore":
         model = import_zerocore().shard(model, stage=3, units=[ChainBlock])
+    elif name == "two_meshes":
+        mesh = init_device_mesh(
+            cell.device, (2, cell.world_size // 2), mesh_dim_names=("ep", "edp")
+        )
+        every_other = {f"blocks.{odd}.*": mesh["edp"] for odd in range(1, cell.num_blocks, 2)}
+        model = import_zerocore().shard(model, stage=3, units=[ChainBlock], groups=every_other)
     return model
 
 

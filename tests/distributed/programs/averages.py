@@ -11,7 +11,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 
 from tests.distributed.programs.models import Block, Net, mean_square, sgd, train, update
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 
 @program("an exponential average in copies: shadow.lerp_(p, 0.5)")

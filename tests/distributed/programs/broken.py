@@ -8,7 +8,7 @@ import time
 import torch.distributed as dist
 
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 
 def is_plain(run: Run) -> bool:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tests.distributed.programs.models import SIZE, Block, Net, adamw, mean_square, sgd, update
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 CODES = 5
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from tests.distributed.programs.models import Block, Net, mean_square, sgd, train, update
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 
 class Lion(Optimizer):

@@ -22,7 +22,7 @@ from tests.distributed.programs.models import (
     update,
 )
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 from tests.distributed.programs.ways import Tower
 
 

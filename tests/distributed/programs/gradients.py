@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from tests.distributed.programs.models import SIZE, Block, Net, adamw, mean_square, sgd
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 Filter = Callable[[Any], None]
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed.programs.models import sgd, update
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 VOCABULARY = 31
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.distributed.programs.models import SIZE, Block, Net, mean_square, sgd, train, update
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 
 def layers(run: Run, *modules: nn.Module) -> None:

@@ -19,7 +19,7 @@ from tests.distributed.programs.models import (
     update,
 )
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 
 @program("three steps of SGD")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 SIZE = 8
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.distributed.programs.models import Block, Net, sgd, train
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 
 def moved(run: Run, move: Callable[[Any], Any]) -> None:

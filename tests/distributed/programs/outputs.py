@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.distributed.programs.models import Block, Net, mean_square, sgd, train, update
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 Both = namedtuple("Both", ["hidden", "extra"])
 

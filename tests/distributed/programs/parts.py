@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tests.distributed.programs.models import Block, Net, adamw, mean_square, sgd, update
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 
 class Pair(nn.Module):

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.distributed.programs.registry import Program, all_programs, broken_programs
-from tests.distributed.programs.systems import PEERS, SYSTEMS, State
+from tests.distributed.programs.run import State
+from tests.distributed.programs.systems import PEERS, SYSTEMS
 
 ZEROCORE = str(Path(__file__).resolve().parents[3] / "zerocore")
 DELIBERATE = (ValueError, TypeError, RuntimeError, NotImplementedError)

@@ -16,7 +16,7 @@ from tests.distributed.programs.adapters import (
 )
 from tests.distributed.programs.models import SIZE, Block, Words, adamw, sgd, update
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 
 class Valued(Words):

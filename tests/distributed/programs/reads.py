@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tests.distributed.programs.models import Block, Net, Words, sgd, train, train_words, update
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 
 class Scale(nn.Module):

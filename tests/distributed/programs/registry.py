@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 Function = Callable[[Run], None]
 
@@ -40,6 +40,7 @@ THEMES = (
     "states",
     "codebooks",
     "evaluation",
+    "parallel",
 )
 
 

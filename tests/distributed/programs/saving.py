@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tests.distributed.programs.models import Block, Net, adamw, mean_square, train, update
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 
 def saved_and_loaded(value: Any, **options: Any) -> Any:

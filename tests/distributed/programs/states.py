@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from tests.distributed.programs.models import Block, Net, adamw, mean_square, train, update
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 
 def between_steps(run: Run, change: Any, steps: int = 4) -> None:

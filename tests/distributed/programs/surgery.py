@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.distributed.programs.models import Block, Net, adamw, mean_square, sgd
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 
 def with_gradients(run: Run, change: Any, keep: bool = False, steps: int = 4) -> None:

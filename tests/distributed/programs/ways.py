@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.distributed.programs.models import Block, Net, mean_square, sgd, update
 from tests.distributed.programs.registry import program
-from tests.distributed.programs.systems import Run
+from tests.distributed.programs.run import Run
 
 
 class Tower(Net):
