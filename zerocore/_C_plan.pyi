@@ -99,6 +99,7 @@ class ShardOptions:
         gather_at_step: bool = False,
         shard_across: bool = False,
         retain_last: bool = True,
+        sums_in_order: bool = False,
         states: str = "device",
         gradients: str = "device",
         parameters: str = "device",

@@ -72,7 +72,8 @@ void register_layout(py::module_& module) {
           py::arg("params"),
           py::arg("num_shards"),
           py::arg("by_rows") = false,
-          py::arg("num_across") = 1)
+          py::arg("num_across") = 1,
+          py::arg("num_cuts") = 1)
       .def("of_shard", &Layout::of_shard)
       .def_property_readonly("regions", &Layout::regions)
       .def_property_readonly("places", &Layout::places)
@@ -134,6 +135,7 @@ void register_options(py::module_& module) {
                       bool gather_at_step,
                       bool shard_across,
                       bool retain_last,
+                      bool sums_in_order,
                       const std::string& states,
                       const std::string& gradients,
                       const std::string& parameters) {
@@ -145,6 +147,7 @@ void register_options(py::module_& module) {
                 by_rows,
                 gather_at_step,
                 shard_across,
+                sums_in_order,
                 retain_last,
                 tiers};
           }),
@@ -156,6 +159,7 @@ void register_options(py::module_& module) {
           py::arg("gather_at_step") = false,
           py::arg("shard_across") = false,
           py::arg("retain_last") = true,
+          py::arg("sums_in_order") = false,
           py::arg("states") = "device",
           py::arg("gradients") = "device",
           py::arg("parameters") = "device");
@@ -172,7 +176,7 @@ void register_options(py::module_& module) {
                       bool sums_on_host,
                       std::vector<CallEvent> first_order,
                       std::vector<BackwardEvent> backward) {
-            const WireMethods methods = WireMethods::of_backend(backend);
+            const WireMethods methods = WireMethods::of_backend(backend, sharding.sums_in_order);
             const Axis state{world_size, rank % world_size, methods};
             const Axis replicas{num_replicas, rank / world_size, methods};
             const Axis near{num_near, 0, methods};
@@ -180,7 +184,11 @@ void register_options(py::module_& module) {
                 UnitMesh::of(sharding, state, replicas, sums_on_host, near)};
             for (const auto& [num_shards, replicas, shard] : parts) {
               meshes.push_back(
-                  UnitMesh::of(sharding, {num_shards, shard, methods}, {replicas}, sums_on_host));
+                  UnitMesh::of(
+                      sharding,
+                      {num_shards, shard, methods},
+                      {replicas, 0, methods},
+                      sums_on_host));
             }
             return PlanOptions{
                 sharding,

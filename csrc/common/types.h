@@ -25,6 +25,7 @@ constexpr const char* stream_role_name(StreamRole role) {
 enum class TraceOp : uint8_t {
   AllGather,
   GatherNear,
+  GatherSums,
   ReduceScatter,
   AllReduce,
   AllToAll,
@@ -41,6 +42,7 @@ constexpr const char* trace_op_name(TraceOp op) {
   constexpr std::array<const char*, kNumTraceOps> kNames = {
       "all_gather",
       "gather_near",
+      "gather_sums",
       "reduce_scatter",
       "all_reduce",
       "all_to_all",

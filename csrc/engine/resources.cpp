@@ -19,11 +19,12 @@ std::unique_ptr<Collectives> make_collectives(
     const std::optional<std::string>& name,
     const Streams& streams,
     Alarm* alarm,
+    bool sums_in_order,
     const std::optional<std::string>& reductions = std::nullopt) {
   auto group = find_group(name);
-  return group
-      ? std::make_unique<Collectives>(std::move(group), streams, alarm, find_group(reductions))
-      : nullptr;
+  return group ? std::make_unique<Collectives>(
+                     std::move(group), streams, alarm, find_group(reductions), sums_in_order)
+               : nullptr;
 }
 
 Axis axis_of(const Collectives* collectives) {
@@ -52,7 +53,7 @@ Resources::Resources(
       trace_(streams_),
       alarm_(options, units) {
   for (const GroupNames& names : options.meshes) {
-    groups_.emplace_back(names, streams_, alarm_.get());
+    groups_.emplace_back(names, streams_, alarm_.get(), options.sharding.sums_in_order);
   }
   if (auto group = find_group(options.control)) {
     control_ = std::make_unique<ControlChannel>(std::move(group), alarm_.get());
@@ -81,10 +82,14 @@ Resources::Resources(
   pool_.expect(plan_pool(plans_of(units), order, expected));
 }
 
-Resources::MeshGroups::MeshGroups(const GroupNames& names, const Streams& streams, Alarm* alarm)
-    : shard(make_collectives(names.shard, streams, alarm, names.reductions)),
-      replicas(make_collectives(names.replicas, streams, alarm)),
-      near(make_collectives(names.near, streams, alarm)) {}
+Resources::MeshGroups::MeshGroups(
+    const GroupNames& names,
+    const Streams& streams,
+    Alarm* alarm,
+    bool sums_in_order)
+    : shard(make_collectives(names.shard, streams, alarm, sums_in_order, names.reductions)),
+      replicas(make_collectives(names.replicas, streams, alarm, sums_in_order)),
+      near(make_collectives(names.near, streams, alarm, sums_in_order)) {}
 
 Collectives* Resources::MeshGroups::of(AxisName axis) const {
   return (axis == AxisName::State ? shard : axis == AxisName::Replicas ? replicas : near).get();

@@ -44,7 +44,7 @@ class Resources {
   struct MeshGroups {
     std::unique_ptr<Collectives> shard, replicas, near;
 
-    MeshGroups(const GroupNames& names, const Streams& streams, Alarm* alarm);
+    MeshGroups(const GroupNames& names, const Streams& streams, Alarm* alarm, bool sums_in_order);
     Collectives* of(AxisName axis) const;
   };
 

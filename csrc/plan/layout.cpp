@@ -88,7 +88,8 @@ Layout Layout::build(
     const std::vector<ParamSpec>& params,
     int64_t num_shards,
     bool by_rows,
-    int64_t num_across) {
+    int64_t num_across,
+    int64_t num_cuts) {
   TORCH_CHECK_VALUE(num_shards >= 1, "num_shards must be at least 1, got ", num_shards);
   std::vector<Region> regions;
   std::vector<ParamPlace> places;
@@ -112,7 +113,7 @@ Layout Layout::build(
     regions[region].params.push_back(static_cast<int>(i));
   }
   for (size_t i = 0; i < regions.size(); ++i) {
-    const int64_t multiple = aligned_numel(kShardAlignment, narrowest(regions[i]));
+    const int64_t multiple = num_cuts * aligned_numel(kShardAlignment, narrowest(regions[i]));
     regions[i].num_across = num_across;
     regions[i].shard_numel = round_up(by_rows ? used[i] : ceil_div(used[i], num_shards), multiple);
   }

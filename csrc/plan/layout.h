@@ -88,14 +88,15 @@ class Layout {
  public:
   // Lays out `params` for `num_shards` equal shards. Parameters of the same types and the same
   // requires_grad share a region; regions appear in the order of their first parameter.
-  // With `by_rows` see Note [Shards of rows], with `num_across` Region::shard_range. Throws
-  // c10::ValueError for num_shards < 1 or a parameter without a valid shape or itemsize; by rows,
-  // also for one without a dimension.
+  // With `by_rows` see Note [Shards of rows], with `num_across` Region::shard_range. A shard is
+  // padded to `num_cuts` equal parts. Throws c10::ValueError for num_shards < 1 or a parameter
+  // without a valid shape or itemsize; by rows, also for one without a dimension.
   static Layout build(
       const std::vector<ParamSpec>& params,
       int64_t num_shards,
       bool by_rows = false,
-      int64_t num_across = 1);
+      int64_t num_across = 1,
+      int64_t num_cuts = 1);
 
   // The layout of what one shard holds: the same regions without the other ranks' parts, every
   // parameter reduced to its owned range (not aligned any more).

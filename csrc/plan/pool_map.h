@@ -29,7 +29,7 @@
 namespace zerocore {
 
 // Gathered: parameters as they come from the wire, until they are copied to where layers want them.
-enum class BlockUse : uint8_t { Parameters, Gathered, Gradients, Wire, Scratch };
+enum class BlockUse : uint8_t { Parameters, Gathered, Gradients, Wire, Scratch, Sums };
 
 struct BlockKey {
   UnitId unit = -1;

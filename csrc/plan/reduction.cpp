@@ -4,23 +4,12 @@
 #include <algorithm>
 
 #include "common/math.h"
+#include "plan/ordered_sums.h"
 
 namespace zerocore {
 
-namespace {
-
-GradStep make_step(GradStepKind kind, std::pair<UnitId, int> key) {
-  GradStep step;
-  step.kind = kind;
-  step.unit = key.first;
-  step.region = key.second;
-  return step;
-}
-
-} // namespace
-
 Reduction::Reduction(const ReductionOptions& options, std::vector<ReducedUnit> units)
-    : facts_(options, std::move(units)) {
+    : facts_(options, std::move(units)), blocks_(facts_) {
   for (const ReducedUnit& reduced : facts_.units()) {
     UnitState& unit = units_.emplace_back();
     unit.params.resize(reduced.layout->places().size());
@@ -54,7 +43,7 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
     for (int region = 0; facts_.offloads_grads() && region < num_regions; ++region) {
       if (state_of({unit, region}).trainable) {
         offload_grad({unit, region}, GradBuffer::Full, steps);
-        give_back({unit, region}, GradBuffer::Full, state_of({unit, region}).full, steps);
+        blocks_.give_back_all({unit, region}, GradBuffer::Full, steps);
       }
     }
     for (ParamState& param : units_[unit].params) {
@@ -99,13 +88,10 @@ void Reduction::reset(GradSteps& steps) {
       RegionState& state = state_of(key);
       state.local = false;
       state.across = false;
-      state.full = state.wire = state.scratch = true;
       state.result = GradBuffer::Kept; // whoever resets has waited for copies to the host
       steps.run(make_step(GradStepKind::Wait, key));
       steps.run(make_step(GradStepKind::WaitAcross, key));
-      give_back(key, GradBuffer::Scratch, state.scratch, steps);
-      give_back(key, GradBuffer::Wire, state.wire, steps);
-      give_back(key, GradBuffer::Full, state.full, steps);
+      blocks_.reset(key, steps);
     }
     for (ParamState& param : units_[unit].params) {
       param.local = false;
@@ -126,19 +112,21 @@ void Reduction::pack(Key key, bool holds, GradSteps& steps) {
   const bool wired = facts_.is_wired(key) && !holds;
   const bool to_wire = wired && !state.local;
   if (wired) {
-    take(key, GradBuffer::Wire, state.wire, steps);
+    blocks_.take(key, GradBuffer::Wire, steps);
   }
   const bool shards = facts_.mesh_of(key.first).shards_gradients();
   if (shards && !to_wire) {
-    take(key, GradBuffer::Full, state.full, steps);
+    blocks_.take(key, GradBuffer::Full, steps);
   }
   GradStep step = make_step(GradStepKind::Pack, key);
   step.to = to_wire ? GradBuffer::Wire : GradBuffer::Full;
+  step.scale = to_wire && facts_.splits_scale(key) ? ScalePart::Packed : ScalePart::All;
   steps.run(step);
   if (wired && !to_wire) {
     step.kind = GradStepKind::Cast;
     step.from = GradBuffer::Full;
     step.to = GradBuffer::Wire;
+    step.scale = facts_.splits_scale(key) ? ScalePart::RestUndone : ScalePart::None;
     steps.run(step);
   }
   // Reduced values that lie in memory of their own, or in a part that the sums leave alone.
@@ -179,10 +167,10 @@ bool Reduction::any_valid(Key key) const {
 // -- reducing -------------------------------------------------------------------------------
 
 void Reduction::issue(Key key, GradSteps& steps) {
-  const bool sharded = facts_.mesh_of(key.first).shards_optimizer();
+  const bool scatters = facts_.mesh_of(key.first).shards_optimizer() || facts_.sums_in_order();
   choose_result(key, steps);
   GradStep step = make_step(GradStepKind::Start, key);
-  step.op = sharded ? TraceOp::ReduceScatter : TraceOp::AllReduce;
+  step.op = scatters ? TraceOp::ReduceScatter : TraceOp::AllReduce;
   step.from = facts_.is_wired(key) ? GradBuffer::Wire : GradBuffer::Full;
   step.to = state_of(key).result;
   step.parts = facts_.parts(key.first);
@@ -213,7 +201,7 @@ void Reduction::choose_result(Key key, GradSteps& steps) {
                                 : GradBuffer::Kept;
   if (facts_.takes_scratch(key.first) ||
       (sharded && !wired && (state.adds || facts_.offloads_grads()))) {
-    take(key, GradBuffer::Scratch, state.scratch, steps);
+    blocks_.take(key, GradBuffer::Scratch, steps);
     state.result = GradBuffer::Scratch;
   }
 }
@@ -239,7 +227,9 @@ void Reduction::wait(Key key, GradSteps& steps) {
 void Reduction::complete(Key key, GradSteps& steps) {
   RegionState& state = state_of(key);
   wait(key, steps);
-  if (facts_.hands_across(key.first)) {
+  if (facts_.sums_in_order()) {
+    complete_in_order(key, steps);
+  } else if (facts_.hands_across(key.first)) {
     complete_across(key, steps);
   } else if (facts_.offloads_grads()) {
     if (facts_.parts(key.first) > 1) {
@@ -249,14 +239,29 @@ void Reduction::complete(Key key, GradSteps& steps) {
   } else if (state.result != GradBuffer::Kept) {
     add_to_kept(key, state.result, facts_.parts(key.first), steps);
   }
-  give_back(key, GradBuffer::Scratch, state.scratch, steps);
-  give_back(key, GradBuffer::Wire, state.wire, steps);
-  give_back(key, GradBuffer::Full, state.full, steps);
+  blocks_.give_back_all(key, state.result, steps);
   for (const int param : facts_.region_of(key).params) {
     units_[key.first].params[param] = {/*valid=*/true, /*local=*/false};
   }
   if (!state.across) {
     grad_ready(key, steps);
+  }
+}
+
+// See Note [Sums in order].
+void Reduction::complete_in_order(Key key, GradSteps& steps) {
+  RegionState& state = state_of(key);
+  const OrderedSums sums(facts_, key);
+  if (sums.takes_block()) {
+    blocks_.take(key, GradBuffer::Sums, steps);
+  }
+  if (!facts_.offloads_grads()) {
+    zero_invalid(key, steps);
+  }
+  state.across = sums.complete(state.adds, steps);
+  if (facts_.offloads_grads()) {
+    wait_across(key, steps);
+    offload_grad(key, GradBuffer::Sums, steps);
   }
 }
 
@@ -325,7 +330,8 @@ void Reduction::offload_grad(Key key, GradBuffer from, GradSteps& steps) {
   GradStep step = make_step(GradStepKind::OffloadGrad, key);
   step.from = from;
   step.adds = state.adds;
-  const ElementType& type = from == GradBuffer::Full ? region.grad : region.reduce;
+  const bool is_kept_type = from == GradBuffer::Full || from == GradBuffer::Sums;
+  const ElementType& type = is_kept_type ? region.grad : region.reduce;
   step.nbytes = type.itemsize * region.shard_numel;
   steps.run(step);
 }
@@ -337,32 +343,8 @@ void Reduction::add_to_kept(Key key, GradBuffer from, int64_t parts, GradSteps& 
   step.from = facts_.last_result(key.first, from);
   step.parts = facts_.last_parts(key.first, parts);
   step.adds = state.adds;
+  step.scale = facts_.splits_scale(key) ? ScalePart::Rest : ScalePart::None;
   steps.run(step);
-}
-
-// -- memory ---------------------------------------------------------------------------------
-
-void Reduction::take(Key key, GradBuffer place, bool& held, GradSteps& steps) {
-  if (held) {
-    return;
-  }
-  GradStep step = make_step(GradStepKind::Take, key);
-  step.to = place;
-  step.nbytes = facts_.nbytes_at(key, place);
-  steps.run(step);
-  held = true;
-}
-
-void Reduction::give_back(Key key, GradBuffer place, bool& held, GradSteps& steps) {
-  if (std::exchange(held, false)) {
-    GradStep step = make_step(GradStepKind::GiveBack, key);
-    step.from = place;
-    step.nbytes = facts_.nbytes_at(key, place);
-    if (facts_.offloads_grads() && place == state_of(key).result) {
-      step.last_use = StreamRole::DeviceToHost;
-    }
-    steps.run(step);
-  }
 }
 
 int64_t Reduction::kept_nbytes(UnitId unit) const {

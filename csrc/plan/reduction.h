@@ -25,6 +25,17 @@
 // Where the optimizer's states are sharded over the replicas, too, the second collective is a
 // reduce-scatter. Its result is added to the gradient before the next reduction.
 //
+// Note [Sums in order]
+// Gradients travel in a type of their own, and every rank sums its part of them in the type that
+// they are kept in, in the order of ranks: the sum does not depend on what else travels. Where
+// there are replicas, they exchange parts of these sums (`Sums`), too. A rank that keeps more than
+// it sums gathers the rest from the others, last.
+//
+// Note [Scale of gradients]
+// Gradients that are summed in another type than they travel in get only a part of their scale when
+// they are packed, and the rest with the sum. Local sums have all of it, and lose the rest where
+// they are cast.
+//
 // Note [Gradients on the host]
 // Where a device keeps its gradients on the host, a reduction leaves its result in a block, which
 // is copied from there. Without a collective it is the packed gradients themselves.
@@ -36,63 +47,18 @@
 #include <vector>
 
 #include "common/types.h"
-#include "plan/pool_map.h"
+#include "plan/grad_blocks.h"
+#include "plan/grad_steps.h"
 #include "plan/reduction_facts.h"
 
 namespace zerocore {
-
-enum class GradStepKind : uint8_t {
-  Keep, // `to` has memory that stays, from here on
-  Take, // `to` is a block of the pool
-  GiveBack, // `from` is none any more; it may be none already
-  Pack, // the gradients of the backward go to `to`; see Reduction::added()
-  Cast, // `from` goes to `to`
-  Order, // collectives that start now read what was packed until now
-  Start, // the collective of the ranks that share the state, from `from` to `to`
-  StartAcross, // the collective over the replicas, of this rank's part of `from`, to `to`
-  Wait, // for Start
-  WaitAcross, // for StartAcross
-  Zero, // the kept gradient of `param`, whose memory still holds an old value
-  Sum, // the sum of the `parts` of `from` goes to this rank's part of `to`
-  OffloadGrad, // `from` goes to the kept gradient on the host, see Note [Gradients on the host]
-  GradReady, // the kept gradient is complete; the host may have it
-};
-
-struct GradStep {
-  GradStepKind kind = GradStepKind::Keep;
-  UnitId unit = -1;
-  int region = 0;
-  GradBuffer from = GradBuffer::Kept, to = GradBuffer::Kept;
-  int64_t nbytes = 0; // of the block or of what is reduced
-  int64_t parts = 1; // of a sum; of what the collective leaves for each element
-  bool adds = false; // to what `to` holds
-  int param = -1;
-  TraceOp op = TraceOp::AllReduce;
-  StreamRole last_use = StreamRole::Compute; // of a block that is given back
-};
-
-// The block of a Take or a GiveBack.
-inline BlockKey block_of(const GradStep& step) {
-  const GradBuffer place = step.kind == GradStepKind::Take ? step.to : step.from;
-  const BlockUse use = place == GradBuffer::Full ? BlockUse::Gradients
-      : place == GradBuffer::Wire                ? BlockUse::Wire
-                                                 : BlockUse::Scratch;
-  return {step.unit, use, step.region};
-}
-
-// Carries out steps.
-class GradSteps {
- public:
-  virtual void run(const GradStep& step) = 0;
-
- protected:
-  ~GradSteps() = default;
-};
 
 class Reduction {
  public:
   // The units' layouts outlive it.
   Reduction(const ReductionOptions& options, std::vector<ReducedUnit> units);
+  Reduction(const Reduction&) = delete;
+  Reduction& operator=(const Reduction&) = delete;
 
   // Packs the unit's gradients and starts their reduction. Without sync they may only be summed on
   // this rank; false then.
@@ -131,10 +97,9 @@ class Reduction {
   struct RegionState {
     bool trainable = true;
     bool kept = false; // has memory that stays
-    bool full = false, wire = false, scratch = false; // are blocks of the pool
     bool local = false; // the full bucket holds sums that were not reduced
     bool adds = false; // what is being reduced is added to the gradient
-    bool across = false; // the host has a sum over the replicas to wait for
+    bool across = false; // a StartAcross is to be waited for
     GradBuffer result = GradBuffer::Kept; // of the reduction
   };
   struct ParamState {
@@ -160,6 +125,7 @@ class Reduction {
   void wait(Key key, GradSteps& steps);
   void complete(Key key, GradSteps& steps);
   void complete_across(Key key, GradSteps& steps);
+  void complete_in_order(Key key, GradSteps& steps);
   void start_across(UnitId unit, GradSteps& steps);
   void start_across(Key key, GradBuffer place, GradSteps& steps);
   void wait_across(Key key, GradSteps& steps);
@@ -168,10 +134,9 @@ class Reduction {
   void zero_invalid(Key key, GradSteps& steps);
   void offload_grad(Key key, GradBuffer from, GradSteps& steps);
   void add_to_kept(Key key, GradBuffer from, int64_t parts, GradSteps& steps);
-  void take(Key key, GradBuffer place, bool& held, GradSteps& steps);
-  void give_back(Key key, GradBuffer place, bool& held, GradSteps& steps);
 
   ReductionFacts facts_;
+  GradBlocks blocks_;
   std::vector<UnitState> units_;
   std::vector<Key> in_flight_; // oldest first
 };

@@ -15,7 +15,13 @@ int64_t ReductionFacts::nbytes_at(RegionKey key, GradBuffer place) const {
       return region.grad.itemsize * region.numel();
     case GradBuffer::Wire:
       return region.reduce.itemsize * region.numel();
+    case GradBuffer::Sums: // and what comes from the replicas
+      return region.grad.itemsize * region.shard_numel * mesh.num_across() *
+          (mesh.sums_across() ? 2 : 1);
     case GradBuffer::Scratch:
+      if (mesh.sums_in_order) {
+        return region.reduce.itemsize * region.numel();
+      }
       return mesh.state.methods.reduce.received_nbytes(result_nbytes(key), mesh.state.size);
   }
   return 0;

@@ -19,9 +19,10 @@ enum class GradBuffer : uint8_t {
   Full, // packed gradients of all ranks' shards; unless gradients are sharded, Kept is a part of it
   Wire, // the same in the type that they travel in
   Scratch, // the result of a reduction, where it is not the gradient yet
-  Across, // of Scratch: what the reduction over the replicas leaves, see Note [Sharded across]
+  Sums, // sums in order that are not the gradient yet, in its type
+  Across, // of Scratch or Sums: what the reduction over the replicas leaves
 };
-inline constexpr int kNumGradBuffers = 4; // blocks and memory that stays
+inline constexpr int kNumGradBuffers = 5; // blocks and memory that stays
 
 struct ReductionOptions {
   ShardOptions sharding;
@@ -59,23 +60,29 @@ class ReductionFacts {
   }
   // Sums over the replicas start when the host knows the first ones, see Note [Replicas].
   bool hands_across(UnitId unit) const {
-    return options_.on_host && mesh_of(unit).sums_across();
+    return options_.on_host && sums_at_once_across(unit);
   }
   // They run right behind the first ones.
   bool runs_across(UnitId unit) const {
-    return !options_.on_host && mesh_of(unit).sums_across();
+    return !options_.on_host && sums_at_once_across(unit);
+  }
+  bool sums_in_order() const {
+    return options_.sharding.sums_in_order;
   }
   // See Note [Gradients on the host].
   bool offloads_grads() const {
     return options_.sharding.tiers.lands_gradients(options_.on_host);
   }
   bool is_wired(RegionKey key) const {
-    return mesh_of(key.first).communicates() && region_of(key).has_wire();
+    return mesh_of(key.first).communicates() && (sums_in_order() || region_of(key).has_wire());
+  }
+  // See Note [Scale of gradients].
+  bool splits_scale(RegionKey key) const {
+    return is_wired(key) && (sums_in_order() || !offloads_grads());
   }
   // That the collective leaves for each element.
   int64_t parts(UnitId unit) const {
-    const UnitMesh& mesh = mesh_of(unit);
-    return mesh.shards_optimizer() ? mesh.state.methods.reduce.parts(mesh.state.size) : 1;
+    return mesh_of(unit).parts();
   }
   // Whether it leaves them in a block of their own.
   bool takes_scratch(UnitId unit) const {
@@ -107,6 +114,10 @@ class ReductionFacts {
   }
 
  private:
+  bool sums_at_once_across(UnitId unit) const {
+    return mesh_of(unit).sums_across() && !sums_in_order();
+  }
+
   ReductionOptions options_;
   std::vector<ReducedUnit> units_;
 };

@@ -17,6 +17,7 @@ struct ShardOptions {
   bool gather_at_step =
       false; // stage 3: the first gather of a forward begins at the step before it
   bool shard_across = false; // the optimizer's states are sharded over the replicas, too
+  bool sums_in_order = false; // of gradients, see Note [Sums in order]
   bool retain_last = true; // the unit that a forward leaves last stays for its backward
   Tiers tiers;
 };

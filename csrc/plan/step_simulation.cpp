@@ -265,7 +265,7 @@ void StepSimulation::run(const GradStep& step) {
       add(step.op, step.unit, step.nbytes, meshes_[step.unit].state.name);
       break;
     case GradStepKind::StartAcross:
-      add(step.op, step.unit, step.nbytes, meshes_[step.unit].replicas.name);
+      add(step.op, step.unit, step.nbytes, meshes_[step.unit].axis(step.axis).name);
       break;
     case GradStepKind::OffloadGrad:
       add(TraceOp::ToHost, step.unit, step.nbytes);

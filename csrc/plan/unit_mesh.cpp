@@ -44,6 +44,7 @@ UnitMesh UnitMesh::of(
   mesh.state = shares ? state : replicas;
   mesh.replicas = shares ? replicas : state;
   mesh.divisor = mesh.world_size();
+  mesh.sums_in_order = sharding.sums_in_order;
   if (shares) {
     mesh.parameters = row[0];
     mesh.gradients = row[1];

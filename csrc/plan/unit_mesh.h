@@ -55,6 +55,7 @@ struct UnitMesh {
   Placement gradients = Placement::Replicated;
   Placement optimizer = Placement::Replicated;
   Placement across = Placement::Replicated; // the optimizer's states, over the replicas
+  bool sums_in_order = false; // of gradients, see Note [Sums in order]
   int64_t divisor = 1; // of sums of gradients, by default the ranks of the mesh
 
   // Parameters on the host are gathered from there, also by one rank, and gradients that a device
@@ -67,6 +68,9 @@ struct UnitMesh {
       bool on_host,
       Axis near = {});
 
+  const Axis& axis(AxisName name) const {
+    return name == AxisName::State ? state : name == AxisName::Replicas ? replicas : near;
+  }
   bool shards_parameters() const {
     return parameters == Placement::Sharded;
   }
@@ -100,6 +104,15 @@ struct UnitMesh {
   bool sums_across() const {
     return replicas.size > 1;
   }
+  // Parts that a reduction over the ranks that share the state leaves for each element.
+  int64_t parts() const {
+    return shards_optimizer() || sums_in_order ? state.methods.reduce.parts(state.size) : 1;
+  }
+  // Equal parts of a shard, each summed by another rank.
+  int64_t num_cuts() const {
+    const int64_t within = shards_optimizer() ? 1 : state.size;
+    return sums_in_order ? within * (shards_across() ? 1 : replicas.size) : 1;
+  }
   // Among the ranks that hold a gradient this is the one whose value counts in a sum.
   bool counts_kept() const {
     return (shards_across() || replicas.rank == 0) && (shards_optimizer() || state.rank == 0);
@@ -108,7 +121,7 @@ struct UnitMesh {
     return near.size > 1;
   }
   Layout layout_of(const std::vector<ParamSpec>& params, bool by_rows) const {
-    return Layout::build(params, num_shards(), by_rows, num_across());
+    return Layout::build(params, num_shards(), by_rows, num_across(), num_cuts());
   }
   // All gathers come from all ranks.
   UnitMesh without_near() const {

@@ -33,11 +33,15 @@ int64_t ReduceMethod::parts(int64_t num_ranks) const {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-WireMethods WireMethods::of_backend(const std::string& name) {
+WireMethods WireMethods::of_backend(const std::string& name, bool sums_in_order) {
+  WireMethods methods;
   if (name == "gloo") {
-    return {{GatherMethod::Kind::Broadcasts}, {ReduceMethod::Kind::Exchange}};
+    methods = {{GatherMethod::Kind::Broadcasts}, {ReduceMethod::Kind::Exchange}};
   }
-  return {};
+  if (sums_in_order) {
+    methods.reduce.kind = ReduceMethod::Kind::Exchange;
+  }
+  return methods;
 }
 
 } // namespace zerocore

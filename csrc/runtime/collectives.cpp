@@ -112,7 +112,8 @@ Collectives::Collectives(
     c10::intrusive_ptr<c10d::ProcessGroup> group,
     const Streams& streams,
     Alarm* alarm,
-    c10::intrusive_ptr<c10d::ProcessGroup> reductions)
+    c10::intrusive_ptr<c10d::ProcessGroup> reductions,
+    bool sums_in_order)
     : group_(std::move(group)),
       backend_(group_->getBackend(streams.device().type())),
       reductions_(reductions ? reductions->getBackend(streams.device().type()) : backend_),
@@ -120,7 +121,7 @@ Collectives::Collectives(
       launches_together_(streams.has_streams() && backend_->supportsCoalescing()),
       rank_(group_->getRank()),
       size_(group_->getSize()),
-      methods_(WireMethods::of_backend(backend_->getBackendName())),
+      methods_(WireMethods::of_backend(backend_->getBackendName(), sums_in_order)),
       alarm_(alarm) {
   if (!streams_.has_streams()) {
     emulated_ = dynamic_cast<EmulatedGroup*>(backend_.get());
@@ -291,6 +292,16 @@ PendingCollective Collectives::all_gather(
       "all_gather", StreamRole::AllGather, {{own}, {full}}, std::move(tag), [&](bool async) {
         return is_given(given) ? wire::Works{(*given)(full, own)}
                                : wire::gather(*backend_, methods_.gather, full, own, async);
+      });
+}
+
+PendingCollective Collectives::gather_sums(
+    const at::Tensor& full,
+    const at::Tensor& own,
+    CollectiveTag tag) {
+  return start(
+      "gather_sums", StreamRole::ReduceScatter, {{}, {full}}, std::move(tag), [&](bool async) {
+        return wire::gather(*reductions_, methods_.gather, full, own, async);
       });
 }
 

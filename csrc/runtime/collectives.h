@@ -93,12 +93,14 @@ struct MessageSizes {
 class Collectives {
  public:
   // `alarm` may be null, and outlives the collectives otherwise. `reductions`: another communicator
-  // of the same ranks, for what runs on that role's stream; null for the same one.
+  // of the same ranks, for what runs on that role's stream; null for the same one. `sums_in_order`:
+  // see WireMethods.
   Collectives(
       c10::intrusive_ptr<c10d::ProcessGroup> group,
       const Streams& streams,
       Alarm* alarm = nullptr,
-      c10::intrusive_ptr<c10d::ProcessGroup> reductions = nullptr);
+      c10::intrusive_ptr<c10d::ProcessGroup> reductions = nullptr,
+      bool sums_in_order = false);
 
   int64_t rank() const {
     return rank_;
@@ -126,6 +128,8 @@ class Collectives {
       const at::Tensor& own,
       CollectiveTag tag,
       const std::shared_future<void>& after = {});
+  // The same among reductions, of floating-point numbers and in place.
+  PendingCollective gather_sums(const at::Tensor& full, const at::Tensor& own, CollectiveTag tag);
   // Whether a collective can be issued that begins when something on the host is done.
   bool can_defer_start() const {
     return emulated_ != nullptr;

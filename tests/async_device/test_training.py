@@ -181,6 +181,36 @@ def test_losses_with_states_on_the_host_are_those_of_gloo() -> None:
     assert found == expected
 
 
+def train_in_order(on_device: bool) -> list[list[float]]:
+    """Gradients travel in bfloat16 and are summed in order; each unit has two regions."""
+    device, extension = start(on_device)
+    mixed = zerocore.MixedPrecision(wire_dtype=torch.bfloat16, keep_fp32=("*.up.bias",))
+    losses = []
+    for seed in range(2):
+        if on_device:
+            extension.set_delays(seed, 0.3 if seed else 0.0, 400)
+        for stage in STAGES:
+            offloads = (None, zerocore.Offload(states="cpu"))
+            for offload in offloads:
+                model = zerocore.shard(
+                    make_model(device),
+                    stage=stage,
+                    units=[Block],
+                    offload=offload,
+                    mixed_precision=mixed,
+                )
+                made = train(model, device, make_optimizer=zerocore.optim.AdamW)
+                losses.append(torch.stack(made).tolist())
+    return losses
+
+
+def test_sums_in_order_are_those_of_gloo() -> None:
+    """An exchange, a sum and at stage 0 a gather, each behind the other on streams."""
+    expected = run_ranks(train_in_order, 3, False, launch="torchrun", timeout=150)
+    found = run_ranks(train_in_order, 3, True, launch="torchrun", timeout=150)
+    assert found == expected
+
+
 def gathers_before_each_call(on_device: bool, offload: zerocore.Offload | None) -> list[int]:
     """How many gathers the host has issued in a forward when each block begins to compute."""
     device, _ = start(on_device)

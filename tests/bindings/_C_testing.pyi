@@ -103,6 +103,8 @@ class GradStep:
     adds: bool
     param: int
     op: str
+    scale: str
+    axis: str
     last_use: str
     added: list[Range]
 

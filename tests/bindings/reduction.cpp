@@ -66,10 +66,17 @@ const char* place_name(GradBuffer place) {
       return "wire";
     case GradBuffer::Scratch:
       return "scratch";
+    case GradBuffer::Sums:
+      return "sums";
     case GradBuffer::Across:
       return "across";
   }
   return "";
+}
+
+const char* scale_name(ScalePart part) {
+  constexpr const char* kNames[] = {"none", "all", "packed", "rest", "rest undone"};
+  return kNames[static_cast<size_t>(part)];
 }
 
 struct PyReductionOptions {
@@ -114,8 +121,9 @@ PyReductionOptions make_options(
     const std::string& backend,
     bool on_host,
     int64_t rank) {
-  const Axis state{world_size, rank % world_size, WireMethods::of_backend(backend)};
-  const Axis replicas{num_replicas, rank / world_size};
+  const WireMethods methods = WireMethods::of_backend(backend, sharding.sums_in_order);
+  const Axis state{world_size, rank % world_size, methods};
+  const Axis replicas{num_replicas, rank / world_size, methods};
   return {{sharding, on_host}, UnitMesh::of(sharding, state, replicas, on_host)};
 }
 
@@ -132,6 +140,8 @@ void register_step(py::module_& module) {
       .def_property_readonly("adds", [](const R& r) { return r.step.adds; })
       .def_property_readonly("param", [](const R& r) { return r.step.param; })
       .def_property_readonly("op", [](const R& r) { return trace_op_name(r.step.op); })
+      .def_property_readonly("scale", [](const R& r) { return scale_name(r.step.scale); })
+      .def_property_readonly("axis", [](const R& r) { return axis_name(r.step.axis); })
       .def_property_readonly(
           "last_use", [](const R& r) { return stream_role_name(r.step.last_use); })
       .def_readonly("added", &R::added);

@@ -46,7 +46,7 @@ EAGER_OPTIONS = {**OPTIONS, "compile": (None,), "dtype": OPTIONS["dtype"][1:]}
 # Those that matter to replicas: neither what is computed twice nor what is compiled knows of them.
 HYBRID_OPTIONS = {
     **OPTIONS,
-    "dtype": ("float32", "bfloat16, reduced in float32"),
+    "dtype": ("float32", "bfloat16, reduced in float32", "bfloat16, in order"),
     "checkpoint": (None, "non-reentrant"),
     "compile": (None,),
     "prefetch": (0, 2),
@@ -162,6 +162,8 @@ def policy(row: Row) -> zerocore.MixedPrecision | None:
     if row["dtype"] == "float32":
         return zerocore.MixedPrecision(**options) if any(options.values()) else None
     reduce_dtype = torch.float32 if "reduced" in row["dtype"] else None
+    if "in order" in row["dtype"]:
+        options["wire_dtype"] = torch.bfloat16
     return zerocore.MixedPrecision(
         compute_dtype(row), reduce_dtype, output_dtype=torch.float32, **options
     )
@@ -346,7 +348,7 @@ def assert_as_one_process(
 
 
 @pytest.mark.parametrize(
-    ("options", "most"), [(OPTIONS, 24), (EAGER_OPTIONS, 20), (HYBRID_OPTIONS, 14)]
+    ("options", "most"), [(OPTIONS, 24), (EAGER_OPTIONS, 20), (HYBRID_OPTIONS, 17)]
 )
 def test_rows_hold_all_pairs(options: Options, most: int) -> None:
     rows = cover_pairs(options)

@@ -28,14 +28,24 @@ def make(stage: int, world: int = WORLD, units: int = 1, **options: Any) -> _C_t
     shards = world if stage > 0 else 1
     layouts = [layout(shards, **types) for _ in range(units)]
     gradients = options.pop("gradients", "device")
-    hold_full = options.pop("hold_full", False)
-    sharding = ShardOptions(stage=stage, hold_full=hold_full, gradients=gradients)
+    sharding = ShardOptions(
+        stage=stage,
+        hold_full=options.pop("hold_full", False),
+        sums_in_order=options.pop("sums_in_order", False),
+        gradients=gradients,
+    )
     return _C_testing.Reduction(
         _C_testing.ReductionOptions(sharding, world_size=world, **options), layouts
     )
 
 
 GIVEN = {"compute": "", "device_to_host": " when it is copied"}
+
+
+def across(step: _C_testing.GradStep) -> str:
+    """A collective that follows the first one; by default sums over the replicas."""
+    named = step.op == "gather_sums" or (step.op == "reduce_scatter" and step.source == "sums")
+    return f"{step.op} {step.axis}" if named else "across"
 
 
 def text(step: _C_testing.GradStep) -> str:
@@ -48,7 +58,7 @@ def text(step: _C_testing.GradStep) -> str:
         "pack": f"pack {step.target}",
         "cast": f"cast {step.source} {step.target}",
         "start": f"{step.op} {step.source} {step.target} {step.nbytes}{parts}",
-        "start_across": f"across {step.target} {step.nbytes}",
+        "start_across": f"{across(step)} {step.target} {step.nbytes}",
         "zero": f"zero {step.param}",
         "offload_grad": f"offload {step.source} {step.nbytes}{adds}",
         "sum": f"sum {step.source}{parts}{adds} {step.target}",
@@ -303,7 +313,7 @@ def test_reset_gives_everything_back_and_begins_anew() -> None:
     assert texts(reduction.reduce(0))[:2] == [f"take wire {FP32}", "pack wire"]
 
 
-BLOCKS = ("scratch", "wire", "full")
+BLOCKS = ("sums", "scratch", "wire", "full")
 FLAGS = ("hold_full", "on_host", "wired")
 
 

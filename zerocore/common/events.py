@@ -9,7 +9,7 @@ from zerocore._C import TraceRecord
 
 GATHERS = ("all_gather", "gather_near")
 """From all ranks that share the state, and from those that are near."""
-COLLECTIVES = (*GATHERS, "reduce_scatter", "all_reduce")
+COLLECTIVES = (*GATHERS, "reduce_scatter", "all_reduce", "gather_sums")
 """Those of units; the planner predicts them."""
 EXCHANGE = "all_to_all"
 """An optimizer of whole matrices issues it; its events belong to no unit."""
@@ -26,8 +26,9 @@ class Event:
 
     Attributes:
         op: ``all_gather``, ``gather_near``, ``reduce_scatter``, ``all_reduce``, ``unshard`` or
-            ``reshard``; or ``all_to_all``, of an optimizer of whole matrices, and ``to_host``,
-            ``host_squares``, ``host_update``, ``to_device``, of states on the host.
+            ``reshard``; ``gather_sums``, of gradients that ranks have summed in order; or
+            ``all_to_all``, of an optimizer of whole matrices, and ``to_host``, ``host_squares``,
+            ``host_update``, ``to_device``, of states on the host.
         unit: name of the unit, or ``optimizer``.
         nbytes: bytes of the full bucket; of an all-to-all those that this rank sends.
         pool_nbytes: bytes of the bucket pool in use right after.
@@ -73,7 +74,8 @@ def queues_of_device(own_reductions: bool) -> Queues:
     Sums over replicas and gathers from near ranks have one of their own, and so may reductions.
     """
     across = {"all_reduce": "across", "gather_near": "near"}
-    return {**across, "reduce_scatter": "own", EXCHANGE: "own"} if own_reductions else across
+    own = dict.fromkeys(("reduce_scatter", "gather_sums", EXCHANGE), "own")
+    return {**across, **own} if own_reductions else across
 
 
 def transfers(events: Iterable[Event], queues: Queues) -> Iterator[tuple[Event, int]]:

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from zerocore._C import LinkModel
 from zerocore.common.quantities import format_nbytes, parse_bandwidth, parse_seconds
 
-_SHARES = {"all_gather": 1.0, "gather_near": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
+_SHARES = {
+    "all_gather": 1.0,
+    "gather_near": 1.0,
+    "gather_sums": 1.0,
+    "reduce_scatter": 1.0,
+    "all_reduce": 2.0,
+}
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from zerocore.fsdp.group import (
     groups_below,
 )
 from zerocore.fsdp.mesh import device_of
+from zerocore.fsdp.policy import wire_dtype_of
 from zerocore.model.call_order import call_order, units_by_module
 from zerocore.model.config import Communication, ShardConfig
 from zerocore.model.offload import Offload
@@ -172,6 +173,8 @@ class Root:
 
     def _config(self, groups: list[Group]) -> ShardConfig:
         config = _OFFLOADS if any(group.offloads for group in groups) else _CONFIG
+        if any(wire_dtype_of(group.policy) is not None for group in groups):
+            config = replace(config, has_wire_dtype=True)
         if not self.group.reshard_after_forward:
             return config
         return replace(config, communication=replace(_COMMUNICATION, retain_last=False))
@@ -231,6 +234,11 @@ class Root:
             raise NotImplementedError(
                 "offload_policy: some modules of this model have a CPUOffloadPolicy and others do "
                 "not; zerocore.fsdp takes one policy for a model"
+            )
+        if len({wire_dtype_of(group.policy) is None for group in self.with_params()}) > 1:
+            raise NotImplementedError(
+                "mp_policy: some modules of this model have a wire_dtype and others do not; "
+                "zerocore.fsdp sums all gradients of a model in one way"
             )
         for name, group in self.groups:
             if not set(group.mesh.mesh.flatten().tolist()) <= set(ranks.members):
@@ -328,7 +336,8 @@ def _types_of(param: RowParam, group: Group) -> ParamTypes:
     model = policy.param_dtype or own
     main = own if param.extension is None else model  # it is its own main weight
     grad = param.shard.grad_dtype or own
-    return ParamTypes(model, main, policy.reduce_dtype or (model if grad == own else grad), grad)
+    reduce = wire_dtype_of(policy) or policy.reduce_dtype or (model if grad == own else grad)
+    return ParamTypes(model, main, reduce, grad)
 
 
 def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:

@@ -13,6 +13,7 @@ from zerocore.model.state import live_states
 _OPERATORS = {
     "all_gather": "_allgather_base_",
     "gather_near": "_allgather_base_",
+    "gather_sums": "_allgather_base_",
     "reduce_scatter": "_reduce_scatter_base_",
     "all_reduce": "allreduce_",
     "all_to_all": "alltoall_base_",

@@ -87,7 +87,11 @@ class Communication:
 
 
 def shard_options(
-    stage: int, communication: Communication, offload: Offload | None, by_rows: bool
+    stage: int,
+    communication: Communication,
+    offload: Offload | None,
+    by_rows: bool,
+    sums_in_order: bool,
 ) -> ShardOptions:
     """The options that an engine and its plan share."""
     return ShardOptions(
@@ -98,6 +102,7 @@ def shard_options(
         gather_at_step=communication.gather_at_step,
         shard_across=communication.replicas_share is not None,
         retain_last=communication.retain_last,
+        sums_in_order=sums_in_order,
         states=place_of(offload, "states"),
         gradients=place_of(offload, "gradients"),
         parameters=place_of(offload, "parameters"),
@@ -110,6 +115,7 @@ class ShardConfig:
 
     Attributes:
         by_rows: a shard is some rows of each parameter, a DTensor, as ``zerocore.fsdp`` has it.
+        has_wire_dtype: ``zerocore.fsdp`` has a policy with a ``wire_dtype``.
 
     Raises:
         ValueError: an option is out of range.
@@ -122,6 +128,13 @@ class ShardConfig:
     mixed_precision: MixedPrecision | None = None
     offload: Offload | None = None
     by_rows: bool = False
+    has_wire_dtype: bool = False
+
+    @property
+    def sums_in_order(self) -> bool:
+        """Whether ranks sum gradients themselves, in their order."""
+        mixed = self.mixed_precision
+        return self.has_wire_dtype or (mixed is not None and mixed.wire_dtype is not None)
 
     @property
     def placements(self) -> Placements:

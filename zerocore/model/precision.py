@@ -12,6 +12,9 @@ CAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Floating-point dtypes that are cast from and to."""
 
 
+_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "main_dtype", "grad_dtype", "wire_dtype")
+
+
 @dataclass(frozen=True)
 class ParamTypes:
     """The dtypes of one parameter.
@@ -52,6 +55,12 @@ class MixedPrecision:
             A module that holds nothing else gets its floating-point inputs in the dtype of its
             parameters, and its outputs are cast back.
         main_dtype: dtype of the main weights; None takes that of the model at ``shard``.
+        wire_dtype: dtype that gradients travel in, in the place of ``reduce_dtype``. Each rank
+            receives its part of them from all others and adds these in the order of ranks, in the
+            dtype that gradients are kept in; sums that travel, over replicas and at stage 0, are
+            in that dtype, too. A gradient's value then depends on the ranks' gradients alone, not
+            on units, their order or the backend's algorithm, and is exact where layers compute in
+            ``wire_dtype``. None leaves the sum to the backend.
         grad_dtype: dtype that gradients are kept and accumulated in; None takes that of the main
             weights, which every optimizer of torch needs. ``zerocore.optim`` can do with a
             narrower one.
@@ -61,7 +70,8 @@ class MixedPrecision:
 
     Raises:
         TypeError: a dtype is no floating-point ``torch.dtype``, or a name no string.
-        ValueError: a dtype that is not float32, float16 or bfloat16.
+        ValueError: a dtype that is not float32, float16 or bfloat16, or both ``wire_dtype`` and
+            ``reduce_dtype``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -71,16 +81,12 @@ class MixedPrecision:
     keep_fp32: tuple[str, ...] = ()
     main_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype", "main_dtype", "grad_dtype"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not (isinstance(value, torch.dtype) and value.is_floating_point):
-                raise TypeError(f"{name} must be a floating-point torch.dtype, got {value!r}")
-            if value not in CAST_DTYPES:
-                raise ValueError(f"{name} must be one of {CAST_DTYPES}, got {value}")
+        for name in _DTYPES:
+            check_cast(name, getattr(self, name))
+        check_wire(self.wire_dtype, self.reduce_dtype)
         names = self.keep_fp32
         if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
             raise TypeError(f"keep_fp32 must be names of modules or parameters, got {names!r}")
@@ -99,6 +105,25 @@ class MixedPrecision:
                     f"{', '.join(repr(fqn) for fqn in fqns[:3])}; a name is a whole part of a "
                     f"fully qualified name, '*{name}*' matches within one"
                 )
+
+
+def check_cast(name: str, value: object) -> None:
+    """Raises TypeError or ValueError unless an option is a dtype of :data:`CAST_DTYPES` or None."""
+    if value is None:
+        return
+    if not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError(f"{name} must be a floating-point torch.dtype, got {value!r}")
+    if value not in CAST_DTYPES:
+        raise ValueError(f"{name} must be one of {CAST_DTYPES}, got {value}")
+
+
+def check_wire(wire: torch.dtype | None, reduce: torch.dtype | None) -> None:
+    """Raises ValueError if a policy has both dtypes."""
+    if wire is not None and reduce is not None:
+        raise ValueError(
+            f"wire_dtype={wire} with reduce_dtype={reduce}: gradients that travel in wire_dtype "
+            "are summed in the dtype that they are kept in; leave reduce_dtype out"
+        )
 
 
 def check_mixed(mixed: object) -> None:
@@ -126,7 +151,7 @@ def param_types(
     if not requires_grad:
         types = ParamTypes(model, model, model, model)
     else:
-        reduce = base if kept else mixed.reduce_dtype or model
+        reduce = base if kept else mixed.wire_dtype or mixed.reduce_dtype or model
         types = ParamTypes(model, base, reduce, mixed.grad_dtype or base)
     wanted = {types.model, types.main, types.reduce, types.grad}
     if wanted != {own} and own not in CAST_DTYPES:

@@ -52,8 +52,8 @@ class PlannedEvent(NamedTuple):
     """One thing a rank does in a step.
 
     Attributes:
-        op: ``all_gather``, ``gather_near``, ``reduce_scatter``, ``all_reduce``, ``unshard`` or
-            ``reshard``.
+        op: ``all_gather``, ``gather_near``, ``reduce_scatter``, ``all_reduce``, ``gather_sums``,
+            ``unshard`` or ``reshard``.
         unit: index of the unit.
         nbytes: bytes of the full bucket.
         pool_nbytes: bytes of the bucket pool in use right after.
@@ -89,6 +89,7 @@ class Planner:
         unused: by unit, indices of parameters that get no gradient.
         micro_batches: forwards and backwards of a step, all but the last under ``no_sync``.
         by_rows: a shard is some rows of each parameter.
+        sums_in_order: ranks sum gradients themselves, in their order.
         stays: by unit, whether it stays unsharded from forward to backward.
         near: by unit, whether it gathers again from near ranks, where there are some.
         meshes: by unit, 0 for that of the model, or the number of its part.
@@ -105,6 +106,7 @@ class Planner:
     unused: tuple[tuple[int, ...], ...] = ()
     micro_batches: int = 1
     by_rows: bool = False
+    sums_in_order: bool = False
     stays: tuple[bool, ...] = ()
     near: tuple[bool, ...] = ()
     meshes: tuple[int, ...] = ()
@@ -176,7 +178,13 @@ class Planner:
 
     def _options(self, division: Division) -> _C.PlanOptions:
         return _C.PlanOptions(
-            shard_options(division.stage, division.communication, division.offload, self.by_rows),
+            shard_options(
+                division.stage,
+                division.communication,
+                division.offload,
+                self.by_rows,
+                self.sums_in_order,
+            ),
             world_size=division.num_shards,
             num_replicas=division.num_replicas,
             num_near=division.communication.num_near,
@@ -260,6 +268,7 @@ def make_planner(
         order=order,
         first_order=order,
         num_states=num_states,
+        sums_in_order=precision.mixed is not None and precision.mixed.wire_dtype is not None,
         meshes=tuple(unit.mesh for unit in planned),
     )
 

@@ -77,6 +77,7 @@ def planner_of(state: ShardState, micro_batches: int = 1, num_states: int = 2) -
         num_states=num_states,
         micro_batches=micro_batches,
         by_rows=state.config.by_rows,
+        sums_in_order=state.config.sums_in_order,
         stays=tuple(unit.stays for unit in state.units),
         near=tuple(unit.near for unit in state.units),
         meshes=tuple(unit.mesh for unit in state.units),

@@ -20,6 +20,7 @@ COLORS = {
     "optimizer": "tab:purple",
     "all_gather": "tab:blue",
     "gather_near": "tab:blue",
+    "gather_sums": "tab:green",
     "reduce_scatter": "tab:green",
     "all_reduce": "tab:green",
     EXCHANGE: "tab:cyan",

@@ -120,7 +120,13 @@ def make_engine(
     """
     control = control_group(ranks)
     options = EngineOptions(
-        sharding=shard_options(config.stage, config.communication, config.offload, config.by_rows),
+        sharding=shard_options(
+            config.stage,
+            config.communication,
+            config.offload,
+            config.by_rows,
+            config.sums_in_order,
+        ),
         meshes=[
             GroupNames(
                 shard=_name_of(ranks.shard if ranks.levels is None else ranks.levels[0]),

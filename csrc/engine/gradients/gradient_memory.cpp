@@ -27,7 +27,8 @@ const HostStates* host_of(const Unit& unit, int region) {
 } // namespace
 
 GradientMemory::GradientMemory(const Unit& unit, int index)
-    : unit_(unit.id()),
+    : mesh_(unit.context().mesh),
+      unit_(unit.id()),
       region_(index),
       host_(host_of(unit, index)),
       home_(unit.context().mesh.shards_gradients() ? GradBuffer::Kept : GradBuffer::Full) {
@@ -51,13 +52,15 @@ GradientMemory::GradientMemory(const Unit& unit, int index)
     home_begin_ = region.shard_range(context.mesh.shard()).begin;
   }
   if (context.collectives != nullptr) {
-    const int64_t parts = context.mesh.state.methods.reduce.parts(context.mesh.num_shards());
-    make(GradBuffer::Scratch, parts > 1 ? sent : sent.of_shards(context.mesh.num_across()), 0);
-    if (context.mesh.shards_across()) {
-      cut_scratch(context.mesh, region);
+    make(GradBuffer::Scratch, mesh_.parts() > 1 ? sent : sent.of_shards(mesh_.num_across()), 0);
+    if (mesh_.sums_in_order) {
+      make(GradBuffer::Sums, kept.of_shards(mesh_.num_across() * (mesh_.sums_across() ? 2 : 1)), 0);
+      cut_sums(region);
+    } else if (mesh_.shards_across()) {
+      cut_scratch(mesh_, region);
     }
-    if (region.has_wire()) {
-      make(GradBuffer::Wire, sent, context.mesh.shard());
+    if (mesh_.sums_in_order || region.has_wire()) {
+      make(GradBuffer::Wire, sent, mesh_.shard());
     }
   }
 }
@@ -73,6 +76,26 @@ void GradientMemory::cut_scratch(const UnitMesh& mesh, const Region& region) {
       : scratch.view(region_, numel, {numel});
 }
 
+// The part that a rank keeps, and behind it the sums that come from the replicas.
+void GradientMemory::cut_sums(const Region& region) {
+  const int64_t numel = region.shard_numel * mesh_.num_across();
+  cut_ = GradBuffer::Sums;
+  part_ = bucket(cut_).view(region_, 0, {numel});
+  if (mesh_.sums_across()) {
+    across_ = bucket(cut_).view(region_, numel, {region.numel() / mesh_.state.size});
+  }
+}
+
+at::Tensor GradientMemory::summed(GradBuffer place, int64_t numel) const {
+  const at::Tensor& kept = own(place);
+  if (!mesh_.sums_in_order || kept.numel() == numel) {
+    return kept;
+  }
+  const int64_t within = whole(GradBuffer::Scratch).numel() / mesh_.state.size;
+  const int64_t begin = mesh_.shards_optimizer() ? 0 : mesh_.state.rank * within;
+  return kept.narrow(0, begin + (numel < within ? mesh_.replicas.rank * numel : 0), numel);
+}
+
 const at::Tensor& GradientMemory::whole(GradBuffer place) const {
   return place == GradBuffer::Across ? across_ : bucket(place).full(region_);
 }
@@ -81,7 +104,7 @@ const at::Tensor& GradientMemory::own(GradBuffer place) const {
   if (place == GradBuffer::Across) {
     return across_;
   }
-  if (place == GradBuffer::Scratch && part_.defined()) {
+  if (place == cut_ && part_.defined()) {
     return part_;
   }
   return (place == GradBuffer::Kept ? home() : bucket(place)).own(region_);

@@ -20,9 +20,11 @@ class GradientMemory {
   // has memory.
   const at::Tensor& whole(GradBuffer place) const;
   const at::Tensor& own(GradBuffer place) const;
+  // 1-D: the `numel` elements of this rank's part that it sums itself, see Note [Sums in order].
+  at::Tensor summed(GradBuffer place, int64_t numel) const;
   // 1-D: the `parts` that a reduction leaves there for each element of this rank's part.
   const at::Tensor& received(GradBuffer place, int64_t parts) const {
-    const bool is_shared = place == GradBuffer::Scratch && part_.defined();
+    const bool is_shared = place == cut_ && part_.defined();
     return parts > 1 || is_shared ? whole(place) : own(place);
   }
   // A contiguous leaf of the kept gradients, from the element `begin` of this rank's.
@@ -53,7 +55,9 @@ class GradientMemory {
   }
 
   void cut_scratch(const UnitMesh& mesh, const Region& region);
+  void cut_sums(const Region& region);
 
+  const UnitMesh& mesh_;
   UnitId unit_;
   int region_;
   const HostStates* host_; // has the memory of what is kept; null for the device or memory apart
@@ -61,7 +65,8 @@ class GradientMemory {
   int64_t home_begin_ = 0; // their first element in it
   std::array<std::optional<Bucket>, kNumGradBuffers> buckets_; // by place
   std::array<Slot, kNumGradBuffers> slots_; // by place
-  at::Tensor part_, across_; // of Scratch, where it has both: see Note [Sharded across]
+  GradBuffer cut_ = GradBuffer::Scratch;
+  at::Tensor part_, across_; // of `cut_`, where it has both
 };
 
 } // namespace zerocore

@@ -28,7 +28,8 @@ void GradientPacker::pack(
     const Unit& unit,
     const GradStep& step,
     const Reduction& reduction,
-    const at::Tensor& bucket) {
+    const at::Tensor& bucket,
+    double scale) {
   segments_.clear();
   if (unit.layout().by_rows()) {
     add_rows(unit, step, reduction);
@@ -36,7 +37,7 @@ void GradientPacker::pack(
     add_params(unit, step, reduction);
   }
   unit.context().streams->note_write(StreamRole::Compute, bucket, "packs", unit.name());
-  kernels::pack(bucket, segments_, unit.settings().gradient_scale);
+  kernels::pack(bucket, segments_, scale);
 }
 
 void GradientPacker::add_params(

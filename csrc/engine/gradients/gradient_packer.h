@@ -20,7 +20,8 @@ class GradientPacker {
       const Unit& unit,
       const GradStep& step,
       const Reduction& reduction,
-      const at::Tensor& bucket);
+      const at::Tensor& bucket,
+      double scale);
 
  private:
   void add_params(const Unit& unit, const GradStep& step, const Reduction& reduction);

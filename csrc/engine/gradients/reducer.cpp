@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/gradients/gradient_scale.h"
 #include "engine/graph/autograd.h"
 #include "kernels/ops.h"
 
@@ -222,7 +223,7 @@ void Reducer::run(const GradStep& step) {
 
 void Reducer::pack(const GradStep& step) {
   const at::Tensor& bucket = memory_[step.unit][step.region].whole(step.to);
-  packer_.pack(*units_[step.unit], step, reduction_, bucket);
+  packer_.pack(*units_[step.unit], step, reduction_, bucket, scale_of(step, *units_[step.unit]));
 }
 
 void Reducer::cast(const GradStep& step) {
@@ -232,7 +233,7 @@ void Reducer::cast(const GradStep& step) {
   const at::Tensor& to = memory.whole(step.to);
   context_.streams->note_read(StreamRole::Compute, from, "casts", name);
   context_.streams->note_write(StreamRole::Compute, to, "casts", name);
-  kernels::cast(to, {from}, {0});
+  kernels::pack(to, {{&from, 0, 0, from.numel()}}, scale_of(step, *units_[step.unit]));
 }
 
 void Reducer::start_within(const GradStep& step) {
@@ -246,10 +247,27 @@ void Reducer::start_within(const GradStep& step) {
 
 void Reducer::start_across(const GradStep& step) {
   const GradientMemory& memory = memory_[step.unit][step.region];
+  if (step.op == TraceOp::GatherSums) {
+    return gather_sums(step);
+  }
   const at::Tensor& to = memory.own(step.to);
-  const at::Tensor& from = memory.own(step.from);
+  const at::Tensor from = memory.summed(step.from, to.numel());
   PendingCollective& pending = in_flight_[step.unit][step.region].across;
   start(*units_[step.unit]->context().replicas, step, to, from, pending);
+}
+
+void Reducer::gather_sums(const GradStep& step) {
+  const Unit& unit = *units_[step.unit];
+  const UnitContext& context = unit.context();
+  const bool is_whole = step.axis == AxisName::State;
+  const Region& region = unit.layout().regions()[step.region];
+  const int64_t numel = region.numel() / (is_whole ? 1 : context.mesh.state.size);
+  const GradientMemory& memory = memory_[step.unit][step.region];
+  const at::Tensor to = memory.summed(step.to, numel);
+  const at::Tensor own = memory.summed(step.to, numel / context.mesh.axis(step.axis).size);
+  Collectives& collectives = is_whole ? *context.collectives : *context.replicas;
+  in_flight_[step.unit][step.region].across =
+      collectives.gather_sums(to, own, unit.tag(step.op, step.nbytes));
 }
 
 // At once, or with the unit's others.
@@ -267,7 +285,9 @@ void Reducer::start(
   if (unit.settings().reduce && step.kind == GradStepKind::Start) {
     tag.own = &unit.settings().reduce;
   }
-  if (memory_[step.unit].size() > 1 && collectives.launches_together() && tag.own == nullptr) {
+  const bool is_waited_for = unit.context().mesh.sums_in_order && step.kind != GradStepKind::Start;
+  if (memory_[step.unit].size() > 1 && collectives.launches_together() && tag.own == nullptr &&
+      !is_waited_for) {
     joint_.collectives = &collectives;
     joint_.op = step.op;
     joint_.calls.push_back({to, from, std::move(tag)});
@@ -293,11 +313,11 @@ void Reducer::start_joint() {
 void Reducer::sum(const GradStep& step) {
   const GradientMemory& memory = memory_[step.unit][step.region];
   const std::string& name = units_[step.unit]->name();
-  const at::Tensor& to = memory.own(step.to);
   const at::Tensor& from = memory.received(step.from, step.parts);
+  const at::Tensor to = memory.summed(step.to, from.numel() / step.parts);
   context_.streams->note_read(StreamRole::Compute, from, "sums", name);
   context_.streams->note_write(StreamRole::Compute, to, "sums", name);
-  kernels::accumulate(to, from, step.parts, step.adds);
+  kernels::accumulate(to, from, step.parts, step.adds, scale_of(step, *units_[step.unit]));
 }
 
 void Reducer::offload_grad(const GradStep& step) {

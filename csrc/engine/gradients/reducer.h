@@ -86,6 +86,7 @@ class Reducer final : private GradSteps {
   void cast(const GradStep& step);
   void start_within(const GradStep& step);
   void start_across(const GradStep& step);
+  void gather_sums(const GradStep& step);
   void start(
       Collectives& collectives,
       const GradStep& step,

@@ -58,7 +58,7 @@ struct UnitContext {
 
 // Settings of a unit.
 struct UnitSettings {
-  double gradient_scale = 1; // gradients are multiplied by it before they are summed over the ranks
+  double gradient_scale = 1; // the sum of gradients over the ranks is multiplied by it
   bool syncs = true; // a backward reduces them
   bool stays = false; // after a forward, from the beginning; see UnitSpec
   OwnCollective gather = {},
