@@ -37,17 +37,23 @@ from zerocore.state_dict import (
 from zerocore.tensor.operators import register_elementwise
 from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
 from zerocore.tensor.place import Place, is_sharded
+from zerocore.weights.buckets import Bucket, Export, export
+from zerocore.weights.info import ExportInfo, export_info, fused
+from zerocore.weights.parked import parked
 
 register()
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Bucket",
     "Checkpoints",
     "Communication",
     "Description",
     "Emulation",
     "Event",
+    "Export",
+    "ExportInfo",
     "FigureLog",
     "Link",
     "LocalShard",
@@ -72,9 +78,12 @@ __all__ = [
     "emulate",
     "emulated",
     "explain_out_of_memory",
+    "export",
+    "export_info",
     "figures",
     "full_optimizer_state_dict",
     "full_state_dict",
+    "fused",
     "is_sharded",
     "load_full_state_dict",
     "load_safetensors",
@@ -82,6 +91,7 @@ __all__ = [
     "no_sync",
     "optim",
     "param_groups",
+    "parked",
     "plan",
     "predict_events",
     "predict_memory",

@@ -199,6 +199,10 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def_property_readonly("in_call", method(&ModelCalls::in_call))
       .def("hold_unsharded", method(&Engine::hold_unsharded), no_gil)
       .def("release_unsharded", method(&Engine::release_unsharded), no_gil)
+      .def("begin_hold", method(&Engine::begin_hold), no_gil)
+      .def("wait_held", method(&Engine::wait_held), no_gil)
+      .def("set_parked", method(&Engine::set_parked), no_gil)
+      .def("device_memory", method(&Engine::device_memory))
       .def(
           "begin_update", method(&Engine::begin_update), py::arg("units"), py::arg("casts"), no_gil)
       .def("end_update", method(&Engine::end_update), py::arg("units"), py::arg("casts"), no_gil)
@@ -297,6 +301,16 @@ int64_t sum_of_units(const PyEngine& self, int64_t (*nbytes_of)(const Unit&)) {
 
 void register_figures(py::class_<PyEngine>& engine) {
   engine.def("layout", [](PyEngine& self, UnitId unit) { return self.engine->unit(unit).layout(); })
+      .def(
+          "releases",
+          [](PyEngine& self, UnitId unit) {
+            return self.engine->unit(unit).context().mesh.shards_parameters();
+          })
+      .def(
+          "param_version",
+          [](PyEngine& self, UnitId unit, size_t param) {
+            return self.engine->unit(unit).versions().of_param(param);
+          })
       .def_property_readonly(
           "order", [](const PyEngine& self) { return self.engine->schedule().order(); })
       .def_property_readonly(

@@ -4,7 +4,12 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
+#include <utility>
+
 #include "bindings/bindings.h"
+#include "runtime/bucket.h"
+#include "runtime/device_memory.h"
 
 namespace zerocore {
 namespace {
@@ -66,11 +71,17 @@ at::Tensor window_on(const at::Tensor& memory) {
   return at::from_blob(memory.mutable_data_ptr(), memory.sizes(), memory.options());
 }
 
-// Tensors that share the storage of `window` read and write that memory from now on.
+// Tensors that share the storage of `window` read and write that memory from now on, and keep it.
 void move_window(const at::Tensor& window, const at::Tensor& memory) {
   TORCH_CHECK_VALUE(window.nbytes() == memory.nbytes(), "windows keep their size");
-  window.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(
-      at::DataPtr(memory.mutable_data_ptr(), memory.device()));
+  auto kept = std::make_unique<c10::Storage>(memory.storage());
+  c10::DataPtr data(
+      memory.mutable_data_ptr(),
+      kept.get(),
+      [](void* storage) { delete static_cast<c10::Storage*>(storage); },
+      memory.device());
+  kept.release(); // NOLINT(bugprone-unused-return-value)
+  give_memory(window, std::move(data));
 }
 
 // Whether two dicts have the same objects, in the same order: every step of an optimizer asks.
@@ -100,6 +111,11 @@ void register_shards(pybind11::module_& module) {
   module.def("define_grad", define_grad, pybind11::arg("type"));
   module.def("window_on", window_on, pybind11::arg("memory"));
   module.def("move_window", move_window, pybind11::arg("window"), pybind11::arg("memory"));
+  module.def("free_memory", free_memory, pybind11::arg("tensor"), pybind11::arg("message"));
+  module.def("take_memory", [](const at::Tensor& tensor) {
+    const auto nbytes = static_cast<int64_t>(tensor.storage().nbytes());
+    give_memory(tensor, allocate_memory(tensor.device(), nbytes));
+  });
   module.def("same_objects", same_objects, pybind11::arg("first"), pybind11::arg("second"));
   module.def("show_grad", show_grad, pybind11::arg("param"), pybind11::arg("grad"));
 }

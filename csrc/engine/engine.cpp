@@ -103,8 +103,49 @@ void Engine::hold_unsharded(const std::vector<UnitId>& units) {
   calls_.leave_if_outside();
 }
 
+void Engine::begin_hold(UnitId unit) {
+  offload_.wait_updates();
+  calls_.recover(/*may_be_parked=*/true);
+  first_gather_.drop();
+  lifecycle_.begin_hold(unit);
+  calls_.leave_if_outside();
+}
+
+void Engine::set_parked(bool parked) {
+  if (parked) {
+    offload_.wait_updates();
+    calls_.recover();
+    first_gather_.drop();
+    for (const auto& unit : units_) {
+      lifecycle_.refresh(unit->id());
+      if (!unit->context().mesh.shards_parameters()) { // all of it is parked
+        hold_unsharded({unit->id()});
+        lifecycle_.release_unsharded({unit->id()}, /*write_back=*/false);
+      }
+    }
+    calls_.leave_if_outside();
+    pool().free_unused();
+  }
+  calls_.set_parked(parked);
+}
+
+std::vector<at::Tensor> Engine::device_memory(UnitId id) const {
+  const Unit& unit = *units_.at(id);
+  std::vector<at::Tensor> memory;
+  if (!context_.tiers.has_host_parameters() && unit.kept().nbytes() > 0) {
+    memory.push_back(unit.kept().bytes());
+  }
+  if (unit.main().device_nbytes() > 0) {
+    memory.push_back(unit.main().bytes());
+  }
+  for (const auto& more : {unit.gathers().near(), reducer_.device_memory(id)}) {
+    memory.insert(memory.end(), more.begin(), more.end());
+  }
+  return memory;
+}
+
 void Engine::set_kept(UnitId unit, bool kept) {
-  calls_.recover();
+  calls_.recover(/*may_be_parked=*/!kept);
   first_gather_.drop();
   lifecycle_.set_kept(unit, kept);
   calls_.leave_if_outside();
@@ -130,6 +171,7 @@ std::vector<at::Tensor> Engine::full_values(UnitId unit) {
 
 // Each pass of the model comes to an end before its weights change.
 void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
+  calls_.check_not_parked();
   if (first_gather_.is_on()) {
     calls_.recover();
     calls_.leave_if_outside();

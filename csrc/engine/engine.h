@@ -68,8 +68,21 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void release_unsharded(const std::vector<UnitId>& units, bool write_back) {
     lifecycle_.release_unsharded(units, write_back);
   }
+  // The same of one unit in two parts, which modules do not show: begins its gather, and orders the
+  // compute stream behind it. Also of a unit whose memory is back while the model is parked.
+  void begin_hold(UnitId unit);
+  void wait_held(UnitId unit) {
+    lifecycle_.wait_held(unit);
+  }
   // Unshards the unit ahead of its next forward, or reshards it if nothing uses it. On all ranks.
   void set_kept(UnitId unit, bool kept);
+  // Waits for updates, brings what gathers read up to date and frees the pool's arena: from here on
+  // the memory that units keep on the device may go, and what would read it throws, until `parked`
+  // is false. On all ranks.
+  void set_parked(bool parked);
+  // Bytes of a unit that stay on the device between steps: parameters first, then what only
+  // optimizers and reductions use.
+  std::vector<at::Tensor> device_memory(UnitId unit) const;
   UnitLifecycle& lifecycle() {
     return lifecycle_;
   }

@@ -47,7 +47,17 @@ ModelCalls::ModelCalls(
       backward_run_(backward_run) {}
 
 // Before a use of units. A backward that ended with an exception never reached end_backward().
-void ModelCalls::recover() {
+void ModelCalls::check_not_parked() const {
+  TORCH_CHECK(
+      !parked_,
+      "this model is parked: its memory is not on the device. Leave `with zerocore.parked(...)` "
+      "first; zerocore.export takes weights from a parked model.");
+}
+
+void ModelCalls::recover(bool may_be_parked) {
+  if (!may_be_parked) {
+    check_not_parked();
+  }
   TORCH_CHECK_TYPE(
       !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
       "torch.func transforms (grad, vmap, jacrev, ...) do not go through a sharded model: what "

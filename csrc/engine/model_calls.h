@@ -47,7 +47,11 @@ class ModelCalls {
   }
 
   // Before a use of units: ends what an exception has left, and what other ranks wait for.
-  void recover();
+  void recover(bool may_be_parked = false);
+  void check_not_parked() const;
+  void set_parked(bool parked) {
+    parked_ = parked;
+  }
   // After recover() for what is no call of the model: any thread may call it next.
   void leave_if_outside();
   // The call of a backward ended with an exception: as reset() if it came through this model.
@@ -81,6 +85,7 @@ class ModelCalls {
   FirstGather& first_gather_;
   OrderConsensus& consensus_;
   BackwardRun& backward_run_;
+  bool parked_ = false; // no use of units but Engine::begin_hold
   std::vector<Call> calls_; // entered and not left
   std::exception_ptr refused_; // a call has left its parameters in no order; its end raises it
 };

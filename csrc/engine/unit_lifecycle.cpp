@@ -89,12 +89,16 @@ void UnitLifecycle::gather_late(std::optional<UnitId> last) {
   }
 }
 
-void UnitLifecycle::use(UnitId id) {
+void UnitLifecycle::wait_for(UnitId id) {
   gather_late(id);
   offload_.wait_weights(id);
   offload_.check();
   units_[id]->wait_for_unshard();
   units_[id]->note_use();
+}
+
+void UnitLifecycle::use(UnitId id) {
+  wait_for(id);
   update_registration(id);
 }
 
@@ -127,19 +131,30 @@ bool UnitLifecycle::refresh(UnitId id) {
   return true;
 }
 
-void UnitLifecycle::hold_unsharded(const std::vector<UnitId>& units) {
+void UnitLifecycle::begin_hold(UnitId id) {
   context_.pool->set_apart(true); // what is held for long must not shape the arena
   const auto back = c10::make_scope_exit([this] { context_.pool->set_apart(false); });
+  if (refresh(id)) {
+    order_gathers();
+  }
+  schedule_.residency().hold_unsharded(id, actions_);
+  carry_out();
+}
+
+void UnitLifecycle::wait_held(UnitId id) {
+  context_.pool->set_apart(true);
+  const auto back = c10::make_scope_exit([this] { context_.pool->set_apart(false); });
+  wait_for(id);
+}
+
+void UnitLifecycle::hold_unsharded(const std::vector<UnitId>& units) {
   size_t num_held = 0;
   try {
     for (const UnitId id : units) {
-      if (refresh(id)) {
-        order_gathers();
-      }
-      schedule_.residency().hold_unsharded(id, actions_);
       ++num_held;
-      carry_out();
-      use(id);
+      begin_hold(id);
+      wait_held(id);
+      update_registration(id);
     }
   } catch (...) {
     for (size_t i = 0; i < num_held; ++i) {

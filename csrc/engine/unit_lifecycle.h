@@ -59,6 +59,8 @@ class UnitLifecycle {
   // See Engine::hold_unsharded. All of the units, or none where it throws.
   void hold_unsharded(const std::vector<UnitId>& units);
   void release_unsharded(const std::vector<UnitId>& units, bool write_back);
+  void begin_hold(UnitId unit);
+  void wait_held(UnitId unit);
   // See Engine::set_kept. The modules show a unit that is kept once use() has waited for it.
   void set_kept(UnitId unit, bool kept);
   void set_staying(UnitId unit, Staying staying) {
@@ -94,6 +96,7 @@ class UnitLifecycle {
 
  private:
   void carry_out();
+  void wait_for(UnitId unit);
   bool gathers_later() const;
   void gather_late(std::optional<UnitId> last = std::nullopt);
   void write_back_now(UnitId unit);

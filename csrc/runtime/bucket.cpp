@@ -58,6 +58,18 @@ at::Tensor tensor_over(
   return tensor;
 }
 
+void free_memory(const at::Tensor& tensor, const std::string& message) {
+  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, tensor.device()));
+  set_access_error(storage, message);
+}
+
+void give_memory(const at::Tensor& tensor, c10::DataPtr data) {
+  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(std::move(data));
+  clear_access_error(storage);
+}
+
 Bucket::Bucket(
     const Layout& layout,
     std::vector<int> regions,

@@ -20,6 +20,19 @@
 
 namespace zerocore {
 
+// A leaf tensor over `storage` that is no view of another tensor: own version counter.
+at::Tensor tensor_over(
+    const c10::Storage& storage,
+    c10::ScalarType dtype,
+    int64_t offset_numel,
+    at::IntArrayRef sizes,
+    at::IntArrayRef strides);
+
+// Frees the memory of a tensor's storage: all its tensors raise `message` until they are given
+// memory again, of the same size and not initialised.
+void free_memory(const at::Tensor& tensor, const std::string& message);
+void give_memory(const at::Tensor& tensor, c10::DataPtr data);
+
 class Bucket {
  public:
   // Holds `regions` of `layout`, one after the other; `shard` is this rank's index. `owner` is
@@ -52,6 +65,10 @@ class Bucket {
   }
   bool has(int region) const {
     return full_.at(region).defined();
+  }
+  // All of its memory, 1-D.
+  at::Tensor bytes() const {
+    return tensor_over(storage_, c10::ScalarType::Byte, 0, {nbytes_}, {1});
   }
   // 1-D, Region::numel() elements of the region's dtype.
   const at::Tensor& full(int region) const {
@@ -90,13 +107,5 @@ class Bucket {
   // By region of the layout; undefined for regions that the bucket does not hold.
   std::vector<at::Tensor> full_, own_, full_bytes_, own_bytes_;
 };
-
-// A leaf tensor over `storage` that is no view of another tensor: own version counter.
-at::Tensor tensor_over(
-    const c10::Storage& storage,
-    c10::ScalarType dtype,
-    int64_t offset_numel,
-    at::IntArrayRef sizes,
-    at::IntArrayRef strides);
 
 } // namespace zerocore

@@ -60,6 +60,12 @@ class BucketPool {
     apart_ = apart;
   }
 
+  // Gives the arena back to the device's allocator if no slot is held; the next one takes it anew.
+  void free_unused() {
+    if (map_.stats().in_use_nbytes == 0) {
+      free_arena();
+    }
+  }
   void forget_recent_peak() {
     map_.forget_recent_peak();
   }

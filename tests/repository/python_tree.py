@@ -62,7 +62,7 @@ def import_graph(package: Path) -> dict[str, set[str]]:
 
 
 # Imports that are allowed: a floor sees those below it and its own package. Packages side by side
-# on one floor do not see each other. checkpoint, offload, fsdp and integrations are to come.
+# on one floor do not see each other. checkpoint, fsdp and integrations are to come.
 FLOORS = (
     ("_C",),
     ("extension",),
@@ -75,7 +75,7 @@ FLOORS = (
     ("reporting",),
     ("optim",),
     ("sharding", "state_dict", "emulated"),
-    ("checkpoint", "offload"),
+    ("checkpoint", "weights"),
     ("install",),
     ("api",),
     ("fsdp", "integrations"),

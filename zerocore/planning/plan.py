@@ -21,6 +21,7 @@ from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import LinkLike, traffic_nbytes
 from zerocore.common.nodes import Node
 from zerocore.common.options import UNSET, options_of
+from zerocore.common.quantities import parse_nbytes
 from zerocore.model.config import Communication
 from zerocore.model.parts import assign_parts
 from zerocore.model.precision import MixedPrecision
@@ -30,7 +31,9 @@ from zerocore.model.units import UnitChoice, UnitPlanned, choose_units
 from zerocore.planning.activations import Activations, Loss, default_loss
 from zerocore.planning.advice import advise
 from zerocore.planning.checkpoint_bytes import checkpoint_bytes
+from zerocore.planning.division import Division
 from zerocore.planning.exchange import exchanged_nbytes
+from zerocore.planning.export_steps import DEFAULT_BUCKET, Load, Sizes, peak_nbytes
 from zerocore.planning.huggingface import build_model, config_dtype, load_config, sample_inputs
 from zerocore.planning.offloading import OffloadPlan, plan_offloads
 from zerocore.planning.planner import (
@@ -238,9 +241,8 @@ def plan_stage(
     if activations is not None:
         where = moment_name(activations.order, activations.peak_moment, planner.names)
         peak = Peak(held + activations.peak_nbytes, where)
-        one = events
-        if planner.micro_batches > 1:
-            one = replace(planner, micro_batches=1).events(division)
+        is_one = planner.micro_batches == 1
+        one = events if is_one else replace(planner, micro_batches=1).events(division)
         played = (one, activations.order, _compute_s(setting, activations))
         timings = [
             predict_timing(*played, link, machine.replica_link, machine.near_link)
@@ -263,7 +265,20 @@ def plan_stage(
         num_collectives=len(collectives),
         timings=tuple(timings),
         checkpoint=checkpoint_bytes(planner, division),
+        export=_export_nbytes(planner, division),
     )
+
+
+def _export_nbytes(planner: Planner, division: Division) -> int:
+    loads = []
+    for layout, specs, types in zip(
+        planner.layouts(division), planner.specs, planner.types, strict=True
+    ):
+        held = layout.nbytes if division.stage == 3 and layout.num_shards > 1 else 0
+        sizes = [spec.numel * kind.model.itemsize for spec, kind in zip(specs, types, strict=True)]
+        again = held if layout.copies_out else 0
+        loads.append(Load(held, again, tuple(Sizes(nbytes, False) for nbytes in sizes)))
+    return peak_nbytes(loads, parse_nbytes(DEFAULT_BUCKET))
 
 
 def _compute_s(setting: Setting, activations: Activations) -> tuple[float, ...]:

@@ -46,6 +46,7 @@ class StagePlan(MemoryBytes):
         num_collectives: collectives in a step.
         timings: predicted steps by link; none where activations were not measured.
         checkpoint: bytes of a checkpoint, and of this rank's part of it.
+        export: most bytes that :func:`zerocore.export` takes at a time with buckets of 1 GiB.
     """
 
     stage: int
@@ -60,6 +61,7 @@ class StagePlan(MemoryBytes):
     num_collectives: int
     timings: tuple[Timing, ...]
     checkpoint: CheckpointBytes
+    export: int
 
     @property
     def fits(self) -> bool:
@@ -136,6 +138,7 @@ class Plan:
             sent = [stage.group_nbytes[part.pattern] for stage in stages]
             figures[f"of it, {part.pattern} of {part.num_ranks} ranks"] = sent
         figures["its part of a checkpoint"] = [stage.checkpoint.own for stage in stages]
+        figures["an export of weights"] = [stage.export for stage in stages]
         sometimes = ("main weights", "deferred gradients", "of it, by the optimizer")
         for name in (*sometimes, "of it, between replicas"):
             if not any(figures[name]):

@@ -39,6 +39,10 @@ class GradientMemory {
   int64_t kept_nbytes() const {
     return is_kept() && host_ == nullptr ? home().nbytes() : 0;
   }
+  // The same memory; there is some on the device.
+  at::Tensor bytes() const {
+    return home().bytes();
+  }
   // Carry out a Take and a GiveBack.
   void take(const GradStep& step, BucketPool& pool);
   void give_back(const GradStep& step, BucketPool& pool);

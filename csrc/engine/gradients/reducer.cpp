@@ -182,6 +182,16 @@ int64_t Reducer::persistent_nbytes() const {
   return nbytes;
 }
 
+std::vector<at::Tensor> Reducer::device_memory(UnitId unit) const {
+  std::vector<at::Tensor> found;
+  for (const GradientMemory& memory : memory_.at(unit)) {
+    if (memory.kept_nbytes() > 0 && memory.bytes().device() == context_.streams->device()) {
+      found.push_back(memory.bytes());
+    }
+  }
+  return found;
+}
+
 // -- steps ----------------------------------------------------------------------------------
 
 void Reducer::run(const GradStep& step) {

@@ -64,6 +64,8 @@ class Reducer final : private GradSteps {
   void finish();
   // Waits for what is in flight and drops it, and all gradients not reduced yet.
   void reset();
+  // Gradients of a unit that stay on the device, as bytes.
+  std::vector<at::Tensor> device_memory(UnitId unit) const;
   // Bytes of gradient memory that stay between steps.
   int64_t persistent_nbytes() const;
 

@@ -42,6 +42,9 @@ class Gathers final : private GatherSteps {
   void reshard() {
     unsharding_.reshard(*this);
   }
+  const std::vector<at::Tensor>& near() const {
+    return near_;
+  }
   // Bytes kept for near ranks.
   int64_t near_nbytes() const {
     return near_.empty() ? 0 : context_.mesh.near_nbytes(layout_.nbytes());

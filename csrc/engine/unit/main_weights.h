@@ -62,6 +62,9 @@ class MainWeights {
   void order_send() const;
   void send(bool blocks = false) const;
 
+  at::Tensor bytes() const {
+    return main_->bytes();
+  }
   // Bytes of main weights on the device; and of what is sent.
   int64_t device_nbytes() const;
   int64_t sent_nbytes() const;

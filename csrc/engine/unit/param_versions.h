@@ -31,6 +31,7 @@ class ParamVersions {
   // Changes whenever the optimizer or the user changed a shard: of all, or of those in a region.
   int64_t of_unit() const;
   int64_t of_region(int region) const;
+  int64_t of_param(size_t param) const;
 
   // For changes that no version counter shows (`.data`): of any parameters, or, by an optimizer, of
   // those that require grad or of those named.
@@ -52,7 +53,6 @@ class ParamVersions {
   void mark_written(size_t param);
 
  private:
-  int64_t of_param(size_t param) const;
   int64_t of_full(size_t param) const;
 
   const std::vector<UnitParam>& params_;

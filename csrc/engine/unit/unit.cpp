@@ -170,8 +170,7 @@ bool Unit::is_gathered() const {
 }
 
 int64_t Unit::persistent_nbytes() const {
-  const Bucket& own = shards_ ? *shards_ : bucket_;
-  return gathers_.near_nbytes() + (context_.tiers.has_host_parameters() ? 0 : own.nbytes());
+  return gathers_.near_nbytes() + (context_.tiers.has_host_parameters() ? 0 : kept().nbytes());
 }
 
 Units make_units(std::vector<UnitSpec> specs, const std::vector<UnitContext>& contexts) {

@@ -124,7 +124,6 @@ class Unit {
   // Parameters that were set to other memory (`p.data = t`) go back to the unit's. With `keeps`
   // their values come along and count as changed. True if there were any.
   bool take_back(bool keeps);
-
   ParamVersions& versions() {
     return versions_;
   }
@@ -145,6 +144,10 @@ class Unit {
   bool is_gathered() const;
   // Bytes on the device that stay on this rank between steps, without main weights.
   int64_t persistent_nbytes() const;
+  // Parameters that stay between steps.
+  const Bucket& kept() const {
+    return shards_ ? *shards_ : bucket_;
+  }
   // The weights that the optimizer updates, where they are no part of the unit's own memory.
   const MainWeights& main() const {
     return main_;

@@ -1,0 +1,1 @@
+"""Weights of sharded models to where they are used: other processes, evaluation, serving."""

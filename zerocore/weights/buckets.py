@@ -1,0 +1,357 @@
+"""Full weights of a sharded model, a bucket at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerocore.common.agreement import together
+from zerocore.common.alarm import operation, waiting
+from zerocore.common.quantities import parse_nbytes
+from zerocore.model.state import Param, ShardState, Unit, ready_state_of
+from zerocore.planning.export_steps import DEFAULT_BUCKET, Load, Op, Sizes, export_steps
+from zerocore.tensor.place import Place
+from zerocore.tensor.rows import elements_of, place_of, shard_of
+from zerocore.weights.info import (
+    Exported,
+    ExportInfo,
+    Names,
+    UnitExport,
+    export_info,
+    is_rows,
+    is_view,
+    is_whole,
+    padded_nbytes,
+)
+from zerocore.weights.parked import memory_of
+
+Token = dict[str, int]
+_open: WeakKeyDictionary[ShardState, Any] = WeakKeyDictionary()
+
+
+class Bucket(dict[str, Tensor]):
+    """Full tensors by name: views that are valid until the next turn or :meth:`release`.
+
+    On a device they are ready for work of the current stream.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drop: Callable[[], None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.values())
+
+    def release(self) -> None:
+        """Frees the memory of the tensors, which may not be read from here on."""
+        self.clear()
+        if self._drop is not None:
+            drop, self._drop = self._drop, None
+            drop()
+
+
+def export(
+    model: nn.Module,
+    *,
+    max_bytes: str | int = DEFAULT_BUCKET,
+    to: str | int = "all",
+    names: Names | None = None,
+    dtype: torch.dtype | None = None,
+    merge: str | None = None,
+    since: Token | None = None,
+    info: ExportInfo | None = None,
+) -> Export:
+    """Full weights as layers compute with them, in buckets of ``{name: tensor}``; all ranks call.
+
+    Gathers each unit by one collective, ahead of its turn where ``max_bytes`` leaves room. Nothing
+    is copied but what is cast, fused, merged or a part of a larger tensor. Of tied parameters the
+    first name is given; buffers of the state dict come last. Works while the model is parked.
+
+    Args:
+        max_bytes: of a bucket, unless one tensor is larger.
+        to: ``"all"`` ranks get buckets, and take all of them, or all stop at the same one; or one
+            rank of the model does, which may stop: it then completes the others' collectives.
+        names, dtype, merge: as for :func:`export_info`.
+        since: :attr:`Export.token` of an earlier export: only what has changed since.
+        info: from :func:`export_info`, in the place of names, dtype and merge.
+
+    Raises:
+        ValueError: as :func:`export_info`, or ``to`` is no rank; on all ranks.
+        RuntimeError: this process was forked from the one that sharded the model.
+    """
+    state = ready_state_of(model)
+    if info is not None and (names, dtype, merge) != (None, None, None):
+        raise ValueError("export takes info=, or names=, dtype= and merge=")
+    nbytes = parse_nbytes(max_bytes, "max_bytes")
+    if info is None or not info.is_agreed[0]:
+        with operation("export"), together(state.ranks.groups, state.device) as facts:
+            info = info or export_info(model, names=names, dtype=dtype, merge=merge)
+            facts += [nbytes, to, *info.facts()]
+            if to != "all" and to not in range(state.world_size):
+                raise ValueError(f'to must be "all" or a rank of the model, got {to!r}')
+        info.is_agreed[0] = True
+    earlier = _open.get(state, lambda: None)()
+    if earlier is not None:
+        earlier.close()
+    made = Export(state, model, info, nbytes, to, since)
+    _open[state] = ref(made)
+    return made
+
+
+class Export(Iterator[Bucket]):
+    """The buckets of :func:`export`.
+
+    Attributes:
+        token: versions of the weights, for ``since=`` of a later export.
+    """
+
+    def __init__(
+        self,
+        state: ShardState,
+        model: nn.Module,
+        info: ExportInfo,
+        max_nbytes: int,
+        to: str | int,
+        since: Token | None,
+    ) -> None:
+        self.token: Token = _versions(state, info)
+        before = since or {}
+        units = [_changed(each, self.token, before) for each in info.units]
+        units = [each for each in units if each.entries]
+        self._takes = to in ("all", state.rank)
+        self._is_for_one = to != "all"
+        self._buckets = _run(state, model, units, max_nbytes, self._takes)
+
+    def __next__(self) -> Bucket:
+        with operation("export"), torch.no_grad():
+            return next(self._buckets)
+
+    def __iter__(self) -> Export:
+        return self
+
+    def close(self) -> None:
+        """Ends the export before its last bucket; frees what is gathered."""
+        if self._is_for_one and self._takes:
+            for bucket in self:  # the other ranks go on
+                bucket.release()
+        self._buckets.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _versions(state: ShardState, info: ExportInfo) -> Token:
+    return {
+        entry.name: sum(state.engine.param_version(unit.unit, p) for p in sorted(entry.read))
+        for unit in info.units
+        for entry in unit.entries
+        if unit.unit >= 0
+    }
+
+
+def _changed(unit: UnitExport, token: Token, since: Token) -> UnitExport:
+    """The part of a unit's tensors that have other versions; buffers have none."""
+    if not since:
+        return unit
+    changed = [
+        entry for entry in unit.entries if token.get(entry.name) != since.get(entry.name, -1)
+    ]
+    sizes = tuple(Sizes(each.nbytes, each.copies) for each in changed)
+    load = Load(unit.load.held_nbytes, unit.load.wait_nbytes, sizes)
+    return replace(unit, entries=tuple(changed), load=load)
+
+
+def _run(
+    state: ShardState,
+    model: nn.Module,
+    units: list[UnitExport],
+    max_nbytes: int,
+    takes: bool,
+) -> Generator[Bucket, None, None]:
+    sources = [_source(state, model, unit) for unit in units]
+    steps = export_steps([unit.load for unit in units], max_nbytes)
+    held: set[int] = set()
+    bucket = Bucket()
+    done = 0
+
+    def drops() -> None:
+        nonlocal done
+        while done < len(steps) and steps[done].op is Op.DROP:
+            held.discard(steps[done].load)
+            sources[steps[done].load].drop()
+            done += 1
+
+    try:
+        while done < len(steps):
+            step = steps[done]
+            done += 1
+            if step.op is Op.BEGIN:
+                held.add(step.load)
+                sources[step.load].begin()
+            elif step.op is Op.WAIT:
+                sources[step.load].wait()
+            elif step.op is Op.DROP:
+                done -= 1
+                drops()
+            elif step.op is Op.ADD:
+                entry = units[step.load].entries[step.entry]
+                if takes or sources[step.load].asks_others(entry):
+                    bucket[entry.name] = sources[step.load].value(entry)
+            elif takes:
+                bucket._drop = drops
+                yield bucket
+                bucket.release()
+                bucket = Bucket()
+            else:
+                bucket.clear()
+    finally:
+        bucket.clear()
+        for load in held:
+            sources[load].drop()
+
+
+class _Source:
+    """Where the tensors of a unit come from: here, the model's buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def begin(self) -> None:
+        """Begins to gather."""
+        self.buffers = self.model.state_dict()
+
+    def wait(self) -> None:
+        """Values may be read behind it."""
+
+    def drop(self) -> None:
+        """They may not any more."""
+
+    def asks_others(self, entry: Exported) -> bool:
+        """Whether all ranks have to take part in reading the value."""
+        return False
+
+    def value(self, entry: Exported) -> Tensor:
+        """A full tensor."""
+        return cast(Tensor, self.buffers[entry.key]).detach()
+
+
+@dataclass
+class _Gather(_Source):
+    """The engine's gather of all of a unit."""
+
+    state: ShardState
+    unit: Unit
+
+    def begin(self) -> None:
+        memory_of(self.state, self.unit.index).bring(1)
+        self.state.engine.begin_hold(self.unit.index)
+
+    def wait(self) -> None:
+        self.state.engine.wait_held(self.unit.index)
+
+    def drop(self) -> None:
+        self.state.engine.release_unsharded([self.unit.index], False)
+        memory_of(self.state, self.unit.index).leave()
+
+    def asks_others(self, entry: Exported) -> bool:
+        return not all(is_view(self.unit.params[position]) for position in entry.read)
+
+    def value(self, entry: Exported) -> Tensor:
+        values = [self.whole(position) for position in entry.positions]
+        if not entry.copies:
+            return values[0]
+        if len(values) > 1:
+            return torch.cat([value.to(entry.dtype) for value in values])
+        if not entry.adapters:
+            return values[0].to(entry.dtype)
+        merged = values[0].clone()
+        for adapter in entry.adapters:
+            adapter.add_to(merged, self.whole(adapter.first), self.whole(adapter.second))
+        return merged.to(entry.dtype)
+
+    def whole(self, position: int) -> Tensor:
+        """A parameter as in the state dict, in the dtype that layers compute with."""
+        param = self.unit.params[position]
+        if not is_whole(param):
+            return cast(Tensor, param.shard.full_tensor().detach().to(param.types.model))
+        full = self.full(position, param)
+        return full if is_view(param) else param.shard.place.whole_of(full)
+
+    def full(self, position: int, param: Param) -> Tensor:
+        """The full value of the engine's parameter."""
+        full, place = param.full.detach(), _place(param)
+        if place.strides is None or not is_rows(param):
+            return full
+        return full.as_strided(place.global_shape, place.strides, full.storage_offset())
+
+
+@dataclass
+class _Sum(_Gather):
+    """An all-reduce of the parameters that are read, where these are a small part of the unit: each
+    rank's elements, zero elsewhere, as bytes."""
+
+    read: list[int]
+    flat: Tensor | None = None
+    work: Any = None
+
+    def begin(self) -> None:
+        params = {position: self.unit.params[position] for position in self.read}
+        self.offsets, end = {}, 0
+        for position, param in params.items():
+            self.offsets[position] = end
+            end += padded_nbytes(param)
+        self.flat = torch.zeros(end, dtype=torch.uint8, device=self.state.device)
+        memory_of(self.state, self.unit.index).bring()
+        for position, param in params.items():
+            start, stop = _place(param).shard_range
+            own = elements_of(param.shard, param.shard)
+            self.elements(position, param)[start:stop].copy_(own)
+        memory_of(self.state, self.unit.index).leave()
+        group = _place(next(iter(params.values()))).group
+        if group is not None:
+            with waiting(group, "an all-reduce of weights"):
+                self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+            self.group = group
+
+    def wait(self) -> None:
+        if self.work is not None:
+            with waiting(self.group, "an all-reduce of weights"):
+                self.work.wait()
+
+    def drop(self) -> None:
+        self.flat = self.work = None
+
+    def elements(self, position: int, param: Param) -> Tensor:
+        assert self.flat is not None
+        nbytes = param.full.numel() * param.types.model.itemsize
+        begin = self.offsets[position]
+        return self.flat[begin : begin + nbytes].view(param.types.model)
+
+    def full(self, position: int, param: Param) -> Tensor:
+        place = _place(param)
+        elements = self.elements(position, param)
+        if place.strides is None:
+            return elements.view(place.global_shape)
+        return elements.as_strided(place.global_shape, place.strides)
+
+
+def _source(state: ShardState, model: nn.Module, unit: UnitExport) -> _Source:
+    if unit.unit < 0:
+        return _Source(model)
+    if not unit.sums:
+        return _Gather(state, state.units[unit.unit])
+    read = sorted({position for entry in unit.entries for position in entry.read})
+    return _Sum(state, state.units[unit.unit], read)
+
+
+def _place(param: Param) -> Place:
+    if is_rows(param):
+        return place_of(param.shard, cast(Any, shard_of(param.shard)))
+    return cast(Place, param.shard.place)

@@ -1,0 +1,161 @@
+"""Training state that leaves the device for a while, as for a rollout on the same device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerocore._C import HostMemory, free_memory, move_window, take_memory
+from zerocore.model.state import ShardState, ready_state_of
+from zerocore.tensor.place import Placed, leaves, local_of
+from zerocore.tensor.rows import local_part
+
+_ALIGNMENT = 256
+_MESSAGE = "this tensor is parked: leave `with zerocore.parked(...)` before it is used"
+_parked: WeakKeyDictionary[ShardState, _Parked] = WeakKeyDictionary()
+_host: WeakKeyDictionary[ShardState, HostMemory] = WeakKeyDictionary()  # stays, to be used again
+
+
+@dataclass
+class Memory:
+    """Memory of several tensors, on the device or in the host's copy of it.
+
+    Attributes:
+        tensors: 1-D bytes, all of a storage each.
+        copies: as large, on the host; none while nothing is parked.
+        windows: tensors over a part of the first ones with storages of their own, and these parts.
+    """
+
+    tensors: list[Tensor]
+    copies: list[Tensor] = field(default_factory=list)
+    windows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def save(self) -> None:
+        """Copies to the host."""
+        for tensor, copy in zip(self.tensors, self.copies, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+
+    def leave(self) -> None:
+        """Frees the memory on the device."""
+        for tensor in (*self.tensors, *(window for window, _ in self.windows)):
+            if self.copies and tensor.nbytes > 0:
+                free_memory(tensor, _MESSAGE)
+
+    def bring(self, count: int | None = None) -> None:
+        """Takes memory on the device and copies what the host has, of the first ``count``."""
+        for tensor, copy in list(zip(self.tensors, self.copies, strict=False))[:count]:
+            take_memory(tensor)
+            tensor.copy_(copy, non_blocking=True)
+        for window, part in self.windows if self.copies else ():
+            if window.nbytes > 0:
+                move_window(window, part)
+
+
+@dataclass
+class _Parked:
+    units: list[Memory]
+    others: Memory
+
+    def all(self) -> list[Memory]:
+        return [*self.units, self.others]
+
+
+def memory_of(state: ShardState, unit: int) -> Memory:
+    """Memory of a unit whose model is parked; without any, if it is not."""
+    parked = _parked.get(state)
+    return Memory([]) if parked is None else parked.units[unit]
+
+
+@contextmanager
+def parked(model: nn.Module, *optimizers: Optimizer, to: str = "cpu") -> Iterator[None]:
+    """Moves a sharded model's state off the device until the end of the block; all ranks enter.
+
+    Parameters, main weights and gradients of the model and the states of ``optimizers`` go to one
+    mapping of host memory, which stays for the next time, and their memory on the device is freed,
+    with that of the bucket pool. Afterwards all bits are the same, at other addresses. Inside, the
+    model and its optimizer may not be used; :func:`export` takes weights from the host.
+
+    Args:
+        to: ``"cpu"``, the only place so far.
+
+    Raises:
+        ValueError: the model is not sharded, or ``to`` is another place.
+        RuntimeError: the model is parked already; there is not enough host memory.
+    """
+    if to != "cpu":
+        raise ValueError(f'to must be "cpu", got {to!r}')
+    state = ready_state_of(model)
+    state.finish_reads()
+    state.engine.set_parked(True)
+    made = _find(state, optimizers)
+    try:
+        _give_copies(state, made)
+        for memory in made.all():
+            memory.save()
+        _synchronize(state.device)
+    except BaseException:
+        state.engine.set_parked(False)
+        raise
+    for memory in made.all():
+        memory.leave()
+    _parked[state] = made
+    try:
+        yield
+    finally:
+        del _parked[state]
+        for memory in made.all():
+            memory.bring()
+        _synchronize(state.device)
+        state.engine.set_parked(False)
+
+
+def _find(state: ShardState, optimizers: Sequence[Optimizer]) -> _Parked:
+    units = [Memory(state.engine.device_memory(unit.index)) for unit in state.units]
+    for unit, memory in zip(state.units, units, strict=True) if state.config.by_rows else ():
+        for position, param in enumerate(unit.params):
+            part, local = state.engine.make_shard(unit.index, position), local_part(param.shard)
+            if local.device.type == state.device.type and not hasattr(local, "__tensor_flatten__"):
+                memory.windows.append((local.detach(), part.detach()))
+    found = {tensor.untyped_storage()._cdata for memory in units for tensor in memory.tensors}
+    others = []
+    for optimizer in optimizers:
+        for value in leaves([list(each.values()) for each in optimizer.state.values()]):
+            if not isinstance(value, Tensor):
+                continue
+            plain = local_of(value) if isinstance(value, Placed) else local_part(value).detach()
+            storage = plain.untyped_storage()
+            if (
+                plain.device.type == state.device.type
+                and storage._cdata not in found
+                and storage.nbytes()
+            ):
+                found.add(storage._cdata)
+                bytes_of: Any = torch.empty(0, dtype=torch.uint8, device=plain.device)
+                others.append(bytes_of.set_(storage, 0, (storage.nbytes(),), (1,)))
+    return _Parked(units, Memory(others))
+
+
+def _give_copies(state: ShardState, made: _Parked) -> None:
+    tensors = [tensor for memory in made.all() for tensor in memory.tensors]
+    ends = [0]
+    for tensor in tensors:
+        ends.append(ends[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    host = _host.get(state)
+    if host is None or host.nbytes < ends[-1]:
+        pinned = ends[-1] if state.device.type == "cuda" else 0
+        _host[state] = host = HostMemory(ends[-1], pinned_nbytes=pinned, inherited=True)
+    views = iter([host.view(begin, t.nbytes, torch.uint8) for begin, t in zip(ends, tensors)])  # noqa: B905
+    for memory in made.all():
+        memory.copies = [next(views) for _ in memory.tensors]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
