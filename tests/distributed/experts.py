@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import zerocore
 from zerocore.planning.prediction import planned_events
@@ -63,9 +65,10 @@ class Experts(nn.Module):
 
     def forward(self, tokens: Tensor, choice: Tensor) -> Tensor:
         out = torch.zeros_like(tokens)
-        for index in range(len(self.weight)):
+        weight, bias = (p.to_local() if isinstance(p, DTensor) else p for p in self.parameters())
+        for index in range(len(weight)):
             sent = (choice == self.first + index).unsqueeze(1)
-            out = out + sent * torch.tanh(tokens @ self.weight[index] + self.bias[index])
+            out = out + sent * torch.tanh(tokens @ weight[index] + bias[index])
         return out
 
 
@@ -128,6 +131,15 @@ def spread_model(group: dist.ProcessGroup, bounds: list[int]) -> Model:
         for (name, param), full in zip(model.named_parameters(), whole.parameters(), strict=True):
             param.copy_(full[own] if ".experts." in name else full)
     return model
+
+
+def experts_as_dtensors(model: Model, mesh: DeviceMesh) -> None:
+    """Each rank of a 1-D mesh has an equal part of them."""
+    for block in model.blocks:
+        experts: Any = block.experts
+        for name, param in list(experts.named_parameters()):
+            part = DTensor.from_local(param.detach(), mesh, [Shard(0)])
+            setattr(experts, name, nn.Parameter(part))
 
 
 def tokens_of(rank: int, step: int) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ import zerocore
 from tests.by_night import by_night
 from tests.distributed.experts import (
     NUM_EXPERTS,
+    experts_as_dtensors,
     loss_of,
     spread_model,
     whole_model,
@@ -29,7 +30,14 @@ from tests.distributed.harness import run_ranks
 Bounds = Sequence[int]
 EVEN, UNEVEN, SINGLE = [0, 2, 4], [0, 1, 4], [0, 1, 2, 3, 4]
 # Replicas of each expert by parts, and which experts each part has.
-LAYOUTS = {"2x2": ((2, 2), EVEN), "uneven": ((2, 2), UNEVEN), "1x4": ((1, 4), SINGLE)}
+LAYOUTS = {
+    "2x2": ((2, 2), EVEN),
+    "uneven": ((2, 2), UNEVEN),
+    "1x4": ((1, 4), SINGLE),
+    "DTensors": ((2, 2), EVEN),
+    "2x4": ((2, 4), SINGLE),
+    "8x2": ((8, 2), UNEVEN),
+}
 PATTERN = "*.experts.*"
 CLOSE = {"rtol": 2e-6, "atol": 2e-7}
 
@@ -38,9 +46,17 @@ def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("edp", "ep"))
 
 
-def sharded(shape: tuple[int, int], bounds: Bounds, stage: int, **options: Any) -> Any:
+def sharded(
+    shape: tuple[int, int],
+    bounds: Bounds,
+    stage: int,
+    as_dtensors: bool = False,
+    **options: Any,
+) -> Any:
     mesh = mesh_of(shape)
     model = spread_model(mesh.get_group("ep"), list(bounds))
+    if as_dtensors:
+        experts_as_dtensors(model, mesh["ep"])
     part = zerocore.Part(mesh["edp"], of=mesh["ep"])
     return zerocore.shard(model, stage=stage, groups={PATTERN: part}, **options)
 
@@ -56,6 +72,7 @@ def train(
 ) -> None:
     """Three steps: gradients, norm and weights are those of one process."""
     shape, bounds = LAYOUTS[layout]
+    options["as_dtensors"] = layout == "DTensors"
     model, truth = sharded(shape, bounds, stage, **options), whole_model()
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, truth)]
     for number in range(3):
@@ -83,9 +100,10 @@ def train_all_ways(stage: int, layout: str) -> None:
     train(stage, layout, zerocore.clip_grad_norm_, 2, accumulate="full", prefetch=2)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*list(LAYOUTS)[:4], *by_night("2x4", "8x2")])
 def test_training_is_that_of_one_process(stage: int, layout: str) -> None:
-    run_ranks(train_all_ways, 4, stage, layout)
+    (replicas, parts), _ = LAYOUTS[layout]
+    run_ranks(train_all_ways, replicas * parts, stage, layout, timeout=170)
 
 
 def train_with_own_adamw(options: dict[str, Any]) -> None:

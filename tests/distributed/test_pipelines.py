@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,16 +51,17 @@ def make_stages(mesh: Any, stage: int, num_stages: int, is_v: bool, **options: A
     """This rank's stages, sharded over the ranks that hold the same ones."""
     rank, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
     layers = NUM_LAYERS // num_stages
+    data = mesh["replicas", "dp"] if mesh.ndim == 3 else mesh["dp"]
     stages = []
     mine = [rank, num_stages - 1 - rank] if is_v else range(rank, num_stages, size)
     for index in mine:
         part = build()[index * layers : (index + 1) * layers]
         if stage == FSDP:
             for layer in part:
-                zerocore.fsdp.fully_shard(layer, mesh=mesh["dp"], **options)
-            zerocore.fsdp.fully_shard(part, mesh=mesh["dp"], **options)
+                zerocore.fsdp.fully_shard(layer, mesh=data, **options)
+            zerocore.fsdp.fully_shard(part, mesh=data, **options)
         else:
-            zerocore.shard(part, stage=stage, group=mesh["dp"])
+            zerocore.shard(part, stage=stage, group=data)
         stages.append(
             pipelining.PipelineStage(
                 part, index, num_stages, torch.device("cpu"), group=mesh.get_group("pp")
@@ -77,7 +80,7 @@ def run(mesh: Any, stage: int, kind: str, **options: Any) -> list[dict[str, Tens
     schedule = schedule_class(stages if multi else stages[0], NUM_MICRO, loss_fn=loss)
     optimizers = [torch.optim.SGD(s.submod.parameters(), lr=0.5) for s in stages]
     for step in range(NUM_STEPS):
-        x, target = batch(step, mesh["dp"].get_local_rank())
+        x, target = batch(step, dist.get_rank() % (mesh.size() // mesh["pp"].size()))
         first = (x,) if any(s.is_first for s in stages) else ()
         last = {"target": target} if any(s.is_last for s in stages) else {}
         schedule.step(*first, **last)
@@ -89,9 +92,11 @@ def run(mesh: Any, stage: int, kind: str, **options: Any) -> list[dict[str, Tens
     return [zerocore.full_state_dict(s.submod, rank0_only=False) for s in stages]
 
 
-def train_right(kind: str, num_replicas: int) -> None:
-    mesh = init_device_mesh("cpu", (2, num_replicas), mesh_dim_names=("pp", "dp"))
-    expected = reference(num_replicas)
+def train_right(kind: str, shape: tuple[int, ...]) -> None:
+    """``shape``: of the ranks that hold one stage, in replicas by shards if there are two."""
+    names = ("pp", "replicas", "dp") if len(shape) == 2 else ("pp", "dp")
+    mesh = init_device_mesh("cpu", (2, *shape), mesh_dim_names=names)
+    expected = reference(math.prod(shape))
     for stage in (0, 1, 2, 3, FSDP):
         for state in run(mesh, stage, kind):
             for key, value in state.items():
@@ -113,10 +118,10 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("num_replicas", [*by_night(1), 2])
+@pytest.mark.parametrize("shape", [*by_night(((1,),), ((2, 2),)), (2,)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_schedule_trains_right(kind: str, num_replicas: int) -> None:
-    run_ranks(train_right, 2 * num_replicas, kind, num_replicas, timeout=120.0)
+def test_every_schedule_trains_right(kind: str, shape: tuple[int, ...]) -> None:
+    run_ranks(train_right, 2 * math.prod(shape), kind, shape, timeout=120.0)
 
 
 def count_reductions(kind: str) -> list[int]:
