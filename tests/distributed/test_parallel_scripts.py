@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
+import runpy
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +24,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.test_experts import EVEN, LAYOUTS, mesh_of, own_of, sharded
 from tests.distributed.test_pipelines import NUM_MICRO, batch, build
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 STEPS, SAVED = 4, 2
 
@@ -136,3 +143,20 @@ def train_beside_fsdp2() -> None:
 
 def test_pipelines_evaluate_between_steps() -> None:
     run_ranks(train_beside_fsdp2, 4, timeout=120.0)
+
+
+def run_example(name: str, options: tuple[str, ...]) -> str:
+    """What this rank prints."""
+    sys.argv = [name, "--steps", "20", *options]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("name", ["experts", "context", "tensor_parallel", "pipeline"])
+def test_examples_learn(name: str) -> None:
+    """As the page has them; torchrun gives each rank its place."""
+    options = ("--stages" if name == "pipeline" else "--parts", "2")
+    printed = run_ranks(run_example, 4, f"{name}.py", options, launch="torchrun", timeout=120)
+    losses = [float(each) for each in re.findall(r"loss ([\d.]+)", "".join(printed))]
+    assert len(losses) == 2 and losses[1] < losses[0]
