@@ -135,7 +135,8 @@ class UnitParam:
 
     ``like`` is the model weight as a meta tensor; ``main``, ``reduce`` and ``grad`` are the dtypes
     of the main weight, of gradients on their way and as they are kept. A frozen parameter that is
-    cast ``lacks_main``. Of one that is not ``is_gathered`` the unit has the gradient only.
+    cast ``lacks_main``. Gathers move numbers of ``gather`` with their scales.
+    Of one that is not ``is_gathered`` the unit has the gradient only.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class UnitParam:
         grad: torch.dtype,
         lacks_main: bool,
         is_gathered: bool = True,
+        gather: torch.dtype | None = None,
     ) -> None: ...
 
 class UnitSpec:

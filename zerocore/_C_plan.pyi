@@ -11,7 +11,8 @@ class ParamSpec:
     """A parameter as the planner sees it.
 
     ``main``, ``reduce`` and ``grad`` are the types of the optimizer's copy, of gradients on their
-    way and of gradients as they are kept; None for the parameter's own.
+    way and of gradients as they are kept; None for the parameter's own. Gathers move numbers of
+    ``gather``, of one byte, with their scales.
     """
 
     def __init__(
@@ -24,6 +25,7 @@ class ParamSpec:
         main: ElementType = ...,
         reduce: ElementType = ...,
         grad: ElementType = ...,
+        gather: ElementType = ...,
     ) -> None: ...
     fqn: str
     shape: list[int]
@@ -37,6 +39,7 @@ class Region:
     itemsize: int
     requires_grad: bool
     is_gathered: bool
+    is_encoded: bool
     shard_numel: int
     num_across: int
     params: list[int]

@@ -27,13 +27,15 @@ UnitParam make_param(
     at::ScalarType reduce,
     at::ScalarType grad,
     bool lacks_main,
-    bool is_gathered) {
+    bool is_gathered,
+    std::optional<at::ScalarType> gather) {
   UnitParam param;
   param.spec.is_gathered = is_gathered;
   param.lacks_main = lacks_main;
   param.spec.main = element_of(main);
   param.spec.reduce = element_of(reduce);
   param.spec.grad = element_of(grad);
+  param.spec.gather = gather ? element_of(*gather) : ElementType();
   param.spec.fqn = std::move(fqn);
   param.spec.shape = like.sizes().vec();
   param.spec.dtype = static_cast<int>(like.scalar_type());
@@ -109,7 +111,8 @@ void register_units(py::module_& module) {
           py::arg("reduce"),
           py::arg("grad"),
           py::arg("lacks_main"),
-          py::arg("is_gathered") = true);
+          py::arg("is_gathered") = true,
+          py::arg("gather") = py::none());
   py::class_<UnitSpec>(module, "UnitSpec")
       .def(
           py::init(

@@ -37,6 +37,7 @@ void register_layout(py::module_& module) {
               bool,
               ElementType,
               ElementType,
+              ElementType,
               ElementType>(),
           py::arg("fqn"),
           py::arg("shape"),
@@ -45,7 +46,8 @@ void register_layout(py::module_& module) {
           py::arg("requires_grad") = true,
           py::arg("main") = ElementType(),
           py::arg("reduce") = ElementType(),
-          py::arg("grad") = ElementType())
+          py::arg("grad") = ElementType(),
+          py::arg("gather") = ElementType())
       .def_readonly("fqn", &ParamSpec::fqn)
       .def_readonly("shape", &ParamSpec::shape)
       .def_readonly("requires_grad", &ParamSpec::requires_grad)
@@ -55,6 +57,7 @@ void register_layout(py::module_& module) {
       .def_readonly("itemsize", &Region::itemsize)
       .def_readonly("requires_grad", &Region::requires_grad)
       .def_readonly("is_gathered", &Region::is_gathered)
+      .def_property_readonly("is_encoded", &Region::is_encoded)
       .def_readonly("shard_numel", &Region::shard_numel)
       .def_readonly("num_across", &Region::num_across)
       .def_readonly("params", &Region::params)

@@ -20,14 +20,22 @@ void nothing(const Call& /*call*/) {}
 constexpr Table make_table() {
   Table table{};
   table[static_cast<size_t>(c10::DeviceType::CPU)] = {
-      &cpu::copy, &cpu::accumulate, &cpu::square, &cpu::total, &cpu::adamw};
+      &cpu::copy,
+      &cpu::accumulate,
+      &cpu::square,
+      &cpu::total,
+      &cpu::adamw,
+      &cpu::encode,
+      &cpu::decode};
   // Arguments are checked and nothing is computed.
   table[static_cast<size_t>(c10::DeviceType::Meta)] = {
       &nothing<CopyCall>,
       &nothing<AccumulateCall>,
       &nothing<SquareCall>,
       &nothing<TotalCall>,
-      &nothing<AdamWCall>};
+      &nothing<AdamWCall>,
+      &nothing<EncodeCall>,
+      &nothing<DecodeCall>};
   return table;
 }
 

@@ -10,6 +10,7 @@
 
 #include "kernels/element.h"
 #include "kernels/grad_norm.h"
+#include "kernels/scaled.h"
 #include "kernels/segment_list.h"
 
 namespace zerocore::kernels {
@@ -61,12 +62,46 @@ struct AdamWCall {
   BiasCorrection* corrections;
 };
 
+// Blocks of numbers and their scales, see Note [Scaled blocks]: of the elements at `src`.
+struct EncodeCall {
+  c10::Device device;
+  Element element; // of the source
+  ScaledFormat format;
+  void* blocks;
+  const void* src;
+  int64_t num_blocks;
+};
+
+// Every segment: the elements whose numbers begin at `src` within `blocks`.
+struct DecodeCall {
+  c10::Device device;
+  Element element; // of the destinations
+  ScaledFormat format;
+  const SegmentList& segments;
+  const void* blocks;
+};
+
+// Calls f<T, format>() for a float, half or bfloat16.
+template <typename F>
+void visit_scaled(Element element, ScaledFormat format, F&& f) {
+  visit_narrow(element, [&](auto types) {
+    using T = typename decltype(types)::Dst;
+    if (format == ScaledFormat::Int8) {
+      f.template operator()<T, ScaledFormat::Int8>();
+    } else {
+      f.template operator()<T, ScaledFormat::Float8>();
+    }
+  });
+}
+
 struct Loops {
   void (*copy)(const CopyCall&);
   void (*accumulate)(const AccumulateCall&);
   void (*square)(const SquareCall&);
   void (*total)(const TotalCall&);
   void (*adamw)(const AdamWCall&);
+  void (*encode)(const EncodeCall&);
+  void (*decode)(const DecodeCall&);
 };
 
 // Called while the library is loaded, once a device.

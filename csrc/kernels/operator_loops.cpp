@@ -9,6 +9,11 @@
 #include <c10/core/DeviceType.h>
 #include <c10/util/Exception.h>
 
+#include <cfloat>
+#include <utility>
+
+#include "common/math.h"
+
 namespace zerocore::kernels {
 
 namespace {
@@ -61,6 +66,51 @@ void accumulate_by_operators(const AccumulateCall& call) {
   write(tensor_at(call.out, call.numel, dst, call.device), sum, call.scale, call.add, dst);
 }
 
+Element number_type(ScaledFormat format) {
+  return format == ScaledFormat::Int8 ? Element::Char : Element::Float8_e4m3fn;
+}
+
+// The numbers of blocks, and their scales, as views of them.
+std::pair<at::Tensor, at::Tensor> parts_of(const at::Tensor& blocks, ScaledFormat format) {
+  const at::Tensor rows = blocks.view({-1, kScaledNbytes});
+  const at::Tensor numbers = rows.narrow(1, 0, kScaledNumel).view(number_type(format));
+  return {numbers, rows.narrow(1, kScaledNumel, kScaledNbytes - kScaledNumel).view(Element::Float)};
+}
+
+void encode_by_operators(const EncodeCall& call) {
+  const at::Tensor blocks =
+      tensor_at(call.blocks, call.num_blocks * kScaledNbytes, Element::Byte, call.device);
+  const at::Tensor values =
+      tensor_at(call.src, call.num_blocks * kScaledNumel, call.element, call.device)
+          .to(Element::Float)
+          .view({-1, kScaledNumel});
+  const float largest = call.format == ScaledFormat::Int8 ? 127.0F : 448.0F;
+  at::Tensor scale = values.abs().amax(1, /*keepdim=*/true).div(largest);
+  scale = scale.masked_fill(scale.lt(FLT_MIN), 0);
+  at::Tensor scaled = values.mul(scale.reciprocal().masked_fill(scale.eq(0), 0));
+  if (call.format == ScaledFormat::Int8) {
+    scaled = scaled.round();
+  }
+  auto [numbers, scales] = parts_of(blocks, call.format);
+  numbers.copy_(scaled);
+  scales.copy_(scale);
+}
+
+void decode_by_operators(const DecodeCall& call) {
+  const auto* begin = static_cast<const char*>(call.blocks);
+  for (const Segment& segment : call.segments) {
+    const int64_t past = static_cast<const char*>(segment.src) - begin;
+    const int64_t first = past % kScaledNbytes;
+    const int64_t num_blocks = ceil_div(first + segment.numel, kScaledNumel);
+    const at::Tensor blocks =
+        tensor_at(begin + past - first, num_blocks * kScaledNbytes, Element::Byte, call.device);
+    const auto [numbers, scales] = parts_of(blocks, call.format);
+    const at::Tensor values = numbers.to(Element::Float).mul(scales).view({-1});
+    tensor_at(segment.dst, segment.numel, call.element, call.device)
+        .copy_(values.narrow(0, first, segment.numel));
+  }
+}
+
 template <typename Call>
 void refuse(const Call& call) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "zerocore's optimizers have no kernel for ", call.device);
@@ -72,7 +122,9 @@ void refuse(const Call& call) {
      &accumulate_by_operators,
      &refuse<SquareCall>,
      &refuse<TotalCall>,
-     &refuse<AdamWCall>});
+     &refuse<AdamWCall>,
+     &encode_by_operators,
+     &decode_by_operators});
 
 } // namespace
 

@@ -22,6 +22,29 @@ void run_copy(const at::Tensor& like, Pair pair, const SegmentList& list, double
   }
 }
 
+ScaledFormat format_of(const char* op, c10::ScalarType format) {
+  TORCH_CHECK_TYPE(
+      format == at::kChar || format == at::kFloat8_e4m3fn,
+      op,
+      ": format is ",
+      format,
+      ", expected float8_e4m3fn or int8");
+  return format == at::kChar ? ScaledFormat::Int8 : ScaledFormat::Float8;
+}
+
+void check_blocks(const char* op, const at::Tensor& blocks, const at::Tensor& values) {
+  check_flat(op, "blocks", blocks);
+  check_flat(op, "values", values);
+  TORCH_CHECK_TYPE(
+      blocks.scalar_type() == at::kByte && is_narrow(values.scalar_type()),
+      op,
+      ": blocks are ",
+      blocks.scalar_type(),
+      " and values ",
+      values.scalar_type(),
+      ", expected uint8 and float32, float16 or bfloat16");
+}
+
 constexpr std::array kElements = {
     Element::Half,
     Element::BFloat16,
@@ -135,6 +158,52 @@ void copy_pieces(const at::Tensor& to, const at::Tensor& from, const std::vector
     list.push(target.at(piece.to), source.at(piece.from), piece.numel * step);
   }
   run_copy(to, pair, list, 1.0);
+}
+
+void encode(const at::Tensor& blocks, const at::Tensor& source, c10::ScalarType format) {
+  check_blocks("encode", blocks, source);
+  check_member("encode", "source", 0, source, blocks, source.scalar_type());
+  const int64_t num_blocks = source.numel() / kScaledNumel;
+  TORCH_CHECK_VALUE(
+      source.numel() % kScaledNumel == 0 && blocks.numel() == scaled_nbytes(source.numel()),
+      "encode: ",
+      source.numel(),
+      " elements do not fill ",
+      blocks.numel(),
+      " bytes of blocks");
+  if (num_blocks > 0) {
+    loops_of(blocks.device())
+        .encode(
+            {blocks.device(),
+             source.scalar_type(),
+             format_of("encode", format),
+             Memory(blocks).data,
+             Source(source).data,
+             num_blocks});
+  }
+}
+
+void decode(
+    const at::Tensor& to,
+    const at::Tensor& blocks,
+    const std::vector<Piece>& pieces,
+    c10::ScalarType format) {
+  check_blocks("decode", blocks, to);
+  check_member("decode", "blocks", 0, blocks, to, at::kByte);
+  const Memory target(to);
+  const Source source(blocks);
+  SegmentList list;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const Piece& piece = pieces[i];
+    check_range(
+        "decode", i, piece.from, piece.numel, blocks.numel() / kScaledNbytes * kScaledNumel);
+    check_range("decode", i, piece.to, piece.numel, to.numel());
+    list.push(target.at(piece.to), source.at(scaled_place(piece.from)), piece.numel);
+  }
+  if (list.size() > 0) {
+    loops_of(to.device())
+        .decode({to.device(), to.scalar_type(), format_of("decode", format), list, source.data});
+  }
 }
 
 void accumulate(

@@ -38,6 +38,18 @@ struct Piece {
 // not overlap in `to`.
 void copy_pieces(const at::Tensor& to, const at::Tensor& from, const std::vector<Piece>& pieces);
 
+// Blocks of numbers of one byte with their scales, of the values of `source`: see Note [Scaled
+// blocks]. Both 1-D; `blocks` are bytes, scaled_nbytes() of the source's elements, which fill them.
+// `format`: float8_e4m3fn or int8.
+void encode(const at::Tensor& blocks, const at::Tensor& source, c10::ScalarType format);
+
+// to[piece] = the values of blocks[piece], where `from` counts elements.
+void decode(
+    const at::Tensor& to,
+    const at::Tensor& blocks,
+    const std::vector<Piece>& pieces,
+    c10::ScalarType format);
+
 // out = [out +] scale * (sum of the `num_chunks` equal parts of `chunks`). Both 1-D.
 void accumulate(
     const at::Tensor& out,

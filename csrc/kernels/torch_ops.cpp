@@ -49,6 +49,14 @@ void pack_gradients(
   pack(bucket, segments, scale);
 }
 
+void decode_all(
+    const at::Tensor& to,
+    const at::Tensor& blocks,
+    at::ScalarType format,
+    int64_t first) {
+  decode(to, blocks, {{first, 0, to.numel()}}, format);
+}
+
 void sum_of_known_squares(
     const at::Tensor& out,
     at::TensorList shards,
@@ -120,6 +128,8 @@ void implement(torch::Library& library) {
   library.impl("pack", &pack_gradients);
   library.impl("accumulate", &accumulate);
   library.impl("cast", &cast);
+  library.impl("encode", &encode);
+  library.impl("decode", &decode_all);
   library.impl("sum_of_squares", &sum_of_known_squares);
   library.impl("adamw", &adamw_lists);
 }
@@ -133,6 +143,8 @@ TORCH_LIBRARY(zerocore, library) {
   library.def(
       "accumulate(Tensor(a!) out, Tensor chunks, int num_chunks=1, *, bool add=False, "
       "float scale=1.0) -> ()");
+  library.def("encode(Tensor(a!) blocks, Tensor source, ScalarType format) -> ()");
+  library.def("decode(Tensor(a!) to, Tensor blocks, ScalarType format, int first=0) -> ()");
   library.def("cast(Tensor(a!) bucket, Tensor[] sources, int[] offsets) -> ()");
   library.def("sum_of_squares(Tensor(a!) out, Tensor[] shards, *, Tensor?[]? known=None) -> ()");
   library.def(
@@ -156,6 +168,8 @@ TORCH_LIBRARY_IMPL(zerocore, Meta, library) {
   library.impl("pack", &OnMeta<&pack_gradients>::call);
   library.impl("accumulate", &OnMeta<&accumulate>::call);
   library.impl("cast", &OnMeta<&cast>::call);
+  library.impl("encode", &OnMeta<&encode>::call);
+  library.impl("decode", &OnMeta<&decode_all>::call);
   library.impl("sum_of_squares", &OnMeta<&sum_of_known_squares>::call);
   library.impl("adamw", &OnMeta<&adamw_lists>::call);
 }

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "common/scaled_blocks.h"
+
 namespace zerocore {
 
 namespace {
@@ -41,13 +43,14 @@ Region make_region(const ParamSpec& spec, int64_t num_shards, bool by_rows) {
   region.main = resolve(spec.main);
   region.reduce = resolve(spec.reduce);
   region.grad = resolve(spec.grad);
+  region.gather = spec.gather;
   return region;
 }
 
 bool same_kind(const Region& a, const Region& b) {
   return a.own() == b.own() && a.requires_grad == b.requires_grad &&
       a.is_gathered == b.is_gathered && a.main == b.main && a.reduce == b.reduce &&
-      a.grad == b.grad;
+      a.grad == b.grad && a.gather == b.gather;
 }
 
 int find_or_add_region(
@@ -113,7 +116,10 @@ Layout Layout::build(
     regions[region].params.push_back(static_cast<int>(i));
   }
   for (size_t i = 0; i < regions.size(); ++i) {
-    const int64_t multiple = num_cuts * aligned_numel(kShardAlignment, narrowest(regions[i]));
+    const int64_t aligned = regions[i].is_encoded()
+        ? kAlignedScaledNumel
+        : aligned_numel(kShardAlignment, narrowest(regions[i]));
+    const int64_t multiple = num_cuts * aligned;
     regions[i].num_across = num_across;
     regions[i].shard_numel = round_up(by_rows ? used[i] : ceil_div(used[i], num_shards), multiple);
   }
@@ -179,7 +185,23 @@ Layout Layout::retyped(ElementType Region::* type) const {
   return Layout(std::move(regions), places_, num_shards_, by_rows_);
 }
 
+Layout Layout::encoded() const {
+  std::vector<Region> regions = regions_;
+  for (Region& region : regions) {
+    if (region.is_encoded()) {
+      region.dtype = 0; // bytes
+      region.itemsize = 1;
+      region.shard_numel = scaled_nbytes(region.shard_numel);
+    }
+  }
+  return Layout(std::move(regions), places_, num_shards_, by_rows_);
+}
+
 bool Layout::copies_out() const {
+  return std::ranges::any_of(regions_, &Region::is_encoded) || moves_rows();
+}
+
+bool Layout::moves_rows() const {
   return by_rows_ && num_shards_ > 1 &&
       std::any_of(regions_.begin(), regions_.end(), [&](const Region& region) {
            return region.is_gathered &&

@@ -51,6 +51,7 @@ struct Region {
   bool requires_grad = true;
   bool is_gathered = true; // else nothing of it is in buffers of parameters
   ElementType main, reduce, grad; // as of its parameters; the region's own where frozen
+  ElementType gather; // as of its parameters
   int64_t shard_numel = 0;
   int64_t num_shards = 1;
   int64_t num_across = 1; // shards of different replicas that follow each other
@@ -66,6 +67,10 @@ struct Region {
   // Gradients travel in another type than they are kept in.
   bool has_wire() const {
     return reduce != grad;
+  }
+  // Gathers move numbers of one byte and their scales.
+  bool is_encoded() const {
+    return gather.itemsize > 0;
   }
   int64_t numel() const {
     return shard_numel * num_shards;
@@ -103,6 +108,8 @@ class Layout {
   Layout of_shard(int64_t shard) const;
   // Regions with room for so many shards; places have no meaning in it.
   Layout of_shards(int64_t count) const;
+  // Regions as gathers move them, see Region::is_encoded; places have no meaning in it.
+  Layout encoded() const;
   // The same places with elements of another type: &Region::main, &Region::reduce, &Region::grad.
   Layout retyped(ElementType Region::* type) const;
 
@@ -118,7 +125,7 @@ class Layout {
   bool by_rows() const {
     return by_rows_;
   }
-  // Whether parameters lie in another order on the wire than layers want them.
+  // Whether parameters lie in another order on the wire than layers want them, or are encoded.
   bool copies_out() const;
   // Bytes of the unsharded unit buffer, gaps and padding included.
   int64_t nbytes() const {
@@ -145,6 +152,7 @@ class Layout {
       std::vector<ParamPlace> places,
       int64_t num_shards,
       bool by_rows);
+  bool moves_rows() const;
   // Checks what build() promises; a violation is a bug.
   void validate() const;
 

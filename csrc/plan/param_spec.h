@@ -26,6 +26,7 @@ struct ParamSpec {
   // Of a parameter that requires grad, the parameter's own where not given: the optimizer's copy,
   // gradients on their way, and gradients as they are kept.
   ElementType main = {}, reduce = {}, grad = {};
+  ElementType gather = {}; // of one byte, with scales, see common/scaled_blocks.h; else as it is
   bool is_gathered = true; // else the unit has its gradient only
 
   int64_t numel() const {

@@ -120,7 +120,11 @@ struct UnitMesh {
   bool gathers_near() const {
     return near.size > 1;
   }
-  Layout layout_of(const std::vector<ParamSpec>& params, bool by_rows) const {
+  // Parameters are encoded where they are gathered for each use.
+  Layout layout_of(std::vector<ParamSpec> params, bool by_rows) const {
+    for (ParamSpec& param : params) {
+      param.gather = shards_parameters() && num_shards() > 1 ? param.gather : ElementType();
+    }
     return Layout::build(params, num_shards(), by_rows, num_across(), num_cuts());
   }
   // All gathers come from all ranks.

@@ -9,6 +9,7 @@ Unsharding::Unsharding(UnitId unit, const GatherFacts& facts, const Layout& layo
     : unit_(unit),
       facts_(facts),
       layout_(layout),
+      received_(layout.encoded()),
       copies_out_(layout.copies_out()),
       state_(facts.mesh.shards_parameters() ? UnitState::Sharded : UnitState::Unsharded),
       has_full_(!facts.mesh.shards_parameters()) {}
@@ -72,9 +73,14 @@ void Unsharding::start(int index, GatherSteps& steps) const {
   }
   if (layout_.num_shards() > 1) {
     const UnitMesh& mesh = facts_.mesh;
-    const bool is_in_place = loads || !mesh.shards_parameters() || mesh.shards_across();
+    const bool encodes = region.is_encoded();
+    if (encodes) {
+      steps.run({GatherStepKind::Encode, unit_, index, ParamMemory::Own, to});
+    }
+    const bool is_in_place = loads || encodes || !mesh.shards_parameters() || mesh.shards_across();
     const ParamMemory from = is_in_place ? to : ParamMemory::Own;
-    const int64_t nbytes = mesh.state.methods.gather.wire_nbytes(region.nbytes());
+    const int64_t nbytes =
+        mesh.state.methods.gather.wire_nbytes(received_.regions()[index].nbytes());
     steps.run({GatherStepKind::Start, unit_, index, from, to, nbytes, TraceOp::AllGather});
   }
 }
@@ -102,7 +108,7 @@ void Unsharding::wait(GatherSteps& steps) {
         {.kind = GatherStepKind::GiveBack,
          .unit = unit_,
          .from = ParamMemory::Received,
-         .nbytes = layout_.nbytes()});
+         .nbytes = received_.nbytes()});
   }
   steps.run({.kind = GatherStepKind::Show, .unit = unit_});
   state_ = UnitState::Unsharded;
@@ -131,7 +137,7 @@ void Unsharding::take(ParamMemory memory, StreamRole user, GatherSteps& steps) {
       {.kind = GatherStepKind::Take,
        .unit = unit_,
        .to = memory,
-       .nbytes = layout_.nbytes(),
+       .nbytes = (memory == ParamMemory::Received ? received_ : layout_).nbytes(),
        .user = user});
   has_full_ = has_full_ || memory == ParamMemory::Full;
 }

@@ -8,7 +8,8 @@
 //               only regions that have changed are gathered.
 // stage 3       Own is memory of its own, on the device, the host or the disk. Full is a block of
 //               the pool from a gather to the reshard.
-// A layout of rows is gathered into Received, a block that is copied out to Full and given back.
+// A layout of rows is gathered into Received, a block that is copied out to Full and given back; so
+// is one of encoded parameters, whose rank's part is made in that block.
 // With near ranks a part of Full stays in Near, from the first reshard until the parameters change.
 #pragma once
 
@@ -41,6 +42,7 @@ enum class GatherStepKind : uint8_t {
   Order, // gathers start behind the compute stream, which reads Full
   Read, // the unit's shard comes from the disk
   Load, // this rank's part of `to` comes from the host
+  Encode, // this rank's part of `to` is made of `from`
   StartAcross, // the gather of this rank's part of `to` over the replicas, from `from`
   WaitAcross, // for StartAcross, where no stream keeps the order
   Start, // the gather of a region, from `from` (this rank's part of it) to `to`
@@ -106,6 +108,7 @@ class Unsharding {
   const UnitId unit_;
   GatherFacts facts_;
   const Layout& layout_;
+  Layout received_; // as gathers move it
   bool copies_out_;
   UnitState state_;
   bool has_full_; // a block, or memory that stays

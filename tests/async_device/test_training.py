@@ -211,6 +211,27 @@ def test_sums_in_order_are_those_of_gloo() -> None:
     assert found == expected
 
 
+def train_narrow(on_device: bool) -> list[list[float]]:
+    """Parameters are gathered as numbers of one byte."""
+    device, extension = start(on_device)
+    losses = []
+    for seed in range(2):
+        if on_device:
+            extension.set_delays(seed, 0.3 if seed else 0.0, 400)
+        for dtype in (torch.float8_e4m3fn, torch.int8):
+            mixed = zerocore.MixedPrecision(gather_dtype=dtype)
+            model = zerocore.shard(make_model(device), units=[Block], mixed_precision=mixed)
+            losses.append(torch.stack(train(model, device)).tolist())
+    return losses
+
+
+def test_narrow_gathers_have_the_losses_of_gloo() -> None:
+    """Made on the stream of the gather, read on that of compute."""
+    expected = run_ranks(train_narrow, 2, False, launch="torchrun", timeout=150)
+    found = run_ranks(train_narrow, 2, True, launch="torchrun", timeout=150)
+    assert found == expected
+
+
 def gathers_before_each_call(on_device: bool, offload: zerocore.Offload | None) -> list[int]:
     """How many gathers the host has issued in a forward when each block begins to compute."""
     device, _ = start(on_device)

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),  # of which compiling takes most
 ]
-WHAT = ("copies", "sums", "norms", "adamw")
+WHAT = ("copies", "sums", "norms", "scaled", "adamw")
 COUNT = "first + u * kThreads < count"
 FAULTS = {
     "a loop is one too long": (
@@ -45,6 +45,11 @@ FAULTS = {
             "map_groups<1, reads_dst>(dst + past",
             "if (false) map_groups<1, reads_dst>(dst + past",
         ),
+    ),
+    "a warp misses the largest of its lanes": (
+        "scaled",
+        "scaled",
+        Fault("scaled.cu", "kWarp / 2; lanes > 0", "kWarp / 4; lanes > 0"),
     ),
     "a block does not wait for its sums": (
         "grad_norm",

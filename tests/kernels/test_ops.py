@@ -28,6 +28,8 @@ def arguments(device: str = "cpu") -> dict[str, Arguments]:
         ),
         "accumulate": ((make(8), make(24, half), 3), {"add": True, "scale": 0.5}),
         "cast": ((make(16, half), [make(4), make(4)], [0, 8]), {}),
+        "encode": ((make(264, torch.uint8), make(256, half), torch.int8), {}),
+        "decode": ((make(200, half), make(264, torch.uint8), torch.int8, 3), {}),
         "sum_of_squares": ((make(2, torch.float64), [make(3), make(4, half)]), {}),
     }
 

@@ -30,6 +30,8 @@ LIMITS = {
     "accumulate_kernel": Limits(6, 1, 40),
     "adamw_kernel": Limits(6, 6, 64),
     "square_kernel": Limits(4, 0, 48),
+    "encode_kernel": Limits(0, 0, 40),  # words of 4 bytes follow each other within blocks
+    "decode_kernel": Limits(0, 0, 40),
     "advance_kernel": Limits(0, 0, 32),
     "total_kernel": Limits(0, 0, 32),
     # They do next to nothing: of what they hold, registers are to be left to others.
@@ -40,6 +42,7 @@ SOURCES = {
     KERNELS / "copy.cu": ["copy_kernel"],
     KERNELS / "accumulate.cu": ["accumulate_kernel"],
     KERNELS / "adamw.cu": ["adamw_kernel", "advance_kernel"],
+    KERNELS / "scaled.cu": ["encode_kernel", "decode_kernel"],
     KERNELS / "grad_norm.cu": ["square_kernel", "total_kernel"],
     CSRC / "emulation" / "emulated_timer.cu": ["book_kernel", "hold_kernel"],
 }

@@ -1,4 +1,4 @@
-"""FSDP2's mixed precision, with a dtype for the wire alone."""
+"""FSDP2's mixed precision, with dtypes for the wire alone."""
 
 from __future__ import annotations
 
@@ -7,23 +7,33 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as PolicyOfTorch
 
-from zerocore.model.precision import check_cast, check_wire
+from zerocore.fsdp.group import Group, RowParam
+from zerocore.model.precision import (
+    MixedPrecision,
+    ParamTypes,
+    check_cast,
+    check_gather,
+    check_wire,
+    gathered_types,
+)
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy(PolicyOfTorch):
-    """Torch's policy, which ``fully_shard`` takes, too, and one more dtype.
+    """Torch's policy, which ``fully_shard`` takes, too, and dtypes of the wire.
 
     Attributes:
         wire_dtype: as of :class:`zerocore.MixedPrecision`; the policies of a model have one, or
             none of them.
+        gather_dtype: as there; embeddings and parameters of fewer than two dimensions are gathered
+            as they are.
 
     Raises:
-        TypeError: it is no floating-point ``torch.dtype``.
-        ValueError: it is not float32, float16 or bfloat16, or ``reduce_dtype`` is given, too.
+        TypeError, ValueError: as of :class:`zerocore.MixedPrecision`.
     """
 
     wire_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         parent = getattr(super(), "__post_init__", None)
@@ -31,6 +41,39 @@ class MixedPrecisionPolicy(PolicyOfTorch):
             parent()
         check_cast("wire_dtype", self.wire_dtype)
         check_wire(self.wire_dtype, self.reduce_dtype)
+        check_gather(self.gather_dtype)
+
+
+def gather_dtype_of(policy: PolicyOfTorch) -> torch.dtype | None:
+    """The dtype that parameters are gathered in; None for a policy of torch."""
+    return policy.gather_dtype if isinstance(policy, MixedPrecisionPolicy) else None
+
+
+def types_of(param: RowParam, group: Group) -> ParamTypes:
+    """The dtypes of a parameter under its group's policy.
+
+    Raises:
+        ValueError: gathers cannot move it as the policy says.
+        NotImplementedError: its policy has a ``gather_dtype``, and it lies on the host.
+    """
+    own, policy = param.shard.dtype, group.policy
+    if not own.is_floating_point:
+        return ParamTypes(own, own, own, own)
+    model = policy.param_dtype or own
+    main = own if param.extension is None else model  # it is its own main weight
+    grad = param.shard.grad_dtype or own
+    reduce = wire_dtype_of(policy) or policy.reduce_dtype or (model if grad == own else grad)
+    types, gather = ParamTypes(model, main, reduce, grad), gather_dtype_of(policy)
+    if gather is None or param.extension is not None:
+        return types
+    if group.offloads:
+        raise NotImplementedError(
+            f"parameter '{param.fqn}': gather_dtype={gather} is not built for parameters on the "
+            "host; leave it or offload_policy= out"
+        )
+    owners = [owner for owner, _ in param.owners]
+    mixed = MixedPrecision(gather_dtype=gather)
+    return gathered_types(types, mixed, param.fqn, len(param.rows.shape), owners)
 
 
 def wire_dtype_of(policy: PolicyOfTorch) -> torch.dtype | None:

@@ -24,11 +24,10 @@ from zerocore.fsdp.group import (
     groups_below,
 )
 from zerocore.fsdp.mesh import device_of
-from zerocore.fsdp.policy import wire_dtype_of
+from zerocore.fsdp.policy import types_of, wire_dtype_of
 from zerocore.model.call_order import call_order, units_by_module
 from zerocore.model.config import Communication, ShardConfig
 from zerocore.model.offload import Offload
-from zerocore.model.precision import ParamTypes
 from zerocore.model.ranks import Ranks, make_near, ranks_of, with_near, with_reductions
 from zerocore.model.state import Param, ShardState, Unit, drop_state
 from zerocore.model.unit_call import UnitCall, note_unit_call
@@ -329,19 +328,8 @@ def apply_settings(group: Group) -> None:
     set_collectives(engine, group)
 
 
-def _types_of(param: RowParam, group: Group) -> ParamTypes:
-    own, policy = param.shard.dtype, group.policy
-    if not own.is_floating_point:
-        return ParamTypes(own, own, own, own)
-    model = policy.param_dtype or own
-    main = own if param.extension is None else model  # it is its own main weight
-    grad = param.shard.grad_dtype or own
-    reduce = wire_dtype_of(policy) or policy.reduce_dtype or (model if grad == own else grad)
-    return ParamTypes(model, main, reduce, grad)
-
-
 def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:
-    types = _types_of(param, group)
+    types = types_of(param, group)
     like = param.rows.inward(torch.empty(param.rows.shape, dtype=types.model, device="meta"))
     like = torch.empty(like.shape, dtype=types.model, device="meta")
     like.requires_grad_(param.shard.requires_grad)
@@ -353,6 +341,7 @@ def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:
         grad=types.grad,
         lacks_main=False,
         is_gathered=param.extension is None,
+        gather=types.gather,
     )
 
 
@@ -395,4 +384,4 @@ def _bind_param(state: ShardState, group: Group, position: int) -> Param:
     model_weight = None if written is None else rows.outward(written)
     on_host = engine.is_updated_on_host(unit, position)
     note_rows(shard, RowShard(spec.fqn, ref(state), unit, position, model_weight, on_host))
-    return Param([spec.fqn], param.owners, full, shard, spec, _types_of(param, group))
+    return Param([spec.fqn], param.owners, full, shard, spec, types_of(param, group))

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from zerocore._C import ShardOptions
 from zerocore.common.checks import require_int
 from zerocore.model.offload import Offload, place_of
@@ -149,10 +151,26 @@ class ShardConfig:
         """``"device"``, ``"cpu"`` or ``"disk"``: where a part of the state is."""
         return place_of(self.offload, part)
 
+    def _check_gather(self, dtype: torch.dtype) -> None:
+        shares, where = self.communication.replicas_share, self.place_of("parameters")
+        for other, given in (
+            (f"stage={self.stage}", not self.placements.parameters),
+            (f"replicas_share={shares!r}", shares is not None),
+            (f"parameters on {where}", where != "device"),
+        ):
+            if given:
+                raise ValueError(
+                    f"gather_dtype={dtype} with {other} is not built; it is for stage=3 with "
+                    "parameters on the device"
+                )
+
     def __post_init__(self) -> None:
         check_mixed(self.mixed_precision)
         if require_int("stage", self.stage) not in STAGES:
             raise ValueError(f"stage must be one of {STAGES}, got {self.stage}")
+        mixed = self.mixed_precision
+        if mixed is not None and mixed.gather_dtype is not None:
+            self._check_gather(mixed.gather_dtype)
         if self.offload is not None:
             if not isinstance(self.offload, Offload):
                 raise TypeError(f"offload must be a zerocore.Offload, got {self.offload!r}")

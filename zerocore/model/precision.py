@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
+from torch import nn
 
 CAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Floating-point dtypes that are cast from and to."""
+GATHER_DTYPES = (torch.float8_e4m3fn, torch.int8)
+"""Numbers of one byte that gathers move."""
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "main_dtype", "grad_dtype", "wire_dtype")
@@ -24,12 +29,14 @@ class ParamTypes:
         main: what the optimizer updates; a copy of its own where it is not ``model``.
         reduce: gradients on their way between the ranks.
         grad: gradients as they are kept and accumulated.
+        gather: numbers of one byte that all-gathers move with their scales; None for ``model``.
     """
 
     model: torch.dtype
     main: torch.dtype
     reduce: torch.dtype
     grad: torch.dtype
+    gather: torch.dtype | None = None
 
     @property
     def has_main(self) -> bool:
@@ -61,6 +68,13 @@ class MixedPrecision:
             in that dtype, too. A gradient's value then depends on the ranks' gradients alone, not
             on units, their order or the backend's algorithm, and is exact where layers compute in
             ``wire_dtype``. None leaves the sum to the backend.
+        gather_dtype: at stage 3, numbers of one byte that parameters are gathered in:
+            ``torch.float8_e4m3fn`` or ``torch.int8``, with a float32 scale for each 128 of a
+            shard. All ranks compute with the values that these stand for; main weights, saves and
+            full values outside of the model are exact.
+        gather_exact: names, as those of ``keep_fp32``, of parameters that are gathered as they
+            are. None leaves out embeddings and parameters of fewer than two dimensions, such as
+            those of norms. Parameters in ``keep_fp32`` are left out in any case.
         grad_dtype: dtype that gradients are kept and accumulated in; None takes that of the main
             weights, which every optimizer of torch needs. ``zerocore.optim`` can do with a
             narrower one.
@@ -70,8 +84,8 @@ class MixedPrecision:
 
     Raises:
         TypeError: a dtype is no floating-point ``torch.dtype``, or a name no string.
-        ValueError: a dtype that is not float32, float16 or bfloat16, or both ``wire_dtype`` and
-            ``reduce_dtype``.
+        ValueError: a dtype that is not float32, float16 or bfloat16 (``gather_dtype``: not
+            float8_e4m3fn or int8), or both ``wire_dtype`` and ``reduce_dtype``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -82,26 +96,40 @@ class MixedPrecision:
     main_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     wire_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None
+    gather_exact: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in _DTYPES:
             check_cast(name, getattr(self, name))
         check_wire(self.wire_dtype, self.reduce_dtype)
-        names = self.keep_fp32
-        if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
-            raise TypeError(f"keep_fp32 must be names of modules or parameters, got {names!r}")
-        object.__setattr__(self, "keep_fp32", tuple(names))
+        check_gather(self.gather_dtype)
+        object.__setattr__(self, "keep_fp32", _names("keep_fp32", self.keep_fp32))
+        if self.gather_exact is not None:
+            object.__setattr__(self, "gather_exact", _names("gather_exact", self.gather_exact))
 
     def keeps(self, fqn: str) -> bool:
         """Whether the parameter of that name is not cast."""
         return any(_matches(name, fqn) for name in self.keep_fp32)
 
+    def encodes(self, fqn: str, dims: int, owners: Iterable[nn.Module]) -> bool:
+        """Whether gathers move a parameter, of a module of ``owners``, in ``gather_dtype``."""
+        if self.gather_dtype is None or self.keeps(fqn):
+            return False
+        if self.gather_exact is not None:
+            return not any(_matches(name, fqn) for name in self.gather_exact)
+        return dims > 1 and not any(isinstance(owner, _EMBEDDINGS) for owner in owners)
+
     def check_names(self, fqns: Sequence[str]) -> None:
-        """Raises ValueError for a name in ``keep_fp32`` that matches none of the parameters."""
-        for name in self.keep_fp32:
+        """Raises ValueError for a name that matches none of the parameters."""
+        options = [("keep_fp32", name) for name in self.keep_fp32]
+        for option, name in [
+            *options,
+            *(("gather_exact", name) for name in self.gather_exact or ()),
+        ]:
             if not any(_matches(name, fqn) for fqn in fqns):
                 raise ValueError(
-                    f"keep_fp32: {name!r} matches no parameter of the model, such as "
+                    f"{option}: {name!r} matches no parameter of the model, such as "
                     f"{', '.join(repr(fqn) for fqn in fqns[:3])}; a name is a whole part of a "
                     f"fully qualified name, '*{name}*' matches within one"
                 )
@@ -126,6 +154,20 @@ def check_wire(wire: torch.dtype | None, reduce: torch.dtype | None) -> None:
         )
 
 
+def check_gather(dtype: object) -> None:
+    """Raises TypeError or ValueError unless it is a dtype of :data:`GATHER_DTYPES` or None."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"gather_dtype must be a torch.dtype, got {dtype!r}")
+    if dtype is not None and dtype not in GATHER_DTYPES:
+        raise ValueError(f"gather_dtype must be one of {GATHER_DTYPES}, got {dtype}")
+
+
+def _names(option: str, names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+        raise TypeError(f"{option} must be names of modules or parameters, got {names!r}")
+    return tuple(names)
+
+
 def check_mixed(mixed: object) -> None:
     """Raises TypeError unless it is a MixedPrecision or None."""
     if mixed is not None and not isinstance(mixed, MixedPrecision):
@@ -137,6 +179,21 @@ def check_mixed(mixed: object) -> None:
 
 def _matches(name: str, fqn: str) -> bool:
     return fnmatchcase(f".{fqn}.", f"*.{name}.*")
+
+
+def gathered_types(
+    types: ParamTypes, mixed: MixedPrecision, fqn: str, dims: int, owners: Iterable[nn.Module]
+) -> ParamTypes:
+    """The same with what gathers move; raises ValueError if they cannot."""
+    if not types.model.is_floating_point or not mixed.encodes(fqn, dims, owners):
+        return types
+    if types.model not in CAST_DTYPES:
+        raise ValueError(
+            f"parameter '{fqn}' is {types.model}, which cannot be gathered as "
+            f"{mixed.gather_dtype}; name it in gather_exact or convert it to one of {CAST_DTYPES} "
+            "before"
+        )
+    return replace(types, gather=mixed.gather_dtype)
 
 
 def param_types(

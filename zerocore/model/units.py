@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zerocore.model.precision import MixedPrecision, ParamTypes, gathered_types
 from zerocore.tensor.rows import local_part
 
 # Containers that are never called: what they hold is used by the module around them.
@@ -35,6 +36,13 @@ class ParamChoice:
     def spec(self) -> Any:
         """The DTensorSpec of a parameter that is spread over ranks already; None of others."""
         return getattr(self.param, "_spec", None)
+
+    def with_gather(self, types: ParamTypes, mixed: MixedPrecision | None) -> ParamTypes:
+        """Its dtypes with that of gathers; raises ValueError if they cannot move it so."""
+        if mixed is None:
+            return types
+        owners = [owner for owner, _ in self.owners]
+        return gathered_types(types, mixed, self.fqns[0], self.tensor.dim(), owners)
 
     @property
     def nbytes(self) -> int:

@@ -226,7 +226,8 @@ class Precision:
         own = choice.tensor.dtype
         if self.dtype is not None and own.is_floating_point:
             own = self.dtype
-        return param_types(self.mixed, choice.fqns[0], own, choice.param.requires_grad)
+        types = param_types(self.mixed, choice.fqns[0], own, choice.param.requires_grad)
+        return choice.with_gather(types, self.mixed)
 
     @property
     def run_dtype(self) -> torch.dtype | None:
@@ -286,6 +287,7 @@ def _spec(choice: ParamChoice, types: ParamTypes, num_parts: int) -> _C.ParamSpe
         main=_element(types.main),
         reduce=_element(types.reduce),
         grad=_element(types.grad),
+        gather=_C.ElementType(0, 0) if types.gather is None else _element(types.gather),
     )
 
 

@@ -14,7 +14,7 @@ from zerocore.common.tables import render_table
 from zerocore.model.config import ShardConfig
 from zerocore.model.offload import FIRST_STAGE
 from zerocore.model.precision import ParamTypes
-from zerocore.model.state import state_of
+from zerocore.model.state import ShardState, state_of
 from zerocore.planning.division import Division
 from zerocore.planning.planner import Planner
 
@@ -168,11 +168,31 @@ def _describe_unit(
         if region.params[0] >= len(types):
             continue  # the bytes of others
         kind = "trainable" if region.requires_grad else "frozen"
-        wire = "" if region.is_gathered else f", gathered as {' and '.join(encoded)}"
-        regions.append(f"{_describe_types(types[region.params[0]])} {kind}{wire}")
+        first = types[region.params[0]]
+        narrow = [str(first.gather).removeprefix("torch.")] if region.is_encoded else []
+        wire = narrow if region.is_gathered else encoded
+        wires = f", gathered as {' and '.join(wire)}" if wire else ""
+        regions.append(f"{_describe_types(first)} {kind}{wires}")
     return UnitDescription(
         name, len(types), layout.param_nbytes, layout.nbytes, layout.shard_nbytes, tuple(regions)
     )
+
+
+def wires_of(state: ShardState) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The dtypes that parameters are gathered in, and those that gradients travel in."""
+    gathered, reduced = set(), set()
+    for unit in state.units:
+        gathered |= {each.dtype for each in unit.encoded}
+        for region in state.engine.layout(unit.index).regions:
+            if region.params[0] >= len(unit.params):
+                continue
+            types = unit.params[region.params[0]].types
+            if region.is_gathered:
+                gathered.add(types.gather if region.is_encoded and types.gather else types.model)
+            if region.requires_grad:
+                reduced.add(types.reduce)
+    names = ({str(dtype).removeprefix("torch.") for dtype in each} for each in (gathered, reduced))
+    return tuple(sorted(next(names))), tuple(sorted(next(names)))
 
 
 def _describe_types(types: ParamTypes) -> str:

@@ -19,6 +19,7 @@ from zerocore.common.tables import render_table
 from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.meters import Step
 from zerocore.model.state import ShardState, state_of
+from zerocore.reporting.description import wires_of
 from zerocore.reporting.memory_usage import usage_of
 from zerocore.reporting.recording import queues_of, source_of, title_of
 from zerocore.reporting.step_figures import (
@@ -52,6 +53,7 @@ class Report:
         units: by name, the mean over traced steps.
         memory: see there.
         meshes: ranks and divisor of each unit's gradients, where units differ.
+        wires: dtypes that parameters are gathered in, and those that gradients travel in.
     """
 
     title: str
@@ -60,6 +62,7 @@ class Report:
     units: dict[str, Communication]
     memory: MemoryFigures
     meshes: tuple[str, ...] = ()
+    wires: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     @property
     def counted(self) -> tuple[StepFigures, ...]:
@@ -171,7 +174,8 @@ def _report_of(
         figures.append(_figures(step, traces.get(step.number), rate, mfu))
     units = unit_means(list(traces.values()))
     title, memory = title_of(model, state), _memory(state)
-    return Report(title, source_of(state), tuple(figures), units, memory, _meshes(state))
+    meshes, wires = _meshes(state), wires_of(state)
+    return Report(title, source_of(state), tuple(figures), units, memory, meshes, wires)
 
 
 def _meshes(state: ShardState) -> tuple[str, ...]:
@@ -277,7 +281,9 @@ def _notes(found: Report) -> list[str]:
     peaks = ", ".join(
         f"{name} {nbytes / 2**20:,.1f} MiB" for name, nbytes in parts.items() if nbytes is not None
     )
-    lines = [*found.meshes, f"peaks so far: {peaks}"]
+    gathered, reduced = (" and ".join(each) or "nothing" for each in found.wires)
+    on_wire = f"on the wire: parameters in {gathered}, gradients in {reduced}"
+    lines = [*found.meshes, on_wire, f"peaks so far: {peaks}"]
     if memory.num_retries is not None:
         lines.append(
             f"allocator so far: {memory.num_retries} retries, "

@@ -205,6 +205,7 @@ def _unit_param(choice: ParamChoice, config: ShardConfig) -> UnitParam:
         reduce=types.reduce,
         grad=types.grad,
         lacks_main=lacks_main,
+        gather=types.gather,
     )
 
 

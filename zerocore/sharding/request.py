@@ -224,8 +224,10 @@ def types_of(choice: ParamChoice, config: ShardConfig) -> ParamTypes:
     Raises:
         ValueError: mixed precision cannot keep it in them.
     """
-    param = choice.param
-    return param_types(config.mixed_precision, choice.fqns[0], param.dtype, param.requires_grad)
+    param, mixed = choice.param, config.mixed_precision
+    return choice.with_gather(
+        param_types(mixed, choice.fqns[0], param.dtype, param.requires_grad), mixed
+    )
 
 
 def _facts(request: ShardRequest) -> list[object]:

@@ -1,10 +1,15 @@
 // Full parameters of a unit for a while.
 #include "engine/unit/full_values.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <utility>
 
+#include "common/scaled_blocks.h"
+#include "kernels/ops.h"
 #include "runtime/device_memory.h"
 
 namespace zerocore {
@@ -92,6 +97,25 @@ at::Tensor own_part(const Layout& layout, const Bucket& full, int region, int64_
         .copy_(full.full(region).narrow(0, place.offset + own.begin, own.size()));
   }
   return rows;
+}
+
+at::Tensor exact_part(
+    const Layout& layout,
+    int region,
+    const at::Tensor& part,
+    const Bucket& shards) {
+  const Region& types = layout.regions()[region];
+  if (!types.is_encoded()) {
+    return part;
+  }
+  const at::Tensor& shard = shards.full(region);
+  const auto format = static_cast<at::ScalarType>(types.gather.dtype);
+  const auto bytes = shard.options().dtype(at::kByte);
+  const at::Tensor blocks = at::empty({scaled_nbytes(shard.numel())}, bytes);
+  const at::Tensor gathered = at::empty_like(shard);
+  kernels::encode(blocks, shard, format);
+  kernels::decode(gathered, blocks, {{0, 0, shard.numel()}}, format);
+  return at::where(part.eq(gathered), shard, part);
 }
 
 } // namespace zerocore

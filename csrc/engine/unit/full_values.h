@@ -43,4 +43,12 @@ class FullValues {
 // shards are rows.
 at::Tensor own_part(const Layout& layout, const Bucket& full, int region, int64_t shard);
 
+// That part; of an encoded region with the shard's values where it still has what these became on
+// their way.
+at::Tensor exact_part(
+    const Layout& layout,
+    int region,
+    const at::Tensor& part,
+    const Bucket& shards);
+
 } // namespace zerocore

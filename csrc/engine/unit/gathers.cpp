@@ -30,7 +30,7 @@ Gathers::Gathers(
       unsharding_(id, {context.mesh, context.tiers}, layout) {
   if (layout.copies_out()) {
     received_.emplace(
-        layout,
+        layout.encoded(),
         layout.gathered_regions(),
         context.mesh.shard(),
         context.streams->device(),
@@ -63,6 +63,8 @@ void Gathers::run(const GatherStep& step) {
       return read();
     case GatherStepKind::Load:
       return load(step);
+    case GatherStepKind::Encode:
+      return encode(step);
     case GatherStepKind::StartAcross:
       return start_across(step);
     case GatherStepKind::WaitAcross:
@@ -144,6 +146,20 @@ void Gathers::load_on_stream(const at::Tensor& to, const at::Tensor& from, OpenR
     record->done_ns = now_ns(); // a device's events replace it
     record->end = streams.record_timed(StreamRole::AllGather);
   }
+}
+
+// On the stream of the gather, which compute does not wait for.
+void Gathers::encode(const GatherStep& step) {
+  if (after_.valid()) {
+    after_.get();
+  }
+  const auto guard = context_.streams->use(StreamRole::AllGather);
+  const at::Tensor& to = received_->own(step.region);
+  const at::Tensor& from = own_->full(step.region);
+  context_.streams->note_read(StreamRole::AllGather, from, "encodes", name_);
+  context_.streams->note_write(StreamRole::AllGather, to, "encodes", name_);
+  const auto format = static_cast<at::ScalarType>(layout_.regions()[step.region].gather.dtype);
+  kernels::encode(to, from, format);
 }
 
 void Gathers::start_across(const GatherStep& step) {
@@ -250,7 +266,10 @@ void Gathers::copy_out() {
   for (const int index : full_.regions()) {
     const Region& region = layout_.regions()[index];
     pieces.clear();
-    for (const int param : region.params) {
+    if (!layout_.by_rows()) {
+      pieces.push_back({0, 0, region.numel()});
+    }
+    for (const int param : layout_.by_rows() ? region.params : std::vector<int>()) {
       const ParamPlace& place = layout_.places()[param];
       for (int64_t rank = 0; rank < layout_.num_shards(); ++rank) {
         const Range rows = layout_.owned(param, rank);
@@ -260,7 +279,12 @@ void Gathers::copy_out() {
     }
     context_.streams->note_read(StreamRole::Compute, received_->full(index), "copies out", name_);
     context_.streams->note_write(StreamRole::Compute, full_.full(index), "copies out", name_);
-    kernels::copy_pieces(full_.full(index), received_->full(index), pieces);
+    if (region.is_encoded()) {
+      const auto format = static_cast<at::ScalarType>(region.gather.dtype);
+      kernels::decode(full_.full(index), received_->full(index), pieces, format);
+    } else {
+      kernels::copy_pieces(full_.full(index), received_->full(index), pieces);
+    }
   }
 }
 

@@ -66,6 +66,7 @@ class Gathers final : private GatherSteps {
   void give_back(const GatherStep& step);
   void read();
   void load(const GatherStep& step);
+  void encode(const GatherStep& step);
   void load_on_stream(const at::Tensor& to, const at::Tensor& from, OpenRecord* record);
   void start_across(const GatherStep& step);
   void wait_across();

@@ -12,6 +12,8 @@ void accumulate(const AccumulateCall& call);
 void square(const SquareCall& call);
 void total(const TotalCall& call);
 void adamw(const AdamWCall& call);
+void encode(const EncodeCall& call);
+void decode(const DecodeCall& call);
 
 // Calls run(chunk, its segment's index, its span) for each chunk, several threads side by side.
 // `chunks_per_task`: enough work to be worth another thread.

@@ -5,8 +5,9 @@ namespace zerocore::kernels::cuda {
 
 namespace {
 
-[[maybe_unused]] const bool registered =
-    register_loops(c10::DeviceType::CUDA, {&copy, &accumulate, &square, &total, &adamw});
+[[maybe_unused]] const bool registered = register_loops(
+    c10::DeviceType::CUDA,
+    {&copy, &accumulate, &square, &total, &adamw, &encode, &decode});
 
 } // namespace
 

@@ -10,5 +10,7 @@ void accumulate(const AccumulateCall& call);
 void square(const SquareCall& call);
 void total(const TotalCall& call);
 void adamw(const AdamWCall& call);
+void encode(const EncodeCall& call);
+void decode(const DecodeCall& call);
 
 } // namespace zerocore::kernels::cuda

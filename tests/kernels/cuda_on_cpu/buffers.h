@@ -139,6 +139,7 @@ using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 void check_copies();
 void check_sums();
 void check_norms();
+void check_scaled();
 void check_adamw();
 
 } // namespace checks

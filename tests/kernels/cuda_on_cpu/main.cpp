@@ -1,6 +1,6 @@
 // Runs the CUDA kernels on the CPU and compares them with plain loops.
 //
-// Usage: checks copies|sums|norms|adamw
+// Usage: checks copies|sums|norms|scaled|adamw
 #include <cstdio>
 #include <string>
 
@@ -26,10 +26,12 @@ int main(int argc, char** argv) {
       checks::check_sums();
     } else if (what == "norms") {
       checks::check_norms();
+    } else if (what == "scaled") {
+      checks::check_scaled();
     } else if (what == "adamw") {
       checks::check_adamw();
     } else {
-      std::fprintf(stderr, "usage: checks copies|sums|norms|adamw\n");
+      std::fprintf(stderr, "usage: checks copies|sums|norms|scaled|adamw\n");
       return 2;
     }
   }

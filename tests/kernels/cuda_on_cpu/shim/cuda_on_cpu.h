@@ -62,6 +62,11 @@ inline double __shfl_down_sync(unsigned /*mask*/, double value, int distance) {
   return cuda_on_cpu::from_lane(value, distance);
 }
 
+inline uint32_t __shfl_xor_sync(unsigned /*mask*/, uint32_t value, int lanes) {
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  return static_cast<uint32_t>(cuda_on_cpu::from_lane(value, (lane ^ lanes) - lane));
+}
+
 namespace c10::cuda {
 
 inline int getCurrentCUDAStream(int /*device*/ = 0) {

@@ -1,0 +1,211 @@
+"""Narrow wires: losses of a GPT beside bf16, and steps of two nodes with a slow link between them.
+
+Usage: python benchmarks/wires.py losses --ranks 2 --steps 200
+       python benchmarks/wires.py speed --rate 1gbit     # root; Linux with ip and tc
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+from bench.lib.models import GPT, GPT_SIZES
+from bench.lib.ranks import run_on_ranks
+from bench.lib.results import write_results
+from bench.lib.systems import import_zerocore
+from bench.lib.tables import Table, make_console
+from parity import python_text, random_batch
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SIZE = GPT_SIZES["10m"]
+BASE = "bf16, gradients in fp32"
+POLICIES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    BASE: {"param_dtype": BF16, "reduce_dtype": FP32},
+    "bf16 wires": {"param_dtype": BF16, "wire_dtype": BF16},
+    "float8 gathers": {
+        "param_dtype": BF16, "wire_dtype": BF16, "gather_dtype": torch.float8_e4m3fn,
+    },
+    "int8 gathers": {"param_dtype": BF16, "wire_dtype": BF16, "gather_dtype": torch.int8},
+}  # fmt: skip
+NODES = ("zerocore0", "zerocore1")
+RUN_TIMEOUT_S = 1800.0
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+def make_step(name: str) -> Any:
+    """The GPT at stage 3 under a policy, and its optimizer."""
+    zerocore = import_zerocore()
+    torch.manual_seed(0)
+    model, options = GPT(SIZE), POLICIES[name]
+    mixed = zerocore.MixedPrecision(**options) if options else None
+    blocks = list(model.blocks)
+    model = zerocore.shard(model, stage=3, units=blocks, mixed_precision=mixed)
+    return model, zerocore.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(name: str, num_steps: int) -> tuple[list[float], list[float]]:
+    """Losses in nats per byte, the mean of the ranks, and seconds of each step."""
+    model, optimizer = make_step(name)
+    draw = torch.Generator().manual_seed(1 + dist.get_rank())
+    losses, seconds = [], []
+    for _ in range(num_steps):
+        batch = random_batch(SIZE, draw)
+        dist.barrier()
+        begin = time.perf_counter()
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        seconds.append(time.perf_counter() - begin)
+    total = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist(), seconds
+
+
+def smoothed(losses: Sequence[float], width: int = 10) -> list[float]:
+    """Means of the steps up to each one."""
+    return [statistics.fmean(losses[max(0, i - width + 1) : i + 1]) for i in range(len(losses))]
+
+
+def draw_losses(losses: Mapping[str, Sequence[float]], path: Path) -> None:
+    """The curves, and below how far each is from that of :data:`BASE`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), layout="constrained", sharex=True)
+    base = smoothed(losses[BASE])
+    for name, values in losses.items():
+        curve = smoothed(values)
+        top.plot(curve, label=name, linewidth=1)
+        bottom.plot([a - b for a, b in zip(curve, base, strict=True)], linewidth=1)
+    top.set_ylabel("loss, nats a byte (mean of 10 steps)")
+    bottom.set_ylabel(f"less that of '{BASE}'")
+    bottom.set_xlabel("step")
+    top.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+@app.command()
+def losses(
+    ranks: Annotated[int, typer.Option(help="Processes, one thread each.")] = 2,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 200,
+) -> None:
+    """Trains under each policy but fp32 and draws the losses."""
+    python_text()
+    found = {}
+    for name in list(POLICIES)[1:]:
+        found[name] = run_on_ranks(train, ranks, (name, steps), RUN_TIMEOUT_S)[0][0]
+    last = steps // 10
+    columns = ["policy", "first loss", f"mean of the last {last}", f"less that of {BASE}"]
+    table = Table("GPT of 10 M parameters at stage 3", columns)
+    ends = {name: statistics.fmean(values[-last:]) for name, values in found.items()}
+    for name, values in found.items():
+        table.add(name, f"{values[0]:.4f}", f"{ends[name]:.4f}", f"{ends[name] - ends[BASE]:+.4f}")
+    table.show(make_console())
+    paths = write_results("wires_losses", {"num_ranks": ranks, "losses": found}, table.markdown())
+    draw_losses(found, paths[0].with_suffix(".png"))
+
+
+def run(*command: str) -> None:
+    """Runs a command; raises CalledProcessError where it fails."""
+    subprocess.run(command, check=True)
+
+
+@contextmanager
+def two_nodes(rate: str) -> Iterator[None]:
+    """Two network namespaces joined by a link of that rate."""
+    try:
+        for node in NODES:
+            run("ip", "netns", "add", node)
+        run("ip", "link", "add", "zw0", "type", "veth", "peer", "name", "zw1")
+        for number, node in enumerate(NODES):
+            inside = ("ip", "netns", "exec", node)
+            run("ip", "link", "set", f"zw{number}", "netns", node)
+            run(*inside, "ip", "addr", "add", f"10.78.0.{number + 1}/24", "dev", f"zw{number}")
+            for device in ("lo", f"zw{number}"):
+                run(*inside, "ip", "link", "set", device, "up")
+            shape = ("root", "tbf", "rate", rate, "burst", "512kb", "latency", "200ms")
+            run(*inside, "tc", "qdisc", "add", "dev", f"zw{number}", *shape)
+        yield
+    finally:
+        for node in NODES:
+            subprocess.run(["ip", "netns", "del", node], check=False)
+
+
+@app.command(hidden=True)
+def rank(name: str, steps: int) -> None:
+    """One rank of ``speed``, which says where the others are."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    _, seconds = train(name, steps)
+    if dist.get_rank() == 0:
+        print(json.dumps(seconds))
+    dist.destroy_process_group()
+
+
+def time_steps(name: str, steps: int, port: int) -> list[float]:
+    """Seconds of the steps of a rank in each node."""
+    ranks = []
+    for number, node in enumerate(NODES):
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "10.78.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": "2",
+            "RANK": str(number),
+            "GLOO_SOCKET_IFNAME": f"zw{number}",
+        }
+        command = ["ip", "netns", "exec", node, sys.executable, __file__, "rank", name, str(steps)]
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    texts = [each.communicate(timeout=RUN_TIMEOUT_S)[0] for each in ranks]
+    seconds: list[float] = json.loads(texts[0].splitlines()[-1])
+    return seconds
+
+
+@app.command()
+def speed(
+    rate: Annotated[str, typer.Option(help="Of the link, as tc has it.")] = "1gbit",
+    steps: Annotated[int, typer.Option(help="Timed steps of each turn.")] = 12,
+    turns: Annotated[int, typer.Option(help="Turns of all policies.")] = 3,
+) -> None:
+    """Times steps of two ranks in network namespaces of their own, the policies in turn."""
+    found: dict[str, list[float]] = {name: [] for name in POLICIES}
+    with two_nodes(rate):
+        for turn in range(turns):
+            for number, name in enumerate(POLICIES):
+                port = 29600 + turn * len(POLICIES) + number
+                found[name] += time_steps(name, steps + 3, port)[3:]
+    middle = {name: statistics.median(values) for name, values in found.items()}
+    table = Table(
+        f"two nodes, {rate} between them: GPT of 10 M parameters at stage 3, {SIZE.batch} x "
+        f"{SIZE.sequence} tokens a rank",
+        ["policy", "ms a step", "of fp32's", "fastest"],
+    )
+    for name, values in found.items():
+        share = f"{middle[name] / middle['fp32']:.2f}"
+        table.add(name, f"{1e3 * middle[name]:.0f}", share, f"{1e3 * min(values):.0f}")
+    table.notes = [f"Medians of {steps * turns} steps; the policies ran in turn, {turns} times."]
+    table.show(make_console())
+    write_results(f"wires_{rate}", {"seconds": found}, table.markdown())
+
+
+if __name__ == "__main__":
+    app()
