@@ -146,7 +146,7 @@ def test_pipelines_evaluate_between_steps() -> None:
 
 
 def run_example(name: str, options: tuple[str, ...]) -> str:
-    """What this rank prints."""
+    """The text that this rank prints."""
     sys.argv = [name, "--steps", "20", *options]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")

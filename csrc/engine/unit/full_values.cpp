@@ -85,10 +85,9 @@ std::vector<at::Tensor> FullValues::of(const std::vector<UnitParam>& params) con
   return views;
 }
 
-at::Tensor own_part(const Layout& layout, const Bucket& full, int region, int64_t shard) {
-  if (!layout.by_rows()) {
-    return full.own(region);
-  }
+namespace {
+
+at::Tensor rows_of(const Layout& layout, const Bucket& full, int region, int64_t shard) {
   const at::Tensor rows = at::zeros_like(full.own(region));
   for (const int param : layout.regions()[region].params) {
     const ParamPlace& place = layout.places()[param];
@@ -99,23 +98,32 @@ at::Tensor own_part(const Layout& layout, const Bucket& full, int region, int64_
   return rows;
 }
 
-at::Tensor exact_part(
-    const Layout& layout,
-    int region,
-    const at::Tensor& part,
-    const Bucket& shards) {
-  const Region& types = layout.regions()[region];
-  if (!types.is_encoded()) {
-    return part;
-  }
-  const at::Tensor& shard = shards.full(region);
-  const auto format = static_cast<at::ScalarType>(types.gather.dtype);
+at::Tensor on_its_way(const at::Tensor& shard, at::ScalarType format) {
   const auto bytes = shard.options().dtype(at::kByte);
   const at::Tensor blocks = at::empty({scaled_nbytes(shard.numel())}, bytes);
   const at::Tensor gathered = at::empty_like(shard);
   kernels::encode(blocks, shard, format);
   kernels::decode(gathered, blocks, {{0, 0, shard.numel()}}, format);
-  return at::where(part.eq(gathered), shard, part);
+  return gathered;
+}
+
+} // namespace
+
+at::Tensor own_part(
+    const Layout& layout,
+    const Bucket& full,
+    int region,
+    int64_t shard,
+    const std::optional<Bucket>& shards) {
+  const at::Tensor part =
+      layout.by_rows() ? rows_of(layout, full, region, shard) : full.own(region);
+  const Region& types = layout.regions()[region];
+  if (!types.is_encoded()) {
+    return part;
+  }
+  const at::Tensor& exact = shards->full(region);
+  const auto format = static_cast<at::ScalarType>(types.gather.dtype);
+  return at::where(part.eq(on_its_way(exact, format)), exact, part);
 }
 
 } // namespace zerocore

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -40,15 +41,13 @@ class FullValues {
 };
 
 // This rank's part of a region of unsharded parameters as it lies in its shard, 1-D. A copy where
-// shards are rows.
-at::Tensor own_part(const Layout& layout, const Bucket& full, int region, int64_t shard);
-
-// That part; of an encoded region with the shard's values where it still has what these became on
-// their way.
-at::Tensor exact_part(
+// shards are rows. Of an encoded region with the values of `shards` where it has what these became
+// on their way.
+at::Tensor own_part(
     const Layout& layout,
+    const Bucket& full,
     int region,
-    const at::Tensor& part,
-    const Bucket& shards);
+    int64_t shard,
+    const std::optional<Bucket>& shards);
 
 } // namespace zerocore

@@ -114,8 +114,7 @@ void Unit::write_back() {
   note_use();
   note_change();
   for (const int region : bucket_.regions()) {
-    const at::Tensor part = own_part(layout_, bucket_, region, context_.mesh.shard());
-    const at::Tensor own = shards_ ? exact_part(layout_, region, part, *shards_) : part;
+    const at::Tensor own = own_part(layout_, bucket_, region, context_.mesh.shard(), shards_);
     if (main_.has(region)) {
       main_.take_changes(region, own);
     }
