@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import zerocore
 from zerocore import _C
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,3 +154,24 @@ def test_pyright_accepts_a_typical_program() -> None:
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, str(program)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="this Python cannot read pyproject.toml")
+def test_the_conda_recipe_asks_for_what_pip_asks_for(backend: ModuleType) -> None:
+    """Rendered for a Python and a torch, as conda-forge's machines do before they build."""
+    rattler = pytest.importorskip("rattler_build")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    variants = {"python": ["3.11.*"], "pytorch": ["2.13.*"], "cxx_compiler": ["gxx"]}
+    (found,) = rattler.Stage0Recipe.from_file(ROOT / "conda" / "recipe.yaml").render(
+        rattler.VariantConfig(variants)
+    )
+    recipe = found.recipe.to_dict()
+    assert recipe["package"]["version"] == zerocore.__version__
+    assert recipe["about"]["license"] == project["project"]["license"]
+    needs = recipe["requirements"]
+    assert f"python {project['project']['requires-python']}" in needs["run"]
+    torch_versions = backend.ANY_TORCH.removeprefix("torch")
+    assert f"pytorch {torch_versions}" in needs["host"]
+    asked = {need.replace(" ", "") for need in (*needs["build"], *needs["host"])}
+    assert set(project["build-system"]["requires"]) <= asked
+    assert "gxx_linux-64" in needs["build"]

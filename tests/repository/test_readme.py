@@ -28,7 +28,7 @@ LAUNCH = re.compile(
     r"^(torchrun (--nproc-per-node \d+ )?|([A-Z]+=\S+ )+examples/cluster/torchrun.sh )(?=examples/)"
 )
 # They cannot run here. The files that they get are tested elsewhere.
-OTHERS = ("sbatch ", "kubectl ", "sky ", "docker ", "uv pip ")
+OTHERS = ("sbatch ", "kubectl ", "sky ", "docker ", "uv pip ", "rattler-build ")
 PROGRAM = "python -m zerocore "
 LANGUAGES = {"python", "bash"}
 
