@@ -111,6 +111,7 @@ def main() -> None:
     if sys.version_info < (3, 10):  # noqa: UP036 (this very check says so to older ones)
         sys.exit(f"zerocore needs Python 3.10 or newer, {sys.executable} is older")
     os.environ["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+    os.environ["PIP_NO_COMPILE"] = "1"  # Python compiles the few of torch's modules that it imports
     command, *arguments = sys.argv[1:] or ["help"]
     if command == "create" and len(arguments) == 1:
         create(Path(arguments[0]).absolute())
