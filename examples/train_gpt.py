@@ -166,7 +166,7 @@ def main(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Number of ranks; default: all GPUs, or 2.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 170,
+    steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 150,
     minutes: Annotated[
         float, typer.Option(min=0.1, help="Take fewer steps where training would last longer.")
     ] = 2.0,
