@@ -72,6 +72,7 @@ class Layout:
     num_shards: int
     by_rows: bool
     copies_out: bool
+    received_nbytes: int  # of what a gather copies out; 0 for nothing
     nbytes: int
     shard_nbytes: int
     param_nbytes: int

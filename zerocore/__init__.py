@@ -38,8 +38,10 @@ from zerocore.tensor.operators import register_elementwise
 from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
 from zerocore.tensor.place import Place, is_sharded
 from zerocore.weights.buckets import Bucket, Export, export
+from zerocore.weights.clones import clone_sharded, copy_weights
 from zerocore.weights.info import ExportInfo, export_info, fused
 from zerocore.weights.parked import parked
+from zerocore.weights.transfer import Receiver, Sender
 
 register()
 
@@ -67,13 +69,17 @@ __all__ = [
     "PendingSave",
     "Place",
     "Plan",
+    "Receiver",
     "Report",
+    "Sender",
     "ShardedGrad",
     "ShardedParameter",
     "StagePlan",
     "Timeline",
     "Workload",
     "clip_grad_norm_",
+    "clone_sharded",
+    "copy_weights",
     "describe",
     "emulate",
     "emulated",

@@ -103,10 +103,11 @@ def shard(
         )  # fmt: skip
         return ShardConfig(stage, options, sync_params, mixed_precision, offload)
 
+    ranks = find_ranks(group, model)
     request = validate(
         model,
         make_config,
-        find_ranks(group, model),
+        ranks,
         units=units,
         device=device,
         init_fn=init_fn,
@@ -117,7 +118,10 @@ def shard(
     factor = request.config.communication.gradient_divide_factor
     note_names(group, divides=factor is not None)
     hook_into_torch()
-    build(request)
+    state = build(request)
+    names = {module: name for name, module in model.named_modules()}
+    state.given_ranks = ranks
+    state.given_units = units and [names[u] if isinstance(u, nn.Module) else u for u in units]
     return model
 
 

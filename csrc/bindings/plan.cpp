@@ -83,6 +83,9 @@ void register_layout(py::module_& module) {
       .def_property_readonly("num_shards", &Layout::num_shards)
       .def_property_readonly("by_rows", &Layout::by_rows)
       .def_property_readonly("copies_out", &Layout::copies_out)
+      .def_property_readonly(
+          "received_nbytes",
+          [](const Layout& self) { return self.copies_out() ? self.encoded().nbytes() : 0; })
       .def_property_readonly("nbytes", &Layout::nbytes)
       .def_property_readonly("shard_nbytes", &Layout::shard_nbytes)
       .def_property_readonly("param_nbytes", &Layout::param_nbytes)

@@ -1,4 +1,4 @@
-"""The examples of other libraries' trainers: they run, save and go on."""
+"""The examples of trainers, other libraries' ones and that of GRPO: they run, save and go on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository.test_examples import run_example
+from tests.repository.test_examples import EXAMPLES, run_example, run_python
 
 
 @pytest.mark.nightly
@@ -42,3 +42,15 @@ def test_other_trainers(tmp_path: Path, trainer: str) -> None:
     first, last = re.findall(r"stage 3: ([\d.]+) -> ([\d.]+)", text)[0]
     assert float(last) < float(first) - 0.3
     assert (tmp_path / "zerocore" if trainer == "accelerate" else tmp_path / "last.ckpt").exists()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_a_policy_learns_by_exports() -> None:
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", EXAMPLES / "rl.py"]
+    done = run_python(*command, "--iterations", "30", timeout=300)
+    assert done.returncode == 0, done.stderr
+    rewards = [float(x) for x in re.findall(r"reward ([\d.]+)", done.stdout)]
+    assert rewards[0] < 0.15 and rewards[-1] > rewards[0] + 0.05
+    assert "no values" not in done.stderr  # buffers of the reference

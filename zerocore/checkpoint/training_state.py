@@ -34,6 +34,8 @@ def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimize
             raise TypeError(
                 f"optimizer: expected an optimizer or a list of optimizers, got {type(each)}"
             )
+        if _averages(each):
+            continue
         own = {id(param) for param in params_of(each)}
         if shared := [param for param in params_of(each) if id(param) in seen]:
             raise ValueError(
@@ -42,6 +44,11 @@ def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimize
             )
         seen |= own
     return optimizers
+
+
+def _averages(optimizer: Optimizer) -> bool:
+    """Whether it keeps averages of parameters that another one updates: a zerocore.optim.EMA."""
+    return bool(getattr(optimizer, "averages", False))
 
 
 def training_state(model: nn.Module, optimizers: Optimizers) -> State:
@@ -74,7 +81,8 @@ def _by_names(model: nn.Module, optimizers: Optimizers) -> State:
         names = list(params)
         for index, state in packed["state"].items():
             param = params[names[index]]
-            merged["state"][names[index]] = {k: as_range(v, param) for k, v in state.items()}
+            known = merged["state"].setdefault(names[index], {})
+            known.update({k: as_range(v, param) for k, v in state.items()})
         merged["param_groups"].extend(
             {**group, "params": [names[index] for index in group["params"]]}
             for group in packed["param_groups"]
@@ -199,7 +207,11 @@ def load_optimizers(model: nn.Module, optimizers: Optimizers, state: State) -> N
             for group in islice(saved, len(optimizer.param_groups))
         ]
         states = {
-            numbers[name]: {k: as_rows(v, params[name]) for k, v in values.items()}
+            numbers[name]: {
+                k: as_rows(v, params[name])
+                for k, v in values.items()
+                if (k == "average") == _averages(optimizer)
+            }
             for name, values in state["state"].items()
             if name in numbers
         }

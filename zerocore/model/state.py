@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, cast
 from weakref import WeakSet
@@ -94,6 +94,8 @@ class ShardState:
     readers: list[Callable[[], None]] = field(default_factory=list)
     # Returns the error to raise in the place of one of a backward, or None.
     explain_backward: Explain = lambda error, state: None
+    given_units: Sequence[Any] | None = None  # of zerocore.shard
+    given_ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
         self.meters = Meters(self.engine, self.device)

@@ -1,7 +1,8 @@
 """Optimizers of shards, those of whole matrices too, and the clipping of gradients."""
 
 from zerocore.optim.adamw import AdamW
+from zerocore.optim.ema import EMA
 from zerocore.optim.muon import Muon
 from zerocore.optim.owned import owned
 
-__all__ = ["AdamW", "Muon", "owned"]
+__all__ = ["EMA", "AdamW", "Muon", "owned"]

@@ -45,13 +45,13 @@ class Load:
     """A unit as an export sees it.
 
     Attributes:
-        held_nbytes: bytes that it takes from its gather to its drop.
-        wait_nbytes: bytes more while its gather ends.
+        held_nbytes: bytes that it takes until its drop, from its gather on.
+        received_nbytes: bytes from its gather until these are copied out of them; 0 for none.
         entries: its exported tensors.
     """
 
     held_nbytes: int
-    wait_nbytes: int
+    received_nbytes: int
     entries: tuple[Sizes, ...]
 
 
@@ -66,9 +66,10 @@ def peak_nbytes(loads: Sequence[Load], max_nbytes: int) -> int:
     for step in export_steps(loads, max_nbytes):
         load = loads[step.load]
         if step.op is Op.BEGIN:
-            now += load.held_nbytes
-        elif step.op is Op.WAIT:
-            peak = max(peak, now + load.wait_nbytes)
+            now += load.received_nbytes or load.held_nbytes
+        elif step.op is Op.WAIT and load.received_nbytes:
+            peak = max(peak, now + copied + load.held_nbytes)
+            now += load.held_nbytes - load.received_nbytes
         elif step.op is Op.ADD:
             copied += load.entries[step.entry].nbytes * load.entries[step.entry].copies
         elif step.op is Op.DROP:

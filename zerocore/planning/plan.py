@@ -276,8 +276,8 @@ def _export_nbytes(planner: Planner, division: Division) -> int:
     ):
         held = layout.nbytes if division.stage == 3 and layout.num_shards > 1 else 0
         sizes = [spec.numel * kind.model.itemsize for spec, kind in zip(specs, types, strict=True)]
-        again = held if layout.copies_out else 0
-        loads.append(Load(held, again, tuple(Sizes(nbytes, False) for nbytes in sizes)))
+        received = layout.received_nbytes if held else 0
+        loads.append(Load(held, received, tuple(Sizes(nbytes, False) for nbytes in sizes)))
     return peak_nbytes(loads, parse_nbytes(DEFAULT_BUCKET))
 
 

@@ -164,7 +164,7 @@ def _changed(unit: UnitExport, token: Token, since: Token) -> UnitExport:
         entry for entry in unit.entries if token.get(entry.name) != since.get(entry.name, -1)
     ]
     sizes = tuple(Sizes(each.nbytes, each.copies) for each in changed)
-    load = Load(unit.load.held_nbytes, unit.load.wait_nbytes, sizes)
+    load = Load(unit.load.held_nbytes, unit.load.received_nbytes, sizes)
     return replace(unit, entries=tuple(changed), load=load)
 
 

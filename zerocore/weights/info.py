@@ -311,8 +311,8 @@ class _Builder:
         if sums * _SUM_FACTOR > layout.nbytes or not all(is_whole(unit.params[p]) for p in read):
             sums = 0
         held = sums or layout.nbytes
-        again = layout.nbytes if layout.copies_out and not sums else 0
-        return UnitExport(unit.index, tuple(entries), sums, Load(held, again, entries_sizes))
+        received = 0 if sums else layout.received_nbytes
+        return UnitExport(unit.index, tuple(entries), sums, Load(held, received, entries_sizes))
 
 
 def padded_nbytes(param: Param) -> int:

@@ -1,0 +1,111 @@
+"""Times exports of full weights by zerocore and by FSDP2, in one interleaved run on real ranks, and
+parking of a model's state beside plain copies.
+
+Usage: python benchmarks/export.py --ranks 2
+"""
+
+from __future__ import annotations
+
+import os
+from statistics import median
+from typing import Annotated
+
+import typer
+
+from bench.export.run import (
+    FULLY_SHARD,
+    LABELS,
+    MIB,
+    PER_PARAM,
+    SHARD,
+    STATE_DICT,
+    export_on_this_rank,
+    park_on_this_rank,
+    planned_peak,
+)
+from bench.lib.ranks import run_on_ranks
+from bench.lib.results import write_results
+from bench.lib.tables import Table, make_console
+
+TIMEOUT_S = 400.0
+Found = dict[str, list[tuple[float, float]]]
+NOTES = (
+    "Each way gives every rank all weights in the dtype that layers compute with, one tensor, "
+    "bucket or dict at a time, and drops them. In a round each way takes its turn; median over the "
+    "rounds and ranks, ratios within a round. bf16 is over fp32 weights: FSDP2 gathers these and "
+    "casts.",
+    "MiB: resident memory of the process above that before, at its peak.",
+    "Wanted: time <= 0.4 of the better one of FSDP2's two ways.",
+)
+
+
+def export_table(results: dict[str, list[Found]], title: str) -> Table:
+    """Time, memory, and the ratio to FSDP2's faster way, one row a way and dtype."""
+    table = Table(title, ["dtype", "way", "ms", "MiB", "of FSDP2's faster"])
+    for dtype, by_rank in results.items():
+        times = {label: [median(t) for t in _by_round(by_rank, label, 0)] for label in LABELS}
+        faster = min((PER_PARAM, STATE_DICT), key=lambda label: median(times[label]))
+        for label in LABELS:
+            peak = median(median(each) for each in _by_round(by_rank, label, 1))
+            share = median(a / b for a, b in zip(times[label], times[faster], strict=True))
+            table.add(dtype, label, f"{median(times[label]):.1f}", f"{peak:.0f}", f"{share:.2f}")
+    return table
+
+
+def _by_round(by_rank: list[Found], label: str, figure: int) -> list[tuple[float, ...]]:
+    rows = ([each[figure] for each in rank[label]] for rank in by_rank)
+    return list(zip(*rows, strict=True))
+
+
+def park_table(times: dict[str, list[float]], nbytes: int) -> Table:
+    """Time of each move and copy, and the ratio to the copy."""
+    table = Table(f"parking {nbytes / 1e9:g} GB on one rank", ["what", "ms", "of the copy's"])
+    for name, beside in (("park", "copy"), ("return", "copy to new")):
+        share = median(a / b for a, b in zip(times[name], times[beside], strict=True))
+        table.add(name, f"{median(times[name]):.0f}", f"{share:.2f}")
+        table.add(beside, f"{median(times[beside]):.0f}", "1.00")
+    table.notes = ["On the CPU, where the device's memory is the host's. Wanted: park <= 1.1."]
+    return table
+
+
+def main(
+    ranks: Annotated[int, typer.Option(help="Processes, one thread each.")] = 2,
+    width: Annotated[int, typer.Option(help="Of the model.")] = 1024,
+    depth: Annotated[int, typer.Option(help="Blocks of the model.")] = 8,
+    max_mib: Annotated[int, typer.Option(help="MiB of a bucket.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Turns of each way.")] = 10,
+    save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
+) -> None:
+    """Prints what an export and parking take."""
+    load = os.getloadavg()[0]
+    sizes = (width, depth)
+    results, peaks = {}, {}
+    for dtype in ("fp32", "bf16"):
+        own = (*sizes, dtype, max_mib * MIB)
+        results[dtype] = run_on_ranks(export_on_this_rank, ranks, (*own, rounds), TIMEOUT_S)
+        peaks[dtype] = run_on_ranks(planned_peak, ranks, own, TIMEOUT_S)[0]
+    nbytes = 10**9
+    parking = run_on_ranks(park_on_this_rank, 1, (nbytes, rounds), TIMEOUT_S)[0]
+    title = f"{depth} blocks of width {width}, {ranks} ranks, gloo, buckets of {max_mib} MiB"
+    table = export_table(results, title)
+    planned = ", ".join(f"{dtype}: {a:.3f} MiB and {b:.3f}" for dtype, (a, b) in peaks.items())
+    table.notes = [
+        *NOTES,
+        f"Peak of {SHARD.label} by the plan, and of the pool in the run: {planned}. "
+        f"{FULLY_SHARD.label} copies rows to their places, so it holds a unit twice.",
+        f"Load of the machine when the run began: {load:.1f}.",
+    ]
+    console = make_console()
+    tables = [table, park_table(parking, nbytes)]
+    for each in tables:
+        each.show(console)
+    if save:
+        raw = {"ranks": ranks, "load_at_start": load, "exports": results, "parking_ms": parking}
+        raw |= {"peaks_mib": peaks, "width": width, "depth": depth, "max_mib": max_mib}
+        text = "\n\n".join(each.markdown() for each in tables)
+        paths = write_results("export", raw, text)
+        console.print(f"written: {', '.join(path.name for path in paths)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,153 @@
+"""An engine for verl: its trainers over sharded models, with exports in the place of gathers.
+
+Import it where verl's workers start; the engines are then ``backend="zerocore"`` of its registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerocore.api import no_sync, shard
+from zerocore.checkpoint.checkpoints import Checkpoints
+from zerocore.model.precision import MixedPrecision
+from zerocore.optim.clipping import clip_grad_norm_
+from zerocore.weights.buckets import export
+from zerocore.weights.parked import parked
+
+try:
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import (
+        FSDPEngineWithLMHead,
+        FSDPEngineWithValueHead,
+    )
+except ModuleNotFoundError:
+    raise ModuleNotFoundError(
+        "zerocore.integrations.verl: verl is not installed; pip install verl", name="verl"
+    ) from None
+
+BACKEND = "zerocore"
+
+
+class ShardedEngineMixin:
+    """Goes before an engine of verl for FSDP, whose configuration it follows.
+
+    ``fsdp_size`` is the number of ranks that share the state, the others are replicas;
+    ``reshard_after_forward`` chooses stage 3 or 2; ``param_offload`` parks model and optimizer
+    between the engine's contexts.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    _parking: ExitStack | None = None
+
+    def initialize(self) -> None:
+        """Makes model, optimizer and schedule, and parks them if the configuration says so."""
+        engine: Any = self
+        engine._build_model_optimizer()
+        if engine.is_param_offload_enabled:
+            self.to("cpu")
+
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        engine: Any = self
+        given = engine.engine_config.mixed_precision or {}
+        param = _dtype(given.get("param_dtype", "bf16"))
+        if param == torch.float16:
+            raise ValueError("mixed_precision: fp16 needs a scaler; use bf16 for zerocore's engine")
+        engine._autocast_dtype = param
+        reduce = _dtype(given.get("reduce_dtype", "fp32"))
+        mesh = engine.device_mesh
+        return shard(
+            module,
+            stage=3 if engine.engine_config.reshard_after_forward else 2,
+            group=mesh,
+            mixed_precision=MixedPrecision(param, reduce),
+            device=torch.device(mesh.device_type) if mesh.device_type == "cpu" else None,
+        )
+
+    @contextmanager
+    def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> Iterator[None]:
+        if is_last_micro_batch:
+            yield
+        else:
+            with no_sync(self.module):
+                yield
+
+    def optimizer_step(self) -> float:
+        """Clips and steps, unless the norm is not finite; returns the norm."""
+        engine: Any = self
+        assert self.optimizer is not None
+        norm = clip_grad_norm_(self.module, engine.optimizer_config.clip_grad).item()
+        if torch.isfinite(torch.tensor(norm)):
+            self.optimizer.step()
+        else:
+            self.optimizer.zero_grad()
+        return float(norm)
+
+    def to(
+        self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
+        """Parks model and optimizer (``"cpu"``), or brings both back; the optimizer alone stays."""
+        if device != "cpu" and self._parking is not None:
+            self._parking.close()
+            self._parking = None
+        elif device == "cpu" and model and self._parking is None:
+            stack = ExitStack()
+            optimizers = [] if self.optimizer is None else [self.optimizer]
+            stack.enter_context(parked(self.module, *optimizers))
+            self._parking = stack
+
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = False, **options: Any
+    ) -> tuple[Iterator[tuple[str, Tensor]], Any]:
+        """Names and full tensors, each valid until the next; also of a parked model. Adapters are
+        merged if the configuration says so, else given alone once the base has been."""
+        engine: Any = self
+        config = getattr(self.module, "peft_config", {}).get("default")
+        if config is None:
+            return _tensors(self.module), None
+        if engine.model_config.lora.get("merge", False):
+            return _tensors(self.module, merge="lora"), None
+        return _tensors(self.module, names=_adapters if base_sync_done else None), config
+
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: Any = None, global_step: int = 0, **options: Any
+    ) -> None:
+        """Saves model and optimizer for any number of ranks; all ranks call."""
+        keep = options.get("max_ckpt_to_keep")
+        checkpoints = Checkpoints(local_path, self.module, self.optimizer, keep=keep)
+        checkpoints.save(global_step).wait()
+
+    def load_checkpoint(self, local_path: str, hdfs_path: Any = None, **options: Any) -> None:
+        """Loads the newest one."""
+        Checkpoints(local_path, self.module, self.optimizer).load()
+
+
+def _tensors(module: nn.Module, **options: Any) -> Iterator[tuple[str, Tensor]]:
+    for bucket in export(module, **options):
+        yield from bucket.items()
+
+
+def _adapters(name: str) -> str | None:
+    return name.replace(".default.", ".") if "lora_" in name else None
+
+
+def _dtype(name: Any) -> torch.dtype:
+    from verl.utils.torch_dtypes import PrecisionType
+
+    found: torch.dtype = PrecisionType.to_dtype(name)
+    return found
+
+
+@EngineRegistry.register("language_model", BACKEND, device=["cuda", "npu", "cpu"])
+class ShardedEngineWithLMHead(ShardedEngineMixin, FSDPEngineWithLMHead):
+    """verl's engine of language models over a sharded one."""
+
+
+@EngineRegistry.register("value_model", BACKEND, device=["cuda", "npu", "cpu"])
+class ShardedEngineWithValueHead(ShardedEngineMixin, FSDPEngineWithValueHead):
+    """verl's engine of value models over a sharded one."""
