@@ -203,6 +203,29 @@ def test_a_missing_near_rank_raises_the_alarm() -> None:
     assert [outcome.error for outcome in outcomes[:3]] == [None] * 3
 
 
+def count_near() -> tuple[int, int, int, int]:
+    """Bytes of a step: all that a rank sends, the near part; and both as planned."""
+    model, optimizer = make(regather=2)
+    for _ in range(3):
+        with zerocore.record_events(model) as events:
+            model(batch(0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    far = sum(event.nbytes for event in events if event.op in ("all_gather", "reduce_scatter"))
+    near = sum(event.nbytes for event in events if event.op == "gather_near")
+    assert zerocore.report(model).steps[-1].near_nbytes == near
+    planned = zerocore.plan(Chain(), 4, regather=2, inputs=batch(0)).stages[3]
+    # Of 4 ranks each sends a quarter to each of 3, of which one is near; of 2 the half to one.
+    return far * 3 // 4 + near // 2, far // 4 + near // 2, planned.sent_nbytes, planned.near_nbytes
+
+
+def test_a_plan_says_what_stays_among_near_ranks() -> None:
+    for sent, near, planned, planned_near in run_ranks(count_near, 4):
+        assert (sent, near) == (planned, planned_near)
+    text = str(zerocore.plan(Chain(), 4, regather=2, inputs=torch.ones(3, WIDTH)))
+    assert "of it, among near ranks" in text
+
+
 def alike(num_near: int) -> list[str]:
     model, _ = make(regather=num_near)
     with zerocore.record_events(model) as events:

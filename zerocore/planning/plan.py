@@ -248,6 +248,7 @@ def plan_stage(
             predict_timing(*played, link, machine.replica_link, machine.near_link)
             for link in machine.links
         ]
+    across = [event for event in collectives if event.axis == "replicas"]
     return StagePlan(
         stage=stage,
         **asdict(memory),
@@ -257,11 +258,9 @@ def plan_stage(
         spare=machine.memory_nbytes - peak.nbytes,
         sent_nbytes=_sent_nbytes(collectives) + exchanged,
         exchanged_nbytes=exchanged,
-        across_nbytes=_sent_nbytes([event for event in collectives if event.axis == "replicas"]),
-        group_nbytes={
-            part.pattern: _sent_nbytes([e for e in collectives if planner.mesh_of(e.unit) == mesh])
-            for mesh, part in enumerate(setting.groups, 1)
-        },
+        across_nbytes=_sent_nbytes(across),
+        near_nbytes=_near_nbytes(collectives, division.communication.num_near),
+        group_nbytes=_group_nbytes(collectives, planner, setting),
         num_collectives=len(collectives),
         timings=tuple(timings),
         checkpoint=checkpoint_bytes(planner, division),
@@ -293,6 +292,29 @@ def _num_tokens(inputs: Any) -> int | None:
     """Tokens of a micro-batch, None where the inputs are no tokens."""
     tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     return tokens.numel() if isinstance(tokens, torch.Tensor) else None
+
+
+def _group_nbytes(
+    collectives: list[PlannedEvent], planner: Planner, setting: Setting
+) -> dict[str, int]:
+    return {
+        part.pattern: _sent_nbytes([e for e in collectives if planner.mesh_of(e.unit) == mesh])
+        for mesh, part in enumerate(setting.groups, 1)
+    }
+
+
+def _near_nbytes(collectives: list[PlannedEvent], num_near: int) -> int:
+    """Bytes that stay among near ranks: all that is gathered there, else what is meant for them."""
+    shares = [
+        1.0
+        if event.axis == "near"
+        else (num_near - 1) / (event.num_ranks - 1)
+        if event.axis == "state" and event.num_ranks > num_near
+        else 0.0
+        for event in collectives
+    ]
+    sent = [traffic_nbytes(e.op, e.nbytes, e.num_ranks) for e in collectives]
+    return round(sum(share * nbytes for share, nbytes in zip(shares, sent, strict=True)))
 
 
 def _sent_nbytes(collectives: list[PlannedEvent]) -> int:

@@ -42,6 +42,8 @@ class StagePlan(MemoryBytes):
         sent_nbytes: bytes that the rank sends in a step.
         exchanged_nbytes: the part of them that Muon sends to owners of matrices and back.
         across_nbytes: the part of them that goes to other replicas.
+        near_nbytes: the part that stays among near ranks, such as those of a node; the others go
+            between nodes. Of a ring, or of messages to each rank.
         group_nbytes: the part of them that goes between the ranks of each of ``groups``.
         num_collectives: collectives in a step.
         timings: predicted steps by link; none where activations were not measured.
@@ -57,6 +59,7 @@ class StagePlan(MemoryBytes):
     sent_nbytes: int
     exchanged_nbytes: int
     across_nbytes: int
+    near_nbytes: int
     group_nbytes: dict[str, int]
     num_collectives: int
     timings: tuple[Timing, ...]
@@ -133,6 +136,7 @@ class Plan:
             "sent a step": [stage.sent_nbytes for stage in stages],
             "of it, by the optimizer": [stage.exchanged_nbytes for stage in stages],
             "of it, between replicas": [stage.across_nbytes for stage in stages],
+            "of it, among near ranks": [stage.near_nbytes for stage in stages],
         }
         for part in self.setting.groups:
             sent = [stage.group_nbytes[part.pattern] for stage in stages]
@@ -140,7 +144,7 @@ class Plan:
         figures["its part of a checkpoint"] = [stage.checkpoint.own for stage in stages]
         figures["an export of weights"] = [stage.export for stage in stages]
         sometimes = ("main weights", "deferred gradients", "of it, by the optimizer")
-        for name in (*sometimes, "of it, between replicas"):
+        for name in (*sometimes, "of it, between replicas", "of it, among near ranks"):
             if not any(figures[name]):
                 del figures[name]
         rows = [["", *(f"stage {stage.stage}" for stage in stages)]]

@@ -47,6 +47,7 @@ class StepFigures:
         tokens_per_s: of this rank; None where tokens were not given.
         mfu: share of the device's peak; None where that, or tokens, is not known.
         gathered_nbytes: bytes of the full buckets of its all-gathers.
+        near_nbytes: the part of them from near ranks.
         reduced_nbytes: the same of its reduce-scatters and all-reduces.
         num_collectives: of both kinds.
         exchanged_nbytes: bytes that this rank sent in all-to-alls of an optimizer of whole
@@ -68,6 +69,7 @@ class StepFigures:
     tokens_per_s: float | None
     mfu: float | None
     gathered_nbytes: int
+    near_nbytes: int
     reduced_nbytes: int
     num_collectives: int
     exchanged_nbytes: int
