@@ -201,6 +201,9 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def("release_unsharded", method(&Engine::release_unsharded), no_gil)
       .def("begin_hold", method(&Engine::begin_hold), no_gil)
       .def("wait_held", method(&Engine::wait_held), no_gil)
+      .def(
+          "set_recycling",
+          [](PyEngine& self, bool recycling) { self.engine->pool().set_recycling(recycling); })
       .def("set_parked", method(&Engine::set_parked), no_gil)
       .def("device_memory", method(&Engine::device_memory))
       .def(

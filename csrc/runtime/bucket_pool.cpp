@@ -38,7 +38,7 @@ Slot BucketPool::acquire(const BlockKey& key, int64_t nbytes, StreamRole role) {
 
 void BucketPool::take_memory(Slot& slot, const std::optional<int64_t>& offset, StreamRole role) {
   if (!offset) {
-    slot.own = allocate(slot.nbytes);
+    slot.own = take_spare(slot.nbytes);
     slot.data = slot.own.data.get();
     streams_.order(role, StreamRole::Compute);
     return;
@@ -58,7 +58,11 @@ void BucketPool::release(Slot& slot, StreamRole role) {
   }
   if (slot.own.nbytes > 0) {
     streams_.order(StreamRole::Compute, role);
-    free(slot.own);
+    if (recycles_) {
+      spares_.push_back(std::move(slot.own));
+    } else {
+      free(slot.own);
+    }
   } else if (streams_.has_streams()) {
     const int64_t begin = static_cast<char*>(slot.data) - static_cast<char*>(arena_.data.get());
     past_uses_.push_back({{begin, begin + slot.nbytes}, streams_.record(role)});
@@ -67,6 +71,18 @@ void BucketPool::release(Slot& slot, StreamRole role) {
   if (std::exchange(arrangement_, map_.arrangement()) != map_.arrangement()) {
     free_arena();
   }
+}
+
+// One of another size goes first: more is never held than slots have held at a time.
+DeviceMemory BucketPool::take_spare(int64_t nbytes) {
+  const auto found = std::ranges::find(spares_, nbytes, &DeviceMemory::nbytes);
+  if (found == spares_.end()) {
+    spares_.clear();
+    return allocate(nbytes);
+  }
+  DeviceMemory memory = std::move(*found);
+  spares_.erase(found);
+  return memory;
 }
 
 // Work that the compute stream was given may still use the memory's last owner.

@@ -66,6 +66,13 @@ class BucketPool {
       free_arena();
     }
   }
+  // While it is on, memory of slots apart is used again by slots of the same size, on the CPU:
+  // where each new one would be mapped and cleared by the system. A device's allocator does it
+  // itself.
+  void set_recycling(bool recycling) {
+    recycles_ = recycling && !streams_.has_streams();
+    spares_.clear();
+  }
   void forget_recent_peak() {
     map_.forget_recent_peak();
   }
@@ -79,6 +86,7 @@ class BucketPool {
     StreamEvent end;
   };
 
+  DeviceMemory take_spare(int64_t nbytes);
   DeviceMemory allocate(int64_t nbytes) const;
   void free(DeviceMemory& memory) const;
   void take_memory(Slot& slot, const std::optional<int64_t>& offset, StreamRole role);
@@ -91,6 +99,8 @@ class BucketPool {
   int64_t arrangement_ = 0; // of the map, that the arena is for
   std::vector<PastUse> past_uses_; // apart from each other, oldest first
   bool apart_ = false;
+  bool recycles_ = false;
+  std::vector<DeviceMemory> spares_;
 };
 
 } // namespace zerocore

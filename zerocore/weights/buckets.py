@@ -127,7 +127,7 @@ class Export(Iterator[Bucket]):
         units = [each for each in units if each.entries]
         self._takes = to in ("all", state.rank)
         self._is_for_one = to != "all"
-        self._buckets = _run(state, model, units, max_nbytes, self._takes)
+        self._buckets = _recycling(state, _run(state, model, units, max_nbytes, self._takes))
 
     def __next__(self) -> Bucket:
         with operation("export"), torch.no_grad():
@@ -166,6 +166,17 @@ def _changed(unit: UnitExport, token: Token, since: Token) -> UnitExport:
     sizes = tuple(Sizes(each.nbytes, each.copies) for each in changed)
     load = Load(unit.load.held_nbytes, unit.load.received_nbytes, sizes)
     return replace(unit, entries=tuple(changed), load=load)
+
+
+def _recycling(
+    state: ShardState, buckets: Generator[Bucket, None, None]
+) -> Generator[Bucket, None, None]:
+    """The buckets, whose units take memory of the ones before."""
+    state.engine.set_recycling(True)
+    try:
+        yield from buckets
+    finally:
+        state.engine.set_recycling(False)
 
 
 def _run(
