@@ -41,6 +41,7 @@ from zerocore.weights.buckets import Bucket, Export, export
 from zerocore.weights.clones import clone_sharded, copy_weights
 from zerocore.weights.info import ExportInfo, export_info, fused
 from zerocore.weights.parked import parked
+from zerocore.weights.shards import Shard, shards
 from zerocore.weights.transfer import Receiver, Sender
 
 register()
@@ -72,6 +73,7 @@ __all__ = [
     "Receiver",
     "Report",
     "Sender",
+    "Shard",
     "ShardedGrad",
     "ShardedParameter",
     "StagePlan",
@@ -108,6 +110,7 @@ __all__ = [
     "reset",
     "save_safetensors",
     "shard",
+    "shards",
     "trace",
     "unsharded",
 ]

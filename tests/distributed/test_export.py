@@ -321,3 +321,26 @@ def compare_parts() -> None:
 
 def test_parts_of_larger_tensors() -> None:
     run_ranks(compare_parts, 4)
+
+
+def join_shards() -> None:
+    for stage in (1, 3):
+        model = trained("plain", stage=stage)
+        expected = zerocore.full_state_dict(model, rank0_only=False)
+        own = [
+            (each.name, each.global_shape, each.strides, each.shard_range, each.tensor.clone())
+            for each in zerocore.shards(model)
+        ]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        for parts in zip(*gathered, strict=True):
+            name, shape, strides = parts[0][:3]
+            assert strides is None
+            flat = torch.empty(shape.numel())
+            for *_, (begin, end), tensor in parts:
+                flat[begin:end] = tensor
+            assert torch.equal(flat.view(shape), expected[name]), name
+
+
+def test_shards_make_the_whole() -> None:
+    run_ranks(join_shards, 3)

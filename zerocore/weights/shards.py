@@ -1,0 +1,56 @@
+"""This rank's elements of each parameter, for senders that gather nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zerocore.model.state import ready_state_of
+from zerocore.state_dict import param_keys
+from zerocore.tensor.rows import elements_of, place_of, shard_of
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's elements of a parameter.
+
+    Attributes:
+        name: in the state dict; of tied parameters the first.
+        global_shape: of the full tensor.
+        strides: of the full tensor, in whose memory elements are counted; None for contiguous.
+        shard_range: ``(begin, end)`` of the elements; empty where this rank has none.
+        rank: this rank among those of the model.
+        tensor: the elements, 1-D, main weights where there are some; on their own memory, unless a
+            row of ``zerocore.fsdp`` is cut along another dimension than the first.
+    """
+
+    name: str
+    global_shape: torch.Size
+    strides: tuple[int, ...] | None
+    shard_range: tuple[int, int]
+    rank: int
+    tensor: Tensor
+
+
+def shards(model: nn.Module) -> list[Shard]:
+    """This rank's part of each parameter of a sharded model; communicates nothing.
+
+    Of a model of ``zerocore.fsdp`` that has run no forward it first makes the engine, on all ranks.
+
+    Raises:
+        ValueError: the model is not sharded, or a parameter is a part of a larger tensor or cut in
+            several ways, by name.
+    """
+    state = ready_state_of(model)
+    found = []
+    for param, names in param_keys(model, state).items():
+        known = shard_of(param.shard)
+        place = getattr(param.shard, "place", None) or place_of(param.shard, known)  # type: ignore[arg-type]
+        if place.part is not None:
+            raise ValueError(f"'{param.fqn}' is a part of a larger tensor; use zerocore.export")
+        elements = elements_of(param.shard, param.shard)
+        facts = (place.global_shape, place.strides, place.shard_range, state.rank)
+        found += [Shard(name, *facts, elements) for name in names[:1]]
+    return found
