@@ -15,6 +15,7 @@
 #include "bindings/bindings.h"
 #include "common/pages.h"
 #include "plan/pool_map.h"
+#include "runtime/control_channel.h"
 #include "runtime/host_memory.h"
 #include "runtime/host_threads.h"
 #include "runtime/swapped_units.h"
@@ -81,6 +82,7 @@ void register_watchdog(py::module_& module) {
       [](const std::string& how) { Watchdog::of_process().note_end(how); },
       py::arg("how"),
       Released());
+  module.def("connect_control", &connect_peers, py::arg("group"), Released());
   module.def(
       "watch_group",
       [](const std::string& group, const std::string& beside) {

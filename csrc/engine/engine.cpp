@@ -220,7 +220,7 @@ void Engine::end_deferred(bool drops) {
 std::vector<bool> Engine::any_rank(const std::vector<bool>& flags) {
   calls_.recover();
   calls_.leave_if_outside();
-  return context_.control == nullptr ? flags : context_.control->any_rank(flags, kOptimizer);
+  return context_.control == nullptr ? flags : context_.control->any_rank_of_optimizer(flags);
 }
 
 Exchange Engine::exchange(size_t mesh, bool across, const at::Tensor& sent, MessageSizes sizes) {

@@ -3,9 +3,7 @@
 
 #include <c10/core/GradMode.h>
 
-#include <algorithm>
 #include <exception>
-#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -149,24 +147,19 @@ void OrderConsensus::settle_pass() {
     schedule_.drop_pass();
     return;
   }
-  std::vector<PassCalls> calls;
+  RankCalls calls;
   if (answer.changed) {
     calls = context_.control->gather(schedule_.calls());
   }
   ranks_differ_ = ranks_differ_ || answer.skipped;
-  schedule_.settle_pass(calls, context_.control->rank());
+  schedule_.settle_pass(calls.lists, calls.own);
 }
 
 Agreed OrderConsensus::agreed(size_t num_backward_shapes) const {
   Agreed result;
   result.num_calls = schedule_.calls().size();
   result.num_shapes = num_backward_shapes;
-  std::vector<const Collectives*> groups;
-  std::ranges::copy(collectives_of(units_), std::back_inserter(groups));
-  if (context_.control != nullptr) {
-    groups.push_back(&context_.control->collectives());
-  }
-  for (const Collectives* each : groups) {
+  for (const Collectives* each : collectives_of(units_)) {
     if (each->guard() != nullptr) {
       result.num_points += each->guard()->num_points();
       result.num_compared += each->guard()->num_compared();

@@ -43,6 +43,21 @@ c10::intrusive_ptr<c10d::Work> reduce_by(
 
 } // namespace
 
+void fail_collective(
+    const char* op,
+    const std::string& unit,
+    const std::exception& error,
+    Alarm* alarm) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  const char* reason = torch_error ? torch_error->what_without_backtrace() : error.what();
+  const std::string what = c10::str(op, " of ", unit, " failed: ", reason);
+  if (alarm != nullptr) {
+    alarm->fail(what);
+  }
+  TORCH_CHECK_WITH(
+      DistBackendError, false, what, ". Did a rank stop, or call other units than this one?");
+}
+
 void wait_for_all(std::vector<PendingCollective>& collectives, const Streams& streams) {
   for (auto pending = collectives.rbegin(); pending != collectives.rend(); ++pending) {
     pending->wait(streams);
@@ -85,17 +100,6 @@ void PendingCollective::wait_on_host() const {
     work->wait();
   }
   alarm_->ledger().finish(number_);
-}
-
-void PendingCollective::fail(const char* op, const std::exception& error) const {
-  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
-  const char* reason = torch_error ? torch_error->what_without_backtrace() : error.what();
-  const std::string what = c10::str(op, " of ", *unit_, " failed: ", reason);
-  if (alarm_ != nullptr) {
-    alarm_->fail(what);
-  }
-  TORCH_CHECK_WITH(
-      DistBackendError, false, what, ". Did a rank stop, or call other units than this one?");
 }
 
 void PendingCollective::wait_on_device(const Streams& streams) const {

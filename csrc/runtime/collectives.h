@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <exception>
 #include <functional>
 #include <future>
 #include <memory>
@@ -26,6 +27,14 @@ namespace zerocore {
 class Alarm;
 class EmulatedGroup;
 class IssueGuard;
+
+// Raises the alarm, if there is one, and throws c10::DistBackendError with its sentence or with
+// what failed.
+[[noreturn]] void fail_collective(
+    const char* op,
+    const std::string& unit,
+    const std::exception& error,
+    Alarm* alarm);
 
 class PendingCollective {
  public:
@@ -47,7 +56,9 @@ class PendingCollective {
 
   void wait_on_host() const;
   void wait_on_device(const Streams& streams) const;
-  [[noreturn]] void fail(const char* op, const std::exception& error) const;
+  [[noreturn]] void fail(const char* op, const std::exception& error) const {
+    fail_collective(op, *unit_, error, alarm_);
+  }
 
   const char* op_ = nullptr;
   const std::string* unit_ = nullptr;

@@ -1,19 +1,25 @@
 // Control messages between the ranks of a model.
 #include "runtime/control_channel.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
+#include <exception>
+#include <iterator>
 #include <limits>
 #include <string>
 #include <utility>
+
+#include "runtime/collectives.h"
+#include "watch/alarm.h"
 
 namespace zerocore {
 
 namespace {
 
 const std::string kCalls = "the calls of a pass";
+const std::string kOptimizerFlags = "optimizer";
 const std::string kUsed = "the parameters that a backward used";
 // A message is the largest of what the ranks say: a unit so that the first one wins and then the
 // fewest writes to it, or 0.
@@ -21,26 +27,21 @@ constexpr int64_t kFirstUnit = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMostWrites = std::numeric_limits<int32_t>::max();
 enum Field : uint8_t { Wanted, Changed, Skipped, Failed, MostGathered, LeastGathered, kNumFields };
 
-at::Tensor to_bytes(const std::vector<bool>& flags) {
-  at::Tensor values = at::empty({static_cast<int64_t>(flags.size())}, at::kByte);
-  std::copy(flags.begin(), flags.end(), values.mutable_data_ptr<uint8_t>());
-  return values;
-}
-
-std::vector<bool> to_flags(const at::Tensor& values) {
-  const auto* bytes = values.const_data_ptr<uint8_t>();
-  return std::vector<bool>(bytes, bytes + values.numel());
+std::shared_ptr<ControlLink> link_of(const c10::intrusive_ptr<c10d::ProcessGroup>& control) {
+  return ControlLink::of(control->getBackend(c10::DeviceType::CPU), /*is_alone=*/true);
 }
 
 // One number a call: 0 for one that the rank did not make.
-int32_t encode(const PassCall& call) {
-  return call.made ? 1 + 4 * call.last + (call.reads ? 2 : 0) + (call.needs_backward ? 1 : 0) : 0;
+int64_t encode(const PassCall& call) {
+  return call.made
+      ? 1 + 4 * int64_t{call.last} + (call.reads ? 2 : 0) + (call.needs_backward ? 1 : 0)
+      : 0;
 }
 
-void decode(int32_t code, PassCall& call) {
+void decode(int64_t code, PassCall& call) {
   call.made = code > 0;
   if (call.made) {
-    call.last = (code - 1) / 4;
+    call.last = static_cast<int32_t>((code - 1) / 4);
     call.reads = (code - 1) / 2 % 2 != 0;
     call.needs_backward = (code - 1) % 2 != 0;
   }
@@ -48,13 +49,48 @@ void decode(int32_t code, PassCall& call) {
 
 } // namespace
 
-ControlChannel::ControlChannel(c10::intrusive_ptr<c10d::ProcessGroup> control, Alarm* alarm)
-    : streams_(c10::Device(c10::DeviceType::CPU)),
-      collectives_(std::move(control), streams_, alarm),
-      message_(at::zeros({kNumFields}, at::kLong)) {}
+ControlChannel::ControlChannel(const c10::intrusive_ptr<c10d::ProcessGroup>& control, Alarm* alarm)
+    : link_(link_of(control)), rank_(control->getRank()), user_(link_->add_user()), alarm_(alarm) {}
+
+ControlChannel::Pending ControlChannel::begin(ControlMessage own, const std::string& what) {
+  Pending pending{nullptr, -1, &what};
+  own.user = user_;
+  if (alarm_ != nullptr) {
+    alarm_->check();
+    const auto nbytes = own.width * static_cast<int64_t>(sizeof(int64_t));
+    pending.number = alarm_->ledger().begin("all_reduce", what, nbytes);
+  }
+  try {
+    pending.round = link_->begin(std::move(own));
+  } catch (const std::exception& error) {
+    fail(what, error);
+  }
+  return pending;
+}
+
+ControlMessage ControlChannel::wait(Pending& pending) {
+  const ControlLink::Ticket round = std::exchange(pending.round, nullptr);
+  TORCH_INTERNAL_ASSERT(round != nullptr, "waits for a message that was not sent");
+  if (alarm_ != nullptr) {
+    alarm_->ledger().begin_wait(pending.number);
+  }
+  try {
+    ControlMessage heard = link_->wait(round);
+    if (alarm_ != nullptr) {
+      alarm_->ledger().finish(pending.number);
+    }
+    return heard;
+  } catch (const std::exception& error) {
+    fail(*pending.what, error);
+  }
+}
+
+void ControlChannel::fail(const std::string& what, const std::exception& error) const {
+  fail_collective("all_reduce", what, error, alarm_);
+}
 
 void ControlChannel::say(const Answer& own) {
-  auto* fields = message_.mutable_data_ptr<int64_t>();
+  std::vector<int64_t> fields(kNumFields);
   fields[Wanted] =
       own.wanted ? (kFirstUnit - *own.wanted) * kMostWrites + kMostWrites - 1 - own.num_writes : 0;
   fields[Changed] = own.changed ? 1 : 0;
@@ -62,12 +98,11 @@ void ControlChannel::say(const Answer& own) {
   fields[Failed] = own.failed ? 1 + *own.failed : 0;
   fields[MostGathered] = own.gathered;
   fields[LeastGathered] = -own.gathered;
-  round_ = collectives_.all_reduce(message_, {&kCalls, nullptr}, c10d::ReduceOp::MAX);
+  round_ = begin(ControlMessage::of(MessageKind::Pass, std::move(fields)), kCalls);
 }
 
 ControlChannel::Answer ControlChannel::wait() {
-  round_.wait(streams_);
-  const auto* fields = message_.const_data_ptr<int64_t>();
+  const std::vector<int64_t> fields = wait(round_).words;
   Answer answer;
   answer.changed = fields[Changed] != 0;
   answer.skipped = fields[Skipped] != 0;
@@ -82,43 +117,57 @@ ControlChannel::Answer ControlChannel::wait() {
   return answer;
 }
 
-std::vector<PassCalls> ControlChannel::gather(const PassCalls& own) {
-  const auto numel = static_cast<int64_t>(own.size());
-  const at::Tensor all = at::zeros({std::max<int64_t>(1, collectives_.size() * numel)}, at::kInt);
-  auto* codes = all.mutable_data_ptr<int32_t>();
-  std::transform(own.begin(), own.end(), codes + collectives_.rank() * numel, encode);
-  collectives_.all_reduce(all, {&kCalls, nullptr}).wait(streams_);
-  std::vector<PassCalls> result(collectives_.size(), own);
-  for (PassCalls& calls : result) {
-    for (PassCall& call : calls) {
-      decode(*codes++, call);
+RankCalls ControlChannel::gather(const PassCalls& own) {
+  std::vector<int64_t> words = {rank_};
+  std::transform(own.begin(), own.end(), std::back_inserter(words), encode);
+  const std::vector<int64_t> codes(words.begin() + 1, words.end());
+  Pending pending = begin(ControlMessage::of(MessageKind::Calls, std::move(words)), kCalls);
+  const ControlMessage heard = wait(pending);
+  RankCalls result;
+  for (auto list = heard.words.begin(); list != heard.words.end(); list += heard.width) {
+    if (std::equal(codes.begin(), codes.end(), list + 1)) {
+      result.own = static_cast<int>(result.lists.size());
+    }
+    PassCalls& calls = result.lists.emplace_back(own);
+    for (size_t i = 0; i < calls.size(); ++i) {
+      decode(list[static_cast<std::ptrdiff_t>(i) + 1], calls[i]);
     }
   }
   return result;
 }
 
 std::vector<bool> ControlChannel::any_rank(const std::vector<bool>& flags) {
-  return any_rank(flags, kCalls);
+  return any_rank(MessageKind::AnyFlags, flags, kCalls);
+}
+
+std::vector<bool> ControlChannel::any_rank_of_optimizer(const std::vector<bool>& flags) {
+  return any_rank(MessageKind::OptimizerFlags, flags, kOptimizerFlags);
 }
 
 std::vector<bool> ControlChannel::any_rank(
+    MessageKind kind,
     const std::vector<bool>& flags,
     const std::string& what) {
-  const at::Tensor values = to_bytes(flags);
-  collectives_.all_reduce(values, {&what, nullptr}, c10d::ReduceOp::MAX).wait(streams_);
-  return to_flags(values);
+  Pending pending = begin(ControlMessage::of_flags(kind, flags), what);
+  return wait(pending).flags(flags.size());
 }
 
 // Waits for the message before, which has long arrived, for the ledger's sake.
 void ControlChannel::tell_used(const std::vector<bool>& flags) {
-  telling_.wait(streams_);
-  used_ = to_bytes(flags);
-  telling_ = collectives_.all_reduce(used_, {&kUsed, nullptr}, c10d::ReduceOp::MAX);
+  if (telling_.round != nullptr) {
+    wait(telling_);
+  }
+  num_used_ = flags.size();
+  telling_ = begin(ControlMessage::of_flags(MessageKind::UsedFlags, flags), kUsed);
 }
 
 std::vector<bool> ControlChannel::hear_used() {
-  telling_.wait(streams_);
-  return to_flags(used_);
+  return wait(telling_).flags(num_used_);
+}
+
+void connect_peers(const std::string& control) {
+  const auto link = link_of(c10d::resolve_process_group(control));
+  link->wait(link->begin({}));
 }
 
 } // namespace zerocore

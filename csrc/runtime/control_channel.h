@@ -10,9 +10,17 @@
 #include <vector>
 
 #include "plan/pass_calls.h"
-#include "runtime/collectives.h"
+#include "watch/control_link.h"
 
 namespace zerocore {
+
+class Alarm;
+
+// Of all ranks, without those that are equal; `own` is the place of this rank's.
+struct RankCalls {
+  std::vector<PassCalls> lists;
+  int own = 0;
+};
 
 class ControlChannel {
  public:
@@ -26,8 +34,9 @@ class ControlChannel {
     bool gathers_differ = false;
   };
 
-  // `control`: a gloo group of all ranks of the model.
-  ControlChannel(c10::intrusive_ptr<c10d::ProcessGroup> control, Alarm* alarm);
+  // `control`: a gloo group of all ranks of the model. `alarm` may be null, and outlives the
+  // channel otherwise.
+  ControlChannel(const c10::intrusive_ptr<c10d::ProcessGroup>& control, Alarm* alarm);
 
   // A round begins for this rank, with what it has to say; wait() ends it.
   void say(const Answer& own);
@@ -38,24 +47,42 @@ class ControlChannel {
   void tell_used(const std::vector<bool>& flags);
   std::vector<bool> hear_used();
 
-  // Every rank's list; all are as long as `own`.
-  std::vector<PassCalls> gather(const PassCalls& own);
-  // For each flag whether it is set on any rank. `what` names it in errors and outlives the rank's
-  // ledger.
+  // Every rank's list; all are as long as `own`. Blocks.
+  RankCalls gather(const PassCalls& own);
+  // For each flag whether it is set on any rank. Blocks.
   std::vector<bool> any_rank(const std::vector<bool>& flags);
-  std::vector<bool> any_rank(const std::vector<bool>& flags, const std::string& what);
+  // The same of an optimizer's.
+  std::vector<bool> any_rank_of_optimizer(const std::vector<bool>& flags);
   int rank() const {
-    return static_cast<int>(collectives_.rank());
-  }
-  const Collectives& collectives() const {
-    return collectives_;
+    return rank_;
   }
 
  private:
-  Streams streams_;
-  Collectives collectives_;
-  at::Tensor message_, used_;
-  PendingCollective round_, telling_;
+  // A message under way; its number in the alarm's ledger.
+  struct Pending {
+    ControlLink::Ticket round;
+    int64_t number = -1;
+    const std::string* what = nullptr;
+  };
+
+  Pending begin(ControlMessage own, const std::string& what);
+  ControlMessage wait(Pending& pending);
+  [[noreturn]] void fail(const std::string& what, const std::exception& error) const;
+  std::vector<bool> any_rank(
+      MessageKind kind,
+      const std::vector<bool>& flags,
+      const std::string& what);
+
+  const std::shared_ptr<ControlLink> link_;
+  const int rank_;
+  const int64_t user_;
+  Alarm* alarm_;
+  size_t num_used_ = 0; // flags that are told
+  Pending round_, telling_;
 };
+
+// Connects this rank of the group of that name with those that it exchanges messages with;
+// collective. Throws what the backend does if it cannot.
+void connect_peers(const std::string& control);
 
 } // namespace zerocore

@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "plan/dissemination.h"
 #include "watch/watchdog.h"
 
 namespace zerocore {
@@ -43,18 +44,27 @@ double timeout_of(c10d::ProcessGroup& group) {
 
 // One receive that has waited for too long closes all connections of gloo. One whose peer is gone
 // does not.
-void close_gloo(c10d::Backend& backend) {
-  for (int i = 0; i < backend.getSize() * kContexts; ++i) {
-    const int peer = i % backend.getSize();
-    try {
-      std::vector<at::Tensor> nothing = {at::zeros({1}, at::kByte)};
-      if (peer != backend.getRank()) {
-        backend.recv(nothing, peer, kUnusedTag + i / backend.getSize())->wait(Milliseconds(1));
+void close_gloo(c10d::Backend& backend, const std::vector<int64_t>& peers) {
+  for (int context = 0; context < kContexts; ++context) {
+    for (const int64_t peer : peers) {
+      try {
+        std::vector<at::Tensor> nothing = {at::zeros({1}, at::kByte)};
+        backend.recv(nothing, static_cast<int>(peer), kUnusedTag + context)->wait(Milliseconds(1));
+      } catch (const std::exception&) {
+        // as meant
       }
-    } catch (const std::exception&) {
-      // as meant
     }
   }
+}
+
+std::vector<int64_t> all_peers(const c10d::Backend& backend) {
+  std::vector<int64_t> peers;
+  for (int64_t rank = 0; rank < backend.getSize(); ++rank) {
+    if (rank != backend.getRank()) {
+      peers.push_back(rank);
+    }
+  }
+  return peers;
 }
 
 // In one piece, and without a lock that a thread which waits may hold.
@@ -216,8 +226,8 @@ void Alarm::close_groups() {
     const std::lock_guard lock(mutex_);
     backends = backends_;
   }
-  for (const auto& weak : backends) {
-    const auto backend = weak.lock();
+  for (size_t i = 0; i < backends.size(); ++i) {
+    const auto backend = backends[i].lock();
     if (!backend) {
       continue;
     }
@@ -225,7 +235,11 @@ void Alarm::close_groups() {
     static auto* const kept = new std::vector<c10::intrusive_ptr<c10d::Backend>>();
     kept->push_back(backend);
     if (backend->getBackendName() == "gloo") {
-      close_gloo(*backend);
+      // The first group is connected with the peers of control messages alone.
+      close_gloo(
+          *backend,
+          i == 0 ? Dissemination::peers(backend->getRank(), backend->getSize())
+                 : all_peers(*backend));
     } else { // may wait for the device
       std::thread([backend] {
         try {

@@ -38,7 +38,7 @@ class Alarm {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  // The first of `groups` has the store and the default for the limit.
+  // The first of `groups` carries control messages; its store and its default for the limit count.
   Alarm(AlarmOptions options, const std::vector<Group>& groups, std::vector<std::string> params);
 
   Ledger& ledger() {

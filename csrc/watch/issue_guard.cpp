@@ -1,21 +1,20 @@
-// See Note [Known sequences]. Ranks compare by messages from each to each: collectives of their own
-// would take the numbers by which gloo matches those of ranks that do not compare.
+// See Note [Known sequences]. Ranks compare by messages: collectives of their own would take the
+// numbers by which gloo matches those of ranks that do not compare.
 #include "watch/issue_guard.h"
 
-#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
-#include <vector>
+
+#include "common/math.h"
+#include "watch/control_link.h"
 
 namespace zerocore {
 
 namespace {
 
-// Tags are 31 bits, and users take small ones.
-constexpr int kFirstTag = 0x5b000000;
-constexpr uint64_t kNumTags = 1 << 23;
 constexpr uint64_t kBase = 0x9e3779b97f4a7c15; // odd, so that powers keep all bits
 
 constexpr uint64_t power(uint64_t base, size_t exponent) {
@@ -28,17 +27,26 @@ constexpr uint64_t power(uint64_t base, size_t exponent) {
 
 } // namespace
 
+// Both levels are forgotten at once: a point of the second one is then always one of the first,
+// too.
 bool KnownSequence::advance(uint64_t collective) {
-  if (successors_.size() >= kMaxPoints) {
-    successors_.clear();
+  const auto is_full = [](const Level& level) { return level.successors.size() >= kMaxPoints; };
+  if (std::any_of(levels_.begin(), levels_.end(), is_full)) {
+    std::for_each(levels_.begin(), levels_.end(), [](Level& level) { level.successors.clear(); });
   }
-  const auto [known, is_new] = successors_.try_emplace(point_, Successor{collective, true});
-  known->second.only = known->second.only && known->second.collective == collective;
-  const bool ask = is_new || !known->second.only;
-  uint64_t& oldest = last_[next_++ % kDepth];
-  // A polynomial over the last ones: what leaves is subtracted.
-  point_ = (point_ - oldest * power(kBase, kDepth - 1)) * kBase + collective;
-  oldest = collective;
+  bool ask = true;
+  for (Level& level : levels_) {
+    if (ask) {
+      const auto [known, is_new] =
+          level.successors.try_emplace(level.point, Successor{collective, true});
+      known->second.only = known->second.only && known->second.collective == collective;
+      ask = is_new || !known->second.only;
+    }
+    // A polynomial over the last ones: what leaves is subtracted.
+    const uint64_t oldest = last_[(next_ + kMaxDepth - level.depth) % kMaxDepth];
+    level.point = (level.point - oldest * power(kBase, level.depth - 1)) * kBase + collective;
+  }
+  last_[next_++ % kMaxDepth] = collective;
   return ask;
 }
 
@@ -58,28 +66,14 @@ void IssueGuard::compare(uint64_t collective) {
   ++num_compared_;
   const auto backend = backend_.lock();
   TORCH_CHECK_WITH(DistBackendError, backend != nullptr, "the process group was destroyed");
-  const int tag = kFirstTag + static_cast<int>(num_issued_ % kNumTags);
-  const auto mine = static_cast<int64_t>(collective);
-  std::vector<at::Tensor> answers;
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  std::vector<at::Tensor> question = {at::full({1}, mine, at::kLong)};
-  for (int peer = 0; peer < backend->getSize(); ++peer) {
-    if (peer != backend->getRank()) {
-      std::vector<at::Tensor> answer = {at::full({1}, mine, at::kLong)};
-      works.push_back(backend->recv(answer, peer, tag));
-      works.push_back(backend->send(question, peer, tag));
-      answers.push_back(answer[0]);
-    }
-  }
-  for (const auto& work : works) {
-    work->wait();
-  }
-  for (const at::Tensor& answer : answers) {
-    TORCH_CHECK_WITH(
-        DistBackendError,
-        *answer.const_data_ptr<int64_t>() == mine,
-        "the ranks are about to issue different collectives");
-  }
+  const auto link = ControlLink::of(backend);
+  const auto own = static_cast<int64_t>(mix(collective, num_issued_));
+  const ControlMessage heard =
+      link->wait(link->begin(ControlMessage::of(MessageKind::Collective, {own, ~own})));
+  TORCH_CHECK_WITH(
+      DistBackendError,
+      heard.words[0] == ~heard.words[1], // the largest and the smallest one
+      "the ranks are about to issue different collectives");
 }
 
 } // namespace zerocore

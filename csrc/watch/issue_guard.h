@@ -5,7 +5,8 @@
 // own where nothing can catch it, and takes what is too small without a word. So before a rank
 // issues a collective that it has not always issued at this point, it compares with all others.
 // A point is what was issued before, up to a depth. Training repeats itself: after the first steps
-// every point has one successor, which is then issued without asking.
+// every point has one successor, which is then issued without asking. A point of more than one is
+// told apart by what was issued before it, up to a larger depth.
 // Two ranks never issue different collectives as each other's counterpart: as long as they have
 // issued the same ones, they know the same points. If the point has one successor, a rank that is
 // about to issue another one asks, which nobody answers, until the alarm; in any other case all
@@ -22,28 +23,34 @@
 
 namespace zerocore {
 
-// Which collective follows which, as far as all ranks are known to agree about it.
+// The collectives that follow others, as far as all ranks are known to agree about it. In most
+// programs the last 16 tell the next one; where several follow them, as after 16 equal ones, the
+// last 128 do.
 class KnownSequence {
  public:
   // The next collective, by a hash of all that must be the same on all ranks. True if the ranks
   // must compare it first.
   bool advance(uint64_t collective);
   size_t num_points() const {
-    return successors_.size();
+    return levels_[0].successors.size() + levels_[1].successors.size();
   }
 
  private:
-  static constexpr size_t kDepth = 16;
-  static constexpr size_t kMaxPoints = 1 << 15; // forgotten when there are more
+  static constexpr size_t kMaxPoints = 1 << 15; // of a level; more, and both forget all
+  static constexpr size_t kMaxDepth = 128;
   struct Successor {
     uint64_t collective = 0;
     bool only = true;
   };
+  struct Level {
+    size_t depth = 0;
+    uint64_t point = 0; // a hash of the last `depth` collectives
+    std::unordered_map<uint64_t, Successor> successors = {};
+  };
 
-  uint64_t point_ = 0; // a hash of the last kDepth collectives
-  std::array<uint64_t, kDepth> last_ = {};
+  std::array<Level, 2> levels_ = {Level{16}, Level{kMaxDepth}};
+  std::array<uint64_t, kMaxDepth> last_ = {};
   size_t next_ = 0;
-  std::unordered_map<uint64_t, Successor> successors_;
 };
 
 // One for a group, however many models use it: their collectives come in one order, too. It lives

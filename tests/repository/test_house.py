@@ -39,7 +39,7 @@ RESERVED = [
     (r"pybind11/|torch/extension\.h$|torch/csrc/utils/pybind\.h$", r"bindings/"),
     (
         r"torch/csrc/distributed/c10d/",
-        r"engine/|watch/(alarm|issue_guard|roll_call|watchdog)\."
+        r"engine/|watch/(alarm|control_link|issue_guard|roll_call|watchdog)\."
         r"|emulation/(emulated_(group|link|work)|mirrored_call)\.|runtime/(collectives|control_channel|wire_calls)\.",
     ),
     (r"(c10/|ATen/)?cuda", r"kernels/cuda/|emulation/emulated_timer\.cu|runtime/page_pinning\.cu"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zerocore._C import connect_control
 from zerocore.common.agreement import is_simulated
 from zerocore.common.groups import shared_group
 
 _log = logging.getLogger("zerocore")
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 @dataclass(frozen=True)
@@ -286,14 +290,50 @@ def sibling_of(
 def control_group(ranks: Ranks) -> dist.ProcessGroup | None:
     """The group over which all ranks of a model exchange small messages, on the CPU; collective.
 
-    Models of the same ranks share one.
+    Models of the same ranks share one. A rank is connected with the 2 log2 N others that it sends
+    messages to or hears, not with all N.
 
     Returns:
         A gloo group, or None for one rank and where the others are simulated.
+
+    Raises:
+        RuntimeError: this rank cannot connect; it says over which interface, and with which limit
+            of open files.
     """
     if not ranks.groups or any(is_simulated(group) for group in ranks.groups):
         return None
-    return shared_group(ranks.members, ranks.members, "zerocore_control", backend="gloo")
+    try:
+        with _lazily_connected():
+            group = shared_group(ranks.members, ranks.members, "zerocore_control", backend="gloo")
+        connect_control(group.group_name)
+    except RuntimeError as error:
+        raise RuntimeError(_cannot_connect(error)) from error
+    return group
+
+
+@contextmanager
+def _lazily_connected() -> Iterator[None]:
+    """Groups of gloo that are made in it connect two ranks when one sends the other something."""
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LAZY]
+        else:
+            os.environ[_LAZY] = before
+
+
+def _cannot_connect(error: Exception) -> str:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    where = f"GLOO_SOCKET_IFNAME={interface}" if interface else "the interface of the host's name"
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"rank {dist.get_rank()} cannot exchange control messages over {where}: "
+        f"{str(error).splitlines()[0]}. Set GLOO_SOCKET_IFNAME to an interface that the other "
+        f"ranks can reach. The limit of open files is {limit} (`ulimit -n`)."
+    )
 
 
 def with_reductions(ranks: Ranks, device: torch.device) -> Ranks:

@@ -1,0 +1,112 @@
+// Messages that all ranks combine, see Note [Dissemination].
+#include "plan/dissemination.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <span>
+#include <tuple>
+#include <utility>
+
+namespace zerocore {
+
+namespace {
+
+constexpr size_t kWordBits = 64;
+
+// Lists of `width` words behind the lowest rank that has each.
+void unite(std::vector<int64_t>& words, const std::vector<int64_t>& others, int64_t width) {
+  std::map<std::vector<int64_t>, int64_t> ranks; // by list
+  for (const auto& part : {std::span(std::as_const(words)), std::span(others)}) {
+    for (size_t i = 0; i < part.size(); i += width) {
+      const auto list = part.subspan(i, width);
+      const auto [known, _] = ranks.try_emplace({list.begin() + 1, list.end()}, list.front());
+      known->second = std::min(known->second, list.front());
+    }
+  }
+  std::map<int64_t, const std::vector<int64_t>*> lists;
+  for (const auto& [list, rank] : ranks) {
+    lists[rank] = &list;
+  }
+  words.clear();
+  for (const auto& [rank, list] : lists) {
+    words.push_back(rank);
+    words.insert(words.end(), list->begin(), list->end());
+  }
+}
+
+} // namespace
+
+ControlMessage ControlMessage::of(MessageKind kind, std::vector<int64_t> words) {
+  const auto width = static_cast<int64_t>(words.size());
+  return {kind, 0, width, std::move(words)};
+}
+
+ControlMessage ControlMessage::of_flags(MessageKind kind, const std::vector<bool>& flags) {
+  std::vector<int64_t> words(1 + flags.size() / kWordBits);
+  for (size_t i = 0; i < flags.size(); ++i) {
+    words[i / kWordBits] |= static_cast<int64_t>(uint64_t{flags[i]} << i % kWordBits);
+  }
+  return of(kind, std::move(words));
+}
+
+std::vector<bool> ControlMessage::flags(size_t count) const {
+  std::vector<bool> result(count);
+  for (size_t i = 0; i < count; ++i) {
+    result[i] = (static_cast<uint64_t>(words.at(i / kWordBits)) >> i % kWordBits & 1) != 0;
+  }
+  return result;
+}
+
+void ControlMessage::combine(const ControlMessage& other) {
+  if (kind != other.kind || user != other.user || width != other.width) {
+    *this = {MessageKind::Different, 0, 0, {}};
+  } else if (kind == MessageKind::Calls) {
+    unite(words, other.words, width);
+  } else {
+    const bool are_flags = kind >= MessageKind::AnyFlags;
+    for (size_t i = 0; i < words.size(); ++i) {
+      words[i] = are_flags ? words[i] | other.words[i] : std::max(words[i], other.words[i]);
+    }
+  }
+}
+
+int Dissemination::num_hops(int64_t size) {
+  int hops = 0;
+  for (int64_t reach = 1; reach < size; reach *= 2) {
+    ++hops;
+  }
+  return hops;
+}
+
+std::vector<int64_t> Dissemination::peers(int64_t rank, int64_t size) {
+  std::set<int64_t> found;
+  const Dissemination hops(rank, size, {});
+  for (int hop = 0; hop < num_hops(size); ++hop) {
+    found.insert({hops.to(hop), hops.from(hop)});
+  }
+  return {found.begin(), found.end()};
+}
+
+std::vector<Dissemination::Connection> Dissemination::connections(int64_t rank, int64_t size) {
+  const Dissemination hops(rank, size, {});
+  std::map<std::tuple<int, int64_t, int64_t>, Connection> ordered;
+  for (int hop = 0; hop < num_hops(size); ++hop) {
+    const int64_t distance = int64_t{1} << hop;
+    for (const bool sends : {true, false}) {
+      const int64_t to = sends ? hops.to(hop) : rank;
+      const int64_t from = sends ? rank : hops.from(hop);
+      const bool is_short = 2 * distance <= size;
+      const int64_t step = is_short ? distance : size - distance;
+      const int64_t first = is_short ? from : to;
+      ordered[{hop, first / step % 2, first}] = {hop, sends};
+    }
+  }
+  std::vector<Connection> result;
+  for (const auto& [_, connection] : ordered) {
+    result.push_back(connection);
+  }
+  return result;
+}
+
+} // namespace zerocore

@@ -1,0 +1,215 @@
+// Rounds of messages over point-to-point calls of a c10d backend.
+#include "watch/control_link.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <thread>
+#include <utility>
+
+namespace zerocore {
+
+namespace {
+
+// Tags are 31 bits, and programs take small ones. One of each is enough: a pair of ranks has the
+// same hop in every round.
+constexpr int kHeadTag = 0x5b000000;
+constexpr int kRestTag = 0x5b000001;
+constexpr int kConnectTag = 0x5b000002;
+// Words of the message of fixed size: its kind, user, width and length, and the first of its words.
+constexpr int64_t kHeader = 4;
+constexpr int64_t kHeadWords = 16;
+constexpr int64_t kInline = kHeadWords - kHeader;
+
+void write_head(const at::Tensor& head, const ControlMessage& message) {
+  const auto length = static_cast<int64_t>(message.words.size());
+  auto* words = head.mutable_data_ptr<int64_t>();
+  *words++ = static_cast<int64_t>(message.kind);
+  *words++ = message.user;
+  *words++ = message.width;
+  *words++ = length;
+  std::copy_n(message.words.begin(), std::min(length, kInline), words);
+}
+
+} // namespace
+
+ControlLink::ControlLink(const c10::intrusive_ptr<c10d::Backend>& backend, bool is_alone)
+    : backend_(backend),
+      rank_(backend->getRank()),
+      size_(backend->getSize()),
+      sums_(is_alone && size_ == 2) {}
+
+std::shared_ptr<ControlLink> ControlLink::of(
+    const c10::intrusive_ptr<c10d::Backend>& backend,
+    bool is_alone) {
+  static auto& mutex = *new std::mutex();
+  static auto& links = *new std::map<const c10d::Backend*, std::shared_ptr<ControlLink>>();
+  const std::lock_guard lock(mutex);
+  std::erase_if(links, [](const auto& entry) { return entry.second->backend_.expired(); });
+  std::shared_ptr<ControlLink>& link = links[backend.get()];
+  if (link == nullptr) {
+    link.reset(new ControlLink(backend, is_alone));
+  }
+  return link;
+}
+
+c10::intrusive_ptr<c10d::Backend> ControlLink::backend() const {
+  auto backend = backend_.lock();
+  TORCH_CHECK_WITH(DistBackendError, backend != nullptr, "the process group was destroyed");
+  return backend;
+}
+
+ControlLink::Ticket ControlLink::begin(ControlMessage own) {
+  auto round = std::make_shared<Round>(Dissemination(rank_, size_, std::move(own)));
+  const auto backend = this->backend();
+  if (!std::exchange(connected_, true)) {
+    connect(*backend);
+  }
+  post_heads(*backend, *round);
+  send(*backend, *round);
+  const std::lock_guard lock(mutex_);
+  rounds_.push_back(round);
+  if (Dissemination::num_hops(size_) > 1) {
+    if (!std::exchange(has_thread_, true)) {
+      std::thread([self = shared_from_this()] { self->run(); }).detach();
+    }
+    changed_.notify_all();
+  }
+  return round;
+}
+
+ControlMessage ControlLink::wait(const Ticket& round) {
+  std::unique_lock lock(mutex_);
+  while (!has_thread_ && !round->done) {
+    const Ticket next = rounds_.front();
+    rounds_.pop_front();
+    lock.unlock();
+    carry_out(*next);
+    lock.lock();
+    next->done = true;
+  }
+  changed_.wait(lock, [&] { return round->done; });
+  if (round->error != nullptr) {
+    std::rethrow_exception(round->error);
+  }
+  TORCH_CHECK_WITH(
+      DistBackendError,
+      round->hops.heard().kind != MessageKind::Different,
+      "the ranks tell each other different things");
+  return round->hops.heard();
+}
+
+// The thread ends with its group.
+void ControlLink::run() {
+  constexpr std::chrono::seconds kLook(10);
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait_for(lock, kLook, [this] { return !rounds_.empty(); });
+    if (rounds_.empty()) {
+      if (backend_.expired()) {
+        return;
+      }
+      continue;
+    }
+    const Ticket next = rounds_.front();
+    lock.unlock();
+    carry_out(*next);
+    lock.lock();
+    next->done = true;
+    rounds_.pop_front();
+    changed_.notify_all();
+  }
+}
+
+void ControlLink::carry_out(Round& round) const {
+  try {
+    const auto backend = this->backend();
+    while (!round.hops.is_done()) {
+      round.hops.hear(receive(*backend, round));
+      send(*backend, round);
+    }
+    for (const auto& work : round.sending) {
+      work->wait();
+    }
+  } catch (...) {
+    round.error = std::current_exception();
+  }
+}
+
+// See Dissemination::connections: gloo may connect two ranks when both want it, and not before.
+void ControlLink::connect(c10d::Backend& backend) const {
+  const Dissemination hops(rank_, size_, {});
+  for (const auto& [hop, sends] : Dissemination::connections(rank_, size_)) {
+    std::vector<at::Tensor> nothing = {at::zeros({1}, at::kLong)};
+    const auto peer = static_cast<int>(sends ? hops.to(hop) : hops.from(hop));
+    const auto work =
+        sends ? backend.send(nothing, peer, kConnectTag) : backend.recv(nothing, peer, kConnectTag);
+    work->wait();
+  }
+}
+
+// All of them at once: who sends waits for the receive.
+void ControlLink::post_heads(c10d::Backend& backend, Round& round) const {
+  if (sums_) {
+    const at::Tensor both = at::zeros({2, kHeadWords}, at::kLong);
+    write_head(both[rank_], round.hops.heard());
+    std::vector<at::Tensor> tensors = {both};
+    c10d::AllreduceOptions options;
+    options.asyncOp = true;
+    round.heads = {both[round.hops.from(0)]};
+    round.receiving = {backend.allreduce(tensors, options)};
+    return;
+  }
+  for (int hop = 0; hop < Dissemination::num_hops(size_); ++hop) {
+    round.heads.push_back(at::empty({kHeadWords}, at::kLong));
+    std::vector<at::Tensor> tensors = {round.heads.back()};
+    const auto from = static_cast<int>(round.hops.from(hop));
+    round.receiving.push_back(backend.recv(tensors, from, kHeadTag));
+  }
+}
+
+// Of the hop that is next, if there is one.
+void ControlLink::send(c10d::Backend& backend, Round& round) const {
+  if (round.hops.is_done()) {
+    return;
+  }
+  const std::vector<int64_t>& words = round.hops.heard().words;
+  const auto send_words = [&](const at::Tensor& sent, int tag) {
+    std::vector<at::Tensor> tensors = {sent};
+    const auto to = static_cast<int>(round.hops.to(round.hops.hop()));
+    round.sending.push_back(backend.send(tensors, to, tag));
+  };
+  if (!sums_) {
+    const at::Tensor head = at::zeros({kHeadWords}, at::kLong);
+    write_head(head, round.hops.heard());
+    send_words(head, kHeadTag);
+  }
+  if (const auto length = static_cast<int64_t>(words.size()); length > kInline) {
+    const at::Tensor rest = at::empty({length - kInline}, at::kLong);
+    std::copy(words.begin() + kInline, words.end(), rest.mutable_data_ptr<int64_t>());
+    send_words(rest, kRestTag);
+  }
+}
+
+ControlMessage ControlLink::receive(c10d::Backend& backend, Round& round) {
+  const int hop = round.hops.hop();
+  round.receiving[hop]->wait();
+  const auto* head = round.heads[hop].const_data_ptr<int64_t>();
+  ControlMessage message{static_cast<MessageKind>(head[0]), head[1], head[2], {}};
+  const int64_t length = head[3];
+  message.words.assign(head + kHeader, head + kHeader + std::min(length, kInline));
+  if (length > kInline) {
+    const at::Tensor rest = at::empty({length - kInline}, at::kLong);
+    std::vector<at::Tensor> tensors = {rest};
+    backend.recv(tensors, static_cast<int>(round.hops.from(hop)), kRestTag)->wait();
+    const auto* words = rest.const_data_ptr<int64_t>();
+    message.words.insert(message.words.end(), words, words + rest.numel());
+  }
+  return message;
+}
+
+} // namespace zerocore
