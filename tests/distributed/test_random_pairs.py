@@ -63,7 +63,9 @@ class ShardedPlayer(Player):
         super().__init__(case, model, [dist.get_rank()])
         rng = random.Random(f"options {case.seed}")
         parts = [name for name in OFFLOADED if self.has(name)]
-        narrow = zerocore.MixedPrecision(torch.bfloat16, torch.float32)
+        # The same numbers, summed by the backend or by the ranks in their order.
+        sums = self.case.choose({"reduce_dtype": torch.float32}, {"wire_dtype": torch.float32})
+        narrow = zerocore.MixedPrecision(torch.bfloat16, **sums)
         zerocore.shard(
             model,
             stage=case.stage,
