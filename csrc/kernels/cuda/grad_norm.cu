@@ -14,7 +14,6 @@ namespace zerocore::kernels::cuda {
 
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kTotalThreads = 1024;
 
 __device__ __forceinline__ SquareSum operator+(const SquareSum& a, const SquareSum& b) {

@@ -15,7 +15,6 @@ namespace zerocore::kernels::cuda {
 
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kWordLanes = 4; // numbers in a word
 static_assert(kWarp * kWordLanes == kScaledNumel);
 

@@ -9,6 +9,7 @@
 namespace zerocore::kernels::cuda {
 
 constexpr int kThreads = 256; // of every block
+constexpr int kWarp = 32;
 constexpr int kInFlightNbytes = 64; // that a thread loads before it stores the first of them
 
 // As an element function: the value as it is, without unpacking vectors.
