@@ -82,9 +82,9 @@ def main() -> None:
         batch = torch.stack([text[start : start + LENGTH + 1] for start in starts])
         losses: list[Tensor] = []
         if stage.is_last:
-            schedule.step(target=batch[:, 1:], losses=losses)
+            schedule.step(target=batch[:, 1:].contiguous(), losses=losses)
         else:
-            schedule.step(*[batch[:, :-1]] * stage.is_first)
+            schedule.step(*[batch[:, :-1].contiguous()] * stage.is_first)
         norm = zerocore.clip_grad_norm_(model, 1.0, across=mesh["pp"])  # of all stages
         optimizer.step()
         optimizer.zero_grad()

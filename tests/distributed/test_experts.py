@@ -30,14 +30,10 @@ from tests.distributed.harness import run_ranks
 Bounds = Sequence[int]
 EVEN, UNEVEN, SINGLE = [0, 2, 4], [0, 1, 4], [0, 1, 2, 3, 4]
 # Replicas of each expert by parts, and which experts each part has.
-LAYOUTS = {
-    "2x2": ((2, 2), EVEN),
-    "uneven": ((2, 2), UNEVEN),
-    "1x4": ((1, 4), SINGLE),
-    "DTensors": ((2, 2), EVEN),
-    "2x4": ((2, 4), SINGLE),
-    "8x2": ((8, 2), UNEVEN),
-}
+LAYOUTS = {"2x2": ((2, 2), EVEN), "uneven": ((2, 2), UNEVEN), "1x4": ((1, 4), SINGLE)}
+DTENSORS = {"DTensors": ((2, 2), EVEN)}
+LARGE = {"2x4": ((2, 4), SINGLE), "8x2": ((8, 2), UNEVEN)}
+ALL_LAYOUTS = LAYOUTS | DTENSORS | LARGE
 PATTERN = "*.experts.*"
 CLOSE = {"rtol": 2e-6, "atol": 2e-7}
 
@@ -71,8 +67,8 @@ def train(
     stage: int, layout: str, clip: Callable[..., Tensor], micro_batches: int, **options: Any
 ) -> None:
     """Three steps: gradients, norm and weights are those of one process."""
-    shape, bounds = LAYOUTS[layout]
-    options["as_dtensors"] = layout == "DTensors"
+    shape, bounds = ALL_LAYOUTS[layout]
+    options["as_dtensors"] = layout in DTENSORS
     model, truth = sharded(shape, bounds, stage, **options), whole_model()
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, truth)]
     for number in range(3):
@@ -102,9 +98,9 @@ def train_all_ways(stage: int, layout: str) -> None:
     train(stage, layout, zerocore.clip_grad_norm_, 2, mixed_precision=in_order)
 
 
-@pytest.mark.parametrize("layout", [*list(LAYOUTS)[:4], *by_night("2x4", "8x2")])
+@pytest.mark.parametrize("layout", [*LAYOUTS, *DTENSORS, *by_night(*LARGE)])
 def test_training_is_that_of_one_process(stage: int, layout: str) -> None:
-    (replicas, parts), _ = LAYOUTS[layout]
+    (replicas, parts), _ = ALL_LAYOUTS[layout]
     run_ranks(train_all_ways, replicas * parts, stage, layout, timeout=170)
 
 

@@ -168,8 +168,9 @@ def leave() -> None:
         kept = dict(bucket)
         break
     assert state.engine.pool_stats.in_use_nbytes == 0
-    with pytest.raises(RuntimeError, match="unit '0'"):
-        next(iter(kept.values())).sum()
+    if torch.__version__ >= "2.13":  # before, what nobody may read is a null pointer
+        with pytest.raises(RuntimeError, match="unit '0'"):
+            next(iter(kept.values())).sum()
     open_one = zerocore.export(model, max_bytes=unit)
     next(open_one)
     assert_same(exported(model), expected)  # closes the other one
