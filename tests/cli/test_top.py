@@ -153,6 +153,15 @@ class Terminal:
             self.read()
         return screen
 
+    def interrupt(self) -> int:
+        """Ctrl-C; its exit code. It is read to its end, as it may wait for room to write."""
+        end = time.monotonic() + SECONDS
+        os.kill(self.pid, signal.SIGINT)
+        while (found := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
+            assert time.monotonic() < end, self.screen()
+            self.read()
+        return os.waitstatus_to_exitcode(found[1])
+
 
 def steps(screen: str) -> list[int]:
     """The steps of ranks 0 and 1 on the screen."""
@@ -173,8 +182,6 @@ def test_a_running_job_of_two_ranks_in_a_terminal(tmp_path: Path) -> None:
             terminal.until(lambda text: len(steps(text)) == 2 and min(steps(text)) > first)
         finally:
             (folder / "seen").touch()
-            os.kill(terminal.pid, signal.SIGINT)
+            code = terminal.interrupt()
         job.result()
-        for _ in range(20):
-            terminal.read()
-        assert os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1]) == 0
+        assert code == 0
