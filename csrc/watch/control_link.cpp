@@ -14,9 +14,9 @@
 namespace zerocore {
 
 // Note [Gloo's loop]: on two ranks sends and receives took 0.12 to 0.20 ms a round in some runs and
-// 0.6 to 6.2 ms in others, in which the thread of gloo that serves sockets called epoll_wait without
-// a pause. Two ranks therefore take an all-reduce. Not found: its cause, and how often three ranks
-// or more meet it.
+// 0.6 to 6.2 ms in others, in which the thread of gloo that serves sockets called epoll_wait
+// without a pause. Two ranks therefore take an all-reduce. Not found: its cause, and how often
+// three ranks or more meet it.
 
 namespace {
 
