@@ -12,8 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +39,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     },
     "int8 gathers": {"param_dtype": BF16, "wire_dtype": BF16, "gather_dtype": torch.int8},
 }  # fmt: skip
-NODES = ("zerocore0", "zerocore1")
 RUN_TIMEOUT_S = 1800.0
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -123,32 +121,6 @@ def losses(
     draw_losses(found, paths[0].with_suffix(".png"))
 
 
-def run(*command: str) -> None:
-    """Runs a command; raises CalledProcessError where it fails."""
-    subprocess.run(command, check=True)
-
-
-@contextmanager
-def two_nodes(rate: str) -> Iterator[None]:
-    """Two network namespaces joined by a link of that rate."""
-    try:
-        for node in NODES:
-            run("ip", "netns", "add", node)
-        run("ip", "link", "add", "zw0", "type", "veth", "peer", "name", "zw1")
-        for number, node in enumerate(NODES):
-            inside = ("ip", "netns", "exec", node)
-            run("ip", "link", "set", f"zw{number}", "netns", node)
-            run(*inside, "ip", "addr", "add", f"10.78.0.{number + 1}/24", "dev", f"zw{number}")
-            for device in ("lo", f"zw{number}"):
-                run(*inside, "ip", "link", "set", device, "up")
-            shape = ("root", "tbf", "rate", rate, "burst", "512kb", "latency", "200ms")
-            run(*inside, "tc", "qdisc", "add", "dev", f"zw{number}", *shape)
-        yield
-    finally:
-        for node in NODES:
-            subprocess.run(["ip", "netns", "del", node], check=False)
-
-
 @app.command(hidden=True)
 def rank(name: str, steps: int) -> None:
     """One rank of ``speed``, which says where the others are."""
@@ -160,18 +132,18 @@ def rank(name: str, steps: int) -> None:
     dist.destroy_process_group()
 
 
-def time_steps(name: str, steps: int, port: int) -> list[float]:
+def time_steps(nodes: Any, name: str, steps: int, port: int) -> list[float]:
     """Seconds of the steps of a rank in each node."""
     ranks = []
-    for number, node in enumerate(NODES):
+    for number, node in enumerate(nodes.names):
         env = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "10.78.0.1",
+            "MASTER_ADDR": nodes.address(0),
             "MASTER_PORT": str(port),
             "WORLD_SIZE": "2",
             "RANK": str(number),
-            "GLOO_SOCKET_IFNAME": f"zw{number}",
+            "GLOO_SOCKET_IFNAME": "eth0",
         }
         command = ["ip", "netns", "exec", node, sys.executable, __file__, "rank", name, str(steps)]
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
@@ -188,11 +160,14 @@ def speed(
 ) -> None:
     """Times steps of two ranks in network namespaces of their own, the policies in turn."""
     found: dict[str, list[float]] = {name: [] for name in POLICIES}
-    with two_nodes(rate):
+    import_zerocore()  # and with it the tests, which make such nodes
+    from tests.distributed.nodes import Nodes
+
+    with Nodes(2, rate) as nodes:
         for turn in range(turns):
             for number, name in enumerate(POLICIES):
                 port = 29600 + turn * len(POLICIES) + number
-                found[name] += time_steps(name, steps + 3, port)[3:]
+                found[name] += time_steps(nodes, name, steps + 3, port)[3:]
     middle = {name: statistics.median(values) for name, values in found.items()}
     table = Table(
         f"two nodes, {rate} between them: GPT of 10 M parameters at stage 3, {SIZE.batch} x "

@@ -27,13 +27,15 @@ def can_make_nodes() -> bool:
 class Nodes:
     """Nodes with the addresses 10.78.0.1 and up; nothing of them is left behind a ``with``.
 
-    The switch has a namespace of its own, so several of these may be there at a time.
+    ``rate`` limits what each sends, as tc has it ("1gbit"). The switch has a namespace of its own,
+    so several of these may be there at a time.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, rate: str | None = None) -> None:
         self._prefix = f"zc{os.getpid()}-{next(_numbers)}"
         self._switch = f"{self._prefix}-s"
         self.names = [f"{self._prefix}-{node}" for node in range(count)]
+        self._rate = rate
 
     def __enter__(self) -> Nodes:
         try:
@@ -60,6 +62,10 @@ class Nodes:
             _ip("-n", self._switch, "link", "set", port, "master", "switch", "up")
             _ip("-n", name, "address", "add", f"{self.address(node)}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
+            if self._rate is not None:
+                limit = ("root", "tbf", "rate", self._rate, "burst", "512kb", "latency", "200ms")
+                command = ["tc", "-n", name, "qdisc", "add", "dev", "eth0", *limit]
+                subprocess.run(command, check=True, capture_output=True)
 
     def __exit__(
         self,

@@ -126,9 +126,7 @@ def _build(name: str, cell: Cell) -> nn.Module:
     elif name == "zerocore":
         model = import_zerocore().shard(model, stage=3, units=[ChainBlock])
     elif name == "two_meshes":
-        mesh = init_device_mesh(
-            cell.device, (2, cell.world_size // 2), mesh_dim_names=("ep", "edp")
-        )
+        mesh = init_device_mesh(cell.device, (1, cell.world_size), mesh_dim_names=("ep", "edp"))
         every_other = {f"blocks.{odd}.*": mesh["edp"] for odd in range(1, cell.num_blocks, 2)}
         model = import_zerocore().shard(model, stage=3, units=[ChainBlock], groups=every_other)
     return model
