@@ -119,10 +119,17 @@ def shard(
     note_names(group, divides=factor is not None)
     hook_into_torch()
     state = build(request)
-    names = {module: name for name, module in model.named_modules()}
     state.given_ranks = ranks
-    state.given_units = units and [names[u] if isinstance(u, nn.Module) else u for u in units]
+    state.given_units = units and _without_modules(model, units)
     return model
+
+
+def _without_modules(model: nn.Module, units: Sequence[UnitChoice]) -> Sequence[UnitChoice]:
+    """The same choice of units for a copy of the model: modules are named."""
+    if not any(isinstance(unit, nn.Module) for unit in units):
+        return units
+    names = {module: name for name, module in model.named_modules()}
+    return [names[unit] if isinstance(unit, nn.Module) else unit for unit in units]
 
 
 @contextmanager

@@ -46,7 +46,6 @@ ModelCalls::ModelCalls(
       consensus_(consensus),
       backward_run_(backward_run) {}
 
-// Before a use of units. A backward that ended with an exception never reached end_backward().
 void ModelCalls::check_not_parked() const {
   TORCH_CHECK(
       !parked_,
@@ -54,6 +53,7 @@ void ModelCalls::check_not_parked() const {
       "first; zerocore.export takes weights from a parked model.");
 }
 
+// Before a use of units. A backward that ended with an exception never reached end_backward().
 void ModelCalls::recover(bool may_be_parked) {
   if (!may_be_parked) {
     check_not_parked();

@@ -84,8 +84,7 @@ void encode_by_operators(const EncodeCall& call) {
       tensor_at(call.src, call.num_blocks * kScaledNumel, call.element, call.device)
           .to(Element::Float)
           .view({-1, kScaledNumel});
-  const float largest = call.format == ScaledFormat::Int8 ? 127.0F : 448.0F;
-  at::Tensor scale = values.abs().amax(1, /*keepdim=*/true).div(largest);
+  at::Tensor scale = values.abs().amax(1, /*keepdim=*/true).div(largest_number(call.format));
   scale = scale.masked_fill(scale.lt(FLT_MIN), 0);
   at::Tensor scaled = values.mul(scale.reciprocal().masked_fill(scale.eq(0), 0));
   if (call.format == ScaledFormat::Int8) {

@@ -20,6 +20,10 @@ namespace zerocore::kernels {
 
 enum class ScaledFormat : uint8_t { Float8, Int8 };
 
+ZEROCORE_HOST_DEVICE float largest_number(ScaledFormat format) {
+  return format == ScaledFormat::Int8 ? 127.0F : 448.0F;
+}
+
 ZEROCORE_HOST_DEVICE uint32_t bits_of(float value) {
   uint32_t bits = 0;
   memcpy(&bits, &value, sizeof(bits));
@@ -44,7 +48,7 @@ struct BlockScale {
 };
 
 ZEROCORE_HOST_DEVICE BlockScale block_scale(uint32_t largest, ScaledFormat format) {
-  const float scale = float_of(largest) / (format == ScaledFormat::Int8 ? 127.0F : 448.0F);
+  const float scale = float_of(largest) / largest_number(format);
   return scale < FLT_MIN ? BlockScale{} : BlockScale{1.0F / scale, scale};
 }
 
@@ -84,7 +88,7 @@ ZEROCORE_HOST_DEVICE float of_number(uint8_t number) {
   return format == ScaledFormat::Int8 ? of_int8(number) : of_float8(number);
 }
 
-// The byte of an element, and the scale of its block.
+// The byte of an element within its blocks.
 ZEROCORE_HOST_DEVICE int64_t scaled_place(int64_t element) {
   return element / kScaledNumel * kScaledNbytes + element % kScaledNumel;
 }

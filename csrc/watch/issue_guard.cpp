@@ -25,6 +25,9 @@ constexpr uint64_t power(uint64_t base, size_t exponent) {
   return result;
 }
 
+// By level: the factor of the collective that leaves, in the hash of those before a point.
+constexpr std::array kLeaving = {power(kBase, kDepths[0] - 1), power(kBase, kDepths[1] - 1)};
+
 } // namespace
 
 // Both levels are forgotten at once: a point of the second one is then always one of the first,
@@ -35,7 +38,8 @@ bool KnownSequence::advance(uint64_t collective) {
     std::for_each(levels_.begin(), levels_.end(), [](Level& level) { level.successors.clear(); });
   }
   bool ask = true;
-  for (Level& level : levels_) {
+  for (size_t i = 0; i < levels_.size(); ++i) {
+    Level& level = levels_[i];
     if (ask) {
       const auto [known, is_new] =
           level.successors.try_emplace(level.point, Successor{collective, true});
@@ -43,10 +47,10 @@ bool KnownSequence::advance(uint64_t collective) {
       ask = is_new || !known->second.only;
     }
     // A polynomial over the last ones: what leaves is subtracted.
-    const uint64_t oldest = last_[(next_ + kMaxDepth - level.depth) % kMaxDepth];
-    level.point = (level.point - oldest * power(kBase, level.depth - 1)) * kBase + collective;
+    const uint64_t oldest = last_[(next_ - kDepths[i]) % last_.size()];
+    level.point = (level.point - oldest * kLeaving[i]) * kBase + collective;
   }
-  last_[next_++ % kMaxDepth] = collective;
+  last_[next_++ % last_.size()] = collective;
   return ask;
 }
 

@@ -23,9 +23,11 @@
 
 namespace zerocore {
 
-// The collectives that follow others, as far as all ranks are known to agree about it. In most
-// programs the last 16 tell the next one; where several follow them, as after 16 equal ones, the
-// last 128 do.
+// Collectives that a point is told apart by: in most programs the last 16 tell the next one; where
+// several follow them, as after 16 equal ones, the last 128 do. Powers of two.
+inline constexpr std::array<size_t, 2> kDepths = {16, 128};
+
+// The collectives that follow others, as far as all ranks are known to agree about it.
 class KnownSequence {
  public:
   // The next collective, by a hash of all that must be the same on all ranks. True if the ranks
@@ -37,19 +39,17 @@ class KnownSequence {
 
  private:
   static constexpr size_t kMaxPoints = 1 << 15; // of a level; more, and both forget all
-  static constexpr size_t kMaxDepth = 128;
   struct Successor {
     uint64_t collective = 0;
     bool only = true;
   };
   struct Level {
-    size_t depth = 0;
-    uint64_t point = 0; // a hash of the last `depth` collectives
+    uint64_t point = 0; // a hash of the last collectives
     std::unordered_map<uint64_t, Successor> successors = {};
   };
 
-  std::array<Level, 2> levels_ = {Level{16}, Level{kMaxDepth}};
-  std::array<uint64_t, kMaxDepth> last_ = {};
+  std::array<Level, kDepths.size()> levels_; // by depth
+  std::array<uint64_t, kDepths.back()> last_ = {};
   size_t next_ = 0;
 };
 

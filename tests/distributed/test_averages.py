@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zerocore
 import zerocore.fsdp as zerocore_fsdp
@@ -130,6 +131,21 @@ def clone(options: dict[str, Any], freezes: bool) -> None:
             zerocore.copy_weights(zerocore.shard(nn.Linear(3, 3)), copied)
         with pytest.raises(TypeError, match="pass make="):
             zerocore.clone_sharded(model)
+
+
+def copy_to_another_arrangement() -> None:
+    """Equal layouts, whose parts other ranks hold."""
+    pair = {}
+    for name, ranks in {"rows": [[0, 1], [2, 3]], "columns": [[0, 2], [1, 3]]}.items():
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicas", "shards"))
+        torch.manual_seed(len(pair))
+        pair[name] = zerocore.shard(nn.Linear(6, 6), group=mesh)
+    zerocore.copy_weights(pair["rows"], pair["columns"])
+    assert_same(exported(pair["columns"]), exported(pair["rows"]))
+
+
+def test_weights_go_to_another_arrangement_of_the_ranks() -> None:
+    run_ranks(copy_to_another_arrangement, 4)
 
 
 @pytest.mark.parametrize("freezes", [False, True])

@@ -5,6 +5,7 @@ Import it where verl's workers start; the engines are then ``backend="zerocore"`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -81,12 +82,12 @@ class ShardedEngineMixin:
         """Clips and steps, unless the norm is not finite; returns the norm."""
         engine: Any = self
         assert self.optimizer is not None
-        norm = clip_grad_norm_(self.module, engine.optimizer_config.clip_grad).item()
-        if torch.isfinite(torch.tensor(norm)):
+        norm = float(clip_grad_norm_(self.module, engine.optimizer_config.clip_grad))
+        if math.isfinite(norm):
             self.optimizer.step()
         else:
             self.optimizer.zero_grad()
-        return float(norm)
+        return norm
 
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True

@@ -136,7 +136,7 @@ class ShardConfig:
     def sums_in_order(self) -> bool:
         """Whether ranks sum gradients themselves, in their order."""
         mixed = self.mixed_precision
-        return self.has_wire_dtype or (mixed is not None and mixed.wire_dtype is not None)
+        return self.has_wire_dtype or (mixed is not None and mixed.sums_in_order)
 
     @property
     def placements(self) -> Placements:

@@ -108,6 +108,11 @@ class MixedPrecision:
         if self.gather_exact is not None:
             object.__setattr__(self, "gather_exact", _names("gather_exact", self.gather_exact))
 
+    @property
+    def sums_in_order(self) -> bool:
+        """Whether ranks sum gradients themselves, in their order."""
+        return self.wire_dtype is not None
+
     def keeps(self, fqn: str) -> bool:
         """Whether the parameter of that name is not cast."""
         return any(_matches(name, fqn) for name in self.keep_fp32)
@@ -122,11 +127,8 @@ class MixedPrecision:
 
     def check_names(self, fqns: Sequence[str]) -> None:
         """Raises ValueError for a name that matches none of the parameters."""
-        options = [("keep_fp32", name) for name in self.keep_fp32]
-        for option, name in [
-            *options,
-            *(("gather_exact", name) for name in self.gather_exact or ()),
-        ]:
+        named = {"keep_fp32": self.keep_fp32, "gather_exact": self.gather_exact or ()}
+        for option, name in ((o, name) for o, names in named.items() for name in names):
             if not any(_matches(name, fqn) for fqn in fqns):
                 raise ValueError(
                     f"{option}: {name!r} matches no parameter of the model, such as "

@@ -305,16 +305,14 @@ def _group_nbytes(
 
 def _near_nbytes(collectives: list[PlannedEvent], num_near: int) -> int:
     """Bytes that stay among near ranks: all that is gathered there, else what is meant for them."""
-    shares = [
-        1.0
-        if event.axis == "near"
-        else (num_near - 1) / (event.num_ranks - 1)
-        if event.axis == "state" and event.num_ranks > num_near
-        else 0.0
-        for event in collectives
-    ]
-    sent = [traffic_nbytes(e.op, e.nbytes, e.num_ranks) for e in collectives]
-    return round(sum(share * nbytes for share, nbytes in zip(shares, sent, strict=True)))
+    total = 0.0
+    for event in collectives:
+        sent = traffic_nbytes(event.op, event.nbytes, event.num_ranks)
+        if event.axis == "near":
+            total += sent
+        elif event.axis == "state" and event.num_ranks > num_near:
+            total += sent * (num_near - 1) / (event.num_ranks - 1)
+    return round(total)
 
 
 def _sent_nbytes(collectives: list[PlannedEvent]) -> int:

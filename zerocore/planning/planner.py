@@ -269,7 +269,7 @@ def make_planner(
         order=order,
         first_order=order,
         num_states=num_states,
-        sums_in_order=precision.mixed is not None and precision.mixed.wire_dtype is not None,
+        sums_in_order=precision.mixed is not None and precision.mixed.sums_in_order,
         meshes=tuple(unit.mesh for unit in planned),
     )
 

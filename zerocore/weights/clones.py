@@ -114,8 +114,9 @@ def _take(param: Param, value: torch.Tensor) -> None:
 def _layouts(state: ShardState) -> list[object]:
     if state.config.by_rows:
         return []
-    layouts = [state.engine.layout(unit.index) for unit in state.units]
-    return [
-        (each.num_shards, [(place.region, place.offset) for place in each.places])
-        for each in layouts
-    ]
+    found: list[object] = []
+    for unit in state.units:
+        layout = state.engine.layout(unit.index)
+        places = [(place.region, place.offset) for place in layout.places]
+        found.append((layout.num_shards, state.ranks_of(unit.index).members, places))
+    return found

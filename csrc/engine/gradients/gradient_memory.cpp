@@ -31,7 +31,7 @@ GradientMemory::GradientMemory(const Unit& unit, int index)
       unit_(unit.id()),
       region_(index),
       host_(host_of(unit, index)),
-      home_(unit.context().mesh.shards_gradients() ? GradBuffer::Kept : GradBuffer::Full) {
+      home_(mesh_.shards_gradients() ? GradBuffer::Kept : GradBuffer::Full) {
   const UnitContext& context = unit.context();
   const Region& region = unit.layout().regions()[index];
   const Layout kept = unit.layout().retyped(&Region::grad);
@@ -45,11 +45,11 @@ GradientMemory::GradientMemory(const Unit& unit, int index)
         place == home_ && on_host ? c10::Device(c10::kCPU) : context.streams->device(),
         "the gradient of unit '" + unit.name() + "'");
   };
-  make(GradBuffer::Full, kept, context.mesh.shard());
+  make(GradBuffer::Full, kept, mesh_.shard());
   if (home_ == GradBuffer::Kept) {
-    make(GradBuffer::Kept, kept.of_shard(context.mesh.shard()), 0);
+    make(GradBuffer::Kept, kept.of_shard(mesh_.shard()), 0);
   } else {
-    home_begin_ = region.shard_range(context.mesh.shard()).begin;
+    home_begin_ = region.shard_range(mesh_.shard()).begin;
   }
   if (context.collectives != nullptr) {
     make(GradBuffer::Scratch, mesh_.parts() > 1 ? sent : sent.of_shards(mesh_.num_across()), 0);
@@ -57,7 +57,7 @@ GradientMemory::GradientMemory(const Unit& unit, int index)
       make(GradBuffer::Sums, kept.of_shards(mesh_.num_across() * (mesh_.sums_across() ? 2 : 1)), 0);
       cut_sums(region);
     } else if (mesh_.shards_across()) {
-      cut_scratch(mesh_, region);
+      cut_scratch(region);
     }
     if (mesh_.sums_in_order || region.has_wire()) {
       make(GradBuffer::Wire, sent, mesh_.shard());
@@ -66,13 +66,13 @@ GradientMemory::GradientMemory(const Unit& unit, int index)
 }
 
 // The reduction over the replicas leaves its result in place, or behind the part.
-void GradientMemory::cut_scratch(const UnitMesh& mesh, const Region& region) {
+void GradientMemory::cut_scratch(const Region& region) {
   const Bucket& scratch = bucket(GradBuffer::Scratch);
-  const int64_t numel = region.shard_numel * mesh.num_across();
-  const bool in_place = mesh.replicas.methods.reduce.parts(mesh.replicas.size) == 1;
+  const int64_t numel = region.shard_numel * mesh_.num_across();
+  const bool in_place = mesh_.replicas.methods.reduce.parts(mesh_.replicas.size) == 1;
   part_ = scratch.view(region_, 0, {numel});
   across_ = in_place
-      ? scratch.view(region_, mesh.replicas.rank * region.shard_numel, {region.shard_numel})
+      ? scratch.view(region_, mesh_.replicas.rank * region.shard_numel, {region.shard_numel})
       : scratch.view(region_, numel, {numel});
 }
 

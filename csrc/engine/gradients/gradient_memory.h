@@ -58,7 +58,7 @@ class GradientMemory {
     return bucket(home_);
   }
 
-  void cut_scratch(const UnitMesh& mesh, const Region& region);
+  void cut_scratch(const Region& region);
   void cut_sums(const Region& region);
 
   const UnitMesh& mesh_;
