@@ -113,7 +113,7 @@ void Engine::begin_hold(UnitId unit) {
 
 void Engine::set_parked(bool parked) {
   if (parked) {
-    offload_.wait_updates();
+    offload_.synchronize(); // gradients may be on their way to the host
     calls_.recover();
     first_gather_.drop();
     for (const auto& unit : units_) {

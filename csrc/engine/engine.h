@@ -76,7 +76,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   // Unshards the unit ahead of its next forward, or reshards it if nothing uses it. On all ranks.
   void set_kept(UnitId unit, bool kept);
-  // Waits for updates, brings what gathers read up to date and frees the pool's arena: from here on
+  // Waits for the host, brings what gathers read up to date and frees the pool's arena: from here on
   // the memory that units keep on the device may go, and what would read it throws, until `parked`
   // is false. On all ranks.
   void set_parked(bool parked);

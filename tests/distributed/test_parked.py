@@ -106,3 +106,22 @@ def park_odd() -> None:
 
 def test_mistakes() -> None:
     run_ranks(park_odd, 2)
+
+
+def park_behind_backwards() -> None:
+    """Gradients are still on their way to the host when a model is parked.
+
+    The thread that takes them there begins with a model's first ones, and is late there.
+    """
+    for _ in range(20):
+        model = zerocore.shard(nn.Linear(8, 8), offload=STATES)
+        optimizer = zerocore.optim.AdamW(model.parameters())
+        model(torch.ones(4, 8)).square().mean().backward()
+        with zerocore.parked(model, optimizer):
+            time.sleep(0.002)
+        optimizer.step()
+        model(torch.ones(4, 8))
+
+
+def test_gradients_come_to_the_host_before_their_memory_goes() -> None:
+    run_ranks(park_behind_backwards, 2)

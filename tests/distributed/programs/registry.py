@@ -41,6 +41,7 @@ THEMES = (
     "codebooks",
     "evaluation",
     "parallel",
+    "weights",
 )
 
 

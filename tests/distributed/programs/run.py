@@ -83,6 +83,14 @@ class Run:
         """The full state dict, on every rank."""
         return dict(model.state_dict())
 
+    def exported(self, model: nn.Module) -> State:
+        """The same as an inference engine is given it, on every rank."""
+        return self.full_state(model)
+
+    def parked(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """Around what needs the device's memory, where the system can lend it."""
+        return nullcontext()
+
     def load(self, model: nn.Module, state: State) -> None:
         """Loads what full_state gave."""
         model.load_state_dict(state)

@@ -57,6 +57,13 @@ class ZerocoreRun(ParallelRun):
     def full_state(self, model: nn.Module) -> State:
         return zerocore.full_state_dict(model, rank0_only=False)
 
+    def exported(self, model: nn.Module) -> State:
+        buckets = zerocore.export(model, max_bytes=1000)
+        return {name: value.clone() for bucket in buckets for name, value in bucket.items()}
+
+    def parked(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        return zerocore.parked(model, optimizer)
+
     def load(self, model: nn.Module, state: State) -> None:
         zerocore.load_full_state_dict(model, state)
 
