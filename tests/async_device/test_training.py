@@ -13,6 +13,7 @@ import zerocore
 from tests.async_device.training import (
     WIDTH,
     Block,
+    in_turns,
     make_model,
     start,
     train,
@@ -32,9 +33,7 @@ def train_all(on_device: bool, seeds: int) -> list[list[float]]:
     """Losses of this rank by stage and prefetch; on the device also by seed of its delays."""
     device, extension = start(on_device)
     losses = []
-    for seed in range(seeds):
-        if on_device:
-            extension.set_delays(seed, 0.3 if seed else 0.0, 400)
+    for seed in in_turns(extension, seeds):
         for stage in STAGES:
             losses += [train_sharded(device, stage, prefetch) for prefetch in PREFETCH[seed:]]
     return losses
@@ -110,9 +109,7 @@ BF16 = zerocore.MixedPrecision(torch.bfloat16, torch.float32)
 def train_all_gathering_at_step(on_device: bool) -> list[list[float]]:
     device, extension = start(on_device)
     losses = []
-    for seed in range(3):
-        if on_device:
-            extension.set_delays(seed, 0.3 if seed else 0.0, 400)
+    for seed in in_turns(extension, 3):
         losses += [
             train_gathering_at_step(device, False, prefetch=seed),
             train_gathering_at_step(device, seed == 1, mixed_precision=BF16),
@@ -165,9 +162,7 @@ def train_all_offloaded(on_device: bool) -> list[list[float]]:
     """As train_all, with states on the host; and parameters, at stage 3."""
     device, extension = start(on_device)
     losses = []
-    for seed in range(2):
-        if on_device:
-            extension.set_delays(seed, 0.3 if seed else 0.0, 400)
+    for _ in in_turns(extension, 2):
         for stage in STAGES:
             losses.append(train_offloaded(device, stage, zerocore.Offload(states="cpu")))
         everything = zerocore.Offload(states="cpu", parameters="cpu")
@@ -186,9 +181,7 @@ def train_in_order(on_device: bool) -> list[list[float]]:
     device, extension = start(on_device)
     mixed = zerocore.MixedPrecision(wire_dtype=torch.bfloat16, keep_fp32=("*.up.bias",))
     losses = []
-    for seed in range(2):
-        if on_device:
-            extension.set_delays(seed, 0.3 if seed else 0.0, 400)
+    for _ in in_turns(extension, 2):
         for stage in STAGES:
             offloads = (None, zerocore.Offload(states="cpu"))
             for offload in offloads:
@@ -215,9 +208,7 @@ def train_narrow(on_device: bool) -> list[list[float]]:
     """Parameters are gathered as numbers of one byte."""
     device, extension = start(on_device)
     losses = []
-    for seed in range(2):
-        if on_device:
-            extension.set_delays(seed, 0.3 if seed else 0.0, 400)
+    for _ in in_turns(extension, 2):
         for dtype in (torch.float8_e4m3fn, torch.int8):
             mixed = zerocore.MixedPrecision(gather_dtype=dtype)
             model = zerocore.shard(make_model(device), units=[Block], mixed_precision=mixed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +27,14 @@ def start(on_device: bool) -> tuple[torch.device, Any]:
         return torch.device(DEVICE, 0), extension
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
     return torch.device("cpu"), None
+
+
+def in_turns(extension: Any, count: int) -> Iterator[int]:
+    """Numbers of turns; in all but the first the device's streams are late, each by its seed."""
+    for seed in range(count):
+        if extension is not None:
+            extension.set_delays(seed, 0.3 if seed else 0.0, 400)
+        yield seed
 
 
 class Block(nn.Module):

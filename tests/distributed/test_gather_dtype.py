@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 import zerocore.fsdp
+from tests.distributed.experts import assert_follows_plan, loss_of_ones
 from tests.distributed.harness import run_ranks
 from zerocore.model.state import state_of
-from zerocore.planning.prediction import planned_events
 
 FLOAT8, INT8, BF16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16
 DTYPES = (FLOAT8, INT8)
@@ -52,6 +53,18 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * dist.get_rank() + seed)
     x = torch.randint(20, (4, 6), generator=generator)
     return nn.functional.cross_entropy(model(x).float().view(-1, 20), x.flip(1).view(-1))
+
+
+def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
+    """Losses."""
+    losses = []
+    for step in range(count):
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def gathered_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -101,14 +114,8 @@ def plan_bytes() -> None:
         mixed = zerocore.MixedPrecision(BF16, gather_dtype=dtype)
         model = zerocore.shard(model, units=["0", "1", "2"], mixed_precision=mixed)
         optimizer = torch.optim.AdamW(model.parameters())
-        for number in range(3):
-            with zerocore.record_events(model) as events:
-                model(torch.ones(2, 96)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if number > 0:
-                actual = [(e.op, e.unit, e.nbytes, e.pool_nbytes) for e in events]
-                assert actual == planned_events(model)
+        own_loss = partial(loss_of_ones, model, 96)
+        events = assert_follows_plan(model, optimizer, own_loss, since=1)
         assert zerocore.memory_usage(model, optimizer) == zerocore.predict_memory(model)
         assert state_of(model).engine.pool_stats.in_use_nbytes == 0
         sent[dtype] = {e.nbytes for e in events if e.op == "all_gather"}
@@ -147,12 +154,7 @@ def train_near() -> None:
     for regather in (None, 2):
         model = zerocore.shard(make_net(), mixed_precision=policy(FLOAT8), regather=regather)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            loss = loss_of(model, step)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        losses += train_steps(model, optimizer, 3)
         assert (state_of(model).engine.counters["gather_near"].count > 0) == (regather == 2)
     assert losses[:3] == losses[3:]
 
@@ -170,14 +172,7 @@ def train_rows(dtype: torch.dtype) -> None:
         for module in (*model.blocks, model):
             zerocore.fsdp.fully_shard(module, mp_policy=mixed)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for step in range(4):
-            loss = loss_of(model, step)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        found[gather] = torch.tensor(losses)
+        found[gather] = torch.tensor(train_steps(model, optimizer, 4))
     differences = (found[None] - found[dtype]).abs()
     assert 0 < float(differences.max()) < 2e-2
     assert "float32 and" in str(zerocore.report(model)) and "int8" in str(zerocore.report(model))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import pytest
@@ -16,9 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import zerocore
 import zerocore.fsdp
 from tests.by_night import by_night
+from tests.distributed.experts import assert_follows_plan, loss_of_ones
 from tests.distributed.harness import run_ranks
 from zerocore.model.state import state_of
-from zerocore.planning.prediction import planned_events
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STAGES = (0, 1, 2, 3)
@@ -211,14 +211,8 @@ def count_bytes(num_replicas: int) -> None:
                 mixed_precision=policy(wire),
             )
             optimizer = torch.optim.AdamW(model.parameters())
-            for number in range(3):
-                with zerocore.record_events(model) as events:
-                    model(torch.ones(2, 24)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if number > 0:
-                    actual = [(e.op, e.unit, e.nbytes, e.pool_nbytes) for e in events]
-                    assert actual == planned_events(model), stage
+            own_loss = partial(loss_of_ones, model, 24)
+            events = assert_follows_plan(model, optimizer, own_loss, since=1)
             assert zerocore.memory_usage(model, optimizer) == zerocore.predict_memory(model)
             assert state_of(model).engine.pool_stats.in_use_nbytes == 0
             reductions = [e for e in events if e.op in ("reduce_scatter", "gather_sums")]
