@@ -76,9 +76,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   // Unshards the unit ahead of its next forward, or reshards it if nothing uses it. On all ranks.
   void set_kept(UnitId unit, bool kept);
-  // Waits for the host, brings what gathers read up to date and frees the pool's arena: from here on
-  // the memory that units keep on the device may go, and what would read it throws, until `parked`
-  // is false. On all ranks.
+  // Waits for the host, brings what gathers read up to date and frees the pool's arena: from here
+  // on the memory that units keep on the device may go, and what would read it throws, until
+  // `parked` is false. On all ranks.
   void set_parked(bool parked);
   // Bytes of a unit that stay on the device between steps: parameters first, then what only
   // optimizers and reductions use.
