@@ -128,6 +128,7 @@ class Terminal:
         self.pid, self.file = pty.fork()
         if self.pid == 0:
             os.chdir(ROOT)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores it
             size = {"COLUMNS": "150", "LINES": "40"}  # those of pytest's terminal are not meant
             environment = {**os.environ, **size, "TERM": "xterm-256color"}
             os.execvpe(command[0], command, environment)
