@@ -21,13 +21,6 @@ DISK_ALIGNMENT: int
 BLOCK_NBYTES: int
 """Bytes of a block of a file, each of which has a checksum."""
 
-class DiskWay:
-    """How a disk file moves bytes; ANY is io_uring where the system allows it."""
-
-    ANY: DiskWay
-    IO_URING: DiskWay
-    THREADS: DiskWay
-
 class DiskFile:
     """A file without a name in a folder, of a fixed size, that memory is swapped to and from.
 
@@ -36,13 +29,12 @@ class DiskFile:
     requests that are not aligned, and for a tensor that is not contiguous or not on the CPU.
     """
 
-    def __init__(self, folder: str, name: str, nbytes: int, way: DiskWay = DiskWay.ANY) -> None: ...
+    def __init__(self, folder: str, name: str, nbytes: int) -> None: ...
     def read(self, offset: int, tensor: Tensor, label: str) -> int: ...
     def write(self, offset: int, tensor: Tensor, label: str) -> int: ...
     def wait(self, ticket: int) -> None: ...
     nbytes: int
     path: str
-    way: str
     is_direct: bool
     descriptor: int
 
@@ -124,7 +116,6 @@ class SwappedUnits:
         unit_names: Sequence[str],
         unit_nbytes: Sequence[int],
         num_buffers: int = 3,
-        way: DiskWay = DiskWay.ANY,
     ) -> None: ...
     def expect(self, order: Sequence[int]) -> None: ...
     def acquire(self, unit: int, numel: int, dtype: torch.dtype) -> Tensor: ...

@@ -66,8 +66,8 @@ void translate_os_error(std::exception_ptr caught) {
 // A disk file that keeps the tensors of its requests until they are waited for.
 class DiskFile {
  public:
-  DiskFile(const std::string& folder, const std::string& name, int64_t nbytes, io::DiskWay way)
-      : file_(folder, name, nbytes, way) {}
+  DiskFile(const std::string& folder, const std::string& name, int64_t nbytes)
+      : file_(folder, name, nbytes) {}
 
   int64_t read(int64_t offset, const at::Tensor& tensor, std::string label) {
     const auto [data, nbytes] = memory_of(tensor);
@@ -104,17 +104,12 @@ class DiskFile {
 void register_disk_file(py::module_& module) {
   module.attr("DISK_ALIGNMENT") = kDiskAlignment;
   module.attr("BLOCK_NBYTES") = io::kBlockNbytes;
-  py::enum_<io::DiskWay>(module, "DiskWay")
-      .value("ANY", io::DiskWay::Any)
-      .value("IO_URING", io::DiskWay::IoUring)
-      .value("THREADS", io::DiskWay::Threads);
   py::class_<DiskFile>(module, "DiskFile")
       .def(
-          py::init<const std::string&, const std::string&, int64_t, io::DiskWay>(),
+          py::init<const std::string&, const std::string&, int64_t>(),
           py::arg("folder"),
           py::arg("name"),
           py::arg("nbytes"),
-          py::arg("way") = io::DiskWay::Any,
           Released())
       .def(
           "read",
@@ -133,7 +128,6 @@ void register_disk_file(py::module_& module) {
       .def("wait", &DiskFile::wait, py::arg("ticket"), Released())
       .def_property_readonly("nbytes", [](const DiskFile& self) { return self.file().nbytes(); })
       .def_property_readonly("path", [](const DiskFile& self) { return self.file().path(); })
-      .def_property_readonly("way", [](const DiskFile& self) { return self.file().way(); })
       .def_property_readonly(
           "is_direct", [](const DiskFile& self) { return self.file().is_direct(); })
       .def_property_readonly(

@@ -126,8 +126,7 @@ void register_host(py::module_& module) {
                       std::string name,
                       std::vector<std::string> unit_names,
                       std::vector<int64_t> unit_nbytes,
-                      int num_buffers,
-                      io::DiskWay way) {
+                      int num_buffers) {
             const SwapRing packed(unit_nbytes, 1, page_nbytes());
             SwapOptions options{std::move(folder), std::move(name), std::move(unit_names)};
             for (size_t unit = 0; unit < unit_nbytes.size(); ++unit) {
@@ -135,7 +134,6 @@ void register_host(py::module_& module) {
             }
             options.file_nbytes = packed.file_nbytes();
             options.num_buffers = num_buffers;
-            options.way = way;
             return std::make_unique<SwappedUnits>(options);
           }),
           py::arg("folder"),
@@ -143,7 +141,6 @@ void register_host(py::module_& module) {
           py::arg("unit_names"),
           py::arg("unit_nbytes"),
           py::arg("num_buffers") = 3,
-          py::arg("way") = io::DiskWay::Any,
           Released())
       .def("expect", &SwappedUnits::expect, py::arg("order"), Released())
       .def(

@@ -55,11 +55,11 @@ bool is_aligned(int64_t value) {
 
 } // namespace
 
-DiskFile::DiskFile(const std::string& folder, const std::string& name, int64_t nbytes, DiskWay way)
+DiskFile::DiskFile(const std::string& folder, const std::string& name, int64_t nbytes)
     : path_(folder + "/" + name),
       nbytes_(nbytes),
       file_(make_file(path_)),
-      traffic_(way, kMaxBlocks, [this](Ticket ticket, const Block& rest, int error) {
+      traffic_(mutex_, kMaxBlocks, [this](Ticket ticket, const Block& rest, int error) {
         account(requests_.at(ticket), rest, error);
       }) {
   if (nbytes < 0 || !is_aligned(nbytes)) {
@@ -69,17 +69,6 @@ DiskFile::DiskFile(const std::string& folder, const std::string& name, int64_t n
   }
   reserve(file_, folder, nbytes);
   is_direct_ = set_direct(file_, true);
-}
-
-DiskFile::~DiskFile() {
-  try {
-    std::unique_lock lock(mutex_);
-    unfed_.clear();
-    while (!traffic_.is_idle()) {
-      traffic_.wait_for_some(lock);
-    }
-  } catch (...) { // NOLINT(bugprone-empty-catch): the queue is gone, and its blocks with it
-  }
 }
 
 DiskFile::Ticket DiskFile::read(int64_t offset, void* data, int64_t nbytes, std::string label) {
@@ -127,9 +116,8 @@ void DiskFile::feed() {
     }
     const int64_t begun = request.begun_nbytes;
     const int64_t size = std::min(request.nbytes - begun, kMaxBlockNbytes);
-    const auto nbytes = static_cast<uint32_t>(size);
     traffic_.begin(
-        ticket, {0, request.writes, file_, request.data + begun, request.offset + begun, nbytes});
+        ticket, {request.writes, file_, request.data + begun, request.offset + begun, size});
     request.begun_nbytes += size;
     ++request.num_blocks;
   }

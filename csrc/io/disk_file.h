@@ -13,7 +13,7 @@
 #include <string>
 
 #include "common/pages.h"
-#include "io/block_traffic.h"
+#include "io/block_threads.h"
 #include "io/system_calls.h"
 
 namespace zerocore::io {
@@ -26,11 +26,10 @@ class DiskFile {
   using Ticket = int64_t;
 
   // Reserves `nbytes` in `folder`: past the page cache (O_DIRECT) where its file system has that.
-  // Throws ENOSPC, with the bytes wanted and free, where they are not there; EOPNOTSUPP for
-  // DiskWay::IoUring where the system has none.
-  DiskFile(const std::string& folder, const std::string& name, int64_t nbytes, DiskWay way);
+  // Throws ENOSPC, with the bytes wanted and free, where they are not there.
+  DiskFile(const std::string& folder, const std::string& name, int64_t nbytes);
   // Waits for what is under way.
-  ~DiskFile();
+  ~DiskFile() = default;
   DiskFile(const DiskFile&) = delete;
   DiskFile& operator=(const DiskFile&) = delete;
 
@@ -49,9 +48,6 @@ class DiskFile {
   const std::string& path() const { // that it was made under
     return path_;
   }
-  const char* way() const {
-    return traffic_.way();
-  }
   bool is_direct() const {
     return is_direct_;
   }
@@ -66,7 +62,7 @@ class DiskFile {
     int64_t offset = 0;
     int64_t nbytes = 0;
     std::string label;
-    int64_t begun_nbytes = 0; // handed to the queue
+    int64_t begun_nbytes = 0; // handed to the threads
     int num_blocks = 0; // under way
     int error = 0; // errno of the first block that failed, which began at:
     int64_t error_offset = 0;
@@ -89,7 +85,7 @@ class DiskFile {
   std::map<Ticket, Request> requests_; // not waited for yet
   std::deque<Ticket> unfed_; // requests with blocks that are not under way
   Ticket next_ticket_ = 0;
-  BlockTraffic traffic_;
+  BlockThreads traffic_; // goes first: it waits for what is under way
 };
 
 } // namespace zerocore::io

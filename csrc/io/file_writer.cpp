@@ -99,19 +99,9 @@ FileWriter::FileWriter(int file, int64_t nbytes, StreamWay way)
   if (is_direct_) {
     ring_.emplace(static_cast<size_t>(kRingNbytes / kBlockNbytes));
     free_ = ring_->blocks();
-    traffic_.emplace(DiskWay::Any, kMostUnderWay, [this](int64_t tag, const Block& rest, int code) {
+    traffic_.emplace(mutex_, kMostUnderWay, [this](int64_t tag, const Block& rest, int code) {
       account(block_of(tag), rest, code);
     });
-  }
-}
-
-FileWriter::~FileWriter() {
-  try {
-    std::unique_lock lock(mutex_);
-    while (traffic_ && !traffic_->is_idle()) {
-      traffic_->wait_for_some(lock);
-    }
-  } catch (...) { // NOLINT(bugprone-empty-catch): the queue is gone, and its blocks with it
   }
 }
 
@@ -208,7 +198,7 @@ void FileWriter::send(std::unique_lock<std::mutex>& lock, int64_t index, char* d
   while (traffic_->is_full()) {
     traffic_->wait_for_some(lock);
   }
-  traffic_->begin(tag_of(data), {0, true, file_, data, begin, static_cast<uint32_t>(whole)});
+  traffic_->begin(tag_of(data), {true, file_, data, begin, whole});
 }
 
 void FileWriter::account(char* data, const Block& rest, int error) {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "io/block_ring.h"
-#include "io/block_traffic.h"
+#include "io/block_threads.h"
 
 namespace zerocore::io {
 
@@ -35,7 +35,7 @@ class FileWriter {
   // has no such writes.
   FileWriter(int file, int64_t nbytes, StreamWay way);
   // Waits for what is under way.
-  ~FileWriter();
+  ~FileWriter() = default;
   FileWriter(const FileWriter&) = delete;
   FileWriter& operator=(const FileWriter&) = delete;
 
@@ -80,7 +80,7 @@ class FileWriter {
   std::string rest_; // the last bytes of the file, fewer than what direct writes are made of
   int error_ = 0; // errno of the first block that failed, which began at:
   int64_t error_offset_ = 0;
-  std::optional<BlockTraffic> traffic_; // tags are addresses of blocks
+  std::optional<BlockThreads> traffic_; // tags are addresses of blocks; goes first, and waits
 };
 
 } // namespace zerocore::io

@@ -23,12 +23,7 @@ SwappedUnits::SwappedUnits(const SwapOptions& options)
       ranges_(options.ranges),
       tickets_(options.num_buffers),
       brought_(options.num_buffers, -1),
-      file_(
-          std::make_unique<io::DiskFile>(
-              options.folder,
-              options.name,
-              options.file_nbytes,
-              options.way)),
+      file_(std::make_unique<io::DiskFile>(options.folder, options.name, options.file_nbytes)),
       memory_(std::make_shared<FileMemory>(file_->descriptor(), options.file_nbytes)) {
   for (const std::string& name : options.unit_names) {
     labels_.push_back(options.name + " of unit '" + name + "'");

@@ -20,7 +20,6 @@ struct SwapOptions {
   std::vector<Range> ranges = {}; // bytes of each unit in the file, whole pages
   int64_t file_nbytes = 0;
   int num_buffers = 3; // units in memory, see Note [Swapping]
-  io::DiskWay way = io::DiskWay::Any;
 };
 
 // One thread at a time. Units are zeros at first. Throws std::system_error when the disk fails,

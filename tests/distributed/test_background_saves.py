@@ -142,3 +142,17 @@ def fail_and_go_on(folder: Path) -> None:
 
 def test_training_goes_on_after_a_failed_save(tmp_path: Path) -> None:
     run_ranks(fail_and_go_on, 2, tmp_path, timeout=120.0)
+
+
+def load_by_another(folder: Path) -> None:
+    """The object and the model that save are gone when the other one looks for checkpoints."""
+    model = wide(3)
+    may_write = hold_writes()
+    zerocore.Checkpoints(folder, model).save(1)
+    model = wide(3)
+    threading.Timer(0.5, may_write.set).start()
+    assert zerocore.Checkpoints(folder, model).load() == 1
+
+
+def test_a_load_waits_for_saves_of_other_objects(tmp_path: Path) -> None:
+    run_ranks(load_by_another, 2, tmp_path)

@@ -127,7 +127,8 @@ def save_beside(folder: Path) -> None:
             assert (folder / name).exists()
             with first_rank_only():
                 if living is not None:
-                    os.kill(living.pid, signal.SIGKILL)  # a zombie from now on
+                    os.kill(living.pid, signal.SIGKILL)
+                    os.waitid(os.P_PID, living.pid, os.WEXITED | os.WNOWAIT)  # a zombie now
         with warnings_of("zerocore") as messages:
             checkpoints.save(index + 1).wait()
         is_left = index in (3, 4)

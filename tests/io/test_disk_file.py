@@ -18,20 +18,10 @@ import torch
 from torch import Tensor
 
 from tests.distributed.scripts import run_program
-from zerocore._C import DISK_ALIGNMENT, DiskFile, DiskWay, HostMemory
+from zerocore._C import DISK_ALIGNMENT, DiskFile, HostMemory
 
 MIB = 1 << 20
 NUM_UNDER_WAY = 64  # blocks of 4 MiB, csrc/io/disk_file.cpp
-
-
-def make_file(folder: Path, nbytes: int, way: DiskWay) -> DiskFile:
-    """Skips the test where the system has no io_uring."""
-    try:
-        return DiskFile(str(folder), "states", nbytes, way)
-    except OSError as error:
-        if error.errno == errno.EOPNOTSUPP:
-            pytest.skip(str(error))
-        raise
 
 
 def random_bytes(nbytes: int) -> Tensor:
@@ -40,19 +30,15 @@ def random_bytes(nbytes: int) -> Tensor:
     return memory.random_()
 
 
-both_ways = pytest.mark.parametrize("way", [DiskWay.IO_URING, DiskWay.THREADS])
-
-
-@both_ways
-def test_bytes_come_back(way: DiskWay, tmp_path: Path) -> None:
+def test_bytes_come_back(tmp_path: Path) -> None:
     """Requests of all sizes, more than can be under way, waited for in any order."""
     sizes = [1, 2, 3, 1023, 1024, 1025, 3000, *[1] * (3 * NUM_UNDER_WAY)]
     ends = torch.tensor(sizes).cumsum(0).mul(DISK_ALIGNMENT).tolist()
     ranges = list(zip([0, *ends], ends, strict=False))
     random.Random(0).shuffle(ranges)
     source, found = random_bytes(ends[-1]), random_bytes(ends[-1])
-    file = make_file(tmp_path, ends[-1], way)
-    assert (file.way, file.nbytes) == (way.name.lower(), ends[-1])
+    file = DiskFile(str(tmp_path), "states", ends[-1])
+    assert file.nbytes == ends[-1]
     for begin, memory in ((file.write, source), (file.read, found)):
         tickets = [begin(a, memory[a:b], "a unit") for a, b in ranges]
         for ticket in random.Random(1).sample(tickets, len(tickets)):
@@ -62,11 +48,10 @@ def test_bytes_come_back(way: DiskWay, tmp_path: Path) -> None:
         file.wait(tickets[0])
 
 
-@both_ways
-def test_several_threads(way: DiskWay, tmp_path: Path) -> None:
+def test_several_threads(tmp_path: Path) -> None:
     nbytes, num_threads = 6 * MIB, 4
     source, found = (random_bytes(num_threads * nbytes) for _ in range(2))
-    file = make_file(tmp_path, num_threads * nbytes, way)
+    file = DiskFile(str(tmp_path), "states", num_threads * nbytes)
 
     def round_trip(thread: int) -> None:
         begin = thread * nbytes
@@ -79,9 +64,8 @@ def test_several_threads(way: DiskWay, tmp_path: Path) -> None:
     assert torch.equal(source, found)
 
 
-@both_ways
-def test_a_request_keeps_its_tensor(way: DiskWay, tmp_path: Path) -> None:
-    file = make_file(tmp_path, 8 * MIB, way)
+def test_a_request_keeps_its_tensor(tmp_path: Path) -> None:
+    file = DiskFile(str(tmp_path), "states", 8 * MIB)
     for begin in (file.write, file.read):
         buffer = mmap.mmap(-1, 8 * MIB)
         kept = weakref.ref(buffer)
@@ -110,7 +94,6 @@ def cut_off(file: DiskFile) -> None:
     os.truncate(f"/proc/self/fd/{file.descriptor}", 4 * MIB + 100)
 
 
-@both_ways
 @pytest.mark.parametrize(
     ("damage", "request_name", "code", "offset"),
     [
@@ -120,7 +103,6 @@ def cut_off(file: DiskFile) -> None:
     ],
 )
 def test_errors_name_file_and_unit(
-    way: DiskWay,
     damage: Callable[[DiskFile], None],
     request_name: str,
     code: int,
@@ -128,7 +110,7 @@ def test_errors_name_file_and_unit(
     tmp_path: Path,
 ) -> None:
     memory = random_bytes(8 * MIB)
-    file = make_file(tmp_path, 8 * MIB, way)
+    file = DiskFile(str(tmp_path), "states", 8 * MIB)
     damage(file)
     ticket = getattr(file, request_name)(0, memory, "unit 'blocks.3'")
     with pytest.raises(OSError, match=r"unit 'blocks\.3'") as caught:
@@ -199,24 +181,3 @@ def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
     ((code, output),) = run_program(KILLED, 1, str(tmp_path))
     assert code == -signal.SIGKILL, output
     assert list(tmp_path.iterdir()) == []
-
-
-# A filter of system calls that answers EPERM to io_uring_setup (425 on every processor).
-FORBIDDEN = """
-import ctypes, struct, sys, torch
-from zerocore._C import DiskFile, HostMemory
-libc = ctypes.CDLL(None, use_errno=True)
-steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
-code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-program = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
-assert libc.prctl(38, 1, 0, 0, 0) == 0, "PR_SET_NO_NEW_PRIVS"
-assert libc.prctl(22, 2, program) == 0, "PR_SET_SECCOMP"
-memory = HostMemory(1 << 20)
-file = DiskFile(sys.argv[1], "states", 1 << 20)
-file.wait(file.write(0, memory.view(0, 1 << 20, torch.uint8), "x"))
-print(file.way)
-"""
-
-
-def test_where_io_uring_is_forbidden(tmp_path: Path) -> None:
-    assert run_program(FORBIDDEN, 1, str(tmp_path)) == [(0, "threads\n")]

@@ -11,26 +11,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerocore._C import DiskWay, SwappedUnits
+from zerocore._C import SwappedUnits
 
 NUMELS = [1, 1000, 0, 300_000, 5000, 70_000, 2_000_000]
 
 
-def make_units(folder: Path, num_buffers: int = 3, way: DiskWay = DiskWay.ANY) -> SwappedUnits:
+def make_units(folder: Path, num_buffers: int = 3) -> SwappedUnits:
     names = [f"blocks.{index}" for index in range(len(NUMELS))]
     nbytes = [4 * numel for numel in NUMELS]
-    return SwappedUnits(str(folder), "states", names, nbytes, num_buffers, way)
+    return SwappedUnits(str(folder), "states", names, nbytes, num_buffers)
 
 
 def values(units: SwappedUnits, unit: int) -> Tensor:
     return units.acquire(unit, NUMELS[unit], torch.float32)
 
 
-@pytest.mark.parametrize("way", [DiskWay.ANY, DiskWay.THREADS])
 @pytest.mark.parametrize("num_buffers", [1, 2, 3, 9])
-def test_units_keep_their_values(num_buffers: int, way: DiskWay, tmp_path: Path) -> None:
+def test_units_keep_their_values(num_buffers: int, tmp_path: Path) -> None:
     """Steps in an order, and uses out of turn; only some change what they use."""
-    units = make_units(tmp_path, num_buffers, way)
+    units = make_units(tmp_path, num_buffers)
     assert units.memory_nbytes == num_buffers * 8_003_584  # at most: of the largest one, in pages
     expected = [torch.zeros(numel) for numel in NUMELS]
     chance = random.Random(num_buffers)

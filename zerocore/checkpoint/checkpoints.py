@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerocore.checkpoint.commit.folder import path_of, steps_in
-from zerocore.checkpoint.commit.writer import writer_of
+from zerocore.checkpoint.commit.writer import finish_writes, writer_of
 from zerocore.checkpoint.dcp.snapshot import StreamedCopy
 from zerocore.checkpoint.safe_files import DamagedError
 from zerocore.common.agreement import agree, from_first
@@ -221,7 +221,8 @@ class Checkpoints:
     def load(self, step: int | None = None, *, fallback: bool = True) -> int | None:
         """Loads the newest checkpoint that can be read, or that of ``step``.
 
-        Returns its step, or None if there are no checkpoints. Everything is compared before a byte
+        Waits for saves under way, also those of another object. Returns the step, or None if there
+        are no checkpoints. Everything is compared before a byte
         reaches the model: names, shapes, dtypes, sizes and checksums of files.
 
         Args:
@@ -234,6 +235,7 @@ class Checkpoints:
             ValueError: it does not fit; names file and key, on every rank.
         """
         state = self._ready_state()
+        finish_writes()
         steps = from_first(state.ranks.groups, self.steps(), state.device)
         if step is not None and step not in steps:
             raise FileNotFoundError(f"no checkpoint of step {step} in {self.folder}: {steps}")

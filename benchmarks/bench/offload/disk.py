@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from zerocore._C import DiskFile, DiskWay, HostMemory
+from zerocore._C import DiskFile, HostMemory
 
 MIB = 1 << 20
 # MiB of a call, and how many are under way at a time.
@@ -45,15 +45,8 @@ class Disk:
         memory.view(0, nbytes // 4, torch.int32).random_()
         self._memory = memory.view(0, nbytes, torch.uint8)
         self._bytes = memoryview(self._memory.numpy())
-        self._files = {}
-        for way in (DiskWay.IO_URING, DiskWay.THREADS):
-            try:
-                file = DiskFile(str(folder), "benchmark", nbytes, way)
-            except OSError as error:
-                print(f"{way.name} is left out: {error}")
-                continue
-            self._files[f"DiskFile, {file.way}"] = file
-            self._move(file, requests_of("write", nbytes))  # space that was never written is slow
+        self._file = DiskFile(str(folder), "benchmark", nbytes)
+        self._move(requests_of("write", nbytes))  # space that was never written is slow
 
     def measure(self, rounds: int) -> dict[str, dict[str, list[float]]]:
         """Seconds by what is done and how, one figure a round; all take their turn."""
@@ -69,34 +62,31 @@ class Disk:
     @property
     def is_direct(self) -> bool:
         """Whether past the page cache."""
-        return all(file.is_direct for file in self._files.values())
+        return self._file.is_direct
 
     def _ways(self) -> Iterator[tuple[str, Callable[[list[Request]], None]]]:
         """A disk file's own, and plain calls on the same file."""
-        for name, file in self._files.items():
-            yield name, lambda requests, file=file: self._move(file, requests)
+        yield "DiskFile", self._move
         for mib, calls in RAW_WAYS:
             with ThreadPoolExecutor(calls) as pool:
-                yield f"raw: {mib} MiB x {calls}", self._raw_way(file, mib * MIB, pool)
+                yield f"raw: {mib} MiB x {calls}", self._raw_way(mib * MIB, pool)
 
-    def _move(self, file: DiskFile, requests: list[Request]) -> None:
+    def _move(self, requests: list[Request]) -> None:
         tickets = []
         for request in requests:
-            begin = file.write if request.writes else file.read
+            begin = self._file.write if request.writes else self._file.read
             memory = self._memory[request.begin : request.end]
             tickets.append(begin(request.begin, memory, "the benchmark"))
         for ticket in tickets:
-            file.wait(ticket)
+            self._file.wait(ticket)
 
-    def _raw_way(
-        self, file: DiskFile, size: int, pool: ThreadPoolExecutor
-    ) -> Callable[[list[Request]], None]:
+    def _raw_way(self, size: int, pool: ThreadPoolExecutor) -> Callable[[list[Request]], None]:
         def one(block: Request) -> None:
             memory = self._bytes[block.begin : block.end]
             if block.writes:
-                count = os.pwrite(file.descriptor, memory, block.begin)
+                count = os.pwrite(self._file.descriptor, memory, block.begin)
             else:
-                count = os.preadv(file.descriptor, [memory], block.begin)
+                count = os.preadv(self._file.descriptor, [memory], block.begin)
             if count != len(memory):
                 raise OSError(f"the disk took or gave {count} of {len(memory)} bytes")
 

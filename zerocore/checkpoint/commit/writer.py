@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from weakref import WeakKeyDictionary
+from concurrent.futures import ThreadPoolExecutor, wait
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
@@ -30,9 +30,16 @@ class Writer:
         # Kept: to start a thread is to wait for it, up to 5 ms while others hold the interpreter.
         self.writes = ThreadPoolExecutor(1, "checkpoint-write")
         self.copies = ThreadPoolExecutor(1, "checkpoint-copy")
+        _living.add(self)
 
 
 _writers: WeakKeyDictionary[ShardState, Writer] = WeakKeyDictionary()
+_living: WeakSet[Writer] = WeakSet()  # a save keeps its own, also without its model
+
+
+def finish_writes() -> None:
+    """Returns when each save that this process has begun has ended, well or not."""
+    wait([writer.writes.submit(int) for writer in _living])
 
 
 @operation("Checkpoints")
