@@ -329,6 +329,8 @@ class Engine:
         """Reduces gradients that backwards without sync have held back; on all ranks."""
 
     defers_reductions: bool
+    holds_back: bool
+    """Whether there are gradients that were not reduced."""
 
     def begin_deferred(self) -> None:
         """Reductions wait, and gathered units stay, until :meth:`end_deferred`."""

@@ -22,6 +22,8 @@ from zerocore.planning.plan import plan
 from zerocore.planning.prediction import predict_events, predict_memory
 from zerocore.planning.result import Plan, StagePlan
 from zerocore.planning.setting import Machine, Workload
+from zerocore.recovery.retrying import Attempt, retryable
+from zerocore.recovery.verification import Difference, Verification, verify
 from zerocore.reporting.description import Description, describe
 from zerocore.reporting.figures import FigureLog, figures
 from zerocore.reporting.memory_usage import memory_usage
@@ -49,10 +51,12 @@ register()
 __version__ = "0.1.0"
 
 __all__ = [
+    "Attempt",
     "Bucket",
     "Checkpoints",
     "Communication",
     "Description",
+    "Difference",
     "Emulation",
     "Event",
     "Export",
@@ -78,6 +82,7 @@ __all__ = [
     "ShardedParameter",
     "StagePlan",
     "Timeline",
+    "Verification",
     "Workload",
     "clip_grad_norm_",
     "clone_sharded",
@@ -108,9 +113,11 @@ __all__ = [
     "register_forward_method",
     "report",
     "reset",
+    "retryable",
     "save_safetensors",
     "shard",
     "shards",
     "trace",
     "unsharded",
+    "verify",
 ]

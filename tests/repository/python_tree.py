@@ -76,6 +76,7 @@ FLOORS = (
     ("optim",),
     ("sharding", "state_dict", "emulated"),
     ("checkpoint", "weights"),
+    ("recovery",),
     ("install",),
     ("api",),
     ("fsdp", "integrations"),

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from zerocore._C import crc32
 from zerocore.common.alarm import waiting
 
 T = TypeVar("T")
@@ -147,6 +148,12 @@ def bits_of(value: torch.Tensor) -> torch.Tensor:
     value = value.detach()
     plain = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
     return plain.contiguous().view(-1).view(kinds[plain.element_size()])
+
+
+def checksum(value: torch.Tensor) -> torch.Tensor:
+    """One int64 of the tensor's bits: CRC-32 on the CPU, the sum of all elements on a device."""
+    bits = bits_of(value)
+    return torch.tensor(crc32(bits)) if bits.is_cpu else bits.sum(dtype=torch.int64)
 
 
 def differing(groups: Groups, numbers: torch.Tensor) -> list[int]:

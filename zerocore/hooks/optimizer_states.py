@@ -38,7 +38,7 @@ def state_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 # Numbers, not elements: in the state of a parameter without dimensions they look alike.
-_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 _P = TypeVar("_P", bound=Tensor)
 
@@ -120,7 +120,7 @@ def fitted(param: ShardedParameter, key: str, value: Any) -> Any:
     if isinstance(value, Placed):
         _check_place(param, key, value.place)
         return as_shard(local_of(value), place)
-    if not isinstance(value, Tensor) or (value.dim() == 0 and key in _NUMBERS):
+    if not isinstance(value, Tensor) or (value.dim() == 0 and key in NUMBERS):
         return value
     if place.part is not None and value.shape == place.whole_shape:
         value = place.part_of_whole(value)

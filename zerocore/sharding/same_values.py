@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zerocore._C import crc32
-from zerocore.common.agreement import bits_of, differing, gather_objects
+from zerocore.common.agreement import bits_of, checksum, differing, gather_objects
 from zerocore.model.parts import choices_on
 from zerocore.model.ranks import Ranks
 from zerocore.model.units import ParamChoice
@@ -41,7 +40,7 @@ def check_same_values(request: ShardRequest) -> None:
 
 def _check(ranks: Ranks, chosen: Sequence[ParamChoice], device: torch.device) -> None:
     with torch.no_grad():
-        numbers = torch.stack([_checksum(choice.tensor).to(device) for choice in chosen])
+        numbers = torch.stack([checksum(choice.tensor).to(device) for choice in chosen])
     if not (places := differing(ranks.groups, numbers)):
         return
     own = [int(numbers[place]) for place in places]
@@ -96,12 +95,6 @@ def _ranks_by_value(column: Sequence[int]) -> list[list[int]]:
 def _listed(names: Sequence[str] | dict[str, list[list[int]]]) -> str:
     shown = ", ".join(f"'{name}'" for name in list(names)[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-def _checksum(param: torch.Tensor) -> torch.Tensor:
-    """One int64 of the parameter's values."""
-    bits = bits_of(param)
-    return torch.tensor(crc32(bits)) if bits.is_cpu else bits.sum()
 
 
 def _is_constant(param: torch.Tensor) -> bool:

@@ -89,6 +89,11 @@ bool Reducer::holds_back(UnitId id) const {
   return has_grads(id) || reduction_.has_local(id);
 }
 
+bool Reducer::holds_back_any() const {
+  return std::any_of(
+      units_.begin(), units_.end(), [this](const auto& unit) { return holds_back(unit->id()); });
+}
+
 bool Reducer::has_grads(UnitId id) const {
   const auto& params = units_[id]->params();
   return std::any_of(params.begin(), params.end(), [](const UnitParam& param) {

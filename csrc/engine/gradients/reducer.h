@@ -56,6 +56,7 @@ class Reducer final : private GradSteps {
   // Whether the unit has gradients that reduce() has not seen; or has not reduced.
   bool has_grads(UnitId unit) const;
   bool holds_back(UnitId unit) const;
+  bool holds_back_any() const;
   // Units whose gradients were reduced in this backward, one flag each.
   const std::vector<bool>& reduced() const {
     return reduced_;

@@ -1,0 +1,1 @@
+"""Training goes on after what went wrong: state compared, steps taken back, ranks replaced."""
