@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zerocore
 from tests.distributed.harness import run_ranks
@@ -174,3 +175,51 @@ MORE: dict[str, tuple[int, ...]] = {
 @pytest.mark.parametrize("stages", [pytest.param(MORE, marks=pytest.mark.nightly), FEW])
 def test_trainers_train_as_over_ddp(tmp_path: Path, stages: dict[str, tuple[int, ...]]) -> None:
     run_ranks(train_all_alike, 2, str(tmp_path), stages, launch="torchrun", timeout=300)
+
+
+def generate_elsewhere(folder: str) -> None:
+    import os
+    import sys
+
+    import trl
+
+    from zerocore.integrations.transformers import ShardedTrainerMixin
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+    import grpo
+
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    dist.init_process_group()
+    rollout = grpo.Rollout()
+    columns = rows("prompt")
+    kind: Any = type("Sharded", (ShardedTrainerMixin, trl.GRPOTrainer), {})
+    args = trl.GRPOConfig(folder, **OPTIONS, num_generations=2, max_completion_length=grpo.LENGTH)
+    trainer = kind(
+        grpo.build_model(),
+        distinct_words,
+        args,
+        train_dataset=columns.map(lambda row, at: {"prompt": str(at % 10)}, with_indices=True),
+        processing_class=grpo.build_tokenizer(),
+        rollout_func=rollout,
+        shard={"stage": 3},
+    )
+    trainer.train()
+    assert trainer.state.global_step == STEPS == rollout.step + 1
+    trained = zerocore.full_state_dict(trainer.model, rank0_only=False)
+    plain = grpo.build_model().state_dict()
+    assert any(not torch.equal(trained[name], value) for name, value in plain.items())
+    # The process has the weights of now: its log-probabilities are the sharded model's.
+    found = rollout(["1", "2", str(3 + dist.get_rank())], trainer)
+    pairs = zip(found["prompt_ids"], found["completion_ids"], strict=True)
+    tokens = torch.tensor([prompt + completion for prompt, completion in pairs])
+    with torch.no_grad():
+        scores = trainer.model(input_ids=tokens).logits[:, :-1].float().log_softmax(-1)
+    expected = scores.gather(2, tokens[:, 1:, None]).squeeze(2)
+    torch.testing.assert_close(torch.tensor(found["logprobs"]), expected, rtol=1e-4, atol=1e-5)
+    rollout.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_another_process_generates(tmp_path: Path) -> None:
+    run_ranks(generate_elsewhere, 2, str(tmp_path), launch="torchrun", timeout=250)
