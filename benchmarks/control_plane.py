@@ -9,15 +9,11 @@ a rank costs in a large job is in the columns of processor time, messages and so
 
 from __future__ import annotations
 
-import json
 import os
 import resource
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated
@@ -26,6 +22,7 @@ import torch
 import torch.distributed as dist
 import typer
 
+from bench.lib.forked import TIMEOUT, run_forked
 from bench.lib.results import write_results
 from bench.lib.systems import import_zerocore
 from bench.lib.tables import Table, make_console
@@ -34,7 +31,6 @@ LAZY = "TORCH_GLOO_LAZY_INIT"
 MOST_IN_FULL_MESH = 64  # ranks of the all-reduce
 WARM_UP = 5
 NUMEL = 5  # int64, as the message at the end of a forward had
-TIMEOUT = timedelta(seconds=300)
 NOTES = (
     "Measured on the CPU, over loopback; medians over the ranks, whose cores all share. "
     "Hops are dependent messages; ring: gloo's all-reduce, over a full mesh of connections.",
@@ -94,42 +90,22 @@ def ring() -> Callable[[], None]:
     return play
 
 
-def on_this_rank(rank: int, size: int, num_rounds: int, folder: Path) -> None:
-    """Writes the rank's figures into a file of the folder; the process ends with it."""
-    os.environ[LAZY] = "1"
-    store = dist.FileStore(str(folder / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+def on_this_rank(num_rounds: int) -> dict[str, dict[str, float]]:
+    """Figures of this rank by what it called."""
     del os.environ[LAZY]
     figures = {"dissemination": measure(dissemination, num_rounds)}
-    if size <= MOST_IN_FULL_MESH:
+    if dist.get_world_size() <= MOST_IN_FULL_MESH:
         figures["ring"] = measure(ring, num_rounds)
-    text = json.dumps({name: asdict(each) for name, each in figures.items()})
-    (folder / f"rank{rank}").write_text(text, encoding="utf-8")
-    done = [folder / f"rank{each}" for each in range(size)]
-    while not all(path.exists() for path in done):
-        time.sleep(0.1)
+    return {name: asdict(each) for name, each in figures.items()}
 
 
 def run(size: int, num_rounds: int) -> dict[str, list[Figures]]:
     """Figures of all ranks, by what they called. RuntimeError if a rank failed."""
-    with tempfile.TemporaryDirectory() as name:
-        folder, children = Path(name), []
-        for rank in range(size):
-            child = os.fork()
-            if child == 0:
-                try:
-                    on_this_rank(rank, size, num_rounds, folder)
-                finally:
-                    failed = sys.exc_info()[1]
-                    if failed is not None:
-                        sys.stderr.write(f"rank {rank}: {failed}\n")
-                    os._exit(failed is not None)
-            children.append(child)
-        ended = [os.waitpid(child, 0)[1] for child in children]
-        if any(ended):
-            raise RuntimeError(f"a rank of {size} failed")
-        texts = [(folder / f"rank{rank}").read_text(encoding="utf-8") for rank in range(size)]
-    ranks = [json.loads(text) for text in texts]
+    os.environ[LAZY] = "1"
+    try:
+        ranks = run_forked(lambda: on_this_rank(num_rounds), size)
+    finally:
+        del os.environ[LAZY]
     return {name: [Figures(**rank[name]) for rank in ranks] for name in ranks[0]}
 
 

@@ -182,19 +182,18 @@ void register_options(py::module_& module) {
                       bool sums_on_host,
                       std::vector<CallEvent> first_order,
                       std::vector<BackwardEvent> backward) {
-            const WireMethods methods = WireMethods::of_backend(backend, sharding.sums_in_order);
-            const Axis state{world_size, rank % world_size, methods};
-            const Axis replicas{num_replicas, rank / world_size, methods};
-            const Axis near{num_near, 0, methods};
+            const auto axis = [&](int64_t size, int64_t rank_in_it) {
+              return Axis{
+                  size, rank_in_it, WireMethods::of_backend(backend, size, sharding.sums_in_order)};
+            };
+            const Axis state = axis(world_size, rank % world_size);
+            const Axis replicas = axis(num_replicas, rank / world_size);
+            const Axis near = axis(num_near, 0);
             std::vector<UnitMesh> meshes = {
                 UnitMesh::of(sharding, state, replicas, sums_on_host, near)};
             for (const auto& [num_shards, replicas, shard] : parts) {
               meshes.push_back(
-                  UnitMesh::of(
-                      sharding,
-                      {num_shards, shard, methods},
-                      {replicas, 0, methods},
-                      sums_on_host));
+                  UnitMesh::of(sharding, axis(num_shards, shard), axis(replicas, 0), sums_on_host));
             }
             return PlanOptions{
                 sharding,

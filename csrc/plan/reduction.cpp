@@ -167,7 +167,8 @@ bool Reduction::any_valid(Key key) const {
 // -- reducing -------------------------------------------------------------------------------
 
 void Reduction::issue(Key key, GradSteps& steps) {
-  const bool scatters = facts_.mesh_of(key.first).shards_optimizer() || facts_.sums_in_order();
+  const bool scatters =
+      facts_.mesh_of(key.first).shards_optimizer() || facts_.sums_in_order(key.first);
   choose_result(key, steps);
   GradStep step = make_step(GradStepKind::Start, key);
   step.op = scatters ? TraceOp::ReduceScatter : TraceOp::AllReduce;
@@ -227,7 +228,7 @@ void Reduction::wait(Key key, GradSteps& steps) {
 void Reduction::complete(Key key, GradSteps& steps) {
   RegionState& state = state_of(key);
   wait(key, steps);
-  if (facts_.sums_in_order()) {
+  if (facts_.sums_in_order(key.first)) {
     complete_in_order(key, steps);
   } else if (facts_.hands_across(key.first)) {
     complete_across(key, steps);

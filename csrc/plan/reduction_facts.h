@@ -66,19 +66,20 @@ class ReductionFacts {
   bool runs_across(UnitId unit) const {
     return !options_.on_host && sums_at_once_across(unit);
   }
-  bool sums_in_order() const {
-    return options_.sharding.sums_in_order;
+  bool sums_in_order(UnitId unit) const {
+    return mesh_of(unit).sums_in_order;
   }
   // See Note [Gradients on the host].
   bool offloads_grads() const {
     return options_.sharding.tiers.lands_gradients(options_.on_host);
   }
   bool is_wired(RegionKey key) const {
-    return mesh_of(key.first).communicates() && (sums_in_order() || region_of(key).has_wire());
+    return mesh_of(key.first).communicates() &&
+        (sums_in_order(key.first) || region_of(key).has_wire());
   }
   // See Note [Scale of gradients].
   bool splits_scale(RegionKey key) const {
-    return is_wired(key) && (sums_in_order() || !offloads_grads());
+    return is_wired(key) && (sums_in_order(key.first) || !offloads_grads());
   }
   // That the collective leaves for each element.
   int64_t parts(UnitId unit) const {
@@ -115,7 +116,7 @@ class ReductionFacts {
 
  private:
   bool sums_at_once_across(UnitId unit) const {
-    return mesh_of(unit).sums_across() && !sums_in_order();
+    return mesh_of(unit).sums_across() && !sums_in_order(unit);
   }
 
   ReductionOptions options_;

@@ -44,12 +44,13 @@ UnitMesh UnitMesh::of(
   mesh.state = shares ? state : replicas;
   mesh.replicas = shares ? replicas : state;
   mesh.divisor = mesh.world_size();
-  mesh.sums_in_order = sharding.sums_in_order;
   if (shares) {
     mesh.parameters = row[0];
     mesh.gradients = row[1];
     mesh.optimizer = row[2];
   }
+  mesh.sums_in_order = sharding.sums_in_order ||
+      (!mesh.shards_optimizer() && !mesh.sums_across() && mesh.state.methods.sums_in_parts);
   if (mesh.shards_parameters() && near.size < state.size) {
     mesh.near = near;
   }

@@ -9,6 +9,7 @@ int64_t GatherMethod::wire_nbytes(int64_t nbytes) const {
   switch (kind) {
     case Kind::AllGather:
     case Kind::Broadcasts:
+    case Kind::Copies:
       return nbytes;
   }
   TORCH_INTERNAL_ASSERT(false);
@@ -33,10 +34,18 @@ int64_t ReduceMethod::parts(int64_t num_ranks) const {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-WireMethods WireMethods::of_backend(const std::string& name, bool sums_in_order) {
+// A broadcast of each rank costs a turn of gloo's threads, and an all-reduce 2 (N - 1) of them one
+// after the other: by four and three ranks an all-to-all's one turn costs less.
+WireMethods WireMethods::of_backend(
+    const std::string& name,
+    int64_t num_ranks,
+    bool sums_in_order) {
+  constexpr int64_t kCopiedNbytes = 1 << 20;
   WireMethods methods;
   if (name == "gloo") {
-    methods = {{GatherMethod::Kind::Broadcasts}, {ReduceMethod::Kind::Exchange}};
+    methods.gather = {GatherMethod::Kind::Broadcasts, num_ranks >= 4 ? kCopiedNbytes : 0};
+    methods.reduce.kind = ReduceMethod::Kind::Exchange;
+    methods.sums_in_parts = num_ranks >= 3;
   }
   if (sums_in_order) {
     methods.reduce.kind = ReduceMethod::Kind::Exchange;

@@ -14,8 +14,14 @@ struct GatherMethod {
   enum class Kind : uint8_t {
     AllGather, // the backend's own
     Broadcasts, // one of each rank's shard, in place
+    Copies, // an all-to-all of copies of the rank's shard, which take the room of all shards
   };
   Kind kind = Kind::AllGather;
+  int64_t copied_nbytes = 0; // of all shards: up to here ranks send copies instead
+
+  Kind kind_of(int64_t nbytes) const {
+    return nbytes <= copied_nbytes ? Kind::Copies : kind;
+  }
 
   // Bytes of all shards, of `nbytes` together, as they are sent.
   int64_t wire_nbytes(int64_t nbytes) const;
@@ -43,11 +49,16 @@ struct ReduceMethod {
 struct WireMethods {
   GatherMethod gather;
   ReduceMethod reduce;
+  // Instead of an all-reduce ranks exchange parts, add them in their order and gather the sums.
+  bool sums_in_parts = false;
 
-  // The fastest ones on a c10d backend of that name. On gloo a reduce-scatter took 11.0 ms for
-  // 12.6 MB on 2 ranks and the exchange with its sum 4.4, an all-gather 5.8 and the broadcasts 3.2.
+  // The ones that take least processor time on a c10d backend of that name with `num_ranks` ranks;
+  // of gloo's, benchmarks/wire_methods.py measures 2 to 24.
   // `sums_in_order`: ranks exchange parts and add them in their order, on any backend.
-  static WireMethods of_backend(const std::string& name, bool sums_in_order = false);
+  static WireMethods of_backend(
+      const std::string& name,
+      int64_t num_ranks,
+      bool sums_in_order = false);
 };
 
 } // namespace zerocore

@@ -125,7 +125,7 @@ Collectives::Collectives(
       launches_together_(streams.has_streams() && backend_->supportsCoalescing()),
       rank_(group_->getRank()),
       size_(group_->getSize()),
-      methods_(WireMethods::of_backend(backend_->getBackendName(), sums_in_order)),
+      methods_(WireMethods::of_backend(backend_->getBackendName(), size_, sums_in_order)),
       alarm_(alarm) {
   if (!streams_.has_streams()) {
     emulated_ = dynamic_cast<EmulatedGroup*>(backend_.get());

@@ -32,6 +32,13 @@ Works broadcast_slices(c10d::Backend& backend, const at::Tensor& full, const at:
   return works;
 }
 
+Works all_to_all(c10d::Backend& backend, at::Tensor received, at::Tensor sent, bool async) {
+  std::vector<int64_t> even;
+  c10d::AllToAllOptions options;
+  options.asyncOp = async;
+  return {backend.alltoall_base(received, sent, even, even, options)};
+}
+
 } // namespace
 
 Works gather(
@@ -40,11 +47,13 @@ Works gather(
     const at::Tensor& full,
     const at::Tensor& own,
     bool async) {
-  switch (method.kind) {
+  switch (method.kind_of(static_cast<int64_t>(full.nbytes()))) {
     case GatherMethod::Kind::AllGather:
       return all_gather(backend, full, own, async);
     case GatherMethod::Kind::Broadcasts:
       return broadcast_slices(backend, full, own);
+    case GatherMethod::Kind::Copies:
+      return all_to_all(backend, full, own.repeat({backend.getSize()}), async);
   }
   TORCH_INTERNAL_ASSERT(false);
 }
@@ -69,12 +78,8 @@ Works reduce(
       options.asyncOp = async;
       return {backend._reduce_scatter_base(received, full, options)};
     }
-    case ReduceMethod::Kind::Exchange: {
-      std::vector<int64_t> even;
-      c10d::AllToAllOptions options;
-      options.asyncOp = async;
-      return {backend.alltoall_base(received, full, even, even, options)};
-    }
+    case ReduceMethod::Kind::Exchange:
+      return all_to_all(backend, received, full, async);
   }
   TORCH_INTERNAL_ASSERT(false);
 }

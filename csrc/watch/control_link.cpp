@@ -13,10 +13,11 @@
 
 namespace zerocore {
 
-// Note [Gloo's loop]: on two ranks sends and receives took 0.12 to 0.20 ms a round in some runs and
-// 0.6 to 6.2 ms in others, in which the thread of gloo that serves sockets called epoll_wait
-// without a pause. Two ranks therefore take an all-reduce. Not found: its cause, and how often
-// three ranks or more meet it.
+// Note [Gloo's loop]: one thread of gloo serves the sockets of a group. It passes over a connection
+// that another thread writes to (Pair::handleEvents tries its lock), and epoll_wait returns at
+// once: it spins until the writer runs again, which may have lost its core to the thread that it
+// woke. On two ranks sends and receives took 0.12 to 0.20 ms a round in some runs and 0.6 to 6.2
+// ms in others, so they take an all-reduce. Fewer messages are the only remedy found.
 
 namespace {
 

@@ -121,9 +121,11 @@ PyReductionOptions make_options(
     const std::string& backend,
     bool on_host,
     int64_t rank) {
-  const WireMethods methods = WireMethods::of_backend(backend, sharding.sums_in_order);
-  const Axis state{world_size, rank % world_size, methods};
-  const Axis replicas{num_replicas, rank / world_size, methods};
+  const auto axis = [&](int64_t size, int64_t rank_in_it) {
+    return Axis{size, rank_in_it, WireMethods::of_backend(backend, size, sharding.sums_in_order)};
+  };
+  const Axis state = axis(world_size, rank % world_size);
+  const Axis replicas = axis(num_replicas, rank / world_size);
   return {{sharding, on_host}, UnitMesh::of(sharding, state, replicas, on_host)};
 }
 

@@ -70,7 +70,7 @@ def test_gradients_travel_in_one_type_and_stay_in_another() -> None:
     assert (replicated.gradients, replicated.pool) == (2048, 4096)
 
 
-@pytest.mark.parametrize(("stage", "received"), [(0, 0), (1, 4096), (2, 4096), (3, 4096)])
+@pytest.mark.parametrize(("stage", "received"), [(1, 4096), (2, 4096), (3, 4096)])
 def test_an_exchange_needs_memory_for_what_every_rank_sends(stage: int, received: int) -> None:
     """Otherwise the plan is that of a backend whose reduce-scatter leaves the sum."""
     model = units(2 * 1024, 2)
@@ -85,6 +85,17 @@ def test_an_exchange_needs_memory_for_what_every_rank_sends(stage: int, received
         plan_memory(model, order, each, optimizer_states=2).pool for each in (gloo, nccl)
     )
     assert pool == needed + received
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ops"), [(2, ["all_reduce"]), (3, ["reduce_scatter", "gather_sums"])]
+)
+def test_three_ranks_of_gloo_sum_in_parts_instead_of_an_all_reduce(
+    ranks: int, ops: list[str]
+) -> None:
+    gloo = options(0, ranks, backend="gloo")
+    events = plan_events(units(3 * 1024, 1), order_of([(0, ())]), gloo)
+    assert [(event.op, event.nbytes) for event in events] == [(op, 3 * 4096) for op in ops]
 
 
 def test_a_parameter_without_gradient_has_no_optimizer_state() -> None:
