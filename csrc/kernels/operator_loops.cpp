@@ -39,20 +39,24 @@ void write(at::Tensor out, at::Tensor value, double scale, bool add, Element ele
   out.copy_(add ? widened(out, element).add(value) : value);
 }
 
-void copy_by_operators(const CopyCall& call) {
+void copy_run(const CopyCall& call, const Segment& run) {
   const auto [dst, src] = call.pair;
+  at::Tensor out = tensor_at(run.dst, run.numel, dst, call.device);
+  if (run.src == nullptr) {
+    out.zero_();
+    return;
+  }
+  const at::Tensor from = tensor_at(run.src, run.numel, src, call.device);
+  if (dst == Element::Byte) {
+    out.copy_(from);
+  } else {
+    write(out, widened(from, dst), call.scale, run.add, dst);
+  }
+}
+
+void copy_by_operators(const CopyCall& call) {
   for (const Segment& segment : call.segments) {
-    at::Tensor out = tensor_at(segment.dst, segment.numel, dst, call.device);
-    if (segment.src == nullptr) {
-      out.zero_();
-      continue;
-    }
-    const at::Tensor from = tensor_at(segment.src, segment.numel, src, call.device);
-    if (dst == Element::Byte) {
-      out.copy_(from);
-    } else {
-      write(out, widened(from, dst), call.scale, segment.add, dst);
-    }
+    for_each_run(segment, [&](const Segment& run) { copy_run(call, run); });
   }
 }
 
@@ -95,18 +99,22 @@ void encode_by_operators(const EncodeCall& call) {
   scales.copy_(scale);
 }
 
-void decode_by_operators(const DecodeCall& call) {
+void decode_run(const DecodeCall& call, const Segment& run) {
   const auto* begin = static_cast<const char*>(call.blocks);
+  const int64_t past = static_cast<const char*>(run.src) - begin;
+  const int64_t first = past % kScaledNbytes;
+  const int64_t num_blocks = ceil_div(first + run.numel, kScaledNumel);
+  const at::Tensor blocks =
+      tensor_at(begin + past - first, num_blocks * kScaledNbytes, Element::Byte, call.device);
+  const auto [numbers, scales] = parts_of(blocks, call.format);
+  const at::Tensor values = numbers.to(Element::Float).mul(scales).view({-1});
+  tensor_at(run.dst, run.numel, call.element, call.device)
+      .copy_(values.narrow(0, first, run.numel));
+}
+
+void decode_by_operators(const DecodeCall& call) {
   for (const Segment& segment : call.segments) {
-    const int64_t past = static_cast<const char*>(segment.src) - begin;
-    const int64_t first = past % kScaledNbytes;
-    const int64_t num_blocks = ceil_div(first + segment.numel, kScaledNumel);
-    const at::Tensor blocks =
-        tensor_at(begin + past - first, num_blocks * kScaledNbytes, Element::Byte, call.device);
-    const auto [numbers, scales] = parts_of(blocks, call.format);
-    const at::Tensor values = numbers.to(Element::Float).mul(scales).view({-1});
-    tensor_at(segment.dst, segment.numel, call.element, call.device)
-        .copy_(values.narrow(0, first, segment.numel));
+    for_each_run(segment, [&](const Segment& run) { decode_run(call, run); });
   }
 }
 

@@ -22,6 +22,15 @@ void run_copy(const at::Tensor& like, Pair pair, const SegmentList& list, double
   }
 }
 
+// Elements from the first one to behind the last one.
+int64_t extent(int64_t numel, const Runs& runs) {
+  if (runs.numel == 0 || numel == 0) {
+    return numel;
+  }
+  const int64_t before = (numel - 1) / runs.numel; // runs before the last one
+  return before * runs.stride + numel - before * runs.numel;
+}
+
 ScaledFormat format_of(const char* op, c10::ScalarType format) {
   TORCH_CHECK_TYPE(
       format == at::kChar || format == at::kFloat8_e4m3fn,
@@ -126,10 +135,12 @@ void pack(const at::Tensor& bucket, const std::vector<PackSegment>& segments, do
       first == segments.end() ? bucket.scalar_type() : first->source->scalar_type();
   const Conversion found = conversion("pack", bucket.scalar_type(), src_dtype, false);
   const Memory target(bucket);
+  const auto found_itemsize = static_cast<int64_t>(c10::elementSize(src_dtype));
   SegmentList list;
   for (size_t i = 0; i < segments.size(); ++i) {
     const PackSegment& segment = segments[i];
-    check_range("pack", i, segment.offset, segment.numel, bucket.numel());
+    const Runs& runs = segment.runs;
+    check_range("pack", i, segment.offset, extent(segment.numel, runs), bucket.numel());
     const void* source = nullptr;
     if (segment.source != nullptr) {
       check_member("pack", "gradient of piece", i, *segment.source, bucket, src_dtype);
@@ -137,7 +148,15 @@ void pack(const at::Tensor& bucket, const std::vector<PackSegment>& segments, do
       source = Source(*segment.source).at(segment.source_offset);
     }
     if (source != nullptr || !segment.add) {
-      list.push(target.at(segment.offset), source, segment.numel, segment.add);
+      list.push_runs(
+          {target.at(segment.offset),
+           source,
+           segment.numel,
+           0,
+           segment.add,
+           runs.numel,
+           runs.stride * target.itemsize,
+           runs.numel * found_itemsize});
     }
   }
   run_copy(bucket, found.pair, list, scale);
@@ -153,9 +172,18 @@ void copy_pieces(const at::Tensor& to, const at::Tensor& from, const std::vector
   SegmentList list;
   for (size_t i = 0; i < pieces.size(); ++i) {
     const Piece& piece = pieces[i];
-    check_range("copy_pieces", i, piece.from, piece.numel, from.numel());
+    const Runs& runs = piece.runs;
+    check_range("copy_pieces", i, piece.from, extent(piece.numel, runs), from.numel());
     check_range("copy_pieces", i, piece.to, piece.numel, to.numel());
-    list.push(target.at(piece.to), source.at(piece.from), piece.numel * step);
+    list.push_runs(
+        {target.at(piece.to),
+         source.at(piece.from),
+         piece.numel * step,
+         0,
+         false,
+         runs.numel * step,
+         runs.numel * target.itemsize,
+         runs.stride * source.itemsize});
   }
   run_copy(to, pair, list, 1.0);
 }
@@ -196,9 +224,22 @@ void decode(
   for (size_t i = 0; i < pieces.size(); ++i) {
     const Piece& piece = pieces[i];
     check_range(
-        "decode", i, piece.from, piece.numel, blocks.numel() / kScaledNbytes * kScaledNumel);
+        "decode",
+        i,
+        piece.from,
+        extent(piece.numel, piece.runs),
+        blocks.numel() / kScaledNbytes * kScaledNumel);
     check_range("decode", i, piece.to, piece.numel, to.numel());
-    list.push(target.at(piece.to), source.at(scaled_place(piece.from)), piece.numel);
+    TORCH_INTERNAL_ASSERT(piece.runs.stride % kScaledNumel == 0);
+    list.push_runs(
+        {target.at(piece.to),
+         source.at(scaled_place(piece.from)),
+         piece.numel,
+         0,
+         false,
+         piece.runs.numel,
+         piece.runs.numel * target.itemsize,
+         scaled_place(piece.runs.stride)});
   }
   if (list.size() > 0) {
     loops_of(to.device())

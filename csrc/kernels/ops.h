@@ -13,7 +13,14 @@
 
 namespace zerocore::kernels {
 
-// One contiguous piece of work of a pack. Without a source the destination is zeroed (or left
+// Elements that follow each other on one side, and in runs of `numel`, `stride` apart, on the
+// other; 0 where all are one run. See Note [Rows].
+struct Runs {
+  int64_t numel = 0;
+  int64_t stride = 0;
+};
+
+// One piece of work of a pack. Without a source the destination is zeroed (or left
 // alone when adding).
 struct PackSegment {
   const at::Tensor* source = nullptr; // dense; read in storage order
@@ -21,6 +28,7 @@ struct PackSegment {
   int64_t offset = 0; // elements in the bucket
   int64_t numel = 0;
   bool add = false; // add to what the bucket holds
+  Runs runs = {}; // of the bucket
 };
 
 // bucket[segment] = or += source * scale, for every segment. `bucket` is 1-D of a floating dtype;
@@ -32,6 +40,7 @@ struct Piece {
   int64_t from = 0;
   int64_t to = 0;
   int64_t numel = 0;
+  Runs runs = {}; // of the source
 };
 
 // to[piece] = from[piece], for every piece. Both 1-D, of one dtype and on one device; pieces must

@@ -21,7 +21,7 @@ class ChunkList {
   void push(Segment segment) {
     segment.first_chunk = num_chunks_;
     segments_.push_back(segment);
-    num_chunks_ += num_chunks_of(segment.numel);
+    num_chunks_ += chunks_of(segment);
   }
 
   int size() const {
@@ -55,6 +55,19 @@ class SegmentList : public ChunkList<Segment, 48> {
       ChunkList::push({dst, src, numel, 0, add});
     }
   }
+  // See Note [Rows].
+  void push_runs(const Segment& segment) {
+    if (segment.numel > 0) {
+      ChunkList::push(segment);
+      has_runs_ = has_runs_ || segment.run > 0;
+    }
+  }
+  bool has_runs() const {
+    return has_runs_;
+  }
+
+ private:
+  bool has_runs_ = false;
 };
 
 } // namespace zerocore::kernels

@@ -5,6 +5,11 @@
 // kChunkNumel elements (the last one may be shorter), the chunks of all segments are numbered
 // through, and each CUDA block takes one chunk. The cut depends on sizes alone, so what is summed
 // chunk by chunk is summed in the same order on every call.
+//
+// Note [Rows]
+// A parameter's elements follow each other on one side of a copy, and lie apart, some for each
+// rank, on the other. They are one segment of several runs, whatever the number of ranks; each run
+// is cut into chunks of its own.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +28,11 @@ struct Segment {
   int64_t numel = 0;
   int64_t first_chunk = 0; // number of its first chunk in the list
   bool add = false;
+  // See Note [Rows]: elements of a run (the last one may be shorter), 0 where all are one, and
+  // bytes from one run to the next.
+  int64_t run = 0;
+  int64_t dst_step = 0;
+  int64_t src_step = 0;
 };
 
 // Elements [begin, end) of a segment.
@@ -56,6 +66,49 @@ ZEROCORE_HOST_DEVICE int find_segment(FirstChunk first_chunk, int num_segments, 
 ZEROCORE_HOST_DEVICE Span chunk_span(int64_t numel, int64_t index) {
   const int64_t begin = index * kChunkNumel;
   return {begin, begin + kChunkNumel < numel ? begin + kChunkNumel : numel};
+}
+
+// A segment's run and the elements in it of one chunk.
+struct RunSpan {
+  int64_t run = 0;
+  Span span;
+};
+
+// Chunk `index` of `numel` elements in runs of `run`.
+ZEROCORE_HOST_DEVICE RunSpan run_span(int64_t numel, int64_t run, int64_t index) {
+  const int64_t number = index / num_chunks_of(run);
+  const int64_t left = numel - number * run;
+  return {number, chunk_span(left < run ? left : run, index % num_chunks_of(run))};
+}
+
+template <typename AnySegment>
+int64_t chunks_of(const AnySegment& segment) {
+  return num_chunks_of(segment.numel);
+}
+
+inline int64_t chunks_of(const Segment& segment) {
+  if (segment.run == 0) {
+    return num_chunks_of(segment.numel);
+  }
+  return segment.numel / segment.run * num_chunks_of(segment.run) +
+      num_chunks_of(segment.numel % segment.run);
+}
+
+// Calls visit(segment of one run) for each of a segment's runs.
+template <typename Visit>
+void for_each_run(const Segment& segment, Visit visit) {
+  const int64_t numel = segment.run == 0 ? segment.numel : segment.run;
+  int64_t number = 0;
+  for (int64_t done = 0; done < segment.numel; done += numel, ++number) {
+    const int64_t left = segment.numel - done;
+    Segment run{static_cast<char*>(segment.dst) + number * segment.dst_step};
+    if (segment.src != nullptr) {
+      run.src = static_cast<const char*>(segment.src) + number * segment.src_step;
+    }
+    run.numel = left < numel ? left : numel;
+    run.add = segment.add;
+    visit(run);
+  }
 }
 
 // How a run of elements is cut for wide accesses: `head` single elements until the destination is

@@ -249,6 +249,40 @@ Range Layout::owned(int param, int64_t shard) const {
   return {part.begin - place.offset, part.end - place.offset};
 }
 
+WireRuns Layout::wire_runs(int param) const {
+  const ParamPlace& place = places_.at(param);
+  return {place.shard_offset, place.numel, place.shard_numel, regions_[place.region].shard_numel};
+}
+
+// Between the parameters of every shard, and behind the last row of each.
+std::vector<WireRuns> Layout::wire_gaps(int region) const {
+  std::vector<WireRuns> gaps;
+  const int64_t shard = regions_.at(region).shard_numel;
+  const auto add = [&](int64_t begin, int64_t run, int64_t count) {
+    if (run > 0 && count > 0) {
+      gaps.push_back({begin, run * count, run, shard});
+    }
+  };
+  int64_t end = 0;
+  for (const int param : regions_[region].params) {
+    const ParamPlace& place = places_[param];
+    add(end, place.shard_offset - end, num_shards_);
+    end = place.shard_offset + place.shard_numel;
+    if (place.shard_numel > 0) {
+      const int64_t full = place.numel / place.shard_numel;
+      const int64_t rest = place.numel % place.shard_numel;
+      const int64_t begin = full * shard + place.shard_offset;
+      if (rest > 0) {
+        add(begin + rest, place.shard_numel - rest, 1);
+      }
+      const int64_t first = full + (rest > 0 ? 1 : 0);
+      add(first * shard + place.shard_offset, place.shard_numel, num_shards_ - first);
+    }
+  }
+  add(end, shard - end, num_shards_);
+  return gaps;
+}
+
 int64_t Layout::offset_in_shard(int param, int64_t shard) const {
   const ParamPlace& place = places_.at(param);
   const Range range = owned(param, shard);

@@ -44,6 +44,15 @@ struct ParamPlace {
   }
 };
 
+// By rows, on the wire: `numel` elements from `begin` on, `run` of them (the last time maybe fewer)
+// every `stride`.
+struct WireRuns {
+  int64_t begin = 0;
+  int64_t numel = 0;
+  int64_t run = 0;
+  int64_t stride = 0;
+};
+
 // One contiguous part of a unit's buffer that is moved by one collective.
 struct Region {
   int dtype = 0;
@@ -102,6 +111,10 @@ class Layout {
       bool by_rows = false,
       int64_t num_across = 1,
       int64_t num_cuts = 1);
+
+  // By rows: where a parameter's elements lie on the wire; and where a region has none.
+  WireRuns wire_runs(int param) const;
+  std::vector<WireRuns> wire_gaps(int region) const;
 
   // The layout of what one shard holds: the same regions without the other ranks' parts, every
   // parameter reduced to its owned range (not aligned any more).

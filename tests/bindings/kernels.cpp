@@ -2,11 +2,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <tuple>
 #include <vector>
 
 #include "common/types.h"
 #include "io/crc32.h"
 #include "kernels/segment_list.h"
+#include "plan/layout.h"
 #include "testing.h"
 
 namespace py = pybind11;
@@ -38,6 +40,35 @@ std::vector<SegmentChunk> chunks(const std::vector<int64_t>& numels) {
   return result;
 }
 
+// The same of one segment in runs; each chunk's segment is the number of its run.
+std::vector<SegmentChunk> run_chunks(int64_t numel, int64_t run) {
+  SegmentList list;
+  list.push_runs({.numel = numel, .run = run});
+  std::vector<SegmentChunk> result;
+  for (int64_t chunk = 0; chunk < list.num_chunks(); ++chunk) {
+    const auto [number, span] = kernels::run_span(numel, run, chunk);
+    result.push_back({static_cast<int>(number), {span.begin, span.end}});
+  }
+  return result;
+}
+
+using Runs = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+
+// Begin, numel, run and stride of each parameter of a region, and of each gap.
+std::pair<std::vector<Runs>, std::vector<Runs>> wire_runs(const Layout& layout, int region) {
+  const auto values = [](const WireRuns& runs) {
+    return Runs{runs.begin, runs.numel, runs.run, runs.stride};
+  };
+  std::pair<std::vector<Runs>, std::vector<Runs>> found;
+  for (const int param : layout.regions().at(region).params) {
+    found.first.push_back(values(layout.wire_runs(param)));
+  }
+  for (const WireRuns& gap : layout.wire_gaps(region)) {
+    found.second.push_back(values(gap));
+  }
+  return found;
+}
+
 kernels::VectorSplit vector_split(
     uintptr_t dst,
     int dst_itemsize,
@@ -54,6 +85,8 @@ void register_kernels(py::module_& module) {
       .def_readonly("segment", &SegmentChunk::segment)
       .def_readonly("elements", &SegmentChunk::elements);
   module.def("kernel_chunks", &chunks, py::arg("numels"));
+  module.def("kernel_run_chunks", &run_chunks, py::arg("numel"), py::arg("run"));
+  module.def("wire_runs", &wire_runs, py::arg("layout"), py::arg("region"));
   py::class_<kernels::VectorSplit>(module, "VectorSplit")
       .def_readonly("head", &kernels::VectorSplit::head)
       .def_readonly("num_vectors", &kernels::VectorSplit::num_vectors);

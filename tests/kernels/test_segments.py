@@ -27,6 +27,18 @@ def test_chunks_cover_each_segment_in_order(numels: list[int]) -> None:
     assert covered == full
 
 
+@given(st.integers(1, 60_000), st.integers(1, 20_000))
+@settings(deadline=None, max_examples=200)
+def test_chunks_cover_each_run_in_order(numel: int, run: int) -> None:
+    covered = 0
+    for chunk in _C_testing.kernel_run_chunks(numel, run):
+        assert 0 < chunk.elements.end - chunk.elements.begin <= CHUNK_NUMEL
+        assert chunk.segment * run + chunk.elements.begin == covered
+        assert chunk.elements.end <= run
+        covered = chunk.segment * run + chunk.elements.end
+    assert covered == numel
+
+
 @given(
     st.integers(0, 100),
     st.sampled_from([1, 2, 4, 8]),

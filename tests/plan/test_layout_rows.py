@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.bindings import _C_testing
 from zerocore._C import Layout, ParamSpec
 
 _shapes = st.lists(st.integers(0, 20), min_size=1, max_size=3)
@@ -53,6 +54,43 @@ def test_parts_of_a_shard_lie_apart_and_aligned(params: list[tuple], world: int)
                     assert offset >= end
                     end = offset + owned.end - owned.begin
             assert end * region.itemsize <= region.shard_nbytes
+
+
+def elements(begin: int, numel: int, run: int, stride: int) -> list[int]:
+    """Where each of them lies on the wire."""
+    return [begin + each // run * stride + each % run for each in range(numel)]
+
+
+@given(_params, _worlds)
+@settings(deadline=None, max_examples=150)
+def test_runs_are_the_rows_of_each_rank_and_gaps_are_the_rest(
+    params: list[tuple], world: int
+) -> None:
+    layout = build(params, world)
+    for index, region in enumerate(layout.regions):
+        rows, gaps = _C_testing.wire_runs(layout, index)
+        wire = []
+        for param, runs in zip(region.params, rows, strict=True):
+            expected = []
+            for rank in range(world):
+                owned = layout.owned(param, rank)
+                begin = rank * region.numel // world + layout.offset_in_shard(param, rank)
+                expected += range(begin, begin + owned.end - owned.begin)
+            assert elements(*runs) == expected
+            wire += expected
+        for gap in gaps:
+            wire += elements(*gap)
+        assert sorted(wire) == list(range(region.numel))
+
+
+def test_a_segment_a_parameter_however_many_ranks_there_are() -> None:
+    params = [([4096, 3], (0, 4)), ([4096], (0, 4)), ([100, 7], (0, 4))]
+    counts = set()
+    for world in (64, 1024, 2048):
+        rows, gaps = _C_testing.wire_runs(build(params, world), 0)
+        assert len(rows) == len(params)
+        counts.add(len(gaps))
+    assert max(counts) <= 3 * len(params) + 1
 
 
 def test_what_lies_alike_is_not_copied() -> None:

@@ -59,19 +59,16 @@ void GradientPacker::add_params(
 // is added to or nothing.
 void GradientPacker::add_rows(const Unit& unit, const GradStep& step, const Reduction& reduction) {
   const Layout& layout = unit.layout();
-  const Region& region = layout.regions()[step.region];
-  int64_t end = 0;
-  for (int64_t rank = 0; rank < layout.num_shards(); ++rank) {
-    for (const int i : region.params) {
-      const Range rows = layout.owned(i, rank);
-      const int64_t begin = rank * region.shard_numel + layout.places()[i].shard_offset;
-      add_segment(nullptr, 0, {end, begin}, false);
-      end = begin + rows.size();
-      const bool adds = !reduction.added(step, i).empty();
-      add_segment(checked_gradient(unit.params()[i]), begin - rows.begin, {begin, end}, adds);
-    }
+  const auto add = [this](const at::Tensor* source, const WireRuns& runs, bool adds) {
+    segments_.push_back({source, 0, runs.begin, runs.numel, adds, {runs.run, runs.stride}});
+  };
+  for (const int i : layout.regions()[step.region].params) {
+    const bool adds = !reduction.added(step, i).empty();
+    add(checked_gradient(unit.params()[i]), layout.wire_runs(i), adds);
   }
-  add_segment(nullptr, 0, {end, region.numel()}, false);
+  for (const WireRuns& gap : layout.wire_gaps(step.region)) {
+    add(nullptr, gap, false);
+  }
 }
 
 void GradientPacker::add_param(const UnitParam& param, const Range& place, const Range& added) {

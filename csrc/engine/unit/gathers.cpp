@@ -270,12 +270,8 @@ void Gathers::copy_out() {
       pieces.push_back({0, 0, region.numel()});
     }
     for (const int param : layout_.by_rows() ? region.params : std::vector<int>()) {
-      const ParamPlace& place = layout_.places()[param];
-      for (int64_t rank = 0; rank < layout_.num_shards(); ++rank) {
-        const Range rows = layout_.owned(param, rank);
-        const int64_t from = rank * region.shard_numel + place.shard_offset;
-        pieces.push_back({from, place.offset + rows.begin, rows.size()});
-      }
+      const auto [from, numel, run, stride] = layout_.wire_runs(param);
+      pieces.push_back({from, layout_.places()[param].offset, numel, {run, stride}});
     }
     context_.streams->note_read(StreamRole::Compute, received_->full(index), "copies out", name_);
     context_.streams->note_write(StreamRole::Compute, full_.full(index), "copies out", name_);

@@ -46,7 +46,7 @@ void copy_segments(const SegmentList& segments, double scale) {
   }
   const bool streams = numel * static_cast<int64_t>(sizeof(Dst)) >= kStreamedNbytes;
   for (const Segment& segment : segments) {
-    copy_segment<Dst, Src>(segment, scale, streams);
+    for_each_run(segment, [&](const Segment& run) { copy_segment<Dst, Src>(run, scale, streams); });
   }
   if (streams) {
     end_stream();

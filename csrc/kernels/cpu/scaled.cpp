@@ -71,7 +71,9 @@ void encode(const EncodeCall& call) {
 void decode(const DecodeCall& call) {
   visit_scaled(call.element, call.format, [&]<typename Dst, ScaledFormat format>() {
     for (const Segment& segment : call.segments) {
-      decode_segment<format, Dst>(static_cast<const uint8_t*>(call.blocks), segment);
+      for_each_run(segment, [&](const Segment& run) {
+        decode_segment<format, Dst>(static_cast<const uint8_t*>(call.blocks), run);
+      });
     }
   });
 }

@@ -12,10 +12,9 @@ namespace {
 
 constexpr int kBlocksPerSm = 4; // holds registers down, so that enough loads are in flight
 
-template <typename Dst, typename Src, int capacity>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) copy_kernel(
-    const __grid_constant__ SegmentTable<capacity> table,
-    const AccumulateType<Dst> factor) {
+template <typename Dst, typename Src, typename Table>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    copy_kernel(const __grid_constant__ Table table, const AccumulateType<Dst> factor) {
   const BlockWork work = block_work(table);
   auto* dst = static_cast<Dst*>(work.dst) + work.span.begin;
   const auto* src = static_cast<const Src*>(work.src) + work.span.begin;
@@ -35,11 +34,9 @@ template <typename Dst, typename Src>
 void launch_copy(const CopyCall& call) {
   const auto stream = c10::cuda::getCurrentCUDAStream(call.device.index());
   const auto factor = static_cast<AccumulateType<Dst>>(call.scale);
-  launch_all(
-      call.segments,
-      [&]<int capacity>(const SegmentTable<capacity>& table, unsigned num_blocks, int) {
-        copy_kernel<Dst, Src, capacity><<<num_blocks, kThreads, 0, stream>>>(table, factor);
-      });
+  launch_runs(call.segments, [&]<typename Table>(const Table& table, unsigned num_blocks, int) {
+    copy_kernel<Dst, Src, Table><<<num_blocks, kThreads, 0, stream>>>(table, factor);
+  });
 }
 
 } // namespace

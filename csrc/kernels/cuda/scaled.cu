@@ -61,9 +61,9 @@ __device__ __forceinline__ float scale_at(const uint8_t* blocks, int64_t element
   return *reinterpret_cast<const float*>(block + kScaledNumel);
 }
 
-template <ScaledFormat format, typename Dst, int capacity>
+template <ScaledFormat format, typename Dst, typename Table>
 __global__ void __launch_bounds__(kThreads)
-    decode_kernel(const __grid_constant__ SegmentTable<capacity> table, const uint8_t* blocks) {
+    decode_kernel(const __grid_constant__ Table table, const uint8_t* blocks) {
   const BlockWork work = block_work(table);
   const int64_t past = static_cast<const uint8_t*>(work.src) - blocks;
   const int64_t first =
@@ -112,11 +112,9 @@ void decode(const DecodeCall& call) {
   const auto stream = c10::cuda::getCurrentCUDAStream(call.device.index());
   const auto* blocks = static_cast<const uint8_t*>(call.blocks);
   visit_scaled(call.element, call.format, [&]<typename Dst, ScaledFormat format>() {
-    launch_all(
-        call.segments,
-        [&]<int capacity>(const SegmentTable<capacity>& table, unsigned num_blocks, int) {
-          decode_kernel<format, Dst, capacity><<<num_blocks, kThreads, 0, stream>>>(table, blocks);
-        });
+    launch_runs(call.segments, [&]<typename Table>(const Table& table, unsigned num_blocks, int) {
+      decode_kernel<format, Dst, Table><<<num_blocks, kThreads, 0, stream>>>(table, blocks);
+    });
   });
 }
 

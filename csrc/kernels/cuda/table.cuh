@@ -17,6 +17,7 @@ namespace zerocore::kernels::cuda {
 
 constexpr int kFewSegments = 128;
 constexpr int kManySegments = 1024;
+constexpr int kSegmentsOfRuns = 512;
 constexpr int64_t kMaxChunks = INT32_MAX; // blocks of a launch
 
 // The columns that all tables of segments share.
@@ -61,6 +62,22 @@ struct SegmentTable : ChunkTable<capacity> {
 };
 static_assert(sizeof(SegmentTable<kManySegments>) <= 32764 - 64, "room for other parameters");
 
+// The same with segments of several runs, see Note [Rows].
+template <int capacity>
+struct RunTable : SegmentTable<capacity> {
+  int64_t run[capacity];
+  int64_t dst_step[capacity];
+  int64_t src_step[capacity];
+
+  void set(int row, const Segment& segment) {
+    SegmentTable<capacity>::set(row, segment);
+    run[row] = segment.run > 0 ? segment.run : segment.numel;
+    dst_step[row] = segment.dst_step;
+    src_step[row] = segment.src_step;
+  }
+};
+static_assert(sizeof(RunTable<kSegmentsOfRuns>) <= 32764 - 64, "room for other parameters");
+
 // The work of one block.
 struct BlockWork {
   void* dst;
@@ -75,6 +92,20 @@ __device__ BlockWork block_work(const SegmentTable<capacity>& table) {
   return {table.dst[i], table.src[i], span, (table.add[i / 32] >> (i % 32) & 1) != 0};
 }
 
+template <int capacity>
+__device__ BlockWork block_work(const RunTable<capacity>& table) {
+  const auto first_chunk = [&](int i) { return static_cast<int64_t>(table.first_chunk[i]); };
+  const int64_t chunk = blockIdx.x;
+  const int i = find_segment(first_chunk, table.num_segments, chunk);
+  const auto [run, span] = run_span(table.numel[i], table.run[i], chunk - first_chunk(i));
+  const auto* src = static_cast<const char*>(table.src[i]);
+  return {
+      static_cast<char*>(table.dst[i]) + run * table.dst_step[i],
+      src == nullptr ? nullptr : src + run * table.src_step[i],
+      span,
+      (table.add[i / 32] >> (i % 32) & 1) != 0};
+}
+
 // Fills the table with the segments from `begin` on; returns the index behind the last one.
 template <typename Table, typename List>
 int fill_table(Table& table, const List& list, int begin) {
@@ -83,7 +114,7 @@ int fill_table(Table& table, const List& list, int begin) {
   int i = begin;
   for (; i < end; ++i) {
     const auto& segment = list[i];
-    const int64_t past = segment.first_chunk - first + num_chunks_of(segment.numel);
+    const int64_t past = segment.first_chunk - first + chunks_of(segment);
     TORCH_CHECK_VALUE(i > begin || past <= kMaxChunks, "a tensor is too large for one launch");
     if (past > kMaxChunks) {
       break;
@@ -112,10 +143,20 @@ void launch_in_tables(const List& list, Launch launch) {
 
 template <typename Launch>
 void launch_all(const SegmentList& list, Launch launch) {
+  TORCH_INTERNAL_ASSERT(!list.has_runs());
   if (list.size() <= kFewSegments) {
     launch_in_tables<SegmentTable<kFewSegments>>(list, launch);
   } else {
     launch_in_tables<SegmentTable<kManySegments>>(list, launch);
+  }
+}
+
+template <typename Launch>
+void launch_runs(const SegmentList& list, Launch launch) {
+  if (list.has_runs()) {
+    launch_in_tables<RunTable<kSegmentsOfRuns>>(list, launch);
+  } else {
+    launch_all(list, launch);
   }
 }
 

@@ -1,4 +1,6 @@
 // Copies with cast and scale, and sums of chunks, beside plain loops.
+#include <array>
+
 #include "buffers.h"
 #include "kernels/cuda/loops.h"
 
@@ -65,6 +67,38 @@ void check_copy(int count, double factor) {
     expect(out.intact(), "copy: wrote outside", i, out.numel());
     expect(ins[i]->intact(), "copy: wrote to its source", i, out.numel());
   }
+}
+
+// As many rows of `run` elements as `numel` has, the last one maybe shorter: from a dense source
+// to every `stride`, or back.
+template <typename T>
+void check_runs(int numel, int run, int stride, bool spreads, bool zeroes) {
+  const int64_t apart = int64_t((numel - 1) / run + 1) * stride;
+  Buffer<T> dense(numel, some_past());
+  Buffer<T> wide(apart, some_past());
+  Buffer<T>& out = spreads ? wide : dense;
+  Buffer<T>& in = spreads ? dense : wide;
+  std::vector<T> wanted = out.copy();
+  for (int64_t i = 0; i < numel; ++i) {
+    const int64_t place = i / run * stride + i % run;
+    wanted[spreads ? place : i] = zeroes ? T(0) : in[spreads ? i : place];
+  }
+  const auto near = static_cast<int64_t>(run * sizeof(T));
+  const auto far = static_cast<int64_t>(stride * sizeof(T));
+  SegmentList list;
+  list.push_runs(
+      {out.data(),
+       zeroes ? nullptr : in.data(),
+       numel,
+       0,
+       false,
+       run,
+       spreads ? far : near,
+       spreads ? near : far});
+  const c10::Device device(c10::DeviceType::CPU);
+  kernels::cuda::copy({device, {element_of<T>(), element_of<T>()}, list, 1.0});
+  expect(same_bits(wanted.data(), out.data(), out.numel() * sizeof(T)), "runs: value", numel, run);
+  expect(out.intact() && in.intact(), "runs: wrote outside", numel, run);
 }
 
 template <typename Dst, typename Src>
@@ -135,6 +169,14 @@ void check_copies() {
   for_pairs([]<typename Dst, typename Src>() { check_copies_of<Dst, Src>(); });
   check_copies_of<uint8_t, uint8_t>();
   check_copy<float, float>(1100, 0.3); // more than one table
+  for (const bool spreads : {false, true}) {
+    for (const auto& [numel, run, stride] :
+         {std::array{1, 1, 1}, {1000, 7, 9}, {1000, 250, 250}, {30'000, 9'000, 9'100}}) {
+      check_runs<float>(numel, run, stride, spreads, false);
+      check_runs<uint8_t>(numel, run, stride, spreads, false);
+      check_runs<c10::BFloat16>(numel, run, stride, spreads, true);
+    }
+  }
 }
 
 void check_sums() {

@@ -96,12 +96,41 @@ void check_blocks(int num_blocks, ScaledFormat format) {
   }
 }
 
+// Rows of `run` elements, every `stride`, which is some whole blocks.
+template <typename T>
+void check_rows(int numel, int run, int stride, ScaledFormat format) {
+  const int num_blocks = ((numel - 1) / run + 1) * stride / kScaledNumel;
+  Buffer<T> source(num_blocks * kScaledNumel, 0);
+  const std::vector<uint8_t> blocks = encoded(source, format);
+  constexpr int kFirst = 4;
+  Buffer<T> out(numel, some_past());
+  SegmentList list;
+  list.push_runs(
+      {out.data(),
+       blocks.data() + kernels::scaled_place(kFirst),
+       numel,
+       0,
+       false,
+       run,
+       static_cast<int64_t>(run * sizeof(T)),
+       kernels::scaled_place(stride)});
+  kernels::cuda::decode({kCpu, element_of<T>(), format, list, blocks.data()});
+  bool same = true;
+  for (int i = 0; i < numel; ++i) {
+    const int64_t element = kFirst + int64_t(i / run) * stride + i % run;
+    same = same && static_cast<float>(out[i]) == decoded<T>(blocks, element, format);
+  }
+  expect(same && out.intact(), "decode: rows", numel, run);
+}
+
 template <typename T>
 void check_formats() {
   for (const ScaledFormat format : {ScaledFormat::Float8, ScaledFormat::Int8}) {
     for (const int num_blocks : {1, 7, 9, 70}) {
       check_blocks<T>(num_blocks, format);
     }
+    check_rows<T>(1000, 100, 2 * kScaledNumel, format);
+    check_rows<T>(20'000, 9'000, 9'088, format);
   }
 }
 
