@@ -35,17 +35,18 @@ int64_t ReduceMethod::parts(int64_t num_ranks) const {
 }
 
 // A broadcast of each rank costs a turn of gloo's threads, and an all-reduce 2 (N - 1) of them one
-// after the other: by four and three ranks an all-to-all's one turn costs less.
+// after the other: with four ranks or more the one turn of an all-to-all costs less.
 WireMethods WireMethods::of_backend(
     const std::string& name,
     int64_t num_ranks,
     bool sums_in_order) {
-  constexpr int64_t kCopiedNbytes = 1 << 20;
+  constexpr int64_t kCopiedNbytes = 256 * 1024;
   WireMethods methods;
   if (name == "gloo") {
-    methods.gather = {GatherMethod::Kind::Broadcasts, num_ranks >= 4 ? kCopiedNbytes : 0};
+    const bool has_many = num_ranks >= 4;
+    methods.gather = {GatherMethod::Kind::Broadcasts, has_many ? kCopiedNbytes : 0};
     methods.reduce.kind = ReduceMethod::Kind::Exchange;
-    methods.sums_in_parts = num_ranks >= 3;
+    methods.sums_in_parts = has_many;
   }
   if (sums_in_order) {
     methods.reduce.kind = ReduceMethod::Kind::Exchange;

@@ -88,9 +88,9 @@ def test_an_exchange_needs_memory_for_what_every_rank_sends(stage: int, received
 
 
 @pytest.mark.parametrize(
-    ("ranks", "ops"), [(2, ["all_reduce"]), (3, ["reduce_scatter", "gather_sums"])]
+    ("ranks", "ops"), [(3, ["all_reduce"]), (4, ["reduce_scatter", "gather_sums"])]
 )
-def test_three_ranks_of_gloo_sum_in_parts_instead_of_an_all_reduce(
+def test_four_ranks_of_gloo_sum_in_parts_instead_of_an_all_reduce(
     ranks: int, ops: list[str]
 ) -> None:
     gloo = options(0, ranks, backend="gloo")
