@@ -137,7 +137,8 @@ class UnitParam:
     ``like`` is the model weight as a meta tensor; ``main``, ``reduce`` and ``grad`` are the dtypes
     of the main weight, of gradients on their way and as they are kept. A frozen parameter that is
     cast ``lacks_main``. Gathers move numbers of ``gather`` with their scales.
-    Of one that is not ``is_gathered`` the unit has the gradient only.
+    Of one that is not ``is_gathered`` the unit has the gradient and, if it ``is_kept``, the main
+    weights.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class UnitParam:
         grad: torch.dtype,
         lacks_main: bool,
         is_gathered: bool = True,
+        is_kept: bool = True,
         gather: torch.dtype | None = None,
     ) -> None: ...
 

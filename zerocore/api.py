@@ -17,7 +17,7 @@ from zerocore.model.materialize import InitFn
 from zerocore.model.offload import Offload
 from zerocore.model.precision import MixedPrecision
 from zerocore.model.ranks import find_ranks, note_names
-from zerocore.model.state import state_of
+from zerocore.model.state import Unit, state_of
 from zerocore.model.unit_call import wrap_method
 from zerocore.model.units import UnitChoice
 from zerocore.sharding.build import build
@@ -170,6 +170,8 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
     params = [param for unit in units for param in unit.params]
     if write_back:
         state.finish_reads()
+    _check_write_back(units, write_back)
+    state.encode()
     state.engine.hold_unsharded(indices)
     state.shown_full.update(indices)
     versions = [param.full._version for param in params]
@@ -194,6 +196,14 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
         raise RuntimeError(
             f"parameter '{changed}' was changed inside of unsharded(write_back=False); pass "
             "write_back=True to keep changes"
+        )
+
+
+def _check_write_back(units: list[Unit], write_back: bool) -> None:
+    for each in (each for unit in units for each in unit.extensions if write_back):
+        raise NotImplementedError(
+            f"unsharded(write_back=True): parameter '{each.fqn}' gathers itself, and what modules "
+            "see of it is not written back. Change its shard (p.data = full value) instead"
         )
 
 

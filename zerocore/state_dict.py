@@ -16,6 +16,7 @@ from zerocore.model.parts import check_has_places
 from zerocore.model.state import Param, ShardState, Unit, state_of
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import Placed, spread
+from zerocore.tensor.wrapped import is_wrapped
 
 Keys = Mapping[Param, Sequence[str]]
 
@@ -39,13 +40,15 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     keep = not rank0_only or state.rank == 0
     full: dict[str, Tensor] = {}
     for unit in state.units:
+        gathered = state.engine.full_values(unit.index)
         values = [
             param.shard.place.whole_of(value)
-            for param, value in zip(unit.params, state.engine.full_values(unit.index), strict=True)
+            for param, value in zip(unit.params, gathered, strict=False)
         ]
         if keep:
             _copy_out(unit, keys, values, full)
-        del values
+            full.update(_several(unit, gathered[len(unit.params) :]))
+        del gathered, values
     if not keep:
         return {}
     result: dict[str, Any] = {}
@@ -65,6 +68,17 @@ def param_keys(model: nn.Module, state: ShardState) -> Keys:
         if id(value) in faces:
             keys[faces[id(value)]].append(key)
     return keys
+
+
+def _several(unit: Unit, encoded: list[Tensor]) -> dict[str, Tensor]:
+    """Full parameters that consist of several tensors, of what is gathered behind the others."""
+    found: dict[str, Tensor] = {}
+    for each in unit.extensions:
+        own, encoded = encoded[: len(each.kinds)], encoded[len(each.kinds) :]
+        if each.version is None:
+            encoded = encoded[1:]  # what they make
+            found[each.fqn] = each.make(own, each.rows.dtype).cpu()
+    return found
 
 
 def _copy_out(unit: Unit, keys: Keys, values: list[Tensor], full: dict[str, Tensor]) -> None:
@@ -121,9 +135,12 @@ def load_full_state_dict(
     source = not broadcast or state.rank == 0
     keys = param_keys(model, state)
     buffers = buffers_of(model, keys)
+    for name in state.several():
+        buffers.pop(name, None)
     values = state_dict or {}
     with together(state.ranks.groups, state.device) as facts:
         if source:
+            _check_several(state, values)
             _check_values(model, keys, buffers, values)
         if broadcast:
             for key, buffer in buffers.items():
@@ -144,10 +161,19 @@ def buffers_of(model: nn.Module, keys: Keys) -> dict[str, Tensor]:
     return {key: value for key, value in items if key not in names and isinstance(value, Tensor)}
 
 
+def _check_several(state: ShardState, values: Mapping[str, Any]) -> None:
+    if found := [name for name in state.several() if name in values]:
+        raise NotImplementedError(
+            f"parameter '{found[0]}' consists of several tensors, which are not loaded: leave it "
+            "out of the state dict, and load its values before zerocore.shard"
+        )
+
+
 def _check_values(
     model: nn.Module, keys: Keys, buffers: Mapping[str, Tensor], values: Mapping[str, Any]
 ) -> None:
-    expected = set(model.state_dict())
+    several = {name for name, buffer in model.state_dict().items() if is_wrapped(buffer)}
+    expected = model.state_dict().keys() - several
     missing, unexpected = sorted(expected - set(values)), sorted(set(values) - expected)
     if missing or unexpected:
         raise ValueError(
@@ -181,7 +207,8 @@ def _load_unit(
 ) -> None:
     given: list[Tensor | None] = [None] * len(unit.params)
     if not all(keys[param] for param in unit.params):
-        given = list(state.engine.full_values(unit.index))  # what has no key stays as it is
+        # Parameters without a key stay as they are.
+        given = [*state.engine.full_values(unit.index)[: len(unit.params)]]
     if values is not None:
         for index, param in enumerate(unit.params):
             if keys[param]:
@@ -196,4 +223,6 @@ def _load_unit(
             given[index] = spread(group, given[index], place.whole_shape, param.shard)
         if given[index] is not None:
             given[index] = place.part_of_whole(given[index])
-    state.engine.materialize(unit.index, given, broadcast)
+    state.engine.materialize(unit.index, [*given, *[None] * len(unit.encoded)], broadcast)
+    for each in unit.extensions:
+        each.encode()

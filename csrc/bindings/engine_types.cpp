@@ -28,9 +28,11 @@ UnitParam make_param(
     at::ScalarType grad,
     bool lacks_main,
     bool is_gathered,
+    bool is_kept,
     std::optional<at::ScalarType> gather) {
   UnitParam param;
   param.spec.is_gathered = is_gathered;
+  param.spec.is_kept = is_kept;
   param.lacks_main = lacks_main;
   param.spec.main = element_of(main);
   param.spec.reduce = element_of(reduce);
@@ -112,6 +114,7 @@ void register_units(py::module_& module) {
           py::arg("grad"),
           py::arg("lacks_main"),
           py::arg("is_gathered") = true,
+          py::arg("is_kept") = true,
           py::arg("gather") = py::none());
   py::class_<UnitSpec>(module, "UnitSpec")
       .def(

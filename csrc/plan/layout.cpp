@@ -36,6 +36,7 @@ Region make_region(const ParamSpec& spec, int64_t num_shards, bool by_rows) {
   region.itemsize = spec.itemsize;
   region.requires_grad = spec.requires_grad;
   region.is_gathered = spec.is_gathered;
+  region.is_kept = spec.is_kept;
   region.num_shards = num_shards;
   const auto resolve = [&](const ElementType& type) {
     return (spec.requires_grad || by_rows) && type.itemsize > 0 ? type : region.own();
@@ -49,8 +50,8 @@ Region make_region(const ParamSpec& spec, int64_t num_shards, bool by_rows) {
 
 bool same_kind(const Region& a, const Region& b) {
   return a.own() == b.own() && a.requires_grad == b.requires_grad &&
-      a.is_gathered == b.is_gathered && a.main == b.main && a.reduce == b.reduce &&
-      a.grad == b.grad && a.gather == b.gather;
+      a.is_gathered == b.is_gathered && a.is_kept == b.is_kept && a.main == b.main &&
+      a.reduce == b.reduce && a.grad == b.grad && a.gather == b.gather;
 }
 
 int find_or_add_region(
@@ -147,8 +148,15 @@ std::vector<int> Layout::gathered_regions() const {
   return indices;
 }
 
+std::vector<int> Layout::kept_regions() const {
+  std::vector<int> indices(regions_.size());
+  std::iota(indices.begin(), indices.end(), 0);
+  std::erase_if(indices, [&](int region) { return !regions_[region].is_kept; });
+  return indices;
+}
+
 std::vector<int> Layout::main_regions() const {
-  std::vector<int> indices = gathered_regions();
+  std::vector<int> indices = kept_regions();
   std::erase_if(indices, [&](int region) { return !regions_[region].has_main(); });
   return indices;
 }

@@ -17,6 +17,7 @@
 // Collectives move rank after rank, layers want parameter after parameter, so the two differ by a
 // copy, unless a region has one parameter (or one rank) and nothing to pad. Both have the same
 // size, as torch.chunk leaves its gaps behind the last row only.
+// A unit with a parameter that gathers itself is laid out by rows, also among others that are not.
 #pragma once
 
 #include <cstdint>
@@ -59,6 +60,7 @@ struct Region {
   int64_t itemsize = 0;
   bool requires_grad = true;
   bool is_gathered = true; // else nothing of it is in buffers of parameters
+  bool is_kept = true; // else no weights of it either
   ElementType main, reduce, grad; // as of its parameters; the region's own where frozen
   ElementType gather; // as of its parameters
   int64_t shard_numel = 0;
@@ -71,7 +73,7 @@ struct Region {
   }
   // The optimizer has a copy of its own.
   bool has_main() const {
-    return main != own();
+    return is_gathered ? main != own() : is_kept;
   }
   // Gradients travel in another type than they are kept in.
   bool has_wire() const {
@@ -144,8 +146,10 @@ class Layout {
   int64_t nbytes() const {
     return nbytes_;
   }
-  // Indices of the regions that are gathered, and of those that have main weights.
+  // Indices of the regions that are gathered, of those that the unit keeps, and of those that have
+  // main weights.
   std::vector<int> gathered_regions() const;
+  std::vector<int> kept_regions() const;
   std::vector<int> main_regions() const;
   // Bytes of a buffer that holds only some of the regions, one after the other.
   int64_t nbytes_of(const std::vector<int>& regions) const;

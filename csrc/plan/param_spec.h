@@ -27,7 +27,9 @@ struct ParamSpec {
   // gradients on their way, and gradients as they are kept.
   ElementType main = {}, reduce = {}, grad = {};
   ElementType gather = {}; // of one byte, with scales, see common/scaled_blocks.h; else as it is
-  bool is_gathered = true; // else the unit has its gradient only
+  // Else other parameters of the unit are gathered in its place, and the unit is laid out by rows.
+  bool is_gathered = true;
+  bool is_kept = true; // else its shards are no memory of the unit; only if it is not gathered
 
   int64_t numel() const {
     int64_t numel = 1;

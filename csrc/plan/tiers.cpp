@@ -4,7 +4,7 @@
 namespace zerocore {
 
 std::vector<int> Tiers::main_regions(const Layout& layout) const {
-  std::vector<int> indices = layout.gathered_regions();
+  std::vector<int> indices = layout.kept_regions();
   std::erase_if(indices, [&](int index) {
     const Region& region = layout.regions()[index];
     return !region.has_main() && !(returns_weights() && region.requires_grad);

@@ -123,6 +123,7 @@ struct UnitMesh {
   // Parameters are encoded where they are gathered for each use.
   Layout layout_of(std::vector<ParamSpec> params, bool by_rows) const {
     for (ParamSpec& param : params) {
+      by_rows = by_rows || !param.is_gathered;
       param.gather = shards_parameters() && num_shards() > 1 ? param.gather : ElementType();
     }
     return Layout::build(params, num_shards(), by_rows, num_across(), num_cuts());

@@ -109,6 +109,19 @@ def test_plan_in_mixed_precision(config: str) -> None:
     assert mixed["optimizer"] == 2 * narrow["optimizer"]
 
 
+def test_plan_with_narrow_wires(config: str) -> None:
+    wires = ("--mixed-precision", "bf16", "--wire-dtype", "bf16", "--gather-dtype", "int8")
+    stages = run_json("plan", "--hf-config", config, *wires)["stages"]
+    mixed = zerocore.MixedPrecision(
+        torch.bfloat16, wire_dtype=torch.bfloat16, gather_dtype=torch.int8
+    )
+    planned = zerocore.plan(config, 8, mixed_precision=mixed).to_dict()["stages"]
+    assert [each["pool"] for each in stages] == [each["pool"] for each in planned]
+    exact = run_json("plan", "--hf-config", config, *wires[:4])["stages"]
+    assert stages[3]["pool"] != exact[3]["pool"]
+    assert stages[2]["pool"] == exact[2]["pool"]
+
+
 def test_a_folder_is_taken_for_its_config(config: str) -> None:
     assert run_json("plan", "--hf-config", str(Path(config).parent)) == {
         **run_json("plan", "--hf-config", config),

@@ -98,7 +98,9 @@ class Halves(Tensor):
             *pytree.tree_map_only(Halves, plain, args),
             **pytree.tree_map_only(Halves, plain, kwargs or {}),
         )
-        return pytree.tree_map_only(Tensor, Halves, out)
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            return out  # activations and gradients are plain
+        return pytree.tree_map_only(Tensor, cls, out)
 
 
 def make_halves() -> nn.Module:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import zerocore
 from tests.fsdp.both import Trained
 
 WIDTH = 64  # what torchao's blocks need
@@ -76,10 +77,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def train(fsdp: Any, model: Any, policy: MixedPrecisionPolicy) -> Trained:
-    """Losses of a few steps."""
-    for block in model:
-        fsdp.fully_shard(block, mp_policy=policy)
-    fsdp.fully_shard(model, mp_policy=policy)
+    """Losses of a few steps; ``fsdp``: FSDP2's module, or a stage of ``zerocore.shard``."""
+    if isinstance(fsdp, int):
+        mixed = zerocore.MixedPrecision(policy.param_dtype, policy.reduce_dtype)
+        model = zerocore.shard(model, stage=fsdp, mixed_precision=mixed)
+    else:
+        for block in model:
+            fsdp.fully_shard(block, mp_policy=policy)
+        fsdp.fully_shard(model, mp_policy=policy)
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     torch.manual_seed(5 + dist.get_rank())

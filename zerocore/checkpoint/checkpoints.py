@@ -24,6 +24,7 @@ from zerocore.checkpoint.safe_files import DamagedError
 from zerocore.common.agreement import agree, from_first
 from zerocore.common.alarm import operation
 from zerocore.common.quantities import parse_nbytes
+from zerocore.model.extensions import check_plain
 from zerocore.model.state import ShardState, ready_state_of
 from zerocore.planning.checkpoint_bytes import MEMORY_BUDGET
 from zerocore.tensor.place import Placed
@@ -262,6 +263,7 @@ class Checkpoints:
         from zerocore.checkpoint.dcp.saved_state import saved_bytes, saved_state
         from zerocore.checkpoint.training_state import random_state, training_state
 
+        check_plain(state, "Checkpoints")
         nested = training_state(self._model, self._optimizers)
         buffers = {k: v for k, v in nested["model"].items() if not isinstance(v, Placed)}
         own = {

@@ -52,6 +52,15 @@ class DType(str, Enum):
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.value]
 
 
+class ByteType(str, Enum):
+    FP8 = "fp8"
+    INT8 = "int8"
+
+    @property
+    def torch(self) -> torch.dtype:
+        return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[self.value]
+
+
 _Config = Annotated[
     str | None,
     typer.Option(help="Hugging Face configuration: a JSON file, or a folder with config.json."),
@@ -101,6 +110,12 @@ def plan(
     reduce_dtype: Annotated[
         DType | None, typer.Option(help="Dtype of gradients, with --mixed-precision.")
     ] = None,
+    wire_dtype: Annotated[
+        DType | None, typer.Option(help="Dtype of gradients on the wire, which ranks add exactly.")
+    ] = None,
+    gather_dtype: Annotated[
+        ByteType | None, typer.Option(help="Numbers of one byte that gathers move, at stage 3.")
+    ] = None,
     optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZER_STATES))] = "adamw",
     prefetch: Annotated[int, typer.Option(min=0, help="Units gathered ahead.")] = 1,
     gather_at_step: Annotated[
@@ -145,11 +160,10 @@ def plan(
 ) -> None:
     """Plan each stage's memory and time, and say which one to choose; needs no GPU."""
     with _errors():
-        mixed = None
-        if mixed_precision is not None:
-            mixed = MixedPrecision(mixed_precision.torch, _torch_dtype(reduce_dtype))
-        elif reduce_dtype is not None:
+        if reduce_dtype is not None and mixed_precision is None:
             raise ValueError("--reduce-dtype goes with --mixed-precision")
+        given = (mixed_precision, reduce_dtype, wire_dtype, gather_dtype)
+        mixed = _mixed(*map(_torch_dtype, given)) if any(given) else None
         result = zerocore.plan(
             _source(hf_config, preset),
             gpus,
@@ -183,6 +197,15 @@ def plan(
         _print_json(result.to_dict())
     else:
         print_table(result.title(), result.rows(), result.notes())
+
+
+def _mixed(
+    param: torch.dtype | None,
+    reduce: torch.dtype | None,
+    wire: torch.dtype | None,
+    gather: torch.dtype | None,
+) -> MixedPrecision:
+    return MixedPrecision(param, reduce, wire_dtype=wire, gather_dtype=gather)
 
 
 def _groups(given: list[str]) -> dict[str, zerocore.Part]:
@@ -319,7 +342,7 @@ def _source(hf_config: str | None, preset: str | None) -> str:
     return preset or str(hf_config)
 
 
-def _torch_dtype(dtype: DType | None) -> torch.dtype | None:
+def _torch_dtype(dtype: DType | ByteType | None) -> torch.dtype | None:
     return None if dtype is None else dtype.torch
 
 

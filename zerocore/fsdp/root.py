@@ -16,7 +16,7 @@ from zerocore._C import Engine, ParamOwner, UnitParam, UnitSpec
 from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds
 from zerocore.fsdp.collectives import set_collectives
-from zerocore.fsdp.extensions import Extension, extensions_of, note_extensions
+from zerocore.fsdp.extensions import extensions_of, note_extensions
 from zerocore.fsdp.group import (
     Group,
     RowParam,
@@ -27,6 +27,7 @@ from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.policy import types_of, wire_dtype_of
 from zerocore.model.call_order import call_order, units_by_module
 from zerocore.model.config import Communication, ShardConfig
+from zerocore.model.extensions import Extension
 from zerocore.model.offload import Offload
 from zerocore.model.ranks import Ranks, make_near, ranks_of, with_near, with_reductions
 from zerocore.model.state import Param, ShardState, Unit, drop_state
@@ -302,7 +303,7 @@ class Root:
         prefix = f"{name}." if name else ""
         params = [_unit_param(param, f"{prefix}{param.fqn}", group) for param in group.params]
         for each in extensions_of(group):
-            params += each.unit_params(f"{prefix}{each.param.fqn}")
+            params += each.unit_params(f"{prefix}{each.fqn}")
         return UnitSpec(self._name_of(name, group), params, group.stays, group.num_near > 1, mesh)
 
     def _name_of(self, name: str, group: Group) -> str:
@@ -341,6 +342,7 @@ def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:
         grad=types.grad,
         lacks_main=False,
         is_gathered=param.extension is None,
+        is_kept=param.extension is None,
         gather=types.gather,
     )
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from zerocore.fsdp.annotations import Annotation, annotation_of
 from zerocore.fsdp.mesh import DataMesh
 from zerocore.tensor.dtensors import show_dtensor, waited
+from zerocore.tensor.wrapped import own_chunk
 
 
 @dataclass(frozen=True)
@@ -164,18 +165,9 @@ def _own_part(full: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
 
 
 def _own_chunk(full: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """As :func:`_own_part`, a copy, by the operators that FSDP2 asks of a tensor around others."""
+    """As :func:`_own_part`, a copy, of a tensor around others."""
     _own_part(torch.empty(full.shape, device="meta"), mesh, dim)  # checks
-    chunks = full.chunk(mesh.size(mesh.ndim - 1), dim)
-    rank = mesh.get_local_rank(mesh.ndim - 1)
-    copied = full.new_zeros(chunks[0].shape)
-    if rank >= len(chunks):
-        return copied.narrow(dim, 0, 0)
-    part = chunks[rank]
-    if part.shape != copied.shape:
-        copied = copied.narrow(dim, 0, part.shape[dim])
-    copied.copy_(part)
-    return copied
+    return own_chunk(full, mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1), dim)
 
 
 def _check_whole(whole: DTensorSpec, name: str, data: DataMesh) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zerocore.model.units import ParamChoice
 from zerocore.tensor.rows import local_part
+from zerocore.tensor.wrapped import plain_part
 
 _log = logging.getLogger("zerocore")
 
@@ -31,7 +32,7 @@ def full_values(
         owner, name = choice.owners[0]
         current = owner._parameters[name] if choice.param.is_meta else choice.param
         assert current is not None
-        values.append(local_part(current).detach())
+        values.append(plain_part(local_part(current)).detach())
     return values
 
 

@@ -8,24 +8,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerocore.common.patching import around
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.rows import local_part
+from zerocore.tensor.wrapped import POST, PRE, gathers_itself, is_wrapped, wrapper_of
 
 
 def check_kinds(model: nn.Module, world_size: int) -> None:
     """Raises ValueError for the first parameter or module that cannot be sharded, with its name."""
     for name, param in model.named_parameters():
-        if is_traceable_wrapper_subclass(local_part(param)):
-            raise ValueError(
-                f"parameter '{name}' is a {type(local_part(param)).__name__}, which has no memory "
-                "of its own; zerocore shards plain tensors, and DTensors of tensor parallelism. "
-                "Call zerocore.shard without quantized tensor classes on the model"
-            )
+        if is_wrapped(local_part(param)):
+            _check_wrapped(name, param, local_part(param))
         if param.requires_grad and not param.is_floating_point():
             raise ValueError(
                 f"parameter '{name}' of dtype {param.dtype} requires grad; only floating-point "
@@ -41,6 +37,22 @@ def check_kinds(model: nn.Module, world_size: int) -> None:
                 "Set max_norm=None and renormalise inside of `with zerocore.unsharded(model, "
                 "write_back=True):`"
             )
+
+
+def _check_wrapped(name: str, param: nn.Parameter, local: Tensor) -> None:
+    kind = type(local).__name__
+    if not gathers_itself(name, local):
+        raise ValueError(
+            f"parameter '{name}' is a {kind}, which has no memory of its own and does not say how "
+            f"it is gathered: it lacks {PRE} and {POST}. Call zerocore.shard without quantized "
+            "tensor classes on the model, or with one that has them"
+        )
+    if param.requires_grad and wrapper_of(local) is None:
+        raise ValueError(
+            f"parameter '{name}' is a {kind} of several tensors and requires grad; zerocore.shard "
+            "trains tensors around one of their own shape and dtype. Freeze it, or use "
+            "zerocore.fsdp"
+        )
 
 
 # By name, so that none of them must be imported; those of other packages go by the same names.

@@ -48,7 +48,7 @@ class Encoded(NamedTuple):
     """Bytes that are gathered in the place of a parameter, which says what they are."""
 
     spec: ParamSpec
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # None: of what they make, which is not gathered
 
     @property
     def types(self) -> ParamTypes:
@@ -67,6 +67,14 @@ class Unit:
     near: bool = True  # gathers again from near ranks, where there are some
     mesh: int = 0  # of the state
     encoded: list[Encoded] = field(default_factory=list)  # behind the parameters
+    extensions: list[Any] = field(default_factory=list)  # parameters that gather themselves
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether modules see views of its parameters, or of some."""
+        return bool(self.extensions) or any(
+            each.shard.make_view is not None for each in self.params
+        )
 
     @property
     def laid_out(self) -> list[Param | Encoded]:
@@ -136,6 +144,36 @@ class ShardState:
         self.finish_reads()
         self.engine.drop_first_gather()
 
+    def encode(self) -> None:
+        """Asks parameters that gather themselves and have changed what is gathered of them.
+
+        Raises:
+            Exception: as a parameter does; on the other ranks a RuntimeError that names it.
+        """
+        stale = [each for unit in self.units for each in unit.extensions if each.is_stale()]
+        if not stale:
+            return
+        errors: dict[str, Exception] = {}
+        for each in stale:
+            try:
+                each.encode()
+            except Exception as error:
+                errors[each.fqn] = error
+        failed = self.engine.any_rank([each.fqn in errors for each in stale])
+        for each in stale if any(failed) else ():
+            each.encoded_version = -1  # on all ranks
+        for own in errors.values():
+            raise own
+        for each in (each for each, any_failed in zip(stale, failed, strict=True) if any_failed):
+            raise RuntimeError(
+                f"parameter '{each.fqn}': another rank could not say what is gathered of it; its "
+                "error says why"
+            )
+
+    def several(self) -> list[str]:
+        """Names of frozen parameters that consist of several tensors, and are no shards."""
+        return [each.fqn for unit in self.units for each in unit.extensions if each.version is None]
+
     def params(self) -> list[Param]:
         """All parameters, in the order of the units."""
         return [param for unit in self.units for param in unit.params]
@@ -146,7 +184,11 @@ class ShardState:
         return [
             unit
             for unit in self.units
-            if any(owner in inside for param in unit.params for owner, _ in param.owners)
+            if any(
+                owner in inside
+                for param in (*unit.params, *unit.extensions)
+                for owner, _ in param.owners
+            )
         ]
 
 

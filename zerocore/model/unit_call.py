@@ -21,6 +21,10 @@ _UNIT_CALL = "_zerocore_unit_call"
 Explain = Callable[[BaseException, Any, tuple[int, ...]], BaseException | None]
 
 
+def _nothing() -> None:
+    """In the place of a function that is not needed."""
+
+
 @dataclass(eq=False, slots=True)
 class UnitCall:
     """Goes around a module's call: enters its units, and begins the pass if it is the root.
@@ -29,6 +33,7 @@ class UnitCall:
     before its units are left, and returns what to raise instead, or None. ``looked_at`` are the
     units of modules inside whose parameters the module looks at in evaluation, see `looked_at_by`.
     Of the units in ``viewed`` modules see views, which belong to the graph of one call.
+    ``before_units`` is called while no unit is entered yet, on all ranks alike.
     """
 
     state: Any
@@ -41,6 +46,7 @@ class UnitCall:
     before_call: Callable[[], None] | None = None
     looked_at: tuple[int, ...] = ()
     viewed: tuple[int, ...] = ()
+    before_units: Callable[[], None] = _nothing
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
@@ -48,6 +54,7 @@ class UnitCall:
         entered, begun, units = 0, False, self.units
         if self.looked_at and not args[0].training:
             units = (*units, *self.looked_at)
+        self.before_units()
         try:
             if self.is_root:
                 self.state.meters.begin_pass()
@@ -61,8 +68,7 @@ class UnitCall:
             for unit in self.viewed:
                 engine.renew_views(unit)
             if self.cast_inputs is not None:
-                args = cast_floats(args, self.cast_inputs)
-                kwargs = cast_floats(kwargs, self.cast_inputs)
+                args, kwargs = cast_floats((args, kwargs), self.cast_inputs)
             run = self._in_range(function) if profiler._is_profiler_enabled else function
             output = run(*args, **kwargs)
             if self.cast_outputs is not None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zerocore.model.precision import MixedPrecision, ParamTypes, gathered_types
 from zerocore.tensor.rows import local_part
+from zerocore.tensor.wrapped import Wrapper, gathers_itself, is_wrapped, plain_part, wrapper_of
 
 # Containers that are never called: what they hold is used by the module around them.
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -29,8 +30,23 @@ class ParamChoice:
 
     @property
     def tensor(self) -> Tensor:
-        """This rank's values, a plain tensor."""
-        return local_part(self.param)
+        """This rank's values, a plain tensor; one of a class that consists of several as it is."""
+        return plain_part(local_part(self.param))
+
+    @property
+    def wrapper(self) -> Wrapper | None:
+        """The class that is around :attr:`tensor`."""
+        return wrapper_of(local_part(self.param))
+
+    @property
+    def gathers_itself(self) -> bool:
+        """By two functions of FSDP2's interface."""
+        return gathers_itself(self.fqns[0], local_part(self.param))
+
+    @property
+    def consists_of_several(self) -> bool:
+        """Whether it is of a class around other tensors than one like it."""
+        return is_wrapped(local_part(self.param)) and self.wrapper is None
 
     @property
     def spec(self) -> Any:
@@ -39,7 +55,7 @@ class ParamChoice:
 
     def with_gather(self, types: ParamTypes, mixed: MixedPrecision | None) -> ParamTypes:
         """Its dtypes with that of gathers; raises ValueError if they cannot move it so."""
-        if mixed is None:
+        if mixed is None or self.gathers_itself:
             return types
         owners = [owner for owner, _ in self.owners]
         return gathered_types(types, mixed, self.fqns[0], self.tensor.dim(), owners)
@@ -56,6 +72,7 @@ class UnitPlanned:
     name: str
     modules: list[nn.Module]
     params: list[ParamChoice] = field(default_factory=list)
+    several: list[ParamChoice] = field(default_factory=list)  # of several tensors, no shards
     is_leftover: bool = False
     mesh: int = 0  # 0 is the model's, the others are those of its parts
 

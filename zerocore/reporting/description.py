@@ -14,7 +14,7 @@ from zerocore.common.tables import render_table
 from zerocore.model.config import ShardConfig
 from zerocore.model.offload import FIRST_STAGE
 from zerocore.model.precision import ParamTypes
-from zerocore.model.state import ShardState, state_of
+from zerocore.model.state import ShardState, Unit, state_of
 from zerocore.planning.division import Division
 from zerocore.planning.planner import Planner
 
@@ -113,7 +113,7 @@ def describe(model: nn.Module | Optimizer) -> Any:
                 unit.name,
                 state.engine.layout(unit.index),
                 [param.types for param in unit.params],
-                sorted({str(each.dtype).removeprefix("torch.") for each in unit.encoded}),
+                _encoded_names(unit),
             ),
             ranks=state.ranks_of(unit.index).text,
             divisor=1.0 / state.engine.gradient_scale(unit.index),
@@ -165,8 +165,10 @@ def _describe_unit(
 ) -> UnitDescription:
     regions = []
     for region in layout.regions:
-        if region.params[0] >= len(types):
-            continue  # the bytes of others
+        if region.params[0] >= len(types):  # the bytes of others, or what consists of several
+            if not region.is_gathered:
+                regions.append(f"frozen, gathered as {' and '.join(encoded)}")
+            continue
         kind = "trainable" if region.requires_grad else "frozen"
         first = types[region.params[0]]
         narrow = [str(first.gather).removeprefix("torch.")] if region.is_encoded else []
@@ -178,11 +180,17 @@ def _describe_unit(
     )
 
 
+def _encoded_names(unit: Unit) -> list[str]:
+    """Dtypes of what is gathered in the place of parameters."""
+    dtypes = {each.dtype for each in unit.encoded if each.dtype is not None}
+    return sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
 def wires_of(state: ShardState) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The dtypes that parameters are gathered in, and those that gradients travel in."""
     gathered, reduced = set(), set()
     for unit in state.units:
-        gathered |= {each.dtype for each in unit.encoded}
+        gathered |= {each.dtype for each in unit.encoded if each.dtype}
         for region in state.engine.layout(unit.index).regions:
             if region.params[0] >= len(unit.params):
                 continue

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from weakref import ref
 
 import torch
@@ -31,6 +32,7 @@ from zerocore.model.buffers import BufferSync
 from zerocore.model.call_order import UnitsOf, call_order, units_by_module
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.config import ShardConfig, shard_options
+from zerocore.model.extensions import Extension
 from zerocore.model.materialize import InitFn, full_values, materialize_buffers
 from zerocore.model.parts import find_ranges, find_sizes
 from zerocore.model.precision import MixedPrecision, param_types
@@ -39,12 +41,18 @@ from zerocore.model.state import Param, ShardState, Unit, set_state
 from zerocore.model.unit_call import UnitCall, looked_at_by, set_unit_call
 from zerocore.model.units import ParamChoice, UnitPlanned
 from zerocore.reporting.out_of_memory import explain_backward, explain_forward, remember_model
+from zerocore.sharding.extensions import (
+    bind_extensions,
+    encoded_params,
+    make_extensions,
+)
 from zerocore.sharding.request import ShardRequest, types_of
 from zerocore.sharding.same_values import check_same_values
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 from zerocore.tensor.place import PartOf, Place, spread
 from zerocore.tensor.replaced_parameters import replace
+from zerocore.tensor.wrapped import show_made
 
 
 def build(request: ShardRequest) -> ShardState:
@@ -53,6 +61,7 @@ def build(request: ShardRequest) -> ShardState:
     if config.sync_params:
         check_same_values(request)
     meshes = _make_groups(request)
+    extensions = make_extensions(planned, meshes, config, request.ranks, request.device)
     all_ranks = meshes[0] if request.tensor_ranks is None else request.all_ranks
     units_of = units_by_module(unit.modules for unit in planned)
     engine = make_engine(
@@ -60,7 +69,7 @@ def build(request: ShardRequest) -> ShardState:
         all_ranks,
         meshes,
         request.device,
-        units=[_unit_spec(unit, config) for unit in planned],
+        units=_unit_specs(planned, config, extensions),
         order=call_order([model], units_of),
         name=request.name,
         stall_seconds=request.stall_seconds,
@@ -76,7 +85,7 @@ def build(request: ShardRequest) -> ShardState:
         cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
     wholes = find_sizes(planned, request.parts, request.device)
     for index, unit in enumerate(planned):
-        state.units.append(_shard_unit(state, index, unit, request.init_fn, wholes))
+        state.units.append(_shard_unit(state, index, unit, extensions, request.init_fn, wholes))
     state.part_ranges = find_ranges(state)
     materialize_buffers(model, request.device, request.init_fn)
     _set_unit_calls(model, units_of, state)
@@ -185,12 +194,18 @@ def _name_of(group: ProcessGroup | None) -> str | None:
     return None if group is None else group.group_name
 
 
-def _unit_spec(unit: UnitPlanned, config: ShardConfig) -> UnitSpec:
-    params = [_unit_param(choice, config) for choice in unit.params]
-    return UnitSpec(unit.name, params, mesh=unit.mesh)
+def _unit_specs(
+    planned: Sequence[UnitPlanned], config: ShardConfig, extensions: Sequence[Sequence[Extension]]
+) -> list[UnitSpec]:
+    specs = []
+    for unit, own in zip(planned, extensions, strict=True):
+        apart = {each.fqn for each in own}
+        params = [_unit_param(each, config, each.fqns[0] not in apart) for each in unit.params]
+        specs.append(UnitSpec(unit.name, params + encoded_params(own, unit), mesh=unit.mesh))
+    return specs
 
 
-def _unit_param(choice: ParamChoice, config: ShardConfig) -> UnitParam:
+def _unit_param(choice: ParamChoice, config: ShardConfig, is_gathered: bool) -> UnitParam:
     param, types = choice.tensor, types_of(choice, config)
     like = torch.empty_strided(param.shape, param.stride(), dtype=types.model, device="meta")
     like.requires_grad_(choice.param.requires_grad)
@@ -205,6 +220,7 @@ def _unit_param(choice: ParamChoice, config: ShardConfig) -> UnitParam:
         reduce=types.reduce,
         grad=types.grad,
         lacks_main=lacks_main,
+        is_gathered=is_gathered,
         gather=types.gather,
     )
 
@@ -213,18 +229,22 @@ def _shard_unit(
     state: ShardState,
     index: int,
     planned: UnitPlanned,
+    extensions: Sequence[Sequence[Extension]],
     init_fn: InitFn | None,
     wholes: Mapping[str, PartOf],
 ) -> Unit:
     values = full_values(planned.params, state.device, init_fn)
     if state.config.sync_params and planned.mesh == 0:
         _spread(planned.params, values, state)
-    state.engine.materialize(index, values, state.config.sync_params)
+    none = [None] * len(encoded_params(extensions[index], planned))
+    state.engine.materialize(index, [*values, *none], state.config.sync_params)
     del values
     unit = Unit(index, planned.name, mesh=planned.mesh)
     for position, choice in enumerate(planned.params):
         unit.params.append(_shard_param(state, unit, position, choice, wholes))
+    bind_extensions(state.engine, unit, extensions[index])
     planned.params.clear()
+    planned.several.clear()
     return unit
 
 
@@ -246,6 +266,7 @@ def _shard_param(
     engine, old = state.engine, choice.param
     layout = engine.layout(unit.index)
     shared = layout.num_shards > 1
+    is_gathered = layout.regions[layout.places[position].region].is_gathered
     full = nn.Parameter(engine.make_full(unit.index, position), requires_grad=old.requires_grad)
     ranks = state.meshes[unit.mesh]
     owned = layout.owned(position, ranks.shard_rank if shared else 0)
@@ -254,12 +275,13 @@ def _shard_param(
         choice.tensor.shape,
         (owned.begin, owned.end),
         ranks.shard if shared else None,
-        None if full.is_contiguous() else full.stride(),
+        None if full.is_contiguous() or not is_gathered else full.stride(),
         wholes.get(choice.fqns[0]),
     )
     data = engine.make_shard(unit.index, position)
     shard = ShardedParameter.make(data, place, old.requires_grad, unit.index, ref(state), full)
     shard.position, shard.spec = position, choice.spec
+    shard.make_view = _view_of(choice, place)
     shard.model_weight = engine.make_model_shard(unit.index, position)
     shard.on_host = engine.is_updated_on_host(unit.index, position)
     shard.on_disk = shard.on_host and state.config.place_of("states") == "disk"
@@ -269,7 +291,7 @@ def _shard_param(
     shard.grad_device = shard.device if grad is None else grad.device
     owners = [ParamOwner(owner._parameters, name) for owner, name in choice.owners]
     engine.bind(unit.index, position, full, shard, grad, owners)
-    if choice.spec is not None:
+    if shard.make_view is not None:
         engine.set_view(unit.index, position, shard.shown)
     for owner, name in choice.owners:
         owner._parameters[name] = shard
@@ -281,6 +303,16 @@ def _shard_param(
         keep_in_place(face, choice.fqns[0])
     spec = engine.spec(unit.index, position)
     return Param(choice.fqns, choice.owners, full, shard, spec, types_of(choice, state.config))
+
+
+def _view_of(choice: ParamChoice, place: Place) -> Callable[[Tensor], Tensor] | None:
+    """Makes of the full parameter what modules see; None where that is itself."""
+    if choice.spec is not None:
+        from zerocore.tensor.dtensors import show_dtensor  # late: takes a second
+
+        return partial(show_dtensor, spec=choice.spec, sums=place.part is None)
+    wrapper = choice.wrapper
+    return None if wrapper is None else partial(show_made, make=wrapper.around)
 
 
 def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> None:
@@ -295,6 +327,9 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
         inner = () if inside is None else inside.modules()
         looked_at = {unit for each in inner for unit in units_of.get(id(each), ())} - {*units}
         if units or is_root or looked_at:
+            among = state.units if is_root else [state.units[unit] for unit in units]
+            has_any = any(unit.extensions for unit in among)
+            encodes = {"before_units": state.encode} if has_any else {}
             computes = {param.types.model for unit in units for param in state.units[unit].params}
             unit_call = UnitCall(
                 state,
@@ -306,10 +341,7 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
                 cast_outputs=mixed.output_dtype if is_root else None,
                 before_call=sync.before_call if is_root and sync is not None else None,
                 looked_at=tuple(sorted(looked_at)),
-                viewed=tuple(
-                    unit
-                    for unit in units
-                    if any(param.shard.spec is not None for param in state.units[unit].params)
-                ),
+                **encodes,
+                viewed=tuple(unit for unit in units if state.units[unit].is_viewed),
             )
             set_unit_call(module, unit_call)

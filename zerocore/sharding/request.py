@@ -28,6 +28,7 @@ from zerocore.model.tensor_parallel import (
 )
 from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
 from zerocore.planning.budget import check_budget
+from zerocore.sharding.extensions import check_options, split_several
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,15 @@ def validate(
         config = replace(config, communication=known)
         check_kinds(model, ranks.world_size)
         parts = find_parts(groups, ranks)
-        planned = assign_parts(choose_units(model, units), [part.pattern for part in parts])
+        planned = split_several(choose_units(model, units), config)
+        planned = assign_parts(planned, [part.pattern for part in parts])
         tensor_ranks = find_tensor_ranks(planned, ranks, bool(parts))
         if known.replicas_share is not None:
             _check_shared(ranks, config, groups, tensor_ranks)
         if tensor_ranks is not None:
             planned = split_replicated(planned, len(parts) + 1)
         _check_types(planned, config)
+        check_options(planned, config)
         chosen = _find_device(planned, device)
         if config.offload is not None:
             config.offload.check_path()
@@ -188,7 +191,7 @@ def _check_shared(
 def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> torch.device:
     found: dict[torch.device, str] = {}
     for unit in planned:
-        for choice in unit.params:
+        for choice in (*unit.params, *unit.several):
             if not choice.tensor.is_meta:
                 found.setdefault(choice.tensor.device, choice.fqns[0])
     if len(found) > 1:
@@ -237,7 +240,7 @@ def _facts(request: ShardRequest) -> list[object]:
     ]
     for unit in request.planned:
         facts.append(f"unit '{unit.name}'")
-        for choice in unit.params:
+        for choice in (*unit.params, *unit.several):
             larger = larger_tensor(choice, unit.mesh, request.parts)
             uneven = unit.mesh > 0 and larger is not None
             facts.append(_fact(choice, larger[1] if uneven and larger else None))

@@ -69,6 +69,7 @@ def call_with_full(
             if in_call(param):
                 engine.adopt(unit)
             else:
+                param.state_ref().encode()
                 engine.enter(unit)
                 entered.append((engine, unit))
         full = tree_map_only(Placed, _with_full, (args, kwargs))

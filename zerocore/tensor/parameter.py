@@ -28,6 +28,7 @@ from zerocore.tensor.place import (
     keep_place,
     local_of,
 )
+from zerocore.tensor.wrapped import is_wrapped
 
 _grad: Any = torch._C.TensorBase.grad
 _data: Any = torch._C.TensorBase.data
@@ -182,6 +183,7 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
     # The same elements as layers compute with; None where they compute with this parameter.
     model_weight: Tensor | None = None
     spec: Any = None  # of the DTensor that modules see, under tensor parallelism
+    make_view: Callable[[Tensor], Tensor] | None = None  # what modules see of the full one
     on_host: bool = False  # its optimizer's states are on the host, and so is it
     on_disk: bool = False  # these bytes of the host's memory are a file's
     grad_device: torch.device  # where its gradient is
@@ -204,13 +206,12 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
         return param
 
     def shown(self) -> Tensor:
-        """The tensor of modules while the unit is gathered: the full parameter, or its DTensor."""
-        if self.spec is None:
+        """The tensor of modules while the unit is gathered: the full parameter or a view of it, a
+        DTensor or a tensor of its class."""
+        if self.make_view is None:
             return self.full
-        from zerocore.tensor.dtensors import show_dtensor  # late: takes a second
-
         with torch.enable_grad():  # a backward that computes a call once more records, too
-            view = show_dtensor(self.full, self.spec, sums=self.place.part is None)
+            view = self.make_view(self.full)
         view.__dict__.update(vars(self.full))
         return as_view(view, self.full)
 
@@ -283,7 +284,7 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
 
     def adopt(self, old: nn.Parameter) -> None:
         """Takes what was set on ``old``, and its hooks, whose handles still remove them."""
-        attributes = vars(old)
+        attributes = {} if is_wrapped(old) else vars(old)  # of a class they are its tensors
         vars(self).update({key: attributes[key] for key in attributes if not hasattr(self, key)})
         make_alike(self.full, type(old), attributes)
         if old._backward_hooks:

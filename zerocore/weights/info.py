@@ -187,6 +187,11 @@ def _namer(names: Names | None) -> Callable[[str], Name]:
 
 
 def _check_places(state: ShardState) -> None:
+    for each in (each for unit in state.units for each in unit.extensions):
+        raise NotImplementedError(
+            f"parameter '{each.fqn}' gathers itself, which exports do not know; use "
+            "zerocore.full_state_dict"
+        )
     if not state.config.by_rows:
         check_has_places(state)
         return

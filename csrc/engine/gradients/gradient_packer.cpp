@@ -14,11 +14,12 @@ const at::Tensor* checked_gradient(const UnitParam& param) {
     return nullptr;
   }
   TORCH_CHECK_VALUE(
-      grad.layout() == at::kStrided && grad.dtype() == param.full.dtype(),
+      grad.layout() == at::kStrided && grad.dtype() == param.full.dtype() &&
+          !grad.unsafeGetTensorImpl()->is_python_dispatch(),
       "parameter '",
       param.spec.fqn,
-      "': its gradient is sparse or of another dtype, expected a dense one of the parameter's "
-      "dtype. Use sparse=False.");
+      "': its gradient is sparse, of another dtype or of a class around other tensors; expected a "
+      "plain one of the parameter's dtype. Use sparse=False.");
   return &grad;
 }
 

@@ -24,7 +24,7 @@ FullValues::FullValues(
       unit_(unit),
       bucket_(
           layout.retyped(&Region::main),
-          layout.gathered_regions(),
+          layout.kept_regions(),
           shard,
           streams.device(),
           "unit '" + unit + "'") {
@@ -73,6 +73,10 @@ void FullValues::gather(
     }
     wait_for_all(pending, streams_);
   }
+  for (const int region : layout_.by_rows() ? bucket_.regions() : std::vector<int>()) {
+    const at::Tensor wire = bucket_.full(region).clone();
+    kernels::copy_pieces(bucket_.full(region), wire, row_pieces(layout_, region));
+  }
 }
 
 std::vector<at::Tensor> FullValues::of(const std::vector<UnitParam>& params) const {
@@ -109,14 +113,26 @@ at::Tensor on_its_way(const at::Tensor& shard, at::ScalarType format) {
 
 } // namespace
 
+std::vector<kernels::Piece> row_pieces(const Layout& layout, int region) {
+  std::vector<kernels::Piece> pieces;
+  for (const int param : layout.regions()[region].params) {
+    const auto [from, numel, run, stride] = layout.wire_runs(param);
+    pieces.push_back({from, layout.places()[param].offset, numel, {run, stride}});
+  }
+  return pieces;
+}
+
+at::Tensor staged_part(const Layout& layout, const Bucket& full, int region, int64_t shard) {
+  return layout.by_rows() ? rows_of(layout, full, region, shard) : full.own(region);
+}
+
 at::Tensor own_part(
     const Layout& layout,
     const Bucket& full,
     int region,
     int64_t shard,
     const std::optional<Bucket>& shards) {
-  const at::Tensor part =
-      layout.by_rows() ? rows_of(layout, full, region, shard) : full.own(region);
+  const at::Tensor part = staged_part(layout, full, region, shard);
   const Region& types = layout.regions()[region];
   if (!types.is_encoded()) {
     return part;

@@ -10,6 +10,7 @@
 
 #include "engine/unit/unit_context.h"
 #include "engine/unit/unit_param.h"
+#include "kernels/ops.h"
 #include "runtime/bucket.h"
 #include "runtime/collectives.h"
 
@@ -40,9 +41,14 @@ class FullValues {
   Bucket bucket_;
 };
 
+// Where the rows of all ranks on the wire belong in a region of unsharded parameters.
+std::vector<kernels::Piece> row_pieces(const Layout& layout, int region);
+
 // This rank's part of a region of unsharded parameters as it lies in its shard, 1-D. A copy where
-// shards are rows. Of an encoded region with the values of `shards` where it has what these became
-// on their way.
+// shards are rows.
+at::Tensor staged_part(const Layout& layout, const Bucket& full, int region, int64_t shard);
+// The same of gathered parameters: of an encoded region with the values of `shards` where it has
+// what these became on their way.
 at::Tensor own_part(
     const Layout& layout,
     const Bucket& full,

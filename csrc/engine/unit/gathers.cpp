@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "engine/unit/disk_states.h"
+#include "engine/unit/full_values.h"
 #include "kernels/ops.h"
 
 namespace zerocore {
@@ -265,13 +266,10 @@ void Gathers::copy_out() {
   std::vector<kernels::Piece> pieces;
   for (const int index : full_.regions()) {
     const Region& region = layout_.regions()[index];
-    pieces.clear();
-    if (!layout_.by_rows()) {
-      pieces.push_back({0, 0, region.numel()});
-    }
-    for (const int param : layout_.by_rows() ? region.params : std::vector<int>()) {
-      const auto [from, numel, run, stride] = layout_.wire_runs(param);
-      pieces.push_back({from, layout_.places()[param].offset, numel, {run, stride}});
+    if (layout_.by_rows()) {
+      pieces = row_pieces(layout_, index);
+    } else {
+      pieces = {{0, 0, region.numel()}};
     }
     context_.streams->note_read(StreamRole::Compute, received_->full(index), "copies out", name_);
     context_.streams->note_write(StreamRole::Compute, full_.full(index), "copies out", name_);

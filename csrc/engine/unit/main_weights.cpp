@@ -55,6 +55,9 @@ void MainWeights::take_changes(int region, const at::Tensor& own) const {
 void MainWeights::cast() const {
   const Streams& streams = *context_.streams;
   for (const int region : regions()) {
+    if (!model_[region].defined()) {
+      continue; // others are gathered in its place
+    }
     if (!context_.tiers.returns_weights()) {
       streams.note_read(StreamRole::Compute, full(region), "is cast", unit_);
       streams.note_write(StreamRole::Compute, model_[region], "is cast", unit_);

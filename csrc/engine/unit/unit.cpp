@@ -70,7 +70,7 @@ at::Tensor Unit::make_model_shard(int param) const {
   if (context_.tiers.returns_weights()) {
     return main_.written_view(region, offset, shard_sizes(param));
   }
-  return main_.has(region) ? model_part(param) : at::Tensor();
+  return main_.has(region) && bucket_.has(region) ? model_part(param) : at::Tensor();
 }
 
 void Unit::bind(int index, at::Tensor full, at::Tensor shard, at::Tensor local) {

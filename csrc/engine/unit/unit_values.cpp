@@ -41,10 +41,11 @@ void Unit::allocate_persistent() {
 void Unit::take(const Bucket& staging) {
   note_change();
   for (const int region : staging.regions()) {
-    main_.fill(region, staging.own(region));
-    if (shards_) {
-      shards_->full(region).copy_(staging.own(region));
-    } else {
+    const at::Tensor own = staged_part(layout_, staging, region, context_.mesh.shard());
+    main_.fill(region, own);
+    if (shards_ && shards_->has(region)) {
+      shards_->full(region).copy_(own);
+    } else if (!shards_) {
       context_.streams->note_write(StreamRole::Compute, bucket_.full(region), "is filled", name_);
       bucket_.full(region).copy_(staging.full(region));
     }
@@ -85,8 +86,7 @@ void Unit::exchange_past(int write) {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < bucket_.regions().size(); ++i) {
     const at::Tensor& shard = shards_->full(bucket_.regions()[i]);
-    const at::Tensor now = shard.clone();
-    shard.copy_(std::exchange(past_.at(write).at(i), now));
+    shard.copy_(std::exchange(past_.at(write).at(i), shard.clone()));
   }
 }
 

@@ -32,6 +32,7 @@ from zerocore.checkpoint.safetensors.files import (
 from zerocore.common.agreement import agree, on_all_ranks
 from zerocore.common.alarm import operation
 from zerocore.common.quantities import parse_nbytes
+from zerocore.model.extensions import check_plain
 from zerocore.model.parts import check_has_places
 from zerocore.model.state import Param, ShardState, state_of
 from zerocore.state_dict import buffers_of, param_keys
@@ -70,6 +71,7 @@ def load_safetensors(
         RuntimeError: this process was forked from the one that sharded the model.
     """
     state = state_of(model, by_rows=False)
+    check_plain(state, "safetensors")
     targets = _targets(model, state)
     found: dict[str, Entry] = {}
 
@@ -213,6 +215,7 @@ def save_safetensors(
         RuntimeError: this process was forked from the one that sharded the model.
     """
     state = state_of(model, by_rows=False)
+    check_plain(state, "safetensors")
     check_has_places(state)
     path = Path(folder)
     groups, device = state.ranks.groups, state.device

@@ -1,0 +1,180 @@
+"""Parameters that gather themselves, by ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+
+Both faces use this. In the place of such a parameter the engine gathers the tensors that the first
+function returns, as rows of bytes: frozen parameters of the unit. The second function makes the
+full parameter of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from zerocore._C import Engine, UnitParam, move_window, window_on
+from zerocore.model.state import Encoded, ShardState, Unit
+from zerocore.tensor.rows import at_origin
+from zerocore.tensor.wrapped import PRE, show_made
+
+
+@dataclass(eq=False)
+class Extension:
+    """One parameter that gathers itself.
+
+    Attributes:
+        fqn: its name in errors.
+        rows: this rank's of it.
+        module: which has it.
+        mesh: 1-D, the ranks that have its rows.
+        policy: mixed precision of the module.
+        shape: of the full parameter.
+        owners: modules that have it, and its name in each.
+        version: of its values; None where these do not change.
+        inputs: what this rank gives to the next gathers.
+        metadata: what the parameter has said of them.
+        own: where the engine has this rank's rows of each, as bytes.
+        full: where it gathers them.
+        windows: on that, with storages of their own: what was saved for a backward reads there.
+    """
+
+    fqn: str
+    rows: Any
+    module: nn.Module
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
+    shape: torch.Size
+    owners: Sequence[tuple[nn.Module, str]] = ()
+    version: Callable[[], int] | None = None
+    encoded_version: int = -1
+    inputs: tuple[Tensor, ...] = ()
+    metadata: Any = None
+    own: tuple[Tensor, ...] = ()
+    full: tuple[Tensor, ...] = ()
+    windows: tuple[Tensor, ...] = field(default=(), repr=False)
+
+    def ask(self) -> None:
+        """Asks the parameter what to gather.
+
+        Raises:
+            AssertionError: it does not do as FSDP2's interface says.
+        """
+        pre = self.rows.fsdp_pre_all_gather
+        count = len(signature(pre).parameters)
+        arguments: tuple[Any, ...] = (self.mesh,)
+        if count == 5:
+            arguments += (*self._outer(), self.module, self.policy)
+        elif count != 1:
+            raise AssertionError(
+                f"parameter '{self.fqn}': {PRE} takes {count} arguments; expected mesh, or "
+                "mesh, outer_size, outer_stride, module and mp_policy"
+            )
+        with torch.no_grad():
+            inputs, self.metadata = pre(*arguments)
+        self.inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+
+    def _outer(self) -> tuple[torch.Size, tuple[int, ...]]:
+        like = torch.empty(self.shape, device="meta")
+        return like.shape, like.stride()
+
+    @property
+    def kinds(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shapes and dtypes of the inputs, the same on all ranks."""
+        return [(each.shape, each.dtype) for each in self.inputs]
+
+    def unit_params(self, fqn: str) -> list[UnitParam]:
+        """The inputs as parameters of the engine, of the rows of all ranks."""
+        made = []
+        for index, each in enumerate(self.inputs):
+            rows, nbytes = _bytes(each).shape
+            like = torch.empty(self.mesh.size() * rows, nbytes, dtype=torch.uint8, device="meta")
+            uint8 = torch.uint8
+            made.append(
+                UnitParam(
+                    f"{fqn}.{index}", like, main=uint8, reduce=uint8, grad=uint8, lacks_main=False
+                )
+            )
+        return made
+
+    def bind(self, engine: Engine, unit: Unit) -> None:
+        """Takes memory of the engine, behind what the unit has by now."""
+        own, full = [], []
+        for _, dtype in self.kinds:
+            position = len(unit.params) + len(unit.encoded)
+            gathered = nn.Parameter(engine.make_full(unit.index, position), requires_grad=False)
+            part = at_origin(engine.make_shard(unit.index, position))
+            engine.bind(unit.index, position, gathered, part, None, [], part)
+            own.append(part)
+            full.append(gathered)
+            unit.encoded.append(Encoded(engine.spec(unit.index, position), dtype))
+        self.own, self.full = tuple(own), tuple(full)
+
+    def is_stale(self) -> bool:
+        """Whether its values have changed since it was asked."""
+        return self.version is not None and self.encoded_version != self.version()
+
+    @torch.no_grad()
+    def encode(self) -> None:
+        """Asks the parameter, and gives the engine what it says.
+
+        Raises:
+            RuntimeError: shapes or dtypes are other ones than before.
+        """
+        before = self.kinds
+        self.ask()
+        if self.kinds != before:
+            after, self.inputs = self.kinds, _outlines(before)
+            raise RuntimeError(
+                f"parameter '{self.fqn}': {PRE} returned {after}, in the forward before {before}; "
+                "the engine gathers the same shapes in every step"
+            )
+        for own, each in zip(self.own, self.inputs, strict=True):
+            own.copy_(_bytes(each).view(own.shape))
+        self.inputs = _outlines(before)
+        self.encoded_version = 0 if self.version is None else self.version()
+
+    def show(self, leaf: Tensor) -> Tensor:
+        """The full parameter over what was gathered, whose gradient goes to the engine's leaf."""
+        return show_made(leaf, self._make)
+
+    def _make(self, leaf: Tensor) -> Tensor:
+        if not self.windows:
+            self.windows = tuple(window_on(full) for full in self.full)
+        for window, full in zip(self.windows, self.full, strict=True):
+            move_window(window, full)
+        return self.make(self.windows, leaf.dtype)
+
+    def make(self, gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The full parameter of the inputs of all ranks, as bytes."""
+        outputs = tuple(
+            tensor.view(-1).view(each).view(-1, *shape[1:])
+            for tensor, (shape, each) in zip(gathered, self.kinds, strict=True)
+        )
+        made, _ = self.rows.fsdp_post_all_gather(outputs, self.metadata, dtype)
+        result: Tensor = torch.as_strided(made, *self._outer(), storage_offset=0)
+        return result
+
+
+def _outlines(kinds: list[tuple[torch.Size, torch.dtype]]) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The rows of a tensor as bytes, 2-D."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return flat.view(rows, flat.numel() // rows if rows else 1)
+
+
+def check_plain(state: ShardState, what: str) -> None:
+    """Raises NotImplementedError for a model with a parameter that consists of several tensors."""
+    for name in state.several():
+        raise NotImplementedError(
+            f"parameter '{name}' consists of several tensors, which {what} cannot write; save the "
+            "trained parameters (zerocore.full_state_dict, or those of an adapter)"
+        )

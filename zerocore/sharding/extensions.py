@@ -1,0 +1,191 @@
+"""Parameters that gather themselves in a model of ``shard``: which there are, and their place.
+
+At stage 3 their unit is laid out by rows, and other tensors are gathered in their place. Those that
+are trained are plain main weights between steps, those that consist of several tensors this rank's
+rows of their class. At other stages a parameter is gathered as it is, and modules see its class
+around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from zerocore._C import Engine, ParamOwner, UnitParam
+from zerocore.common.agreement import together
+from zerocore.model.buffers import broadcast
+from zerocore.model.config import ShardConfig
+from zerocore.model.extensions import Extension
+from zerocore.model.precision import MixedPrecision, param_types
+from zerocore.model.ranks import Ranks
+from zerocore.model.state import Encoded, Unit
+from zerocore.model.units import ParamChoice, UnitPlanned
+from zerocore.tensor.wrapped import own_chunk, wrapper_of
+
+
+def split_several(planned: Sequence[UnitPlanned], config: ShardConfig) -> list[UnitPlanned]:
+    """The units with parameters that consist of several tensors apart from the others.
+
+    They are left alone, in no unit, where parameters are not sharded.
+    """
+    units = []
+    for unit in planned:
+        several = [choice for choice in unit.params if choice.consists_of_several]
+        params = [choice for choice in unit.params if not choice.consists_of_several]
+        several = several if config.placements.parameters else []
+        if params or several:
+            units.append(replace(unit, params=params, several=several))
+    return units
+
+
+def check_options(planned: Sequence[UnitPlanned], config: ShardConfig) -> None:
+    """Raises NotImplementedError for an option that parameters which gather themselves lack."""
+    if not config.placements.parameters:
+        return
+    for choice in (choice for unit in planned for choice in (*unit.params, *unit.several)):
+        if not choice.gathers_itself:
+            continue
+        communication = config.communication
+        for option, given in (
+            ("offload=", config.offload is not None),
+            ("gather_at_step=True", communication.gather_at_step),
+            ("replicas_share=", communication.replicas_share is not None),
+            ("tensor parallelism", choice.spec is not None),
+            ("memory that is not contiguous", not choice.tensor.is_contiguous()),
+            ("the meta device", choice.consists_of_several and choice.tensor.is_meta),
+        ):
+            if given:
+                raise NotImplementedError(
+                    f"parameter '{choice.fqns[0]}' gathers itself (fsdp_pre_all_gather), which is "
+                    f"not built with {option}; use another option or stage"
+                )
+
+
+def make_extensions(
+    planned: Sequence[UnitPlanned],
+    meshes: Sequence[Ranks],
+    config: ShardConfig,
+    ranks: Ranks,
+    device: torch.device,
+) -> list[list[Extension]]:
+    """By unit those that are gathered so, which say now what they gather; collective.
+
+    Raises:
+        AssertionError: one does not do as FSDP2's interface says, or other tensors than elsewhere.
+    """
+    made: list[list[Extension]] = []
+    policy = _policy(config.mixed_precision or MixedPrecision())
+    with together(ranks.groups, device) as facts:
+        for unit in planned:
+            own = _of_unit(unit, meshes[unit.mesh], config, policy, device)
+            for each in own:
+                each.ask()
+                facts.append(f"parameter '{each.fqn}', gathered as {each.kinds}")
+            made.append(own)
+    return made
+
+
+def _policy(mixed: MixedPrecision) -> MixedPrecisionPolicy:
+    reduce = mixed.wire_dtype or mixed.reduce_dtype
+    return MixedPrecisionPolicy(
+        mixed.param_dtype, reduce, mixed.output_dtype, cast_forward_inputs=mixed.cast_inputs
+    )
+
+
+def _of_unit(
+    unit: UnitPlanned,
+    ranks: Ranks,
+    config: ShardConfig,
+    policy: MixedPrecisionPolicy,
+    device: torch.device,
+) -> list[Extension]:
+    choices = [choice for choice in unit.params if choice.gathers_itself] + unit.several
+    if ranks.shard is None or not config.placements.parameters or not choices:
+        return []
+    mesh = DeviceMesh.from_group(ranks.shard, device.type)
+    return [
+        Extension(
+            choice.fqns[0],
+            _first_rows(choice, ranks, config, device),
+            choice.owners[0][0],
+            mesh,
+            policy,
+            choice.tensor.shape,
+            choice.owners,
+        )
+        for choice in choices
+    ]
+
+
+def _first_rows(
+    choice: ParamChoice, ranks: Ranks, config: ShardConfig, device: torch.device
+) -> Tensor:
+    """This rank's rows, of values that are not yet known where the unit keeps them."""
+    if (wrapper := choice.wrapper) is None:
+        full: Any = choice.tensor.detach()
+        if config.sync_params:
+            broadcast([getattr(full, name) for name in full.__tensor_flatten__()[0]], ranks)
+        return own_chunk(full, ranks.num_shards, ranks.shard_rank).to(device)
+    param = choice.param
+    types = param_types(config.mixed_precision, choice.fqns[0], param.dtype, param.requires_grad)
+    like = torch.empty(choice.tensor.shape, device="meta")
+    rows = own_chunk(like, ranks.num_shards, ranks.shard_rank).shape
+    return wrapper.around(torch.zeros(rows, dtype=types.main, device=device))
+
+
+def encoded_params(extensions: Sequence[Extension], unit: UnitPlanned) -> list[UnitParam]:
+    """Parameters that the engine gathers in their place, behind the parameters of a unit."""
+    made: list[UnitParam] = []
+    several = {choice.fqns[0]: choice for choice in unit.several}
+    for each in extensions:
+        made += each.unit_params(each.fqn)
+        if (choice := several.get(each.fqn)) is not None:
+            dtype = choice.tensor.dtype
+            like = torch.empty(choice.tensor.shape, dtype=dtype, device="meta")
+            made.append(
+                UnitParam(
+                    each.fqn, like, main=dtype, reduce=dtype, grad=dtype, lacks_main=False,
+                    is_gathered=False, is_kept=False,
+                )
+            )  # fmt: skip
+    return made
+
+
+def bind_extensions(engine: Engine, unit: Unit, extensions: Sequence[Extension]) -> None:
+    """Takes the engine's memory, and puts rows in the place of what consists of several tensors."""
+    unit.extensions = list(extensions)
+    known = {param.fqn: position for position, param in enumerate(unit.params)}
+    for each in extensions:
+        each.bind(engine, unit)
+        if (position := known.get(each.fqn)) is None:
+            _bind_several(engine, unit, each)
+        else:
+            shard = unit.params[position].shard
+            local, wrapper = shard.local(), wrapper_of(each.rows)
+            each.version = partial(engine.param_version, unit.index, position)
+            sizes = (local.numel() // max(prod(each.shape[1:]), 1), *each.shape[1:])
+            assert wrapper is not None
+            each.rows = wrapper.around(local.view(sizes))
+            shard.make_view = each.show
+        each.encode()
+
+
+def _bind_several(engine: Engine, unit: Unit, extension: Extension) -> None:
+    position = len(unit.params) + len(unit.encoded)
+    full = nn.Parameter(engine.make_full(unit.index, position), requires_grad=False)
+    part = engine.make_shard(unit.index, position)
+    shard = nn.Parameter(extension.rows, requires_grad=False)
+    owners = [ParamOwner(owner._parameters, name) for owner, name in extension.owners]
+    engine.bind(unit.index, position, full, shard, None, owners, part)
+    engine.set_view(unit.index, position, lambda: extension.show(full))
+    for owner, name in extension.owners:
+        owner._parameters[name] = shard
+    unit.encoded.append(Encoded(engine.spec(unit.index, position), None))

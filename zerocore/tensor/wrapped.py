@@ -1,0 +1,106 @@
+"""Tensors of a class that is around others: those of libraries that quantise, and that gather
+themselves by two functions of FSDP2's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A class that is around one plain tensor, whose shape and dtype are its own.
+
+    Attributes:
+        kind: the class.
+        name: its attribute that is the tensor.
+        context: whatever else it consists of.
+    """
+
+    kind: Any
+    name: str
+    context: Any
+
+    def around(self, plain: Tensor) -> Tensor:
+        """Such a tensor around ``plain``, on the same memory, without a gradient."""
+        inner = {self.name: plain.detach()}
+        made: Tensor = self.kind.__tensor_unflatten__(
+            inner, self.context, plain.shape, plain.stride()
+        )
+        return made
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether the tensor is one around others."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def wrapper_of(tensor: Tensor) -> Wrapper | None:
+    """The class around one plain tensor; None of a tensor that consists of several, or is plain."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    names, context = tensor.__tensor_flatten__()
+    inner = getattr(tensor, names[0])
+    alone = len(names) == 1 and (inner.shape, inner.dtype) == (tensor.shape, tensor.dtype)
+    return Wrapper(type(tensor), names[0], context) if alone else None
+
+
+def plain_part(tensor: Tensor) -> Tensor:
+    """The one tensor that it is around; any other as it is."""
+    wrapper = wrapper_of(tensor)
+    return tensor if wrapper is None else getattr(tensor, wrapper.name)
+
+
+def gathers_itself(fqn: str, tensor: Any) -> bool:
+    """Whether the parameter does; raises AssertionError if it has one of the two functions."""
+    found = [hasattr(tensor, name) for name in (PRE, POST)]
+    if any(found) and not all(found):
+        raise AssertionError(
+            f"parameter '{fqn}': both {PRE} and {POST} should be defined if using all-gather "
+            f"extensions; {type(tensor).__name__} has one of them"
+        )
+    return all(found)
+
+
+def show_made(leaf: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """The tensor of modules in place of a leaf: ``make(leaf)``, whose gradient is the leaf's."""
+    if leaf.requires_grad:
+        shown: Tensor = _Made.apply(leaf, make)
+        return shown
+    with torch.no_grad():
+        return nn.Parameter(make(leaf), requires_grad=False)
+
+
+class _Made(torch.autograd.Function):
+    """A tensor in the place of a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        return make(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if type(grad) is not Tensor:  # of the class of the parameter
+            grad = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad)
+        return grad, None
+
+
+def own_chunk(full: Tensor, num_parts: int, part: int, dim: int = 0) -> Tensor:
+    """A copy of what ``torch.chunk`` gives a rank, by the operators that FSDP2 asks of a tensor
+    around others."""
+    chunks = full.chunk(num_parts, dim)
+    copied = full.new_zeros(chunks[0].shape)
+    if part >= len(chunks):
+        return copied.narrow(dim, 0, 0)
+    chunk = chunks[part]
+    if chunk.shape != copied.shape:
+        copied = copied.narrow(dim, 0, chunk.shape[dim])
+    copied.copy_(chunk)
+    return copied
