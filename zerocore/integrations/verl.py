@@ -105,15 +105,16 @@ class ShardedEngineMixin:
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **options: Any
     ) -> tuple[Iterator[tuple[str, Tensor]], Any]:
-        """Names and full tensors, each valid until the next; also of a parked model. Adapters are
-        merged if the configuration says so, else given alone once the base has been."""
+        """Names and full tensors, also of a parked model. Adapters are merged if the configuration
+        says so, else given alone once the base has been."""
         engine: Any = self
         config = getattr(self.module, "peft_config", {}).get("default")
         if config is None:
-            return _tensors(self.module), None
+            return export(self.module).tensors(), None
         if engine.model_config.lora.get("merge", False):
-            return _tensors(self.module, merge="lora"), None
-        return _tensors(self.module, names=_adapters if base_sync_done else None), config
+            return export(self.module, merge="lora").tensors(), None
+        names = _adapters if base_sync_done else None
+        return export(self.module, names=names).tensors(), config
 
     def save_checkpoint(
         self, local_path: str, hdfs_path: Any = None, global_step: int = 0, **options: Any
@@ -126,11 +127,6 @@ class ShardedEngineMixin:
     def load_checkpoint(self, local_path: str, hdfs_path: Any = None, **options: Any) -> None:
         """Loads the newest one."""
         Checkpoints(local_path, self.module, self.optimizer).load()
-
-
-def _tensors(module: nn.Module, **options: Any) -> Iterator[tuple[str, Tensor]]:
-    for bucket in export(module, **options):
-        yield from bucket.items()
 
 
 def _adapters(name: str) -> str | None:

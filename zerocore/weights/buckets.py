@@ -125,6 +125,8 @@ class Export(Iterator[Bucket]):
         before = since or {}
         units = [_changed(each, self.token, before) for each in info.units]
         units = [each for each in units if each.entries]
+        self._copied = {each.name for unit in units for each in unit.entries if each.copies}
+        self._device = state.device
         self._takes = to in ("all", state.rank)
         self._is_for_one = to != "all"
         self._buckets = _recycling(state, _run(state, model, units, max_nbytes, self._takes))
@@ -135,6 +137,24 @@ class Export(Iterator[Bucket]):
 
     def __iter__(self) -> Export:
         return self
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors, one at a time, for receivers that hold several: they stay valid.
+
+        Views are copied. The stream that is current at a turn waits for that of the turn before.
+        """
+        stream = self._stream()
+        for bucket in self:
+            for name, value in bucket.items():
+                yield name, value if name in self._copied else value.clone()
+                if stream is not None and (now := self._stream()) != stream:
+                    now.wait_stream(stream)
+                    stream = now
+
+    def _stream(self) -> Any:
+        if self._device.type == "cpu":
+            return None
+        return torch.get_device_module(self._device).current_stream()
 
     def close(self) -> None:
         """Ends the export before its last bucket; frees what is gathered."""
