@@ -22,6 +22,7 @@ from zerocore.planning.plan import plan
 from zerocore.planning.prediction import predict_events, predict_memory
 from zerocore.planning.result import Plan, StagePlan
 from zerocore.planning.setting import Machine, Workload
+from zerocore.recovery.peers import PeerCheckpoints
 from zerocore.recovery.retrying import Attempt, retryable
 from zerocore.recovery.verification import Difference, Verification, verify
 from zerocore.reporting.description import Description, describe
@@ -71,6 +72,7 @@ __all__ = [
     "Offload",
     "OutOfMemory",
     "Part",
+    "PeerCheckpoints",
     "PendingSave",
     "Place",
     "Plan",

@@ -31,6 +31,7 @@ from zerocore.tensor.place import Placed
 
 if TYPE_CHECKING:
     from zerocore.checkpoint.commit.saving import Save
+    from zerocore.checkpoint.dcp.loading import TrainingLoad
     from zerocore.checkpoint.dcp.saved_state import SavedState
 
 _log = logging.getLogger("zerocore")
@@ -181,8 +182,6 @@ class Checkpoints:
                 neither saved nor loaded the first rank finds that out, in the background.
             Exception: what went wrong in the save before.
         """
-        from zerocore.checkpoint.commit.saving import Save
-
         began = time.perf_counter()
         state = self._ready_state()
         final = path_of(self.folder, step)
@@ -190,13 +189,18 @@ class Checkpoints:
             if self._known.get(final) and final.exists():  # else the first rank looks into it
                 raise FileExistsError(f"{final} exists; good checkpoints are never overwritten")
             saved, own = self._collect(step, state)
-            save = Save(final, saved, own, self._writer.groups, self._keep, self._known)
+            save = self._make_save(final, saved, own)
         except Exception as error:  # without this the others would wait for this rank
             wait([self._writer.writes.submit(agree, self._writer.groups, error, [])])
             raise
         self._pending = self._start(step, save, state)
         self._pending.stall_seconds += time.perf_counter() - began
         return self._pending
+
+    def _make_save(self, final: Path, saved: SavedState, own: bytes) -> Save:
+        from zerocore.checkpoint.commit.saving import Save
+
+        return Save(final, saved, own, self._writer.groups, self._keep, self._known)
 
     def _start(self, step: int, save: Save, state: ShardState) -> PendingSave:
         if not self._background:
@@ -276,11 +280,16 @@ class Checkpoints:
         return saved_state(self._kept, nested, copy=self._background), saved_bytes(own)
 
     def _load(self, folder: Path, state: ShardState) -> None:
-        from zerocore.checkpoint.dcp.loading import TrainingLoad, restore_buffers, restore_own
+        from zerocore.checkpoint.dcp.loading import TrainingLoad
 
         load = TrainingLoad(
             folder, state, self._model, self._optimizers, self._verify, self._budget
         )
+        self._run_load(load, state)
+
+    def _run_load(self, load: TrainingLoad, state: ShardState) -> None:
+        from zerocore.checkpoint.dcp.loading import restore_buffers, restore_own
+
         load.run(self._stateful)
         own = load.own
         for name, value in self._stateful.items():

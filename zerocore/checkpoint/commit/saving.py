@@ -53,11 +53,32 @@ class Save:
         try:
             with operation(f"save of '{self.final.name}'"):
                 temporary = self._begin()
-                sums = self._together(lambda: self._write_files(temporary, copies))
+                parts = self._together(lambda: self._write_files(temporary, copies))
+                sums = Checksums({name: each for part in parts for name, each in part.items()})
+                self._spread(temporary, sums)
                 self._together(lambda: self._commit(temporary, sums))
             self.known[self.final] = True
         finally:
             folder.end(self._temporary)
+
+    @property
+    def leader(self) -> int:
+        """The rank that makes and names the folder which this one writes to."""
+        return 0
+
+    @property
+    def is_leader(self) -> bool:
+        return self.saved.rank == self.leader
+
+    def _spread(self, temporary: Path, sums: Checksums) -> None:
+        """Called when all files of all ranks are written; collective."""
+
+    def _common(self) -> dict[str, bytes]:
+        """Small files that say what is in those of all ranks; on the first rank."""
+        found = {METADATA: self.saved.metadata()}
+        if self.saved.values:
+            found[VALUES] = b"".join(self.saved.values.values())
+        return found
 
     @cached_property
     def _temporary(self) -> Path:
@@ -67,7 +88,7 @@ class Save:
     def _begin(self) -> Path:
 
         def prepare() -> tuple[int, str, str]:
-            if self.saved.rank == 0:
+            if self.is_leader:
                 self._refuse_good()
                 folder.begin(self._temporary)
             return self.saved.rank, self._temporary.name, self.saved.digest()
@@ -76,7 +97,8 @@ class Save:
         digests = [digest for _, _, digest in answers]
         if len(set(digests)) > 1:
             raise ValueError(f"the ranks would save different tensors: {digests}")
-        return self.final.with_name(min(answers)[1])
+        names = {rank: name for rank, name, _ in answers}
+        return self.final.with_name(names[self.leader])
 
     def _refuse_good(self) -> None:
         """Raises FileExistsError if there is something else than a damaged checkpoint."""
@@ -101,10 +123,8 @@ class Save:
 
         def write_small() -> None:
             data = {own_name(self.saved.rank): self.own}
-            if self.saved.rank == 0:
-                data[METADATA] = self.saved.metadata()
-                if self.saved.values:
-                    data[VALUES] = b"".join(self.saved.values.values())
+            if self.is_leader:
+                data |= self._common()
             for name, each in data.items():
                 small.append(files.create(temporary / name))
                 files.write_all(small[-1], each)
@@ -127,12 +147,11 @@ class Save:
         sums[self.saved.plan.file_name(self.saved.rank)] = found
         return sums
 
-    def _commit(self, temporary: Path, parts: list[Checksums]) -> None:
+    def _commit(self, temporary: Path, sums: Checksums) -> None:
         """On the first rank: gives the folder its name, as all ranks have flushed their files."""
-        if self.saved.rank != 0:
+        if not self.is_leader:
             return
-        sums = Checksums({name: each for part in parts for name, each in part.items()})
-        for name, each in sums.items():
+        for name, each in self._kept(sums).items():
             found = (temporary / name).stat().st_size
             if found != each.nbytes:
                 raise OSError(f"{temporary / name} has {found} bytes, expected {each.nbytes}")
@@ -140,6 +159,10 @@ class Save:
         folder.complete(temporary, self.final)
         damaged = {path for path, is_good in self.known.items() if not is_good} - {self.final}
         folder.delete_old(self.final, self.keep, damaged)
+
+    def _kept(self, sums: Checksums) -> Checksums:
+        """Those of the files that are in the folder."""
+        return sums
 
     def _together(self, action: Callable[[], Any]) -> list[Any]:
         return on_all_ranks(self.groups, action)

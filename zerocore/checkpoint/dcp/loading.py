@@ -70,6 +70,7 @@ class TrainingLoad:
         fit, by file and key, before anything is changed, if checksums are compared."""
         try:
             have_own = self._together(lambda: self._prepare(stateful))
+            self._bring(self._contents)
             if self._checksums:
                 self._values, *_ = self._together(lambda: self._verify(all(have_own)))
             self._state.begin_load()
@@ -85,11 +86,17 @@ class TrainingLoad:
     def _together(self, action: Callable[[], T]) -> list[T]:
         return on_all_ranks(self._state.ranks.groups, action, self._state.device)
 
+    def _bring(self, contents: Contents) -> None:
+        """Called when it is known which tensors this rank needs; collective."""
+
+    def _check_sizes(self, contents: Contents) -> None:
+        contents.check_sizes()
+
     def _prepare(self, stateful: Iterable[str]) -> bool:
         """Compares names, shapes and sizes; whether this rank needs what its own file has."""
         with reading(self._folder):
             self._contents = contents = Contents(self._folder)
-            contents.check_sizes()
+            self._check_sizes(contents)
             self.own = read_own(contents, self._state.rank)
             groups = read_groups(contents) if self._optimizers else []
             # The small files are read: they would wait behind what is read from now on.
@@ -141,12 +148,16 @@ class TrainingLoad:
                 check_files(self._contents.folder, {VALUES: sums[VALUES]})
             return values_of(self._targets)
 
+    def _flat(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state to be read, by keys, and the place of each key in the nested one."""
+        wanted, paths = flatten_state_dict(self._wanted)
+        return {k: v for k, v in wanted.items() if paths[k][1] != "param_groups"}, paths
+
     @torch.no_grad()
     def _read_rest(self) -> None:
         """Reads all that is left: from this rank's file, and with torch's reader from any."""
         with reading(self._folder):
-            wanted, paths = flatten_state_dict(self._wanted)
-            wanted = {k: v for k, v in wanted.items() if paths[k][1] != "param_groups"}
+            wanted, paths = self._flat()
             if self._targets is not None and self._saved is not None:
                 for key in self._file.read_rest(self._saved, self._targets):
                     del wanted[key]
