@@ -7,10 +7,7 @@ Usage: python benchmarks/wires.py losses --ranks 2 --steps 200
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +18,7 @@ import torch.distributed as dist
 import typer
 
 from bench.lib.models import GPT, GPT_SIZES
+from bench.lib.nodes import run_on_nodes
 from bench.lib.ranks import run_on_ranks
 from bench.lib.results import write_results
 from bench.lib.systems import import_zerocore
@@ -132,26 +130,6 @@ def rank(name: str, steps: int) -> None:
     dist.destroy_process_group()
 
 
-def time_steps(nodes: Any, name: str, steps: int, port: int) -> list[float]:
-    """Seconds of the steps of a rank in each node."""
-    ranks = []
-    for number, node in enumerate(nodes.names):
-        env = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": nodes.address(0),
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": "2",
-            "RANK": str(number),
-            "GLOO_SOCKET_IFNAME": "eth0",
-        }
-        command = ["ip", "netns", "exec", node, sys.executable, __file__, "rank", name, str(steps)]
-        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-    texts = [each.communicate(timeout=RUN_TIMEOUT_S)[0] for each in ranks]
-    seconds: list[float] = json.loads(texts[0].splitlines()[-1])
-    return seconds
-
-
 @app.command()
 def speed(
     rate: Annotated[str, typer.Option(help="Of the link, as tc has it.")] = "1gbit",
@@ -167,7 +145,8 @@ def speed(
         for turn in range(turns):
             for number, name in enumerate(POLICIES):
                 port = 29600 + turn * len(POLICIES) + number
-                found[name] += time_steps(nodes, name, steps + 3, port)[3:]
+                arguments = [__file__, "rank", name, str(steps + 3)]
+                found[name] += run_on_nodes(nodes, arguments, port, RUN_TIMEOUT_S)[3:]
     middle = {name: statistics.median(values) for name, values in found.items()}
     table = Table(
         f"two nodes, {rate} between them: GPT of 10 M parameters at stage 3, {SIZE.batch} x "

@@ -21,7 +21,7 @@ from zerocore.checkpoint.commit.folder import path_of, steps_in
 from zerocore.checkpoint.commit.writer import finish_writes, writer_of
 from zerocore.checkpoint.dcp.snapshot import StreamedCopy
 from zerocore.checkpoint.safe_files import DamagedError
-from zerocore.common.agreement import agree, from_first
+from zerocore.common.agreement import agree, from_rank
 from zerocore.common.alarm import operation
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.extensions import check_plain
@@ -241,7 +241,7 @@ class Checkpoints:
         """
         state = self._ready_state()
         finish_writes()
-        steps = from_first(state.ranks.groups, self.steps(), state.device)
+        steps = from_rank(state.ranks.groups, self.steps(), state.device)
         if step is not None and step not in steps:
             raise FileNotFoundError(f"no checkpoint of step {step} in {self.folder}: {steps}")
         candidates = steps[::-1] if step is None else [step]

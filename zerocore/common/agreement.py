@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from hashlib import sha256
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -38,7 +39,7 @@ def agree(
             first one on every rank of a script that never set it.
 
     Returns:
-        A name that rank 0 has made up: the same on all ranks, and no other call's.
+        A name: the same on all ranks, and no other call's.
 
     Raises:
         Exception: ``error`` itself on the rank it came from.
@@ -46,16 +47,42 @@ def agree(
         ValueError: facts differ; the first difference is named.
     """
 
-    def outcome() -> tuple[list[Any], str]:
+    def outcome() -> None:
         if error is not None:
             raise error
-        return facts, secrets.token_hex(8)
 
-    answers = on_all_ranks(groups, outcome, device)
-    for rank, (other, _) in enumerate(answers):
-        if other != answers[0][0]:
-            raise ValueError(_difference(rank, answers[0][0], other))
-    return answers[0][1]
+    digest = int.from_bytes(sha256(repr(facts).encode()).digest()[:7], "big")
+    own = [int(error is not None), digest, -digest, secrets.randbits(62)]
+    failed, most, least, name = _highest(groups, own, device)
+    if failed:
+        on_all_ranks(groups, outcome, device)
+    if most != -least:
+        _compare(groups, facts, digest, device)
+    return f"{name:016x}"
+
+
+def _highest(groups: Groups, numbers: list[int], device: torch.device | None) -> list[int]:
+    """The highest of each of the ranks' numbers; arguments as for :func:`agree`. Collective."""
+    with _on(device):
+        for group in groups:
+            if not is_simulated(group):
+                kinds = group._device_types
+                here = next((kind for kind in kinds if kind.type == "cpu"), kinds[0])
+                values = torch.tensor(numbers, dtype=torch.int64, device=here)
+                with waiting(group, _COMPARISON):
+                    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+                numbers = values.tolist()
+    return numbers
+
+
+def _compare(groups: Groups, facts: list[Any], digest: int, device: torch.device | None) -> None:
+    """Raises ValueError if facts differ. Rank 0's travel, and those of one rank for each digest."""
+    digests = gather_objects(groups, [digest], device)
+    expected = from_rank(groups, facts, device)
+    for rank in sorted({digests.index(each) for each in digests} - {0}):
+        other = from_rank(groups, facts, device, rank)
+        if other != expected:
+            raise ValueError(_difference(rank, expected, other))
 
 
 class SharedError(ValueError):
@@ -118,14 +145,21 @@ def gather_objects(groups: Groups, objects: list[Any], device: torch.device | No
     return objects
 
 
-def from_first(groups: Groups, value: T, device: torch.device | None = None) -> T:
-    """The picklable value of the first rank; arguments as for :func:`agree`. Collective."""
+def from_rank(groups: Groups, value: T, device: torch.device | None = None, rank: int = 0) -> T:
+    """The picklable value of a rank; arguments as for :func:`agree`. Collective.
+
+    ``rank`` counts as :func:`gather_objects` does.
+    """
     values = [value]
+    steps = []
+    for group in groups:
+        if not is_simulated(group):
+            rank, place = divmod(rank, group.size())
+            steps.append((group, place))
     with _on(device):
-        for group in reversed(groups):
-            if not is_simulated(group):
-                with waiting(group, _COMPARISON):
-                    dist.broadcast_object_list(values, group=group, group_src=0)
+        for group, place in reversed(steps):
+            with waiting(group, _COMPARISON):
+                dist.broadcast_object_list(values, group=group, group_src=place)
     return values[0]
 
 

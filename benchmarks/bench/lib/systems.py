@@ -22,7 +22,8 @@ class System:
     `overlap` asks FSDP2 for explicit prefetching, see `prefetch_in_order`; `prefetch` is the number
     of units that zerocore gathers ahead. A `hybrid` one shards within replicas, over a 2-D mesh.
     With `offload` states are on the host; with `gather_at_step` zerocore begins the first gather of
-    a forward at the optimizer's step.
+    a forward at the optimizer's step. With `near` all gathers but the first one come from so many
+    ranks that follow each other (hpZ).
     """
 
     peer: str
@@ -33,6 +34,7 @@ class System:
     hybrid: bool = False
     offload: bool = False
     gather_at_step: bool = False
+    near: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def wrap_model(
         apply_fsdp2(
             model,
             blocks,
-            reshard=system.stage == 3,
+            reshard=system.near or system.stage == 3,
             mesh=mesh,
             dtype=recipe.compute_dtype,
             offload=system.offload,
@@ -131,7 +133,7 @@ def wrap_model(
         apply_fsdp2(
             model,
             blocks,
-            reshard=True,
+            reshard=system.near or True,
             mesh=mesh,
             dtype=recipe.compute_dtype,
             engine="zerocore.fsdp",
@@ -150,6 +152,8 @@ def _shard(system: System, model: nn.Module, recipe: Recipe, mesh: Any) -> nn.Mo
     options: dict[str, Any] = {"offload": zerocore.Offload(states="cpu")} if system.offload else {}
     if system.gather_at_step:
         options["gather_at_step"] = True
+    if system.near is not None:
+        options["regather"] = system.near
     sharded: nn.Module = zerocore.shard(
         model,
         stage=system.stage,
@@ -166,7 +170,7 @@ def apply_fsdp2(
     model: nn.Module,
     blocks: nn.ModuleList,
     *,
-    reshard: bool,
+    reshard: bool | int,
     mesh: Any = None,
     dtype: torch.dtype | None = None,
     engine: str = "torch.distributed.fsdp",

@@ -1,0 +1,43 @@
+"""Ranks on nodes of their own: network namespaces with limited links between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+
+def run_on_nodes(
+    nodes: Any, arguments: list[str], port: int, timeout_s: float, ranks_a_node: int = 1
+) -> Any:
+    """Runs `python *arguments` as ranks of a gloo group; returns the JSON in rank 0's last line.
+
+    `nodes` are `tests.distributed.nodes.Nodes`, `port` is one of the first. Raises RuntimeError if
+    a rank fails and subprocess.TimeoutExpired after `timeout_s` seconds; no process is left.
+    """
+    ranks = []
+    count = len(nodes.names) * ranks_a_node
+    try:
+        for rank in range(count):
+            env = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": nodes.address(0),
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": str(count),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % ranks_a_node),
+                "GLOO_SOCKET_IFNAME": "eth0",
+            }
+            node = nodes.names[rank // ranks_a_node]
+            command = ["ip", "netns", "exec", node, sys.executable, *arguments]
+            ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+        texts = [each.communicate(timeout=timeout_s)[0] for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    if any(each.returncode for each in ranks):
+        raise RuntimeError(f"ranks ended with {[each.returncode for each in ranks]}")
+    return json.loads(texts[0].splitlines()[-1])

@@ -1,0 +1,129 @@
+"""One rank of a slow network: trains one GPT under each system by turns and times the steps."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bench.lib.models import GPT, GPT_SIZES
+from bench.lib.steps import build_step
+from bench.lib.systems import FP32, OURS, System, import_zerocore, is_installed, wrap_model
+from bench.step.run import LEARNING_RATE
+
+SIZE = GPT_SIZES["29m"]
+STEPS_A_TURN = 2
+SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+PLAIN = System("plain", None, "plain, no communication")
+# Compared systems run right after each other.
+SYSTEMS = (
+    System("ddp", 0, "DDP"),
+    System("zerocore", 0, "zerocore stage 0"),
+    System("deepspeed", 2, "DeepSpeed ZeRO-2"),
+    System("fsdp2", 2, "FSDP2, no reshard"),
+    System("fsdp2", 2, "FSDP2, no reshard, async", overlap=True),
+    System("zerocore", 2, "zerocore stage 2"),
+    System("deepspeed", 3, "DeepSpeed ZeRO-3"),
+    System("fsdp2", 3, "FSDP2"),
+    System("fsdp2", 3, "FSDP2, async", overlap=True),
+    System("zerocore", 3, "zerocore stage 3"),
+    System("fully_shard", 3, "zerocore.fsdp"),
+)
+
+
+def choose(near: int, only: str) -> list[System]:
+    """The systems of some stages; with `near` ranks in a node also those that use them."""
+    hybrid = [
+        System("fsdp2", 3, "FSDP2, near ranks", near=near),
+        System("fsdp2", 3, "FSDP2, async, near ranks", overlap=True, near=near),
+        System("zerocore", 3, "zerocore stage 3, near ranks", near=near),
+        System("fully_shard", 3, "zerocore.fsdp, near ranks", near=near),
+    ]
+    systems = [*SYSTEMS, *(hybrid if near > 1 else [])]
+    wanted = [int(stage) for stage in only.split(",")]
+    return [s for s in systems if s.stage in wanted and is_installed(s.peer)]
+
+
+@dataclass
+class Times:
+    """Of each timed step of one system on this rank."""
+
+    step_ms: list[float] = field(default_factory=list)
+    update_ms: list[float] = field(default_factory=list)
+    wait_ms: list[float] = field(default_factory=list)  # by the timeline, of one step a turn
+    sent_nbytes: list[int] = field(default_factory=list)  # by the node
+
+
+class Subject:
+    """A system with its model, which takes steps."""
+
+    def __init__(self, system: System, batch: tuple[Tensor, Tensor]) -> None:
+        self.system, self.batch = system, batch
+        self.times = Times()
+        torch.manual_seed(0)
+        model = GPT(SIZE)
+        self.whole: Callable[[Any], float] | None = None
+        if system.peer == "deepspeed":
+            self.whole = build_step(system, model, model.blocks, LEARNING_RATE, FP32)
+            return
+        self.model: nn.Module = wrap_model(system, model, model.blocks)
+        parameters = self.model.parameters()
+        self.optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+
+    def step(self) -> tuple[float, float]:
+        """Milliseconds of a step and of the update in it, with all ranks beginning together."""
+        dist.barrier()
+        start = time.perf_counter()
+        if self.whole is not None:
+            self.whole([self.batch])
+            return (time.perf_counter() - start) * 1e3, 0.0
+        self.model(*self.batch).backward()
+        middle = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        end = time.perf_counter()
+        return (end - start) * 1e3, (end - middle) * 1e3
+
+    def take_turn(self) -> None:
+        """One step that is not timed, those that are, and for zerocore its exposed waits."""
+        self.step()
+        for _ in range(STEPS_A_TURN):
+            dist.barrier()
+            before = int(SENT.read_text())
+            step_ms, update_ms = self.step()
+            dist.barrier()
+            self.times.step_ms.append(step_ms)
+            self.times.update_ms.append(update_ms)
+            self.times.sent_nbytes.append(int(SENT.read_text()) - before)
+        if self.system.peer in OURS:
+            with import_zerocore().record_events(self.model) as events:
+                self.step()
+            self.times.wait_ms.append(sum(event.wait_ns for event in events) / 1e6)
+
+
+def run_rank(rounds: int, near: int, only: str) -> None:
+    """Measures all systems and a plain model; rank 0 prints the times of each as JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(1 + dist.get_rank())
+    tokens = torch.randint(SIZE.vocab_size, (SIZE.batch, SIZE.sequence + 1))
+    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    subjects = [Subject(system, batch) for system in (PLAIN, *choose(near, only))]
+    for subject in subjects * 2:
+        subject.step()
+    gc.collect()
+    gc.freeze()
+    for _ in range(rounds):
+        for subject in subjects:
+            subject.take_turn()
+    if dist.get_rank() == 0:
+        print(json.dumps({s.system.label: asdict(s.times) for s in subjects}), flush=True)
+    dist.destroy_process_group()

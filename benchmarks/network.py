@@ -1,0 +1,78 @@
+"""Steps of 2 to 8 nodes over a slow network, zerocore beside its peers, by turns in one run.
+
+Nodes are network namespaces that a switch joins; tc limits what each of them sends. It needs root,
+and Linux with ip and tc.
+
+python benchmarks/network.py speed --rates 1gbit,4gbit,10gbit
+python benchmarks/network.py speed --ranks-a-node 2 --only 3     near ranks (hpZ), too
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from bench.lib.nodes import run_on_nodes
+from bench.lib.results import write_results
+from bench.lib.systems import import_zerocore, is_installed
+from bench.lib.tables import Table, make_console
+from bench.network.report import network_table
+from bench.network.run import run_rank
+
+RUN_TIMEOUT_S = 1800.0
+NOTES = (
+    "Times are medians of rank 0's steps, with torch's fused AdamW; all systems took turns in the "
+    "same processes, and ratios are those of the medians.",
+    "Sent: bytes that left node 0's interface in a step. Wire: those bytes at the link's rate.",
+    "Compute: a plain model's forward and backward at the same time on all ranks, and the system's "
+    "own update. Hidden by length: 1 - (step - compute) / wire. Hidden by timeline: 1 - the "
+    "runtime's exposed waits / wire. The processor's work for sockets counts as exposed in both.",
+)
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+@app.command(hidden=True)
+def rank(rounds: int, near: int, only: str) -> None:
+    """One rank, which says where the others are."""
+    run_rank(rounds, near, only)
+
+
+@app.command()
+def speed(
+    nodes: Annotated[int, typer.Option(min=2, max=8, help="Of the network.")] = 2,
+    rates: Annotated[str, typer.Option(help="Of a node's link, as tc has them.")] = "4gbit",
+    ranks_a_node: Annotated[int, typer.Option(min=1, help="More than 1: hpZ, too.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of all systems, 2 steps each.")] = 6,
+    only: Annotated[str, typer.Option(help="Stages, such as 3 or 0,2.")] = "0,2,3",
+) -> None:
+    """Prints step times, ratios to the named peer and hidden shares; writes a dated file."""
+    import_zerocore()  # and with it the tests, which make such nodes
+    from tests.distributed.nodes import Nodes, can_make_nodes
+
+    if not can_make_nodes():
+        print("skipped: network namespaces need root, and Linux with ip and tc")
+        return
+    load = os.getloadavg()[0]
+    console = make_console()
+    tables: list[Table] = []
+    raw: dict[str, Any] = {"load_at_start": load, "ranks_a_node": ranks_a_node, "nodes": nodes}
+    for number, rate in enumerate(rates.split(",")):
+        with Nodes(nodes, rate) as network:
+            arguments = [__file__, "rank", str(rounds), str(ranks_a_node), only]
+            found = run_on_nodes(network, arguments, 29600 + number, RUN_TIMEOUT_S, ranks_a_node)
+        raw[rate] = found
+        each = "" if ranks_a_node == 1 else f" of {ranks_a_node} ranks"
+        tables.append(network_table(f"{nodes} nodes{each}, {rate}", rate, found))
+        tables[-1].show(console)
+    tables[-1].notes = [*NOTES, f"Load of the machine when the run began: {load:.1f}."]
+    if not is_installed("deepspeed"):
+        tables[-1].notes.append("DeepSpeed is not installed here.")
+    theme = f"network_{nodes}x{ranks_a_node}"
+    paths = write_results(theme, raw, "\n".join(table.markdown() for table in tables))
+    console.print(f"written: {', '.join(path.name for path in paths)}")
+
+
+if __name__ == "__main__":
+    app()
