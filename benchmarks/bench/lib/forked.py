@@ -18,7 +18,7 @@ TIMEOUT = timedelta(seconds=300)
 
 
 def run_forked(function: Callable[[], Any], size: int) -> list[Any]:
-    """What `function` returns on each of `size` ranks, as JSON has it.
+    """The values of `function` on each of `size` ranks, as JSON has them.
 
     Raises:
         RuntimeError: a rank failed; it has said why.
