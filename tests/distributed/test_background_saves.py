@@ -156,3 +156,32 @@ def load_by_another(folder: Path) -> None:
 
 def test_a_load_waits_for_saves_of_other_objects(tmp_path: Path) -> None:
     run_ranks(load_by_another, 2, tmp_path)
+
+
+class Loader:
+    """State that one rank cannot tell."""
+
+    broken = True
+
+    def state_dict(self) -> dict[str, int]:
+        if self.broken and dist.get_rank() == 1:
+            raise ValueError("the loader is closed")
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def fail_to_begin(folder: Path) -> None:
+    loader = Loader()
+    checkpoints = zerocore.Checkpoints(folder, wide(3), loader=loader)
+    kind, text = (ValueError, "closed") if dist.get_rank() == 1 else (RuntimeError, "rank 1 failed")
+    with pytest.raises(kind, match=text):
+        checkpoints.save(1)
+        checkpoints.wait()
+    loader.broken = False
+    checkpoints.save(2).wait()
+    assert checkpoints.steps() == [2]
+
+
+def test_a_save_that_one_rank_does_not_begin(tmp_path: Path) -> None:
+    run_ranks(fail_to_begin, 3, tmp_path)

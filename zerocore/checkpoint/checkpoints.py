@@ -21,7 +21,7 @@ from zerocore.checkpoint.commit.folder import path_of, steps_in
 from zerocore.checkpoint.commit.writer import finish_writes, writer_of
 from zerocore.checkpoint.dcp.snapshot import StreamedCopy
 from zerocore.checkpoint.safe_files import DamagedError
-from zerocore.common.agreement import agree, from_rank
+from zerocore.common.agreement import from_rank, on_all_ranks
 from zerocore.common.alarm import operation
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.extensions import check_plain
@@ -191,7 +191,7 @@ class Checkpoints:
             saved, own = self._collect(step, state)
             save = self._make_save(final, saved, own)
         except Exception as error:  # without this the others would wait for this rank
-            wait([self._writer.writes.submit(agree, self._writer.groups, error, [])])
+            wait([self._writer.writes.submit(self._fail, error)])
             raise
         self._pending = self._start(step, save, state)
         self._pending.stall_seconds += time.perf_counter() - began
@@ -201,6 +201,12 @@ class Checkpoints:
         from zerocore.checkpoint.commit.saving import Save
 
         return Save(final, saved, own, self._writer.groups, self._keep, self._known)
+
+    def _fail(self, error: Exception) -> None:
+        def fail() -> None:
+            raise error
+
+        on_all_ranks(self._writer.groups, fail)  # as the others' save begins
 
     def _start(self, step: int, save: Save, state: ShardState) -> PendingSave:
         if not self._background:
