@@ -21,8 +21,8 @@ struct Block {
   int64_t nbytes = 0;
 };
 
-// Threads that call pread and pwrite: no slower than io_uring with blocks of megabytes (up to 5 %),
-// and containers allow them. Every call is made under the owner's lock.
+// Threads that call pread and pwrite: with blocks of megabytes within 5 % of io_uring, which
+// containers may forbid. Every call is made under the owner's lock.
 class BlockThreads {
  public:
   // Takes the owner's tag of a block, and 0 or the errno of the rest of it that failed; called by

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from tests.distributed.harness import run_ranks
-from tests.fsdp.both import NUM_STEPS, loss_of, shard_blocks, tokens_of, train
+from tests.fsdp.both import NUM_STEPS, check_plan, loss_of, shard_blocks, tokens_of, train
 from tests.fsdp.test_extensions import MIXED, Halves, make_halves
 from zerocore.model.state import state_of
 
@@ -78,19 +78,7 @@ def mixed_options() -> None:
         torch.testing.assert_close(
             torch.tensor(losses), torch.tensor(expected), rtol=2e-2, atol=2e-2
         )
-        check_plan(ours)
-
-
-def check_plan(model: Any) -> None:
-    """Bytes are those of the plan."""
-    with zerocore.record_events(model) as events:
-        loss_of(model, tokens_of(3)).backward()
-    moved = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
-    assert moved == list(zerocore.predict_events(model))
-    used, predicted = zerocore.memory_usage(model), zerocore.predict_memory(model)
-    assert used.parameters == predicted.parameters
-    assert used.main_weights == predicted.main_weights
-    assert used.gradients == predicted.gradients
+        check_plan(ours, "parameters", "main_weights", "gradients")
 
 
 def report_and_faces() -> None:

@@ -14,6 +14,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import zerocore
 import zerocore.fsdp as zerocore_fsdp
 
 ENGINES: dict[str, Any] = {"torch": torch_fsdp, "zerocore": zerocore_fsdp}
@@ -141,3 +142,14 @@ def check_same(trained: dict[str, Trained], rtol: float = 1e-5, atol: float = 1e
         torch.testing.assert_close(
             ours.params[name], value, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+def check_plan(model: nn.Module, *parts: str) -> None:
+    """A forward and backward move the plan's bytes; these parts of the memory are as planned."""
+    with zerocore.record_events(model) as events:
+        loss_of(model, tokens_of(3)).backward()
+    moved = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
+    assert moved == list(zerocore.predict_events(model))
+    used, predicted = zerocore.memory_usage(model), zerocore.predict_memory(model)
+    for part in parts:
+        assert getattr(used, part) == getattr(predicted, part), part

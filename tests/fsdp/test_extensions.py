@@ -26,6 +26,7 @@ from tests.fsdp.both import (
     Block,
     Net,
     Trained,
+    check_plan,
     check_same,
     full_params,
     loss_of,
@@ -180,14 +181,7 @@ def figures() -> None:
         assert group._training_state.name == "FORWARD"
     text = str(zerocore.describe(model))
     assert "gathered as bfloat16" in text, text
-    with zerocore.record_events(model) as events:
-        loss_of(model, tokens_of(3)).backward()
-    moved = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
-    assert moved == list(zerocore.predict_events(model))
-    used, predicted = zerocore.memory_usage(model), zerocore.predict_memory(model)
-    assert used.parameters == predicted.parameters
-    assert used.gradients == predicted.gradients
-    assert used.pool_reserved == predicted.pool_reserved
+    check_plan(model, "parameters", "gradients", "pool_reserved")
 
 
 def checkpoints(folder: Path) -> None:

@@ -229,3 +229,29 @@ def refuse() -> None:
 
 def test_what_is_raised_as_it_is() -> None:
     run_ranks(refuse, 2)
+
+
+def drop_gradients_inside(kind: str, sets_none: bool) -> None:
+    """Programs that begin a step with zero_grad(): a step that fails leaves the old gradients."""
+    model = make(3) if kind == "shard" else shard_rows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grads: list[list[Tensor]] = []
+    for number, failure in enumerate(["", "loss", ""]):
+        with zerocore.retryable(model, optimizer) as attempt:
+            optimizer.zero_grad(sets_none)
+            loss = loss_of(model, number)
+            loss.backward()
+            attempt.check(loss * torch.nan if failure and dist.get_rank() == 0 else loss)
+            optimizer.step()
+        assert attempt.failed == bool(failure)
+        params = [param for param in model.parameters() if param.requires_grad]
+        grads.append([param.grad.full_tensor() for param in params])  # type: ignore[union-attr]
+    for before, after in zip(*grads[:2], strict=True):
+        assert torch.equal(before, after)
+    assert any(not torch.equal(*pair) for pair in zip(*grads[1:], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["shard", "rows"])
+def test_steps_that_begin_with_zero_grad(kind: str) -> None:
+    for sets_none in (True, False):
+        run_ranks(drop_gradients_inside, 2, kind, sets_none)

@@ -175,3 +175,23 @@ def find_alone() -> None:
 
 def test_one_rank() -> None:
     run_ranks(find_alone, 1)
+
+
+def look_alike() -> None:
+    """Learning rates that print alike, and states that were loaded: neither is corruption."""
+    model, optimizer = trained(3, "adamw")
+    assert verified(model, optimizer) == []
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state["exp_avg"] = state["exp_avg"] * 2
+    optimizer.load_state_dict(saved)
+    assert verified(model, optimizer) == []
+    group = optimizer.param_groups[0]
+    group["schedule"] = lambda: None  # has another address on each rank
+    group["lr"] = torch.tensor(0.05 + 1e-7 * dist.get_rank())
+    expected = "options of group 0 of optimizer 0 is not the same on ranks 0; ranks 1"
+    assert verified(model, optimizer) == [expected]
+
+
+def test_values_that_only_look_wrong_or_right() -> None:
+    run_ranks(look_alike, 2)

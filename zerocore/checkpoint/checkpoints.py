@@ -233,8 +233,8 @@ class Checkpoints:
         """Loads the newest checkpoint that can be read, or that of ``step``.
 
         Waits for saves under way, also those of another object. Returns the step, or None if there
-        are no checkpoints. Everything is compared before a byte
-        reaches the model: names, shapes, dtypes, sizes and checksums of files.
+        are no checkpoints. Everything is compared before a byte reaches the model: names, shapes,
+        dtypes, sizes and checksums of files.
 
         Args:
             fallback: if the newest one is damaged for any rank, all ranks load the one before, and

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zerocore.tensor.parameter import LocalShard, ShardedParameter
 from zerocore.tensor.place import Place, Placed, local_of
-from zerocore.tensor.rows import as_part, local_part
+from zerocore.tensor.rows import as_part, own_elements
 
 _is_filled = ContextVar("is_filled", default=False)
 
@@ -157,7 +157,7 @@ def make_states(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         probed: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = {}
         for param in without_state(group["params"], optimizer.state):
-            local = _elements_of(param)
+            local = own_elements(param)
             kind = (local.dtype, local.device)
             if kind not in probed:
                 probed[kind] = _probed_state(optimizer, group, local)
@@ -180,7 +180,7 @@ def _probed_state(optimizer: Optimizer, group: dict[str, Any], local: Tensor) ->
 
 def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Names and first values of the states, from those of a parameter of one element."""
-    local = _elements_of(param)
+    local = own_elements(param)
     for key, value in probed.items():
         if not isinstance(value, Tensor):
             yield key, 0 if key == "step" else deepcopy(value)
@@ -193,10 +193,6 @@ def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any
             full = torch.full_like(local, value.item(), dtype=value.dtype)
             is_shard = isinstance(param, Placed)
             yield key, as_shard(full, param.place) if is_shard else as_part(full, param)
-
-
-def _elements_of(param: Any) -> Tensor:
-    return local_of(param) if isinstance(param, Placed) else local_part(param).detach()
 
 
 def stepped_state(

@@ -144,13 +144,18 @@ class ShardState:
         self.finish_reads()
         self.engine.drop_first_gather()
 
+    @property
+    def extensions(self) -> list[Any]:
+        """Parameters that gather themselves."""
+        return [each for unit in self.units for each in unit.extensions]
+
     def encode(self) -> None:
         """Asks parameters that gather themselves and have changed what is gathered of them.
 
         Raises:
             Exception: as a parameter does; on the other ranks a RuntimeError that names it.
         """
-        stale = [each for unit in self.units for each in unit.extensions if each.is_stale()]
+        stale = [each for each in self.extensions if each.is_stale()]
         if not stale:
             return
         errors: dict[str, Exception] = {}
@@ -172,7 +177,7 @@ class ShardState:
 
     def several(self) -> list[str]:
         """Names of frozen parameters that consist of several tensors, and are no shards."""
-        return [each.fqn for unit in self.units for each in unit.extensions if each.version is None]
+        return [each.fqn for each in self.extensions if each.version is None]
 
     def params(self) -> list[Param]:
         """All parameters, in the order of the units."""

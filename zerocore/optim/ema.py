@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from zerocore.hooks.optimizer_states import as_shard, params_of
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import local_of
-from zerocore.tensor.rows import as_part, local_part, shard_of
+from zerocore.tensor.rows import as_part, own_elements, shard_of
 
 
 class EMA(Optimizer):
@@ -43,7 +42,7 @@ class EMA(Optimizer):
         """Begins the averages of parameters that have none yet, with their values."""
         for param in params_of(self):
             if not self.state.get(param):
-                self.state[param] = {"average": _like(_elements(param).clone(), param)}
+                self.state[param] = {"average": _like(own_elements(param).clone(), param)}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Refused: an EMA updates no parameters."""
@@ -54,7 +53,7 @@ class EMA(Optimizer):
         """Takes the parameters' values into the averages."""
         for group in self.param_groups:
             if group["params"]:
-                values = [_elements(param) for param in group["params"]]
+                values = [own_elements(param) for param in group["params"]]
                 averages = [self._average(param) for param in group["params"]]
                 torch._foreach_lerp_(averages, values, 1 - group["decay"])
 
@@ -79,7 +78,7 @@ class EMA(Optimizer):
             if state is not None:
                 state.begin_load()
         for param in params:
-            value, average = _elements(param), self._average(param)
+            value, average = own_elements(param), self._average(param)
             held = value.clone()
             value.copy_(average)
             average.copy_(held)
@@ -88,12 +87,7 @@ class EMA(Optimizer):
         if not self.state.get(param):
             self.make_states()
         average: Any = self.state[param]["average"]
-        return local_of(average) if isinstance(param, ShardedParameter) else local_part(average)
-
-
-def _elements(param: Any) -> Tensor:
-    """This rank's values on their memory, whose changes count as the parameter's."""
-    return local_of(param) if isinstance(param, ShardedParameter) else local_part(param).detach()
+        return own_elements(average)
 
 
 def _like(local: Tensor, param: Any) -> Tensor:

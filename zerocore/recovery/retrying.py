@@ -21,8 +21,7 @@ from zerocore.common.agreement import gather_objects, is_simulated
 from zerocore.common.alarm import operation, waiting
 from zerocore.hooks.optimizer_states import options_of, params_of
 from zerocore.model.state import ShardState, ready_state_of
-from zerocore.tensor.place import Placed, local_of
-from zerocore.tensor.rows import local_part
+from zerocore.tensor.rows import own_elements
 
 _NUM_LOSSES, _FEWEST_LOSSES = 100, 10  # that a spike is measured by
 
@@ -107,7 +106,7 @@ class _Before:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], objects: Any) -> None:
         self._params = [param for each in optimizers for param in params_of(each)]
-        self._grads = [None if p.grad is None else _plain(p.grad).clone() for p in self._params]
+        self._grads = [None if p.grad is None else p.grad.clone() for p in self._params]
         self._options = [
             (group, deepcopy(options_of(group)))
             for each in optimizers
@@ -119,12 +118,10 @@ class _Before:
 
     def restore(self) -> None:
         for param, before in zip(self._params, self._grads, strict=True):
-            if before is None:
-                param.grad = None
-            elif param.grad is None or param.grad.shape != param.shape:
-                raise RuntimeError("gradients were dropped in a retryable block before it failed")
+            if before is None or param.grad is None:
+                param.grad = before
             else:
-                _plain(param.grad).copy_(before)
+                own_elements(param.grad).copy_(own_elements(before))
         for group, options in self._options:
             group.update(options)
         for buffer, before in self._buffers:
@@ -138,12 +135,10 @@ class _Weights:
     """Copies of what an optimizer's step changes."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
-        self._weights = [
-            (_plain(p), _plain(p).clone()) for each in optimizers for p in params_of(each)
-        ]
+        params = [param for each in optimizers for param in params_of(each)]
+        self._weights = [(own_elements(param), _copied(param)) for param in params]
         self._states = [
-            {param: {k: _copied(v) for k, v in each.state.get(param, {}).items()}}
+            (each, param, {k: _copied(v) for k, v in each.state.get(param, {}).items()})
             for each in optimizers
             for param in params_of(each)
         ]
@@ -151,28 +146,18 @@ class _Weights:
     def restore(self) -> None:
         for weight, before in self._weights:
             weight.copy_(before)
-        states = iter(self._states)
-        for optimizer in self._optimizers:
-            for param in params_of(optimizer):
-                self._restore_state(optimizer, param, next(states)[param])
-
-    def _restore_state(self, optimizer: Optimizer, param: Any, before: dict[str, Any]) -> None:
-        if not before:
-            optimizer.state.pop(param, None)
-        for key, value in before.items():
-            if isinstance(value, Tensor):
-                _plain(optimizer.state[param][key]).copy_(value)
-            else:
-                optimizer.state[param][key] = value
-
-
-def _plain(value: Any) -> Tensor:
-    """This rank's part, on its memory, without a gradient."""
-    return local_of(value) if isinstance(value, Placed) else local_part(value).detach()
+        for optimizer, param, state in self._states:
+            if not state:
+                optimizer.state.pop(param, None)
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    own_elements(optimizer.state[param][key]).copy_(value)
+                else:
+                    optimizer.state[param][key] = value
 
 
 def _copied(value: Any) -> Any:
-    return _plain(value).clone() if isinstance(value, Tensor) else deepcopy(value)
+    return own_elements(value).clone() if isinstance(value, Tensor) else deepcopy(value)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from zerocore.checkpoint.training_state import optimizers_of
 from zerocore.common.agreement import Groups, checksum, differing, gather_objects
@@ -161,10 +162,9 @@ def _states(state: ShardState, optimizers: Sequence[Optimizer]) -> Iterator[_Val
                 name = f"'{param.fqn}': {key}"
                 if isinstance(value, Tensor) and key not in NUMBERS:
                     local = elements_of(value, given)
-                    version = (*_version(state, unit, index), local._version)
+                    version = (*_version(state, unit, index), local._version, local.data_ptr())
                     yield _Value(name, checksum(local), _holders(state, unit, param), version)
                 else:
-                    value = value.item() if isinstance(value, Tensor) else value
                     yield _Value(name, _number_of(value), state.meshes[unit.mesh].groups)
 
 
@@ -172,12 +172,17 @@ def _options(state: ShardState, optimizers: Sequence[Optimizer]) -> Iterator[_Va
     for number, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
             name = f"options of group {place} of optimizer {number}"
-            options = sorted(options_of(group).items())
-            yield _Value(name, _number_of(options), state.ranks.groups)
+            yield _Value(name, _number_of(options_of(group)), state.ranks.groups)
 
 
 def _number_of(value: Any) -> Tensor:
-    return torch.tensor(crc32(repr(value).encode()))
+    """Of plain values and tensors; others, such as functions, look different on each rank."""
+    found = [
+        each.tolist() if isinstance(each, Tensor) else each
+        for each in tree_leaves(value)
+        if isinstance(each, Tensor | bool | int | float | complex | str | None)
+    ]
+    return torch.tensor(crc32(repr(found).encode()))
 
 
 def _changed(state: ShardState, values: list[_Value]) -> tuple[list[tuple[str, int]], int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerocore.tensor.parameter import LocalShard, ShardedParameter
-from zerocore.tensor.place import Place, local_of
+from zerocore.tensor.place import Place, Placed, local_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -75,6 +75,12 @@ def ready_shard_of(param: Any) -> ShardedParameter | RowShard | None:
 def local_part(tensor: Any) -> Tensor:
     """A DTensor's part of this rank, a plain tensor on the same memory; any other as it is."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def own_elements(value: Any) -> Tensor:
+    """This rank's part of a shard or DTensor, or all of a plain tensor, on its memory; changes
+    count as those of ``value``, and there is no gradient."""
+    return local_of(value) if isinstance(value, Placed) else local_part(value).detach()
 
 
 def at_origin(tensor: Tensor) -> Tensor:

@@ -187,7 +187,7 @@ def _namer(names: Names | None) -> Callable[[str], Name]:
 
 
 def _check_places(state: ShardState) -> None:
-    for each in (each for unit in state.units for each in unit.extensions):
+    for each in state.extensions:
         raise NotImplementedError(
             f"parameter '{each.fqn}' gathers itself, which exports do not know; use "
             "zerocore.full_state_dict"

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from zerocore._C import HostMemory, free_memory, move_window, take_memory
 from zerocore.model.state import ShardState, ready_state_of
-from zerocore.tensor.place import Placed, leaves, local_of
-from zerocore.tensor.rows import local_part
+from zerocore.tensor.place import leaves
+from zerocore.tensor.rows import local_part, own_elements
 
 _ALIGNMENT = 256
 _MESSAGE = "this tensor is parked: leave `with zerocore.parked(...)` before it is used"
@@ -129,7 +129,7 @@ def _find(state: ShardState, optimizers: Sequence[Optimizer]) -> _Parked:
         for value in leaves([list(each.values()) for each in optimizer.state.values()]):
             if not isinstance(value, Tensor):
                 continue
-            plain = local_of(value) if isinstance(value, Placed) else local_part(value).detach()
+            plain = own_elements(value)
             storage = plain.untyped_storage()
             if (
                 plain.device.type == state.device.type

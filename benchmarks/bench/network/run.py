@@ -17,26 +17,14 @@ from torch import Tensor, nn
 from bench.lib.models import GPT, GPT_SIZES
 from bench.lib.steps import build_step
 from bench.lib.systems import FP32, OURS, System, import_zerocore, is_installed, wrap_model
+from bench.lib.systems import SYSTEMS as ALL_SYSTEMS
 from bench.step.run import LEARNING_RATE
 
 SIZE = GPT_SIZES["29m"]
 STEPS_A_TURN = 2
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 PLAIN = System("plain", None, "plain, no communication")
-# Compared systems run right after each other.
-SYSTEMS = (
-    System("ddp", 0, "DDP"),
-    System("zerocore", 0, "zerocore stage 0"),
-    System("deepspeed", 2, "DeepSpeed ZeRO-2"),
-    System("fsdp2", 2, "FSDP2, no reshard"),
-    System("fsdp2", 2, "FSDP2, no reshard, async", overlap=True),
-    System("zerocore", 2, "zerocore stage 2"),
-    System("deepspeed", 3, "DeepSpeed ZeRO-3"),
-    System("fsdp2", 3, "FSDP2"),
-    System("fsdp2", 3, "FSDP2, async", overlap=True),
-    System("zerocore", 3, "zerocore stage 3"),
-    System("fully_shard", 3, "zerocore.fsdp"),
-)
+SYSTEMS = tuple(system for system in ALL_SYSTEMS if system.stage not in (None, 1))
 
 
 def choose(near: int, only: str) -> list[System]:

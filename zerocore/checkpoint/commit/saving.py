@@ -82,7 +82,7 @@ class Save:
 
     @cached_property
     def _temporary(self) -> Path:
-        """The folder that all write to, if this is the first rank."""
+        """The folder that this rank makes, if it is a leader."""
         return folder.temporary_of(self.final)
 
     def _begin(self) -> Path:
@@ -148,7 +148,7 @@ class Save:
         return sums
 
     def _commit(self, temporary: Path, sums: Checksums) -> None:
-        """On the first rank: gives the folder its name, as all ranks have flushed their files."""
+        """On a leader: gives the folder its name, as all ranks have flushed their files."""
         if not self.is_leader:
             return
         for name, each in self._kept(sums).items():
