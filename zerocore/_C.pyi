@@ -125,6 +125,7 @@ class EngineOptions:
         meshes: Sequence[GroupNames],
         control: str | None,
         log_hand_overs: bool = False,
+        static_graph: bool = False,
         alarm_name: str = "",
         stall_seconds: float | None = 0.0,
         host_link: LinkModel | None = None,

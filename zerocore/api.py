@@ -49,6 +49,7 @@ def shard(
     replicas_share: str | None = UNSET,
     overlap_reductions: bool = UNSET,
     retain_last: bool = UNSET,
+    static_graph: bool = UNSET,
     gradient_divide_factor: float | None = UNSET,
     sync_buffers: bool = UNSET,
 ) -> _Model:
@@ -99,7 +100,8 @@ def shard(
             communication, Communication, prefetch=prefetch, accumulate=accumulate,
             gather_at_step=gather_at_step, regather=regather, sync_buffers=sync_buffers,
             overlap_reductions=overlap_reductions, replicas_share=replicas_share,
-            retain_last=retain_last, gradient_divide_factor=gradient_divide_factor,
+            retain_last=retain_last, static_graph=static_graph,
+            gradient_divide_factor=gradient_divide_factor,
         )  # fmt: skip
         return ShardConfig(stage, options, sync_params, mixed_precision, offload)
 

@@ -104,7 +104,8 @@ py::dict agreed(const PyEngine& self) {
       py::arg("num_calls") = counts.num_calls,
       py::arg("num_shapes") = counts.num_shapes,
       py::arg("num_points") = counts.num_points,
-      py::arg("num_compared") = counts.num_compared);
+      py::arg("num_compared") = counts.num_compared,
+      py::arg("num_messages") = counts.num_messages);
 }
 
 void register_setup(py::class_<PyEngine>& engine) {

@@ -112,6 +112,10 @@ void OrderConsensus::leave_pass() {
     return;
   }
   lifecycle_.run([&](Actions& out) { schedule_.close_pass(out); });
+  if (context_.control->is_static() && has_order_ && (!schedule_.changed() || failed_)) {
+    finish_pass({}); // a call that this rank skips is skipped by all
+    return;
+  }
   say({std::nullopt, 0, schedule_.changed(), schedule_.skipped(), failed_});
   leaving_ = true;
   if (schedule_.changed() || schedule_.skipped() || !c10::GradMode::is_enabled()) {
@@ -141,24 +145,26 @@ void OrderConsensus::settle_pass() {
     say({std::nullopt, 0, true, true, failed_});
     answer = wait();
   }
-  lifecycle_.forget_past();
   failed_ = answer.failed;
-  if (failed_) {
-    schedule_.drop_pass();
-    return;
-  }
   RankCalls calls;
-  if (answer.changed) {
+  if (answer.changed && !failed_) {
     calls = context_.control->gather(schedule_.calls());
+    has_order_ = true;
   }
-  ranks_differ_ = ranks_differ_ || answer.skipped;
-  schedule_.settle_pass(calls.lists, calls.own);
+  ranks_differ_ = ranks_differ_ || (answer.skipped && !failed_);
+  finish_pass(calls);
+}
+
+void OrderConsensus::finish_pass(const RankCalls& calls) {
+  lifecycle_.forget_past();
+  failed_ ? schedule_.drop_pass() : schedule_.settle_pass(calls.lists, calls.own);
 }
 
 Agreed OrderConsensus::agreed(size_t num_backward_shapes) const {
   Agreed result;
   result.num_calls = schedule_.calls().size();
   result.num_shapes = num_backward_shapes;
+  result.num_messages = context_.control == nullptr ? 0 : context_.control->num_messages();
   for (const Collectives* each : collectives_of(units_)) {
     if (each->guard() != nullptr) {
       result.num_points += each->guard()->num_points();

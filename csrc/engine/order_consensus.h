@@ -17,6 +17,7 @@ struct Agreed {
   size_t num_shapes = 0; // of backwards
   size_t num_points = 0; // see Note [Known sequences]; of all groups
   uint64_t num_compared = 0; // collectives that ranks compared before they issued them
+  uint64_t num_messages = 0; // others that this rank has sent
 };
 
 class OrderConsensus {
@@ -73,6 +74,8 @@ class OrderConsensus {
  private:
   void say(ControlChannel::Answer own) const;
   ControlChannel::Answer wait();
+  // The pass that was left had these calls, none if it was as expected.
+  void finish_pass(const RankCalls& calls);
   // Gathers a unit that other ranks need, as it is behind the writes that they have made.
   void serve(const ControlChannel::Answer& answer, bool in_pass);
 
@@ -82,6 +85,7 @@ class OrderConsensus {
   UnitLifecycle& lifecycle_;
   bool leaving_ = false; // a pass that other ranks may still be in
   bool ranks_differ_ = false;
+  bool has_order_ = false; // from a pass of all ranks
   int64_t gathered_ = 0; // again, for the pass; see begin_pass()
   UnitId first_gathered_ = -1;
   std::optional<int> failed_;

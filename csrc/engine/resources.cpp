@@ -56,7 +56,8 @@ Resources::Resources(
     groups_.emplace_back(names, streams_, alarm_.get(), options.sharding.sums_in_order);
   }
   if (auto group = find_group(options.control)) {
-    control_ = std::make_unique<ControlChannel>(std::move(group), alarm_.get());
+    control_ =
+        std::make_unique<ControlChannel>(std::move(group), alarm_.get(), options.static_graph);
   }
   if (options.host_link) {
     host_link_ = std::make_unique<HostLink>(*options.host_link);

@@ -25,6 +25,7 @@ const std::string kUsed = "the parameters that a backward used";
 // fewest writes to it, or 0.
 constexpr int64_t kFirstUnit = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMostWrites = std::numeric_limits<int32_t>::max();
+constexpr size_t kMostKnown = 4096; // see Note [Static graphs]
 enum Field : uint8_t { Wanted, Changed, Skipped, Failed, MostGathered, LeastGathered, kNumFields };
 
 std::shared_ptr<ControlLink> link_of(const c10::intrusive_ptr<c10d::ProcessGroup>& control) {
@@ -49,11 +50,19 @@ void decode(int64_t code, PassCall& call) {
 
 } // namespace
 
-ControlChannel::ControlChannel(const c10::intrusive_ptr<c10d::ProcessGroup>& control, Alarm* alarm)
-    : link_(link_of(control)), rank_(control->getRank()), user_(link_->add_user()), alarm_(alarm) {}
+ControlChannel::ControlChannel(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& control,
+    Alarm* alarm,
+    bool is_static)
+    : link_(link_of(control)),
+      rank_(control->getRank()),
+      user_(link_->add_user()),
+      is_static_(is_static),
+      alarm_(alarm) {}
 
 ControlChannel::Pending ControlChannel::begin(ControlMessage own, const std::string& what) {
   Pending pending{nullptr, -1, &what};
+  ++num_messages_;
   own.user = user_;
   if (alarm_ != nullptr) {
     alarm_->check();
@@ -137,32 +146,50 @@ RankCalls ControlChannel::gather(const PassCalls& own) {
 }
 
 std::vector<bool> ControlChannel::any_rank(const std::vector<bool>& flags) {
-  return any_rank(MessageKind::AnyFlags, flags, kCalls);
+  Flags told = tell(MessageKind::AnyFlags, flags, kCalls);
+  return hear(told);
 }
 
 std::vector<bool> ControlChannel::any_rank_of_optimizer(const std::vector<bool>& flags) {
-  return any_rank(MessageKind::OptimizerFlags, flags, kOptimizerFlags);
-}
-
-std::vector<bool> ControlChannel::any_rank(
-    MessageKind kind,
-    const std::vector<bool>& flags,
-    const std::string& what) {
-  Pending pending = begin(ControlMessage::of_flags(kind, flags), what);
-  return wait(pending).flags(flags.size());
+  Flags told = tell(MessageKind::OptimizerFlags, flags, kOptimizerFlags);
+  return hear(told);
 }
 
 // Waits for the message before, which has long arrived, for the ledger's sake.
 void ControlChannel::tell_used(const std::vector<bool>& flags) {
-  if (telling_.round != nullptr) {
-    wait(telling_);
+  if (used_.pending.round != nullptr) {
+    hear(used_);
   }
-  num_used_ = flags.size();
-  telling_ = begin(ControlMessage::of_flags(MessageKind::UsedFlags, flags), kUsed);
+  used_ = tell(MessageKind::UsedFlags, flags, kUsed);
 }
 
 std::vector<bool> ControlChannel::hear_used() {
-  return wait(telling_).flags(num_used_);
+  return hear(used_);
+}
+
+ControlChannel::Flags ControlChannel::tell(
+    MessageKind kind,
+    const std::vector<bool>& own,
+    const std::string& what) {
+  Flags flags{kind, own, {}};
+  if (!known_.contains({kind, own})) {
+    flags.pending = begin(ControlMessage::of_flags(kind, own), what);
+  }
+  return flags;
+}
+
+std::vector<bool> ControlChannel::hear(Flags& flags) {
+  if (flags.pending.round == nullptr) {
+    return known_.at({flags.kind, flags.own});
+  }
+  std::vector<bool> heard = wait(flags.pending).flags(flags.own.size());
+  if (is_static_) {
+    if (known_.size() >= kMostKnown) {
+      known_.clear(); // on all ranks at once
+    }
+    known_[{flags.kind, flags.own}] = heard;
+  }
+  return heard;
 }
 
 void connect_peers(const std::string& control) {

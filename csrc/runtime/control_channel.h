@@ -2,11 +2,19 @@
 //
 // See Note [One order on every rank] in plan/schedule.h. Ranks answer in rounds: each says which
 // unit it needs or that it has left the pass, and all hear which unit is served next.
+//
+// Note [Static graphs]
+// The program may promise that in each pass all ranks do the same. A pass with new calls, and new
+// flags, are then said by all ranks, and all learn what follows; known ones send nothing. A rank
+// that breaks the promise says something alone, or issues a collective alone, and waits until the
+// alarm.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "plan/pass_calls.h"
@@ -36,7 +44,10 @@ class ControlChannel {
 
   // `control`: a gloo group of all ranks of the model. `alarm` may be null, and outlives the
   // channel otherwise.
-  ControlChannel(const c10::intrusive_ptr<c10d::ProcessGroup>& control, Alarm* alarm);
+  ControlChannel(
+      const c10::intrusive_ptr<c10d::ProcessGroup>& control,
+      Alarm* alarm,
+      bool is_static);
 
   // A round begins for this rank, with what it has to say; wait() ends it.
   void say(const Answer& own);
@@ -56,6 +67,14 @@ class ControlChannel {
   int rank() const {
     return rank_;
   }
+  // See Note [Static graphs].
+  bool is_static() const {
+    return is_static_;
+  }
+  // Messages that this rank has begun.
+  uint64_t num_messages() const {
+    return num_messages_;
+  }
 
  private:
   // A message under way; its number in the alarm's ledger.
@@ -68,17 +87,25 @@ class ControlChannel {
   Pending begin(ControlMessage own, const std::string& what);
   ControlMessage wait(Pending& pending);
   [[noreturn]] void fail(const std::string& what, const std::exception& error) const;
-  std::vector<bool> any_rank(
-      MessageKind kind,
-      const std::vector<bool>& flags,
-      const std::string& what);
+  // The flags of all ranks are on their way, unless they are known.
+  struct Flags {
+    MessageKind kind = MessageKind::AnyFlags;
+    std::vector<bool> own;
+    Pending pending;
+  };
+  Flags tell(MessageKind kind, const std::vector<bool>& own, const std::string& what);
+  std::vector<bool> hear(Flags& flags);
 
   const std::shared_ptr<ControlLink> link_;
   const int rank_;
   const int64_t user_;
+  const bool is_static_;
   Alarm* alarm_;
-  size_t num_used_ = 0; // flags that are told
-  Pending round_, telling_;
+  uint64_t num_messages_ = 0;
+  Pending round_;
+  Flags used_;
+  // Of all ranks, by those of this one; see Note [Static graphs].
+  std::map<std::pair<MessageKind, std::vector<bool>>, std::vector<bool>> known_;
 };
 
 // Connects this rank of the group of that name with those that it exchanges messages with;

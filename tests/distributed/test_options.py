@@ -23,6 +23,7 @@ OPTIONS: dict[str, Any] = {
     "regather": 2,
     "overlap_reductions": False,
     "retain_last": False,
+    "static_graph": True,
     "gradient_divide_factor": 1.0,
     "sync_buffers": True,
 }

@@ -47,6 +47,9 @@ class Communication:
         retain_last: at stage 3, the unit that a forward leaves last stays gathered for its
             backward, which needs it first; off, it is gathered again, and the loss is computed
             without its full parameters in memory.
+        static_graph: a promise: in each pass all ranks call the same units and use the same
+            parameters, and none raises alone. Ranks then exchange no control messages once they
+            have agreed on a pass; a rank that breaks the promise gets the error of the alarm.
         gradient_divide_factor: of the sum of the ranks' gradients; None averages them, 1 sums.
         sync_buffers: buffers take rank 0's values before the calls before which
             DistributedDataParallel broadcasts them: batch norm's statistics stay alike.
@@ -63,6 +66,7 @@ class Communication:
     replicas_share: str | None = None
     overlap_reductions: bool = True
     retain_last: bool = True
+    static_graph: bool = False
     gradient_divide_factor: float | None = None
     sync_buffers: bool = False
 

@@ -146,6 +146,7 @@ def make_engine(
             for ranks in meshes
         ],
         control=_name_of(control),
+        static_graph=config.communication.static_graph,
         alarm_name="" if control is None else name,
         stall_seconds=stall_seconds,
         host_link=emulated_host_link(),
