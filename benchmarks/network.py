@@ -5,6 +5,7 @@ and Linux with ip and tc.
 
 python benchmarks/network.py speed --rates 1gbit,4gbit,10gbit
 python benchmarks/network.py speed --ranks-a-node 2 --only 3     near ranks (hpZ), too
+python benchmarks/network.py faults     a rank killed, stopped, cut off: what becomes of the others
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from bench.lib.nodes import run_on_nodes
 from bench.lib.results import write_results
 from bench.lib.systems import import_zerocore, is_installed
 from bench.lib.tables import Table, make_console
+from bench.network.faults import measure_faults
 from bench.network.report import network_table
 from bench.network.run import run_rank
 
@@ -72,6 +74,26 @@ def speed(
     theme = f"network_{nodes}x{ranks_a_node}"
     paths = write_results(theme, raw, "\n".join(table.markdown() for table in tables))
     console.print(f"written: {', '.join(path.name for path in paths)}")
+
+
+@app.command()
+def faults(
+    times: Annotated[int, typer.Option(min=1, help="Of each fault.")] = 3,
+    only: Annotated[str, typer.Option(help="Part of kind/part of the step/rank.")] = "",
+    at_a_time: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 2,
+) -> None:
+    """Prints how long the other ranks take to end; writes a dated file."""
+    import_zerocore()
+    from tests.distributed.nodes import can_make_nodes
+
+    if not can_make_nodes():
+        print("skipped: network namespaces need root, and Linux with ip and tc")
+        return
+    load = os.getloadavg()[0]
+    raw, table = measure_faults(times, only, at_a_time)
+    table.notes.append(f"Load of the machine when the run began: {load:.1f}.")
+    table.show(make_console())
+    write_results("network_faults", {"load_at_start": load, "faults": raw}, table.markdown())
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Faults of one of three ranks on nodes of their own: what becomes of the others.
 
-``python -m tests.distributed.network_faults`` runs all of them (needs root and iproute2) and
-``--markdown FILE`` writes what was found; ``--only stop/save/0`` runs some.
+``python -m tests.distributed.network_faults`` runs all of them (needs root and iproute2),
+``--only stop/save/0`` some. ``python benchmarks/network.py faults`` makes a table.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import re
 import shlex
@@ -52,6 +51,7 @@ class Fault:
     kind: str
     phase: str
     victim: int
+    attempt: int = 0
 
     def __str__(self) -> str:
         return f"{self.kind}/{self.phase}/{self.victim}"
@@ -282,9 +282,10 @@ def is_true(fault: Fault, rank: int, said: str) -> bool:
     return silent == {fault.victim}
 
 
-def all_faults() -> list[Fault]:
+def all_faults(times: int = 1) -> list[Fault]:
     return [
-        Fault(kind, phase, victim)
+        Fault(kind, phase, victim, attempt)
+        for attempt in range(times)
         for kind in KINDS
         for phase in PHASES
         for victim in range(WORLD_SIZE)
@@ -295,14 +296,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[""], help="parts of kind/phase/victim")
     parser.add_argument("--at-a-time", type=int, default=2)
-    parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
     chosen = [each for each in all_faults() if any(part in str(each) for part in options.only)]
     results = play(chosen, options.at_a_time)
     failed = sum(bool(found) for _, found in results.values())
     print(f"{len(results)} faults, {failed} failed")
-    if options.markdown:
-        options.markdown.write_text(table(results))
     sys.exit(failed > 0)
 
 
@@ -333,37 +331,6 @@ def report(fault: Fault, ends: list[End], found: list[str]) -> None:
     print(fault, "ended after", seconds, "s:", "; ".join(found) or "ok", flush=True)
     for end in ends if found else []:
         print(f"--- rank {end.rank}\n{end.output}", flush=True)
-
-
-def table(results: dict[Fault, tuple[list[End], list[str]]]) -> str:
-    failed = sum(bool(found) for _, found in results.values())
-    lines = [
-        "# Faults of one of three ranks",
-        "",
-        f"{datetime.date.today()}, `{shlex.join(['python', '-m', PROGRAM, *sys.argv[1:]])}`: "
-        f"{len(results)} faults, {failed} failed.",
-        "",
-        "Each rank has a network namespace of its own. A cell holds, for each rank that can end, "
-        "the seconds from the fault to the end of its process. "
-        f"The limit of silence is {LIMIT:.0f} s, and {BLIP_LIMIT:.0f} s for `blip`, after which "
-        f"training goes on. The other faults fail if a rank takes over {LIMIT + PATIENCE:.0f} s, "
-        "does not end by itself or prints no true sentence.",
-        "",
-        "| fault | part of the step | on rank 0 | on rank 1 | on rank 2 |",
-        "|---|---|---|---|---|",
-    ]
-    for kind in KINDS:
-        for phase in PHASES:
-            cells = [cell(results.get(Fault(kind, phase, rank))) for rank in range(WORLD_SIZE)]
-            lines.append(f"| {kind} | {phase} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
-
-
-def cell(result: tuple[list[End], list[str]] | None) -> str:
-    if result is None:
-        return ""
-    ends, found = result
-    return ", ".join(f"{end.seconds:.1f}" for end in ends) + "".join(f"; {each}" for each in found)
 
 
 if __name__ == "__main__":
