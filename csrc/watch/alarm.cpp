@@ -315,8 +315,9 @@ void Alarm::talk() {
       call = raised_ ? Call::None : roll_call_.next(wanted);
       if (call != Call::None) {
         begin(call);
-        told = roll_call_.answer(
-            report(), [this](const auto& all) { return describe(all, params_, advice()); });
+        roll_call_.tell(report());
+        told =
+            roll_call_.hear([this](const auto& all) { return describe(all, params_, advice()); });
       }
     } while (call != Call::None && call < wanted);
   } catch (const std::exception&) {

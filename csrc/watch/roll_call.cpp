@@ -6,6 +6,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <map>
+#include <sstream>
 #include <thread>
 #include <utility>
 
@@ -17,25 +19,30 @@ using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
 constexpr Milliseconds kAnswer(3000); // what the others have to tell where they are
-constexpr Milliseconds kSentence(4000); // what the one that reads has in addition to that
+constexpr Milliseconds kSentence(3500); // what the one that reads has; before Alarm gives up
 constexpr Milliseconds kPoll(50);
 constexpr Milliseconds kReaders(1000);
 constexpr const char* kHolder = "holder";
 
-std::string end_key(size_t rank) {
-  return "end" + std::to_string(rank);
-}
-
-// Until it is so; false if the time is over.
-bool wait_until(Milliseconds patience, const std::function<bool()>& is_so) {
-  const auto deadline = Clock::now() + patience;
-  while (!is_so()) {
-    if (Clock::now() >= deadline) {
-      return false;
-    }
+void wait_until(Clock::time_point deadline, const std::function<bool()>& is_so) {
+  while (!is_so() && Clock::now() < deadline) {
     std::this_thread::sleep_for(kPoll);
   }
-  return true;
+}
+
+// A line of the rank, to a list that all of them append to.
+void append(c10d::Store& store, const std::string& list, size_t rank, const std::string& text) {
+  const std::string line = std::to_string(rank) + " " + text + "\n";
+  if (store.hasExtendedApi()) {
+    store.append(list, {line.begin(), line.end()});
+    return;
+  }
+  for (;;) { // in a file
+    const std::string before = store.check({list}) ? store.get_to_str(list) : "";
+    if (store.compareSet(list, before, before + line) == before + line) {
+      return;
+    }
+  }
 }
 
 } // namespace
@@ -74,10 +81,6 @@ std::string RollCall::key(const char* what) const {
   return what + std::to_string(number_);
 }
 
-std::string RollCall::key(const char* what, size_t rank) const {
-  return key(what) + "/" + std::to_string(rank);
-}
-
 // The server may be that of a launcher: then no rank ever says that it is the one.
 void RollCall::find_holder() {
   if (holder_ < 0 && !address_.empty() && holder_polls_-- > 0 && store_->check({kHolder})) {
@@ -112,19 +115,28 @@ Call RollCall::next(Call wanted) {
   return is_alarm_ ? Call::Alarm : Call::Warning;
 }
 
-std::string RollCall::answer(const RankReport& own, const Describe& describe) {
-  store_->set(key("report", rank_), own.encode());
+void RollCall::tell(const RankReport& own) {
+  told_ = Clock::now();
+  const std::string text = own.encode();
+  const std::string digest = std::to_string(std::hash<std::string>()(text));
+  const std::string report = key("report") + "/" + digest;
+  if (!store_->check({report})) {
+    store_->set(report, text);
+  }
+  append(*store_, key("list"), rank_, digest);
   store_->add(key("answers"), 1);
+}
+
+std::string RollCall::hear(const Describe& describe) {
   std::string told;
   const std::string sentence = key("sentence");
-  const auto has_sentence = [&] { return store_->check({sentence}); };
-  if (is_own_ || (is_alarm_ && !wait_until(kSentence, has_sentence))) {
+  if (!is_own_ && !is_alarm_) {
+    // nothing: the rank that warns says it
+  } else if (is_own_ || (!wait_for_sentence() && store_->add(key("leaders"), 1) == 1)) {
     told = describe(collect());
-    if (is_own_) {
-      store_->set(sentence, told);
-    }
-  } else if (is_alarm_) {
-    told = store_->get_to_str(sentence);
+    store_->set(sentence, told);
+  } else {
+    told = store_->get_to_str(sentence); // waits
   }
   if (is_alarm_) {
     store_->add("readers", 1);
@@ -134,33 +146,52 @@ std::string RollCall::answer(const RankReport& own, const Describe& describe) {
   return told;
 }
 
+// One request, unlike looking again and again.
+bool RollCall::wait_for_sentence() {
+  try {
+    store_->wait({key("sentence")}, kSentence);
+    return true;
+  } catch (const std::exception&) {
+    return store_->check({key("sentence")}); // throws if the store has failed
+  }
+}
+
+// Of a list that ranks append to.
+std::vector<std::pair<size_t, std::string>> RollCall::lines(const std::string& list) {
+  std::vector<std::pair<size_t, std::string>> result;
+  if (store_->check({list})) {
+    std::istringstream in(store_->get_to_str(list));
+    std::string text;
+    for (size_t rank = 0; in >> rank && std::getline(in.ignore(), text);) {
+      result.emplace_back(rank, text);
+    }
+  }
+  return result;
+}
+
+// Counts before it reads the lists.
 std::vector<RankReport> RollCall::collect() {
   std::vector<RankReport> reports(size_);
+  const auto is_complete = [&] {
+    const int64_t count = store_->add(key("answers"), 0) + store_->add("ended", 0);
+    return count >= static_cast<int64_t>(size_);
+  };
+  wait_until(told_ + kAnswer, is_complete);
   for (RankReport& report : reports) {
     report.missing = true;
   }
-  wait_until(kAnswer, [&] {
-    bool complete = true;
-    for (size_t rank = 0; rank < size_; ++rank) {
-      complete &= !reports[rank].missing || read(rank, reports[rank]);
+  for (auto& [rank, how] : lines("ends")) {
+    reports.at(rank).ended = how;
+    reports[rank].missing = false;
+  }
+  std::map<std::string, RankReport> known; // by digest
+  for (const auto& [rank, digest] : lines(key("list"))) {
+    if (!known.contains(digest)) {
+      known[digest] = RankReport::decode(store_->get_to_str(key("report") + "/" + digest));
     }
-    return complete;
-  });
+    reports.at(rank) = known[digest];
+  }
   return reports;
-}
-
-// False if the rank has written nothing yet.
-bool RollCall::read(size_t rank, RankReport& report) {
-  if (store_->check({key("report", rank)})) {
-    report = RankReport::decode(store_->get_to_str(key("report", rank)));
-    return true;
-  }
-  if (store_->check({end_key(rank)})) {
-    report.ended = store_->get_to_str(end_key(rank));
-    report.missing = false;
-    return true;
-  }
-  return false;
 }
 
 void RollCall::note_end(const std::string& how) {
@@ -168,10 +199,15 @@ void RollCall::note_end(const std::string& how) {
     return;
   }
   if (!is_alarm_) {
-    store_->set(end_key(rank_), how);
+    append(*store_, "ends", rank_, how);
+    store_->add("ended", 1);
     return;
   }
-  wait_until(kReaders, [&] { return store_->add("readers", 0) >= store_->add(key("answers"), 0); });
+  if (holder_ == static_cast<int64_t>(rank_)) { // its store ends with it
+    const auto deadline = Clock::now() + kReaders;
+    wait_until(
+        deadline, [&] { return store_->add("readers", 0) >= store_->add(key("answers"), 0); });
+  }
 }
 
 } // namespace zerocore

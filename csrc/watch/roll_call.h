@@ -3,17 +3,21 @@
 //
 // Note [Roll call]
 // A rank that misses others makes a call: an entry in the store that all ranks look for in turn.
-// Each writes its report beside it. The rank whose entry it is reads them all and writes what
-// follows, which the others read: two requests a rank, but for that one. Only if that sentence does
-// not come they read the reports themselves.
+// Each appends a line to one list: its rank, and the digest of its report, which it writes if no
+// other rank had the same. The rank whose entry it is reads the list and the few reports, and
+// writes the sentence that follows, for which the others wait. If it does not come, the first rank
+// that misses it reads in its place. So a call takes at most 8 requests a rank, and as many of the
+// one that reads as there are different reports, and one for each moment that it waits.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "watch/rank_report.h"
@@ -37,8 +41,10 @@ class RollCall {
 
   // The call that is to be answered next: another rank's, or else one of this kind.
   Call next(Call wanted);
-  // Answers it. Returns what all are told; empty if this rank need not know.
-  std::string answer(const RankReport& own, const Describe& describe);
+  // Answers it.
+  void tell(const RankReport& own);
+  // Behind tell(): returns what all are told; empty if this rank need not know.
+  std::string hear(const Describe& describe);
   // The program ends: `how` is for the others. Waits a moment for those that read.
   void note_end(const std::string& how);
 
@@ -54,16 +60,17 @@ class RollCall {
 
  private:
   std::string key(const char* what) const;
-  std::string key(const char* what, size_t rank) const;
   void find_holder();
   std::vector<RankReport> collect();
-  bool read(size_t rank, RankReport& report);
+  std::vector<std::pair<size_t, std::string>> lines(const std::string& list);
+  bool wait_for_sentence();
 
   const size_t rank_, size_;
   c10::intrusive_ptr<c10d::Store> store_; // null: ranks cannot be compared
   int64_t number_ = 0; // of the next call
   bool is_alarm_ = false; // the one that next() found
   bool is_own_ = false;
+  std::chrono::steady_clock::time_point told_; // when this rank did
   int holder_polls_ = 10;
   std::string address_; // of the store
   std::atomic<int64_t> holder_ = -1;

@@ -13,6 +13,7 @@ _PARTS = {
     *("csrc/io/crc32.cpp", "csrc/runtime/bucket_pool.cpp", "csrc/runtime/device_memory.cpp"),
     *("csrc/runtime/hand_over.cpp", "csrc/runtime/stream.cpp"),
     *("csrc/watch/control_link.cpp", "csrc/watch/issue_guard.cpp"),
+    *("csrc/watch/ledger.cpp", "csrc/watch/rank_report.cpp", "csrc/watch/roll_call.cpp"),
 }
 _LISTED = (CSRC / "sources.txt").read_text().split()
 _OWN = sorted(path.relative_to(ROOT) for path in Path(__file__).parent.glob("*.cpp"))

@@ -128,7 +128,7 @@ def arm(trigger: Trigger, model: nn.Module) -> None:
     elif phase == "save":
         files.flush = before(files.flush, trigger)
     elif phase == "load":
-        TrainingLoad._read = before(TrainingLoad._read, trigger)  # type: ignore[method-assign]
+        TrainingLoad._verify = before(TrainingLoad._verify, trigger)  # type: ignore[method-assign]
 
 
 def before(function: Callable[..., Any], trigger: Trigger) -> Callable[..., Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zerocore.checkpoint.slices.save_ownership import Cut
 from zerocore.planning.ownership import (
     Grid,
     Matrix,
@@ -63,13 +65,12 @@ def test_rounds_are_all_entries_in_order(nbytes: list[int], num_ranks: int) -> N
 
 def rounds_on_all(grid: Grid, numels: list[int]) -> list[list[Round]]:
     """Parameters of two matrices each, cut evenly over the shards, as every rank sees them."""
-    matrices, shards = [], {}
+    matrices, cuts = [], {}
     for param, numel in enumerate(numels):
         matrices += [Matrix(param, at, at + numel, (1, numel), numel) for at in (0, numel)]
         step = -(-2 * numel // grid.num_shards)
-        cuts = [min(2 * numel, step * shard) for shard in range(grid.num_shards + 1)]
-        shards[param] = list(pairwise(cuts))
-    return [plan_rounds(matrices, shards, grid, rank, 1 << 19) for rank in range(grid.num_ranks)]
+        cuts[param] = Cut(2 * numel, max(step, 1), num_shards=grid.num_shards)
+    return [plan_rounds(matrices, cuts, grid, rank, 1 << 19) for rank in range(grid.num_ranks)]
 
 
 @given(_grids, _numels)
@@ -104,8 +105,29 @@ def assert_spread_is_complete(step: Round) -> None:
 def elements_to_move(step: Round, index: int) -> int:
     """Elements of one matrix that must cross a link in a step, there and back."""
     own, _ = step.grid.place(step.owners[index])
-    to_owner = sum(
-        step.part_numel(index, shard) for shard in range(step.grid.num_shards) if shard != own
-    )
+    parts = step.matrices[index].parts(step.cuts[index])
+    to_owner = sum(end - begin for shard, begin, end in parts if shard != own)
     num_replicas = step.grid.num_ranks // step.grid.num_shards
     return 2 * to_owner + (num_replicas - 1) * step.matrices[index].numel
+
+
+@pytest.mark.parametrize("num_ranks", [2**power for power in range(1, 15)])
+def test_a_rank_counts_its_own_parts(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One range of each matrix, and those of the matrices that the rank owns."""
+    numel = 1 << 20
+    matrices = [Matrix(param, 0, numel, (1 << 10, 1 << 10), 1) for param in range(64)]
+    cuts = {param: Cut(numel, numel // num_ranks, num_shards=num_ranks) for param in range(64)}
+    counted = []
+    part, parts = Matrix.part, Matrix.parts
+
+    def counting(*args: Any) -> Iterator[tuple[int, int, int]]:
+        for each in parts(*args):
+            counted.append(1)
+            yield each
+
+    monkeypatch.setattr(Matrix, "part", lambda *args: counted.append(1) or part(*args))
+    monkeypatch.setattr(Matrix, "parts", counting)
+    for step in plan_rounds(matrices, cuts, Grid(num_ranks), 0, 2):
+        assert sum(step.elements_to_owners()) == sum(end - begin for begin, end in step.own_parts)
+        assert sum(step.elements_from_shards()) == numel * len(step.mine)
+    assert len(counted) == 64 + num_ranks * -(-64 // num_ranks)

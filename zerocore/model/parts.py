@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerocore.checkpoint.slices.save_ownership import ranges_on
+from zerocore.checkpoint.slices.save_ownership import SavedRanges
 from zerocore.common.agreement import gather_objects
 from zerocore.model.ranks import Ranks, group_of, members_of, ranks_of
 from zerocore.model.tensor_parallel import cut_of
@@ -62,12 +62,12 @@ class PartRanges:
     Attributes:
         origin: the place of its first element in the tensor.
         shape: of the part.
-        ranges: ``(rank, begin, end)`` of its elements, by the ranks of the model.
+        ranges: of its elements, by the ranks of the model.
     """
 
     origin: tuple[int, ...]
     shape: tuple[int, ...]
-    ranges: tuple[tuple[int, int, int], ...]
+    ranges: SavedRanges
 
 
 def find_parts(groups: Any, model_ranks: Ranks) -> tuple[ModelPart, ...]:
@@ -224,14 +224,10 @@ def _own_ranges(state: Any, unit: int, position: int) -> PartRanges:
     ranks = state.ranks_of(unit)
     place: Place = state.units[unit].params[position].shard.place
     layout = None if place.group is None else (state.engine.layout(unit), position)
-    numbers = [state.ranks.members.index(member) for member in ranks.members] or [0]
+    members = tuple(state.ranks.members.index(member) for member in ranks.members) or (0,)
     assert place.part is not None
-    ranges = ranges_on(ranks, place.global_shape.numel(), layout)
-    return PartRanges(
-        place.part.origin,
-        tuple(place.global_shape),
-        tuple((numbers[rank], begin, end) for rank, begin, end in ranges),
-    )
+    saved = SavedRanges.on(ranks, place.global_shape.numel(), layout)
+    return PartRanges(place.part.origin, tuple(place.global_shape), replace(saved, members=members))
 
 
 def check_has_places(state: Any) -> None:

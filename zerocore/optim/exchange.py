@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zerocore._C import Exchange
+from zerocore.checkpoint.slices.save_ownership import Cut
 from zerocore.model.stages import placements_of
 from zerocore.model.state import ShardState
 from zerocore.planning.ownership import Grid, Round
@@ -58,10 +58,10 @@ class Lanes:
         members = tuple(state.ranks.members.index(member) for member in ranks.members) or (0,)
         return Lanes(grid, rank, shards, replicas, members, mesh, state)
 
-    def shard_ranges(self, shard: ShardedParameter | RowShard) -> list[tuple[int, int]]:
-        layout = self.state.engine.layout(shard.unit)
-        owned = [layout.owned(shard.position, each) for each in range(self.grid.num_shards)]
-        return [(part.begin, part.end) for part in owned]
+    def cut(self, shard: ShardedParameter | RowShard) -> Cut:
+        """Of a parameter over the shards."""
+        cut = Cut.of(self.state.engine.layout(shard.unit), shard.position)
+        return cut if self.shards is not None else Cut(cut.numel, max(cut.numel, 1))
 
 
 def _transfer(
@@ -110,11 +110,13 @@ def to_owners(step: Round, lanes: Lanes, parts: Sequence[Tensor], like: Tensor) 
     transfer = _transfer(lanes, lanes.shards, send, sent, counts, step.exchanged_numel)
 
     def arrived() -> list[Tensor]:
-        messages = [
-            message.split([step.part_numel(index, shard) for index in step.mine])
-            for shard, message in enumerate(transfer.wait().split(counts))
-        ]
-        return [torch.cat(pieces) for pieces in zip(*messages, strict=True)]
+        pieces: dict[int, list[Tensor]] = {index: [] for index in step.mine}
+        messages = transfer.wait().split([count for count in counts if count > 0])
+        for parts, message in zip(step.parts_of_mine.values(), messages, strict=True):
+            sizes = [end - begin for _, begin, end in parts]
+            for (index, _, _), piece in zip(parts, message.split(sizes), strict=True):
+                pieces[index].append(piece)
+        return [joined(each, like) for each in pieces.values()]
 
     return arrived
 
@@ -133,9 +135,9 @@ def to_shards(step: Round, lanes: Lanes, wholes: Sequence[Tensor], like: Tensor)
     transfer = None
     if lanes.shards is not None:
         cut = [
-            own[index][slice(*step.parts[index][shard])]
-            for shard in range(lanes.grid.num_shards)
-            for index in step.mine
+            own[index][begin:end]
+            for parts in step.parts_of_mine.values()
+            for index, begin, end in parts
         ]
         sent, counts = step.elements_from_shards(), step.elements_to_owners()
         send = joined(cut, like)
@@ -152,11 +154,8 @@ def to_shards(step: Round, lanes: Lanes, wholes: Sequence[Tensor], like: Tensor)
 
 
 def _split(step: Round, order: Sequence[int], message: Tensor) -> dict[int, Tensor]:
-    ends = accumulate(step.part_numel(index, step.shard) for index in order)
-    return {
-        index: message[end - step.part_numel(index, step.shard) : end]
-        for index, end in zip(order, ends, strict=True)
-    }
+    sizes = [step.own_numel([index]) for index in order]
+    return dict(zip(order, message.split(sizes), strict=True)) if order else {}
 
 
 def _spread(step: Round, lanes: Lanes, held: dict[int, Tensor], like: Tensor) -> None:

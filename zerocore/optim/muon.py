@@ -236,8 +236,8 @@ class Muon(ShardOptimizer):
                 for matrix in self._splits.matrices(i, pairs[i][0].place, pairs[i][1]["ns_steps"])
             ]
             lanes = Lanes.of(self._model, mesh)
-            shards = {index: lanes.shard_ranges(pairs[index][0].shard) for index in indices}
-            steps = plan_rounds(matrices, shards, lanes.grid, lanes.rank, WIRE.itemsize)
+            cuts = {index: lanes.cut(pairs[index][0].shard) for index in indices}
+            steps = plan_rounds(matrices, cuts, lanes.grid, lanes.rank, WIRE.itemsize)
             rounds += [(step, lanes) for step in steps]
         return MuonRounds(rounds, pairs)
 

@@ -102,8 +102,8 @@ class MuonRounds:
 
     def _local(self, step: Round, index: int, matrix: Matrix) -> slice:
         """Where this rank's elements of a matrix lie in its shard of the parameter."""
-        begin, end = step.parts[index][step.shard]
-        offset = matrix.begin - step.shards[index][step.shard][0]
+        begin, end = step.own_parts[index]
+        offset = matrix.begin - step.cuts[index].owned(step.shard)[0]
         return slice(offset + begin, offset + end) if begin < end else slice(0, 0)
 
     def _orthogonalised(self, step: Round, arrived: Sequence[Tensor], lanes: Lanes) -> list[Tensor]:

@@ -237,9 +237,9 @@ class OwnedOptimizer(ShardOptimizer):
                 Matrix(number, 0, shape.numel(), shape, whole_cost(shape))
                 for number, shape in zip(numbers, shapes, strict=True)
             ]
-            shards = {n: lanes.shard_ranges(self._known[n].shard) for n in numbers}
+            cuts = {n: lanes.cut(self._known[n].shard) for n in numbers}
             owners = [self._owners[number] for number in numbers]
-            steps = make_rounds(matrices, owners, shards, lanes.grid, lanes.rank, dtype.itemsize)
+            steps = make_rounds(matrices, owners, cuts, lanes.grid, lanes.rank, dtype.itemsize)
             like = torch.empty(0, dtype=dtype, device=self._model.device)
             rounds += [(step, like, lanes) for step in steps]
         return rounds

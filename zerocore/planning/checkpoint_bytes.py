@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zerocore._C import FileWriter
-from zerocore.checkpoint.slices.save_ownership import owned_ranges, saved_ranges
+from zerocore.checkpoint.slices.save_ownership import Cut, SavedRanges
 from zerocore.planning.division import Division
 from zerocore.planning.planner import Planner
 
@@ -43,6 +43,6 @@ def checkpoint_bytes(planner: Planner, division: Division) -> CheckpointBytes:
             tensors = 1 + (planner.num_states if spec.requires_grad else 0)
             nbytes = tensors * each.main.itemsize
             total += nbytes * spec.numel * num_parts
-            ranges = saved_ranges(owned_ranges(layout, position), layout.num_shards, copies)
-            own += nbytes * sum(end - begin for saver, begin, end in ranges if saver == rank)
+            begin, end = SavedRanges(Cut.of(layout, position), copies).of(rank)
+            own += nbytes * (end - begin)
     return CheckpointBytes(total, own)

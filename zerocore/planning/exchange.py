@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from zerocore.checkpoint.slices.save_ownership import Cut
 from zerocore.planning.division import Division
 from zerocore.planning.ownership import Grid, Matrix, newton_schulz_cost, plan_rounds
 from zerocore.planning.planner import Planner
@@ -22,14 +23,14 @@ def exchanged_nbytes(planner: Planner, division: Division) -> int:
     shared = division.placements.optimizer
     levels = (division.num_replicas,) if shared else (division.num_shards, division.num_replicas)
     grid = Grid(division.num_shards if shared else 1, tuple(size for size in levels if size > 1))
-    matrices, shards = [], {}
+    matrices, cuts = [], {}
     layouts = planner.layouts(division)
     for number, (unit, position) in enumerate(_trained(planner)):
         spec = planner.specs[unit][position]
         matrices += list(_matrices(number, spec.fqn, spec.shape))
-        owned = [layouts[unit].owned(position, shard) for shard in range(grid.num_shards)]
-        shards[number] = [(part.begin, part.end) for part in owned]
-    rounds = plan_rounds(matrices, shards, grid, division.rank, _ITEMSIZE)
+        cut = Cut.of(layouts[unit], position)
+        cuts[number] = cut if shared else Cut(cut.numel, max(cut.numel, 1))
+    rounds = plan_rounds(matrices, cuts, grid, division.rank, _ITEMSIZE)
     return sum(each.sent_to_owners() + each.sent_to_shards() for each in rounds) * _ITEMSIZE
 
 

@@ -11,10 +11,12 @@ computed is then spread to the others, one all-to-all for each dimension of repl
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+
+from zerocore.checkpoint.slices.save_ownership import Cut
 
 # Rounds are so large that latency does not count, and so small that their staging memory does not.
 _MIN_ROUND_NBYTES, _MAX_ROUND_NBYTES = 1 << 20, 64 << 20
@@ -44,10 +46,16 @@ class Matrix:
     def numel(self) -> int:
         return self.end - self.begin
 
-    def part(self, shard: tuple[int, int]) -> tuple[int, int]:
-        """Those of its elements that lie in a shard's range of the parameter; counted from it."""
-        begin = min(max(shard[0], self.begin), self.end)
-        return begin - self.begin, min(max(shard[1], begin), self.end) - self.begin
+    def part(self, cut: Cut, shard: int) -> tuple[int, int]:
+        """Those of its elements that lie in a shard of the parameter; counted from its first."""
+        owned = cut.owned(shard)
+        begin = min(max(owned[0], self.begin), self.end)
+        return begin - self.begin, min(max(owned[1], begin), self.end) - self.begin
+
+    def parts(self, cut: Cut) -> Iterator[tuple[int, int, int]]:
+        """``(shard, begin, end)`` of the shards that have some of them."""
+        for shard, begin, end in cut.ranges(self.begin, self.end):
+            yield shard, begin - self.begin, end - self.begin
 
 
 @dataclass(frozen=True)
@@ -119,25 +127,31 @@ class Round:
     Attributes:
         matrices: in the order in which they lie in all messages.
         owners: the rank of each.
-        shards: range of the parameter on each shard, of each matrix.
+        cuts: of the parameter of each matrix, over the shards.
         grid, rank: the ranks, and which one this is.
     """
 
     matrices: tuple[Matrix, ...]
     owners: tuple[int, ...]
-    shards: tuple[tuple[tuple[int, int], ...], ...]
+    cuts: tuple[Cut, ...]
     grid: Grid
     rank: int
 
     @cached_property
-    def parts(self) -> list[list[tuple[int, int]]]:
-        """Elements of each matrix on each shard."""
-        pairs = zip(self.matrices, self.shards, strict=True)
-        return [[matrix.part(shard) for shard in shards] for matrix, shards in pairs]
+    def own_parts(self) -> list[tuple[int, int]]:
+        """This rank's elements of each matrix."""
+        pairs = zip(self.matrices, self.cuts, strict=True)
+        return [matrix.part(cut, self.shard) for matrix, cut in pairs]
 
-    def part_numel(self, index: int, shard: int) -> int:
-        begin, end = self.parts[index][shard]
-        return end - begin
+    @cached_property
+    def parts_of_mine(self) -> dict[int, list[tuple[int, int, int]]]:
+        """By shard, ``(index, begin, end)`` of the matrices that this rank owns and that have
+        elements there."""
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        for index in self.mine:
+            for shard, begin, end in self.matrices[index].parts(self.cuts[index]):
+                found.setdefault(shard, []).append((index, begin, end))
+        return dict(sorted(found.items()))
 
     @cached_property
     def mine(self) -> list[int]:
@@ -169,14 +183,14 @@ class Round:
                 found[replica[level]].append(index)
         return here[level], found
 
-    @property
+    @cached_property
     def shard(self) -> int:
         """Which shard this rank has."""
         return self.grid.place(self.rank)[0]
 
     def own_numel(self, indices: Sequence[int]) -> int:
         """This rank's elements of some of the matrices."""
-        return sum(self.part_numel(index, self.shard) for index in indices)
+        return sum(self.own_parts[index][1] - self.own_parts[index][0] for index in indices)
 
     # -- elements of messages ---------------------------------------------------------------------
 
@@ -186,8 +200,10 @@ class Round:
 
     def elements_from_shards(self) -> list[int]:
         """Elements that each shard sends to this rank for matrices that this one owns."""
-        shards = range(self.grid.num_shards)
-        return [sum(self.part_numel(i, shard) for i in self.mine) for shard in shards]
+        counts = [0] * self.grid.num_shards
+        for shard, parts in self.parts_of_mine.items():
+            counts[shard] = sum(end - begin for _, begin, end in parts)
+        return counts
 
     @property
     def exchanged_numel(self) -> int:
@@ -208,42 +224,39 @@ class Round:
         return sum(counts) - counts[self.shard] + spread
 
 
-Shards = Sequence[tuple[int, int]]
-
-
 def plan_rounds(
-    matrices: Sequence[Matrix], shards: Mapping[int, Shards], grid: Grid, rank: int, itemsize: int
+    matrices: Sequence[Matrix], cuts: Mapping[int, Cut], grid: Grid, rank: int, itemsize: int
 ) -> list[Round]:
     """Owners and rounds of matrices whose owners may be others in another step.
 
     Args:
-        shards: the range on each shard, of each parameter.
+        cuts: of each parameter, over the shards.
         rank: this rank in ``grid``.
         itemsize: bytes of an element on its way.
     """
     # By names, which are the same before a model is sharded; a transpose is as its matrix.
     ordered = sorted(matrices, key=lambda m: (-m.cost, sorted(m.shape), m.name, m.begin))
     owners = assign([matrix.cost for matrix in ordered], [0] * grid.num_ranks)
-    return make_rounds(ordered, owners, shards, grid, rank, itemsize)
+    return make_rounds(ordered, owners, cuts, grid, rank, itemsize)
 
 
 def make_rounds(
     matrices: Sequence[Matrix],
     owners: Sequence[int],
-    shards: Mapping[int, Shards],
+    cuts: Mapping[int, Cut],
     grid: Grid,
     rank: int,
     itemsize: int,
 ) -> list[Round]:
     """Rounds of matrices in this order, each with its owner."""
-    cuts = cut_rounds([matrix.numel * itemsize for matrix in matrices], grid.num_ranks)
+    rounds = cut_rounds([matrix.numel * itemsize for matrix in matrices], grid.num_ranks)
     return [
         Round(
-            tuple(matrices[cut.start : cut.stop]),
-            tuple(owners[cut.start : cut.stop]),
-            tuple(tuple(shards[matrix.param]) for matrix in matrices[cut.start : cut.stop]),
+            tuple(matrices[each.start : each.stop]),
+            tuple(owners[each.start : each.stop]),
+            tuple(cuts[matrix.param] for matrix in matrices[each.start : each.stop]),
             grid,
             rank,
         )
-        for cut in cuts
+        for each in rounds
     ]

@@ -19,23 +19,35 @@ from zerocore.checkpoint.dcp import save_plan
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.save_plan import SavePlan, Spread
 from zerocore.checkpoint.dcp.torch_chunks import chunk_nbytes
-from zerocore.checkpoint.slices.save_ownership import owned_ranges, saved_ranges
+from zerocore.checkpoint.slices.save_ownership import Cut, SavedRanges
+
+
+def ranges_of(layout: Layout, position: int, copies: int) -> SavedRanges:
+    """One rank's are those of all ranks; every shard's are the layout's."""
+    cut = Cut.of(layout, position)
+    assert [(shard, *cut.owned(shard)) for shard, _, _ in cut.ranges()] == list(cut.ranges())
+    for shard in range(layout.num_shards):
+        begin, end = cut.owned(shard)
+        own = layout.owned(position, shard)
+        assert (begin, end) == (own.begin, own.end) or (begin == end and own.begin == own.end)
+    saved = SavedRanges(cut, copies)
+    each = {rank: saved.of(rank) for rank in range(layout.num_shards * copies)}
+    assert {rank: part for rank, part in each.items() if part[0] < part[1]} == {
+        rank: (begin, end) for rank, begin, end in saved.all()
+    }
+    return saved
 
 
 def random_plan(choose: random.Random) -> SavePlan:
     shards, copies = choose.choice([(1, 1), (1, 3), (2, 2), (4, 1), (3, 2)])
     shapes = [tuple(choose.choices(range(7), k=choose.randrange(4))) for _ in range(5)]
     specs = [ParamSpec(f"p{i}", list(shape), 6, 4) for i, shape in enumerate(shapes)]
-    layout = Layout.build(specs, shards)
+    by_rows = choose.random() < 0.3 and all(shapes)
+    across = choose.choice([n for n in (1, 2) if shards % n == 0 and not by_rows] or [1])
+    layout = Layout.build(specs, shards, by_rows, across)
     tensors = {}
     for index, shape in enumerate(shapes):
-        owned = owned_ranges(layout, index)
-        for shard in range(shards):
-            found = next(((a, b) for s, a, b in owned if s == shard), None)
-            own = layout.owned(index, shard)
-            assert found == (own.begin, own.end) or (found is None and own.begin == own.end)
-        ranges = saved_ranges(owned, shards, copies)
-        tensors[f"p{index}"] = (torch.float32, Spread(shape, ranges))
+        tensors[f"p{index}"] = (torch.float32, Spread(shape, ranges_of(layout, index, copies)))
     return SavePlan(tensors, shards * copies)
 
 
@@ -101,3 +113,25 @@ def save_and_predict(folder: Path, shape: tuple[int, int], stage: int) -> int:
 def test_the_planner_says_the_bytes(shape: tuple[int, int], stage: int, tmp_path: Path) -> None:
     parts = run_ranks(save_and_predict, shape[0] * shape[1], tmp_path, shape, stage)
     assert max(parts) < 2 * sum(parts) / len(parts)  # replicas share the writing
+
+
+@pytest.mark.parametrize("num_ranks", [2**power for power in range(1, 15)])
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_a_rank_counts_nothing_of_the_others(
+    num_ranks: int, by_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranges that are computed for one rank's file: one a parameter, at any number of ranks."""
+    shapes = [[4096, 512], [512], [512, 4096]]
+    specs = [ParamSpec(f"p{i}", shape, 6, 4) for i, shape in enumerate(shapes)]
+    layout = Layout.build(specs, num_ranks, by_rows)
+    tensors = {
+        f"p{i}": (torch.float32, Spread(tuple(shape), SavedRanges(Cut.of(layout, i))))
+        for i, shape in enumerate(shapes)
+    }
+    plan = SavePlan(tensors, num_ranks)
+    counted = []
+    owned = Cut.owned
+    monkeypatch.setattr(Cut, "owned", lambda *args: counted.append(1) or owned(*args))
+    monkeypatch.setattr(Cut, "ranges", None)
+    plan.file_nbytes(num_ranks // 2)
+    assert len(counted) == len(shapes)

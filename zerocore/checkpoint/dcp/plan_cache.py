@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zerocore.checkpoint.dcp.save_plan import SavePlan, Spread
-from zerocore.checkpoint.slices.save_ownership import ranges_on
+from zerocore.checkpoint.slices.save_ownership import Cut, SavedRanges
 from zerocore.model.parts import check_has_places
 from zerocore.model.state import ShardState
 from zerocore.tensor.place import Place
@@ -71,7 +71,7 @@ class KeptPlan:
 
     def _found(self, of: Place | torch.Size) -> Spread:
         if not isinstance(of, Place):
-            return Spread(tuple(of), ((0, 0, of.numel()),))
+            return Spread(tuple(of), SavedRanges(Cut(of.numel(), max(of.numel(), 1))))
         if of.part is not None:
             parts = tuple(
                 (part.origin, Spread(part.shape, part.ranges, of.strides))
@@ -79,5 +79,5 @@ class KeptPlan:
             )
             return Spread(tuple(of.whole_shape), strides=of.strides, parts=parts)
         layout = None if of.group is None else self._places[of.fqn]
-        ranges = ranges_on(self._ranks, of.global_shape.numel(), layout)
+        ranges = SavedRanges.on(self._ranks, of.global_shape.numel(), layout)
         return Spread(tuple(of.global_shape), ranges, of.strides)

@@ -5,7 +5,7 @@ Every rank's ranges follow from the layout. So the first rank writes all metadat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 
 from zerocore.checkpoint.dcp.torch_chunks import MAX_NBYTES, chunk_nbytes
 from zerocore.checkpoint.slices.boxes import Box, boxes_of, memory_order
+from zerocore.checkpoint.slices.save_ownership import SavedRanges
 
 VALUES = "__0_1.distcp"  # the file of the plain values, named as one of torch's own
 FORMAT = "zerocore-1"  # the save_id of files whose chunks are framed as torch_chunks does
@@ -27,13 +28,13 @@ class Spread:
 
     Attributes:
         shape: of the full tensor.
-        ranges: ``(rank, begin, end)`` in the order of the elements; ranks without any are left out.
+        ranges: of its elements, None if ``parts`` have them.
         strides: those of a tensor that is not C-contiguous, whose elements count in memory order.
         parts: where the tensor is those of several parameters: the place of each, and its own.
     """
 
     shape: tuple[int, ...]
-    ranges: tuple[tuple[int, int, int], ...] = ()
+    ranges: SavedRanges | None = None
     strides: tuple[int, ...] | None = None
     parts: tuple[tuple[tuple[int, ...], Spread], ...] = ()
 
@@ -43,8 +44,7 @@ class Spread:
             return [(0, Box((0,) * len(self.shape), self.shape, 0))] if not only else []
         own = [
             (rank, box)
-            for rank, begin, end in self.ranges
-            if only in (None, rank)
+            for rank, begin, end in self._ranges(only)
             for box in cut_boxes(self.shape, begin, end, self.strides, itemsize)
         ]
         return own + [
@@ -53,6 +53,11 @@ class Spread:
             if prod(part.shape) > 0
             for rank, box in part.pieces(itemsize, only)
         ]
+
+    def _ranges(self, only: int | None) -> Iterable[tuple[int, int, int]]:
+        if self.ranges is None:
+            return ()
+        return self.ranges.all() if only is None else [(only, *self.ranges.of(only))]
 
 
 def cut_boxes(

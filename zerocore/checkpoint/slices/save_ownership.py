@@ -1,8 +1,12 @@
-"""The ranks that own and save the elements of a parameter: integers alone."""
+"""The ranks that own and save the elements of a parameter: integers alone.
+
+One rank's elements are found without those of the others, at any number of ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from zerocore._C import Layout
@@ -10,50 +14,99 @@ from zerocore._C import Layout
 _MIN_SHARE_NUMEL = 1 << 14  # of what several ranks hold; below it one of them saves all
 
 
-def owned_ranges(layout: Layout, position: int) -> list[tuple[int, int, int]]:
-    """``(shard, begin, end)`` of the elements of a unit's parameter, of shards that own any."""
-    if layout.by_rows:
-        owned = [(shard, layout.owned(position, shard)) for shard in range(layout.num_shards)]
-        return [(shard, each.begin, each.end) for shard, each in owned if each.begin < each.end]
-    place = layout.places[position]
-    size = layout.regions[place.region].shard_numel
-    if place.numel == 0:
-        return []
-    first, last = place.offset // size, (place.offset + place.numel - 1) // size
-    across = layout.regions[place.region].num_across
-    return [
-        (
-            slot % across * (layout.num_shards // across) + slot // across,  # as shard_range
-            max(slot * size - place.offset, 0),
-            min((slot + 1) * size - place.offset, place.numel),
-        )
-        for slot in range(first, last + 1)
-    ]
+@dataclass(frozen=True)
+class Cut:
+    """How the elements of a parameter are cut over shards.
 
-
-def saved_ranges(
-    owned: Sequence[tuple[int, int, int]], num_shards: int, copies: int
-) -> tuple[tuple[int, int, int], ...]:
-    """``(rank, begin, end)`` of what each rank saves, of ``(shard, begin, end)`` that ``copies``
-    ranks own each: rank r owns shard r modulo ``num_shards``."""
-    if copies == 1:
-        return tuple(owned)
-    saved = []
-    for shard, begin, end in owned:
-        size = max(-(-(end - begin) // copies), _MIN_SHARE_NUMEL)
-        for copy, start in enumerate(range(begin, end, size)):
-            saved.append((copy * num_shards + shard, start, min(start + size, end)))
-    return tuple(saved)
-
-
-def ranges_on(
-    ranks: Any, numel: int, place: tuple[Layout, int] | None
-) -> tuple[tuple[int, int, int], ...]:
-    """:func:`saved_ranges` of a parameter; its layout and position, or None if nothing is shared.
-
-    Args:
-        ranks: a :class:`zerocore.model.ranks.Ranks`, whose ranks hold the parameter.
+    Attributes:
+        numel: of the parameter.
+        slot_numel: elements of a slot; shards are slots in another order.
+        offset: of the parameter, from the first slot on.
+        num_shards: in all.
+        num_across: shards of one replica lie so many slots apart.
     """
-    if place is None:
-        return saved_ranges([(0, 0, numel)], 1, ranks.world_size)
-    return saved_ranges(owned_ranges(*place), ranks.num_shards, ranks.num_replicas)
+
+    numel: int
+    slot_numel: int
+    offset: int = 0
+    num_shards: int = 1
+    num_across: int = 1
+
+    @staticmethod
+    def of(layout: Layout, position: int) -> Cut:
+        """That of a unit's parameter."""
+        place = layout.places[position]
+        if layout.by_rows:  # the first shard has the most rows
+            rows = max(layout.owned(position, 0).end, 1)
+            return Cut(place.numel, rows, num_shards=layout.num_shards)
+        region = layout.regions[place.region]
+        slot = region.shard_numel
+        return Cut(place.numel, slot, place.offset, layout.num_shards, region.num_across)
+
+    def owned(self, shard: int) -> tuple[int, int]:
+        """``(begin, end)`` of a shard's elements; two equal numbers if it has none."""
+        column, row = divmod(shard, self.num_shards // self.num_across)
+        begin = (row * self.num_across + column) * self.slot_numel - self.offset
+        end = min(max(begin + self.slot_numel, 0), self.numel)
+        return min(max(begin, 0), end), end
+
+    def ranges(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
+        """``(shard, begin, end)`` of the shards that own elements in a range, in their order."""
+        end = self.numel if end is None else end
+        if begin >= end:
+            return
+        size, offset = self.slot_numel, self.offset
+        for slot in range((offset + begin) // size, (offset + end - 1) // size + 1):
+            row, column = divmod(slot, self.num_across)
+            shard = column * (self.num_shards // self.num_across) + row
+            yield shard, max(slot * size - offset, begin), min((slot + 1) * size - offset, end)
+
+
+@dataclass(frozen=True)
+class SavedRanges:
+    """What each rank saves of a parameter.
+
+    Attributes:
+        cut: over the shards; rank r owns shard r modulo their number.
+        copies: ranks that own each shard, which save a part each.
+        members: the ranks' numbers, if they are others.
+    """
+
+    cut: Cut
+    copies: int = 1
+    members: tuple[int, ...] = ()
+
+    @staticmethod
+    def on(ranks: Any, numel: int, place: tuple[Layout, int] | None) -> SavedRanges:
+        """Of a parameter; its layout and position, or None if nothing is shared.
+
+        Args:
+            ranks: a :class:`zerocore.model.ranks.Ranks`, whose ranks hold the parameter.
+        """
+        if place is None:
+            return SavedRanges(Cut(numel, max(numel, 1)), ranks.world_size)
+        return SavedRanges(Cut.of(*place), ranks.num_replicas)
+
+    def all(self) -> Iterator[tuple[int, int, int]]:
+        """``(rank, begin, end)`` of all ranks that save any, in the order of the elements."""
+        for shard, begin, end in self.cut.ranges():
+            size = self._size(begin, end)
+            for copy, start in enumerate(range(begin, end, size)):
+                rank = copy * self.cut.num_shards + shard
+                number = self.members[rank] if self.members else rank
+                yield number, start, min(start + size, end)
+
+    def of(self, number: int) -> tuple[int, int]:
+        """``(begin, end)`` of one rank; two equal numbers if it saves none."""
+        if self.members and number not in self.members:
+            return 0, 0
+        rank = self.members.index(number) if self.members else number
+        copy, shard = divmod(rank, self.cut.num_shards)
+        begin, end = self.cut.owned(shard) if copy < self.copies else (0, 0)
+        start = min(begin + copy * self._size(begin, end), end)
+        return start, min(start + self._size(begin, end), end)
+
+    def _size(self, begin: int, end: int) -> int:
+        if self.copies == 1:
+            return max(end - begin, 1)
+        return max(-(-(end - begin) // self.copies), _MIN_SHARE_NUMEL)
