@@ -64,7 +64,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class SavedRanges:
-    """What each rank saves of a parameter.
+    """The elements of a parameter that each rank saves.
 
     Attributes:
         cut: over the shards; rank r owns shard r modulo their number.
