@@ -263,6 +263,45 @@ def test_planned_bytes_are_those_taken(num_ranks: int) -> None:
     run_ranks(check_memory, num_ranks, launch="torchrun", timeout=120)
 
 
+class Counted:
+    """An engine that counts how often its host was asked to wait for all updates."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.num_waits = engine, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+        self.engine.synchronize()
+
+
+def sample_updates() -> None:
+    """Steps 1 and 17 are traced; a logger asks for figures right after each update."""
+    device, _ = start(on_device=True)
+    model = zerocore.shard(make_model(device), stage=3, units=[Block], offload=BOTH)
+    optimizer, meters = adamw(model.parameters()), state_of(model).meters
+    meters._engine = engine = Counted(meters._engine)  # type: ignore[assignment]
+    traced = []
+    for step in range(20):
+        backward(model, device, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        traced.append("zerocore/exposed_ms" in zerocore.figures(model))
+    assert engine.num_waits == 0 and traced == [step >= 2 for step in range(20)]
+    steps = meters.steps()
+    records = {step.number: step.records for step in steps if step.records is not None}
+    assert list(records) == [1, 17]
+    for each in records.values():
+        updates = [record for record in each if record.op == "host_update"]
+        assert len(updates) == 4 and all(record.done_ns > record.issued_ns for record in updates)
+
+
+def test_a_traced_step_waits_for_no_update() -> None:
+    run_ranks(sample_updates, 2, launch="torchrun")
+
+
 def refuse() -> str:
     device, _ = start(on_device=True)
     model = zerocore.shard(make_model(device), stage=2, units=[Block], offload=GRADIENTS)

@@ -83,11 +83,18 @@ class Meters:
         if self._begin_ns:
             self._updated_ns = time.perf_counter_ns()
 
-    def steps(self) -> list[Step]:
-        """The latest steps; one that has been updated counts as complete."""
+    def steps(self, *, waits: bool = True) -> list[Step]:
+        """The latest steps; one that has been updated counts as complete.
+
+        ``waits``: for updates on the host, whose records end with them. Without, a traced step
+        has records from the next step on.
+        """
         if self._updated_ns:
             self._close(self._updated_ns)
-        self._read()
+        if self._unread is not None and waits:
+            self._engine.synchronize()
+        if self._unread is not None and (waits or self._unread.number + 1 < self._num_steps):
+            self._read()
         return list(self._steps)
 
     @contextmanager
@@ -95,7 +102,7 @@ class Meters:
         """Records for the user, who gets the list at the end; raises ValueError if nested."""
         if self._recording:
             raise ValueError("this model is being recorded already; recordings do not nest")
-        self._read()
+        self.steps()
         self._recording, self._sampling = True, False
         records: list[TraceRecord] = []
         self._engine.start_trace()
@@ -109,7 +116,7 @@ class Meters:
     def _open(self) -> None:
         self._sampling = not self._recording and self._num_steps % SAMPLE_EVERY == 1
         if self._sampling:
-            self._read()
+            self._read()  # 15 updates later: each one waits for those before it
             self._engine.start_trace(align=False)
         self._before = self._totals()
         self._engine.forget_recent_peak()
@@ -149,8 +156,8 @@ class Meters:
             self._sampling, self._unread = False, step
 
     def _read(self) -> None:
+        """Everything that writes the records has ended."""
         if self._unread is not None:
-            self._engine.synchronize()
             self._unread.records = self._engine.stop_trace()
             self._unread = None
 

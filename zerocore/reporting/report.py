@@ -133,7 +133,7 @@ def report(
 
 
 def recent_report(model: nn.Module, *rates: float | None) -> Report:
-    """As :func:`report`, of the steps since the last traced one alone.
+    """As :func:`report`, of the steps since the last traced one alone. Waits for no update.
 
     Args:
         model: a sharded model.
@@ -143,7 +143,7 @@ def recent_report(model: nn.Module, *rates: float | None) -> Report:
         ValueError, TypeError: as :func:`report`.
     """
     state = state_of(model)
-    steps = state.meters.steps()
+    steps = state.meters.steps(waits=False)
     traced = [i for i, step in enumerate(steps) if step.records is not None]
     return _report_of(model, state, steps[traced[-1] if traced else -1 :], rates)
 
