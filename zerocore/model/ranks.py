@@ -283,8 +283,21 @@ def sibling_of(
         what,
         backend=name,
         timeout=backend.options._timeout if name == "nccl" else None,
-        pg_options=backend if name == "emulated" else None,  # it shares the link
+        pg_options=_options_beside(backend),
     )
+
+
+def _options_beside(backend: Any) -> Any:
+    """Options of another communicator: NCCL's thread blocks, network and traffic class, too."""
+    if backend.name() == "emulated":
+        return backend  # it shares the link
+    if backend.name() != "nccl":
+        return None
+    given = backend.options  # the group's own, with its name and what it was split from
+    options = type(given)(is_high_priority_stream=given.is_high_priority_stream)
+    options.config = given.config  # by value
+    options._timeout = given._timeout
+    return options
 
 
 def control_group(ranks: Ranks) -> dist.ProcessGroup | None:
