@@ -30,13 +30,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return kType;
   }
   c10::Device exchangeDevice(c10::Device /*one*/) const override {
+    choose_device();
     return kDevice;
   }
   c10::Device getDevice() const override {
     return kDevice;
   }
-  void setDevice(c10::Device /*one*/) const override {}
-  void uncheckedSetDevice(c10::Device /*one*/) const noexcept override {}
+  void setDevice(c10::Device /*one*/) const override {
+    choose_device();
+  }
+  void uncheckedSetDevice(c10::Device /*one*/) const noexcept override {
+    choose_device();
+  }
   c10::DeviceIndex deviceCount() const noexcept override {
     return 1;
   }

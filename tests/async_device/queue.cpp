@@ -34,6 +34,7 @@ Shared& shared() {
 
 thread_local int the_current_stream = 0;
 thread_local Queue* the_working_queue = nullptr;
+thread_local bool has_device = false;
 
 } // namespace
 
@@ -182,9 +183,16 @@ int exchange_stream(int id) {
   return std::exchange(the_current_stream, id);
 }
 
+void choose_device() noexcept {
+  has_device = true;
+}
+
 void note_host_wait(const char* what) {
   const std::lock_guard lock(shared().mutex);
   ++shared().host_waits[what];
+  if (!has_device) {
+    ++shared().host_waits[std::string(what) + ", without a device"];
+  }
   TORCH_CHECK(!shared().waits_are_forbidden, "the host waits for the device: ", what);
 }
 

@@ -103,7 +103,10 @@ int exchange_stream(int id);
 // -- the host waits
 // --------------------------------------------------------------------------------
 
+// This thread has said which device it works with.
+void choose_device() noexcept;
 // The host is about to wait for the device, in `what`: counted, and an error where it is forbidden.
+// Also counted are those of threads without a device, which on GPUs take memory of the first one.
 void note_host_wait(const char* what);
 void forbid_host_waits(bool forbidden);
 std::vector<std::pair<std::string, int64_t>> host_waits();

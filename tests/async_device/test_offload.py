@@ -263,6 +263,22 @@ def test_planned_bytes_are_those_taken(num_ranks: int) -> None:
     run_ranks(check_memory, num_ranks, launch="torchrun", timeout=120)
 
 
+def wait_on_threads() -> dict[str, int]:
+    device, extension = start(on_device=True)
+    for offload in (GRADIENTS, BOTH, ALL):
+        model = zerocore.shard(make_model(device), stage=3, units=[Block], offload=offload)
+        optimizer = adamw(model.parameters())
+        for step in range(2):
+            backward(model, device, step)
+            optimizer.step()
+    return dict(extension.host_waits())
+
+
+def test_threads_wait_for_the_device_of_their_model() -> None:
+    for waits in run_ranks(wait_on_threads, 2, launch="torchrun"):
+        assert waits["for an event"] > 0 and "for an event, without a device" not in waits, waits
+
+
 class Counted:
     """An engine that counts how often its host was asked to wait for all updates."""
 

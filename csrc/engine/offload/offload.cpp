@@ -1,6 +1,7 @@
 // A step whose states lie on the host.
 #include "engine/offload/offload.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
@@ -22,7 +23,9 @@ void wait_for_load(const StreamEvent& event) {
 } // namespace
 
 Offload::Offload(const Units& units, const UnitContext& context, int num_threads)
-    : units_(units), context_(context), worker_(std::make_unique<StepWorker>(num_threads)) {
+    : units_(units),
+      context_(context),
+      worker_(std::make_unique<StepWorker>(context.streams->device(), num_threads)) {
   if (context_.host != nullptr) {
     context_.host->plan(units, context_);
   }
@@ -57,6 +60,7 @@ void Offload::open_disk(const DiskFolder& place) {
 
 void Offload::map_host_memory() {
   TORCH_CHECK_VALUE(context_.host != nullptr, "nothing of this model is on the host");
+  const c10::OptionalDeviceGuard pinned_for(context_.streams->device());
   context_.host->open();
   if (context_.tiers.states == Tier::Host) {
     moments_.emplace(units_, context_);

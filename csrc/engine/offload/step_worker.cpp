@@ -3,6 +3,7 @@
 
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 
@@ -66,6 +67,9 @@ void StepWorker::run() {
   const c10::InferenceMode normal(false);
   const at::NoGradGuard no_grad;
   use_host_threads(num_threads_);
+  if (!device_.is_cpu()) {
+    c10::impl::VirtualGuardImpl(device_.type()).setDevice(device_);
+  }
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });

@@ -1,6 +1,8 @@
 // A thread that carries out work for units, one piece after the other.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -16,13 +18,14 @@
 namespace zerocore {
 
 // One thread submits and waits. The thread of the worker begins with the first piece of work, and
-// gives the CPU's loops to `num_threads`, itself included.
+// gives the CPU's loops to `num_threads`, itself included. Its current device is `device`: a wait
+// of a thread that has chosen none makes a context on GPU 0.
 class StepWorker {
  public:
   using Work = std::function<void()>;
   using Ticket = int64_t; // 0 is of no work
 
-  explicit StepWorker(int num_threads) : num_threads_(num_threads) {}
+  StepWorker(c10::Device device, int num_threads) : device_(device), num_threads_(num_threads) {}
   // Ends when all work is done.
   ~StepWorker();
   StepWorker(const StepWorker&) = delete;
@@ -45,6 +48,7 @@ class StepWorker {
  private:
   void run();
 
+  const c10::Device device_;
   const int num_threads_;
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -100,8 +100,9 @@ class SavedState:
 
     def parts_on_cpu(self) -> Iterator[Tensor]:
         """The same on the CPU, for tensors that nobody changes until all is written."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # this thread has a stream of its own
+        for device in {local.device for local, _ in self.tensors.values()}:
+            if device.type not in ("cpu", "meta"):  # this thread has streams of its own
+                torch.get_device_module(device).synchronize(device)
         return (part.cpu() for part in self.parts())
 
 
