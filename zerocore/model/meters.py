@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch._compile import _disable_dynamo
 
 from zerocore._C import AllocatorCounts, Engine, OpCounter, TraceRecord, allocator_counts
 from zerocore.common.events import COLLECTIVES, EXCHANGE
@@ -70,7 +69,6 @@ class Meters:
         self._unread: Step | None = None  # sampled, and its trace still lies in the engine
         self._recording = False
 
-    @_disable_dynamo
     def begin_pass(self) -> None:
         """A forward of the whole model begins; the first after an update begins a step."""
         if self._updated_ns:

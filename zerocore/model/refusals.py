@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 
@@ -98,6 +99,19 @@ class _Registry(OrderedDict[str, Any]):
         if name == "fully_shard":
             raise refusal("fully_shard", self.model)
         return super().__contains__(name)
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raises RuntimeError where a CUDA graph is being captured, on the current stream."""
+    if device.type == "cpu":
+        return
+    is_capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    if is_capturing is not None and is_capturing():
+        raise RuntimeError(
+            "a sharded model was called in the capture of a CUDA graph. A replay would repeat its "
+            "kernels without the waits of the host between them. Capture code that calls no "
+            "sharded module, or the step of zerocore.optim.AdamW."
+        )
 
 
 def refuse_fully_shard(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 
 from zerocore._C import Engine, ParamSpec
@@ -18,6 +19,7 @@ from zerocore.model.meters import Meters
 from zerocore.model.parts import PartRanges
 from zerocore.model.precision import ParamTypes
 from zerocore.model.ranks import Ranks
+from zerocore.model.refusals import refuse_capture
 from zerocore.model.unit_call import unit_call_of
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.rows import shard_of
@@ -133,6 +135,12 @@ class ShardState:
     @property
     def rank(self) -> int:
         return self.ranks.rank
+
+    @_disable_dynamo
+    def begin_pass(self) -> None:
+        """A forward of the whole model begins; raises RuntimeError in a capture."""
+        refuse_capture(self.device)
+        self.meters.begin_pass()
 
     def finish_reads(self) -> None:
         """Called before weights or optimizer states change."""

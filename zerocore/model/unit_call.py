@@ -57,7 +57,7 @@ class UnitCall:
         self.before_units()
         try:
             if self.is_root:
-                self.state.meters.begin_pass()
+                self.state.begin_pass()
                 engine.begin_pass()
                 begun = True
                 if self.before_call is not None:

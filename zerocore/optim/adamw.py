@@ -17,7 +17,7 @@ from zerocore._C import same_objects
 from zerocore.hooks.optimizer_states import fitted, params_of, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.optim.flat_states import State, adopt_states, allocate_states, check_loaded
-from zerocore.optim.kernel_calls import UpdatePlan, global_norm, make_plan
+from zerocore.optim.kernel_calls import Factors, UpdatePlan, global_norm, make_plan
 from zerocore.reporting.out_of_memory import explain_step
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.parameter import ShardedParameter
@@ -129,8 +129,8 @@ class AdamW(ShardOptimizer):
                 raise
             raise explained from error
 
-    def update(self, factor: Tensor | None) -> None:
-        """One step with gradients times ``factor``; for None what clipping and a scaler say."""
+    def update(self, factors: Factors | None) -> None:
+        """One step; for None with the factors that clipping and a scaler give."""
         params = params_of(self)
         grads: list[Any] = [param.grad for param in params]
         parts = params
@@ -140,9 +140,9 @@ class AdamW(ShardOptimizer):
         plan = self._plan
         if plan is None or plan.kinds != kinds or not plan.uses(self.state, parts):
             plan = self._plan = self._make_plan(params, grads, kinds)
-        grad_scale, found_inf = (factor, None) if factor is not None else self._factors(plan, grads)
+        factors = factors or self._factors(plan, grads)
         for batch in plan.batches:
-            batch.run(grads, grad_scale, found_inf)
+            batch.run(grads, factors)
             if batch.host is not None:
                 pending_host_updates.begin(batch.host.state_ref)
 
@@ -184,16 +184,13 @@ class AdamW(ShardOptimizer):
         for param, state in adopt_states(given, replaced, held).items():
             self.state[param].update(state)
 
-    def _factors(self, plan: UpdatePlan, grads: list[Any]) -> tuple[Tensor | None, Tensor | None]:
-        """The factor of gradients, and a tensor that is not 0 if the step is to be skipped.
-
-        The first is what undoes a GradScaler's scale, times clipping.
-        """
+    def _factors(self, plan: UpdatePlan, grads: list[Any]) -> Factors:
+        """Undoes a GradScaler's scale, and clips; a step without a finite norm is skipped."""
         scaled_by: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         factor = None if scaled_by is None else scaled_by.double().reciprocal()
         if self.clip_grad_norm is None or not plan.squares:
-            return factor, found_inf
+            return Factors(factor, found_inf)
         norm = global_norm(plan.squares, grads, plan.on_host)
         if factor is not None:
             norm = norm * factor.to(norm.device, non_blocking=True)
@@ -201,7 +198,7 @@ class AdamW(ShardOptimizer):
         coefficient = (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         factor = coefficient if factor is None else coefficient * factor.to(norm.device)
         is_bad = norm.isfinite().logical_not().float()
-        return factor, is_bad if found_inf is None else is_bad + found_inf.to(norm.device)
+        return Factors(factor, is_bad if found_inf is None else is_bad + found_inf.to(norm.device))
 
     # -- state dicts ------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -27,6 +28,24 @@ class HostUnit:
 
     state_ref: Callable[[], Any]
     unit: int
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The factor of a step's gradients, and a tensor that is not 0 if the step is skipped."""
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    @cached_property
+    def on_host(self) -> Factors:
+        """The same for all units that the host updates: the device is waited for once."""
+        return Factors(_copied(self.grad_scale), _copied(self.found_inf))
+
+    def skips(self, device: torch.device) -> Tensor:
+        """Whether the step is to be skipped, on the device."""
+        assert self.found_inf is not None
+        return self.found_inf.to(device) != 0
 
 
 @dataclass
@@ -65,12 +84,10 @@ class Batch:
         else:
             self.other_casts.append((model_weight, weight.detach().view(model_weight.shape)))
 
-    def run(
-        self, grads: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None
-    ) -> None:
+    def run(self, grads: Sequence[Tensor], factors: Factors) -> None:
         """One step; ``grads`` are those of all parameters."""
         if self.host is not None:
-            self._run_on_host(self.host, grads, grad_scale, found_inf)
+            self._run_on_host(self.host, grads, factors.on_host)
             return
         device, lr, lr_tensor = self.device, self.group["lr"], None
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
@@ -89,8 +106,8 @@ class Batch:
             lr=float(lr),
             **self._options(),
             lr_tensor=lr_tensor,
-            grad_scale=_scalar_on(self.device, grad_scale),
-            found_inf=_scalar_on(self.device, found_inf),
+            grad_scale=_scalar_on(self.device, factors.grad_scale),
+            found_inf=_scalar_on(self.device, factors.found_inf),
         )
         for model_weight, weight in self.other_casts:
             model_weight.copy_(weight)
@@ -100,13 +117,7 @@ class Batch:
         names = ("eps", "weight_decay", "maximize")
         return {"beta1": beta1, "beta2": beta2, **{name: self.group[name] for name in names}}
 
-    def _run_on_host(
-        self,
-        host: HostUnit,
-        grads: Sequence[Tensor],
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
+    def _run_on_host(self, host: HostUnit, grads: Sequence[Tensor], factors: Factors) -> None:
         """Asks for one step and returns; what it needs is taken now."""
         update = HostUpdate(
             host.unit,
@@ -120,8 +131,8 @@ class Batch:
             self.other_casts,
             lr=float(self.group["lr"]),
             **self._options(),
-            grad_scale=_copied(grad_scale),
-            found_inf=_copied(found_inf),
+            grad_scale=factors.grad_scale,
+            found_inf=factors.found_inf,
         )
         engine = host.state_ref().engine
         engine.update_on_host(update)

@@ -21,7 +21,7 @@ from zerocore.optim.adamw import AdamW
 from zerocore.optim.choice import Choice, choice_of
 from zerocore.optim.exchange import Lanes
 from zerocore.optim.gradients import Used, plan_of, used_in_step
-from zerocore.optim.kernel_calls import global_norm, squares_of
+from zerocore.optim.kernel_calls import Factors, global_norm, squares_of
 from zerocore.optim.matrices import (
     Item,
     Splits,
@@ -65,8 +65,7 @@ class Muon(ShardOptimizer):
         adamw_names: patterns (``"*embed*"``) of names of matrices that AdamW trains.
         split: by a pattern of names, how many matrices lie below each other in a parameter, such as
             ``{"*.qkv.weight": 3}``; each is orthogonalised by itself.
-        clip_grad_norm: as in :class:`zerocore.optim.AdamW`, over all groups; the host reads the
-            norm in each step.
+        clip_grad_norm: as in :class:`zerocore.optim.AdamW`, over all groups.
 
     Raises:
         ValueError: in a step, on every rank, if a matrix has a gradient on some ranks only.
@@ -247,25 +246,24 @@ class Muon(ShardOptimizer):
         # Gradients of shards are a subclass, which Python need not look up here.
         with torch._C.DisableTorchFunctionSubclass():
             self._follow_model()
-            factor = self._clip_factor()
-            if self.grad_norm is not None and not self.grad_norm.isfinite():
-                return
+            factors = self._clip_factors()
             params = [param for param, _ in self._muon_params()]
             plan = self._plan_for(used_in_step(self._model, "Muon", params))
             self._make_momenta(p for p in params if p.grad is not None and not self.state.get(p))
-            plan.run(self.state, factor, lambda: self._update_rest(factor))
+            plan.run(self.state, factors, lambda: self._update_rest(factors))
 
     def _follow_model(self) -> None:
         """The engine of a model of zerocore.fsdp may have been made anew."""
         if (state := check_sharded(self.param_groups, "Muon")) is not self._model:
             self._model, self._plans = state, {}
 
-    def _update_rest(self, factor: Tensor | None) -> None:
+    def _update_rest(self, factors: Factors | None) -> None:
         if self._adamw is not None:
-            self._adamw.update(factor)
+            self._adamw.update(factors)
 
-    def _clip_factor(self) -> Tensor | None:
-        """The factor of gradients; float64, None for no clipping."""
+    def _clip_factors(self) -> Factors | None:
+        """The factor that clips gradients, float64; the step is skipped if the norm is not finite.
+        None without clipping. The host does not read the norm."""
         self.grad_norm = None
         if self.clip_grad_norm is None:
             return None
@@ -273,7 +271,8 @@ class Muon(ShardOptimizer):
         grads: list[Any] = [local_part(param.grad) for param in params]
         norm = global_norm(squares_of(params, grads), grads)
         self.grad_norm = norm.float()
-        return (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        coefficient = (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        return Factors(coefficient, norm.isfinite().logical_not().float())
 
     # -- states -----------------------------------------------------------------------------------
 

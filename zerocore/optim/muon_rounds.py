@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zerocore.optim.exchange import Arrival, Lanes, to_owners, to_shards
+from zerocore.optim.kernel_calls import Factors
 from zerocore.optim.matrices import Whole
 from zerocore.optim.newton_schulz import ADJUSTMENTS, adjusted_ratio, orthogonalise
 from zerocore.planning.ownership import Matrix, Round
@@ -46,21 +47,25 @@ class MuonRounds:
         self._pairs = pairs
         self._updates: dict[int, Tensor] = {}  # of parameters whose matrices are not all sent yet
 
-    def run(self, states: States, factor: Tensor | None, meanwhile: Callable[[], None]) -> None:
-        """One step; ``meanwhile`` is called while the first exchange is under way."""
+    def run(self, states: States, factors: Factors | None, meanwhile: Callable[[], None]) -> None:
+        """One step; ``meanwhile`` is called while the first exchange is under way.
+
+        The host does not wait to see that a step is skipped: it exchanges updates as any other
+        one, and keeps momenta and weights.
+        """
         used = {matrix.param for step in self.rounds for matrix in step.matrices}
         locals_ = {index: self._pairs[index][0].elements() for index in sorted(used)}
         returning: Callable[[], None] | None = None
-        arriving = self._send(0, states, factor)
+        arriving = self._send(0, states, factors)
         meanwhile()
         for number, step in enumerate(self.rounds):
-            following = self._send(number + 1, states, factor)
+            following = self._send(number + 1, states, factors)
             lanes = self.lanes[number]
             results = self._orthogonalised(step, arriving(), lanes)
             back = to_shards(step, lanes, results, _like(lanes))
             if returning is not None:
                 returning()
-            returning = self._applying(step, back, locals_)
+            returning = self._applying(step, back, locals_, factors)
             arriving = following
         if returning is not None:
             returning()
@@ -69,14 +74,14 @@ class MuonRounds:
             if (model_weight := whole.shard.model_weight) is not None:
                 whole.elements(model_weight).copy_(local)
 
-    def _send(self, number: int, states: States, factor: Tensor | None) -> Arrival:
+    def _send(self, number: int, states: States, factors: Factors | None) -> Arrival:
         if number == len(self.rounds):
             self._updates = {}
             return list
         step = self.rounds[number]
         needed = dict.fromkeys(matrix.param for matrix in step.matrices)
         fresh = [param for param in needed if param not in self._updates]
-        known = self._updates | dict(zip(fresh, self._momenta(fresh, states, factor), strict=True))
+        known = self._updates | dict(zip(fresh, self._momenta(fresh, states, factors), strict=True))
         self._updates = {param: known[param] for param in needed}
         parts = [
             self._updates[matrix.param][self._local(step, index, matrix)]
@@ -85,20 +90,33 @@ class MuonRounds:
         return to_owners(step, self.lanes[number], parts, _like(self.lanes[number]))
 
     def _momenta(
-        self, params: Sequence[int], states: States, factor: Tensor | None
+        self, params: Sequence[int], states: States, factors: Factors | None
     ) -> list[Tensor]:
-        """Moves momenta on, and returns the updates that are to be orthogonalised."""
-        updates = []
+        """Moves momenta on, and returns the updates that are to be orthogonalised.
+
+        Those of one group have one kernel launch for each operation.
+        """
+        by_group: dict[Hashable, list[int]] = {}
         for index in params:
             whole, group = self._pairs[index]
-            buffer = whole.elements(states[whole.param]["momentum_buffer"])
-            momentum = group["momentum"]
-            grad = whole.elements(whole.param.grad).to(buffer.dtype)
-            grad = grad if factor is None else grad * factor.to(grad.device)
-            buffer.lerp_(grad, 1 - momentum)
-            update = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
-            updates.append(update.to(WIRE))
-        return updates
+            kind = states[whole.param]["momentum_buffer"].dtype
+            by_group.setdefault((id(group), kind), []).append(index)
+        updates: dict[int, Tensor] = {}
+        for indices in by_group.values():
+            wholes, group = [self._pairs[index][0] for index in indices], self._pairs[indices[0]][1]
+            buffers = [each.elements(states[each.param]["momentum_buffer"]) for each in wholes]
+            grads = [each.elements(each.param.grad) for each in wholes]
+            grads = [grad.to(old.dtype) for grad, old in zip(grads, buffers, strict=True)]
+            if factors is not None:
+                grads = _scaled(grads, buffers, factors)
+            torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+            found = buffers
+            if group["nesterov"]:
+                found = list(torch._foreach_lerp(grads, buffers, group["momentum"]))
+            sent = [torch.empty_like(update, dtype=WIRE) for update in found]
+            torch._foreach_copy_(sent, found)
+            updates.update(zip(indices, sent, strict=True))
+        return [updates[index] for index in params]
 
     def _local(self, step: Round, index: int, matrix: Matrix) -> slice:
         """Where this rank's elements of a matrix lie in its shard of the parameter."""
@@ -124,7 +142,11 @@ class MuonRounds:
         return results
 
     def _applying(
-        self, step: Round, back: Arrival, locals_: Mapping[int, Tensor]
+        self,
+        step: Round,
+        back: Arrival,
+        locals_: Mapping[int, Tensor],
+        factors: Factors | None,
     ) -> Callable[[], None]:
         def apply() -> None:
             for index, (matrix, update) in enumerate(zip(step.matrices, back(), strict=True)):
@@ -135,9 +157,23 @@ class MuonRounds:
                 rows = matrix.numel // columns
                 ratio = adjusted_ratio(group["adjust_lr_fn"], rows, columns)
                 part = locals_[matrix.param][self._local(step, index, matrix)]
-                part.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * ratio)
+                new = part if factors is None else part.clone()
+                new.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * ratio)
+                if factors is not None:
+                    torch.where(factors.skips(part.device), part, new, out=part)
 
         return apply
+
+
+def _scaled(grads: Sequence[Tensor], momenta: Sequence[Tensor], factors: Factors) -> list[Tensor]:
+    """Gradients times their factor; in a step that is to be skipped the momenta."""
+    assert factors.grad_scale is not None
+    device = grads[0].device
+    skips, factor = factors.skips(device), factors.grad_scale.to(device)
+    return [
+        torch.where(skips, momentum, grad * factor)
+        for grad, momentum in zip(grads, momenta, strict=True)
+    ]
 
 
 def _like(lanes: Lanes) -> Tensor:
