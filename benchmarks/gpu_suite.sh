@@ -3,13 +3,15 @@
 #
 #   benchmarks/gpu_suite.sh OUT_DIR [PART...]
 #
-# Parts: build smoke test_parity test_steady_state test_delays memcheck racecheck test_kernels
-# test_adamw test_events test_emulated_link kernels optimizer overlap link host step_emulated
-# step_nccl step_bf16 memory_7b memory_4b; by default all. A first call may name those up to
-# test_emulated_link, a second one the benchmarks. Each part has a time limit, at which it is
-# interrupted and says what it has, and may fail without stopping the next. Together they take at
-# most BUDGET_S seconds (570), which is less than all of them may need: what was not run is for a
-# second call, which names those parts. No network is used.
+# Parts, in four groups whose names stand for all of their parts; by default the first group:
+#   first   build smoke test_uses test_parity test_steady_state kernels
+#   second  test_delays memcheck racecheck test_kernels test_adamw test_events test_emulated_link link
+#   third   optimizer overlap host step_emulated step_nccl step_bf16
+#   fourth  memory_7b memory_4b
+# Each part has a time limit, at which it is interrupted and says what it has, and may fail without
+# stopping the next. The limits of a group add up to at most 570 seconds, and so does a call, unless
+# BUDGET_S says otherwise. Call again at once for the next group, where a machine is lent by the
+# minute: a new one has to build first. No network is used.
 # OUT_DIR receives summary.txt, pictures, and results.tar.gz with all logs and result files. Without
 # a GPU it rehearses, on the CPU and in small, what runs without one. PYTHON says which Python has
 # torch (python3).
@@ -23,7 +25,8 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
 shift
-chosen=" $* "
+chosen=" ${*:-first} "
+group=first
 python=${PYTHON:-python3}
 budget_s=${BUDGET_S:-570}
 work=$(mktemp -d)
@@ -49,8 +52,9 @@ note() {
   collect
 }
 
+# By its own name or by that of its group.
 is_chosen() {
-  [[ "$chosen" == "  " || "$chosen" == *" $1 "* ]]
+  [[ "$chosen" == *" $1 "* || "$chosen" == *" $group "* ]]
 }
 
 # part NAME LIMIT_S COMMAND...
@@ -89,9 +93,12 @@ run_on_gpu() {
   part build 200 env ZEROCORE_CUDA=1 "$python" setup.py build_ext --inplace
   part smoke 30 "${pytest[@]}" -x tests/gpu/test_parity.py -k stage3
   # A process for each file: after an illegal access no more of a GPU can be used in one.
+  part test_uses 60 "${pytest[@]}" tests/gpu/test_uses.py
   part test_parity 90 "${pytest[@]}" tests/gpu/test_parity.py
   part test_steady_state 90 "${pytest[@]}" tests/gpu/test_steady_state.py
-  part test_delays 150 "${pytest[@]}" tests/gpu/test_delays.py
+  part kernels 90 "$python" benchmarks/kernels.py
+  group=second
+  part test_delays 120 "${pytest[@]}" tests/gpu/test_delays.py
   if command -v compute-sanitizer >/dev/null; then
     part memcheck 75 "${sanitizer[@]}" --tool memcheck "${kernel_tests[@]}"
     part racecheck 75 "${sanitizer[@]}" --tool racecheck "${kernel_tests[@]}"
@@ -99,21 +106,23 @@ run_on_gpu() {
     skip memcheck "no compute-sanitizer on PATH"
     skip racecheck "no compute-sanitizer on PATH"
   fi
-  for file in kernels adamw events emulated_link; do
-    part "test_$file" 90 "${pytest[@]}" "tests/gpu/test_$file.py"
-  done
-  part kernels 90 "$python" benchmarks/kernels.py
-  part optimizer 60 "$python" benchmarks/optimizer.py
-  part overlap 150 "$python" benchmarks/overlap.py
+  part test_kernels 80 "${pytest[@]}" tests/gpu/test_kernels.py
+  part test_adamw 60 "${pytest[@]}" tests/gpu/test_adamw.py
+  part test_events 60 "${pytest[@]}" tests/gpu/test_events.py
+  part test_emulated_link 60 "${pytest[@]}" tests/gpu/test_emulated_link.py
   part link 40 "$python" benchmarks/link_accuracy.py
-  part host 80 "$python" benchmarks/host_overhead.py --device cuda --params 9,32 --passes 1
-  part step_emulated 150 "$python" benchmarks/step.py --device cuda --link emulated --ranks 8 \
+  group=third
+  part optimizer 40 "$python" benchmarks/optimizer.py
+  part overlap 120 "$python" benchmarks/overlap.py
+  part host 60 "$python" benchmarks/host_overhead.py --device cuda --params 9,32 --passes 1
+  part step_emulated 130 "$python" benchmarks/step.py --device cuda --link emulated --ranks 8 \
     --peers plain,ddp,fsdp2 --stages 0,2,3 --rounds 1
-  part step_nccl 120 "$python" benchmarks/step.py --device cuda --ranks 1 \
+  part step_nccl 100 "$python" benchmarks/step.py --device cuda --ranks 1 \
     --peers plain,fsdp2 --stages 2,3 --rounds 1
   part step_bf16 120 "$python" benchmarks/step.py --device cuda --link emulated --ranks 8 \
     --peers plain,ddp,fsdp2 --stages 0,2,3 --rounds 1 --dtype bf16 --accumulate 4 --clip 1.0 \
     --optimizer zerocore
+  group=fourth
   part memory_7b 300 "$python" benchmarks/memory.py --device cuda --size 7b --out "$work/results"
   part memory_4b 200 "$python" benchmarks/memory.py --device cuda --size 4b --world-size 2 \
     --dtype bfloat16 --out "$work/results"

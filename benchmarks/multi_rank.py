@@ -67,8 +67,11 @@ class Overlap:
     hidden: float | None
 
 
-def open_group() -> torch.device:
-    """All ranks on the GPUs that there are, several on one if there are fewer; gloo without."""
+def open_group(binds: bool) -> torch.device:
+    """All ranks on the GPUs that there are, several on one if there are fewer; gloo without.
+
+    ``binds``: the group to its device, so that NCCL splits its communicator for other groups.
+    """
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
@@ -80,7 +83,7 @@ def open_group() -> torch.device:
             f"NCCL {'.'.join(map(str, nccl()))} cannot run several ranks on one GPU; preload one "
             f"of at least {'.'.join(map(str, OLDEST_NCCL))} that has code for this GPU"
         )
-    dist.init_process_group("nccl", device_id=device)
+    dist.init_process_group("nccl", device_id=device if binds else None)
     return device
 
 
@@ -228,9 +231,10 @@ def report(losses: dict[str, list[float]], overlaps: dict[str, Overlap], where: 
 
 def main(
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
+    binds: Annotated[bool, typer.Option(help="Pass device_id to init_process_group.")] = True,
 ) -> None:
     """Measures, prints one table, and fails if losses are not those of one rank."""
-    device = open_group()
+    device = open_group(binds)
     backend = dist.get_backend()
     where = backend if backend == "gloo" else f"NCCL {'.'.join(map(str, nccl()))}"
     if device.type == "cuda":
@@ -243,6 +247,7 @@ def main(
         table.show(make_console())
         if save:
             raw: dict[str, Any] = {"world_size": dist.get_world_size(), "link": where}
+            raw["binds"] = binds
             raw |= {"workload": asdict(WORKLOADS[device.type]), "losses": losses}
             raw["overlap"] = {label: asdict(found) for label, found in overlaps.items()}
             write_results(f"multi_rank_{backend}", raw, table.markdown())

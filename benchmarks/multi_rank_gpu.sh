@@ -6,15 +6,17 @@
 # NCCL from 2.30 on can run several ranks on one GPU. Where torch's own is older, LIBRARY (or
 # ZEROCORE_NCCL) is the path of a libnccl.so.2 that is new enough and has code for this GPU's
 # architecture; it is preloaded. A CUDA MPS daemon, in a folder of its own, lets kernels of different
-# ranks run at the same time; where it does not start, the ranks take turns. Without a GPU the same
-# runs on gloo, and there are no kernels to look at. PYTHON says which Python has torch (python3).
+# ranks run at the same time; where it does not start, the ranks take turns. It runs twice, with the
+# group bound to the device, whose communicator NCCL splits, and without; SECONDS are for both.
+# Without a GPU the same runs once, on gloo, and there are no kernels to look at. PYTHON says which
+# Python has torch (python3).
 set -uo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
 library=${ZEROCORE_NCCL:-}
 ranks=2
-limit=240
+limit=480
 while (($# > 0)); do
   case $1 in
     --nccl) library=$2 && shift 2 ;;
@@ -58,4 +60,10 @@ else
   unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
 fi
 # torchrun needs up to 30 s to end ranks that hang.
-NCCL_MULTI_RANK_GPU_ENABLE=1 LD_PRELOAD=$library timeout --kill-after=45 "$limit" "${command[@]}"
+status=0
+for binds in --binds --no-binds; do
+  echo "== $binds"
+  NCCL_MULTI_RANK_GPU_ENABLE=1 LD_PRELOAD=$library \
+    timeout --kill-after=45 $((limit / 2)) "${command[@]}" "$binds" || status=$?
+done
+exit "$status"
