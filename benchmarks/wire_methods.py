@@ -127,18 +127,28 @@ def on_this_rank() -> Found:
     return found
 
 
-def table_of(size: int, ranks: list[Found]) -> Table:
+def over_ranks(ranks: list[Found]) -> Found:
+    """Of each round, the ranks' median wall time and mean processor time."""
+    found: Found = {}
+    for kib, ways in ranks[0].items():
+        for name in ways:
+            rounds = zip(*(rank[kib][name] for rank in ranks), strict=True)
+            found.setdefault(kib, {})[name] = [
+                (round(median(t[0] for t in each), 4), round(mean(t[1] for t in each), 4))
+                for each in rounds
+            ]
+    return found
+
+
+def table_of(size: int, found: Found) -> Table:
     """One row a size."""
-    names = list(ranks[0][str(KIB[0])])
-    table = Table(f"{size} ranks", ["KiB of all shards", *names])
-    for kib in KIB:
+    table = Table(f"{size} ranks", ["KiB of all shards", *found[str(KIB[0])]])
+    for kib, ways in found.items():
         cells = []
-        for name in names:
-            rounds = zip(*(rank[str(kib)][name] for rank in ranks), strict=True)
-            best = [(median(t[0] for t in each), mean(t[1] for t in each)) for each in rounds]
-            wall, cpu = min(t[0] for t in best), min(t[1] for t in best)
+        for rounds in ways.values():
+            wall, cpu = (min(times) for times in zip(*rounds, strict=True))
             cells.append(f"{wall:.2f} / {cpu:.2f}")
-        table.add(str(kib), *cells)
+        table.add(kib, *cells)
     return table
 
 
@@ -150,7 +160,7 @@ def main(
     load = os.getloadavg()[0]
     console, raw, text = make_console(), {}, ""
     for size in RANKS:
-        raw[size] = run_forked(on_this_rank, size)
+        raw[size] = over_ranks(run_forked(on_this_rank, size))
         table = table_of(size, raw[size])
         if size == RANKS[-1]:
             table.notes = [*NOTES, f"Load of the machine when the run began: {load:.1f}."]
