@@ -22,8 +22,10 @@ from zerocore.planning.plan import plan
 from zerocore.planning.prediction import predict_events, predict_memory
 from zerocore.planning.result import Plan, StagePlan
 from zerocore.planning.setting import Machine, Workload
+from zerocore.recovery.elastic import Life, run_elastic
 from zerocore.recovery.peers import PeerCheckpoints
 from zerocore.recovery.retrying import Attempt, retryable
+from zerocore.recovery.snapshots import Snapshot, snapshot
 from zerocore.recovery.verification import Difference, Verification, verify
 from zerocore.reporting.description import Description, describe
 from zerocore.reporting.figures import FigureLog, figures
@@ -63,6 +65,7 @@ __all__ = [
     "Export",
     "ExportInfo",
     "FigureLog",
+    "Life",
     "Link",
     "LocalShard",
     "Machine",
@@ -82,6 +85,7 @@ __all__ = [
     "Shard",
     "ShardedGrad",
     "ShardedParameter",
+    "Snapshot",
     "StagePlan",
     "Timeline",
     "Verification",
@@ -116,9 +120,11 @@ __all__ = [
     "report",
     "reset",
     "retryable",
+    "run_elastic",
     "save_safetensors",
     "shard",
     "shards",
+    "snapshot",
     "trace",
     "unsharded",
     "verify",

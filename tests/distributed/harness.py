@@ -26,7 +26,7 @@ from tests.distributed.rank import Job, Launch, serve
 from tests.zoo import PRELOAD
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-GRACE_SECONDS = 10.0  # what the other ranks get to end after one has failed
+GRACE_SECONDS = 10.0
 GROUP_TIMEOUT_SECONDS = 30.0
 
 
@@ -74,8 +74,12 @@ def run_to_end(
     launch: Launch = "group",
     group_timeout: float = GROUP_TIMEOUT_SECONDS,
     fresh: bool = True,
+    grace: float = GRACE_SECONDS,
 ) -> list[Outcome]:
-    """As run_ranks, but returns what became of each rank instead of raising."""
+    """As run_ranks, but returns what became of each rank instead of raising.
+
+    ``grace``: seconds that the other ranks get to end after one has failed.
+    """
     fresh = fresh or launch != "group"
     ranks = _fresh_ranks(world_size) if fresh else _take_ranks(world_size)
     store, port = str(_folder() / f"store{next(_numbers)}"), find_free_port()
@@ -84,7 +88,7 @@ def run_to_end(
         for rank, each in enumerate(ranks):
             job = Job(function, args, rank, world_size, launch, store, port, group_timeout)
             each.begin(job)
-        outcomes = _collect(ranks, time.monotonic() + timeout)
+        outcomes = _collect(ranks, time.monotonic() + timeout, grace)
         if not fresh and not any(outcome.error for outcome in outcomes):
             kept = _clean_up(ranks)
         return outcomes
@@ -188,7 +192,7 @@ class _Rank:
         self.log.unlink(missing_ok=True)
 
 
-def _collect(ranks: Sequence[_Rank], deadline: float) -> list[Outcome]:
+def _collect(ranks: Sequence[_Rank], deadline: float, grace: float) -> list[Outcome]:
     waiting = {rank.pipe: rank for rank in ranks}
     outcomes: dict[int, Outcome] = {}
     while waiting and time.monotonic() < deadline:
@@ -196,7 +200,7 @@ def _collect(ranks: Sequence[_Rank], deadline: float) -> list[Outcome]:
             rank = waiting.pop(ready)
             outcomes[rank.rank] = rank.receive()
             if outcomes[rank.rank].error:
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                deadline = min(deadline, time.monotonic() + grace)
     for rank in waiting.values():
         rank.dump_stack()
     if waiting:

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import os
-import signal
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocore
 from zerocore.checkpoint.commit import folder as folders
 from zerocore.recovery import peers
 
-NUM_STEPS, SAVE_EVERY, LAST = 8, 2, 5  # in step LAST, or in the save before it, a rank is killed
+NUM_STEPS, SAVE_EVERY, LAST = 8, 2, 5  # in step LAST, or in the save before it, a rank is lost
+POINTS = ("forward", "backward", "reduce", "step", "copy", "commit", "load")
 
 
 class Stream:
-    """Batches by position, of each rank its own."""
+    """Batches by position, of each rank its own, or the same for all."""
 
-    def __init__(self) -> None:
-        self.position = 0
+    def __init__(self, is_same: bool) -> None:
+        self.position, self._is_same = 0, is_same
 
     def next(self) -> Tensor:
         self.position += 1
-        data = torch.Generator().manual_seed(100 * self.position + int(os.environ["RANK"]))
+        rank = 0 if self._is_same else dist.get_rank()
+        data = torch.Generator().manual_seed(100 * self.position + rank)
         return torch.randn(4, 6, generator=data)
 
     def state_dict(self) -> dict[str, Any]:
@@ -34,43 +37,51 @@ class Stream:
         self.position = state["position"]
 
 
-def die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def train(
+    node: Path, point: str, lose: Callable[..., Any], is_same: bool = False, end: Any = None
+) -> tuple[int, list[float]]:
+    """The step that it began behind, and the losses; ``lose`` is called at the point.
 
-
-def train(folder: str, point: str) -> None:
-    """Prints where it began, and the losses; is killed at the point, if there is one."""
+    ``is_same``: losses do not depend on the number of ranks. ``end`` is called behind saves.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.3), nn.Linear(9, 5), nn.Linear(5, 1))
+    dropout = nn.Dropout(0.0 if is_same else 0.3)
+    model = nn.Sequential(nn.Linear(6, 9), dropout, nn.Linear(9, 5), nn.Linear(5, 1))
     zerocore.shard(model)
     optimizer = zerocore.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.8)
-    stream = Stream()
-    checkpoints = zerocore.PeerCheckpoints(
-        f"{folder}/node{os.environ['RANK']}", model, optimizer, schedule=schedule, stream=stream
-    )
+    stream = Stream(is_same)
+    checkpoints = zerocore.PeerCheckpoints(node, model, optimizer, schedule=schedule, stream=stream)
     if point == "load":
-        peers.PeerLoad._bring = die  # type: ignore[method-assign]
+        peers.PeerLoad._bring = lose  # type: ignore[method-assign]
     begin = checkpoints.load() or 0
     losses = []
     for step in range(begin + 1, NUM_STEPS + 1):
         if step == LAST - 1 and point in ("copy", "commit"):
             checkpoints.wait()
-            place = (peers, "carry_out") if point == "copy" else (folders, "complete")
-            setattr(*place, die)
-        if step == LAST and point == "forward":
-            model[2].register_forward_pre_hook(die)
-        if step == LAST and point == "backward":
-            model[2].register_full_backward_hook(die)
+            setattr(*((peers, "carry_out") if point == "copy" else (folders, "complete")), lose)
+        if step == LAST:
+            arm(point, model, optimizer, lose)
         loss = model(stream.next()).square().mean()
-        losses.append(loss.item().hex())
+        losses.append(loss.item())
         loss.backward()
-        if step == LAST and point == "step":
-            optimizer.register_step_post_hook(die)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         if step % SAVE_EVERY == 0:
             checkpoints.save(step)
+            if end is not None:
+                end()
     checkpoints.wait()
-    print(begin, *losses)
+    return begin, losses
+
+
+def arm(point: str, model: Any, optimizer: torch.optim.Optimizer, lose: Callable[..., Any]) -> None:
+    if point == "forward":
+        model[2].register_forward_pre_hook(lose)
+    if point == "backward":
+        model[2].register_full_backward_hook(lose)
+    if point == "reduce":
+        model[2].weight.register_post_accumulate_grad_hook(lose)
+    if point == "step":
+        optimizer.register_step_post_hook(lose)

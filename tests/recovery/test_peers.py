@@ -16,6 +16,7 @@ from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import OPTIMIZERS, assert_equal, full_states, make, train
 from tests.distributed.scripts import run_program
+from tests.recovery import lives
 from tests.reported import warnings_of
 from zerocore.recovery.file_moves import Move, rounds_of
 
@@ -123,15 +124,32 @@ def test_damaged_copies_are_named_and_not_used(tmp_path: Path) -> None:
         assert any(f"{name} is not used" in text and "checksum mismatch" in text for text in said)
 
 
+def resume_nothing(folder: Path, *kind: Any) -> tuple[int | None, list[str]]:
+    training = Training(folder, *kind)
+    with warnings_of("zerocore") as messages:
+        return training.checkpoints.load(), messages
+
+
+def test_no_copy_is_left(tmp_path: Path) -> None:
+    """A warning says what is lost, and a program can load something else."""
+    run_ranks(save, 4, tmp_path, *KINDS[0])
+    for path in tmp_path.glob("node*/step-*/rank-3.pt"):
+        path.unlink()
+    lost = [f"step {step} cannot be loaded: 1 of its " for step in (3, 2)]
+    for step, messages in run_ranks(resume_nothing, 4, tmp_path, *KINDS[0]):
+        found = [text for text in messages if "cannot be loaded" in text]
+        assert step is None and all(map(str.startswith, found, lost)) and len(found) == 2, messages
+
+
 LIVES = """
 import os, signal, sys
-import torch, zerocore
-from torch import nn
+from pathlib import Path
 from tests.recovery import lives
-folder, point, is_doomed = sys.argv[1], sys.argv[2], int(os.environ["RANK"]) == int(sys.argv[3])
-lives.train(folder, point if is_doomed else "")
+folder, point, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+begin, losses = lives.train(folder / f"node{rank}", point if rank == int(sys.argv[3]) else "", die)
+print(begin, *(loss.hex() for loss in losses))
 """
-POINTS = ["forward", "backward", "step", "copy", "commit", "load"]
 
 
 @pytest.mark.parametrize(
@@ -139,15 +157,14 @@ POINTS = ["forward", "backward", "step", "copy", "commit", "load"]
     [
         ("backward", 0),
         ("commit", 2),
-        *by_night(*((p, v) for p in POINTS for v in range(3) if (p, v) != ("backward", 0))),
+        *by_night(*((p, v) for p in lives.POINTS for v in range(3) if (p, v) != ("backward", 0))),
     ],
 )
 def test_a_killed_rank_and_its_node(point: str, victim: int, tmp_path: Path) -> None:
     """Losses of the next life are those of an undisturbed run, bit for bit."""
     folder = str(tmp_path)
     undisturbed = [text for code, text in run_program(LIVES, 3, f"{folder}/a", "", "-1")]
-    lives = ["", point] if point == "load" else [point]
-    for each in lives:
+    for each in ["", point] if point == "load" else [point]:
         ended = run_program(LIVES, 3, f"{folder}/b", each or "forward", str(victim))
         assert ended[victim][0] == -signal.SIGKILL, ended
     shutil.rmtree(tmp_path / "b" / f"node{victim}")

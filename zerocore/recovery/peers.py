@@ -211,7 +211,8 @@ class PeerCheckpoints(Checkpoints):
     def load(self, step: int | None = None, *, fallback: bool = True) -> int | None:
         """Loads the newest checkpoint of which every file is on some node, or that of ``step``.
 
-        Returns its step, or None if there is none. A copy that is damaged is a warning.
+        Returns its step, or None if there is none: then load another kind of checkpoint, if you
+        have one. A copy that is damaged is a warning, and so is a checkpoint that lacks files.
 
         Args:
             fallback: if the newest step lacks a file, the one before is loaded; else an error.
@@ -231,6 +232,8 @@ class PeerCheckpoints(Checkpoints):
             steps = [key[0] for key in complete]
             raise FileNotFoundError(f"no complete checkpoint of step {wanted}: {steps}")
         if not chosen:
+            for key in keys:
+                _log.warning("step %d cannot be loaded: %s", key[0], _lost(key, held))
             return None
         files = [each[chosen[0]].files if chosen[0] in each else {} for each in held]
         self._load_from(chosen[0], files, state)
@@ -291,6 +294,13 @@ def _is_complete(key: _Key, held: Sequence[Mapping[_Key, Held]]) -> bool:
     parts = [each[key] for each in held if key in each]
     names = {name for part in parts for name in part.files}
     return len(names - {NAME}) == parts[0].total
+
+
+def _lost(key: _Key, held: Sequence[Mapping[_Key, Held]]) -> str:
+    parts = [each[key] for each in held if key in each]
+    num_here = len({name for part in parts for name in part.files} - {NAME})
+    total = parts[0].total
+    return f"{total - num_here} of its {total} files are lost, or damaged on all nodes"
 
 
 def _moves(

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,11 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerocore.checkpoint.training_state import optimizers_of, random_state, set_random_state
+from zerocore.checkpoint.training_state import optimizers_of
 from zerocore.common.agreement import gather_objects, is_simulated
 from zerocore.common.alarm import operation, waiting
-from zerocore.hooks.optimizer_states import options_of, params_of
 from zerocore.model.state import ShardState, ready_state_of
+from zerocore.recovery.copies import (
+    Small,
+    copied,
+    copies_of_states,
+    params_by_number,
+    restore_states,
+)
 from zerocore.tensor.rows import own_elements
 
 _NUM_LOSSES, _FEWEST_LOSSES = 100, 10  # that a spike is measured by
@@ -105,59 +110,30 @@ class _Before:
     """The state that a block may change, as it was before."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], objects: Any) -> None:
-        self._params = [param for each in optimizers for param in params_of(each)]
-        self._grads = [None if p.grad is None else p.grad.clone() for p in self._params]
-        self._options = [
-            (group, deepcopy(options_of(group)))
-            for each in optimizers
-            for group in each.param_groups
-        ]
-        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        self._random = random_state()
-        self._objects = [(each, deepcopy(each.state_dict())) for each in objects]
+        self._optimizers = optimizers
+        self._params = params_by_number(optimizers)
+        self._grads = [None if p.grad is None else p.grad.clone() for _, p in self._params]
+        self._small = Small(model, optimizers, dict(enumerate(objects)))
+        self._copied = self._small.copy()
+        self._weights: tuple[Any, Any] | None = None
+
+    def keep_weights(self) -> None:
+        """Copies what an optimizer's step changes, too."""
+        if self._weights is None:
+            weights = [copied(param) for _, param in self._params]
+            self._weights = weights, copies_of_states(self._params, self._optimizers)
 
     def restore(self) -> None:
-        for param, before in zip(self._params, self._grads, strict=True):
-            if before is None or param.grad is None:
-                param.grad = before
+        if self._weights is not None:
+            for (_, param), before in zip(self._params, self._weights[0], strict=True):
+                own_elements(param).copy_(before)
+            restore_states(self._params, self._optimizers, self._weights[1])
+        for (_, param), grad in zip(self._params, self._grads, strict=True):
+            if grad is None or param.grad is None:
+                param.grad = grad
             else:
-                own_elements(param.grad).copy_(own_elements(before))
-        for group, options in self._options:
-            group.update(options)
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
-        set_random_state(self._random)
-        for each, before in self._objects:
-            each.load_state_dict(before)
-
-
-class _Weights:
-    """Copies of what an optimizer's step changes."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        params = [param for each in optimizers for param in params_of(each)]
-        self._weights = [(own_elements(param), _copied(param)) for param in params]
-        self._states = [
-            (each, param, {k: _copied(v) for k, v in each.state.get(param, {}).items()})
-            for each in optimizers
-            for param in params_of(each)
-        ]
-
-    def restore(self) -> None:
-        for weight, before in self._weights:
-            weight.copy_(before)
-        for optimizer, param, state in self._states:
-            if not state:
-                optimizer.state.pop(param, None)
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    own_elements(optimizer.state[param][key]).copy_(value)
-                else:
-                    optimizer.state[param][key] = value
-
-
-def _copied(value: Any) -> Any:
-    return own_elements(value).clone() if isinstance(value, Tensor) else deepcopy(value)
+                own_elements(param.grad).copy_(own_elements(grad))
+        self._small.restore(self._copied)
 
 
 @contextmanager
@@ -205,13 +181,14 @@ def retryable(
             "put all micro-batches of a step into the block"
         )
     attempt = Attempt(state, spike)
-    before, weights = _Before(model, optimizers, objects), list[_Weights]()
+    before = _Before(model, optimizers, objects)
     stepped: list[Optimizer] = []
 
     def begin_step(optimizer: Optimizer, *_: Any) -> None:
         if not stepped:
             attempt.agree()
-            weights.extend([_Weights(optimizers)] if copies else [])
+            if copies:
+                before.keep_weights()
         stepped.append(optimizer)
 
     reason: str | None = None
@@ -232,13 +209,7 @@ def retryable(
                     attempt.agree()
     except _Undo as undo:
         reason = str(undo)
-        _undo(state, before, weights)
+        with torch.no_grad():
+            state.begin_load()
+            before.restore()
     attempt.note(reason, most)
-
-
-@torch.no_grad()
-def _undo(state: ShardState, before: _Before, weights: list[_Weights]) -> None:
-    state.begin_load()
-    for each in weights:
-        each.restore()
-    before.restore()

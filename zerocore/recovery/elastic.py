@@ -1,0 +1,141 @@
+"""Training that goes on in the processes that live, when others are lost or come."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from zerocore.checkpoint.commit.writer import finish_writes
+from zerocore.common.alarm import waiting
+
+T = TypeVar("T")
+_log = logging.getLogger("zerocore")
+
+
+class _Regroup(Exception):
+    """Other processes wait to join."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """The time from one meeting of processes to the next; given to the program's function.
+
+    Attributes:
+        number: 0 for the first of this process.
+    """
+
+    number: int
+    _handler: RendezvousHandler
+
+    def admit(self) -> None:
+        """Ends this life on all ranks if processes wait to join; collective.
+
+        Call it behind the ``save`` of a checkpoint: it waits until that is kept, and the next life
+        goes on from there.
+        """
+        group = dist.group.WORLD
+        assert group is not None
+        kind = "cpu" if dist.get_backend_config(group).find("cpu") >= 0 else "cuda"
+        num_waiting = torch.tensor(self._handler.num_nodes_waiting(), device=kind)
+        with waiting(group, "processes that wait to join"):
+            dist.all_reduce(num_waiting, dist.ReduceOp.MAX, group=group)
+        if num_waiting.item() > 0:
+            finish_writes()
+            raise _Regroup(f"{num_waiting.item()} processes join")
+
+
+def run_elastic(
+    train: Callable[[Life], T],
+    endpoint: str,
+    ranks: tuple[int, int],
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    job: str = "zerocore",
+    **rendezvous: Any,
+) -> T:
+    """Calls ``train`` in a process group of the processes that live, again when some are lost.
+
+    For processes that nobody starts again; under torchrun or Ray Train, which start them again, it
+    is not needed. Each process calls it, and meets the others at ``endpoint`` by torch's own
+    rendezvous. When an error of a collective says that a rank is lost, ``train`` ends, and those
+    that live meet and call it anew, with other rank numbers. It must make model, optimizer and
+    :class:`PeerCheckpoints` anew and load: no process imports anything or touches a disk for that.
+
+    Args:
+        train: called with a :class:`Life`; its other errors are raised here.
+        endpoint: ``"host:port"`` of a ``torch.distributed.TCPStore``. If none is there, the first
+            process on that host makes it; if that one is lost, so is the job.
+        ranks: the fewest and the most that train.
+        backend, timeout: of ``init_process_group``.
+        job: a name that no other job at ``endpoint`` has.
+        rendezvous: options of torch's ``c10d`` rendezvous, such as ``last_call_timeout``: seconds
+            to wait for more ranks when the fewest are there.
+
+    Raises:
+        RendezvousTimeoutError: too few processes live.
+        ValueError: ``ranks`` are no bounds.
+    """
+    fewest, most = ranks
+    if not 0 < fewest <= most:
+        raise ValueError(f"ranks: expected (fewest, most), got {ranks}")
+    handler = get_rendezvous_handler(
+        RendezvousParameters("c10d", endpoint, job, fewest, most, **rendezvous)
+    )
+    number = 0
+    while True:
+        met = _meet(handler)
+        dist.init_process_group(
+            backend, timeout=timeout, store=met.store, rank=met.rank, world_size=met.world_size
+        )
+        try:
+            done = train(Life(number, handler))
+            _end_together()
+            handler.shutdown()
+            return done
+        except (_Regroup, dist.DistError, RuntimeError) as error:
+            if not isinstance(error, _Regroup) and not _says_lost(error):
+                raise
+            _log.warning("%d ranks meet again: %s", met.world_size, error)
+        finally:
+            # Behind the except clause, so that no traceback holds the model of this life.
+            finish_writes()
+            gc.collect()
+            dist.destroy_process_group()
+        number += 1
+
+
+def _meet(handler: RendezvousHandler) -> RendezvousInfo:
+    met = handler.next_rendezvous()
+    if met.rank == 0:
+        # Processes that join wait for this; torch's own rank 0 gives it once only.
+        RendezvousStoreInfo.build(0, met.store, local_addr=None, server_port=1)
+    return met
+
+
+def _end_together() -> None:
+    """No rank is done before all are: one that is lost shortly before the end is replaced."""
+    group = dist.group.WORLD
+    assert group is not None
+    with waiting(group, "the end of training"):
+        dist.barrier(group)
+
+
+def _says_lost(error: BaseException) -> bool:
+    """Whether an error comes of a rank that is gone: the alarm's, or gloo's in a program's own
+    collective, which has no class."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()

@@ -1,0 +1,187 @@
+"""Snapshots of a rank between steps, read while the model runs, from which another one heals."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from zerocore.checkpoint.training_state import optimizers_of
+from zerocore.common.agreement import checksum
+from zerocore.model.state import ShardState, ready_state_of
+from zerocore.recovery.copies import Small, copied, copies_of_states, restore_states
+from zerocore.tensor.rows import own_elements
+
+_CPU = torch.device("cpu")
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+
+class Snapshot:
+    """See :func:`snapshot`."""
+
+    def __init__(
+        self, state: ShardState, model: nn.Module, optimizers: Sequence[Optimizer], objects: Any
+    ) -> None:
+        self._state, self._optimizers = state, optimizers
+        self._params = [(param.fqn, param.shard) for param in state.params()]
+        self._small = Small(model, optimizers, objects)
+        self._changed = threading.Condition()
+        self._num_reads = 0
+        self._changes: list[Optimizer | None] = []  # which have begun
+        self._at_forward: dict[str, Any] | None = None  # what a forward may change
+        for each in optimizers:
+            each.register_step_pre_hook(lambda optimizer, *_: self._begin(optimizer))
+            each.register_step_post_hook(lambda optimizer, *_: self._end(optimizer))
+        model.register_forward_pre_hook(lambda *_: self._begin_forward())
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Goes around what changes the state elsewhere than in a step: an EMA's update, a load.
+
+        A block that raises leaves the state unreadable until a step or another block has ended.
+        """
+        self._begin(None)
+        yield
+        self._end(None)
+
+    @torch.no_grad()
+    def state_dict(self, timeout: float = 60.0) -> dict[str, Any]:
+        """Copies on the CPU of what this rank holds, with checksums; from any thread.
+
+        While a step runs it waits for its end, and the next step waits for the copies. Buffers,
+        options, random streams and objects are as they were when the step's first forward began.
+
+        Raises:
+            TimeoutError: a step has not ended in ``timeout`` seconds, or has raised.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._changes, timeout):
+                raise TimeoutError(
+                    f"a step of an optimizer has not ended in {timeout:g} s, or has raised: until "
+                    "another one has ended, the state is no step's"
+                )
+            self._num_reads += 1
+        try:
+            found = {
+                "rank": (self._state.rank, self._state.world_size),
+                "small": self._at_forward or self._small.copy(),
+                "weights": {name: copied(param, _CPU) for name, param in self._params},
+                "states": copies_of_states(self._params, self._optimizers, _CPU),
+            }
+        finally:
+            with self._changed:
+                self._num_reads -= 1
+                self._changed.notify_all()
+        return {**found, "sums": _sums(found)}
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` gave on a rank that held the same; between steps.
+
+        Communicates nothing. All ranks of the model load, each what its own number saved.
+
+        Raises:
+            ValueError: of another rank or model, or a checksum differs, with the parameter's name;
+                then nothing is changed.
+        """
+        self._check(saved)
+        with self.changing():
+            self._state.begin_load()
+            for name, param in self._params:
+                own_elements(param).copy_(saved["weights"][name])
+            restore_states(self._params, self._optimizers, saved["states"])
+            self._small.restore(saved["small"])
+
+    def _check(self, saved: Mapping[str, Any]) -> None:
+        own = (self._state.rank, self._state.world_size)
+        if tuple(saved["rank"]) != own:
+            ranks = "rank {} of {}"
+            raise ValueError(
+                f"this is {ranks.format(*own)}, and the snapshot one of "
+                f"{ranks.format(*saved['rank'])}: use zerocore.PeerCheckpoints"
+            )
+        for name, param in self._params:
+            expected, value = own_elements(param), saved["weights"].get(name)
+            came = None if value is None else (tuple(value.shape), value.dtype)
+            if came != (tuple(expected.shape), expected.dtype):
+                raise ValueError(
+                    f"'{name}': the snapshot has {came}, expected "
+                    f"{(tuple(expected.shape), expected.dtype)}"
+                )
+        if len(saved["states"]) != len(self._optimizers):
+            raise ValueError(
+                f"the snapshot is one of {len(saved['states'])} optimizers, expected "
+                f"{len(self._optimizers)}"
+            )
+        for name, number in _sums(saved).items():
+            if saved["sums"].get(name) != number:
+                raise ValueError(
+                    f"{name} in the snapshot was damaged on its way: its checksum differs. Nothing "
+                    "was loaded"
+                )
+
+    def _begin(self, optimizer: Optimizer | None) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_reads == 0)
+            self._changes.append(optimizer)
+
+    def _end(self, optimizer: Optimizer | None) -> None:
+        """Where others have not stepped yet, the state is no step's before the next forward."""
+        with self._changed:
+            if optimizer is None or {*self._optimizers} <= {*self._changes}:
+                self._changes.clear()
+            self._at_forward = None
+            self._changed.notify_all()
+
+    @_disable_dynamo
+    def _begin_forward(self) -> None:
+        with self._changed:
+            self._changes.clear()
+            if self._at_forward is None:
+                self._at_forward = self._small.copy()
+            self._changed.notify_all()
+
+
+def snapshot(
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], **stateful: Stateful
+) -> Snapshot:
+    """This rank's part of a training, read while the model runs; another process heals from it.
+
+    Make it once, before the first step. Its ``state_dict()`` may be called by any thread at any
+    time, also while the model runs, and gives one step's values. ``load_state_dict`` on a rank with
+    the same shards continues from there, bit for bit, as in replica groups of torchft:
+    ``Manager(state_dict=snap.state_dict, load_state_dict=snap.load_state_dict, ...)``.
+
+    Args:
+        model: sharded.
+        optimizer: of its parameters, or several.
+        stateful: what else goes on, by name, as of :class:`Checkpoints`.
+
+    Raises:
+        ValueError, TypeError: as :class:`Checkpoints`; the model keeps states on disk.
+    """
+    state = ready_state_of(model)
+    if state.config.place_of("states") == "disk":
+        raise ValueError("snapshot takes no model with offload=zerocore.Offload(states='disk')")
+    return Snapshot(state, model, optimizers_of(optimizer), stateful)
+
+
+def _sums(saved: Mapping[str, Any]) -> dict[str, int]:
+    """The checksum of each tensor, by name."""
+    found = {f"'{name}'": value for name, value in saved["weights"].items()}
+    for states in saved["states"]:
+        for name, values in states.items():
+            found |= {f"'{name}': {key}": value for key, value in values.items()}
+    found |= {f"buffer '{name}'": value for name, value in saved["small"]["buffers"].items()}
+    return {name: int(checksum(v)) for name, v in found.items() if isinstance(v, Tensor)}
