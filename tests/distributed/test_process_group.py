@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import accumulate, assert_gradients, case_named, train_reference
+from zerocore.common.groups import timeout_of
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -114,3 +118,20 @@ def shard_beside_other_groups(folder: str) -> None:
 
 def test_ranks_may_be_in_different_numbers_of_groups(tmp_path: Path) -> None:
     run_ranks(shard_beside_other_groups, 4, str(tmp_path), timeout=60)
+
+
+def compare_timeouts(folder: Path) -> None:
+    """Groups that zerocore makes wait as long as the program's, whatever torch's default is."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
+    model = zerocore.shard(nn.Linear(4, 4), group=mesh)
+    optimizer = zerocore.optim.AdamW(model.parameters())
+    zerocore.Checkpoints(folder, model, optimizer).save(1).wait()
+    known: Any = dist.distributed_c10d._world.pg_map
+    found = {group.group_desc: timeout_of(group) for group in known}
+    assert {"zerocore_control", "zerocore_saves"} <= set(found), found
+    own = {name: each for name, each in found.items() if name.startswith("zerocore")}
+    assert set(own.values()) == {timeout_of(dist.group.WORLD)}, found
+
+
+def test_timeouts(tmp_path: Path) -> None:
+    run_ranks(compare_timeouts, 2, tmp_path)

@@ -38,11 +38,21 @@ class Stream:
 
 
 def train(
-    node: Path, point: str, lose: Callable[..., Any], is_same: bool = False, end: Any = None
+    folder: Path,
+    point: str,
+    lose: Callable[..., Any],
+    is_same: bool = False,
+    saved: Callable[[], None] = lambda: None,
+    make: Callable[..., zerocore.Checkpoints] = zerocore.PeerCheckpoints,
+    took: Callable[[int, float], None] = lambda step, loss: None,
 ) -> tuple[int, list[float]]:
-    """The step that it began behind, and the losses; ``lose`` is called at the point.
+    """The step that it began behind, and the losses.
 
-    ``is_same``: losses do not depend on the number of ranks. ``end`` is called behind saves.
+    Args:
+        folder: of checkpoints that ``make`` makes.
+        lose: called at the point.
+        is_same: losses do not depend on the number of ranks.
+        saved, took: called behind saves, and behind steps with number and loss.
     """
     torch.manual_seed(0)
     dropout = nn.Dropout(0.0 if is_same else 0.3)
@@ -51,15 +61,16 @@ def train(
     optimizer = zerocore.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.8)
     stream = Stream(is_same)
-    checkpoints = zerocore.PeerCheckpoints(node, model, optimizer, schedule=schedule, stream=stream)
+    checkpoints = make(folder, model, optimizer, schedule=schedule, stream=stream)
     if point == "load":
-        peers.PeerLoad._bring = lose  # type: ignore[method-assign]
+        peers.PeerLoad._bring = before(peers.PeerLoad._bring, lose)  # type: ignore[method-assign]
     begin = checkpoints.load() or 0
     losses = []
     for step in range(begin + 1, NUM_STEPS + 1):
         if step == LAST - 1 and point in ("copy", "commit"):
             checkpoints.wait()
-            setattr(*((peers, "carry_out") if point == "copy" else (folders, "complete")), lose)
+            place, name = (peers, "carry_out") if point == "copy" else (folders, "complete")
+            setattr(place, name, before(getattr(place, name), lose))
         if step == LAST:
             arm(point, model, optimizer, lose)
         loss = model(stream.next()).square().mean()
@@ -68,10 +79,10 @@ def train(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+        took(step, loss.item())
         if step % SAVE_EVERY == 0:
             checkpoints.save(step)
-            if end is not None:
-                end()
+            saved()
     checkpoints.wait()
     return begin, losses
 
@@ -85,3 +96,11 @@ def arm(point: str, model: Any, optimizer: torch.optim.Optimizer, lose: Callable
         model[2].weight.register_post_accumulate_grad_hook(lose)
     if point == "step":
         optimizer.register_step_post_hook(lose)
+
+
+def before(function: Callable[..., Any], lose: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        lose()
+        return function(*args, **kwargs)
+
+    return both

@@ -57,7 +57,7 @@ def live(port: int, folder: Path, ranks: tuple[int, int], fault: tuple[str, int]
         mine = at.get(life.number, "") if doomed.get(life.number) == number else ""
         begin, losses = lives.train(
             folder / f"node{number}", mine, lose, ranks[0] < ranks[1],
-            None if victim >= 0 else lambda: admit(life, folder),
+            (lambda: None) if victim >= 0 else lambda: admit(life, folder),
         )  # fmt: skip
         found.append(begin)
         return losses

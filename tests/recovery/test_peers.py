@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import shutil
 import signal
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
@@ -18,6 +22,7 @@ from tests.distributed.saved_nets import OPTIMIZERS, assert_equal, full_states, 
 from tests.distributed.scripts import run_program
 from tests.recovery import lives
 from tests.reported import warnings_of
+from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.recovery.file_moves import Move, rounds_of
 
 RANKS_ON_A_NODE = 2
@@ -81,6 +86,35 @@ def test_a_node_is_lost(kind: Any, num_ranks: int, tmp_path: Path) -> None:
         "step-00000003",
         "step-00000007",
     ]
+
+
+def hold(folder: Path, stage: int) -> None:
+    """Elements in the files of a rank and its peer, beside the plan."""
+    torch.manual_seed(0)
+    predicted = zerocore.plan(nn.Linear(64, 32), 4, rank=dist.get_rank()).stages[stage].checkpoint
+    model = zerocore.shard(nn.Linear(64, 32), stage=stage)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    node = node_of(folder, dist.get_rank())
+    zerocore.PeerCheckpoints(node, model, optimizer).save(1).wait()
+    metadata = Contents(node / "step-00000001").metadata
+    here = {path.name: 0 for path in node.glob("step*/*.distcp")}
+    for index, info in metadata.storage_data.items():
+        facts = metadata.state_dict_metadata[index.fqn]
+        if info.relative_path in here and index.offset and not index.fqn.endswith(".step"):
+            assert isinstance(facts, TensorStorageMetadata)
+            chunk = next(each for each in facts.chunks if each.offsets == index.offset)
+            here[info.relative_path] += prod(chunk.sizes) * 4
+    sizes = {name: nbytes for name, nbytes in here.items() if nbytes}
+    own = f"__{dist.get_rank()}_0.distcp"
+    assert len(sizes) == 2 * RANKS_ON_A_NODE and sizes[own] == predicted.own
+    assert predicted.near == 3 * 2 * max(sizes.values())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_plan_says_the_memory_of_a_node(stage: int, tmp_path: Path) -> None:
+    run_ranks(hold, 4, tmp_path, stage)
 
 
 def test_rounds() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,8 +35,10 @@ def new_group(members: Sequence[int], what: str, **options: Any) -> dist.Process
     Args:
         members: numbers of the ranks in the default group.
         what: the group's description.
-        options: more arguments of ``torch.distributed.new_group``.
+        options: more arguments of ``torch.distributed.new_group``; the default timeout is that of
+            the default group, not torch's.
     """
+    options["timeout"] = options.get("timeout") or timeout_of(dist.group.WORLD)
     c10d: Any = dist.distributed_c10d
     ranks = "_".join(map(str, members))
     label = f"{what}_{hashlib.sha256(ranks.encode()).hexdigest()}"
@@ -50,3 +53,11 @@ def new_group(members: Sequence[int], what: str, **options: Any) -> dist.Process
         )
     finally:
         c10d._process_group_name = named_by_torch
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """The shortest of its backends'; None if they have none."""
+    backends = (group._get_backend(device) for device in group._device_types)
+    options = (getattr(backend, "options", None) for backend in backends)
+    found = [getattr(each, "_timeout", None) for each in options]
+    return min(filter(None, found), default=None)

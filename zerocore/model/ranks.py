@@ -16,7 +16,7 @@ from torch import nn
 
 from zerocore._C import connect_control
 from zerocore.common.agreement import is_simulated
-from zerocore.common.groups import shared_group
+from zerocore.common.groups import shared_group, timeout_of
 
 _log = logging.getLogger("zerocore")
 _LAZY = "TORCH_GLOO_LAZY_INIT"
@@ -282,7 +282,7 @@ def sibling_of(
         members,
         what,
         backend=name,
-        timeout=backend.options._timeout if name == "nccl" else None,
+        timeout=timeout_of(group),
         pg_options=_options_beside(backend),
     )
 

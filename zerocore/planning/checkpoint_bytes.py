@@ -30,6 +30,12 @@ class CheckpointBytes:
         blocks = FileWriter.RING_NBYTES if self.own > FileWriter.RING_NBYTES else 0
         return min(self.own, MEMORY_BUDGET) + blocks
 
+    @property
+    def near(self) -> int:
+        """Memory that a node holds for this rank with ``zerocore.PeerCheckpoints``: its file and
+        another rank's, of two checkpoints that stay and one that is written."""
+        return 3 * 2 * self.own
+
 
 def checkpoint_bytes(planner: Planner, division: Division) -> CheckpointBytes:
     """Bytes that ``zerocore.Checkpoints`` writes of a model and its optimizer."""

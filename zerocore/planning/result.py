@@ -243,6 +243,7 @@ class Plan:
         for stage in self.stages:
             entry = asdict(stage)
             entry["checkpoint"]["host"] = stage.checkpoint.host
+            entry["checkpoint"]["near"] = stage.checkpoint.near
             entry["model_state"] = stage.model_state
             entry["fits"] = stage.fits
             entry["verdict"] = self.verdict(stage)
@@ -276,7 +277,9 @@ def _checkpoint_note(stages: Sequence[StagePlan]) -> str:
     return (
         f"a checkpoint is {format_nbytes(last.total)}; a save in the background takes up to "
         f"{format_nbytes(first.host)} of the host's memory at stage {stages[0].stage}, "
-        f"{format_nbytes(last.host)} at stage {stages[-1].stage}"
+        f"{format_nbytes(last.host)} at stage {stages[-1].stage}; PeerCheckpoints take "
+        f"{format_nbytes(last.near)} of a node's memory for each rank, and send "
+        f"{format_nbytes(last.own)} a save"
     )
 
 

@@ -1,0 +1,287 @@
+"""Ranks on nodes of their own that are lost, and how the job goes on: seconds and losses.
+
+``python -m tests.recovery.network_lives`` loses each of three ranks at each point in each way
+(needs root and iproute2); ``--only elastic/kill/forward/0`` some, ``--times 3`` each three times,
+and ``--markdown FILE`` writes the seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import zerocore
+from tests.distributed.harness import run_ranks
+from tests.distributed.nodes import Nodes
+from tests.recovery import lives
+from tests.repository.test_examples import rank_environment
+
+WAYS = {
+    "disk": "all processes start again, `Checkpoints` on a disk",
+    "peers": "all processes start again, `PeerCheckpoints`",
+    "elastic": "`run_elastic`, `PeerCheckpoints`",
+}
+KINDS = {"kill": "a process is killed", "stop": "it is stopped", "cut": "its node is cut off"}
+WORLD_SIZE, LIMIT, END_SECONDS = 3, 5.0, 180.0
+# Of torch's rendezvous, so that a node that is cut off is missed soon.
+SOON = {"last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
+
+
+@dataclass(frozen=True)
+class Fault:
+    way: str
+    kind: str
+    point: str
+    victim: int
+
+    def __str__(self) -> str:
+        return f"{self.way}/{self.kind}/{self.point}/{self.victim}"
+
+
+def all_faults() -> list[Fault]:
+    """A disk has no copies, and a point in a load is one behind another fault."""
+    every = [Fault(*each) for each in product(WAYS, KINDS, lives.POINTS, range(WORLD_SIZE))]
+    return [
+        each
+        for each in every
+        if each.point != "load" and (each.way, each.point) != ("disk", "copy")
+    ]
+
+
+# -- on a node -----------------------------------------------------------------------------------
+
+
+def run_rank(fault: Fault, folder: Path, node: int, endpoint: str, pull: list[str]) -> None:
+    """One process's training, which notes each step with its time, ranks and loss."""
+    mark = folder / "fault"
+
+    def lose(*_: Any) -> None:
+        if mark.exists():
+            return
+        mark.write_text(str(time.time()))
+        if fault.kind == "cut":
+            subprocess.run(pull, check=True)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+
+    def took(step: int, loss: float) -> None:
+        with open(folder / f"steps{node}", "a") as file:
+            print(time.time(), step, dist.get_world_size(), loss.hex(), file=file)
+
+    def train(life: Any = None) -> Any:
+        point = fault.point if node == fault.victim and not mark.exists() else ""
+        make = zerocore.Checkpoints if fault.way == "disk" else zerocore.PeerCheckpoints
+        own = folder / ("disk" if fault.way == "disk" else f"node{node}")
+        return lives.train(own, point, lose, True, make=make, took=took)
+
+    timeout = timedelta(seconds=LIMIT)
+    if fault.way == "elastic":
+        ranks = (WORLD_SIZE - 1, WORLD_SIZE)
+        zerocore.run_elastic(train, endpoint, ranks, timeout=timeout, is_host="false", **SOON)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+        train()
+
+
+# -- around the nodes ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class End:
+    """How a job went on: seconds from the fault to the step that it lost, and what is wrong."""
+
+    seconds: float
+    mistakes: tuple[str, ...]
+
+
+class Job:
+    """The processes of a fault's job, on nodes of which the last one holds the store."""
+
+    def __init__(self, fault: Fault, nodes: Nodes, folder: Path) -> None:
+        self._fault, self._nodes, self._folder = fault, nodes, folder
+        self._processes: dict[int, subprocess.Popen[Any]] = {}
+        self._num_starts = 0
+        store = "from torch.distributed import TCPStore as T; import time; s = T('0.0.0.0', 29400, "
+        store += "is_master=True, wait_for_workers=False); time.sleep(1e6)"
+        self._store = self._start(WORLD_SIZE, ["-c", store], {})
+
+    def start(self, living: list[int]) -> None:
+        """One process on each of the nodes."""
+        self._num_starts += 1
+        for rank, node in enumerate(living):
+            pull = self._nodes.set_cable(self._fault.victim, "down")
+            store = f"{self._nodes.address(WORLD_SIZE)}:29400"
+            words = ["-m", "tests.recovery.network_lives", "--rank", str(self._fault)]
+            env = {"RANK": rank, "WORLD_SIZE": len(living), "MASTER_PORT": 29500 + self._num_starts}
+            env["MASTER_ADDR"] = self._nodes.address(living[0])
+            words += [str(self._folder), str(node), store, *pull]
+            self._processes[node] = self._start(node, words, env)
+
+    def _start(self, node: int, words: list[str], env: dict[str, Any]) -> subprocess.Popen[Any]:
+        inside = ["ip", "netns", "exec", self._nodes.names[node], sys.executable, *words]
+        env = {"GLOO_SOCKET_IFNAME": "eth0", **{name: str(value) for name, value in env.items()}}
+        with open(self._folder / f"log{node}", "a") as log:
+            return subprocess.Popen(inside, env=rank_environment() | env, stdout=log, stderr=log)
+
+    def run(self) -> list[int | None]:
+        """Until the nodes that live have ended; what is not elastic starts again, once."""
+        fault, living = self._fault, list(range(WORLD_SIZE))
+        self.start(living)
+        deadline = time.monotonic() + END_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            others = [n for n in living if n != fault.victim or self._num_starts > 1]
+            codes = [self._processes[node].poll() for node in others]
+            if all(code == 0 for code in codes):
+                return codes
+            if None not in codes and self._num_starts == 1 and fault.way != "elastic":
+                self.end()  # also the one that is stopped
+                living = [n for n in living if (fault.kind, n) != ("cut", fault.victim)]
+                self.start(living)
+            elif None not in codes:
+                return codes
+        return codes
+
+    def end(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+
+    def close(self) -> None:
+        self.end()
+        self._store.kill()
+        self._store.wait()
+
+
+def play(fault: Fault) -> End:
+    folder = Path(tempfile.mkdtemp(prefix="lives-"))
+    with Nodes(WORLD_SIZE + 1) as nodes:
+        job = Job(fault, nodes, folder)
+        try:
+            codes = job.run()
+        finally:
+            job.close()
+    found = [f"the others ended with {codes}"] if any(codes) else []
+    mark = folder / "fault"
+    begun = float(mark.read_text()) if mark.exists() else float("inf")
+    steps = [step for path in folder.glob("steps*") for step in steps_of(path)]
+    found += [text for step in steps if (text := step.mistake())]
+    behind = [step for step in steps if step.at > begun]
+    ended = [step for step in behind if step.number == lives.NUM_STEPS]
+    if len(ended) < WORLD_SIZE - 1:
+        found.append(f"{len(ended)} ranks came to the end behind the fault")
+    # The step that is lost may end on other ranks; for the next one all are needed.
+    again = min((step.at for step in behind if step.number > lives.LAST), default=float("nan"))
+    if found:
+        found += [f"--- {path.name}\n{path.read_text()[-3000:]}" for path in folder.glob("log*")]
+    shutil.rmtree(folder)
+    return End(again - begun, tuple(found))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A line that a rank has noted."""
+
+    at: float
+    number: int
+    num_ranks: int
+    loss: float
+
+    def mistake(self) -> str:
+        """Equal where there are as many ranks as before; else sums have another order."""
+        expected = undisturbed()[self.number - 1]
+        is_same = self.loss == expected
+        if is_same or (self.num_ranks < WORLD_SIZE and abs(self.loss / expected - 1) < 1e-4):
+            return ""
+        return f"step {self.number} on {self.num_ranks} ranks: {self.loss}, expected {expected}"
+
+
+def steps_of(path: Path) -> list[Step]:
+    lines = map(str.split, path.read_text().splitlines())
+    return [
+        Step(float(at), int(n), int(ranks), float.fromhex(loss)) for at, n, ranks, loss in lines
+    ]
+
+
+@cache
+def undisturbed() -> list[float]:
+    folder = Path(tempfile.mkdtemp(prefix="whole-"))
+    return run_ranks(train_undisturbed, WORLD_SIZE, folder)[0]
+
+
+def train_undisturbed(folder: Path) -> list[float]:
+    return lives.train(folder / f"node{dist.get_rank()}", "", print, True)[1]
+
+
+def markdown(seconds: dict[Fault, list[float]], num_failed: int) -> str:
+    """Medians over points and victims."""
+    lines = [
+        "# Seconds from a fault to the step that it lost",
+        "",
+        f"Measured by `python -m tests.recovery.network_lives`: {WORLD_SIZE} nodes are network "
+        f"namespaces of this machine. The process group's timeout is {LIMIT:g} s, and the model is "
+        "so small that the time is that of the way, not of its bytes. Medians, and all between.",
+        "",
+        f"{sum(map(len, seconds.values()))} faults, of which {num_failed} failed: each point "
+        f"({', '.join(lives.POINTS[:-1])}), each rank; losses equal those of an undisturbed run.",
+        "",
+        "| way | " + " | ".join(KINDS.values()) + " |",
+        "|---" * (len(KINDS) + 1) + "|",
+    ]
+    for way, name in WAYS.items():
+        cells = [name]
+        for kind in KINDS:
+            found = [
+                s for f, each in seconds.items() if (f.way, f.kind) == (way, kind) for s in each
+            ]
+            cells.append(
+                f"{statistics.median(found):.1f} ({min(found):.1f} to {max(found):.1f})"
+                if found
+                else ""
+            )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of way/kind/point/victim")
+    parser.add_argument("--times", type=int, default=1)
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args()
+    chosen = [each for each in all_faults() if any(part in str(each) for part in options.only)]
+    seconds, num_failed = defaultdict[Fault, list[float]](list), 0
+    for fault in chosen * options.times:
+        found = play(fault)
+        seconds[fault].append(found.seconds)
+        num_failed += bool(found.mistakes)
+        print(fault, f"{found.seconds:.1f} s:", "\n".join(found.mistakes) or "ok", flush=True)
+    print(f"{len(chosen) * options.times} faults, {num_failed} failed")
+    if options.markdown:
+        options.markdown.write_text(markdown(seconds, num_failed))
+    sys.exit(num_failed > 0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        way, kind, point, victim = sys.argv[2].split("/")
+        folder, node, endpoint, *pull = sys.argv[3:]
+        run_rank(Fault(way, kind, point, int(victim)), Path(folder), int(node), endpoint, pull)
+    else:
+        main()
