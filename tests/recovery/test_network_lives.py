@@ -1,4 +1,4 @@
-"""Ranks on nodes of their own that are lost: the job goes on, with the losses that it would have."""
+"""Ranks on nodes of their own are lost: the job goes on, with losses as if none had been."""
 
 from __future__ import annotations
 
