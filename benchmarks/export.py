@@ -17,6 +17,7 @@ from bench.export.run import (
     LABELS,
     MIB,
     PER_PARAM,
+    RAW,
     SHARD,
     STATE_DICT,
     export_on_this_rank,
@@ -35,6 +36,7 @@ NOTES = (
     "rounds and ranks, ratios within a round. bf16 is over fp32 weights: FSDP2 gathers these and "
     "casts.",
     "MiB: resident memory of the process above that before, at its peak.",
+    f"{RAW}: the same bytes by torch.distributed, into memory that is there.",
     "Wanted: time <= 0.4 of the better one of FSDP2's two ways.",
 )
 
@@ -43,9 +45,10 @@ def export_table(results: dict[str, list[Found]], title: str) -> Table:
     """Time, memory, and the ratio to FSDP2's faster way, one row a way and dtype."""
     table = Table(title, ["dtype", "way", "ms", "MiB", "of FSDP2's faster"])
     for dtype, by_rank in results.items():
-        times = {label: [median(t) for t in _by_round(by_rank, label, 0)] for label in LABELS}
+        labels = (*LABELS, RAW)
+        times = {label: [median(t) for t in _by_round(by_rank, label, 0)] for label in labels}
         faster = min((PER_PARAM, STATE_DICT), key=lambda label: median(times[label]))
-        for label in LABELS:
+        for label in labels:
             peak = median(median(each) for each in _by_round(by_rank, label, 1))
             share = median(a / b for a, b in zip(times[label], times[faster], strict=True))
             table.add(dtype, label, f"{median(times[label]):.1f}", f"{peak:.0f}", f"{share:.2f}")

@@ -23,6 +23,9 @@ OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 CPU_TORCH = "torch==2.13.0"
 CUDA_TORCH = "torch==2.11.0"
 BUILD_REQUIREMENTS = ["setuptools>=77.0.3", "ninja>=1.11.1"]
+# Installed with an extra into the folder `alone` of the environment, without what they require.
+# verl wants an older transformers than ours, and has packages of the names `tests` and `scripts`.
+ALONE = {"test": ["verl==0.9.1"]}
 
 
 def find_torch() -> str | None:
@@ -64,11 +67,12 @@ def missing(requirements: list[str], extra: str = "") -> list[str]:
     return result
 
 
-def pip_install(python: str, requirements: list[str]) -> None:
+def pip_install(python: str, requirements: list[str], *options: str) -> None:
     """Installs into the environment of `python`; no call of pip when there is nothing to do."""
     if requirements:
         print("installing", *requirements, flush=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *requirements], check=True)
+        command = [python, "-m", "pip", "install", "--quiet", *options, *requirements]
+        subprocess.run(command, check=True)
 
 
 def create_sharing(folder: Path) -> None:
@@ -105,6 +109,9 @@ def install(extras: list[str]) -> None:
     requirements = importlib.metadata.requires("zerocore") or []
     for extra in extras:
         pip_install(sys.executable, missing(requirements, extra))
+        folder = str(Path(sys.prefix) / "alone")
+        alone = ("--no-deps", "--upgrade", "--target", folder)
+        pip_install(sys.executable, ALONE.get(extra, []), *alone)
 
 
 def main() -> None:

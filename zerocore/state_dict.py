@@ -157,7 +157,7 @@ def load_full_state_dict(
 def buffers_of(model: nn.Module, keys: Keys) -> dict[str, Tensor]:
     """Tensors of ``model.state_dict()`` that are no parameters."""
     names = {key for names in keys.values() for key in names}
-    items = model.state_dict().items()
+    items = model.state_dict(keep_vars=True).items()  # inference_mode does not detach DTensors
     return {key: value for key, value in items if key not in names and isinstance(value, Tensor)}
 
 

@@ -126,6 +126,9 @@ void Engine::set_parked(bool parked) {
     calls_.leave_if_outside();
     pool().free_unused();
   }
+  for (const auto& unit : units_) { // exports of a parked model gather from all ranks
+    unit->gathers().set_keeps_near(!parked);
+  }
   calls_.set_parked(parked);
 }
 
@@ -138,9 +141,8 @@ std::vector<at::Tensor> Engine::device_memory(UnitId id) const {
   if (unit.main().device_nbytes() > 0) {
     memory.push_back(unit.main().bytes());
   }
-  for (const auto& more : {unit.gathers().near(), reducer_.device_memory(id)}) {
-    memory.insert(memory.end(), more.begin(), more.end());
-  }
+  const auto more = reducer_.device_memory(id);
+  memory.insert(memory.end(), more.begin(), more.end());
   return memory;
 }
 

@@ -118,7 +118,7 @@ void Unsharding::reshard(GatherSteps& steps) {
   wait(steps);
   TORCH_INTERNAL_ASSERT(
       has_full_ && facts_.mesh.shards_parameters(), "unit ", unit_, " has nothing to give back");
-  if (facts_.mesh.gathers_near() && is_whole_ && !has_near_) {
+  if (facts_.mesh.gathers_near() && keeps_near_ && is_whole_ && !has_near_) {
     steps.run({.kind = GatherStepKind::Keep, .unit = unit_});
     has_near_ = true;
   }

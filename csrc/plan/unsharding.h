@@ -98,6 +98,11 @@ class Unsharding {
   void wait(GatherSteps& steps);
   // Completes them and gives Full back; the unit is not sharded.
   void reshard(GatherSteps& steps);
+  // Whether a reshard may fill Near, as it does from the beginning; false also drops what is there.
+  void set_keeps_near(bool keeps) {
+    keeps_near_ = keeps;
+    has_near_ = has_near_ && keeps;
+  }
 
  private:
   void start_across(const std::vector<int>& regions, GatherSteps& steps) const;
@@ -112,6 +117,7 @@ class Unsharding {
   bool copies_out_;
   UnitState state_;
   bool has_full_; // a block, or memory that stays
+  bool keeps_near_ = true;
   bool has_near_ = false; // Near holds this rank's part
   bool is_near_ = false; // the gather that began last comes from the near ranks
   bool is_whole_ = false; // all of its regions began

@@ -230,6 +230,16 @@ def make_mistakes() -> None:
         zerocore.export_info(model, names=lambda name: (name, 1))
     with pytest.raises(ValueError, match="not sharded"):
         zerocore.export(Stack())
+    with pytest.raises(ValueError, match="max_bytes"):
+        zerocore.export(model, max_bytes="many")
+    info = zerocore.export_info(model)
+    assert len(exported(model, info=info)) == 10
+    with pytest.raises(ValueError, match="to must be"):  # on each rank, also where all agreed
+        zerocore.export(model, info=info, to=2)
+    with pytest.raises(ValueError, match="of another model"):
+        zerocore.export(zerocore.shard(Stack(), stage=3), info=info)
+    with pytest.raises(ValueError, match="info=, or names="):
+        zerocore.export(model, info=info, dtype=torch.bfloat16)
     assert len(exported(model)) == 10
 
 

@@ -124,6 +124,25 @@ def state_dicts(folder: Path) -> None:
     torch.testing.assert_close(loss_of(model, tokens_of(9)), loss_of(plain, tokens_of(9)))
 
 
+class Reading(Halves):
+    """Reads what TransformerEngine's tensors read."""
+
+    def fsdp_pre_all_gather(self, *arguments: Any) -> Any:
+        group = arguments[3]._get_fsdp_state()._fsdp_param_group
+        assert not group._reshard_after_forward
+        assert group._training_state.name == "FORWARD"
+        return super().fsdp_pre_all_gather(*arguments)
+
+
+def private_state() -> None:
+    model: Any = make_halves()
+    weight = model.blocks[0].up.weight
+    model.blocks[0].up.weight = nn.Parameter(Reading(weight.detach()._data))
+    expected = steps(copy.deepcopy(model), AdamW([torch.zeros(1)]))[0]
+    model = zerocore.shard(model, stage=3)
+    assert steps(model, AdamW(model.parameters(), lr=1e-2))[0] == pytest.approx(expected, rel=1e-4)
+
+
 def bad_input() -> None:
     """An error that names the parameter, on all ranks, also where one rank is wrong."""
 
@@ -134,7 +153,11 @@ def bad_input() -> None:
     model.head.weight = nn.Parameter(Silent(model.head.weight.detach()))
     with pytest.raises(ValueError, match=r"'head\.weight' is a Silent.*lacks fsdp_pre_all_gather"):
         zerocore.shard(model, stage=3)
-    for option in ({"offload": zerocore.Offload()}, {"gather_at_step": True}):
+    with pytest.raises(NotImplementedError, match=r"qkv\.weight.*not planned before shard"):
+        zerocore.plan(make_halves(), 2)
+    for option in (
+        {"offload": zerocore.Offload()}, {"gather_at_step": True}, {"memory_budget": "1GiB"},
+    ):  # fmt: skip
         with pytest.raises(NotImplementedError, match=r"qkv\.weight.*gathers itself"):
             zerocore.shard(make_halves(), stage=3, **option)
     model = zerocore.shard(make_halves(), stage=3)
@@ -158,6 +181,7 @@ def on_two(folder: Path) -> None:
     mixed_options()
     report_and_faces()
     state_dicts(folder)
+    private_state()
     bad_input()
 
 

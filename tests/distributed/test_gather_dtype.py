@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 from typing import Any
 
@@ -105,6 +106,24 @@ def test_layers_compute_with_what_was_gathered(
     world: int, dtype: torch.dtype, param_dtype: torch.dtype | None
 ) -> None:
     run_ranks(compute_with_gathered_weights, world, dtype, param_dtype)
+
+
+def export_what_layers_compute_with() -> None:
+    """Also where few tensors of a unit are wanted, which an all-reduce would bring exactly."""
+    model = zerocore.shard(make_net(), units=[], mixed_precision=policy(INT8))
+    weights = gathered_weights(model)
+    for name in ("blocks.1.1.weight", None):
+        kept = {each: each if name in (each, None) else None for each in weights}
+        found = [
+            (each, torch.equal(value, weights[each]))
+            for bucket in zerocore.export(model, names=kept)
+            for each, value in bucket.items()
+        ]
+        assert found == [(each, True) for each in weights if kept[each]]
+
+
+def test_exports_have_what_layers_compute_with() -> None:
+    run_ranks(export_what_layers_compute_with, 2)
 
 
 def plan_bytes() -> None:
@@ -217,11 +236,14 @@ def refuse_all() -> None:
         with pytest.raises(ValueError, match=text):
             zerocore.shard(model or make_net(), mixed_precision=mixed, **options)
 
-    refuse("stage=1 is not built", policy(INT8), stage=1)
+    for stage in (1, 2):
+        refuse(f"stage={stage} is not built", policy(INT8), stage=stage)
     mesh = init_device_mesh("cpu", (2, 1))
     refuse("replicas_share", policy(INT8), group=mesh, replicas_share="optimizer")
     offload = zerocore.Offload(states="cpu", parameters="cpu")
     refuse("parameters on cpu", policy(INT8), offload=offload)
+    offload = zerocore.Offload(states="disk", parameters="disk", path=tempfile.gettempdir())
+    refuse("parameters on disk", policy(INT8), offload=offload)
     refuse(r"'blocks.0.1.weight' is torch.float64", policy(INT8), make_net().double())
     refuse("gather_exact: 'nose'", policy(INT8, gather_exact=("nose",)))
     refuse("gather_dtype", policy(DTYPES[dist.get_rank()]))

@@ -21,6 +21,7 @@ def shard_odd_kinds() -> None:
     weight = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
     distributed[1].weight = nn.Parameter(weight)
     complex_layer = nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64))
+    narrow = nn.Sequential(nn.Linear(2, 2).to(torch.float8_e4m3fn))
     for stage in range(4):
         for model, named in (
             (distributed, "parameter '1.weight' is a DTensor"),
@@ -30,6 +31,7 @@ def shard_odd_kinds() -> None:
             ),
             (nn.Sequential(nn.EmbeddingBag(4, 4, max_norm=2.0)), "'0' is an EmbeddingBag with max"),
             (complex_layer, "parameter '0.weight' of dtype torch.complex64"),
+            (narrow, "parameter '0.weight' of dtype torch.float8_e4m3fn"),
         ):
             with pytest.raises(ValueError, match=named):
                 zerocore.shard(model, stage=stage)

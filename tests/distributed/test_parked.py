@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from tests.distributed.harness import run_ranks, run_to_end
@@ -51,6 +52,26 @@ def train(parks: bool, options: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def compare(options: dict[str, Any]) -> None:
     assert_same(train(True, options), train(False, options))
+
+
+def compare_near() -> None:
+    """Memory that is kept for near ranks and replicas is dropped, not brought back as it was."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    compare({"stage": 3, "regather": 2})
+    compare({"stage": 3, "group": mesh, "replicas_share": "optimizer"})
+    model = zerocore.shard(Stack(), stage=3, units=["Linear"], regather=2)
+    plain = zerocore.shard(Stack(), stage=3, units=["Linear"])
+    model(torch.ones(1, 64))
+    own = [zerocore.memory_usage(each).parameters for each in (plain, model)]
+    with zerocore.parked(model):
+        exported(model)
+        assert zerocore.memory_usage(model).parameters == own[0] < own[1]
+    model(torch.ones(1, 64))
+    assert zerocore.memory_usage(model).parameters == own[1]
+
+
+def test_near_ranks() -> None:
+    run_ranks(compare_near, 4)
 
 
 @pytest.mark.parametrize(

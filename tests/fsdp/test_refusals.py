@@ -53,6 +53,9 @@ def shard_in_vain() -> None:
         fully_shard(model, mesh=init_device_mesh("cpu", (2, 1, 1)))
     with pytest.raises(TypeError, match=r"zerocore\.shard has sharded"):
         fully_shard(zerocore.shard(nn.Linear(4, 4)), mesh=mesh)
+    narrow = fully_shard(nn.Linear(4, 4).to(torch.float8_e4m3fn), mesh=mesh)
+    with pytest.raises(ValueError, match=r"'weight' of dtype .*float8_e4m3fn requires"):
+        narrow(torch.ones(1, 4))
     strange = nn.Linear(4, 4)
     strange.weight = nn.Parameter(strange.weight.detach().t())
     with pytest.raises(NotImplementedError, match="non-contiguous"):

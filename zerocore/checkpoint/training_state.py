@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from zerocore.checkpoint.safe_files import shown
 from zerocore.hooks.optimizer_states import filled_later, make_states, params_of
+from zerocore.optim.ema import EMA
 from zerocore.tensor.place import Placed
 from zerocore.tensor.rows import as_range, as_rows
 
@@ -34,7 +35,7 @@ def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimize
             raise TypeError(
                 f"optimizer: expected an optimizer or a list of optimizers, got {type(each)}"
             )
-        if _averages(each):
+        if isinstance(each, EMA):  # of parameters that another one updates
             continue
         own = {id(param) for param in params_of(each)}
         if shared := [param for param in params_of(each) if id(param) in seen]:
@@ -44,11 +45,6 @@ def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimize
             )
         seen |= own
     return optimizers
-
-
-def _averages(optimizer: Optimizer) -> bool:
-    """Whether it keeps averages of parameters that another one updates: a zerocore.optim.EMA."""
-    return bool(getattr(optimizer, "averages", False))
 
 
 def training_state(model: nn.Module, optimizers: Optimizers) -> State:
@@ -210,7 +206,7 @@ def load_optimizers(model: nn.Module, optimizers: Optimizers, state: State) -> N
             numbers[name]: {
                 k: as_rows(v, params[name])
                 for k, v in values.items()
-                if (k == "average") == _averages(optimizer)
+                if (k == "average") == isinstance(optimizer, EMA)
             }
             for name, values in state["state"].items()
             if name in numbers

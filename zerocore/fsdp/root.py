@@ -30,6 +30,7 @@ from zerocore.model.config import Communication, ShardConfig
 from zerocore.model.extensions import Extension
 from zerocore.model.offload import Offload
 from zerocore.model.ranks import Ranks, make_near, ranks_of, with_near, with_reductions
+from zerocore.model.refusals import check_trained
 from zerocore.model.state import Param, ShardState, Unit, drop_state
 from zerocore.model.unit_call import UnitCall, note_unit_call
 from zerocore.reporting.out_of_memory import explain_forward
@@ -248,6 +249,7 @@ class Root:
                 )
             for param in group.params:
                 param.take_registered()
+                check_trained(param.fqn, param.shard)
             self._check_device(name, group)
             note_extensions(group)
         self.extensions = [each for _, group in self.groups for each in extensions_of(group)]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 
 from zerocore.common.patching import around
+from zerocore.model.precision import CAST_DTYPES
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.rows import local_part
 from zerocore.tensor.wrapped import POST, PRE, gathers_itself, is_wrapped, wrapper_of
@@ -23,12 +24,7 @@ def check_kinds(model: nn.Module, world_size: int) -> None:
     for name, param in model.named_parameters():
         if is_wrapped(local_part(param)):
             _check_wrapped(name, param, local_part(param))
-        if param.requires_grad and not param.is_floating_point():
-            raise ValueError(
-                f"parameter '{name}' of dtype {param.dtype} requires grad; only floating-point "
-                "parameters can be trained. Call requires_grad_(False) on it, or, if it is "
-                "complex, train torch.view_as_real of it"
-            )
+        check_trained(name, param)
     for name, module in model.named_modules():
         limited = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
         if limited and world_size > 1:
@@ -38,6 +34,16 @@ def check_kinds(model: nn.Module, world_size: int) -> None:
                 "Set max_norm=None and renormalise inside of `with zerocore.unsharded(model, "
                 "write_back=True):`"
             )
+
+
+def check_trained(name: str, param: nn.Parameter) -> None:
+    """Raises ValueError if it requires grad in a dtype whose gradients kernels do not sum."""
+    if param.requires_grad and param.dtype not in (*CAST_DTYPES, torch.float64):
+        raise ValueError(
+            f"parameter '{name}' of dtype {param.dtype} requires grad; only parameters of "
+            "float32, bfloat16, float16 and float64 can be trained. Call requires_grad_(False) on "
+            "it, train it in one of these, or, if it is complex, train torch.view_as_real of it"
+        )
 
 
 def _check_wrapped(name: str, param: nn.Parameter, local: Tensor) -> None:

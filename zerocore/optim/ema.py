@@ -30,8 +30,6 @@ class EMA(Optimizer):
         ValueError: another decay.
     """
 
-    averages = True  # of parameters that another optimizer updates
-
     def __init__(self, params: Iterable[Any], decay: float = 0.999) -> None:
         if not 0 <= decay <= 1:
             raise ValueError(f"decay must be between 0 and 1, got {decay}")

@@ -252,7 +252,17 @@ def make_planner(
         num_states: the optimizer's tensors of a parameter's size.
         num_parts: by mesh, into how many parts its parameters are to be cut along dimension 0;
             empty where they are as they are trained.
+
+    Raises:
+        NotImplementedError: a parameter says only in ``shard`` what it gathers.
     """
+    for choice in (choice for unit in planned for choice in (*unit.params, *unit.several)):
+        if choice.gathers_itself:
+            raise NotImplementedError(
+                f"parameter '{choice.fqns[0]}' gathers itself (fsdp_pre_all_gather), which is not "
+                "planned before shard; shard the model inside of `with "
+                "zerocore.emulate(world_size):` and call zerocore.predict_memory(model)"
+            )
     precision = precision or Precision()
     types = [[precision.types(choice) for choice in unit.params] for unit in planned]
     order = tuple(call_order([model], units_by_module(unit.modules for unit in planned)))

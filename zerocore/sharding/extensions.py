@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from zerocore._C import Engine, ParamOwner, UnitParam
 from zerocore.common.agreement import together
@@ -29,6 +31,15 @@ from zerocore.model.ranks import Ranks
 from zerocore.model.state import Encoded, Unit
 from zerocore.model.units import ParamChoice, UnitPlanned
 from zerocore.tensor.wrapped import own_chunk, wrapper_of
+
+
+class _State:
+    """Of a module's group, as TransformerEngine's tensors read it: they are asked once for the
+    forward and the backward."""
+
+    _fsdp_param_group = SimpleNamespace(
+        _reshard_after_forward=False, _training_state=TrainingState.FORWARD
+    )
 
 
 def split_several(planned: Sequence[UnitPlanned], config: ShardConfig) -> list[UnitPlanned]:
@@ -111,6 +122,8 @@ def _of_unit(
     if ranks.shard is None or not config.placements.parameters or not choices:
         return []
     mesh = DeviceMesh.from_group(ranks.shard, device.type)
+    for owner in (owner for choice in choices for owner, _ in choice.owners):
+        owner._get_fsdp_state = _State  # type: ignore[assignment]  # an attribute of the object
     return [
         Extension(
             choice.fqns[0],

@@ -27,6 +27,7 @@ from zerocore.weights.info import (
     is_rows,
     is_view,
     is_whole,
+    owner_of,
     padded_nbytes,
 )
 from zerocore.weights.parked import memory_of
@@ -83,26 +84,34 @@ def export(
         info: from :func:`export_info`, in the place of names, dtype and merge.
 
     Raises:
-        ValueError: as :func:`export_info`, or ``to`` is no rank; on all ranks.
+        ValueError: as :func:`export_info`, ``to`` is no rank, or ``info`` is of another model.
         RuntimeError: this process was forked from the one that sharded the model.
     """
     state = ready_state_of(model)
     if info is not None and (names, dtype, merge) != (None, None, None):
         raise ValueError("export takes info=, or names=, dtype= and merge=")
-    nbytes = parse_nbytes(max_bytes, "max_bytes")
     if info is None or not info.is_agreed[0]:
         with operation("export"), together(state.ranks.groups, state.device) as facts:
+            nbytes = _checked(state, info, max_bytes, to)
             info = info or export_info(model, names=names, dtype=dtype, merge=merge)
             facts += [nbytes, to, *info.facts()]
-            if to != "all" and to not in range(state.world_size):
-                raise ValueError(f'to must be "all" or a rank of the model, got {to!r}')
         info.is_agreed[0] = True
+    nbytes = _checked(state, info, max_bytes, to)
     earlier = _open.get(state, lambda: None)()
     if earlier is not None:
         earlier.close()
     made = Export(state, model, info, nbytes, to, since)
     _open[state] = ref(made)
     return made
+
+
+def _checked(state: ShardState, info: ExportInfo | None, max_bytes: str | int, to: Any) -> int:
+    """Bytes of a bucket; raises ValueError if an argument does not fit the model."""
+    if to != "all" and to not in range(state.world_size):
+        raise ValueError(f'to must be "all" or a rank of the model, got {to!r}')
+    if info is not None and info.owner is not owner_of(state):
+        raise ValueError("info is of another model, or of this one before it was sharded anew")
+    return parse_nbytes(max_bytes, "max_bytes")
 
 
 class Export(Iterator[Bucket]):
@@ -256,7 +265,7 @@ class _Source:
 
     def begin(self) -> None:
         """Begins to gather."""
-        self.buffers = self.model.state_dict()
+        self.buffers = self.model.state_dict(keep_vars=True)
 
     def wait(self) -> None:
         """Values may be read behind it."""

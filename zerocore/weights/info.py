@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from zerocore.weights.lora import BASE, PREFIX, Adapter, find_adapters
 Name = str | tuple[str, int] | None
 Names = Callable[[str], Name] | Mapping[str, Name]
 _SUM_ALIGNMENT = 16  # bytes
+_owners: WeakKeyDictionary[ShardState, object] = WeakKeyDictionary()
 _SUM_FACTOR = 3  # an all-reduce of a part moves less than a gather of all from here on
 
 
@@ -73,6 +75,7 @@ class ExportInfo:
     """The tensors of an export; see :func:`export_info`."""
 
     units: tuple[UnitExport, ...] = field(repr=False)
+    owner: object = field(repr=False, compare=False)  # of the model, see owner_of
     is_agreed: list[bool] = field(repr=False, compare=False)  # on all ranks, after the first use
 
     @property
@@ -155,6 +158,11 @@ def fused(
     return name_of
 
 
+def owner_of(state: ShardState) -> object:
+    """Always the same, and no other model's; an :class:`ExportInfo` can hold it and be pickled."""
+    return _owners.setdefault(state, object())
+
+
 def is_whole(param: Param) -> bool:
     """Whether gathering the parameter's unit gives the tensor of ``state_dict()``, or a part whose
     others follow along a dimension; else the DTensor itself has to be asked."""
@@ -230,7 +238,8 @@ class _Builder:
         buffers = self.buffers()
         load = Load(0, 0, tuple(Sizes(each.nbytes, False) for each in buffers))
         units.append(UnitExport(-1, tuple(buffers), 0, load))
-        return ExportInfo(tuple(unit for unit in units if unit.entries), [False])
+        given = tuple(unit for unit in units if unit.entries)
+        return ExportInfo(given, owner_of(self.state), [False])
 
     def buffers(self) -> list[Exported]:
         found = []
@@ -312,8 +321,11 @@ class _Builder:
             return UnitExport(unit.index, tuple(entries), 0, Load(0, 0, entries_sizes))
         layout = engine.layout(unit.index)
         read = set().union(*(each.read for each in entries))
-        sums = sum(padded_nbytes(unit.params[position]) for position in read)
-        if sums * _SUM_FACTOR > layout.nbytes or not all(is_whole(unit.params[p]) for p in read):
+        params = [unit.params[position] for position in read]
+        sums = sum(padded_nbytes(param) for param in params)
+        # An all-reduce would move exact values where layers compute with encoded ones.
+        gathers = any(param.types.gather or not is_whole(param) for param in params)
+        if sums * _SUM_FACTOR > layout.nbytes or gathers:
             sums = 0
         held = sums or layout.nbytes
         received = 0 if sums else layout.received_nbytes

@@ -20,6 +20,7 @@ FULLY_SHARD = System("fully_shard", 3, "zerocore.export, fsdp")
 FSDP2 = System("fsdp2", 3, "FSDP2")
 PER_PARAM, STATE_DICT = "FSDP2, full_tensor()", "FSDP2, get_model_state_dict"
 LABELS = (SHARD.label, FULLY_SHARD.label, PER_PARAM, STATE_DICT)
+RAW = "all-gathers alone, a block each"
 MIB = 2**20
 
 
@@ -68,6 +69,12 @@ def _take_state_dict(model: nn.Module, dtype: torch.dtype) -> None:
         full.to(dtype)
 
 
+def _gather_blocks(parts: list[Tensor], full: Tensor) -> None:
+    """The bytes of all blocks, as they are, into one buffer."""
+    for part in parts:
+        dist.all_gather_into_tensor(full, part)
+
+
 @torch.no_grad()
 def export_on_this_rank(
     width: int, depth: int, dtype: str, max_bytes: int, num_rounds: int
@@ -89,10 +96,15 @@ def export_on_this_rank(
         PER_PARAM: lambda: _take_tensors(models[FSDP2.label], target),
         STATE_DICT: lambda: _take_state_dict(models[FSDP2.label], target),
     }
+    count = sum(param.numel() for param in Block(width).parameters())
+    full = torch.empty(count, dtype=target)
+    parts = list(torch.zeros(depth, count // dist.get_world_size(), dtype=target))
+    ways[RAW] = lambda: _gather_blocks(parts, full)
     found: dict[str, list[tuple[float, float]]] = {label: [] for label in ways}
+    labels = list(ways)
     for index in range(num_rounds + 1):
         first = index % len(ways)
-        for label in [*LABELS[first:], *LABELS[:first]]:
+        for label in [*labels[first:], *labels[:first]]:
             measured = _measure(ways[label])
             if index > 0:
                 found[label].append(measured)

@@ -49,6 +49,14 @@ void Gathers::begin(
   unsharding_.begin(regions, std::exchange(version_, version) == version, *this);
 }
 
+void Gathers::set_keeps_near(bool keeps) {
+  unsharding_.set_keeps_near(keeps);
+  if (!keeps && !near_.empty()) {
+    context_.streams->order(StreamRole::Compute, StreamRole::AllGather); // which may read it
+    near_.clear();
+  }
+}
+
 void Gathers::run(const GatherStep& step) {
   switch (step.kind) {
     case GatherStepKind::Count:

@@ -42,9 +42,8 @@ class Gathers final : private GatherSteps {
   void reshard() {
     unsharding_.reshard(*this);
   }
-  const std::vector<at::Tensor>& near() const {
-    return near_;
-  }
+  // See Unsharding; false frees the memory, too.
+  void set_keeps_near(bool keeps);
   // Bytes kept for near ranks.
   int64_t near_nbytes() const {
     return near_.empty() ? 0 : context_.mesh.near_nbytes(layout_.nbytes());

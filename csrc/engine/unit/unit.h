@@ -152,7 +152,7 @@ class Unit {
   const MainWeights& main() const {
     return main_;
   }
-  const Gathers& gathers() const {
+  Gathers& gathers() {
     return gathers_;
   }
 
