@@ -28,7 +28,11 @@ Options = dist.ProcessGroupNCCL.Options if dist.is_nccl_available() else LikeNCC
 
 def make_group(name: str, options: Any) -> Any:
     backend = SimpleNamespace(name=lambda: name, options=options)
-    return SimpleNamespace(group_name=f"first_{name}", _get_backend=lambda _: backend)
+    return SimpleNamespace(
+        group_name=f"first_{name}",
+        _get_backend=lambda _: backend,
+        _device_types=[torch.device("cpu")],
+    )
 
 
 def sibling_options(name: str, options: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
