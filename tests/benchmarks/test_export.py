@@ -8,7 +8,9 @@ from tests.distributed.harness import run_ranks
 
 def test_each_way_is_measured() -> None:
     for found in run_ranks(export_on_this_rank, 2, 64, 2, "fp32", 10**6, 2):
-        assert {label: len(rounds) for label, rounds in found.items()} == dict.fromkeys((*LABELS, RAW), 2)
+        assert {label: len(rounds) for label, rounds in found.items()} == dict.fromkeys(
+            (*LABELS, RAW), 2
+        )
         assert all(ms > 0 for rounds in found.values() for ms, _ in rounds)
 
 
