@@ -62,6 +62,8 @@ def live(port: int, folder: Path, ranks: tuple[int, int], fault: tuple[str, int]
         found.append(begin)
         return losses
 
+    if point == "meeting" and number == victim:
+        dist.init_process_group = lose
     losses = zerocore.run_elastic(
         train, f"localhost:{port}", ranks, timeout=timedelta(seconds=8), is_host="false", **FAST
     )
@@ -81,7 +83,7 @@ def undisturbed(folder: Path, is_same: bool) -> list[float]:
 SHRUNK = [
     (point, victim) for point in lives.POINTS for victim in range(4 if point == "load" else 3)
 ]
-FEW = [("backward", 1), ("load", 0)]
+FEW = [("backward", 1)]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +102,19 @@ def test_those_that_live_go_on(port: int, point: str, victim: int, tmp_path: Pat
         assert past[0] == most and past[-1] == 2  # one that is late to a meeting is left out
         assert begin in (2, 4)
         assert losses == pytest.approx(whole[begin:], rel=1e-4)
+
+
+@pytest.mark.nightly
+def test_a_rank_is_lost_behind_the_first_meeting(port: int, tmp_path: Path) -> None:
+    """The others wait for it in the group's making, and meet again."""
+    whole = run_ranks(undisturbed, 3, tmp_path, True)[0]
+    ends = run_to_end(
+        live, 3, port, tmp_path, (1, 3), ("meeting", 1), 3, launch="torchrun", grace=60
+    )
+    left = [end.value for end in ends if end.error is None]
+    assert len(left) == 2, ends
+    for past, losses in left:
+        assert past == [2, 0] and losses == pytest.approx(whole, rel=1e-4)
 
 
 @pytest.mark.parametrize(("point", "victim"), [("step", 2), *by_night(("reduce", 0), ("copy", 1))])

@@ -99,15 +99,15 @@ def run_elastic(
     number = 0
     while True:
         met = _meet(handler)
-        dist.init_process_group(
-            backend, timeout=timeout, store=met.store, rank=met.rank, world_size=met.world_size
-        )
         try:
+            dist.init_process_group(
+                backend, timeout=timeout, store=met.store, rank=met.rank, world_size=met.world_size
+            )
             done = train(Life(number, handler))
             _end_together()
             handler.shutdown()
             return done
-        except (_Regroup, dist.DistError, RuntimeError) as error:
+        except (_Regroup, RuntimeError) as error:
             if not isinstance(error, _Regroup) and not _says_lost(error):
                 raise
             _log.warning("%d ranks meet again: %s", met.world_size, error)
@@ -115,7 +115,8 @@ def run_elastic(
             # Behind the except clause, so that no traceback holds the model of this life.
             finish_writes()
             gc.collect()
-            dist.destroy_process_group()
+            if dist.is_initialized():  # a rank may be lost between the meeting and the group
+                dist.destroy_process_group()
         number += 1
 
 
