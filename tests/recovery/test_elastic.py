@@ -132,6 +132,7 @@ def test_another_process_takes_its_place(
     assert begin in (2, 4) and losses == sorted(each[begin:] for each in whole)
 
 
+@pytest.mark.nightly  # it is a matter of seconds when they come
 def test_processes_that_come_are_admitted(port: int, tmp_path: Path) -> None:
     whole = run_ranks(undisturbed, 3, tmp_path, True)[0]
     ends = run_to_end(live, 4, port, tmp_path, (2, 4), ("", -1), 2, launch="torchrun", grace=60)
