@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import time
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import zerocore
 from tests.distributed.harness import run_ranks, run_to_end
+from tests.recovery.test_beside import CLOSE, WRAPPERS, Net, batch, clip, full_values
 from zerocore.common.alarm import STALL_SECONDS
 from zerocore.model.state import state_of
 
@@ -130,3 +135,55 @@ def test_a_rank_that_breaks_the_promise_gets_the_alarm(side: bool) -> None:
         assert outcome.error is None, outcome.error
         if side or outcome.rank != 1:
             assert re.search(r"ranks? (0, )?2 waits? in all_gather", outcome.value)
+
+
+PROMISING: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP": partial(DistributedDataParallel, static_graph=True),
+    "FSDP2": WRAPPERS["FSDP2"],
+    **{
+        f"stage {stage}": partial(zerocore.shard, stage=stage, static_graph=True)
+        for stage in (0, 2, 3)
+    },
+}
+
+
+def started(name: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = PROMISING[name](Net())
+    return model, torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
+
+
+def train_as_promised(name: str) -> list[Tensor]:
+    """Recomputed blocks, two micro-batches of which the last one of an epoch is smaller, evaluation
+    between steps, clipping, and a resume in a new model half way."""
+    model, optimizer = started(name, 0)
+    for step in range(8):
+        if step == 4:
+            saved = model.state_dict(), copy.deepcopy(optimizer.state_dict())
+            model, optimizer = started(name, 1)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        for micro in range(2):
+            size = 1 if (step % 4, micro) == (3, 1) else 4
+            x = batch(step, micro, dist.get_rank())[:size]
+            model(x).square().mean().div(2).backward()
+        clip(model, name)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            model(batch(step, 9, dist.get_rank()))
+        model.train()
+    return full_values(model)
+
+
+def train_in_all_ways() -> dict[str, list[Tensor]]:
+    return {name: train_as_promised(name) for name in PROMISING}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_ordinary_program_keeps_the_promise(world_size: int) -> None:
+    for found in run_ranks(train_in_all_ways, world_size):
+        for name, values in found.items():
+            for value, expected in zip(values, found["DDP"], strict=True):
+                torch.testing.assert_close(value, expected, **CLOSE, msg=name)
