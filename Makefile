@@ -107,7 +107,7 @@ $(VENV)/.built: $(VENV)/.created setup.py pyproject.toml csrc/sources.txt $(CXX_
 	$(PY) -m pip install --no-build-isolation --no-deps -e .
 	touch $@
 
-$(VENV)/.has-%: pyproject.toml | $(VENV)/.built
+$(VENV)/.has-%: pyproject.toml scripts/setup_env.py | $(VENV)/.built
 	@echo "installing what '$*' needs and is missing: some seconds"
 	$(PY) scripts/setup_env.py install $*
 	touch $@
