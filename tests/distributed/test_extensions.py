@@ -229,6 +229,8 @@ def adapters() -> None:
         zerocore.load_full_state_dict(model, saved)
     with pytest.raises(RuntimeError, match=r"'0\.0\.weight' consists of several"):
         zerocore.Checkpoints("unused", model).save(1)
+    with pytest.raises(NotImplementedError, match=r"'0\.0\.weight' .* which a snapshot cannot"):
+        zerocore.snapshot(model, [])
     lora = {name: 2 * value for name, value in saved.items() if type(value) is Tensor}
     zerocore.load_full_state_dict(model, lora)
     plain.load_state_dict(lora, strict=False)

@@ -222,11 +222,7 @@ def steps_of(path: Path) -> list[Step]:
 @cache
 def undisturbed() -> list[float]:
     folder = Path(tempfile.mkdtemp(prefix="whole-"))
-    return run_ranks(train_undisturbed, WORLD_SIZE, folder)[0]
-
-
-def train_undisturbed(folder: Path) -> list[float]:
-    return lives.train(folder / f"node{dist.get_rank()}", "", print, True)[1]
+    return run_ranks(lives.undisturbed, WORLD_SIZE, folder, True)[0]
 
 
 def markdown(seconds: dict[Fault, list[float]], num_failed: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,8 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def made(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    torch.manual_seed(0)
+def made(name: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(seed)
     model = WRAPPERS[name](Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.8)
@@ -161,3 +162,56 @@ def test_processes_and_a_node_are_lost(name: str, tmp_path: Path) -> None:
         whole = run_ranks(train_alike, 2, peer, 0, NUM_STEPS, None)[0]
         for value, expected in zip(resumed, whole, strict=True):
             torch.testing.assert_close(value, expected, **CLOSE, msg=peer)
+
+
+def validated(name: str, heals: bool) -> list[Tensor]:
+    """Evaluates behind each step, and then sets the learning rate; a step is left out, as a scaler
+    does. In the forward behind it another process would take over."""
+    model, optimizer, _ = made(name)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0)
+    snapshot = zerocore.snapshot(model, optimizer, schedule=schedule) if heals else None
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        if snapshot is not None and step == BAD + 1:
+            saved = read_inside(model, snapshot, lambda: loss_of(model, step, 0))  # noqa: B023
+            model, optimizer, _ = made(name, seed=1)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0)
+            snapshot = zerocore.snapshot(model, optimizer, schedule=schedule)
+            snapshot.load_state_dict(saved)
+        for micro in range(NUM_MICRO):
+            model(batch(step, micro, dist.get_rank())).square().mean().div(NUM_MICRO).backward()
+        if step != BAD:
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            model(batch(step, 9, 0))
+        model.train()
+        schedule.step(float(step))  # it never gets better
+    return full_values(model)
+
+
+def read_inside(model: Any, snapshot: zerocore.Snapshot, forward: Callable[[], Any]) -> Any:
+    """A snapshot that a thread reads in the middle of a forward, which then is not used."""
+    with ThreadPoolExecutor(1) as thread:
+        found: list[Any] = []
+
+        def read(*_: Any) -> None:
+            found.append(thread.submit(snapshot.state_dict).result())
+
+        blocks = getattr(model, "blocks", None) or model.module.blocks
+        handle = blocks[0].register_forward_pre_hook(read)
+        with torch.enable_grad():
+            forward().backward()
+        handle.remove()
+    return found[0]
+
+
+def validate_in_all_ways() -> dict[str, list[Tensor]]:
+    return {name: validated(name, name not in ("DDP", "FSDP2")) for name in WRAPPERS}
+
+
+def test_a_process_takes_over_behind_an_evaluation() -> None:
+    for found in run_ranks(validate_in_all_ways, 2):
+        for name, values in found.items():
+            for value, expected in zip(values, found["DDP"], strict=True):
+                torch.testing.assert_close(value, expected, **CLOSE, msg=name)

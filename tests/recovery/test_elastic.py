@@ -76,10 +76,6 @@ def admit(life: zerocore.Life, folder: Path) -> None:
     life.admit()
 
 
-def undisturbed(folder: Path, is_same: bool) -> list[float]:
-    return lives.train(folder / f"whole{dist.get_rank()}", "", print, is_same)[1]
-
-
 SHRUNK = [
     (point, victim) for point in lives.POINTS for victim in range(4 if point == "load" else 3)
 ]
@@ -91,7 +87,7 @@ FEW = [("backward", 1)]
 )
 def test_those_that_live_go_on(port: int, point: str, victim: int, tmp_path: Path) -> None:
     """In their processes, with the losses of an undisturbed run."""
-    whole = run_ranks(undisturbed, 3, tmp_path, True)[0]
+    whole = run_ranks(lives.undisturbed, 3, tmp_path, True)[0]
     most = 4 if point == "load" else 3  # of which two are lost that are no neighbours
     ends = run_to_end(
         live, most, port, tmp_path, (1, most), (point, victim), most, launch="torchrun", grace=60
@@ -107,7 +103,7 @@ def test_those_that_live_go_on(port: int, point: str, victim: int, tmp_path: Pat
 @pytest.mark.nightly
 def test_a_rank_is_lost_behind_the_first_meeting(port: int, tmp_path: Path) -> None:
     """The others wait for it in the group's making, and meet again."""
-    whole = run_ranks(undisturbed, 3, tmp_path, True)[0]
+    whole = run_ranks(lives.undisturbed, 3, tmp_path, True)[0]
     ends = run_to_end(
         live, 3, port, tmp_path, (1, 3), ("meeting", 1), 3, launch="torchrun", grace=60
     )
@@ -122,7 +118,7 @@ def test_another_process_takes_its_place(
     port: int, point: str, victim: int, tmp_path: Path
 ) -> None:
     """On as many ranks as before, bit for bit."""
-    whole = run_ranks(undisturbed, 3, tmp_path, False)
+    whole = run_ranks(lives.undisturbed, 3, tmp_path, False)
     ends = run_to_end(
         live, 4, port, tmp_path, (3, 3), (point, victim), 3, launch="torchrun", grace=60
     )
@@ -134,7 +130,7 @@ def test_another_process_takes_its_place(
 
 @pytest.mark.nightly  # it is a matter of seconds when they come
 def test_processes_that_come_are_admitted(port: int, tmp_path: Path) -> None:
-    whole = run_ranks(undisturbed, 3, tmp_path, True)[0]
+    whole = run_ranks(lives.undisturbed, 3, tmp_path, True)[0]
     ends = run_to_end(live, 4, port, tmp_path, (2, 4), ("", -1), 2, launch="torchrun", grace=60)
     for number, end in enumerate(ends):
         assert end.error is None, end.error

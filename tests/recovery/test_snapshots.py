@@ -180,6 +180,7 @@ def refuse() -> None:
     for changed, text in [
         ({"rank": (1 - dist.get_rank(), 2)}, f"the snapshot one of {name}"),
         ({"weights": {**saved["weights"], "cube": torch.zeros(3)}}, r"'cube': the snapshot has"),
+        ({"weights": {**saved["weights"], "odd": torch.zeros(3)}}, r"'odd': the snapshot has"),
         ({"states": saved["states"][:1]}, "is one of 1 optimizers, expected 2"),
     ]:
         with pytest.raises(ValueError, match=text):
@@ -189,6 +190,8 @@ def refuse() -> None:
         with pytest.raises(ValueError, match=r"'cube' in the snapshot was damaged on its way"):
             training.snapshot.load_state_dict(saved)
     assert_equal(training.states(), before)
+    with pytest.raises(TypeError, match="clock: expected an object with state_dict"):
+        zerocore.snapshot(training.model, training.optimizer, clock=3)
 
 
 def test_others_and_damaged_ones_are_refused() -> None:

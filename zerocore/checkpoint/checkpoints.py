@@ -124,19 +124,14 @@ class Checkpoints:
         **stateful: Any,
     ) -> None:
         import_module("zerocore.checkpoint.commit.saving")  # takes a second, so not while saving
-        from zerocore.checkpoint.training_state import optimizers_of
+        from zerocore.checkpoint.training_state import check_stateful, optimizers_of
 
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
         self._budget = parse_nbytes(memory_budget, "memory_budget")
         if self._budget < _MIN_BUDGET:
             raise ValueError(f"memory_budget must be 16 MiB or more, got {memory_budget!r}")
-        for name, value in stateful.items():
-            if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
-                raise TypeError(
-                    f"{name}: expected an object with state_dict and load_state_dict, got "
-                    f"{type(value)}"
-                )
+        check_stateful(stateful)
         self.folder = Path(folder)
         self._model, self._stateful = model, stateful
         self._optimizers = optimizers_of(optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -45,6 +45,15 @@ def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimize
             )
         seen |= own
     return optimizers
+
+
+def check_stateful(objects: Mapping[str, Any]) -> None:
+    """Raises TypeError for an object that cannot be saved and loaded."""
+    for name, value in objects.items():
+        if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
+            raise TypeError(
+                f"{name}: expected an object with state_dict and load_state_dict, got {type(value)}"
+            )
 
 
 def training_state(model: nn.Module, optimizers: Optimizers) -> State:

@@ -53,7 +53,7 @@ def agree(
 
     digest = int.from_bytes(sha256(repr(facts).encode()).digest()[:7], "big")
     own = [int(error is not None), digest, -digest, secrets.randbits(62)]
-    failed, most, least, name = _highest(groups, own, device)
+    failed, most, least, name = highest(groups, own, device)
     if failed:
         on_all_ranks(groups, outcome, device)
     if most != -least:
@@ -61,7 +61,7 @@ def agree(
     return f"{name:016x}"
 
 
-def _highest(groups: Groups, numbers: list[int], device: torch.device | None) -> list[int]:
+def highest(groups: Groups, numbers: list[int], device: torch.device | None) -> list[int]:
     """The highest of each of the ranks' numbers; arguments as for :func:`agree`. Collective."""
     with _on(device):
         for group in groups:

@@ -61,7 +61,7 @@ class Lanes:
     def cut(self, shard: ShardedParameter | RowShard) -> Cut:
         """Of a parameter over the shards."""
         cut = Cut.of(self.state.engine.layout(shard.unit), shard.position)
-        return cut if self.shards is not None else Cut(cut.numel, max(cut.numel, 1))
+        return cut if self.shards is not None else Cut.whole(cut.numel)
 
 
 def _transfer(

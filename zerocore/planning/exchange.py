@@ -29,7 +29,7 @@ def exchanged_nbytes(planner: Planner, division: Division) -> int:
         spec = planner.specs[unit][position]
         matrices += list(_matrices(number, spec.fqn, spec.shape))
         cut = Cut.of(layouts[unit], position)
-        cuts[number] = cut if shared else Cut(cut.numel, max(cut.numel, 1))
+        cuts[number] = cut if shared else Cut.whole(cut.numel)
     rounds = plan_rounds(matrices, cuts, grid, division.rank, _ITEMSIZE)
     return sum(each.sent_to_owners() + each.sent_to_shards() for each in rounds) * _ITEMSIZE
 

@@ -12,49 +12,58 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerocore.checkpoint.training_state import random_state, set_random_state
-from zerocore.hooks.optimizer_states import make_states, options_of, params_of
+from zerocore.hooks.optimizer_states import make_states, options_of
 from zerocore.tensor.rows import own_elements
 
-_Named = Sequence[tuple[str, Any]]  # parameters, or other objects, of this rank
+
+class Large:
+    """Weights, and the states that optimizers have of them; by the names of parameters."""
+
+    def __init__(self, params: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        self.params, self._optimizers = params, optimizers
+
+    def copy(self, device: torch.device | None = None) -> dict[str, Any]:
+        """Copies of this rank's elements; ``device``: where, if not where they are. A parameter
+        without states is left out of those of an optimizer."""
+        return {
+            "weights": {name: _copied(param, device) for name, param in self.params.items()},
+            "states": [
+                {
+                    name: {key: _copied(v, device) for key, v in optimizer.state[param].items()}
+                    for name, param in self.params.items()
+                    if optimizer.state.get(param)
+                }
+                for optimizer in self._optimizers
+            ],
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """In the memory that weights and states have; states are made where there are none."""
+        for name, param in self.params.items():
+            own_elements(param).copy_(saved["weights"][name])
+        for optimizer, states in zip(self._optimizers, saved["states"], strict=True):
+            if any(not optimizer.state.get(self.params[name]) for name in states):
+                make_states(optimizer)
+            for name, param in self.params.items():
+                if name in states:
+                    _restore(optimizer.state[param], states[name])
+                else:
+                    optimizer.state.pop(param, None)
 
 
-def copied(value: Any, device: torch.device | None = None) -> Any:
-    """A copy that holds this rank's elements of a tensor; ``device``: where, if not there."""
+def _copied(value: Any, device: torch.device | None) -> Any:
     if not isinstance(value, Tensor):
         return deepcopy(value)
     return own_elements(value).to(device or value.device, copy=True)
 
 
-def copies_of_states(
-    params: _Named, optimizers: Sequence[Optimizer], device: torch.device | None = None
-) -> list[dict[str, dict[str, Any]]]:
-    """The states of each optimizer, by parameter and key; parameters without any are left out."""
-    return [
-        {
-            name: {key: copied(value, device) for key, value in optimizer.state[param].items()}
-            for name, param in params
-            if optimizer.state.get(param)
-        }
-        for optimizer in optimizers
-    ]
-
-
-def restore_states(
-    params: _Named, optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]]
-) -> None:
-    """Gives optimizers the states of :func:`copies_of_states`, in the memory that they have."""
-    for optimizer, states in zip(optimizers, saved, strict=True):
-        if any(name in states and not optimizer.state.get(param) for name, param in params):
-            make_states(optimizer)
-        for name, param in params:
-            if name not in states:
-                optimizer.state.pop(param, None)
-            for key, value in states.get(name, {}).items():
-                own = optimizer.state[param].get(key)
-                if isinstance(value, Tensor) and isinstance(own, Tensor):
-                    own_elements(own).copy_(value)
-                else:
-                    optimizer.state[param][key] = value
+def _restore(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        own = state.get(key)
+        if isinstance(value, Tensor) and isinstance(own, Tensor):
+            own_elements(own).copy_(value)
+        else:
+            state[key] = value
 
 
 class Small:
@@ -84,9 +93,3 @@ class Small:
 
     def _groups(self) -> Iterable[dict[str, Any]]:
         return (group for each in self._optimizers for group in each.param_groups)
-
-
-def params_by_number(optimizers: Sequence[Optimizer]) -> list[tuple[str, Any]]:
-    """Parameters of the optimizers, each once."""
-    params = dict.fromkeys(param for each in optimizers for param in params_of(each))
-    return [(str(number), param) for number, param in enumerate(params)]

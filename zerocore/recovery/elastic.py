@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -20,7 +19,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from zerocore.checkpoint.commit.writer import finish_writes
-from zerocore.common.alarm import waiting
+from zerocore.common.agreement import highest
+from zerocore.common.alarm import operation
 
 T = TypeVar("T")
 _log = logging.getLogger("zerocore")
@@ -41,21 +41,18 @@ class Life:
     number: int
     _handler: RendezvousHandler
 
+    @operation("Life.admit")
     def admit(self) -> None:
         """Ends this life on all ranks if processes wait to join; collective.
 
         Call it behind the ``save`` of a checkpoint: it waits until that is kept, and the next life
         goes on from there.
         """
-        group = dist.group.WORLD
-        assert group is not None
-        kind = "cpu" if dist.get_backend_config(group).find("cpu") >= 0 else "cuda"
-        num_waiting = torch.tensor(self._handler.num_nodes_waiting(), device=kind)
-        with waiting(group, "processes that wait to join"):
-            dist.all_reduce(num_waiting, dist.ReduceOp.MAX, group=group)
-        if num_waiting.item() > 0:
+        assert dist.group.WORLD is not None
+        (num_waiting,) = highest([dist.group.WORLD], [self._handler.num_nodes_waiting()], None)
+        if num_waiting > 0:
             finish_writes()
-            raise _Regroup(f"{num_waiting.item()} processes join")
+            raise _Regroup(f"{num_waiting} processes join")
 
 
 def run_elastic(
@@ -104,7 +101,7 @@ def run_elastic(
                 backend, timeout=timeout, store=met.store, rank=met.rank, world_size=met.world_size
             )
             done = train(Life(number, handler))
-            _end_together()
+            dist.barrier()  # one that is lost shortly before the end is replaced
             handler.shutdown()
             return done
         except (_Regroup, RuntimeError) as error:
@@ -126,14 +123,6 @@ def _meet(handler: RendezvousHandler) -> RendezvousInfo:
         # Processes that join wait for this; torch's own rank 0 gives it once only.
         RendezvousStoreInfo.build(0, met.store, local_addr=None, server_port=1)
     return met
-
-
-def _end_together() -> None:
-    """No rank is done before all are: one that is lost shortly before the end is replaced."""
-    group = dist.group.WORLD
-    assert group is not None
-    with waiting(group, "the end of training"):
-        dist.barrier(group)
 
 
 def _says_lost(error: BaseException) -> bool:

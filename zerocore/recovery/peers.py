@@ -233,7 +233,9 @@ class PeerCheckpoints(Checkpoints):
             raise FileNotFoundError(f"no complete checkpoint of step {wanted}: {steps}")
         if not chosen:
             for key in keys:
-                _log.warning("step %d cannot be loaded: %s", key[0], _lost(key, held))
+                found, total = _num_found(key, held)
+                lost = f"{total - found} of its {total} files are lost, or damaged on all nodes"
+                _log.warning("step %d cannot be loaded: %s", key[0], lost)
             return None
         files = [each[chosen[0]].files if chosen[0] in each else {} for each in held]
         self._load_from(chosen[0], files, state)
@@ -291,16 +293,15 @@ class PeerCheckpoints(Checkpoints):
 
 
 def _is_complete(key: _Key, held: Sequence[Mapping[_Key, Held]]) -> bool:
+    found, total = _num_found(key, held)
+    return found == total
+
+
+def _num_found(key: _Key, held: Sequence[Mapping[_Key, Held]]) -> tuple[int, int]:
+    """How many good files of a checkpoint there are on all nodes, and of how many it consists."""
     parts = [each[key] for each in held if key in each]
     names = {name for part in parts for name in part.files}
-    return len(names - {NAME}) == parts[0].total
-
-
-def _lost(key: _Key, held: Sequence[Mapping[_Key, Held]]) -> str:
-    parts = [each[key] for each in held if key in each]
-    num_here = len({name for part in parts for name in part.files} - {NAME})
-    total = parts[0].total
-    return f"{total - num_here} of its {total} files are lost, or damaged on all nodes"
+    return len(names - {NAME}), parts[0].total
 
 
 def _moves(

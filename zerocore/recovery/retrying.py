@@ -18,14 +18,9 @@ from torch.optim import Optimizer
 from zerocore.checkpoint.training_state import optimizers_of
 from zerocore.common.agreement import gather_objects, is_simulated
 from zerocore.common.alarm import operation, waiting
+from zerocore.hooks.optimizer_states import params_of
 from zerocore.model.state import ShardState, ready_state_of
-from zerocore.recovery.copies import (
-    Small,
-    copied,
-    copies_of_states,
-    params_by_number,
-    restore_states,
-)
+from zerocore.recovery.copies import Large, Small
 from zerocore.tensor.rows import own_elements
 
 _NUM_LOSSES, _FEWEST_LOSSES = 100, 10  # that a spike is measured by
@@ -110,30 +105,26 @@ class _Before:
     """The state that a block may change, as it was before."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], objects: Any) -> None:
-        self._optimizers = optimizers
-        self._params = params_by_number(optimizers)
-        self._grads = [None if p.grad is None else p.grad.clone() for _, p in self._params]
+        params = dict.fromkeys(param for each in optimizers for param in params_of(each))
+        self._grads = [(p, None if p.grad is None else p.grad.clone()) for p in params]
         self._small = Small(model, optimizers, dict(enumerate(objects)))
-        self._copied = self._small.copy()
-        self._weights: tuple[Any, Any] | None = None
+        self._small_before = self._small.copy()
+        self._large = Large({str(number): p for number, p in enumerate(params)}, optimizers)
+        self._large_before: dict[str, Any] | None = None
 
     def keep_weights(self) -> None:
         """Copies what an optimizer's step changes, too."""
-        if self._weights is None:
-            weights = [copied(param) for _, param in self._params]
-            self._weights = weights, copies_of_states(self._params, self._optimizers)
+        self._large_before = self._large.copy()
 
     def restore(self) -> None:
-        if self._weights is not None:
-            for (_, param), before in zip(self._params, self._weights[0], strict=True):
-                own_elements(param).copy_(before)
-            restore_states(self._params, self._optimizers, self._weights[1])
-        for (_, param), grad in zip(self._params, self._grads, strict=True):
+        if self._large_before is not None:
+            self._large.restore(self._large_before)
+        for param, grad in self._grads:
             if grad is None or param.grad is None:
                 param.grad = grad
             else:
                 own_elements(param.grad).copy_(own_elements(grad))
-        self._small.restore(self._copied)
+        self._small.restore(self._small_before)
 
 
 @contextmanager

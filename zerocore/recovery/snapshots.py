@@ -5,26 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from zerocore.checkpoint.training_state import optimizers_of
+from zerocore.checkpoint.training_state import check_stateful, optimizers_of
 from zerocore.common.agreement import checksum
+from zerocore.model.extensions import check_plain
 from zerocore.model.state import ShardState, ready_state_of
-from zerocore.recovery.copies import Small, copied, copies_of_states, restore_states
+from zerocore.recovery.copies import Large, Small
 from zerocore.tensor.rows import own_elements
-
-_CPU = torch.device("cpu")
-
-
-class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
 
 
 class Snapshot:
@@ -34,7 +27,7 @@ class Snapshot:
         self, state: ShardState, model: nn.Module, optimizers: Sequence[Optimizer], objects: Any
     ) -> None:
         self._state, self._optimizers = state, optimizers
-        self._params = [(param.fqn, param.shard) for param in state.params()]
+        self._large = Large({param.fqn: param.shard for param in state.params()}, optimizers)
         self._small = Small(model, optimizers, objects)
         self._changed = threading.Condition()
         self._num_reads = 0
@@ -60,7 +53,8 @@ class Snapshot:
         """Copies on the CPU of what this rank holds, with checksums; from any thread.
 
         While a step runs it waits for its end, and the next step waits for the copies. Buffers,
-        options, random streams and objects are as they were when the step's first forward began.
+        options, random streams and objects are as they were when the first forward since
+        ``zero_grad`` began that records gradients.
 
         Raises:
             TimeoutError: a step has not ended in ``timeout`` seconds, or has raised.
@@ -76,8 +70,7 @@ class Snapshot:
             found = {
                 "rank": (self._state.rank, self._state.world_size),
                 "small": self._at_forward or self._small.copy(),
-                "weights": {name: copied(param, _CPU) for name, param in self._params},
-                "states": copies_of_states(self._params, self._optimizers, _CPU),
+                **self._large.copy(torch.device("cpu")),
             }
         finally:
             with self._changed:
@@ -98,9 +91,7 @@ class Snapshot:
         self._check(saved)
         with self.changing():
             self._state.begin_load()
-            for name, param in self._params:
-                own_elements(param).copy_(saved["weights"][name])
-            restore_states(self._params, self._optimizers, saved["states"])
+            self._large.restore(saved)
             self._small.restore(saved["small"])
 
     def _check(self, saved: Mapping[str, Any]) -> None:
@@ -111,13 +102,12 @@ class Snapshot:
                 f"this is {ranks.format(*own)}, and the snapshot one of "
                 f"{ranks.format(*saved['rank'])}: use zerocore.PeerCheckpoints"
             )
-        for name, param in self._params:
-            expected, value = own_elements(param), saved["weights"].get(name)
-            came = None if value is None else (tuple(value.shape), value.dtype)
-            if came != (tuple(expected.shape), expected.dtype):
+        own_kinds = {name: _kind(own_elements(p)) for name, p in self._large.params.items()}
+        kinds = {name: _kind(value) for name, value in saved["weights"].items()}
+        for name in {**own_kinds, **kinds}:
+            if kinds.get(name) != own_kinds.get(name):
                 raise ValueError(
-                    f"'{name}': the snapshot has {came}, expected "
-                    f"{(tuple(expected.shape), expected.dtype)}"
+                    f"'{name}': the snapshot has {kinds.get(name)}, expected {own_kinds.get(name)}"
                 )
         if len(saved["states"]) != len(self._optimizers):
             raise ValueError(
@@ -146,15 +136,22 @@ class Snapshot:
 
     @_disable_dynamo
     def _begin_forward(self) -> None:
+        if not torch.is_grad_enabled():
+            return  # an evaluation, behind which a schedule may step
         with self._changed:
             self._changes.clear()
-            if self._at_forward is None:
+            if self._at_forward is None or self._has_no_gradients():
                 self._at_forward = self._small.copy()
             self._changed.notify_all()
 
+    def _has_no_gradients(self) -> bool:
+        """Whether no micro-batch went before, also where the last step was left out."""
+        grads = (param.grad for param in self._large.params.values())
+        return not self._state.engine.holds_back and all(grad is None for grad in grads)
+
 
 def snapshot(
-    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], **stateful: Stateful
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], **stateful: Any
 ) -> Snapshot:
     """This rank's part of a training, read while the model runs; another process heals from it.
 
@@ -170,11 +167,18 @@ def snapshot(
 
     Raises:
         ValueError, TypeError: as :class:`Checkpoints`; the model keeps states on disk.
+        NotImplementedError: a frozen parameter consists of several tensors.
     """
+    check_stateful(stateful)
     state = ready_state_of(model)
+    check_plain(state, "a snapshot")
     if state.config.place_of("states") == "disk":
         raise ValueError("snapshot takes no model with offload=zerocore.Offload(states='disk')")
     return Snapshot(state, model, optimizers_of(optimizer), stateful)
+
+
+def _kind(value: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(value.shape), value.dtype
 
 
 def _sums(saved: Mapping[str, Any]) -> dict[str, int]:

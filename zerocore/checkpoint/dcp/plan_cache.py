@@ -71,7 +71,7 @@ class KeptPlan:
 
     def _found(self, of: Place | torch.Size) -> Spread:
         if not isinstance(of, Place):
-            return Spread(tuple(of), SavedRanges(Cut(of.numel(), max(of.numel(), 1))))
+            return Spread(tuple(of), SavedRanges(Cut.whole(of.numel())))
         if of.part is not None:
             parts = tuple(
                 (part.origin, Spread(part.shape, part.ranges, of.strides))

@@ -33,6 +33,11 @@ class Cut:
     num_across: int = 1
 
     @staticmethod
+    def whole(numel: int) -> Cut:
+        """That of a parameter which is not cut."""
+        return Cut(numel, max(numel, 1))
+
+    @staticmethod
     def of(layout: Layout, position: int) -> Cut:
         """That of a unit's parameter."""
         place = layout.places[position]
@@ -84,7 +89,7 @@ class SavedRanges:
             ranks: a :class:`zerocore.model.ranks.Ranks`, whose ranks hold the parameter.
         """
         if place is None:
-            return SavedRanges(Cut(numel, max(numel, 1)), ranks.world_size)
+            return SavedRanges(Cut.whole(numel), ranks.world_size)
         return SavedRanges(Cut.of(*place), ranks.num_replicas)
 
     def all(self) -> Iterator[tuple[int, int, int]]:
