@@ -29,8 +29,10 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Where a test runs at all stages: all but stage 3 and another one, which differs by test.
 
     The same goes for numbers of ranks, without stages: three ranks have uneven shards. Where all
-    stages meet all values of others, each of these values meets one of the two.
+    stages meet all values of others, each of these values meets one of the two. Of a test that is
+    marked `one_by_day` all sets of parameters but the last are left out.
     """
+    items = list(items)
     grids: dict[tuple[Path, str, str], dict[str, dict[int, pytest.Item]]] = defaultdict(dict)
     for item in items:
         values = dict(getattr(getattr(item, "callspec", None), "params", {}))
@@ -49,4 +51,9 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
             if tuple(sorted(row)) == ALL[axis]:
                 left += [item for value, item in row.items() if value not in kept]
         turns[path] += 1
-    return left
+    nights = {item.nodeid for item in left}
+    nights |= {item.nodeid for item in items if item.get_closest_marker("nightly")}
+    ones = [item for item in items if item.get_closest_marker("one_by_day")]
+    ones = [item for item in ones if item.nodeid not in nights]
+    last = {item.nodeid.partition("[")[0]: item.nodeid for item in ones}
+    return left + [item for item in ones if item.nodeid not in last.values()]

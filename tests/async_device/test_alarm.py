@@ -32,6 +32,7 @@ def lose_the_other_rank() -> tuple[str, float]:
     return str(error.value), time.monotonic() - begun
 
 
+@pytest.mark.nightly
 def test_a_host_that_waits_for_a_stopped_rank() -> None:
     survivor, _ = run_to_end(lose_the_other_rank, 2, launch="torchrun", timeout=60.0)
     assert survivor.error is None, survivor.error

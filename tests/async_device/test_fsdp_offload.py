@@ -107,6 +107,7 @@ def train_all(on_device: bool, offloads: bool) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_losses_gradients_and_weights_are_those_without_offload(num_ranks: int) -> None:
     """Beside a CPU: both sum in the order of the ranks."""

@@ -68,11 +68,13 @@ def test_parity_of_stages(num_ranks: int, variants: tuple[Any, ...], by_day: boo
     check(test_parity.test_stages, num_ranks, parity_cases(variants, by_day))
 
 
+@pytest.mark.nightly
 def test_parity_in_mixed_precision() -> None:
     test = test_parity.test_stages_agree_in_mixed_precision
     check(test, 2, [{"variant": variant} for variant in PRECISIONS])
 
 
+@pytest.mark.nightly
 def test_parity_after_failures() -> None:
     cases = [
         {"stage": stage, "where": where, "at": 2}
@@ -84,11 +86,13 @@ def test_parity_after_failures() -> None:
     check(test_parity.test_from_the_meta_device, 2, [{}])
 
 
+@pytest.mark.nightly
 def test_parity_on_another_stream() -> None:
     cases = [{"stage": stage} for stage in STAGES]
     check(test_parity.test_on_another_stream, 2, cases, fixture="cuda")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("num_ranks", "names", "stages"),
     [*by_night((3, ("plain",), [(3, 2)]), (2, DELAYED, [(3, 2)])), (2, DELAYED, [(3,), (2,)])],
@@ -121,6 +125,7 @@ def test_nothing_waits_or_allocates(num_ranks: int, stages: list[tuple[int, ...]
     check(test, num_ranks, cases, fixture="cuda", share=0.0)
 
 
+@pytest.mark.nightly
 def test_event_times() -> None:
     cases = [{"stage": stage, "prefetch": 1} for stage in STAGES]
     check(test_events.test_times_are_in_order, 2, cases)

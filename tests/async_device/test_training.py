@@ -97,6 +97,7 @@ def train_all_on_streams(on_device: bool, seeds: int) -> list[list[float]]:
     return losses
 
 
+@pytest.mark.nightly
 def test_compute_goes_from_stream_to_stream() -> None:
     """The engine's events are those of the stream that is current when they are recorded."""
     expected = run_ranks(train_all_on_streams, 2, False, 3, launch="torchrun", timeout=150)
@@ -197,6 +198,7 @@ def train_in_order(on_device: bool) -> list[list[float]]:
     return losses
 
 
+@pytest.mark.nightly
 def test_sums_in_order_are_those_of_gloo() -> None:
     """An exchange, a sum and at stage 0 a gather, each behind the other on streams."""
     expected = run_ranks(train_in_order, 3, False, launch="torchrun", timeout=150)

@@ -73,6 +73,7 @@ def take_turns(kind: str) -> None:
     assert not all(map(torch.equal, seen[0].values(), seen[1].values()))
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("kind", ["3", "1", "narrow", "rows"])
 def test_parked_memory_is_free(kind: str) -> None:
     run_ranks(take_turns, 2, kind, launch="torchrun", timeout=120)

@@ -95,6 +95,7 @@ def test_run_on_the_cpu(tmp_path: Path) -> None:
     assert "EMULATED" in next(tmp_path.glob("*.md")).read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_a_clear_error() -> None:
     done = run("--device", "cuda")

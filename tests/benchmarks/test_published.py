@@ -9,6 +9,7 @@ from published import GOAL_PERCENT, RUNS, Run, errors_table, predict
 pytest.importorskip("transformers")
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("run", [RUNS[1], RUNS[6]], ids=lambda run: run.name)
 def test_a_run_is_predicted_within_the_goal(run: Run) -> None:
     predicted = predict(run)

@@ -265,6 +265,7 @@ def test_presets_have_the_published_sizes(preset: str) -> None:
     assert all(param.is_meta for param in model.parameters())
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("preset", PRESET_PARAMS)
 def test_activations_of_presets_are_measured(preset: str) -> None:
     values = json.loads((ROOT / "zerocore" / "planning" / "presets" / f"{preset}.json").read_text())

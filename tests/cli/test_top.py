@@ -92,6 +92,7 @@ def test_a_line_that_is_not_complete_waits(tmp_path: Path) -> None:
     assert run.lines[0]["zerocore/step"] == 0
 
 
+@pytest.mark.nightly
 def test_no_such_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zerocore", "top", str(tmp_path / "none")]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

@@ -23,6 +23,7 @@ def accumulate_steps(stage: int, mode: str, sync_every: bool) -> None:
             model.zero_grad()
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("sync_every", [False, True])
 @pytest.mark.parametrize("mode", ["sharded", "full"])
 def test_gradients(stage: int, mode: str, sync_every: bool) -> None:

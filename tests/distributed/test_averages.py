@@ -67,6 +67,7 @@ def train(options: dict[str, Any], folder: str) -> None:
         ema.step()
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(
     "options",
     [
@@ -148,6 +149,7 @@ def test_weights_go_to_another_arrangement_of_the_ranks() -> None:
     run_ranks(copy_to_another_arrangement, 4)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize(
     "options", [{"stage": 3}, {"stage": 2}, {"stage": 3, "mixed_precision": BF16}], ids=str

@@ -145,6 +145,7 @@ def checkpoint_all_ways(stage: int) -> None:
             assert collectives_of_a_step(make(kind, stage, when, how)) == expected
 
 
+@pytest.mark.one_by_day
 def test_no_more_collectives(stage: int) -> None:
     run_ranks(checkpoint_all_ways, 2, stage, timeout=150)
 

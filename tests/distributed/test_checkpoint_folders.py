@@ -174,6 +174,7 @@ def refuse_and_save(folder: Path, is_alone: bool) -> None:
             checkpoints.save(4).wait()
 
 
+@pytest.mark.nightly
 def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = [sys.executable, "-c", HOLDING, str(folder)]

@@ -177,6 +177,7 @@ def play(script: Any, name: str, folder: Path) -> list[float]:
     return script(shard, files, folder / name.replace(" ", "-"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "script", [*by_night(go_back_twice, warm_start, fall_back), resume_in_a_new_model]
 )

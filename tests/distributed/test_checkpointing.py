@@ -81,6 +81,7 @@ def checkpoint_huggingface(stage: int, name: str, use_reentrant: bool) -> None:
         model.zero_grad()
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", HUGGINGFACE)
 def test_huggingface(stage: int, name: str, use_reentrant: bool) -> None:

@@ -95,6 +95,7 @@ def resume(folder: Path) -> None:
         dcp.load(states, checkpoint_id=place / "step-00000002")  # torch reads it, too
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_resumed_training_is_the_same_bit_for_bit(world_size: int, tmp_path: Path) -> None:
     run_ranks(resume, world_size, tmp_path, timeout=120.0)

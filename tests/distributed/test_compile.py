@@ -175,10 +175,12 @@ def compare_mixed() -> None:
         assert num_graphs == 1
 
 
+@pytest.mark.nightly
 def test_mixed_precision() -> None:
     run_ranks(compare_mixed, 2, timeout=120)
 
 
+@pytest.mark.nightly
 def test_inductor() -> None:
     run_ranks(train_compiled, 2, "blocks_after", 3, "inductor", timeout=200)
 

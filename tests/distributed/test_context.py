@@ -55,6 +55,7 @@ def train(stage: int, parts: int) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("parts", [2, 4])
 def test_gradients_are_those_of_whole_sequences(stage: int, parts: int) -> None:
     run_ranks(train, 4, stage, parts)

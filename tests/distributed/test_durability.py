@@ -173,6 +173,7 @@ def fail_everywhere(folder: Path, kinds: tuple[str, ...], error: int) -> None:
     assert done == [True, True]
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(
     ("kinds", "error"),
     [

@@ -50,6 +50,7 @@ def test_end_after_a_rank_was_killed() -> None:
     assert "terminate called" not in survivor[1]
 
 
+@pytest.mark.nightly
 def test_torchrun(tmp_path: Path) -> None:
     """Its launcher is a forked process, its ranks begin with Python."""
     script = tmp_path / "train.py"

@@ -57,6 +57,7 @@ def test_plans_of_the_whole_model(stage: int, layout: str) -> None:
     run_ranks(compare_early_plan, 4, stage, layout)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_plan_is_what_happens(stage: int, layout: str) -> None:
     run_ranks(compare_plan, 4, stage, layout)

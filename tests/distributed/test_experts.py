@@ -98,6 +98,7 @@ def train_all_ways(stage: int, layout: str) -> None:
     train(stage, layout, zerocore.clip_grad_norm_, 2, mixed_precision=in_order)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("layout", [*LAYOUTS, *DTENSORS, *by_night(*LARGE)])
 def test_training_is_that_of_one_process(stage: int, layout: str) -> None:
     (replicas, parts), _ = ALL_LAYOUTS[layout]
@@ -136,6 +137,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_own_adamw_and_offload(kind: str) -> None:
     run_ranks(train_with_own_adamw, 4, OPTIONS[kind])
@@ -157,6 +159,7 @@ def train_in_nodes(stage: int) -> None:
     torch.testing.assert_close(zerocore.clip_grad_norm_(model, 1e9), norm, **CLOSE)
 
 
+@pytest.mark.one_by_day
 def test_hybrid_sharding_of_both(stage: int) -> None:
     run_ranks(train_in_nodes, 8, stage)
 
@@ -210,6 +213,7 @@ def load_into_plain(folder: str, expected: dict[str, Any]) -> None:
         assert torch.equal(files[key], value), key
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [*by_night(("uneven", "uneven"), ("1x4", "uneven")), ("2x2", "1x4"), ("uneven", "2x2")],
@@ -268,6 +272,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.one_by_day
 def test_an_exception_on_one_rank_leaves_the_model_usable(stage: int) -> None:
     run_ranks(raise_on_one_rank, 4, stage)
 

@@ -189,10 +189,12 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(on_two, 2, tmp_path, timeout=180)
 
 
+@pytest.mark.nightly
 def test_uneven_rows() -> None:
     run_ranks(parity, 3, 3, timeout=120)
 
 
+@pytest.mark.nightly
 def test_replicas() -> None:
     run_ranks(parity, 4, 2, 2, timeout=120)
 
@@ -245,6 +247,7 @@ def check_plan_of(model: Any, x: Tensor) -> None:
     assert moved == list(zerocore.predict_events(model)), (moved, zerocore.predict_events(model))
 
 
+@pytest.mark.nightly
 def test_torchao() -> None:
     pytest.importorskip("torchao", minversion="0.18")
     run_ranks(run_torchao, 2, timeout=240)

@@ -167,6 +167,7 @@ def train_lora_with(option: str) -> None:
         assert moved == zerocore.predict_events(model)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("option", ["checkpoint", *by_night("checkpoint_reentrant", "compile")])
 def test_lora_with(option: str) -> None:
     pytest.importorskip("peft")

@@ -101,6 +101,7 @@ def run_all() -> None:
     others_are_refused()
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_forward_mode_goes_through_sharded_models(num_ranks: int) -> None:
     run_ranks(run_all, num_ranks, timeout=120)

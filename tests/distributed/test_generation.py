@@ -63,10 +63,12 @@ def generate_between_steps(stage: int, mixed: zerocore.MixedPrecision | None) ->
             assert state_of(model).engine.pool_stats.in_use_nbytes == 0
 
 
+@pytest.mark.one_by_day
 def test_the_same_tokens(stage: int) -> None:
     run_ranks(generate_between_steps, 2, stage, None)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_same_tokens_in_bf16(stage: int) -> None:
     mixed = zerocore.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -165,6 +165,7 @@ def train_spoiled(stage: int) -> None:
     compare(stage, "plain", "sgd", RANKS - 1, max_norm=0.1)
 
 
+@pytest.mark.one_by_day
 def test_one_rank_skips_the_step_of_all(stage: int) -> None:
     run_ranks(train_spoiled, RANKS, stage)
 
@@ -175,6 +176,7 @@ def train_in_half(stage: int) -> None:
         assert 1.0 < min(scales) < scales[0]
 
 
+@pytest.mark.one_by_day
 def test_a_scale_that_overflows_float16(stage: int) -> None:
     run_ranks(train_in_half, RANKS, stage)
 

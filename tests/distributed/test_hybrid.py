@@ -56,6 +56,7 @@ BY_DAY = [*((name, SHAPES[0]) for name in CASES), ("plain", SHAPES[1]), ("tied",
 REST = (each for each in product(CASES, SHAPES) if each not in BY_DAY)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(("name", "shape"), [*by_night(*REST), *BY_DAY])
 def test_training_equals_one_process(name: str, shape: tuple[int, int]) -> None:
     answers = run_ranks(train_stages, shape[0] * shape[1], name, shape, timeout=120)
@@ -95,6 +96,7 @@ def across(number: int, nbytes: int) -> tuple[str, str, int]:
     return ("all_reduce", f"blocks.{number}", nbytes)
 
 
+@pytest.mark.one_by_day
 def test_exact_collectives(stage: int) -> None:
     """Reduce-scatter of the unit among two ranks, all-reduce of the half with the other two."""
     whole = 4 * (16 * 16 + 16)
@@ -145,6 +147,7 @@ def gather_shards(model: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
     return gradients
 
 
+@pytest.mark.one_by_day
 def test_accumulation_and_clipping(stage: int) -> None:
     run_ranks(accumulate_and_clip, 4, stage)
 

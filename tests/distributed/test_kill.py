@@ -49,6 +49,7 @@ def lose_a_rank(stage: int, phase: str) -> tuple[str, float, int]:
     raise AssertionError("the step went on without rank 1")
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("phase", HOOKS)
 def test_survivors_say_where_they_were(stage: int, phase: str) -> None:
     outcomes = run_to_end(lose_a_rank, 3, stage, phase, group_timeout=GROUP_TIMEOUT)

@@ -90,6 +90,7 @@ def check_growth(before: dict[str, int], after: dict[str, int], world_size: int)
     assert after["num_points"] <= 2 << 15
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("stage", "world_size"), [*by_night((0, 2)), (3, 3)])
 def test_random_routing_does_not_grow(stage: int, world_size: int) -> None:
     for before, after in run_ranks(route, world_size, stage, 90, timeout=120, fresh=True):
@@ -115,6 +116,7 @@ def test_steady_training_compares_nothing(stage: int) -> None:
         assert set(compared[17:]) == {compared[17]}
 
 
+@pytest.mark.one_by_day
 def test_layers_that_ranks_leave_out_are_not_compared(stage: int) -> None:
     for compared in run_ranks(steady, 3, stage, True, 40, fresh=True):
         assert set(compared[20:]) == {compared[20]}

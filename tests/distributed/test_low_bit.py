@@ -116,6 +116,7 @@ def transformers_owned(stages: tuple[int, ...]) -> None:
             take_steps(model, Adafactor(model.parameters()), range(1))
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(
     ("package", "function", "stages"),
     [

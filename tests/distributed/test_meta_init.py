@@ -25,6 +25,7 @@ def materialize(stage: int, name: str) -> dict[str, Tensor]:
     return zerocore.full_state_dict(model)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("name", ["plain", "tied", "encoder_decoder", "one_layer"])
 def test_same_weights_at_any_world_size(stage: int, name: str) -> None:
     states = [run_ranks(materialize, size, stage, name)[0] for size in (1, 2, 3, 4)]

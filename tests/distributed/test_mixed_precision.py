@@ -126,6 +126,7 @@ def compare_with_reference(name: str) -> None:
                 )
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_one_process(name: str, world_size: int) -> None:
     run_ranks(compare_with_reference, world_size, name, timeout=200)

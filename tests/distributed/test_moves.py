@@ -77,6 +77,7 @@ def move_and_train(stages: tuple[int, ...]) -> None:
                 assert torch.equal(value, state[key]), (stage, name, key)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stages", [*by_night(((0, 1),)), (2, 3)])
 def test_moves_that_change_nothing(stages: tuple[int, ...]) -> None:
     run_ranks(move_and_train, 2, stages, timeout=120.0)

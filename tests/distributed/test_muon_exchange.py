@@ -154,6 +154,7 @@ def disagree(act: Any, stage: int) -> tuple[str, float] | None:
     return None
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(
     ("act", "told"),
     [

@@ -72,6 +72,7 @@ def train_experts(stage: int, layout: str) -> None:
     assert {owner % parts for owner in owners} == {dist.get_rank() % parts}
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_are_trained_as_in_one_process(stage: int, layout: str) -> None:
     run_ranks(train_experts, 4, stage, layout)
@@ -119,6 +120,7 @@ def train_bare_parts() -> None:
                 optimizer.state_dict()
 
 
+@pytest.mark.nightly
 def test_whole_tensors_on_a_mesh_of_their_own() -> None:
     run_ranks(train_bare_parts, 4)
 

@@ -176,6 +176,7 @@ def resume_pairs(folder: str, stage: int, saves: bool) -> None:
         zerocore.Checkpoints(place, again, [new[1], again])  # type: ignore[list-item]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [*by_night(1), 3])
 def test_pairs_of_optimizers_resume(world_size: int, tmp_path: Path) -> None:
     for stage in (0, 3):

@@ -7,6 +7,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -113,6 +114,7 @@ def compare_all() -> None:
                 assert_same_bits(run(offload), expected, what)
 
 
+@pytest.mark.one_by_day
 def test_bits_are_those_of_no_offload(world_size: int) -> None:
     run_ranks(compare_all, world_size, timeout=300.0)
 
@@ -149,6 +151,7 @@ def compare_others() -> None:
         assert_same_bits(run(offload), run(None), f"{name}, stage {stage}, {offload}")
 
 
+@pytest.mark.nightly
 def test_bits_of_other_models_and_meshes() -> None:
     run_ranks(compare_others, 4, timeout=300.0)
 
@@ -198,5 +201,6 @@ def compare_blocks() -> None:
             assert_same_bits(trained_blocks(kind, stage, offload), expected, f"{kind}, {stage}")
 
 
+@pytest.mark.nightly
 def test_bits_of_changed_checkpointed_and_compiled_blocks() -> None:
     run_ranks(compare_blocks, 2, timeout=120.0)

@@ -82,6 +82,7 @@ def check_mapping() -> None:
                     assert lies_in(memory, state[name]) == (offload.states == "cpu"), what
 
 
+@pytest.mark.one_by_day
 def test_all_lies_in_one_mapping_of_the_planned_size(world_size: int) -> None:
     run_ranks(check_mapping, world_size)
 

@@ -271,6 +271,7 @@ def check_memory() -> None:
                 assert "on the host" in zerocore.describe(model).title()
 
 
+@pytest.mark.one_by_day
 def test_planned_bytes_are_those_taken(world_size: int) -> None:
     run_ranks(check_memory, world_size)
 

@@ -173,6 +173,7 @@ def test_torchs_own_checkpoint_is_resumed(tmp_path: Path) -> None:
     run_ranks(compare, 2, resume_with_dcp, tmp_path)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("script", [go_back_to_the_best, look_for_a_learning_rate])
 def test_weights_and_states_come_back(script: Script, tmp_path: Path) -> None:
     run_ranks(compare, 2, script, tmp_path, False)

@@ -84,6 +84,7 @@ def beside_fsdp2() -> dict[str, Tensor]:
     return {name: param.full_tensor() for name, param in model.state_dict().items()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [1, 3])
 def test_experts_resume_on_another_mesh(stage: int, tmp_path: Any) -> None:
     run_ranks(resume_experts, 4, stage, str(tmp_path))
@@ -153,6 +154,7 @@ def run_example(name: str, options: tuple[str, ...]) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["experts", "context", "tensor_parallel", "pipeline"])
 def test_examples_learn(name: str) -> None:
     """As the page has them; torchrun gives each rank its place."""

@@ -74,6 +74,7 @@ def test_near_ranks() -> None:
     run_ranks(compare_near, 4)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(
     "options",
     [

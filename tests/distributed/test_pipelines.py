@@ -118,6 +118,7 @@ KINDS = (
 )
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("shape", [*by_night(((1,),), ((2, 2),)), (2,)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_schedule_trains_right(kind: str, shape: tuple[int, ...]) -> None:

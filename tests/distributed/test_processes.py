@@ -55,6 +55,7 @@ def train_with_workers(start_method: str | None, num_workers: int, num_epochs: i
 
 
 # A spawned worker imports torch anew.
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(
     ("start_method", "num_workers", "num_epochs"), [("fork", 2, 3), ("spawn", 1, 1)]
 )

@@ -176,6 +176,7 @@ def kinds_on(page: Page, table: Table) -> dict[str, dict[str, str]]:
     return {name: {s: page[1][name][s] for s in row} for name, row in table.items()}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_suite_notices() -> None:
     """Programs that go wrong in every way; the last one runs behind them all."""

@@ -274,6 +274,7 @@ def compare(seeds: range, shape: str) -> None:
         Program(case, shape).run()
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_exports_have_the_bytes_of_the_model(shape: str) -> None:
     pytest.importorskip("peft")

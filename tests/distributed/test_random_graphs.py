@@ -134,6 +134,7 @@ def compare(seeds: range, shape: str, every_stage: bool) -> None:
             check(train(seed, stage, shape), right, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_graphs_train_as_one_process(shape: str) -> None:
     seeds = seeds_of(SHAPES.index(shape), GRAPHS_OF_A_SHAPE)

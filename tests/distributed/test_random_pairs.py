@@ -191,6 +191,7 @@ def compare(seeds: range, shape: str) -> None:
         check(player(case, build(case)).run(), right, *near)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_pairs_train_as_one_process(shape: str) -> None:
     seeds = seeds_of(SHAPES.index(shape), PAIRS_OF_A_SHAPE, after=FIRST)

@@ -183,6 +183,7 @@ def run_cases(first: int, count: int) -> None:
         check(seed)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(
     ("world", "first", "count"),
     [(2, 0, 8), (4, 100, 8), *by_night((2, 200, 60), (3, 300, 60), (4, 400, 100))],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -162,5 +163,6 @@ def compare_all() -> None:
             compare(way, stage, tied)
 
 
+@pytest.mark.nightly
 def test_gradients() -> None:
     run_ranks(compare_all, 2, timeout=100)

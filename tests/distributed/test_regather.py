@@ -75,6 +75,7 @@ def train_as_without(num_near: int, as_mesh: bool, options: dict[str, Any]) -> N
     assert ops["gather_near"] > 0
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("as_mesh", [*by_night(False), True])
 @pytest.mark.parametrize(("world_size", "num_near"), [*by_night((8, 2)), (4, 2), (8, 4)])
 def test_the_bits_are_those_of_gathers_from_all(
@@ -83,6 +84,7 @@ def test_the_bits_are_those_of_gathers_from_all(
     run_ranks(train_as_without, world_size, num_near, as_mesh, {})
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(
     "options",
     [
@@ -103,6 +105,7 @@ def train_replicas() -> None:
     train_as_without(2, False, {"group": mesh})
 
 
+@pytest.mark.nightly
 def test_replicas_have_near_ranks_of_their_own() -> None:
     run_ranks(train_replicas, 8)
 
@@ -198,6 +201,7 @@ def wait_for_a_near_rank() -> None:
         out.backward()
 
 
+@pytest.mark.nightly
 def test_a_missing_near_rank_raises_the_alarm() -> None:
     outcomes = run_to_end(wait_for_a_near_rank, 4, timeout=60, group_timeout=600.0)
     assert [outcome.error for outcome in outcomes[:3]] == [None] * 3

@@ -227,5 +227,6 @@ def flip_bits(folder: Path) -> None:
     zerocore.load_safetensors(other, folder)
 
 
+@pytest.mark.nightly
 def test_flipped_bits_are_all_found(tmp_path: Path) -> None:
     run_ranks(flip_bits, 2, tmp_path, timeout=120.0)

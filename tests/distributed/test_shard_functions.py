@@ -133,6 +133,7 @@ def compute(stage: int) -> None:
             assert float(shard.abs().sum()) >= 0.0 and repr(shard).count("global_shape") == 1
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (1, 3), (2, 2), (3, 1), (3, 4)])
 def test_elements_and_reductions(stage: int, world_size: int) -> None:
     run_ranks(compute, world_size, stage)

@@ -145,6 +145,7 @@ def compare(name: str) -> None:
         )
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_those_of_one_process(name: str, world_size: int) -> None:
     run_ranks(compare, world_size, name, timeout=120)

@@ -90,6 +90,7 @@ def send_nothing(stage: int) -> None:
         assert torch.equal(one.full_tensor(), two.full_tensor())
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_no_message_once_a_pass_is_known(stage: int, world_size: int) -> None:
     """Evaluations, accumulation, unused parameters and Muon's flags send nothing, either."""
@@ -127,6 +128,7 @@ def break_the_promise(side: bool) -> str:
     return str(caught.value)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("side", [True, False])
 def test_a_rank_that_breaks_the_promise_gets_the_alarm(side: bool) -> None:
     """It calls another unit than the others, or raises in place of a pass."""
@@ -181,6 +183,7 @@ def train_in_all_ways() -> dict[str, list[Tensor]]:
     return {name: train_as_promised(name) for name in PROMISING}
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_ordinary_program_keeps_the_promise(world_size: int) -> None:
     for found in run_ranks(train_in_all_ways, world_size):

@@ -81,11 +81,13 @@ def train_all_ways(stage: int, shape: tuple[int, ...]) -> None:
     train(stage, shape, zerocore.clip_grad_norm_, 2, accumulate="full", prefetch=2)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("shape", SHAPES)
 def test_training_is_that_of_one_process(stage: int, shape: str) -> None:
     run_ranks(train_all_ways, 4, stage, SHAPES[shape])
 
 
+@pytest.mark.one_by_day
 def test_replicas_of_data_and_tensor_parallelism(stage: int) -> None:
     run_ranks(train, 8, stage, (2, 2, 2), zerocore.clip_grad_norm_, 1)
 
@@ -131,6 +133,7 @@ def train_one_way(way: str) -> None:
     assert_same(model, truth, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("way", WAYS)
 def test_other_features(way: str) -> None:
     run_ranks(train_one_way, 4, way)
@@ -156,6 +159,7 @@ def train_narrow(stage: int) -> None:
     assert_same(model, truth, rtol=0.1, atol=0.05)
 
 
+@pytest.mark.one_by_day
 def test_mixed_precision(stage: int) -> None:
     run_ranks(train_narrow, 4, stage)
 
@@ -178,6 +182,7 @@ def read_weights(stage: int) -> None:
         torch.testing.assert_close(loss_of(model, [0], 0), loss_of(truth, [0], 0), **CLOSE)
 
 
+@pytest.mark.one_by_day
 def test_weights_are_read_as_layers_see_them(stage: int) -> None:
     run_ranks(read_weights, 4, stage)
 
@@ -189,6 +194,7 @@ def compare_plan(stage: int, shape: tuple[int, ...]) -> None:
     assert zerocore.predict_memory(model).total == zerocore.memory_usage(model, optimizer).total
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_plan_is_what_happens(stage: int, shape: str) -> None:
     run_ranks(compare_plan, 4, stage, SHAPES[shape])
@@ -251,6 +257,7 @@ def load_into_plain(folder: str, expected: dict[str, Any]) -> None:
             assert torch.equal(files[key], value), key
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(
     ("saved", "loaded"), [*by_night(("1x4", "1x4")), ("1x4", "2x2"), ("2x2", "1x4")]
 )
@@ -279,6 +286,7 @@ def _fail(*_: Any) -> None:
     raise RuntimeError("no more")
 
 
+@pytest.mark.one_by_day
 def test_an_exception_leaves_the_model_usable(stage: int) -> None:
     run_ranks(raise_on_one_rank, 4, stage)
 

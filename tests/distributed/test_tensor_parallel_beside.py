@@ -58,6 +58,7 @@ def train_stages(kind: str) -> None:
         zerocore.clip_grad_norm_(part, 0.1, error_if_nonfinite=True, across=mesh["pp"])
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
 def test_stages_of_a_pipeline(kind: str) -> None:
     run_ranks(train_stages, 8, kind)
@@ -140,6 +141,7 @@ def train_llama(shape: tuple[int, int], on_meta: bool) -> None:
         )
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(("shape", "on_meta"), [((2, 2), False), ((2, 2), True), ((4, 1), False)])
 def test_llama(shape: tuple[int, int], on_meta: bool) -> None:
     run_ranks(train_llama, 4, shape, on_meta)

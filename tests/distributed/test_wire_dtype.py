@@ -117,6 +117,7 @@ def test_sums_over_shared_states_are_exact() -> None:
     run_ranks(sum_shared_states, 4)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(
     ("world", "num_replicas"), [(2, 1), (3, 1), (4, 2), (8, 1), (6, 3), (4, 4)]
 )
@@ -139,6 +140,7 @@ def stay_within_the_bound() -> None:
                 assert bool((error > 0).any()), (wire, stage, name)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("world", [2, 3, 4, *by_night(8)])
 def test_errors_stay_within_the_bound(world: int) -> None:
     run_ranks(stay_within_the_bound, world)
@@ -159,6 +161,7 @@ def depend_on_gradients_alone() -> None:
         assert_equal(found, rest, (stage, "regions"))
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("world", [3, 4])
 def test_sums_depend_on_gradients_alone(world: int) -> None:
     run_ranks(depend_on_gradients_alone, world)
@@ -225,6 +228,7 @@ def count_bytes(num_replicas: int) -> None:
         assert num_replicas == 1 or sent[BF16][1::2] == sent[FP32][1::2]
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(("world", "num_replicas"), [(3, 1), (4, 2)])
 def test_bytes_are_as_planned(world: int, num_replicas: int) -> None:
     run_ranks(count_bytes, world, num_replicas)
@@ -244,6 +248,7 @@ def sum_rows(num_replicas: int) -> None:
     assert_equal(found, expected, "rows")
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(("world", "num_replicas"), [(3, 1), (4, 2)])
 def test_sums_of_rows_are_exact(world: int, num_replicas: int) -> None:
     run_ranks(sum_rows, world, num_replicas)
@@ -280,6 +285,7 @@ def compare_with_fsdp2() -> tuple[float, float]:
     return error(ours), error(by_torch)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("world", [2, 3, *by_night(4, 8)])
 def test_fsdp2_rounds_what_is_exact_here(world: int) -> None:
     for ours, theirs in run_ranks(compare_with_fsdp2, world):

@@ -65,6 +65,7 @@ def steps_of_five(
     return log_of_steps(model)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.usefixtures("one_stream_at_the_end")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_events_of_either_stream_are_needed(stage: int) -> None:
@@ -81,6 +82,7 @@ def test_events_of_either_stream_are_needed(stage: int) -> None:
     assert needed >= {computes, computes[::-1]}
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_communicator_of_two_roles_hides_waits(stage: int) -> None:
     """Where gathers and reductions go by one, a gather is behind what the reduction before it is.
@@ -109,6 +111,7 @@ def test_every_hand_over_is_ordered(seed: int, stage: int, mesh: Mesh) -> None:
 WAYS = ("plain", "hybrid", "checkpointed", "reentrant")
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("policy", range(len(POLICIES)), ids=["plain", "bf16", "fp32_reduce"])
 @pytest.mark.parametrize("how", WAYS)

@@ -35,6 +35,7 @@ def test_gradients_on_their_way_to_the_host_are_ordered(seed: int, stage: int, m
     assert state_of(model).engine.pool_stats.in_use_nbytes == 0
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("mixed", POLICIES, ids=["plain", "bf16", "fp32_reduce"])
 def test_every_wait_for_gradients_is_needed(
@@ -67,6 +68,7 @@ def test_a_gather_at_the_step_is_ordered(seed: int, mesh: Mesh) -> None:
     assert engine.pool_stats.in_use_nbytes in (0, engine.layout(engine.order[0].unit).nbytes)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("mixed", POLICIES, ids=["plain", "bf16", "fp32_reduce"])
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "zerocore"])
@@ -97,6 +99,7 @@ def test_gathers_from_near_ranks_are_ordered(seed: int, mesh: Mesh) -> None:
     assert find_race(train(model, seed)) is None
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_gather_from_near_ranks_waits_for_what_is_kept(prefetch: int) -> None:
     model = zerocore.shard(five_in_a_row(), units=[Block], prefetch=prefetch, regather=3)

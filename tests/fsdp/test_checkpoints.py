@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -148,6 +149,7 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
+@pytest.mark.nightly
 def test_state_dicts_are_copied_and_saved() -> None:
     for world_size in (1, 3):
         run_ranks(copy_and_save, world_size, timeout=120)

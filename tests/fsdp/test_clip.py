@@ -66,6 +66,7 @@ def clip_as_torch(shape: tuple[int, ...]) -> list[float]:
     return norms
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("shape", [(2,), *by_night(((4,),)), (2, 2)])
 def test_norms_and_gradients_are_torchs(shape: tuple[int, ...]) -> None:
     answers = run_ranks(clip_as_torch, math.prod(shape), shape)
@@ -109,6 +110,7 @@ def clip_mixtures() -> None:
                 param.grad = value.clone()
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("num_ranks", [1, 2, *by_night(4)])
 def test_lists_where_only_some_are_sharded(num_ranks: int) -> None:
     run_ranks(clip_mixtures, num_ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed._composable import replicate
@@ -290,6 +291,7 @@ def train_hybrid() -> None:
     check_same(train_both(without_all_reduce))
 
 
+@pytest.mark.nightly
 def test_replicas_of_shards_are_those_of_fsdp2() -> None:
     run_ranks(train_hybrid, 4, timeout=120)
 
@@ -316,6 +318,7 @@ def train_from_meta() -> None:
     check_same(train_both(run))
 
 
+@pytest.mark.nightly
 def test_models_on_the_meta_device_are_filled_as_with_fsdp2() -> None:
     run_ranks(train_from_meta, 3, timeout=120)
 
@@ -341,5 +344,6 @@ def move_between_steps() -> None:
     torch.testing.assert_close(loss_of(model, tokens_of(0)), first)
 
 
+@pytest.mark.nightly
 def test_a_model_may_be_moved_between_steps() -> None:
     run_ranks(move_between_steps, 2, timeout=120)

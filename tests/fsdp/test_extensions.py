@@ -266,10 +266,12 @@ def test_uneven_rows() -> None:
     run_ranks(parity, 3, 3, timeout=120)
 
 
+@pytest.mark.nightly
 def test_replicas() -> None:
     run_ranks(parity, 4, 2, 2, timeout=120)
 
 
+@pytest.mark.nightly
 def test_checkpoints(tmp_path: Path) -> None:
     run_ranks(checkpoints, 2, tmp_path, timeout=120)
 

@@ -126,6 +126,7 @@ def run_all() -> None:
         wide_gradients(before)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_program_finalizes_backwards(num_ranks: int) -> None:
     run_ranks(run_all, num_ranks, timeout=120)

@@ -81,6 +81,7 @@ def beside_fsdp2(shard: Any) -> None:
         torch.testing.assert_close(step, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("shard", WAYS)
 def test_gradients_are_those_of_fsdp2(shard: Any) -> None:
     """Divided by the ranks of each module's own mesh, as FSDP2 does."""
@@ -114,6 +115,7 @@ def test_torchs_clipping_takes_several_meshes() -> None:
     run_ranks(clip_by_torch, 4)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("shard", WAYS)
 def test_gradients_are_those_of_one_process(shard: Any) -> None:
     run_ranks(beside_one_process, 4, shard)

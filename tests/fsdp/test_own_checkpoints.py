@@ -91,6 +91,7 @@ CASES = (
 )
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize(
     ("face", "ranks", "other", "other_ranks", "name"), [*by_night(*CASES[::2]), *CASES[1::2]]
 )
@@ -115,6 +116,7 @@ def cut_in_the_last_dim(folder: Path) -> None:
     save_and_load_everywhere(folder, {"shard_placement_fn": last_dim})
 
 
+@pytest.mark.nightly
 def test_rows_of_another_dimension(tmp_path: Path) -> None:
     run_ranks(cut_in_the_last_dim, 2, tmp_path)
 
@@ -124,6 +126,7 @@ def save_over_replicas(folder: Path) -> None:
     save_and_load_everywhere(folder, {"mesh": mesh})
 
 
+@pytest.mark.nightly
 def test_replicas(tmp_path: Path) -> None:
     run_ranks(save_over_replicas, 4, tmp_path)
 

@@ -234,10 +234,12 @@ def test_collectives_and_hooks_of_a_program() -> None:
     run_ranks(on_two, 2, timeout=120)
 
 
+@pytest.mark.nightly
 def test_collectives_of_uneven_rows() -> None:
     run_ranks(own_collectives_are_called, 3, timeout=120)
 
 
+@pytest.mark.nightly
 def test_collectives_beside_replicas() -> None:
     run_ranks(own_collectives_beside_replicas, 4, timeout=120)
 

@@ -19,6 +19,7 @@ def train_plain() -> None:
     check_same(train_both(run_plain))
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_losses_and_parameters_are_those_of_fsdp2(world_size: int) -> None:
     run_ranks(train_plain, world_size)

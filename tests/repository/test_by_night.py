@@ -9,15 +9,27 @@ from typing import Any
 from tests.by_night import STAGES, WORLD_SIZES, left_out
 
 
-def item(name: str, **params: Any) -> Any:
-    nodeid = f"test_it.py::{name}[{params}]"
-    call = SimpleNamespace(params=params)
-    return SimpleNamespace(path=Path("test_it.py"), nodeid=nodeid, name=name, callspec=call)
+def item(name: str, *marks: str, **params: Any) -> Any:
+    return SimpleNamespace(
+        path=Path("test_it.py"),
+        nodeid=f"test_it.py::{name}[{params}]",
+        name=name,
+        callspec=SimpleNamespace(params=params),
+        get_closest_marker=lambda mark: mark if mark in marks else None,
+    )
 
 
 def by_day(items: list[Any]) -> list[dict[str, Any]]:
     left = {each.nodeid for each in left_out(items)}
     return [each.callspec.params for each in items if each.nodeid not in left]
+
+
+def test_the_last_of_those_by_day_stays() -> None:
+    ways = [item("one", "one_by_day", way=way) for way in "ab"]
+    ways.append(item("one", "one_by_day", "nightly", way="c"))
+    assert [each["way"] for each in by_day(ways)] == ["b", "c"]
+    grid = [item("grid", "one_by_day", stage=stage, way=way) for way in "ab" for stage in STAGES]
+    assert by_day(grid) == [{"stage": 0, "way": "b"}]
 
 
 def test_stage_3_and_another_one_stay() -> None:

@@ -133,6 +133,7 @@ def run_example(script: str, *args: str | Path, timeout: float, forked: bool = F
     return text
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(420)

@@ -44,6 +44,7 @@ def test_other_trainers(tmp_path: Path, trainer: str) -> None:
     assert (tmp_path / "zerocore" if trainer == "accelerate" else tmp_path / "last.ckpt").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(420)

@@ -1,0 +1,158 @@
+"""Times steps that copy their state to another node every ten steps, beside steps that do not.
+
+Nodes are network namespaces with limited links between them; layers compute by sleeping, so that
+copies find the processor free, as beside a GPU. It needs root, and Linux with ip and tc.
+
+Usage: python benchmarks/peer_copies.py speed --rate 4gbit
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import Tensor, nn
+
+from bench.lib.nodes import run_on_nodes
+from bench.lib.results import write_results
+from bench.lib.systems import import_zerocore
+from bench.lib.tables import Table, make_console
+
+RUN_TIMEOUT_S = 1800.0
+SAVE_EVERY, SAVES_A_TURN = 10, 2
+WITHOUT, PEERS, DISK = "no copies", "PeerCheckpoints", "Checkpoints on a disk"
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+class _Computed(torch.autograd.Function):
+    """Takes time in forward, and twice as long in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return grads[0], None
+
+
+class Layer(nn.Linear):
+    """Of `width`, with one row of input: the time is that of sleeping."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__(width, width)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_Computed.apply(x, self.seconds)).tanh()
+
+
+class Training:
+    """A sharded model that takes turns of steps, some of them saved."""
+
+    def __init__(self, width: int, depth: int, compute_ms: float, folder: Path) -> None:
+        zerocore = import_zerocore()
+        layers = [Layer(width, compute_ms / 1e3) for _ in range(depth)]
+        self._model = zerocore.shard(nn.Sequential(*layers), stage=3, units=["Layer"])
+        self._optimizer = zerocore.optim.AdamW(self._model.parameters())
+        parts = (self._model, self._optimizer)
+        self._checkpoints = {
+            PEERS: zerocore.PeerCheckpoints(f"/dev/shm/{folder.name}-{dist.get_rank()}", *parts),
+            DISK: zerocore.Checkpoints(folder, *parts, keep=2),
+        }
+        self._batch = torch.randn(1, width)
+        self._step = 0
+
+    def take_turn(self, way: str) -> float:
+        """Milliseconds of a step, with the wait for the last save."""
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(SAVE_EVERY * SAVES_A_TURN):
+            self._step += 1
+            self._model(self._batch).square().mean().backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            if way in self._checkpoints and self._step % SAVE_EVERY == 0:
+                self._checkpoints[way].save(self._step)
+        if way in self._checkpoints:
+            self._checkpoints[way].wait()
+        return (time.perf_counter() - start) * 1e3 / (SAVE_EVERY * SAVES_A_TURN)
+
+
+@app.command(hidden=True)
+def rank(width: int, depth: int, compute_ms: float, rounds: int, folder: Path) -> None:
+    """One rank; rank 0 prints the milliseconds of each way as JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    training = Training(width, depth, compute_ms, folder)
+    ways = (WITHOUT, PEERS, DISK)
+    for way in ways:
+        training.take_turn(way)
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way in ways:
+            found[way].append(training.take_turn(way))
+    shutil.rmtree(f"/dev/shm/{folder.name}-{dist.get_rank()}")
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+def copies_table(found: dict[str, list[float]], title: str) -> Table:
+    """Times of a step, and their ratio to those without copies in the same round."""
+    table = Table(title, ["every ten steps", "ms a step", "of no copies"])
+    for way, times in found.items():
+        share = median(a / b for a, b in zip(times, found[WITHOUT], strict=True))
+        table.add(way, f"{median(times):.1f}", f"{share:.3f}")
+    return table
+
+
+@app.command()
+def speed(
+    nodes: Annotated[int, typer.Option(min=2, max=8, help="Of the network.")] = 2,
+    rate: Annotated[str, typer.Option(help="Of a node's link, as tc has it.")] = "4gbit",
+    width: Annotated[int, typer.Option(help="Of the layers.")] = 1024,
+    depth: Annotated[int, typer.Option(help="How many layers.")] = 8,
+    compute_ms: Annotated[float, typer.Option(help="A layer's forward; backward has twice.")] = 15,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each way.")] = 5,
+) -> None:
+    """Prints what copies cost; writes a dated file."""
+    import_zerocore()
+    from tests.distributed.nodes import Nodes, can_make_nodes
+
+    if not can_make_nodes():
+        print("skipped: network namespaces need root, and Linux with ip and tc")
+        return
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="peer-copies-") as folder, Nodes(nodes, rate) as joined:
+        sizes = [width, depth, compute_ms, rounds, folder]
+        words = [__file__, "rank", *map(str, sizes)]
+        found = run_on_nodes(joined, words, 29700, RUN_TIMEOUT_S)
+    state_mb = depth * (width + 1) * width * 12 / nodes / 1e6
+    table = copies_table(found, f"{nodes} nodes, {rate}, {state_mb:.0f} MB of state a rank")
+    table.notes = [
+        f"Stage 3, {depth} layers; a layer's compute is emulated by sleeping {compute_ms:g} ms in "
+        f"forward and {2 * compute_ms:g} ms in backward. Medians of {rounds} turns of "
+        f"{SAVE_EVERY * SAVES_A_TURN} steps with {SAVES_A_TURN} saves, whose end is waited for.",
+        f"Load of the machine when the run began: {load:.1f}. Wanted: PeerCheckpoints <= 1.02.",
+    ]
+    table.show(make_console())
+    raw: dict[str, Any] = {"load_at_start": load, "ms": found, "rate": rate, "nodes": nodes}
+    raw |= {"width": width, "depth": depth, "compute_ms": compute_ms}
+    write_results("peer_copies", raw, table.markdown())
+
+
+if __name__ == "__main__":
+    app()
