@@ -309,7 +309,7 @@ void register_figures(py::class_<PyEngine>& engine) {
       .def(
           "releases",
           [](PyEngine& self, UnitId unit) {
-            return self.engine->unit(unit).context().mesh.shards_parameters();
+            return self.engine->unit(unit).context().mesh.shards_parameters;
           })
       .def(
           "param_version",

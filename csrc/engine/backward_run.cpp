@@ -114,7 +114,7 @@ void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
   untracked_.announce(number);
   note_changes(id);
   TORCH_CHECK(
-      !c10::GradMode::is_enabled() || !units_[id]->context().mesh.shards_parameters() ||
+      !c10::GradMode::is_enabled() || !units_[id]->context().mesh.shards_parameters ||
           schedule_.is_held_unsharded(id),
       "backward with create_graph=True through unit '",
       units_[id]->name(),
@@ -189,7 +189,7 @@ void BackwardRun::grad_ready(UnitId id, int param) {
     ++progress.num_fired;
   }
   // The gradient of the unit's input may still need frozen parameters: released when left, too.
-  const bool needed = units_[id]->context().mesh.shards_parameters() &&
+  const bool needed = units_[id]->context().mesh.shards_parameters &&
       lifecycle_.trainable().count(id) < static_cast<int>(progress.fired.size());
   if (progress.num_fired == lifecycle_.trainable().count(id) && !needed) {
     lifecycle_.run([&](Actions& out) { schedule_.ready(id, out); });

@@ -118,7 +118,7 @@ void Engine::set_parked(bool parked) {
     first_gather_.drop();
     for (const auto& unit : units_) {
       lifecycle_.refresh(unit->id());
-      if (!unit->context().mesh.shards_parameters()) { // all of it is parked
+      if (!unit->context().mesh.shards_parameters) { // all of it is parked
         hold_unsharded({unit->id()});
         lifecycle_.release_unsharded({unit->id()}, /*write_back=*/false);
       }

@@ -106,7 +106,7 @@ UnitContext Resources::make_context(const MeshGroups& groups, const ShardOptions
       axis_of(groups.near.get()));
   context.collectives = groups.of(context.mesh.state.name);
   context.replicas = groups.of(context.mesh.replicas.name);
-  context.near = context.mesh.shards_across() ? context.collectives : groups.near.get();
+  context.near = context.mesh.shards_across ? context.collectives : groups.near.get();
   context.control = control_.get();
   context.streams = &streams_;
   context.pool = &pool_;

@@ -209,7 +209,7 @@ void UnitLifecycle::settle() {
   forget_past();
   for (const auto& unit : units_) {
     unit->take_back(/*keeps=*/false);
-    if (unit->context().mesh.shards_parameters()) {
+    if (unit->context().mesh.shards_parameters) {
       if (!schedule_.is_resident(unit->id()) && unit->state() != UnitState::Sharded) {
         unit->reshard();
       }
@@ -239,8 +239,8 @@ void UnitLifecycle::keep_writes(UnitId id) {
       "': its forward changes parameters in place, which does not go with regather=: near ranks "
       "keep parts of what they gathered. Shard the model without regather=.");
   unit.mark_written();
-  if (mesh.shards_parameters() || !unit.main().empty()) {
-    if (context_.control != nullptr && mesh.shards_parameters() && schedule_.in_rooted_pass()) {
+  if (mesh.shards_parameters || !unit.main().empty()) {
+    if (context_.control != nullptr && mesh.shards_parameters && schedule_.in_rooted_pass()) {
       unit.keep_past();
     }
     write_back_now(id);

@@ -6,7 +6,7 @@
 namespace zerocore {
 
 GradBlocks::GradBlocks(const ReductionFacts& facts) : facts_(facts) {
-  for (const ReducedUnit& unit : facts.units()) {
+  for (const ReducedUnit& unit : facts.units) {
     held_.emplace_back(unit.layout->regions().size());
   }
 }

@@ -20,7 +20,7 @@ void add_unit(
     const Tiers& tiers) {
   const Layout own = layout.of_shard(mesh.shard());
   if (tiers.parameters == Tier::Device) {
-    plan.parameters += mesh.shards_parameters() ? own.nbytes() : layout.nbytes();
+    plan.parameters += mesh.shards_parameters ? own.nbytes() : layout.nbytes();
   }
   plan.parameters += mesh.near_nbytes(layout.nbytes());
   if (tiers.states == Tier::Device) {

@@ -21,14 +21,14 @@ bool OrderedSums::complete(bool adds, GradSteps& steps) const {
     sum(GradBuffer::Scratch, mesh_.parts(), first, steps);
     exchange(steps);
     sum(GradBuffer::Across, mesh_.replicas.size, last, steps);
-    if (!mesh_.shards_across()) {
+    if (!mesh_.shards_across) {
       gather(last.to, AxisName::Replicas, steps);
       gathers = true;
     }
   } else {
     sum(GradBuffer::Scratch, mesh_.parts(), last, steps);
   }
-  if (!mesh_.shards_optimizer()) {
+  if (!mesh_.shards_optimizer) {
     if (gathers) {
       steps.run(make_step(GradStepKind::WaitAcross, key_));
     }
@@ -50,19 +50,18 @@ void OrderedSums::exchange(GradSteps& steps) const {
   step.op = TraceOp::ReduceScatter;
   step.from = GradBuffer::Sums;
   step.to = GradBuffer::Across;
-  step.nbytes = mesh_.replicas.methods.reduce.wire_nbytes(nbytes_ / mesh_.state.size);
+  step.nbytes = nbytes_ / mesh_.state.size;
   steps.run(make_step(GradStepKind::Order, key_));
   steps.run(step);
   steps.run(make_step(GradStepKind::WaitAcross, key_));
 }
 
 void OrderedSums::gather(GradBuffer sums, AxisName axis, GradSteps& steps) const {
-  const int64_t nbytes = nbytes_ / (axis == AxisName::State ? 1 : mesh_.state.size);
   GradStep step = make_step(GradStepKind::StartAcross, key_);
   step.op = TraceOp::GatherSums;
   step.axis = axis;
   step.from = step.to = sums;
-  step.nbytes = mesh_.axis(axis).methods.gather.wire_nbytes(nbytes);
+  step.nbytes = nbytes_ / (axis == AxisName::State ? 1 : mesh_.state.size);
   steps.run(make_step(GradStepKind::Order, key_));
   steps.run(step);
 }

@@ -10,7 +10,7 @@ namespace zerocore {
 
 Reduction::Reduction(const ReductionOptions& options, std::vector<ReducedUnit> units)
     : facts_(options, std::move(units)), blocks_(facts_) {
-  for (const ReducedUnit& reduced : facts_.units()) {
+  for (const ReducedUnit& reduced : facts_.units) {
     UnitState& unit = units_.emplace_back();
     unit.params.resize(reduced.layout->places().size());
     for (const Region& region : reduced.layout->regions()) {
@@ -21,48 +21,54 @@ Reduction::Reduction(const ReductionOptions& options, std::vector<ReducedUnit> u
 
 bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
   const bool holds =
-      !sync && (!facts_.mesh_of(unit).shards_gradients() || facts_.options().sharding.hold_full);
+      !sync && (!facts_.mesh_of(unit).shards_gradients || facts_.options.sharding.hold_full);
   if (completes_first(unit)) {
     complete_all(steps);
   }
-  const auto num_regions = static_cast<int>(units_.at(unit).regions.size());
-  for (int region = 0; region < num_regions; ++region) {
-    if (state_of({unit, region}).trainable) {
-      pack({unit, region}, holds, steps);
-    }
+  const std::vector<Key> keys = trained_regions(unit);
+  for (const Key& key : keys) {
+    pack(key, holds, steps);
   }
   if (!holds && facts_.mesh_of(unit).communicates()) {
     steps.run(make_step(GradStepKind::Order, {unit, 0}));
-    for (int region = 0; region < num_regions; ++region) {
-      if (state_of({unit, region}).trainable) {
-        issue({unit, region}, steps);
-      }
+    for (const Key& key : keys) {
+      issue(key, steps);
     }
-    start_across(unit, steps);
+    // On a device behind all of the unit's reductions, which may be one launch.
+    for (const Key key : facts_.runs_across(unit) ? keys : std::vector<Key>()) {
+      start_across(key, state_of(key).result, steps);
+    }
   } else if (!holds) {
-    for (int region = 0; facts_.offloads_grads() && region < num_regions; ++region) {
-      if (state_of({unit, region}).trainable) {
-        offload_grad({unit, region}, GradBuffer::Full, steps);
-        blocks_.give_back_all({unit, region}, GradBuffer::Full, steps);
-      }
+    for (const Key key : facts_.offloads_grads() ? keys : std::vector<Key>()) {
+      offload_grad(key, GradBuffer::Full, steps);
+      blocks_.give_back_all(key, GradBuffer::Full, steps);
     }
     for (ParamState& param : units_[unit].params) {
       param = {/*valid=*/param.valid || param.local, /*local=*/false};
     }
-    for (int region = 0; region < num_regions; ++region) {
-      if (state_of({unit, region}).trainable) {
-        grad_ready({unit, region}, steps);
-      }
+    for (const Key& key : keys) {
+      grad_ready(key, steps);
     }
   }
   return !holds;
+}
+
+std::vector<RegionKey> Reduction::trained_regions(UnitId unit) const {
+  const std::vector<RegionState>& regions = units_.at(unit).regions;
+  std::vector<Key> keys;
+  for (int region = 0; region < static_cast<int>(regions.size()); ++region) {
+    if (regions[region].trainable) {
+      keys.emplace_back(unit, region);
+    }
+  }
+  return keys;
 }
 
 // At most one reduction is in flight where it holds blocks of the pool, which the next one then
 // takes, and where the sum over the replicas waits for the host.
 bool Reduction::completes_first(UnitId unit) const {
   const UnitMesh& mesh = facts_.mesh_of(unit);
-  return mesh.shards_gradients() || facts_.takes_scratch(unit) || facts_.hands_across(unit) ||
+  return mesh.shards_gradients || facts_.takes_scratch(unit) || facts_.hands_across(unit) ||
       (mesh.communicates() &&
        std::ranges::any_of(facts_.layout_of(unit).regions(), &Region::has_wire));
 }
@@ -114,7 +120,7 @@ void Reduction::pack(Key key, bool holds, GradSteps& steps) {
   if (wired) {
     blocks_.take(key, GradBuffer::Wire, steps);
   }
-  const bool shards = facts_.mesh_of(key.first).shards_gradients();
+  const bool shards = facts_.mesh_of(key.first).shards_gradients;
   if (shards && !to_wire) {
     blocks_.take(key, GradBuffer::Full, steps);
   }
@@ -150,7 +156,7 @@ Range Reduction::added(const GradStep& pack, int param) const {
     return state.local ? place : none;
   }
   // A reduced value counts once in the next sum: on one of the ranks that own it.
-  if (mesh.shards_gradients() || !state.valid || !mesh.counts_kept()) {
+  if (mesh.shards_gradients || !state.valid || !mesh.counts_kept()) {
     return none;
   }
   const Region& region = layout.regions()[pack.region];
@@ -168,35 +174,23 @@ bool Reduction::any_valid(Key key) const {
 
 void Reduction::issue(Key key, GradSteps& steps) {
   const bool scatters =
-      facts_.mesh_of(key.first).shards_optimizer() || facts_.sums_in_order(key.first);
+      facts_.mesh_of(key.first).shards_optimizer || facts_.sums_in_order(key.first);
   choose_result(key, steps);
   GradStep step = make_step(GradStepKind::Start, key);
   step.op = scatters ? TraceOp::ReduceScatter : TraceOp::AllReduce;
   step.from = facts_.is_wired(key) ? GradBuffer::Wire : GradBuffer::Full;
   step.to = state_of(key).result;
   step.parts = facts_.parts(key.first);
-  step.nbytes = facts_.sent_nbytes(key, step.from);
+  step.nbytes = facts_.nbytes_at(key, step.from);
   steps.run(step);
   in_flight_.push_back(key);
-}
-
-// On a device: behind all of the unit's reductions, which may be one launch.
-void Reduction::start_across(UnitId unit, GradSteps& steps) {
-  if (!facts_.runs_across(unit)) {
-    return;
-  }
-  for (int region = 0; region < static_cast<int>(units_[unit].regions.size()); ++region) {
-    if (state_of({unit, region}).trainable) {
-      start_across({unit, region}, state_of({unit, region}).result, steps);
-    }
-  }
 }
 
 // Where the collective leaves its result: in the gradient itself if it can.
 void Reduction::choose_result(Key key, GradSteps& steps) {
   RegionState& state = state_of(key);
   const bool wired = facts_.is_wired(key);
-  const bool sharded = facts_.mesh_of(key.first).shards_optimizer();
+  const bool sharded = facts_.mesh_of(key.first).shards_optimizer;
   state.result = wired          ? GradBuffer::Wire
       : facts_.offloads_grads() ? GradBuffer::Full
                                 : GradBuffer::Kept;
@@ -208,7 +202,7 @@ void Reduction::choose_result(Key key, GradSteps& steps) {
 }
 
 void Reduction::complete_all(GradSteps& steps) {
-  if (!facts_.options().on_host && in_flight_.size() > 1) {
+  if (!facts_.options.on_host && in_flight_.size() > 1) {
     // The last one first: on a stream it is behind the others, so one wait is enough.
     wait(in_flight_.back(), steps);
   }
@@ -267,7 +261,7 @@ void Reduction::complete_in_order(Key key, GradSteps& steps) {
 }
 
 void Reduction::grad_ready(Key key, GradSteps& steps) {
-  if (facts_.options().sharding.tiers.has_host_states()) {
+  if (facts_.options.sharding.tiers.has_host_states()) {
     steps.run(make_step(GradStepKind::GradReady, key));
   }
 }
@@ -275,7 +269,8 @@ void Reduction::grad_ready(Key key, GradSteps& steps) {
 // See Note [Replicas].
 void Reduction::complete_across(Key key, GradSteps& steps) {
   const RegionState& state = state_of(key);
-  const bool in_place = !state.adds && facts_.sums_in_place(key);
+  const bool in_place =
+      !state.adds && !facts_.is_wired(key) && !facts_.mesh_of(key.first).shards_across;
   const GradBuffer sum = in_place ? GradBuffer::Kept : state.result;
   if (facts_.parts(key.first) > 1) {
     sum_parts(key, sum, steps);
@@ -298,11 +293,12 @@ void Reduction::sum_parts(Key key, GradBuffer to, GradSteps& steps) {
 
 void Reduction::start_across(Key key, GradBuffer place, GradSteps& steps) {
   GradStep step = make_step(GradStepKind::StartAcross, key);
-  step.op = facts_.op_across(key.first);
+  const bool scatters = facts_.mesh_of(key.first).shards_across;
+  step.op = scatters ? TraceOp::ReduceScatter : TraceOp::AllReduce;
   step.from = place;
   step.to = facts_.last_result(key.first, place);
   step.nbytes = facts_.result_nbytes(key);
-  state_of(key).across = facts_.options().on_host;
+  state_of(key).across = facts_.options.on_host;
   steps.run(step);
 }
 
@@ -342,7 +338,8 @@ void Reduction::add_to_kept(Key key, GradBuffer from, int64_t parts, GradSteps& 
   zero_invalid(key, steps);
   GradStep step = make_step(GradStepKind::Sum, key);
   step.from = facts_.last_result(key.first, from);
-  step.parts = facts_.last_parts(key.first, parts);
+  const UnitMesh& mesh = facts_.mesh_of(key.first);
+  step.parts = mesh.shards_across ? mesh.replicas.parts() : parts;
   step.adds = state.adds;
   step.scale = facts_.splits_scale(key) ? ScalePart::Rest : ScalePart::None;
   steps.run(step);

@@ -115,6 +115,7 @@ class Reduction {
   RegionState& state_of(Key key) {
     return units_[key.first].regions[key.second];
   }
+  std::vector<Key> trained_regions(UnitId unit) const;
   bool completes_first(UnitId unit) const;
   bool any_valid(Key key) const;
 
@@ -126,7 +127,6 @@ class Reduction {
   void complete(Key key, GradSteps& steps);
   void complete_across(Key key, GradSteps& steps);
   void complete_in_order(Key key, GradSteps& steps);
-  void start_across(UnitId unit, GradSteps& steps);
   void start_across(Key key, GradBuffer place, GradSteps& steps);
   void wait_across(Key key, GradSteps& steps);
   void grad_ready(Key key, GradSteps& steps);

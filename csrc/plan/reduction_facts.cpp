@@ -10,7 +10,7 @@ int64_t ReductionFacts::nbytes_at(RegionKey key, GradBuffer place) const {
     case GradBuffer::Across:
       break;
     case GradBuffer::Kept:
-      return region.grad.itemsize * (mesh.shards_gradients() ? region.shard_numel : region.numel());
+      return region.grad.itemsize * (mesh.shards_gradients ? region.shard_numel : region.numel());
     case GradBuffer::Full:
       return region.grad.itemsize * region.numel();
     case GradBuffer::Wire:
@@ -22,15 +22,9 @@ int64_t ReductionFacts::nbytes_at(RegionKey key, GradBuffer place) const {
       if (mesh.sums_in_order) {
         return region.reduce.itemsize * region.numel();
       }
-      return mesh.state.methods.reduce.received_nbytes(result_nbytes(key), mesh.state.size);
+      return mesh.state.parts() * result_nbytes(key);
   }
   return 0;
-}
-
-int64_t ReductionFacts::sent_nbytes(RegionKey key, GradBuffer place) const {
-  const int64_t nbytes = nbytes_at(key, place);
-  const UnitMesh& mesh = mesh_of(key.first);
-  return mesh.shards_optimizer() ? mesh.state.methods.reduce.wire_nbytes(nbytes) : nbytes;
 }
 
 } // namespace zerocore

@@ -1,5 +1,4 @@
-// Facts of a reduction of gradients: the rank that sums, the bytes that are sent, the sizes of
-// blocks; integers only.
+// Facts of a reduction of gradients: the rank that sums, the sizes of blocks; integers only.
 #pragma once
 
 #include <cstdint>
@@ -41,37 +40,34 @@ class ReductionFacts {
  public:
   // The units' layouts outlive it.
   ReductionFacts(const ReductionOptions& options, std::vector<ReducedUnit> units)
-      : options_(options), units_(std::move(units)) {}
+      : options(options), units(std::move(units)) {}
 
-  const ReductionOptions& options() const {
-    return options_;
-  }
-  const std::vector<ReducedUnit>& units() const {
-    return units_;
-  }
+  const ReductionOptions options;
+  const std::vector<ReducedUnit> units;
+
   const Layout& layout_of(UnitId unit) const {
-    return *units_[unit].layout;
+    return *units[unit].layout;
   }
   const UnitMesh& mesh_of(UnitId unit) const {
-    return units_[unit].mesh;
+    return units[unit].mesh;
   }
   const Region& region_of(RegionKey key) const {
     return layout_of(key.first).regions()[key.second];
   }
   // Sums over the replicas start when the host knows the first ones, see Note [Replicas].
   bool hands_across(UnitId unit) const {
-    return options_.on_host && sums_at_once_across(unit);
+    return options.on_host && sums_at_once_across(unit);
   }
   // They run right behind the first ones.
   bool runs_across(UnitId unit) const {
-    return !options_.on_host && sums_at_once_across(unit);
+    return !options.on_host && sums_at_once_across(unit);
   }
   bool sums_in_order(UnitId unit) const {
     return mesh_of(unit).sums_in_order;
   }
   // See Note [Gradients on the host].
   bool offloads_grads() const {
-    return options_.sharding.tiers.lands_gradients(options_.on_host);
+    return options.sharding.tiers.lands_gradients(options.on_host);
   }
   bool is_wired(RegionKey key) const {
     return mesh_of(key.first).communicates() &&
@@ -87,28 +83,14 @@ class ReductionFacts {
   }
   // Whether it leaves them in a block of their own.
   bool takes_scratch(UnitId unit) const {
-    return parts(unit) > 1 || mesh_of(unit).shards_across();
+    return parts(unit) > 1 || mesh_of(unit).shards_across;
   }
-  // Whether sums over the replicas may lie in the gradient.
-  bool sums_in_place(RegionKey key) const {
-    return !is_wired(key) && !mesh_of(key.first).shards_across();
-  }
-  TraceOp op_across(UnitId unit) const {
-    return mesh_of(unit).shards_across() ? TraceOp::ReduceScatter : TraceOp::AllReduce;
-  }
-  // Where the last collective leaves its result and in how many parts, unless it is as the first
-  // one does.
+  // Where the last collective leaves its result, unless it is as the first one does.
   GradBuffer last_result(UnitId unit, GradBuffer first) const {
-    return mesh_of(unit).shards_across() ? GradBuffer::Across : first;
+    return mesh_of(unit).shards_across ? GradBuffer::Across : first;
   }
-  int64_t last_parts(UnitId unit, int64_t first) const {
-    const Axis& replicas = mesh_of(unit).replicas;
-    return mesh_of(unit).shards_across() ? replicas.methods.reduce.parts(replicas.size) : first;
-  }
-  // Of a place; of a bucket as the collective sends it; of this rank's part of the sum over the
-  // ranks that share the state.
+  // Of a place; of this rank's part of the sum over the ranks that share the state.
   int64_t nbytes_at(RegionKey key, GradBuffer place) const;
-  int64_t sent_nbytes(RegionKey key, GradBuffer place) const;
   int64_t result_nbytes(RegionKey key) const {
     const Region& region = region_of(key);
     return region.reduce.itemsize * region.shard_numel * region.num_across;
@@ -118,9 +100,6 @@ class ReductionFacts {
   bool sums_at_once_across(UnitId unit) const {
     return mesh_of(unit).sums_across() && !sums_in_order(unit);
   }
-
-  ReductionOptions options_;
-  std::vector<ReducedUnit> units_;
 };
 
 } // namespace zerocore

@@ -25,7 +25,7 @@ struct UnitGathers {
   bool releases = true; // they are given back after use (stage 3)
 
   static UnitGathers of(const UnitMesh& mesh) {
-    return {mesh.shards_optimizer() || mesh.shards_parameters(), mesh.shards_parameters()};
+    return {mesh.shards_optimizer || mesh.shards_parameters, mesh.shards_parameters};
   }
 };
 

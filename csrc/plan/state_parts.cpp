@@ -8,7 +8,7 @@ PartSizes part_sizes(Tier tier, const Layout& layout, const Tiers& tiers, const 
   const Layout main = own.retyped(&Region::main);
   const std::vector<int> trained = Tiers::trained_regions(layout);
   const bool has_states = tiers.states == tier;
-  const bool has_parameters = tiers.parameters == tier && mesh.shards_parameters();
+  const bool has_parameters = tiers.parameters == tier && mesh.shards_parameters;
   const bool has_gradients = tier == Tier::Host && tiers.has_host_gradients();
   const int64_t moment = has_states ? main.nbytes_of(trained) : 0;
   return {

@@ -219,8 +219,7 @@ void StepSimulation::unshard(UnitId unit) {
   const bool again = gathered_[unit];
   gathered_[unit] = true;
   unsharding_[unit].begin(
-      meshes_[unit].shards_parameters() ? layout.gathered_regions()
-                                        : Tiers::trained_regions(layout),
+      meshes_[unit].shards_parameters ? layout.gathered_regions() : Tiers::trained_regions(layout),
       again,
       *this);
 }

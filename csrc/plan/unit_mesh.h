@@ -2,10 +2,10 @@
 // that knows the numbers of stages.
 //
 //                       | over the replicas | over the ranks that share the state
-//   stage s             | -                 | row s of the table
-//   hybrid, stage s     | replicated        | row s of the table
-//   the same, across    | optimizer sharded | row s of the table, but 0
-//   one rank of each    | row 0             | -
+//   stage s             | -                 | what stage s shards
+//   hybrid, stage s     | replicated        | what stage s shards
+//   the same, across    | optimizer sharded | what stage s shards, but 0
+//   one rank of each    | replicated        | -
 //   experts             | those of their units alone, over some of the model's ranks
 //
 // Note [Near ranks]
@@ -31,8 +31,6 @@
 
 namespace zerocore {
 
-enum class Placement : uint8_t { Replicated, Sharded };
-
 enum class AxisName : uint8_t { State, Replicas, Near };
 
 inline const char* axis_name(AxisName axis) {
@@ -45,16 +43,21 @@ struct Axis {
   int64_t rank = 0; // this one's
   WireMethods methods = {};
   AxisName name = AxisName::State;
+
+  // Parts that a reduction over it leaves for each element.
+  int64_t parts() const {
+    return methods.reduce.parts(size);
+  }
 };
 
 struct UnitMesh {
   Axis state; // ranks that share the state; where nothing is shared, all that hold the same
   Axis replicas; // ranks that hold the same part of it
   Axis near; // of `state`; see Note [Near ranks]
-  Placement parameters = Placement::Replicated;
-  Placement gradients = Placement::Replicated;
-  Placement optimizer = Placement::Replicated;
-  Placement across = Placement::Replicated; // the optimizer's states, over the replicas
+  bool shards_parameters = false;
+  bool shards_gradients = false;
+  bool shards_optimizer = false; // its states: main weights and moments
+  bool shards_across = false; // the optimizer's states, over the replicas
   bool sums_in_order = false; // of gradients, see Note [Sums in order]
   int64_t divisor = 1; // of sums of gradients, by default the ranks of the mesh
 
@@ -71,28 +74,16 @@ struct UnitMesh {
   const Axis& axis(AxisName name) const {
     return name == AxisName::State ? state : name == AxisName::Replicas ? replicas : near;
   }
-  bool shards_parameters() const {
-    return parameters == Placement::Sharded;
-  }
-  bool shards_gradients() const {
-    return gradients == Placement::Sharded;
-  }
-  bool shards_optimizer() const {
-    return optimizer == Placement::Sharded;
-  }
-  bool shards_across() const {
-    return across == Placement::Sharded;
-  }
   // Equal parts of the state, those of them that make one replica's, and this rank's.
   int64_t num_shards() const {
-    return shards_optimizer() ? state.size * num_across() : 1;
+    return shards_optimizer ? state.size * num_across() : 1;
   }
   int64_t num_across() const {
-    return shards_across() ? replicas.size : 1;
+    return shards_across ? replicas.size : 1;
   }
   int64_t shard() const {
-    const int64_t before = shards_across() ? replicas.rank * state.size : 0;
-    return shards_optimizer() ? before + state.rank : 0;
+    const int64_t before = shards_across ? replicas.rank * state.size : 0;
+    return shards_optimizer ? before + state.rank : 0;
   }
   int64_t world_size() const {
     return state.size * replicas.size;
@@ -106,16 +97,16 @@ struct UnitMesh {
   }
   // Parts that a reduction over the ranks that share the state leaves for each element.
   int64_t parts() const {
-    return shards_optimizer() || sums_in_order ? state.methods.reduce.parts(state.size) : 1;
+    return shards_optimizer || sums_in_order ? state.parts() : 1;
   }
   // Equal parts of a shard, each summed by another rank.
   int64_t num_cuts() const {
-    const int64_t within = shards_optimizer() ? 1 : state.size;
-    return sums_in_order ? within * (shards_across() ? 1 : replicas.size) : 1;
+    const int64_t within = shards_optimizer ? 1 : state.size;
+    return sums_in_order ? within * (shards_across ? 1 : replicas.size) : 1;
   }
   // Among the ranks that hold a gradient this is the one whose value counts in a sum.
   bool counts_kept() const {
-    return (shards_across() || replicas.rank == 0) && (shards_optimizer() || state.rank == 0);
+    return (shards_across || replicas.rank == 0) && (shards_optimizer || state.rank == 0);
   }
   bool gathers_near() const {
     return near.size > 1;
@@ -124,7 +115,7 @@ struct UnitMesh {
   Layout layout_of(std::vector<ParamSpec> params, bool by_rows) const {
     for (ParamSpec& param : params) {
       by_rows = by_rows || !param.is_gathered;
-      param.gather = shards_parameters() && num_shards() > 1 ? param.gather : ElementType();
+      param.gather = shards_parameters && num_shards() > 1 ? param.gather : ElementType();
     }
     return Layout::build(params, num_shards(), by_rows, num_across(), num_cuts());
   }
@@ -140,7 +131,7 @@ struct UnitMesh {
   }
   // Whether an optimizer's step begins the first gather of the forward that comes next.
   bool gathers_at_step(const ShardOptions& sharding) const {
-    return sharding.gather_at_step && shards_parameters() && shards_optimizer();
+    return sharding.gather_at_step && shards_parameters && shards_optimizer;
   }
 };
 

@@ -11,12 +11,12 @@ Unsharding::Unsharding(UnitId unit, const GatherFacts& facts, const Layout& layo
       layout_(layout),
       received_(layout.encoded()),
       copies_out_(layout.copies_out()),
-      state_(facts.mesh.shards_parameters() ? UnitState::Sharded : UnitState::Unsharded),
-      has_full_(!facts.mesh.shards_parameters()) {}
+      state_(facts.mesh.shards_parameters ? UnitState::Sharded : UnitState::Unsharded),
+      has_full_(!facts.mesh.shards_parameters) {}
 
 void Unsharding::begin(const std::vector<int>& regions, bool again, GatherSteps& steps) {
   wait(steps); // a rank that skipped the unit may not have waited for its last gather
-  const bool in_use = has_full_ && facts_.mesh.shards_parameters();
+  const bool in_use = has_full_ && facts_.mesh.shards_parameters;
   if (in_use) {
     steps.run({.kind = GatherStepKind::Order, .unit = unit_});
   }
@@ -35,7 +35,7 @@ void Unsharding::begin(const std::vector<int>& regions, bool again, GatherSteps&
   if (facts_.tiers.parameters == Tier::Disk && !is_near_) {
     steps.run({.kind = GatherStepKind::Read, .unit = unit_});
   }
-  if (facts_.mesh.shards_across() && !is_near_) {
+  if (facts_.mesh.shards_across && !is_near_) {
     start_across(regions, steps);
   }
   for (const int region : regions) {
@@ -48,10 +48,9 @@ void Unsharding::begin(const std::vector<int>& regions, bool again, GatherSteps&
 // See Note [Sharded across].
 void Unsharding::start_across(const std::vector<int>& regions, GatherSteps& steps) const {
   const UnitMesh& mesh = facts_.mesh;
-  const ParamMemory from = mesh.shards_parameters() ? ParamMemory::Own : ParamMemory::Full;
+  const ParamMemory from = mesh.shards_parameters ? ParamMemory::Own : ParamMemory::Full;
   for (const int region : regions) {
-    const int64_t part = layout_.regions()[region].nbytes() / mesh.state.size;
-    const int64_t nbytes = mesh.replicas.methods.gather.wire_nbytes(part);
+    const int64_t nbytes = layout_.regions()[region].nbytes() / mesh.state.size;
     steps.run(
         {GatherStepKind::StartAcross,
          unit_,
@@ -77,10 +76,9 @@ void Unsharding::start(int index, GatherSteps& steps) const {
     if (encodes) {
       steps.run({GatherStepKind::Encode, unit_, index, ParamMemory::Own, to});
     }
-    const bool is_in_place = loads || encodes || !mesh.shards_parameters() || mesh.shards_across();
+    const bool is_in_place = loads || encodes || !mesh.shards_parameters || mesh.shards_across;
     const ParamMemory from = is_in_place ? to : ParamMemory::Own;
-    const int64_t nbytes =
-        mesh.state.methods.gather.wire_nbytes(received_.regions()[index].nbytes());
+    const int64_t nbytes = received_.regions()[index].nbytes();
     steps.run({GatherStepKind::Start, unit_, index, from, to, nbytes, TraceOp::AllGather});
   }
 }
@@ -88,8 +86,7 @@ void Unsharding::start(int index, GatherSteps& steps) const {
 // A rank that still uses the unit has its part of Full.
 void Unsharding::start_near(int region, GatherSteps& steps) const {
   const ParamMemory from = has_near_ ? ParamMemory::Near : ParamMemory::Full;
-  const int64_t nbytes =
-      facts_.mesh.near.methods.gather.wire_nbytes(layout_.regions()[region].nbytes());
+  const int64_t nbytes = layout_.regions()[region].nbytes();
   steps.run(
       {GatherStepKind::Start, unit_, region, from, ParamMemory::Full, nbytes, TraceOp::GatherNear});
 }
@@ -117,7 +114,7 @@ void Unsharding::wait(GatherSteps& steps) {
 void Unsharding::reshard(GatherSteps& steps) {
   wait(steps);
   TORCH_INTERNAL_ASSERT(
-      has_full_ && facts_.mesh.shards_parameters(), "unit ", unit_, " has nothing to give back");
+      has_full_ && facts_.mesh.shards_parameters, "unit ", unit_, " has nothing to give back");
   if (facts_.mesh.gathers_near() && keeps_near_ && is_whole_ && !has_near_) {
     steps.run({.kind = GatherStepKind::Keep, .unit = unit_});
     has_near_ = true;

@@ -1,7 +1,7 @@
-// How gathers and reductions go over the wire: what they send, leave and need; integers only.
+// How gathers and reductions go over the wire, and what they leave to be summed; integers only.
 //
 // Collectives issue them, and the planner asks the same functions without a process group. A method
-// is a value of an enum and its figures here, and a case in runtime/collectives.cpp.
+// is a value of an enum and its figures here, and a case in runtime/wire_calls.cpp.
 #pragma once
 
 #include <cstdint>
@@ -22,9 +22,6 @@ struct GatherMethod {
   Kind kind_of(int64_t nbytes) const {
     return nbytes <= copied_nbytes ? Kind::Copies : kind;
   }
-
-  // Bytes of all shards, of `nbytes` together, as they are sent.
-  int64_t wire_nbytes(int64_t nbytes) const;
 };
 
 // How every rank gets its shard of a sum.
@@ -35,14 +32,10 @@ struct ReduceMethod {
   };
   Kind kind = Kind::ReduceScatter;
 
-  // Bytes of all shards, of `nbytes` together, as they are sent.
-  int64_t wire_nbytes(int64_t nbytes) const;
   // Parts that it leaves for each element on each of `num_ranks` ranks, to be summed there. Where
   // it is one, that is the sum, and may lie in its place.
-  int64_t parts(int64_t num_ranks) const;
-  // Bytes for the parts of a shard of `shard_nbytes`.
-  int64_t received_nbytes(int64_t shard_nbytes, int64_t num_ranks) const {
-    return parts(num_ranks) * shard_nbytes;
+  int64_t parts(int64_t num_ranks) const {
+    return kind == Kind::Exchange ? num_ranks : 1;
   }
 };
 

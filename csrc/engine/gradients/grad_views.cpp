@@ -102,7 +102,7 @@ bool GradViews::lacks_any(const std::vector<bool>& reduced) const {
 }
 
 void GradViews::show(UnitId unit, bool reduced) {
-  const bool held_back = !reduced && units_[unit]->context().mesh.shards_gradients();
+  const bool held_back = !reduced && units_[unit]->context().mesh.shards_gradients;
   for (int i = 0; i < static_cast<int>(params_[unit].size()); ++i) {
     Param& param = params_[unit][i];
     UnitParam& owner = units_[unit]->params()[i];

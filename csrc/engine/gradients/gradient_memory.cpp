@@ -31,7 +31,7 @@ GradientMemory::GradientMemory(const Unit& unit, int index)
       unit_(unit.id()),
       region_(index),
       host_(host_of(unit, index)),
-      home_(mesh_.shards_gradients() ? GradBuffer::Kept : GradBuffer::Full) {
+      home_(mesh_.shards_gradients ? GradBuffer::Kept : GradBuffer::Full) {
   const UnitContext& context = unit.context();
   const Region& region = unit.layout().regions()[index];
   const Layout kept = unit.layout().retyped(&Region::grad);
@@ -56,7 +56,7 @@ GradientMemory::GradientMemory(const Unit& unit, int index)
     if (mesh_.sums_in_order) {
       make(GradBuffer::Sums, kept.of_shards(mesh_.num_across() * (mesh_.sums_across() ? 2 : 1)), 0);
       cut_sums(region);
-    } else if (mesh_.shards_across()) {
+    } else if (mesh_.shards_across) {
       cut_scratch(region);
     }
     if (mesh_.sums_in_order || region.has_wire()) {
@@ -69,7 +69,7 @@ GradientMemory::GradientMemory(const Unit& unit, int index)
 void GradientMemory::cut_scratch(const Region& region) {
   const Bucket& scratch = bucket(GradBuffer::Scratch);
   const int64_t numel = region.shard_numel * mesh_.num_across();
-  const bool in_place = mesh_.replicas.methods.reduce.parts(mesh_.replicas.size) == 1;
+  const bool in_place = mesh_.replicas.parts() == 1;
   part_ = scratch.view(region_, 0, {numel});
   across_ = in_place
       ? scratch.view(region_, mesh_.replicas.rank * region.shard_numel, {region.shard_numel})
@@ -92,7 +92,7 @@ at::Tensor GradientMemory::summed(GradBuffer place, int64_t numel) const {
     return kept;
   }
   const int64_t within = whole(GradBuffer::Scratch).numel() / mesh_.state.size;
-  const int64_t begin = mesh_.shards_optimizer() ? 0 : mesh_.state.rank * within;
+  const int64_t begin = mesh_.shards_optimizer ? 0 : mesh_.state.rank * within;
   return kept.narrow(0, begin + (numel < within ? mesh_.replicas.rank * numel : 0), numel);
 }
 

@@ -90,7 +90,7 @@ bool may_read(
     uint64_t first,
     uint64_t last,
     const Unit& unit) {
-  const bool stays = !unit.context().mesh.shards_parameters();
+  const bool stays = !unit.context().mesh.shards_parameters;
   if (stays || last <= first || last - first > kMostNodes) {
     return true;
   }

@@ -60,7 +60,7 @@ void FullValues::gather(
   // Parts of a replica's shard first, see Note [Sharded across].
   const Axis whole, &state = context.mesh.state;
   std::vector<std::pair<Collectives*, Axis>> levels = {{context.collectives, whole}};
-  if (context.mesh.shards_across()) {
+  if (context.mesh.shards_across) {
     levels.insert(levels.begin(), {context.replicas, state});
   }
   streams_.order(StreamRole::AllGather, StreamRole::Compute);

@@ -222,7 +222,7 @@ at::Tensor Gathers::source_of(const GatherStep& step) {
   if (step.op == TraceOp::GatherNear) {
     return part_of(context_.mesh.near, step.region);
   }
-  if (context_.mesh.shards_across()) {
+  if (context_.mesh.shards_across) {
     return part_of(context_.mesh.state, step.region);
   }
   return step.from == ParamMemory::Own ? own_->full_bytes(step.region)

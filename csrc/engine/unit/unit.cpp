@@ -13,7 +13,7 @@ std::optional<Bucket> shards_of(
     const Layout& layout,
     const UnitContext& context,
     const std::string& unit) {
-  if (!context.mesh.shards_parameters()) {
+  if (!context.mesh.shards_parameters) {
     return std::nullopt;
   }
   const c10::Device device = context.device_of(context.tiers.parameters);
@@ -35,7 +35,7 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
           context.mesh.shard(),
           context.streams->device(),
           "unit '" + name_ + "'",
-          /*hides=*/context.mesh.shards_parameters()),
+          /*hides=*/context.mesh.shards_parameters),
       shards_(shards_of(layout_, context_, name_)),
       main_(layout_, context_, name_),
       gathers_(id_, name_, context_, settings_, layout_, bucket_, shards_ ? &*shards_ : nullptr),
