@@ -317,7 +317,7 @@ void register_figures(py::class_<PyEngine>& engine) {
             return self.engine->unit(unit).versions().of_param(param);
           })
       .def_property_readonly(
-          "order", [](const PyEngine& self) { return self.engine->schedule().order(); })
+          "order", [](const PyEngine& self) { return self.engine->schedule().order().events(); })
       .def_property_readonly(
           "pool_stats", [](const PyEngine& self) { return self.engine->pool().stats(); })
       .def("forget_recent_peak", [](PyEngine& self) { self.engine->pool().forget_recent_peak(); })

@@ -35,7 +35,8 @@ BackwardRun::BackwardRun(
       untracked_(
           [this](const RecordedCall& recorded) { enter_untracked(recorded); },
           [this](const CallHandle& call) {
-            return is_done(call.unit) || schedule_.is_resident(call.unit) || !schedule_.reads(call);
+            return is_done(call.unit) || schedule_.is_resident(call.unit) ||
+                !schedule_.passes().reads(call);
           }) {
   for (const auto& unit : units) {
     progress_.push_back({0, -1, std::vector<uint8_t>(unit->params().size(), 0)});
@@ -104,7 +105,7 @@ void BackwardRun::mute_units() {
     const bool wanted = std::any_of(params.begin(), params.end(), [](const UnitParam& param) {
       return param.full.requires_grad() && accumulates_into(param.full);
     });
-    schedule_.set_muted(unit->id(), !wanted);
+    schedule_.walk().set_muted(unit->id(), !wanted);
   }
 }
 
@@ -124,7 +125,7 @@ void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
   go_through(id);
   consensus_.ask_in_backward(recorded.call);
   lifecycle_.run([&](Actions& out) {
-    if (schedule_.pre_backward(recorded.call, out)) {
+    if (schedule_.walk().pre_backward(recorded.call, out)) {
       forget_fired(id);
     }
   });
@@ -192,7 +193,7 @@ void BackwardRun::grad_ready(UnitId id, int param) {
   const bool needed = units_[id]->context().mesh.shards_parameters &&
       lifecycle_.trainable().count(id) < static_cast<int>(progress.fired.size());
   if (progress.num_fired == lifecycle_.trainable().count(id) && !needed) {
-    lifecycle_.run([&](Actions& out) { schedule_.ready(id, out); });
+    lifecycle_.run([&](Actions& out) { schedule_.walk().ready(id, out); });
   }
 }
 
@@ -211,7 +212,7 @@ void BackwardRun::forget_fired(UnitId id) {
 
 void BackwardRun::end() {
   throw_untracked_error();
-  lifecycle_.run([&](Actions& out) { schedule_.finish_steps(out); });
+  lifecycle_.run([&](Actions& out) { schedule_.walk().finish_steps(out); });
   consensus_.serve_others();
   lifecycle_.run([&](Actions& out) { schedule_.end_backward(out); });
   reduce_rest();
@@ -258,7 +259,7 @@ void BackwardRun::reduce_rest() {
     if (rest_by_shape_.size() >= kMaxBackwardShapes) {
       rest_by_shape_.clear(); // on all ranks at once
     }
-    const auto [known, is_new] = rest_by_shape_.try_emplace(schedule_.backward_shape(), false);
+    const auto [known, is_new] = rest_by_shape_.try_emplace(schedule_.walk().shape(), false);
     if (is_new || known->second || consensus_.ranks_differ()) {
       rest = context_.any_rank(rest);
       known->second = known->second || std::find(rest.begin(), rest.end(), true) != rest.end();

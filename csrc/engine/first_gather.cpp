@@ -20,7 +20,7 @@ void FirstGather::begin_update(const std::vector<UnitId>& units) {
 
 void FirstGather::begin() {
   const at::NoGradGuard no_grad;
-  const UnitId id = schedule_.order().front().unit;
+  const UnitId id = schedule_.order().events().front().unit;
   if (schedule_.is_resident(id)) {
     return;
   }

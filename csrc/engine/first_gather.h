@@ -22,7 +22,7 @@ class FirstGather {
 
   // Whether steps begin gathers at all.
   bool is_on() const {
-    return at_step_ && !schedule_.order().empty();
+    return at_step_ && !schedule_.order().events().empty();
   }
   // An optimizer is going to update units, outside of calls.
   void begin_update(const std::vector<UnitId>& units);

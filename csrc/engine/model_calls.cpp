@@ -103,8 +103,8 @@ void ModelCalls::begin_pass() {
     return;
   }
   calls_.push_back({false});
-  backward_run_.untracked().forget(schedule_.oldest_pass());
-  backward_run_.recomputed_calls().forget(schedule_.oldest_pass());
+  backward_run_.untracked().forget(schedule_.passes().oldest());
+  backward_run_.recomputed_calls().forget(schedule_.passes().oldest());
   first_gather_.begin_pass();
   bool changed = false;
   std::vector<UnitId> again;
@@ -170,7 +170,7 @@ void ModelCalls::enter(UnitId id) {
       }
     }
     if (context_.control != nullptr && schedule_.in_rooted_pass() && schedule_.follows_order() &&
-        !schedule_.is_expected(id)) {
+        !schedule_.order().find(id).has_value()) {
       lifecycle_.run([&](Actions& out) { schedule_.finish_order(out); });
       consensus_.ask_for(id);
     }
@@ -183,12 +183,12 @@ void ModelCalls::enter(UnitId id) {
 // See Note [Recomputed calls].
 void ModelCalls::recompute(UnitId id) {
   const auto [place, made] = backward_run_.recomputed_calls().find(id);
-  lifecycle_.run([&](Actions& out) { schedule_.reach(place, out); });
-  const CallHandle call = schedule_.is_next(made) ? made : CallHandle{-1, -1, id};
+  lifecycle_.run([&](Actions& out) { schedule_.walk().reach(place, out); });
+  const CallHandle call = schedule_.walk().is_next(made) ? made : CallHandle{-1, -1, id};
   consensus_.ask_in_backward(call);
   calls_.back().again = made;
   lifecycle_.run([&](Actions& out) {
-    if (schedule_.recompute(call, out)) {
+    if (schedule_.walk().recompute(call, out)) {
       backward_run_.forget_fired(id);
     }
   });
@@ -257,7 +257,7 @@ void ModelCalls::leave_forward(RecordedCall& recorded, bool has_output, bool rea
 // Returns the call's number among untracked calls, -1 if it is none.
 int64_t ModelCalls::note_call(const RecordedCall& recorded, const Call& entered) {
   UntrackedBackward& untracked = backward_run_.untracked();
-  if (recorded.call.pass >= 0 && schedule_.records(recorded.call.pass)) {
+  if (recorded.call.pass >= 0 && schedule_.passes().records(recorded.call.pass)) {
     backward_run_.recomputed_calls().add(recorded, entered.has_graph, entered.recomputing);
   }
   if (entered.recomputing) {

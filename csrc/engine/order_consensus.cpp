@@ -83,8 +83,8 @@ void OrderConsensus::serve(const ControlChannel::Answer& answer, bool in_pass) {
 // A unit that was released too early (see Note [Untracked backward]) is gathered once more, which
 // ranks that did not make the call do not know.
 void OrderConsensus::ask_in_backward(const CallHandle& call) {
-  if (ranks_differ_ && schedule_.is_out_of_turn(call)) {
-    lifecycle_.run([&](Actions& out) { schedule_.leave_order(out); });
+  if (ranks_differ_ && schedule_.walk().is_out_of_turn(call)) {
+    lifecycle_.run([&](Actions& out) { schedule_.walk().leave_order(out); });
     if (!schedule_.is_resident(call.unit)) {
       ask_for(call.unit);
       lifecycle_.run([&](Actions& out) { schedule_.take_one(call.unit, out); });
@@ -112,13 +112,14 @@ void OrderConsensus::leave_pass() {
     return;
   }
   lifecycle_.run([&](Actions& out) { schedule_.close_pass(out); });
-  if (context_.control->is_static() && has_order_ && (!schedule_.changed() || failed_)) {
+  const CallOrder& order = schedule_.order();
+  if (context_.control->is_static() && has_order_ && (!order.changed() || failed_)) {
     finish_pass({}); // a call that this rank skips is skipped by all
     return;
   }
-  say({std::nullopt, 0, schedule_.changed(), schedule_.skipped(), failed_});
+  say({std::nullopt, 0, order.changed(), order.skipped(), failed_});
   leaving_ = true;
-  if (schedule_.changed() || schedule_.skipped() || !c10::GradMode::is_enabled()) {
+  if (order.changed() || order.skipped() || !c10::GradMode::is_enabled()) {
     settle_pass();
   }
 }
@@ -148,7 +149,7 @@ void OrderConsensus::settle_pass() {
   failed_ = answer.failed;
   RankCalls calls;
   if (answer.changed && !failed_) {
-    calls = context_.control->gather(schedule_.calls());
+    calls = context_.control->gather(schedule_.order().calls());
     has_order_ = true;
   }
   ranks_differ_ = ranks_differ_ || (answer.skipped && !failed_);
@@ -162,7 +163,7 @@ void OrderConsensus::finish_pass(const RankCalls& calls) {
 
 Agreed OrderConsensus::agreed(size_t num_backward_shapes) const {
   Agreed result;
-  result.num_calls = schedule_.calls().size();
+  result.num_calls = schedule_.order().calls().size();
   result.num_shapes = num_backward_shapes;
   result.num_messages = context_.control == nullptr ? 0 : context_.control->num_messages();
   for (const Collectives* each : collectives_of(units_)) {

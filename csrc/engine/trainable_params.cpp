@@ -34,7 +34,7 @@ void TrainableParams::sync(UnitId id) {
       });
     }
   }
-  schedule_.set_reducible(id, use.count > 0);
+  schedule_.passes().set_reducible(id, use.count > 0);
   if (!schedule_.in_rooted_pass()) { // there it is noted at the beginning, as ranks skip units
     note(id);
   }

@@ -28,7 +28,7 @@ class CallOrder {
   void advance() {
     ++cursor_;
   }
-  // The next call of the unit in what is left of the order.
+  // The next call of the unit in what is left of the order; none if there is none.
   std::optional<int32_t> find(UnitId unit) const;
   // The next `count` different units that the order enters.
   std::vector<UnitId> upcoming(int count) const;

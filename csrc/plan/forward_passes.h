@@ -54,6 +54,11 @@ class ForwardPasses {
   }
   // Whether the call's backward reads the unit's parameters; so does a call that is not known.
   bool reads(const CallHandle& call) const;
+  // Whether the pass records a graph.
+  bool records(int64_t id) const {
+    const ForwardPass* pass = find(id);
+    return pass != nullptr && pass->grad;
+  }
   // The unit's parameters changed: no backward comes through it for a pass before.
   void note_change(UnitId unit);
   // For each unit whether a pass before this one is still to go backward through it.

@@ -44,7 +44,8 @@ void Schedule::begin_pass(bool grad, Actions& out) {
 
 void Schedule::end_pass(Actions& out) {
   close_pass(out);
-  settle_pass(changed() ? std::vector<PassCalls>{calls()} : std::vector<PassCalls>{}, 0);
+  settle_pass(
+      order_.changed() ? std::vector<PassCalls>{order_.calls()} : std::vector<PassCalls>{}, 0);
 }
 
 void Schedule::close_pass(Actions& out) {

@@ -52,25 +52,14 @@ class Schedule {
   bool follows_order() const {
     return follows_;
   }
-  // Whether the order still has a call of the unit.
-  bool is_expected(UnitId unit) const {
-    return order_.find(unit).has_value();
-  }
   // Goes through what is left of the order.
   void finish_order(Actions& out);
   // A call that other ranks make and the order does not have.
   void serve(UnitId unit, Actions& out);
   // This rank has left the pass; ranks that have not may have to be served.
   void close_pass(Actions& out);
-  // Whether ranks have to compare their calls after close_pass.
-  bool changed() const {
-    return order_.changed();
-  }
-  bool skipped() const {
-    return order_.skipped();
-  }
-  const PassCalls& calls() const {
-    return order_.calls();
+  const CallOrder& order() const {
+    return order_;
   }
   // Settles the pass that was closed: with the calls of all ranks if any of them changed, else with
   // none.
@@ -80,38 +69,17 @@ class Schedule {
   // The pass ended with an exception: gives everything back, forgets the pass.
   void abort(Actions& out);
 
-  // Backward, see BackwardWalk.
+  // Backward. It begins and ends here, and goes through the walk.
   void begin_backward() {
     close_loose_pass();
     walk_.begin();
-  }
-  bool pre_backward(const CallHandle& call, Actions& out) {
-    return walk_.pre_backward(call, out);
-  }
-  void reach(const BackwardPlace& place, Actions& out) {
-    walk_.reach(place, out);
-  }
-  bool is_next(const CallHandle& call) const {
-    return walk_.is_next(call);
-  }
-  bool recompute(const CallHandle& call, Actions& out) {
-    return walk_.recompute(call, out);
-  }
-  void ready(UnitId unit, Actions& out) {
-    walk_.ready(unit, out);
   }
   void end_backward(Actions& out) {
     retained_ = -1;
     walk_.end(out);
   }
-  bool is_out_of_turn(const CallHandle& call) const {
-    return walk_.is_out_of_turn(call);
-  }
-  void finish_steps(Actions& out) {
-    walk_.finish_steps(out);
-  }
-  void leave_order(Actions& out) {
-    walk_.leave_order(out);
+  BackwardWalk& walk() {
+    return walk_;
   }
   // Unshards and reshards a unit that other ranks need.
   void serve_one(UnitId unit, Actions& out);
@@ -126,16 +94,8 @@ class Schedule {
     return residency_;
   }
 
-  // Whether the unit has gradients to reduce at all.
-  void set_reducible(UnitId unit, bool reducible) {
-    passes_.set_reducible(unit, reducible);
-  }
-  // Whether the backward that begins leaves the unit's gradients alone; until the next one begins.
-  void set_muted(UnitId unit, bool muted) {
-    walk_.set_muted(unit, muted);
-  }
-  const std::vector<CallEvent>& order() const {
-    return order_.events();
+  ForwardPasses& passes() {
+    return passes_;
   }
   // The unit's full parameters are there, or on their way.
   bool is_resident(UnitId unit) const {
@@ -150,10 +110,6 @@ class Schedule {
   bool is_shown(UnitId unit) const {
     return residency_.is_here(unit) && (is_active(unit) || residency_.uses(unit).stays);
   }
-  // Whether the call's backward reads the unit's parameters.
-  bool reads(const CallHandle& call) const {
-    return passes_.reads(call);
-  }
   // A call of the unit that this rank makes has not been left.
   bool is_entered(UnitId unit) const {
     return residency_.uses(unit).held > 0;
@@ -163,19 +119,6 @@ class Schedule {
   }
   bool in_rooted_pass() const {
     return rooted_;
-  }
-  // A number for the calls whose backward has begun, the same on all ranks; of the last backward.
-  uint64_t backward_shape() const {
-    return walk_.shape();
-  }
-  // Whether the pass records a graph.
-  bool records(int64_t pass) const {
-    const ForwardPass* found = passes_.find(pass);
-    return found != nullptr && found->grad;
-  }
-  // Passes before this one are forgotten.
-  int64_t oldest_pass() const {
-    return passes_.oldest();
   }
 
  private:

@@ -72,7 +72,7 @@ StepSimulation::StepSimulation(
         layouts_[unit]);
     schedule_.residency().set_staying(static_cast<UnitId>(unit), {units[unit].stays, false});
     const auto& regions = layouts_[unit].regions();
-    schedule_.set_reducible(
+    schedule_.passes().set_reducible(
         static_cast<UnitId>(unit), std::any_of(regions.begin(), regions.end(), is_trainable));
   }
 }
@@ -115,7 +115,7 @@ void StepSimulation::forget_gathered() {
 
 // As FirstGather::begin.
 void StepSimulation::gather_at_step(Actions& actions) {
-  const std::vector<CallEvent>& order = schedule_.order();
+  const std::vector<CallEvent>& order = schedule_.order().events();
   const UnitId first = order.empty() ? -1 : order.front().unit;
   if (first >= 0 && meshes_[first].gathers_at_step(options_.sharding)) {
     schedule_.invalidate(first, actions);
@@ -177,9 +177,9 @@ void StepSimulation::backward(Actions& actions) {
     const int32_t mirrored = event.ready ? first_enter(event.index) : event.index;
     moment_ = std::max(moment_, 2 * num_events - 1 - mirrored);
     if (event.ready) {
-      schedule_.ready(event.index, actions);
+      schedule_.walk().ready(event.index, actions);
     } else {
-      schedule_.pre_backward(calls_.at(event.index).second, actions);
+      schedule_.walk().pre_backward(calls_.at(event.index).second, actions);
     }
     run(actions);
     if (!event.ready) {

@@ -91,14 +91,16 @@ void register_schedule(py::module_& module) {
           py::arg("needs_backward") = true,
           py::arg("reads") = true)
       .def("end_pass", [](S& s) { return s.run([&] { s.schedule.end_pass(s.actions); }); })
-      .def("is_expected", [](const S& s, UnitId unit) { return s.schedule.is_expected(unit); })
+      .def(
+          "is_expected",
+          [](const S& s, UnitId unit) { return s.schedule.order().find(unit).has_value(); })
       .def("finish_order", [](S& s) { return s.run([&] { s.schedule.finish_order(s.actions); }); })
       .def(
           "serve",
           [](S& s, UnitId unit) { return s.run([&] { s.schedule.serve(unit, s.actions); }); })
       .def("close_pass", [](S& s) { return s.run([&] { s.schedule.close_pass(s.actions); }); })
-      .def("changed", [](const S& s) { return s.schedule.changed(); })
-      .def("calls", [](const S& s) { return s.schedule.calls(); })
+      .def("changed", [](const S& s) { return s.schedule.order().changed(); })
+      .def("calls", [](const S& s) { return s.schedule.order().calls(); })
       .def(
           "settle_pass",
           [](S& s, const std::vector<PassCalls>& ranks, int own) {
@@ -106,15 +108,19 @@ void register_schedule(py::module_& module) {
           })
       .def("abort", [](S& s) { return s.run([&] { s.schedule.abort(s.actions); }); })
       .def("begin_backward", [](S& s) { s.schedule.begin_backward(); })
-      .def("set_muted", [](S& s, UnitId unit, bool muted) { s.schedule.set_muted(unit, muted); })
+      .def(
+          "set_muted",
+          [](S& s, UnitId unit, bool muted) { s.schedule.walk().set_muted(unit, muted); })
       .def(
           "pre_backward",
           [](S& s, const CallHandle& call) {
-            return s.run([&] { s.schedule.pre_backward(call, s.actions); });
+            return s.run([&] { s.schedule.walk().pre_backward(call, s.actions); });
           })
       .def(
           "ready",
-          [](S& s, UnitId unit) { return s.run([&] { s.schedule.ready(unit, s.actions); }); })
+          [](S& s, UnitId unit) {
+            return s.run([&] { s.schedule.walk().ready(unit, s.actions); });
+          })
       .def("end_backward", [](S& s) { return s.run([&] { s.schedule.end_backward(s.actions); }); })
       .def(
           "invalidate",
@@ -130,7 +136,7 @@ void register_schedule(py::module_& module) {
             return s.run([&] { s.schedule.residency().drop_ahead(unit, s.actions); });
           })
       .def("is_resident", [](const S& s, UnitId unit) { return s.schedule.is_resident(unit); })
-      .def_property_readonly("order", [](const S& s) { return s.schedule.order(); });
+      .def_property_readonly("order", [](const S& s) { return s.schedule.order().events(); });
 }
 
 } // namespace zerocore
