@@ -2,6 +2,7 @@
 #include "plan/arrangement.h"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <utility>
 
@@ -13,12 +14,12 @@ namespace {
 
 using Neighbours = std::vector<std::vector<int>>;
 
-Neighbours neighbours_of(const Blocks& blocks) {
-  const auto num_blocks = static_cast<int>(blocks.nbytes.size());
+Neighbours neighbours_of(const std::vector<HeldBlock>& blocks) {
+  const auto num_blocks = static_cast<int>(blocks.size());
   Neighbours result(num_blocks);
   for (int a = 0; a < num_blocks; ++a) {
     for (int b = 0; b < a; ++b) {
-      if (blocks.beside[a].contains(b) || blocks.beside[b].contains(a)) {
+      if (blocks[a].beside.contains(b) || blocks[b].beside.contains(a)) {
         result[a].push_back(b);
         result[b].push_back(a);
       }
@@ -28,8 +29,7 @@ Neighbours neighbours_of(const Blocks& blocks) {
 }
 
 int64_t lowest_gap(std::vector<Range> taken, int64_t nbytes) {
-  std::sort(
-      taken.begin(), taken.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  std::ranges::sort(taken, {}, &Range::begin);
   int64_t begin = 0;
   for (const Range& range : taken) {
     if (begin + nbytes <= range.begin) {
@@ -42,9 +42,9 @@ int64_t lowest_gap(std::vector<Range> taken, int64_t nbytes) {
 
 Arrangement place_in_order(
     const std::vector<int>& order,
-    const std::vector<int64_t>& nbytes,
+    const std::vector<HeldBlock>& blocks,
     const Neighbours& neighbours) {
-  Arrangement result{std::vector<Range>(nbytes.size()), 0};
+  Arrangement result{std::vector<Range>(blocks.size()), 0};
   for (const int index : order) {
     std::vector<Range> taken;
     for (const int other : neighbours[index]) {
@@ -52,35 +52,33 @@ Arrangement place_in_order(
         taken.push_back(result.places[other]);
       }
     }
-    const int64_t begin = lowest_gap(std::move(taken), nbytes[index]);
-    result.places[index] = {begin, begin + nbytes[index]};
-    result.nbytes = std::max(result.nbytes, begin + nbytes[index]);
+    const int64_t begin = lowest_gap(std::move(taken), blocks[index].nbytes);
+    result.places[index] = {begin, begin + blocks[index].nbytes};
+    result.nbytes = std::max(result.nbytes, result.places[index].end);
   }
   return result;
 }
 
 } // namespace
 
-Arrangement arrange(Blocks blocks) {
-  for (int64_t& nbytes : blocks.nbytes) {
-    nbytes = round_up(nbytes, kBlockAlignment);
+Arrangement arrange(std::vector<HeldBlock> blocks) {
+  for (HeldBlock& block : blocks) {
+    block.nbytes = round_up(block.nbytes, kBlockAlignment);
   }
   const Neighbours neighbours = neighbours_of(blocks);
-  std::vector<int> order(blocks.nbytes.size());
+  std::vector<int> order(blocks.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
-    return blocks.first_uses[a] < blocks.first_uses[b];
-  });
-  Arrangement by_use = place_in_order(order, blocks.nbytes, neighbours);
-  std::vector<int64_t> breadths = blocks.nbytes;
+  std::ranges::stable_sort(order, {}, [&](int index) { return blocks[index].first_use; });
+  Arrangement by_use = place_in_order(order, blocks, neighbours);
+  std::vector<int64_t> breadths(blocks.size());
   for (const int index : order) {
+    breadths[index] = blocks[index].nbytes;
     for (const int other : neighbours[index]) {
-      breadths[index] += blocks.nbytes[other];
+      breadths[index] += blocks[other].nbytes;
     }
   }
-  std::stable_sort(
-      order.begin(), order.end(), [&](int a, int b) { return breadths[a] > breadths[b]; });
-  Arrangement by_breadth = place_in_order(order, blocks.nbytes, neighbours);
+  std::ranges::stable_sort(order, std::greater(), [&](int index) { return breadths[index]; });
+  Arrangement by_breadth = place_in_order(order, blocks, neighbours);
   return by_use.nbytes < by_breadth.nbytes ? by_use : by_breadth;
 }
 

@@ -12,13 +12,12 @@ namespace zerocore {
 // The device's allocator aligns blocks to so many bytes, and so does the arena.
 constexpr int64_t kBlockAlignment = 512;
 
-// Blocks by index: their sizes, numbers that grow with the time of their first use, and which were
-// held at the same time as which. One of two blocks has to name the other; a block of zero bytes is
-// not there.
-struct Blocks {
-  std::vector<int64_t> nbytes;
-  std::vector<int64_t> first_uses;
-  std::vector<BitSet> beside;
+// A block, which others name by its index. One of two blocks that were held at the same time has to
+// name the other; a block of zero bytes is not there.
+struct HeldBlock {
+  int64_t nbytes = 0;
+  int64_t first_use = 0; // grows with the time of it
+  BitSet beside; // blocks that were held at the same time
 };
 
 struct Arrangement {
@@ -31,6 +30,6 @@ struct Arrangement {
 // Greedy (Pisarchyk and Lee 2020, arXiv:2001.03288): one block after the other, each at the lowest
 // offset that is free of those it was held beside; once in the order of first use and once with
 // the most bytes in and beside a block first. The better of the two.
-Arrangement arrange(Blocks blocks);
+Arrangement arrange(std::vector<HeldBlock> blocks);
 
 } // namespace zerocore

@@ -74,7 +74,7 @@ PoolMap PoolMap::arranged() const {
   result.indices_ = indices_;
   result.blocks_.resize(blocks_.size());
   result.highest_nbytes_ = highest_nbytes_;
-  Blocks blocks = all_blocks();
+  std::vector<HeldBlock> blocks = all_blocks();
   const Arrangement arrangement = arrange(blocks);
   result.adopt(std::move(blocks), arrangement);
   return result;
@@ -106,30 +106,23 @@ void PoolMap::add_reserved(int64_t nbytes) {
   stats_.peak_reserved_nbytes = std::max(stats_.peak_reserved_nbytes, stats_.reserved_nbytes);
 }
 
-void PoolMap::add(Blocks& blocks, const Seen& seen) {
-  blocks.nbytes.push_back(seen.nbytes);
-  blocks.first_uses.push_back(seen.first_use);
-  blocks.beside.push_back(seen.beside);
-}
-
-Blocks PoolMap::recent_blocks() const {
-  Blocks result;
+std::vector<HeldBlock> PoolMap::recent_blocks() const {
+  std::vector<HeldBlock> result;
   for (const Block& block : blocks_) {
-    add(result, is_recent(block) ? block.recent : Seen());
+    result.push_back(block.period == period_ ? block.recent : HeldBlock());
   }
   return result;
 }
 
-Blocks PoolMap::all_blocks() const {
-  Blocks result;
+std::vector<HeldBlock> PoolMap::all_blocks() const {
+  std::vector<HeldBlock> result;
   for (const Block& block : blocks_) {
-    Seen seen = block.known;
+    HeldBlock& both = result.emplace_back(block.known);
     if (block.recent.nbytes > 0) {
-      seen.nbytes = std::max(seen.nbytes, block.recent.nbytes);
-      seen.first_use = block.recent.first_use;
-      seen.beside.add_all(block.recent.beside);
+      both.nbytes = std::max(both.nbytes, block.recent.nbytes);
+      both.first_use = block.recent.first_use;
+      both.beside.add_all(block.recent.beside);
     }
-    add(result, seen);
   }
   return result;
 }
@@ -137,10 +130,10 @@ Blocks PoolMap::all_blocks() const {
 // Everything known is worth up to a quarter more than what is held at a time. Beyond that it is
 // what this period did that counts, unless it was a small part of a step (an evaluation, say).
 void PoolMap::rearrange() {
-  Blocks blocks = all_blocks();
+  std::vector<HeldBlock> blocks = all_blocks();
   Arrangement next = arrange(blocks);
   if (4 * next.nbytes > 5 * highest_nbytes_ && 4 * recent_highest_nbytes_ > 3 * highest_nbytes_) {
-    Blocks recent = recent_blocks();
+    std::vector<HeldBlock> recent = recent_blocks();
     Arrangement alone = arrange(recent);
     if (alone.nbytes < next.nbytes) {
       blocks = std::move(recent);
@@ -155,9 +148,9 @@ void PoolMap::rearrange() {
   ++arrangement_;
 }
 
-void PoolMap::adopt(Blocks blocks, const Arrangement& arrangement) {
+void PoolMap::adopt(std::vector<HeldBlock> blocks, const Arrangement& arrangement) {
   for (size_t i = 0; i < blocks_.size(); ++i) {
-    blocks_[i].known = {blocks.nbytes[i], blocks.first_uses[i], std::move(blocks.beside[i])};
+    blocks_[i].known = std::move(blocks[i]);
     blocks_[i].recent = {}; // is known now, or to be forgotten
     blocks_[i].place = arrangement.places[i];
   }

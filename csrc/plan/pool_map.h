@@ -81,16 +81,9 @@ class PoolMap {
 
  private:
   enum class Where : uint8_t { Nowhere, Arena, Own };
-  // Facts about a block: the most bytes that were asked for, when it was acquired first, and which
-  // blocks were held while it was.
-  struct Seen {
-    int64_t nbytes = 0;
-    int64_t first_use = 0;
-    BitSet beside;
-  };
   struct Block {
-    Seen known; // what its place suits
-    Seen recent; // in the last period that it was acquired in
+    HeldBlock known; // what its place suits, with the most bytes that were asked for
+    HeldBlock recent; // the same, of the last period that it was acquired in
     int64_t period = -1; // that period
     Range place; // empty for none
     Where where = Where::Nowhere;
@@ -100,14 +93,10 @@ class PoolMap {
   Block& block_of(const BlockKey& key);
   void learn_from(int index, int64_t nbytes);
   void add_reserved(int64_t nbytes);
-  bool is_recent(const Block& block) const {
-    return block.period == period_;
-  }
-  static void add(Blocks& blocks, const Seen& seen);
-  Blocks recent_blocks() const;
-  Blocks all_blocks() const;
+  std::vector<HeldBlock> recent_blocks() const;
+  std::vector<HeldBlock> all_blocks() const;
   void rearrange();
-  void adopt(Blocks blocks, const Arrangement& arrangement);
+  void adopt(std::vector<HeldBlock> blocks, const Arrangement& arrangement);
 
   std::map<BlockKey, int> indices_;
   std::vector<Block> blocks_;
