@@ -40,6 +40,10 @@ struct Step {
   UnitId unit = -1;
   int32_t call = -1; // whose backward begins or ends; not of a Gather
   bool reads = true; // of a Pre: the unit must be unsharded
+
+  bool is_pre(int32_t of) const {
+    return kind == StepKind::Pre && call == of;
+  }
 };
 
 // `reduces(unit)` says whether the unit's gradients are reduced when its first call is left.

@@ -10,25 +10,29 @@
 
 namespace zerocore {
 
+namespace {
+
+// Where the call's backward begins among the steps that are not done; their end for nowhere.
+auto find_pre(const ForwardPass& pass, const CallHandle& call) {
+  const auto begin = pass.steps.begin() + static_cast<std::ptrdiff_t>(pass.next);
+  return std::find_if(
+      begin, pass.steps.end(), [&](const Step& step) { return step.is_pre(call.call); });
+}
+
+} // namespace
+
 void BackwardWalk::begin() {
-  pass_ = -1;
+  abort();
   shape_ = 0;
-  for (UnitState& unit : units_) {
-    unit.ready = false;
-    unit.due = false;
-  }
 }
 
 bool BackwardWalk::pre_backward(const CallHandle& call, Actions& out) {
   ForwardPass* pass = passes_.find(call.pass);
   if (pass != nullptr) {
     go_to_pass(*pass, out);
-    const auto begin = pass->steps.begin() + static_cast<std::ptrdiff_t>(pass->next);
-    const auto found = std::find_if(begin, pass->steps.end(), [&](const Step& step) {
-      return step.kind == StepKind::Pre && step.call == call.call;
-    });
+    const auto found = find_pre(*pass, call);
     if (found != pass->steps.end()) {
-      run_steps(*pass, static_cast<size_t>(found - pass->steps.begin()) + 1, out);
+      run_steps(*pass, static_cast<size_t>(found - pass->steps.cbegin()) + 1, out);
       residency_.uses(call.unit).in_backward = true;
       run_gathers(out);
       return true;
@@ -50,10 +54,7 @@ bool BackwardWalk::is_out_of_turn(const CallHandle& call) const {
   if (pass == nullptr || pass->id != pass_) {
     return pass == nullptr;
   }
-  return std::none_of(
-      pass->steps.begin() + static_cast<std::ptrdiff_t>(pass->next),
-      pass->steps.end(),
-      [&](const Step& step) { return step.kind == StepKind::Pre && step.call == call.call; });
+  return find_pre(*pass, call) == pass->steps.end();
 }
 
 void BackwardWalk::reach(const BackwardPlace& place, Actions& out) {
@@ -76,8 +77,7 @@ bool BackwardWalk::is_next(const CallHandle& call) const {
   if (pass == nullptr || call.pass != pass_ || pass->next >= pass->steps.size()) {
     return false;
   }
-  const Step& step = pass->steps[pass->next];
-  return step.kind == StepKind::Pre && step.call == call.call;
+  return pass->steps[pass->next].is_pre(call.call);
 }
 
 bool BackwardWalk::recompute(const CallHandle& call, Actions& out) {

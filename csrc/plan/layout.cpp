@@ -2,7 +2,6 @@
 #include "plan/layout.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "common/scaled_blocks.h"
 
@@ -139,26 +138,6 @@ Layout::Layout(
       num_shards_(num_shards),
       by_rows_(by_rows) {
   nbytes_ = nbytes_of(gathered_regions());
-}
-
-std::vector<int> Layout::gathered_regions() const {
-  std::vector<int> indices(regions_.size());
-  std::iota(indices.begin(), indices.end(), 0);
-  std::erase_if(indices, [&](int region) { return !regions_[region].is_gathered; });
-  return indices;
-}
-
-std::vector<int> Layout::kept_regions() const {
-  std::vector<int> indices(regions_.size());
-  std::iota(indices.begin(), indices.end(), 0);
-  std::erase_if(indices, [&](int region) { return !regions_[region].is_kept; });
-  return indices;
-}
-
-std::vector<int> Layout::main_regions() const {
-  std::vector<int> indices = kept_regions();
-  std::erase_if(indices, [&](int region) { return !regions_[region].has_main(); });
-  return indices;
 }
 
 Layout Layout::of_shard(int64_t shard) const {

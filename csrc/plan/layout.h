@@ -21,6 +21,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "common/types.h"
@@ -146,11 +147,24 @@ class Layout {
   int64_t nbytes() const {
     return nbytes_;
   }
-  // Indices of the regions that are gathered, of those that the unit keeps, and of those that have
-  // main weights.
-  std::vector<int> gathered_regions() const;
-  std::vector<int> kept_regions() const;
-  std::vector<int> main_regions() const;
+  // Indices of the regions for which `is_so(region)`; of those that are gathered, and of those that
+  // the unit keeps.
+  template <typename IsSo>
+  std::vector<int> regions_where(const IsSo& is_so) const {
+    std::vector<int> indices;
+    for (int index = 0; index < static_cast<int>(regions_.size()); ++index) {
+      if (std::invoke(is_so, regions_[index])) {
+        indices.push_back(index);
+      }
+    }
+    return indices;
+  }
+  std::vector<int> gathered_regions() const {
+    return regions_where(&Region::is_gathered);
+  }
+  std::vector<int> kept_regions() const {
+    return regions_where(&Region::is_kept);
+  }
   // Bytes of a buffer that holds only some of the regions, one after the other.
   int64_t nbytes_of(const std::vector<int>& regions) const;
   // Bytes that one rank owns of what is gathered.

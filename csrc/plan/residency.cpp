@@ -17,8 +17,7 @@ Residency::Residency(const ScheduleOptions& options) {
 }
 
 bool Residency::all_resident() const {
-  return std::all_of(
-      units_.begin(), units_.end(), [](const UnitState& unit) { return unit.resident; });
+  return std::ranges::all_of(units_, &UnitState::resident);
 }
 
 void Residency::unshard(UnitId unit, Actions& out) {
@@ -30,17 +29,27 @@ void Residency::unshard(UnitId unit, Actions& out) {
   }
 }
 
+void Residency::leave(UnitId unit, bool late, Actions& out) {
+  units_[unit].resident = false;
+  units_[unit].late = late;
+  if (!late) {
+    out.push_back({ActionKind::Reshard, unit});
+  }
+}
+
+void Residency::end_late(UnitId unit, Actions& out) {
+  if (std::exchange(units_[unit].late, false)) {
+    out.push_back({ActionKind::Reshard, unit});
+  }
+}
+
 void Residency::release(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
   const Uses& uses = state.uses;
   const bool in_use =
       uses.active > 0 || uses.in_backward || uses.holds > 0 || uses.stays || uses.ahead;
   if (state.mesh.releases && state.resident && !in_use) {
-    state.resident = false;
-    state.late = uses.held > 0 || uses.kept;
-    if (!state.late) {
-      out.push_back({ActionKind::Reshard, unit});
-    }
+    leave(unit, /*late=*/uses.held > 0 || uses.kept, out);
   }
 }
 
@@ -53,10 +62,8 @@ void Residency::release_all_but(const std::vector<UnitId>& keep, Actions& out) {
 }
 
 void Residency::release_late(UnitId unit, Actions& out) {
-  UnitState& state = units_[unit];
-  if (state.late && state.uses.held == 0) {
-    state.late = false;
-    out.push_back({ActionKind::Reshard, unit});
+  if (units_[unit].uses.held == 0) {
+    end_late(unit, out);
   }
 }
 
@@ -64,22 +71,15 @@ void Residency::serve(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
   unshard(unit, out);
   if (state.mesh.releases && state.uses.active == 0 && state.uses.holds == 0 && !state.uses.stays) {
-    state.resident = false;
-    state.late = state.uses.held > 0 || state.uses.in_backward || state.uses.kept;
-    if (!state.late) {
-      out.push_back({ActionKind::Reshard, unit});
-    }
+    leave(unit, /*late=*/state.uses.held > 0 || state.uses.in_backward || state.uses.kept, out);
   }
 }
 
 void Residency::leave_backward(UnitId unit, Actions& out) {
-  UnitState& state = units_[unit];
-  state.uses.in_backward = false;
-  state.uses.kept = false;
+  units_[unit].uses.in_backward = false;
+  units_[unit].uses.kept = false;
   end_backward(unit);
-  if (std::exchange(state.late, false)) {
-    out.push_back({ActionKind::Reshard, unit});
-  }
+  end_late(unit, out);
 }
 
 void Residency::invalidate(UnitId unit, Actions& out) {
@@ -93,11 +93,9 @@ void Residency::invalidate(UnitId unit, Actions& out) {
 
 void Residency::abort(Actions& out) {
   for (UnitId unit = 0; unit < static_cast<UnitId>(units_.size()); ++unit) {
-    UnitState& state = units_[unit];
-    if (std::exchange(state.late, false)) {
-      out.push_back({ActionKind::Reshard, unit});
-    }
-    state.uses = {.holds = state.uses.holds, .ahead = state.uses.ahead};
+    end_late(unit, out);
+    Uses& uses = units_[unit].uses;
+    uses = {.holds = uses.holds, .ahead = uses.ahead};
   }
   release_all_but({}, out);
 }

@@ -103,6 +103,10 @@ class Residency {
     bool late = false; // not resident any more, but held, or used by this rank's backward
   };
 
+  // `late`: this rank keeps its memory.
+  void leave(UnitId unit, bool late, Actions& out);
+  void end_late(UnitId unit, Actions& out);
+
   std::vector<UnitState> units_;
   bool gathers_ = false;
   bool releases_ = false;

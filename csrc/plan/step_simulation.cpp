@@ -25,10 +25,6 @@ std::vector<BackwardEvent> mirrored(const std::vector<CallEvent>& order) {
   return events;
 }
 
-bool is_trainable(const Region& region) {
-  return region.requires_grad;
-}
-
 std::vector<UnitMesh> meshes_of(const std::vector<UnitPlan>& units, const PlanOptions& options) {
   std::vector<UnitMesh> meshes;
   for (const UnitPlan& unit : units) {
@@ -71,9 +67,9 @@ StepSimulation::StepSimulation(
         GatherFacts{meshes_[unit], options_.sharding.tiers},
         layouts_[unit]);
     schedule_.residency().set_staying(static_cast<UnitId>(unit), {units[unit].stays, false});
-    const auto& regions = layouts_[unit].regions();
     schedule_.passes().set_reducible(
-        static_cast<UnitId>(unit), std::any_of(regions.begin(), regions.end(), is_trainable));
+        static_cast<UnitId>(unit),
+        std::ranges::any_of(layouts_[unit].regions(), &Region::requires_grad));
   }
 }
 
@@ -108,8 +104,8 @@ void StepSimulation::step() {
 // The optimizer's step changes what is trained.
 void StepSimulation::forget_gathered() {
   for (size_t unit = 0; unit < layouts_.size(); ++unit) {
-    const auto& regions = layouts_[unit].regions();
-    gathered_[unit] = gathered_[unit] && std::none_of(regions.begin(), regions.end(), is_trainable);
+    gathered_[unit] =
+        gathered_[unit] && std::ranges::none_of(layouts_[unit].regions(), &Region::requires_grad);
   }
 }
 
@@ -190,9 +186,8 @@ void StepSimulation::backward(Actions& actions) {
 
 // Index of the first Enter of a unit in the order.
 int32_t StepSimulation::first_enter(UnitId unit) const {
-  const auto found = std::find_if(order_.begin(), order_.end(), [&](const CallEvent& event) {
-    return event.kind == EventKind::Enter && event.unit == unit;
-  });
+  const auto found =
+      std::ranges::find_if(order_, [&](const CallEvent& event) { return event.is_enter(unit); });
   return static_cast<int32_t>(found - order_.begin());
 }
 

@@ -4,22 +4,20 @@
 namespace zerocore {
 
 std::vector<int> Tiers::main_regions(const Layout& layout) const {
-  std::vector<int> indices = layout.kept_regions();
-  std::erase_if(indices, [&](int index) {
-    const Region& region = layout.regions()[index];
-    return !region.has_main() && !(returns_weights() && region.requires_grad);
+  return layout.regions_where([this](const Region& region) {
+    return region.is_kept && (region.has_main() || (returns_weights() && region.requires_grad));
   });
-  return indices;
 }
 
 std::vector<int> Tiers::sent_regions(const Layout& layout) const {
-  return returns_weights() ? layout.main_regions() : std::vector<int>();
+  return layout.regions_where([this](const Region& region) {
+    return returns_weights() && region.is_kept && region.has_main();
+  });
 }
 
 std::vector<int> Tiers::trained_regions(const Layout& layout) {
-  std::vector<int> indices = layout.gathered_regions();
-  std::erase_if(indices, [&](int index) { return !layout.regions()[index].requires_grad; });
-  return indices;
+  return layout.regions_where(
+      [](const Region& region) { return region.is_gathered && region.requires_grad; });
 }
 
 std::vector<int> Tiers::landing_regions(const Layout& layout) const {
