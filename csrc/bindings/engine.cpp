@@ -159,18 +159,8 @@ void register_setup(py::class_<PyEngine>& engine) {
           py::arg("grad"),
           py::arg("owners"),
           py::arg("local") = py::none())
-      .def(
-          "set_view",
-          [](PyEngine& self, UnitId unit, int index, py::object make) {
-            self.registrar->set_view(unit, index, std::move(make));
-          },
-          py::arg("unit"),
-          py::arg("param"),
-          py::arg("make"))
-      .def(
-          "renew_views",
-          [](PyEngine& self, UnitId unit) { self.registrar->renew_views(unit); },
-          py::arg("unit"))
+      .def("set_view", method(&DictRegistrar::set_view))
+      .def("renew_views", method(&DictRegistrar::renew_views))
       .def("start", method(&Engine::start));
 }
 
@@ -202,9 +192,7 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def("release_unsharded", method(&Engine::release_unsharded), no_gil)
       .def("begin_hold", method(&Engine::begin_hold), no_gil)
       .def("wait_held", method(&Engine::wait_held), no_gil)
-      .def(
-          "set_recycling",
-          [](PyEngine& self, bool recycling) { self.engine->pool().set_recycling(recycling); })
+      .def("set_recycling", method(&BucketPool::set_recycling))
       .def("set_parked", method(&Engine::set_parked), no_gil)
       .def("device_memory", method(&Engine::device_memory))
       .def(
@@ -249,8 +237,7 @@ void register_unit_controls(py::class_<PyEngine>& engine) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   engine.def(
             "keep", [](PyEngine& self, UnitId unit) { self.engine->set_kept(unit, true); }, no_gil)
-      .def(
-          "show", [](PyEngine& self, UnitId unit) { self.engine->lifecycle().use(unit); }, no_gil)
+      .def("show", method(&UnitLifecycle::use), no_gil)
       .def(
           "drop", [](PyEngine& self, UnitId unit) { self.engine->set_kept(unit, false); }, no_gil)
       .def(
@@ -320,7 +307,7 @@ void register_figures(py::class_<PyEngine>& engine) {
           "order", [](const PyEngine& self) { return self.engine->schedule().order().events(); })
       .def_property_readonly(
           "pool_stats", [](const PyEngine& self) { return self.engine->pool().stats(); })
-      .def("forget_recent_peak", [](PyEngine& self) { self.engine->pool().forget_recent_peak(); })
+      .def("forget_recent_peak", method(&BucketPool::forget_recent_peak))
       .def_property_readonly(
           "parameter_nbytes",
           [](PyEngine& self) {
@@ -340,12 +327,9 @@ void register_figures(py::class_<PyEngine>& engine) {
             const StreamRole found = stream_role_named(role);
             return reinterpret_cast<uintptr_t>(self.engine->streams().native_handle(found));
           })
-      .def(
-          "start_trace",
-          [](PyEngine& self, bool align) { self.engine->trace().start(align); },
-          py::arg("align") = true)
-      .def("pause_trace", [](PyEngine& self) { self.engine->trace().pause(); })
-      .def("stop_trace", [](PyEngine& self) { return self.engine->trace().stop(); })
+      .def("start_trace", method(&Trace::start), py::arg("align") = true)
+      .def("pause_trace", method(&Trace::pause))
+      .def("stop_trace", method(&Trace::stop))
       .def_property_readonly("agreed", &agreed)
       .def_property_readonly("counters", &counters);
 }

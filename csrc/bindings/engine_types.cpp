@@ -57,15 +57,10 @@ ParamOwner make_owner(py::dict parameters, const std::string& name) {
 }
 
 void register_engine_options(py::module_& module) {
+  using Name = std::optional<std::string>;
   py::class_<GroupNames>(module, "GroupNames")
       .def(
-          py::init([](std::optional<std::string> shard,
-                      std::optional<std::string> replicas,
-                      std::optional<std::string> near,
-                      std::optional<std::string> reductions) {
-            return GroupNames{
-                std::move(shard), std::move(replicas), std::move(near), std::move(reductions)};
-          }),
+          py::init<Name, Name, Name, Name>(),
           py::kw_only(),
           py::arg("shard"),
           py::arg("replicas"),
@@ -73,26 +68,16 @@ void register_engine_options(py::module_& module) {
           py::arg("reductions") = py::none());
   py::class_<EngineOptions>(module, "EngineOptions")
       .def(
-          py::init([](const ShardOptions& sharding,
-                      std::vector<GroupNames> meshes,
-                      std::optional<std::string> control,
-                      bool log_hand_overs,
-                      bool static_graph,
-                      std::string alarm_name,
-                      std::optional<double> stall_seconds,
-                      std::optional<LinkModel> host_link,
-                      int host_threads) {
-            return EngineOptions{
-                sharding,
-                std::move(meshes),
-                std::move(control),
-                log_hand_overs,
-                static_graph,
-                std::move(alarm_name),
-                stall_seconds,
-                host_link,
-                host_threads};
-          }),
+          py::init<
+              ShardOptions,
+              std::vector<GroupNames>,
+              Name,
+              bool,
+              bool,
+              std::string,
+              std::optional<double>,
+              std::optional<LinkModel>,
+              int>(),
           py::kw_only(),
           py::arg("sharding"),
           py::arg("meshes"),
@@ -121,10 +106,7 @@ void register_units(py::module_& module) {
           py::arg("gather") = py::none());
   py::class_<UnitSpec>(module, "UnitSpec")
       .def(
-          py::init(
-              [](std::string name, std::vector<UnitParam> params, bool stays, bool near, int mesh) {
-                return UnitSpec{std::move(name), std::move(params), stays, near, mesh};
-              }),
+          py::init<std::string, std::vector<UnitParam>, bool, bool, int>(),
           py::arg("name"),
           py::arg("params"),
           py::arg("stays") = false,

@@ -220,13 +220,7 @@ void register_options(py::module_& module) {
 void register_units(py::module_& module) {
   py::class_<UnitPlan>(module, "UnitPlan")
       .def(
-          py::init([](std::vector<ParamSpec> params,
-                      std::vector<int> unused,
-                      bool stays,
-                      bool near,
-                      int mesh) {
-            return UnitPlan{std::move(params), std::move(unused), stays, near, mesh};
-          }),
+          py::init<std::vector<ParamSpec>, std::vector<int>, bool, bool, int>(),
           py::arg("params"),
           py::arg("unused") = std::vector<int>{},
           py::arg("stays") = false,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <tuple>
 #include <utility>
 
 #include "bindings/registrar.h"
@@ -16,30 +17,31 @@ struct PyEngine {
 };
 
 // The object whose method is called.
-inline Engine& part_of(const PyEngine& self, Engine* /*tag*/) {
-  return *self.engine;
-}
-inline ModelCalls& part_of(const PyEngine& self, ModelCalls* /*tag*/) {
-  return self.engine->calls();
-}
-inline Offload& part_of(const PyEngine& self, Offload* /*tag*/) {
-  return self.engine->offload();
-}
-inline Reducer& part_of(const PyEngine& self, Reducer* /*tag*/) {
-  return self.engine->reducer();
+template <typename Part>
+Part& part_of(const PyEngine& self) {
+  Engine& engine = *self.engine;
+  return std::get<Part&>(std::tie(
+      engine,
+      engine.calls(),
+      engine.lifecycle(),
+      engine.offload(),
+      engine.pool(),
+      engine.reducer(),
+      engine.trace(),
+      *self.registrar));
 }
 
 // Binds a method of one of these as a method of PyEngine.
 template <typename Part, typename Result, typename... Args>
 auto method(Result (Part::*called)(Args...)) {
   return [called](PyEngine& self, Args... args) -> Result {
-    return (part_of(self, static_cast<Part*>(nullptr)).*called)(std::forward<Args>(args)...);
+    return (part_of<Part>(self).*called)(std::forward<Args>(args)...);
   };
 }
 template <typename Part, typename Result, typename... Args>
 auto method(Result (Part::*called)(Args...) const) {
   return [called](const PyEngine& self, Args... args) -> Result {
-    return (part_of(self, static_cast<Part*>(nullptr)).*called)(std::forward<Args>(args)...);
+    return (part_of<Part>(self).*called)(std::forward<Args>(args)...);
   };
 }
 
