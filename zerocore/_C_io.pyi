@@ -1,4 +1,4 @@
-"""Types of files and of what is swapped with them, all in ``zerocore._C``; not for run time."""
+"""Types of files and of the memory of the host, all in ``zerocore._C``; not for run time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,28 +15,8 @@ def read_pickle(
 ) -> Any:
     """See ``zerocore.checkpoint.safe_pickles.read_pickle``. Raises ValueError."""
 
-DISK_ALIGNMENT: int
-"""Offsets, sizes and addresses of requests to a disk file are multiples of it."""
-
 BLOCK_NBYTES: int
 """Bytes of a block of a file, each of which has a checksum."""
-
-class DiskFile:
-    """A file without a name in a folder, of a fixed size, that memory is swapped to and from.
-
-    ``read`` and ``write`` return a ticket, to ``wait`` for once; the file keeps the tensor until
-    then. Raises OSError that names the file, the offset and the request's label; ValueError for
-    requests that are not aligned, and for a tensor that is not contiguous or not on the CPU.
-    """
-
-    def __init__(self, folder: str, name: str, nbytes: int) -> None: ...
-    def read(self, offset: int, tensor: Tensor, label: str) -> int: ...
-    def write(self, offset: int, tensor: Tensor, label: str) -> int: ...
-    def wait(self, ticket: int) -> None: ...
-    nbytes: int
-    path: str
-    is_direct: bool
-    descriptor: int
 
 class StreamWay:
     """How files are read and written; ANY is past the page cache what is large and not in it."""
@@ -101,29 +81,6 @@ class HostMemory:
 
 def use_host_threads(num_threads: int) -> None:
     """How many threads share the CPU kernels that the calling thread runs; others keep theirs."""
-
-class SwappedUnits:
-    """Units in a file, of which some are in memory; zeros at first.
-
-    ``acquire`` gives the first elements of a unit as a 1-D tensor, good until ``release``. Raises
-    OSError when the disk fails, which names file and unit, and again in every call afterwards.
-    """
-
-    def __init__(
-        self,
-        folder: str,
-        name: str,
-        unit_names: Sequence[str],
-        unit_nbytes: Sequence[int],
-        num_buffers: int = 3,
-    ) -> None: ...
-    def expect(self, order: Sequence[int]) -> None: ...
-    def acquire(self, unit: int, numel: int, dtype: torch.dtype) -> Tensor: ...
-    def release(self, unit: int, changed: bool) -> None: ...
-    def finish(self) -> None: ...
-    memory_nbytes: int
-    file_nbytes: int
-    descriptor: int
 
 def crc32(tensor: Tensor, crc: int = 0) -> int: ...
 def reserve(file: int, nbytes: int) -> None: ...

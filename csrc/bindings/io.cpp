@@ -1,13 +1,11 @@
-// Bytes of files and their checksums, and files to swap with. Calls keep the tensors whose memory
-// they use, and release the GIL.
+// Bytes of files and their checksums. Calls keep the tensors whose memory they use, and release the
+// GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <exception>
 #include <limits>
-#include <map>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -16,7 +14,6 @@
 
 #include "bindings/bindings.h"
 #include "io/crc32.h"
-#include "io/disk_file.h"
 #include "io/file_stream.h"
 #include "io/file_writer.h"
 
@@ -61,77 +58,6 @@ void translate_os_error(std::exception_ptr caught) {
     const auto said = py::make_tuple(error.code().value(), error.what());
     PyErr_SetObject(PyExc_OSError, said.ptr());
   }
-}
-
-// A disk file that keeps the tensors of its requests until they are waited for.
-class DiskFile {
- public:
-  DiskFile(const std::string& folder, const std::string& name, int64_t nbytes)
-      : file_(folder, name, nbytes) {}
-
-  int64_t read(int64_t offset, const at::Tensor& tensor, std::string label) {
-    const auto [data, nbytes] = memory_of(tensor);
-    return keep(file_.read(offset, data, nbytes, std::move(label)), tensor);
-  }
-  int64_t write(int64_t offset, const at::Tensor& tensor, std::string label) {
-    const auto [data, nbytes] = memory_of(tensor);
-    return keep(file_.write(offset, data, nbytes, std::move(label)), tensor);
-  }
-  void wait(int64_t ticket) {
-    std::map<int64_t, at::Tensor>::node_type kept; // until the request has ended or failed
-    {
-      const std::lock_guard lock(mutex_);
-      kept = tensors_.extract(ticket);
-    }
-    file_.wait(ticket);
-  }
-  const io::DiskFile& file() const {
-    return file_;
-  }
-
- private:
-  int64_t keep(int64_t ticket, const at::Tensor& tensor) {
-    const std::lock_guard lock(mutex_);
-    tensors_.emplace(ticket, tensor);
-    return ticket;
-  }
-
-  std::mutex mutex_;
-  std::map<int64_t, at::Tensor> tensors_; // by ticket
-  io::DiskFile file_; // goes first: it waits for what is under way
-};
-
-void register_disk_file(py::module_& module) {
-  module.attr("DISK_ALIGNMENT") = kDiskAlignment;
-  module.attr("BLOCK_NBYTES") = io::kBlockNbytes;
-  py::class_<DiskFile>(module, "DiskFile")
-      .def(
-          py::init<const std::string&, const std::string&, int64_t>(),
-          py::arg("folder"),
-          py::arg("name"),
-          py::arg("nbytes"),
-          Released())
-      .def(
-          "read",
-          &DiskFile::read,
-          py::arg("offset"),
-          py::arg("tensor"),
-          py::arg("label"),
-          Released())
-      .def(
-          "write",
-          &DiskFile::write,
-          py::arg("offset"),
-          py::arg("tensor"),
-          py::arg("label"),
-          Released())
-      .def("wait", &DiskFile::wait, py::arg("ticket"), Released())
-      .def_property_readonly("nbytes", [](const DiskFile& self) { return self.file().nbytes(); })
-      .def_property_readonly("path", [](const DiskFile& self) { return self.file().path(); })
-      .def_property_readonly(
-          "is_direct", [](const DiskFile& self) { return self.file().is_direct(); })
-      .def_property_readonly(
-          "descriptor", [](const DiskFile& self) { return self.file().descriptor(); });
 }
 
 using PythonRun = std::pair<int64_t, at::Tensor>; // offset, and what is read from there on
@@ -195,7 +121,7 @@ void register_file_writer(py::module_& module) {
 
 void register_io(py::module_& module) {
   py::register_local_exception_translator(&translate_os_error);
-  register_disk_file(module);
+  module.attr("BLOCK_NBYTES") = io::kBlockNbytes;
   register_file_stream(module);
   register_file_writer(module);
   module.def(

@@ -1,6 +1,5 @@
 // Python face of the runtime layer: figures of allocators and pools, the watchdog's last word,
 // threads and memory of the host.
-#include <ATen/ops/from_blob.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -13,12 +12,10 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "common/pages.h"
 #include "plan/pool_map.h"
 #include "runtime/control_channel.h"
 #include "runtime/host_memory.h"
 #include "runtime/host_threads.h"
-#include "runtime/swapped_units.h"
 #include "watch/alarm.h"
 #include "watch/watchdog.h"
 
@@ -103,7 +100,6 @@ void register_watchdog(py::module_& module) {
 }
 
 void register_host(py::module_& module) {
-  using Released = py::call_guard<py::gil_scoped_release>;
   module.def("use_host_threads", &use_host_threads, py::arg("num_threads"));
   py::class_<HostMemory, std::shared_ptr<HostMemory>>(module, "HostMemory")
       .def(
@@ -120,47 +116,6 @@ void register_host(py::module_& module) {
       .def_property_readonly("address", [](const HostMemory& memory) {
         return reinterpret_cast<uintptr_t>(memory.data());
       });
-  py::class_<SwappedUnits>(module, "SwappedUnits")
-      .def(
-          py::init([](std::string folder,
-                      std::string name,
-                      std::vector<std::string> unit_names,
-                      std::vector<int64_t> unit_nbytes,
-                      int num_buffers) {
-            const SwapRing packed(unit_nbytes, 1, page_nbytes());
-            SwapOptions options{std::move(folder), std::move(name), std::move(unit_names)};
-            for (size_t unit = 0; unit < unit_nbytes.size(); ++unit) {
-              options.ranges.push_back(packed.range(static_cast<UnitId>(unit)));
-            }
-            options.file_nbytes = packed.file_nbytes();
-            options.num_buffers = num_buffers;
-            return std::make_unique<SwappedUnits>(options);
-          }),
-          py::arg("folder"),
-          py::arg("name"),
-          py::arg("unit_names"),
-          py::arg("unit_nbytes"),
-          py::arg("num_buffers") = 3,
-          Released())
-      .def("expect", &SwappedUnits::expect, py::arg("order"), Released())
-      .def(
-          "acquire",
-          [](SwappedUnits& self, UnitId unit, int64_t numel, at::ScalarType dtype) {
-            auto keep = [memory = self.memory()](void*) {};
-            return at::from_blob(
-                self.acquire(unit), {numel}, std::move(keep), at::TensorOptions().dtype(dtype));
-          },
-          py::arg("unit"),
-          py::arg("numel"),
-          py::arg("dtype"),
-          Released())
-      .def("release", &SwappedUnits::release, py::arg("unit"), py::arg("changed"), Released())
-      .def("finish", &SwappedUnits::finish, Released())
-      .def_property_readonly(
-          "memory_nbytes", [](const SwappedUnits& self) { return self.buffers_nbytes(); })
-      .def_property_readonly("file_nbytes", [](SwappedUnits& self) { return self.file().nbytes(); })
-      .def_property_readonly(
-          "descriptor", [](SwappedUnits& self) { return self.file().descriptor(); });
 }
 
 } // namespace

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import random
 import shutil
 import signal
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.bindings import _C_testing
 from tests.distributed.scripts import run_program
-from zerocore._C import DISK_ALIGNMENT, DiskFile, HostMemory
+from zerocore._C import HostMemory
 
 MIB = 1 << 20
 NUM_UNDER_WAY = 64  # blocks of 4 MiB, csrc/io/disk_file.cpp
@@ -33,11 +32,11 @@ def random_bytes(nbytes: int) -> Tensor:
 def test_bytes_come_back(tmp_path: Path) -> None:
     """Requests of all sizes, more than can be under way, waited for in any order."""
     sizes = [1, 2, 3, 1023, 1024, 1025, 3000, *[1] * (3 * NUM_UNDER_WAY)]
-    ends = torch.tensor(sizes).cumsum(0).mul(DISK_ALIGNMENT).tolist()
+    ends = torch.tensor(sizes).cumsum(0).mul(_C_testing.DISK_ALIGNMENT).tolist()
     ranges = list(zip([0, *ends], ends, strict=False))
     random.Random(0).shuffle(ranges)
     source, found = random_bytes(ends[-1]), random_bytes(ends[-1])
-    file = DiskFile(str(tmp_path), "states", ends[-1])
+    file = _C_testing.DiskFile(str(tmp_path), "states", ends[-1])
     assert file.nbytes == ends[-1]
     for begin, memory in ((file.write, source), (file.read, found)):
         tickets = [begin(a, memory[a:b], "a unit") for a, b in ranges]
@@ -51,7 +50,7 @@ def test_bytes_come_back(tmp_path: Path) -> None:
 def test_several_threads(tmp_path: Path) -> None:
     nbytes, num_threads = 6 * MIB, 4
     source, found = (random_bytes(num_threads * nbytes) for _ in range(2))
-    file = DiskFile(str(tmp_path), "states", num_threads * nbytes)
+    file = _C_testing.DiskFile(str(tmp_path), "states", num_threads * nbytes)
 
     def round_trip(thread: int) -> None:
         begin = thread * nbytes
@@ -64,24 +63,10 @@ def test_several_threads(tmp_path: Path) -> None:
     assert torch.equal(source, found)
 
 
-def test_a_request_keeps_its_tensor(tmp_path: Path) -> None:
-    file = DiskFile(str(tmp_path), "states", 8 * MIB)
-    for begin in (file.write, file.read):
-        buffer = mmap.mmap(-1, 8 * MIB)
-        kept = weakref.ref(buffer)
-        ticket = begin(0, torch.frombuffer(buffer, dtype=torch.uint8), "x")
-        del buffer
-        assert kept() is not None
-        file.wait(ticket)
-        assert kept() is None
-    with pytest.raises(ValueError, match=r"contiguous tensor.*got Strided Byte of shape \[4096\]"):
-        file.read(0, torch.zeros(2 * DISK_ALIGNMENT, dtype=torch.uint8)[::2], "x")
-
-
-def replace_by(path: str) -> Callable[[DiskFile], None]:
+def replace_by(path: str) -> Callable[[_C_testing.DiskFile], None]:
     """Makes the file's descriptor that of another one."""
 
-    def replace(file: DiskFile) -> None:
+    def replace(file: _C_testing.DiskFile) -> None:
         other = os.open(path, os.O_RDWR)
         os.dup2(other, file.descriptor)
         os.close(other)
@@ -89,7 +74,7 @@ def replace_by(path: str) -> Callable[[DiskFile], None]:
     return replace
 
 
-def cut_off(file: DiskFile) -> None:
+def cut_off(file: _C_testing.DiskFile) -> None:
     """In the middle of a page of its second block."""
     os.truncate(f"/proc/self/fd/{file.descriptor}", 4 * MIB + 100)
 
@@ -103,14 +88,14 @@ def cut_off(file: DiskFile) -> None:
     ],
 )
 def test_errors_name_file_and_unit(
-    damage: Callable[[DiskFile], None],
+    damage: Callable[[_C_testing.DiskFile], None],
     request_name: str,
     code: int,
     offset: int,
     tmp_path: Path,
 ) -> None:
     memory = random_bytes(8 * MIB)
-    file = DiskFile(str(tmp_path), "states", 8 * MIB)
+    file = _C_testing.DiskFile(str(tmp_path), "states", 8 * MIB)
     damage(file)
     ticket = getattr(file, request_name)(0, memory, "unit 'blocks.3'")
     with pytest.raises(OSError, match=r"unit 'blocks\.3'") as caught:
@@ -124,23 +109,23 @@ def test_errors_name_file_and_unit(
 
 def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"has \d+ bytes free, 1125899906842624 are wanted") as caught:
-        DiskFile(str(tmp_path), "states", 1 << 50)
+        _C_testing.DiskFile(str(tmp_path), "states", 1 << 50)
     assert caught.value.errno == errno.ENOSPC and str(tmp_path) in str(caught.value)
     with pytest.raises(FileNotFoundError, match="nowhere/states"):
-        DiskFile(str(tmp_path / "nowhere"), "states", DISK_ALIGNMENT)
+        _C_testing.DiskFile(str(tmp_path / "nowhere"), "states", _C_testing.DISK_ALIGNMENT)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_space_is_reserved(tmp_path: Path) -> None:
-    file = DiskFile(str(tmp_path), "states", 3 * MIB)
+    file = _C_testing.DiskFile(str(tmp_path), "states", 3 * MIB)
     status = os.fstat(file.descriptor)
     assert status.st_size == 3 * MIB and status.st_blocks * 512 >= 3 * MIB
     assert status.st_nlink == 0
 
 
 def test_requests_that_make_no_sense(tmp_path: Path) -> None:
-    memory, page = random_bytes(8 * DISK_ALIGNMENT), DISK_ALIGNMENT
-    file = DiskFile(str(tmp_path), "states", 4 * page)
+    memory, page = random_bytes(8 * _C_testing.DISK_ALIGNMENT), _C_testing.DISK_ALIGNMENT
+    file = _C_testing.DiskFile(str(tmp_path), "states", 4 * page)
     for offset, begin, nbytes in (
         (1, 0, page),
         (0, 8, page),
@@ -153,14 +138,14 @@ def test_requests_that_make_no_sense(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"states.*a unit"):
             file.read(offset, memory[begin:][:nbytes], "a unit")
     with pytest.raises(ValueError, match="multiple of 4096 bytes, got 5"):
-        DiskFile(str(tmp_path), "states", 5)
+        _C_testing.DiskFile(str(tmp_path), "states", 5)
 
 
 def test_a_folder_that_is_removed_takes_nothing_with_it(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     source, found = random_bytes(MIB), random_bytes(MIB)
-    file = DiskFile(str(folder), "states", MIB)
+    file = _C_testing.DiskFile(str(folder), "states", MIB)
     file.wait(file.write(0, source, "x"))
     shutil.rmtree(folder)
     file.wait(file.read(0, found, "x"))
@@ -169,7 +154,8 @@ def test_a_folder_that_is_removed_takes_nothing_with_it(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys, torch
-from zerocore._C import DiskFile, HostMemory
+from tests.bindings._C_testing import DiskFile
+from zerocore._C import HostMemory
 memory = HostMemory(64 << 20)
 file = DiskFile(sys.argv[1], "states", memory.nbytes)
 file.write(0, memory.view(0, memory.nbytes, torch.uint8), "x")

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerocore._C import SwappedUnits
+from tests.bindings import _C_testing
 
 NUMELS = [1, 1000, 0, 300_000, 5000, 70_000, 2_000_000]
 
 
-def make_units(folder: Path, num_buffers: int = 3) -> SwappedUnits:
+def make_units(folder: Path, num_buffers: int = 3) -> _C_testing.SwappedUnits:
     names = [f"blocks.{index}" for index in range(len(NUMELS))]
     nbytes = [4 * numel for numel in NUMELS]
-    return SwappedUnits(str(folder), "states", names, nbytes, num_buffers)
+    return _C_testing.SwappedUnits(str(folder), "states", names, nbytes, num_buffers)
 
 
-def values(units: SwappedUnits, unit: int) -> Tensor:
+def values(units: _C_testing.SwappedUnits, unit: int) -> Tensor:
     return units.acquire(unit, NUMELS[unit], torch.float32)
 
 

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocore._C import SwappedUnits
+from bench.lib.systems import import_zerocore
+
+import_zerocore()  # and with it the tests, which have the units' binding
+from tests.bindings._C_testing import SwappedUnits  # noqa: E402
 
 ops: Any = torch.ops.zerocore
 STATES = 3  # weight, exp_avg, exp_avg_sq, one after the other
