@@ -9,7 +9,6 @@
 
 #include "bindings/bindings.h"
 #include "runtime/bucket.h"
-#include "runtime/device_memory.h"
 
 namespace zerocore {
 namespace {
@@ -74,14 +73,8 @@ at::Tensor window_on(const at::Tensor& memory) {
 // Tensors that share the storage of `window` read and write that memory from now on, and keep it.
 void move_window(const at::Tensor& window, const at::Tensor& memory) {
   TORCH_CHECK_VALUE(window.nbytes() == memory.nbytes(), "windows keep their size");
-  auto kept = std::make_unique<c10::Storage>(memory.storage());
-  c10::DataPtr data(
-      memory.mutable_data_ptr(),
-      kept.get(),
-      [](void* storage) { delete static_cast<c10::Storage*>(storage); },
-      memory.device());
-  kept.release(); // NOLINT(bugprone-unused-return-value)
-  give_memory(window, std::move(data));
+  auto owner = std::make_shared<c10::Storage>(memory.storage());
+  give_memory(window, kept_memory(owner, memory.mutable_data_ptr(), memory.device()));
 }
 
 // Whether two dicts have the same objects, in the same order: every step of an optimizer asks.

@@ -222,7 +222,7 @@ void Engine::end_deferred(bool drops) {
 std::vector<bool> Engine::any_rank(const std::vector<bool>& flags) {
   calls_.recover();
   calls_.leave_if_outside();
-  return context_.control == nullptr ? flags : context_.control->any_rank_of_optimizer(flags);
+  return context_.any_rank(flags, MessageKind::OptimizerFlags);
 }
 
 Exchange Engine::exchange(size_t mesh, bool across, const at::Tensor& sent, MessageSizes sizes) {

@@ -3,7 +3,10 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/strides.h>
 
 #include <utility>
@@ -56,6 +59,24 @@ at::Tensor tensor_over(
   tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset_numel);
   return tensor;
+}
+
+c10::DataPtr allocate_memory(c10::Device device, int64_t nbytes) {
+  const c10::DeviceGuard guard(device);
+  if (device.is_cpu()) {
+    return c10::GetAllocator(device.type())->allocate(static_cast<size_t>(nbytes));
+  }
+  // The GPU allocator that c10 knows is the one from before any was plugged in. Modes of Python
+  // (that make fake tensors) have no say in it.
+  const c10::impl::ExcludeDispatchKeyGuard below_modes(c10::python_ks);
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+  return at::empty({nbytes}, options).storage().set_data_ptr(c10::DataPtr(nullptr, device));
+}
+
+c10::DataPtr kept_memory(std::shared_ptr<void> owner, void* data, c10::Device device) {
+  using Owner = std::shared_ptr<void>;
+  auto* kept = new Owner(std::move(owner));
+  return {data, kept, [](void* dropped) { delete static_cast<Owner*>(dropped); }, device};
 }
 
 void free_memory(const at::Tensor& tensor, const std::string& message) {

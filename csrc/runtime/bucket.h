@@ -13,6 +13,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,11 @@ at::Tensor tensor_over(
     at::IntArrayRef sizes,
     at::IntArrayRef strides);
 
+// At least `nbytes`, not initialised. From the allocator that tensors come from at this moment: a
+// CUDA program may have plugged in another one.
+c10::DataPtr allocate_memory(c10::Device device, int64_t nbytes);
+// Memory at `data` that lives as long as its owner, whom this keeps.
+c10::DataPtr kept_memory(std::shared_ptr<void> owner, void* data, c10::Device device = c10::kCPU);
 // Frees the memory of a tensor's storage: all its tensors raise `message` until they are given
 // memory again, of the same size and not initialised.
 void free_memory(const at::Tensor& tensor, const std::string& message);

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "common/math.h"
-#include "runtime/device_memory.h"
+#include "runtime/bucket.h"
 
 namespace zerocore {
 

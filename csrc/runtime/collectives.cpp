@@ -18,12 +18,6 @@ namespace zerocore {
 
 namespace {
 
-const char* name_of(TraceOp op) {
-  return op == TraceOp::AllGather    ? "all_gather"
-      : op == TraceOp::ReduceScatter ? "reduce_scatter"
-                                     : "all_reduce";
-}
-
 bool is_given(const OwnCollective* collective) {
   return collective != nullptr && *collective;
 }
@@ -89,17 +83,15 @@ void PendingCollective::wait(const Streams& streams) {
 }
 
 void PendingCollective::wait_on_host() const {
-  if (alarm_ == nullptr) {
-    for (const auto& work : works_) {
-      work->wait();
-    }
-    return;
+  if (alarm_ != nullptr) {
+    alarm_->ledger().begin_wait(number_);
   }
-  alarm_->ledger().begin_wait(number_);
   for (const auto& work : works_) {
     work->wait();
   }
-  alarm_->ledger().finish(number_);
+  if (alarm_ != nullptr) {
+    alarm_->ledger().finish(number_);
+  }
 }
 
 void PendingCollective::wait_on_device(const Streams& streams) const {
@@ -247,7 +239,8 @@ std::vector<PendingCollective> Collectives::start_together(
   const auto role = op == TraceOp::AllGather ? StreamRole::AllGather : StreamRole::ReduceScatter;
   std::vector<PendingCollective> pending;
   for (CollectiveCall& call : calls) {
-    pending.push_back(begin(name_of(op), role, {{call.from}, {call.to}}, std::move(call.tag)));
+    pending.push_back(
+        begin(trace_op_name(op), role, {{call.from}, {call.to}}, std::move(call.tag)));
   }
   issue_on(role, pending.back(), [&](bool async) {
     c10d::Backend& backend = backend_of(role);
@@ -258,7 +251,7 @@ std::vector<PendingCollective> Collectives::start_together(
       } else if (op == TraceOp::ReduceScatter) {
         wire::reduce(backend, methods_.reduce, call.to, call.from, async);
       } else {
-        wire::all_reduce(backend, call.to, c10d::ReduceOp::SUM, async);
+        wire::all_reduce(backend, call.to, async);
       }
     }
     return wire::Works{launch.end()};
@@ -325,13 +318,10 @@ PendingCollective Collectives::reduce_scatter(
       });
 }
 
-PendingCollective Collectives::all_reduce(
-    const at::Tensor& tensor,
-    CollectiveTag tag,
-    c10d::ReduceOp::RedOpType op) {
+PendingCollective Collectives::all_reduce(const at::Tensor& tensor, CollectiveTag tag) {
   return start(
       "all_reduce", StreamRole::ReduceScatter, {{}, {tensor}}, std::move(tag), [&](bool async) {
-        return wire::all_reduce(*reductions_, tensor, op, async);
+        return wire::all_reduce(*reductions_, tensor, async);
       });
 }
 

@@ -155,11 +155,8 @@ class Collectives {
       const at::Tensor& full,
       CollectiveTag tag);
 
-  // Sums `tensor` (1-D) over the ranks in place, or reduces it by another operation.
-  PendingCollective all_reduce(
-      const at::Tensor& tensor,
-      CollectiveTag tag,
-      c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM);
+  // Sums `tensor` (1-D) over the ranks in place.
+  PendingCollective all_reduce(const at::Tensor& tensor, CollectiveTag tag);
 
   // Sends each rank its part of `sent`; what the ranks sent to this one comes into `received`. Both
   // are 1-D bytes, rank after rank.

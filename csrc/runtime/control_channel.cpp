@@ -32,6 +32,12 @@ std::shared_ptr<ControlLink> link_of(const c10::intrusive_ptr<c10d::ProcessGroup
   return ControlLink::of(control->getBackend(c10::DeviceType::CPU), /*is_alone=*/true);
 }
 
+const std::string& name_of(MessageKind flags) {
+  return flags == MessageKind::UsedFlags     ? kUsed
+      : flags == MessageKind::OptimizerFlags ? kOptimizerFlags
+                                             : kCalls;
+}
+
 // One number a call: 0 for one that the rank did not make.
 int64_t encode(const PassCall& call) {
   return call.made
@@ -145,13 +151,8 @@ RankCalls ControlChannel::gather(const PassCalls& own) {
   return result;
 }
 
-std::vector<bool> ControlChannel::any_rank(const std::vector<bool>& flags) {
-  Flags told = tell(MessageKind::AnyFlags, flags, kCalls);
-  return hear(told);
-}
-
-std::vector<bool> ControlChannel::any_rank_of_optimizer(const std::vector<bool>& flags) {
-  Flags told = tell(MessageKind::OptimizerFlags, flags, kOptimizerFlags);
+std::vector<bool> ControlChannel::any_rank(const std::vector<bool>& flags, MessageKind kind) {
+  Flags told = tell(kind, flags);
   return hear(told);
 }
 
@@ -160,20 +161,17 @@ void ControlChannel::tell_used(const std::vector<bool>& flags) {
   if (used_.pending.round != nullptr) {
     hear(used_);
   }
-  used_ = tell(MessageKind::UsedFlags, flags, kUsed);
+  used_ = tell(MessageKind::UsedFlags, flags);
 }
 
 std::vector<bool> ControlChannel::hear_used() {
   return hear(used_);
 }
 
-ControlChannel::Flags ControlChannel::tell(
-    MessageKind kind,
-    const std::vector<bool>& own,
-    const std::string& what) {
+ControlChannel::Flags ControlChannel::tell(MessageKind kind, const std::vector<bool>& own) {
   Flags flags{kind, own, {}};
   if (!known_.contains({kind, own})) {
-    flags.pending = begin(ControlMessage::of_flags(kind, own), what);
+    flags.pending = begin(ControlMessage::of_flags(kind, own), name_of(kind));
   }
   return flags;
 }

@@ -60,10 +60,8 @@ class ControlChannel {
 
   // Every rank's list; all are as long as `own`. Blocks.
   RankCalls gather(const PassCalls& own);
-  // For each flag whether it is set on any rank. Blocks.
-  std::vector<bool> any_rank(const std::vector<bool>& flags);
-  // The same of an optimizer's.
-  std::vector<bool> any_rank_of_optimizer(const std::vector<bool>& flags);
+  // For each flag whether it is set on any rank. Blocks. AnyFlags, or OptimizerFlags.
+  std::vector<bool> any_rank(const std::vector<bool>& flags, MessageKind kind);
   int rank() const {
     return rank_;
   }
@@ -93,7 +91,7 @@ class ControlChannel {
     std::vector<bool> own;
     Pending pending;
   };
-  Flags tell(MessageKind kind, const std::vector<bool>& own, const std::string& what);
+  Flags tell(MessageKind kind, const std::vector<bool>& own);
   std::vector<bool> hear(Flags& flags);
 
   const std::shared_ptr<ControlLink> link_;

@@ -4,6 +4,8 @@
 #include <cerrno>
 #include <string>
 
+#include "runtime/bucket.h"
+
 namespace zerocore {
 
 namespace {
@@ -22,9 +24,7 @@ FileMemory::FileMemory(int file, int64_t nbytes)
 }
 
 c10::DataPtr FileMemory::at(int64_t offset) {
-  using Keep = std::shared_ptr<FileMemory>;
-  auto* keep = new Keep(shared_from_this());
-  return {data() + offset, keep, [](void* kept) { delete static_cast<Keep*>(kept); }, c10::kCPU};
+  return kept_memory(shared_from_this(), data() + offset);
 }
 
 void FileMemory::bring(const Range& range) {

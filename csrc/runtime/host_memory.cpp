@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "runtime/bucket.h"
 #include "runtime/page_pinning.h"
 
 namespace zerocore {
@@ -67,9 +68,7 @@ std::shared_ptr<HostMemory> HostMemory::map(const HostMemoryOptions& options) {
 }
 
 c10::DataPtr HostMemory::at(int64_t offset) {
-  using Keep = std::shared_ptr<HostMemory>;
-  auto* keep = new Keep(shared_from_this());
-  return {data() + offset, keep, [](void* kept) { delete static_cast<Keep*>(kept); }, c10::kCPU};
+  return kept_memory(shared_from_this(), data() + offset);
 }
 
 at::Tensor HostMemory::view(int64_t offset, int64_t numel, c10::ScalarType dtype) {

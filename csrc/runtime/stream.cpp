@@ -25,40 +25,31 @@ StreamRole stream_role_named(const std::string& name) {
 }
 
 Streams::Streams(c10::Device device, HandOverLog* log) : device_(device), log_(log) {
-  if (device.type() != c10::DeviceType::CPU) {
-    const c10::impl::VirtualGuardImpl guard(device.type());
-    // Communication first: a collective that starts late delays every layer behind it.
-    all_gather_ = guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
-    reduce_scatter_ = guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
-  }
+  // Communication first: a collective that starts late delays every layer behind it.
+  take({StreamRole::AllGather, StreamRole::ReduceScatter}, /*is_high_priority=*/true);
 }
 
 void Streams::add_copy_streams() {
-  if (all_gather_) {
+  take({StreamRole::DeviceToHost, StreamRole::HostToDevice}, /*is_high_priority=*/false);
+}
+
+void Streams::take(std::initializer_list<StreamRole> roles, bool is_high_priority) {
+  if (has_device()) {
     const c10::impl::VirtualGuardImpl guard(device_.type());
-    device_to_host_ = guard.getStreamFromGlobalPool(device_, /*isHighPriority=*/false);
-    host_to_device_ = guard.getStreamFromGlobalPool(device_, /*isHighPriority=*/false);
+    for (const StreamRole role : roles) {
+      streams_[index(role)] = guard.getStreamFromGlobalPool(device_, is_high_priority);
+    }
   }
 }
 
 c10::Stream Streams::stream(StreamRole role) const {
-  switch (role) {
-    case StreamRole::AllGather:
-      return *all_gather_;
-    case StreamRole::ReduceScatter:
-      return *reduce_scatter_;
-    case StreamRole::DeviceToHost:
-      return device_to_host_.value();
-    case StreamRole::HostToDevice:
-      return host_to_device_.value();
-    case StreamRole::Compute:
-      break;
-  }
-  return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  return role == StreamRole::Compute
+      ? c10::impl::VirtualGuardImpl(device_.type()).getStream(device_)
+      : streams_[index(role)].value();
 }
 
 bool Streams::compute_stream_changed() const {
-  if (!all_gather_) {
+  if (!has_device()) {
     return log_ != nullptr && log_->follow_compute_stream();
   }
   const c10::Stream current = stream(StreamRole::Compute);
@@ -88,7 +79,7 @@ std::shared_ptr<RecordedEvent> Streams::take_unused(c10::EventFlag flag) const {
   }
   if (event == nullptr) {
     event = std::make_unique<RecordedEvent>();
-    if (all_gather_) {
+    if (has_device()) {
       event->event.emplace(device_.type(), flag);
     }
   }
@@ -106,7 +97,7 @@ StreamEvent Streams::make_event(StreamRole role, c10::EventFlag flag) const {
   event->role = role;
   event->clock = clocks_[index(role)];
   event->epoch = epoch_;
-  if (all_gather_) {
+  if (has_device()) {
     event->event->record(stream(role));
   }
   if (log_ != nullptr) {
@@ -120,7 +111,7 @@ StreamEvent Streams::record(StreamRole role) const {
 }
 
 StreamEvent Streams::record_timed(StreamRole role) const {
-  return all_gather_ ? make_event(role, c10::EventFlag::BACKEND_DEFAULT) : nullptr;
+  return has_device() ? make_event(role, c10::EventFlag::BACKEND_DEFAULT) : nullptr;
 }
 
 double Streams::elapsed_ms(const StreamEvent& begin, const StreamEvent& end) {
@@ -128,7 +119,9 @@ double Streams::elapsed_ms(const StreamEvent& begin, const StreamEvent& end) {
 }
 
 void Streams::synchronize(const StreamEvent& event) {
-  event->event->synchronize();
+  if (event != nullptr && event->event) {
+    event->event->synchronize();
+  }
 }
 
 void Streams::wait(StreamRole role, const StreamEvent& event) const {
@@ -154,7 +147,7 @@ void Streams::wait(StreamRole role, const StreamEvent& event) const {
 }
 
 std::optional<c10::Stream> Streams::compute_stream() const {
-  return all_gather_ ? std::optional(stream(StreamRole::Compute)) : std::nullopt;
+  return has_device() ? std::optional(stream(StreamRole::Compute)) : std::nullopt;
 }
 
 void Streams::order_other(const std::optional<c10::Stream>& other) const {
@@ -167,14 +160,14 @@ void Streams::order_other(const std::optional<c10::Stream>& other) const {
 }
 
 std::optional<c10::StreamGuard> Streams::use(StreamRole role) const {
-  if (!all_gather_ || role == StreamRole::Compute) {
+  if (!has_device() || role == StreamRole::Compute) {
     return std::nullopt;
   }
   return std::make_optional<c10::StreamGuard>(stream(role));
 }
 
 void* Streams::native_handle(StreamRole role) const {
-  return all_gather_ ? stream(role).native_handle() : nullptr;
+  return has_device() ? stream(role).native_handle() : nullptr;
 }
 
 } // namespace zerocore

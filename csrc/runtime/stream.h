@@ -15,6 +15,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <array>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -57,7 +58,7 @@ class Streams {
   StreamEvent record_timed(StreamRole role) const;
   // Milliseconds between two timed events that were reached.
   static double elapsed_ms(const StreamEvent& begin, const StreamEvent& end);
-  // Blocks the host until a timed event is reached.
+  // Blocks the host until an event is reached.
   static void synchronize(const StreamEvent& event);
   // Later work of the role's stream runs after `event`. The host does not wait.
   void wait(StreamRole role, const StreamEvent& event) const;
@@ -78,7 +79,7 @@ class Streams {
 
   // Work on different roles may run at the same time.
   bool has_streams() const {
-    return all_gather_.has_value() || log_ != nullptr;
+    return has_device() || log_ != nullptr;
   }
   // Says that work of the role's stream, given now, reads or writes `tensor` (contiguous).
   void note_read(
@@ -113,6 +114,10 @@ class Streams {
   }
 
  private:
+  bool has_device() const {
+    return !device_.is_cpu();
+  }
+  void take(std::initializer_list<StreamRole> roles, bool is_high_priority);
   // Compute is whatever stream is current when asked.
   c10::Stream stream(StreamRole role) const;
   StreamEvent make_event(StreamRole role, c10::EventFlag flag) const;
@@ -130,9 +135,7 @@ class Streams {
   c10::Device device_;
   HandOverLog* log_ = nullptr;
   std::shared_ptr<Unused> unused_ = std::make_shared<Unused>();
-  std::optional<c10::Stream> all_gather_;
-  std::optional<c10::Stream> reduce_scatter_;
-  std::optional<c10::Stream> device_to_host_, host_to_device_;
+  std::array<std::optional<c10::Stream>, kNumStreamRoles> streams_; // by role; none of Compute
   // Clocks hold for one compute stream; another one begins a new epoch.
   mutable std::array<StreamClock, kNumStreamRoles> clocks_ = {};
   mutable std::optional<c10::Stream> compute_;

@@ -49,9 +49,6 @@ class Trace {
  public:
   explicit Trace(const Streams& streams) : streams_(streams) {}
 
-  bool enabled() const {
-    return enabled_;
-  }
   // Begins to record. `align`: a device's times shall be on the host's clock, for which the host
   // waits a few times; without, only their differences mean something.
   void start(bool align);

@@ -4,7 +4,6 @@
 #include <c10/util/Exception.h>
 
 #include <exception>
-#include <utility>
 
 namespace zerocore::wire {
 
@@ -58,10 +57,10 @@ Works gather(
   TORCH_INTERNAL_ASSERT(false);
 }
 
-Works all_reduce(c10d::Backend& backend, const at::Tensor& tensor, c10d::ReduceOp op, bool async) {
+Works all_reduce(c10d::Backend& backend, const at::Tensor& tensor, bool async) {
   std::vector<at::Tensor> tensors = {tensor};
   c10d::AllreduceOptions options;
-  options.reduceOp = std::move(op);
+  options.reduceOp = c10d::ReduceOp::SUM;
   options.asyncOp = async;
   return {backend.allreduce(tensors, options)};
 }

@@ -29,8 +29,8 @@ Works reduce(
     at::Tensor received,
     at::Tensor full,
     bool async);
-// In place.
-Works all_reduce(c10d::Backend& backend, const at::Tensor& tensor, c10d::ReduceOp op, bool async);
+// Sums in place.
+Works all_reduce(c10d::Backend& backend, const at::Tensor& tensor, bool async);
 
 // Collectives that are issued while it lives are one launch. It ends in any case: a backend would
 // collect for ever.

@@ -10,7 +10,6 @@
 
 #include "common/scaled_blocks.h"
 #include "kernels/ops.h"
-#include "runtime/device_memory.h"
 
 namespace zerocore {
 

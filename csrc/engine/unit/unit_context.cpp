@@ -3,7 +3,7 @@
 
 #include "engine/unit/disk_states.h"
 #include "engine/unit/host_states.h"
-#include "runtime/device_memory.h"
+#include "runtime/bucket.h"
 
 namespace zerocore {
 

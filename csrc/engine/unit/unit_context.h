@@ -51,8 +51,10 @@ struct UnitContext {
     return trace->add(op, unit, nbytes, pool->stats().in_use_nbytes);
   }
   // For each flag whether it is set on any rank; blocks the host.
-  std::vector<bool> any_rank(const std::vector<bool>& flags) const {
-    return control == nullptr ? flags : control->any_rank(flags);
+  std::vector<bool> any_rank(
+      const std::vector<bool>& flags,
+      MessageKind kind = MessageKind::AnyFlags) const {
+    return control == nullptr ? flags : control->any_rank(flags, kind);
   }
 };
 

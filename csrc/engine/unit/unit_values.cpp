@@ -7,7 +7,6 @@
 
 #include "engine/unit/full_values.h"
 #include "engine/unit/unit.h"
-#include "runtime/device_memory.h"
 
 namespace zerocore {
 
