@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "engine/graph/autograd.h"
+#include "watch/watchdog.h"
 
 namespace zerocore {
 
@@ -66,8 +67,9 @@ Engine::Engine(
 }
 
 Engine::~Engine() {
+  Alarm* alarm = resources_.alarm();
   // Otherwise what is in flight never ends here, or has ended with the alarm.
-  if (!thread_check_.is_forked() && !resources_.alarm().is_raised()) {
+  if (!thread_check_.is_forked() && (alarm == nullptr || !alarm->is_raised())) {
     consensus_.leave_unsettled();
     const bool is_ahead = first_gather_.is_pending(); // its group may have ended meanwhile
     try {
@@ -79,7 +81,9 @@ Engine::~Engine() {
       }
     }
   }
-  resources_.alarm().retire();
+  if (alarm != nullptr && Watchdog::of_process().remove(alarm)) {
+    alarm->ledger().forget(); // the names of units
+  }
 }
 
 void Engine::start(bool consistent) {

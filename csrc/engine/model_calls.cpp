@@ -27,7 +27,7 @@ bool any_recorded(const std::vector<at::Tensor>& tensors) {
 ModelCalls::ModelCalls(
     const Units& units,
     const UnitContext& context,
-    const ModelAlarm& alarm,
+    Alarm* alarm,
     Schedule& schedule,
     Reducer& reducer,
     ThreadCheck& thread_check,
@@ -63,7 +63,9 @@ void ModelCalls::recover(bool may_be_parked) {
       "torch.func transforms (grad, vmap, jacrev, ...) do not go through a sharded model: what "
       "they compute with is not what autograd sees. Use torch.autograd.grad, or transform a plain "
       "model that has loaded zerocore.full_state_dict(model).");
-  alarm_.check();
+  if (alarm_ != nullptr) {
+    alarm_->check();
+  }
   if (in_backward()) {
     return;
   }

@@ -9,12 +9,12 @@
 #include <exception>
 #include <vector>
 
-#include "engine/alarm_setup.h"
 #include "engine/backward_run.h"
 #include "engine/first_gather.h"
 #include "engine/order_consensus.h"
 #include "engine/thread_check.h"
 #include "engine/unit_lifecycle.h"
+#include "watch/alarm.h"
 
 namespace zerocore {
 
@@ -24,7 +24,7 @@ class ModelCalls {
   ModelCalls(
       const Units& units,
       const UnitContext& context,
-      const ModelAlarm& alarm,
+      Alarm* alarm,
       Schedule& schedule,
       Reducer& reducer,
       ThreadCheck& thread_check,
@@ -77,7 +77,7 @@ class ModelCalls {
 
   const Units& units_;
   const UnitContext& context_;
-  const ModelAlarm& alarm_;
+  Alarm* alarm_; // null for none
   Schedule& schedule_;
   Reducer& reducer_;
   ThreadCheck& thread_check_;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "plan/memory_plan.h"
+#include "watch/watchdog.h"
 
 namespace zerocore {
 
@@ -33,6 +34,45 @@ Axis axis_of(const Collectives* collectives) {
       : Axis{collectives->size(), collectives->rank(), collectives->methods()};
 }
 
+std::vector<std::string> names_of(const std::vector<UnitSpec>& units) {
+  std::vector<std::string> names;
+  for (const UnitSpec& unit : units) {
+    for (const UnitParam& param : unit.params) {
+      names.push_back(param.spec.fqn);
+    }
+  }
+  return names;
+}
+
+// Looks after the collectives of the model's groups. None if `stall_seconds` is 0 or there is no
+// `alarm_name`, as without real peers.
+std::shared_ptr<Alarm> make_alarm(const EngineOptions& engine, const std::vector<UnitSpec>& units) {
+  if (engine.alarm_name.empty() || engine.stall_seconds == 0) {
+    return nullptr;
+  }
+  AlarmOptions options{engine.alarm_name, 0, 1, engine.stall_seconds};
+  std::vector<Alarm::Group> groups;
+  if (const auto all = find_group(engine.control)) {
+    options.rank = all->getRank();
+    options.size = all->getSize();
+  }
+  std::vector<std::optional<std::string>> names = {engine.control};
+  for (const GroupNames& mesh : engine.meshes) {
+    names.insert(names.end(), {mesh.shard, mesh.replicas, mesh.reductions, mesh.near});
+  }
+  for (const auto& each : names) {
+    if (auto group = find_group(each)) {
+      groups.push_back(std::move(group));
+    }
+  }
+  if (groups.empty()) {
+    return nullptr;
+  }
+  auto alarm = std::make_shared<Alarm>(options, groups, names_of(units));
+  Watchdog::of_process().add(alarm);
+  return alarm;
+}
+
 std::vector<UnitPlan> plans_of(const std::vector<UnitSpec>& units) {
   std::vector<UnitPlan> plans;
   for (const UnitSpec& unit : units) {
@@ -51,7 +91,7 @@ Resources::Resources(
     : streams_(device, options.log_hand_overs ? &hand_overs_ : nullptr),
       pool_(streams_),
       trace_(streams_),
-      alarm_(options, units) {
+      alarm_(make_alarm(options, units)) {
   for (const GroupNames& names : options.meshes) {
     groups_.emplace_back(names, streams_, alarm_.get(), options.sharding.sums_in_order);
   }

@@ -4,12 +4,12 @@
 #include <memory>
 #include <vector>
 
-#include "engine/alarm_setup.h"
 #include "engine/engine_options.h"
 #include "engine/unit/disk_states.h"
 #include "engine/unit/host_states.h"
 #include "engine/unit/unit.h"
 #include "plan/schedule_options.h"
+#include "watch/alarm.h"
 
 namespace zerocore {
 
@@ -28,8 +28,8 @@ class Resources {
   const std::vector<UnitContext>& contexts() const {
     return contexts_;
   }
-  ModelAlarm& alarm() {
-    return alarm_;
+  Alarm* alarm() const { // null for none
+    return alarm_.get();
   }
   const HandOverLog& hand_overs() const {
     return hand_overs_;
@@ -54,7 +54,7 @@ class Resources {
   Streams streams_;
   BucketPool pool_;
   Trace trace_;
-  ModelAlarm alarm_;
+  std::shared_ptr<Alarm> alarm_;
   std::vector<MeshGroups> groups_;
   std::unique_ptr<ControlChannel> control_;
   std::unique_ptr<HostLink> host_link_; // emulated, or null

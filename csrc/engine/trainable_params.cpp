@@ -55,6 +55,9 @@ void TrainableParams::note(UnitId id) {
   for (Collectives* each : collectives_of(units_)) {
     each->set_facts(sum_);
   }
+  if (alarm_ == nullptr) {
+    return;
+  }
   std::vector<bool> flags;
   for (const UnitParam& param : params) {
     flags.push_back(param.shard.requires_grad());
@@ -63,7 +66,7 @@ void TrainableParams::note(UnitId id) {
   for (UnitId before = 0; before < id; ++before) {
     first += units_[before]->params().size();
   }
-  alarm_.set_trainable(first, flags);
+  alarm_->ledger().set_trainable(first, flags);
 }
 
 } // namespace zerocore

@@ -6,9 +6,9 @@
 #include <functional>
 #include <vector>
 
-#include "engine/alarm_setup.h"
 #include "engine/unit/unit.h"
 #include "plan/schedule.h"
+#include "watch/alarm.h"
 
 namespace zerocore {
 
@@ -18,7 +18,7 @@ class TrainableParams {
   using OnGradient = std::function<void(UnitId, int)>;
 
   // All outlive it.
-  TrainableParams(const Units& units, Schedule& schedule, const ModelAlarm& alarm)
+  TrainableParams(const Units& units, Schedule& schedule, Alarm* alarm)
       : units_(units), schedule_(schedule), alarm_(alarm), trainable_(units.size()) {}
 
   void start(OnGradient on_gradient) {
@@ -42,7 +42,7 @@ class TrainableParams {
 
   const Units& units_;
   Schedule& schedule_;
-  const ModelAlarm& alarm_;
+  Alarm* alarm_; // null for none
   OnGradient on_gradient_;
   std::vector<Trainable> trainable_; // by unit
   uint64_t sum_ = 0; // of the units' hashes

@@ -17,7 +17,7 @@ UnitLifecycle::UnitLifecycle(
     Schedule& schedule,
     Offload& offload,
     Reducer& reducer,
-    const ModelAlarm& alarm,
+    Alarm* alarm,
     std::unique_ptr<Registrar> registrar)
     : units_(units),
       context_(context),

@@ -43,7 +43,7 @@ class UnitLifecycle {
       Schedule& schedule,
       Offload& offload,
       Reducer& reducer,
-      const ModelAlarm& alarm,
+      Alarm* alarm,
       std::unique_ptr<Registrar> registrar);
 
   // All parameters are materialized and bound. `consistent`: all ranks hold the same values.
