@@ -61,12 +61,12 @@ PyEngine make_engine(
     const at::Device& device,
     std::vector<UnitSpec> units,
     std::vector<CallEvent> order) {
-  auto registrar = std::make_unique<DictRegistrar>(units.size());
-  PyEngine self;
-  self.registrar = registrar.get();
-  self.engine = std::make_shared<Engine>(
-      options, device, std::move(units), std::move(order), std::move(registrar));
-  return self;
+  auto registrar = std::make_shared<DictRegistrar>(units.size());
+  auto engine = std::make_shared<Engine>(
+      options, device, std::move(units), std::move(order), [registrar](UnitId unit, bool full) {
+        registrar->show(unit, full);
+      });
+  return {std::move(engine), std::move(registrar)};
 }
 
 void bind_param(

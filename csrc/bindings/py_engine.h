@@ -10,10 +10,9 @@
 
 namespace zerocore {
 
-// The engine with the registrar it owns.
 struct PyEngine {
   std::shared_ptr<Engine> engine;
-  DictRegistrar* registrar = nullptr;
+  std::shared_ptr<DictRegistrar> registrar; // which the engine calls
 };
 
 // The object whose method is called.

@@ -25,12 +25,12 @@ struct RegisteredParam {
   bool is_fresh = false; // no call has seen the view
 };
 
-class DictRegistrar final : public Registrar {
+class DictRegistrar {
  public:
   explicit DictRegistrar(size_t num_units) : units_(num_units) {}
   DictRegistrar(const DictRegistrar&) = delete;
   DictRegistrar& operator=(const DictRegistrar&) = delete;
-  ~DictRegistrar() override {
+  ~DictRegistrar() {
     const pybind11::gil_scoped_acquire gil;
     units_.clear();
   }
@@ -39,7 +39,8 @@ class DictRegistrar final : public Registrar {
     units_.at(unit).push_back(std::move(param));
   }
 
-  void show(UnitId unit, bool full) override {
+  // Any thread.
+  void show(UnitId unit, bool full) {
     const pybind11::gil_scoped_acquire gil;
     for (RegisteredParam& param : units_[unit]) {
       if (full && param.make_view && !param.view) {

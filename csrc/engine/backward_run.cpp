@@ -44,22 +44,23 @@ BackwardRun::BackwardRun(
 }
 
 void BackwardRun::expect(const std::vector<at::Tensor>& outputs) {
-  on_backward_of(outputs, [this, owner = owner_] {
-    if (const auto alive = owner.lock()) {
-      begin();
-    }
-  });
+  on_backward_of(outputs, while_owned([this] { begin(); }));
 }
 
 void BackwardRun::expect(
     const std::vector<at::Tensor>& outputs,
     const RecordedCall& recorded,
     int64_t number) {
-  on_backward_of(outputs, [this, owner = owner_, recorded, number] {
+  on_backward_of(
+      outputs, while_owned([this, recorded, number] { pre_backward(recorded, number); }));
+}
+
+std::function<void()> BackwardRun::while_owned(std::function<void()> run) const {
+  return [owner = owner_, run = std::move(run)] {
     if (const auto alive = owner.lock()) {
-      pre_backward(recorded, number);
+      run();
     }
-  });
+  };
 }
 
 void BackwardRun::begin() {
@@ -85,11 +86,7 @@ void BackwardRun::begin() {
     untracked_.keep_watching();
   }
   mute_units();
-  on_backward_end([this, owner = owner_, running = thread_check_.begin_backward()] {
-    if (const auto alive = owner.lock()) {
-      end();
-    }
-  });
+  on_backward_end(while_owned([this, running = thread_check_.begin_backward()] { end(); }));
 }
 
 // A backward for other gradients than the unit's (of inputs, or of chosen parameters) must not be

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <unordered_map>
 #include <utility>
@@ -30,7 +31,6 @@ class BackwardRun {
       UnitLifecycle& lifecycle,
       OrderConsensus& consensus);
 
-  // Hooks do nothing when the owner is gone.
   void set_owner(std::weak_ptr<void> owner) {
     owner_ = std::move(owner);
   }
@@ -69,6 +69,8 @@ class BackwardRun {
     bool changed = false; // trained parameters, since the last forward
   };
 
+  // A hook that does nothing when the owner is gone.
+  std::function<void()> while_owned(std::function<void()> run) const;
   void end();
   void pre_backward(const RecordedCall& recorded, int64_t number);
   void note_changes(UnitId unit);

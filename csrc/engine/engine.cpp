@@ -31,7 +31,7 @@ Engine::Engine(
     c10::Device device,
     std::vector<UnitSpec> units,
     std::vector<CallEvent> order,
-    std::unique_ptr<Registrar> registrar)
+    ShowParams show_params)
     : resources_(options, device, units, order),
       context_(resources_.contexts().front()),
       units_(make_units(std::move(units), resources_.contexts())),
@@ -46,7 +46,7 @@ Engine::Engine(
           offload_,
           reducer_,
           resources_.alarm(),
-          std::move(registrar)),
+          std::move(show_params)),
       first_gather_(gathers_at_step(units_, options.sharding), schedule_, lifecycle_),
       consensus_(units_, context_, schedule_, lifecycle_),
       backward_run_(units_, context_, schedule_, reducer_, thread_check_, lifecycle_, consensus_),

@@ -26,7 +26,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
       c10::Device device,
       std::vector<UnitSpec> units,
       std::vector<CallEvent> order,
-      std::unique_ptr<Registrar> registrar);
+      ShowParams show_params);
   ~Engine();
 
   Unit& unit(UnitId id) {

@@ -18,14 +18,14 @@ UnitLifecycle::UnitLifecycle(
     Offload& offload,
     Reducer& reducer,
     Alarm* alarm,
-    std::unique_ptr<Registrar> registrar)
+    ShowParams show_params)
     : units_(units),
       context_(context),
       schedule_(schedule),
       offload_(offload),
       reducer_(reducer),
       trainable_(units, schedule, alarm),
-      registrar_(std::move(registrar)),
+      show_params_(std::move(show_params)),
       full_shown_(units.size()) {}
 
 void UnitLifecycle::start(bool consistent, TrainableParams::OnGradient on_gradient) {
@@ -108,7 +108,7 @@ void UnitLifecycle::update_registration(UnitId id) {
     if (full && !in_backward_pass_) {
       trainable_.sync(id);
     }
-    registrar_->show(id, full);
+    show_params_(id, full);
     full_shown_[id] = full;
   }
 }
@@ -300,11 +300,7 @@ void UnitLifecycle::begin_update(const std::vector<UnitId>& units, bool casts) {
 void UnitLifecycle::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
   for (const UpdatedUnit& updated : units) {
     Unit& unit = *units_.at(updated.unit);
-    if (updated.params) {
-      unit.versions().mark_updated(*updated.params);
-    } else {
-      unit.versions().mark_updated();
-    }
+    unit.versions().mark_updated(updated.params);
     if (casts && !offload_.take_sent(updated.unit)) {
       if (context_.disk != nullptr) {
         offload_.wait_updates();

@@ -9,7 +9,7 @@
 // CPU nothing computes behind the host, so there it would only come late.
 #pragma once
 
-#include <memory>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -21,12 +21,9 @@
 
 namespace zerocore {
 
-// Writes a unit's parameters into the modules that own them. Called from any thread.
-class Registrar {
- public:
-  virtual ~Registrar() = default;
-  virtual void show(UnitId unit, bool full) = 0;
-};
+// Writes a unit's parameters into the modules that own them: the full ones, or shards. Called from
+// any thread.
+using ShowParams = std::function<void(UnitId unit, bool full)>;
 
 // A unit that an optimizer updates, and which parameters in it; none for all that are trained.
 struct UpdatedUnit {
@@ -36,7 +33,7 @@ struct UpdatedUnit {
 
 class UnitLifecycle {
  public:
-  // All but the registrar outlive it.
+  // All but the function outlive it.
   UnitLifecycle(
       const Units& units,
       const UnitContext& context,
@@ -44,7 +41,7 @@ class UnitLifecycle {
       Offload& offload,
       Reducer& reducer,
       Alarm* alarm,
-      std::unique_ptr<Registrar> registrar);
+      ShowParams show_params);
 
   // All parameters are materialized and bound. `consistent`: all ranks hold the same values.
   void start(bool consistent, TrainableParams::OnGradient on_gradient);
@@ -108,7 +105,7 @@ class UnitLifecycle {
   Offload& offload_;
   Reducer& reducer_;
   TrainableParams trainable_;
-  std::unique_ptr<Registrar> registrar_;
+  ShowParams show_params_;
   Actions actions_; // not carried out yet; reused
   bool in_backward_pass_ = false;
   std::vector<bool> full_shown_; // by unit: in its modules

@@ -11,17 +11,19 @@
 
 namespace zerocore {
 
+// Of the unit's gradient scale, the factor that a step applies: see Note [Scale of gradients].
+double scale_of(const GradStep& step, const Unit& unit);
+
 class GradientPacker {
  public:
-  // Carries out a Pack into `bucket` (1-D, the region's elements, on the compute stream). Gaps and
-  // parameters without gradient are zeroed where nothing is to be added to. Throws c10::ValueError
-  // for a sparse gradient, or one of another dtype than its parameter.
+  // Carries out a Pack, scaled, into `bucket` (1-D, the region's elements, on the compute stream).
+  // Gaps and parameters without gradient are zeroed where nothing is to be added to. Throws
+  // c10::ValueError for a sparse gradient, or one of another dtype than its parameter.
   void pack(
       const Unit& unit,
       const GradStep& step,
       const Reduction& reduction,
-      const at::Tensor& bucket,
-      double scale);
+      const at::Tensor& bucket);
 
  private:
   void add_params(const Unit& unit, const GradStep& step, const Reduction& reduction);

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/gradients/gradient_scale.h"
 #include "engine/graph/autograd.h"
 #include "kernels/ops.h"
 
@@ -238,7 +237,7 @@ void Reducer::run(const GradStep& step) {
 
 void Reducer::pack(const GradStep& step) {
   const at::Tensor& bucket = memory_[step.unit][step.region].whole(step.to);
-  packer_.pack(*units_[step.unit], step, reduction_, bucket, scale_of(step, *units_[step.unit]));
+  packer_.pack(*units_[step.unit], step, reduction_, bucket);
 }
 
 void Reducer::cast(const GradStep& step) {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine/graph/autograd.h"
+#include "engine/offload/host_gradients.h"
 
 namespace zerocore {
 
@@ -57,18 +58,9 @@ void GradientOffload::offload_grad(UnitId id, int region, const at::Tensor& kept
     state.left_at = bring(id, nbytes, [host, kept] { host.copy_(kept); });
     return;
   }
-  streams.order(StreamRole::DeviceToHost, StreamRole::Compute);
-  streams.note_read(StreamRole::DeviceToHost, kept, "leaves", units_[id]->name());
-  {
-    const auto guard = streams.use(StreamRole::DeviceToHost);
-    host.copy_(kept, /*non_blocking=*/true);
-  }
-  const StreamEvent copied = streams.record(StreamRole::DeviceToHost);
-  state.left_at = worker_.submit(context_.note(TraceOp::ToHost, id, nbytes), [copied] {
-    if (copied->event) {
-      copied->event->synchronize();
-    }
-  });
+  const StreamEvent copied = copy_to_host(streams, host, kept, units_[id]->name());
+  const auto record = context_.note(TraceOp::ToHost, id, nbytes);
+  state.left_at = worker_.submit(record, [copied] { Streams::synchronize(copied); });
 }
 
 StepWorker::Ticket GradientOffload::bring(UnitId id, int64_t nbytes, StepWorker::Work copy) {

@@ -8,27 +8,32 @@
 
 namespace zerocore {
 
+StreamEvent copy_to_host(
+    const Streams& streams,
+    const at::Tensor& host,
+    const at::Tensor& from,
+    const std::string& unit) {
+  streams.order(StreamRole::DeviceToHost, StreamRole::Compute);
+  streams.note_read(StreamRole::DeviceToHost, from, "leaves", unit);
+  {
+    const auto guard = streams.use(StreamRole::DeviceToHost);
+    host.copy_(from, /*non_blocking=*/true);
+  }
+  return streams.record(StreamRole::DeviceToHost);
+}
+
 StepWorker::Ticket HostGradients::offload_grad(
     UnitId id,
     const std::string& unit,
     const at::Tensor& from,
     const at::Tensor& kept,
     bool adds) {
-  const Streams& streams = *context_.streams;
   const bool in_place = !adds && from.scalar_type() == kept.scalar_type();
   const at::Tensor to = in_place ? kept : take_buffer(from);
-  streams.order(StreamRole::DeviceToHost, StreamRole::Compute);
-  streams.note_read(StreamRole::DeviceToHost, from, "leaves", unit);
-  {
-    const auto guard = streams.use(StreamRole::DeviceToHost);
-    to.copy_(from, /*non_blocking=*/true);
-  }
-  const StreamEvent copied = streams.record(StreamRole::DeviceToHost);
+  const StreamEvent copied = copy_to_host(*context_.streams, to, from, unit);
   const auto record = context_.note(TraceOp::ToHost, id, static_cast<int64_t>(from.nbytes()));
   const auto ticket = worker_.submit(record, [copied, to, kept, adds, in_place] {
-    if (copied->event) {
-      copied->event->synchronize();
-    }
+    Streams::synchronize(copied);
     if (!in_place) {
       kernels::accumulate(kept, to, /*num_parts=*/1, adds);
     }

@@ -17,6 +17,14 @@
 
 namespace zerocore {
 
+// `host` becomes what `from`, on the device, is on the compute stream now; the event is behind the
+// copy. `unit` is named in logs.
+StreamEvent copy_to_host(
+    const Streams& streams,
+    const at::Tensor& host,
+    const at::Tensor& from,
+    const std::string& unit);
+
 class HostGradients {
  public:
   // Both outlive it.

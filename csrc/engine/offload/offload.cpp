@@ -11,17 +11,6 @@
 
 namespace zerocore {
 
-namespace {
-
-// A device may still be reading parameters on the host, which are going to change.
-void wait_for_load(const StreamEvent& event) {
-  if (event != nullptr && event->event) {
-    event->event->synchronize();
-  }
-}
-
-} // namespace
-
 Offload::Offload(const Units& units, const UnitContext& context, int num_threads)
     : units_(units),
       context_(context),
@@ -167,7 +156,7 @@ void Offload::update(HostUpdate given) {
   state.record = context_.note(TraceOp::HostUpdate, held->unit, nbytes);
   const StreamEvent loaded = units_[held->unit]->gathers().loaded();
   last_update_ = worker_->submit(state.record, [this, held, loaded, step = std::move(step)] {
-    wait_for_load(loaded);
+    Streams::synchronize(loaded); // a device may still read parameters that are going to change
     bring_states(held->unit);
     step.run();
     for (const auto& [to, from] : held->casts) {
@@ -327,7 +316,7 @@ void Offload::synchronize() {
   wait_arrivals();
   for (const auto& unit : units_) {
     if (worker_ != nullptr) {
-      wait_for_load(unit->gathers().loaded());
+      Streams::synchronize(unit->gathers().loaded());
     }
   }
   check();

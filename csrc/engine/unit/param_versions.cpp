@@ -37,14 +37,11 @@ void ParamVersions::mark_changed() {
   }
 }
 
-void ParamVersions::mark_updated() {
-  for (size_t param = 0; param < params_.size(); ++param) {
+void ParamVersions::mark_updated(const std::optional<std::vector<int>>& params) {
+  for (size_t param = 0; !params && param < params_.size(); ++param) {
     changes_[param] += params_[param].shard.requires_grad() ? 1 : 0;
   }
-}
-
-void ParamVersions::mark_updated(const std::vector<int>& params) {
-  for (const int param : params) {
+  for (const int param : params.value_or(std::vector<int>())) {
     ++changes_.at(param);
   }
 }

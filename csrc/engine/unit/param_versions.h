@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "engine/unit/unit_param.h"
@@ -36,8 +37,7 @@ class ParamVersions {
   // For changes that no version counter shows (`.data`): of any parameters, or, by an optimizer, of
   // those that require grad or of those named.
   void mark_changed();
-  void mark_updated();
-  void mark_updated(const std::vector<int>& params);
+  void mark_updated(const std::optional<std::vector<int>>& params);
 
   // See Note [Changes between a forward and its backward]. True if a parameter that requires grad
   // has changed since the last call.

@@ -112,9 +112,7 @@ void Unit::unshard(const std::shared_future<void>& after) {
   const std::vector<at::Tensor> written = in_use ? copy_of_writes() : std::vector<at::Tensor>();
   gathered_version_ = version();
   gathers_.begin(regions, gathered_version_, after);
-  for (const int region : regions) {
-    gathered_[region] = versions_.of_region(region);
-  }
+  mark_gathered();
   if (in_use) {
     wait_for_unshard();
   }
