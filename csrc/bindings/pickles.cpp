@@ -6,7 +6,6 @@
 #include <bit>
 #include <cstdint>
 #include <iterator>
-#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <vector>

@@ -5,7 +5,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
-#include <utility>
 
 #include "bindings/bindings.h"
 #include "runtime/bucket.h"

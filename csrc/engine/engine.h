@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "engine/backward_run.h"

@@ -5,7 +5,6 @@
 
 #include <exception>
 #include <utility>
-#include <vector>
 
 #include "common/math.h"
 #include "watch/issue_guard.h"

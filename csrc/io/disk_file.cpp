@@ -11,8 +11,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "io/system_calls.h"
-
 namespace zerocore::io {
 
 namespace {

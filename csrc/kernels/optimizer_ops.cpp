@@ -4,10 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
-#include <vector>
-
 #include "kernels/checks.h"
-#include "kernels/loops.h"
 #include "kernels/memory.h"
 
 namespace zerocore::kernels {

@@ -6,7 +6,6 @@
 #include <set>
 #include <span>
 #include <tuple>
-#include <utility>
 
 namespace zerocore {
 

@@ -1,8 +1,6 @@
 // Where gradients are packed, whether they add, when they are reduced.
 #include "plan/reduction.h"
 
-#include <algorithm>
-
 #include "common/math.h"
 #include "plan/ordered_sums.h"
 

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <utility>
 
 #include "common/math.h"
 #include "runtime/bucket.h"

@@ -3,7 +3,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <functional>
 #include <iterator>
 #include <string_view>
 #include <utility>

@@ -8,8 +8,6 @@
 #include <exception>
 #include <iterator>
 #include <limits>
-#include <string>
-#include <utility>
 
 #include "runtime/collectives.h"
 #include "watch/alarm.h"

@@ -9,7 +9,6 @@
 #include <map>
 #include <sstream>
 #include <thread>
-#include <utility>
 
 namespace zerocore {
 

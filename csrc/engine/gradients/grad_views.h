@@ -14,7 +14,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
 #include <utility>
 #include <vector>
 

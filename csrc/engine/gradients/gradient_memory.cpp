@@ -3,8 +3,6 @@
 
 #include <ATen/ops/zeros.h>
 
-#include <utility>
-
 #include "engine/unit/host_states.h"
 
 namespace zerocore {

@@ -5,7 +5,6 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "engine/graph/autograd.h"
 #include "kernels/ops.h"

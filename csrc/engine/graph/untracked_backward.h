@@ -18,7 +18,6 @@
 // door all the same, the unit's storage raises an error: it is never read before it was waited for.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>

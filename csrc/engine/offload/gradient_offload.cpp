@@ -1,8 +1,6 @@
 // Gradients on their way to the host.
 #include "engine/offload/gradient_offload.h"
 
-#include <utility>
-
 #include "engine/graph/autograd.h"
 #include "engine/offload/host_gradients.h"
 

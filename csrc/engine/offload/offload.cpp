@@ -5,7 +5,6 @@
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "engine/graph/autograd.h"
 

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "common/scaled_blocks.h"
-#include "kernels/ops.h"
 
 namespace zerocore {
 

@@ -6,7 +6,6 @@
 
 #include <memory>
 #include <optional>
-#include <vector>
 
 #include "engine/unit/unit.h"
 #include "plan/host_layout.h"
