@@ -44,7 +44,4 @@ auto method(Result (Part::*called)(Args...) const) {
   };
 }
 
-// Steps of states that are not on the device.
-void register_offload(pybind11::class_<PyEngine>& engine);
-
 } // namespace zerocore

@@ -70,17 +70,6 @@ EmulatedGroup::EmulatedGroup(
       rank);
 }
 
-EmulatedGroup::EmulatedGroup(
-    int rank,
-    int size,
-    std::shared_ptr<EmulatedLink> link,
-    int communicator,
-    Unlocked unlocked)
-    : Backend(rank, size),
-      link_(std::move(link)),
-      communicator_(communicator),
-      unlocked_(std::move(unlocked)) {}
-
 c10::intrusive_ptr<EmulatedGroup> EmulatedGroup::beside() const {
   return c10::make_intrusive<EmulatedGroup>(
       getRank(), getSize(), link_, link_->add_communicator(), unlocked_);

@@ -46,7 +46,11 @@ class EmulatedGroup final : public c10d::Backend {
       int size,
       std::shared_ptr<EmulatedLink> link,
       int communicator,
-      Unlocked unlocked);
+      Unlocked unlocked)
+      : Backend(rank, size),
+        link_(std::move(link)),
+        communicator_(communicator),
+        unlocked_(std::move(unlocked)) {}
   ~EmulatedGroup() override;
 
   // Another communicator of the same ranks, over the same link, see Note [Time on the link]. The

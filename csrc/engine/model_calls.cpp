@@ -24,28 +24,6 @@ bool any_recorded(const std::vector<at::Tensor>& tensors) {
 
 } // namespace
 
-ModelCalls::ModelCalls(
-    const Units& units,
-    const UnitContext& context,
-    Alarm* alarm,
-    Schedule& schedule,
-    Reducer& reducer,
-    ThreadCheck& thread_check,
-    UnitLifecycle& lifecycle,
-    FirstGather& first_gather,
-    OrderConsensus& consensus,
-    BackwardRun& backward_run)
-    : units_(units),
-      context_(context),
-      alarm_(alarm),
-      schedule_(schedule),
-      reducer_(reducer),
-      thread_check_(thread_check),
-      lifecycle_(lifecycle),
-      first_gather_(first_gather),
-      consensus_(consensus),
-      backward_run_(backward_run) {}
-
 void ModelCalls::check_not_parked() const {
   TORCH_CHECK(
       !parked_,
@@ -285,7 +263,6 @@ void ModelCalls::fail_backward() {
   }
 }
 
-// After recover() for what is no call of the model: any thread may call it next.
 void ModelCalls::leave_if_outside() {
   if (calls_.empty()) {
     thread_check_.leave_forward();

@@ -31,7 +31,17 @@ class ModelCalls {
       UnitLifecycle& lifecycle,
       FirstGather& first_gather,
       OrderConsensus& consensus,
-      BackwardRun& backward_run);
+      BackwardRun& backward_run)
+      : units_(units),
+        context_(context),
+        alarm_(alarm),
+        schedule_(schedule),
+        reducer_(reducer),
+        thread_check_(thread_check),
+        lifecycle_(lifecycle),
+        first_gather_(first_gather),
+        consensus_(consensus),
+        backward_run_(backward_run) {}
 
   void begin_pass();
   void end_pass(const std::vector<at::Tensor>& outputs);

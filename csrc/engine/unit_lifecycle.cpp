@@ -11,23 +11,6 @@
 
 namespace zerocore {
 
-UnitLifecycle::UnitLifecycle(
-    const Units& units,
-    const UnitContext& context,
-    Schedule& schedule,
-    Offload& offload,
-    Reducer& reducer,
-    Alarm* alarm,
-    ShowParams show_params)
-    : units_(units),
-      context_(context),
-      schedule_(schedule),
-      offload_(offload),
-      reducer_(reducer),
-      trainable_(units, schedule, alarm),
-      show_params_(std::move(show_params)),
-      full_shown_(units.size()) {}
-
 void UnitLifecycle::start(bool consistent, TrainableParams::OnGradient on_gradient) {
   trainable_.start(std::move(on_gradient));
   for (const auto& unit : units_) {

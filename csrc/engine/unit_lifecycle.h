@@ -41,7 +41,15 @@ class UnitLifecycle {
       Offload& offload,
       Reducer& reducer,
       Alarm* alarm,
-      ShowParams show_params);
+      ShowParams show_params)
+      : units_(units),
+        context_(context),
+        schedule_(schedule),
+        offload_(offload),
+        reducer_(reducer),
+        trainable_(units, schedule, alarm),
+        show_params_(std::move(show_params)),
+        full_shown_(units.size()) {}
 
   // All parameters are materialized and bound. `consistent`: all ranks hold the same values.
   void start(bool consistent, TrainableParams::OnGradient on_gradient);

@@ -8,8 +8,10 @@
 // from what trains beside it.
 #pragma once
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "io/system_calls.h"
@@ -25,8 +27,27 @@ constexpr int64_t kSumNbytes = int64_t{256} << 10;
 // Memory of large pages, where the system has them, for blocks.
 class BlockRing {
  public:
-  explicit BlockRing(size_t num_blocks); // takes memory once it is touched
-  std::vector<char*> blocks() const; // of kBlockNbytes
+  // Takes memory once it is touched. One block more is mapped, as the first one begins on a
+  // multiple of its size.
+  explicit BlockRing(size_t num_blocks)
+      : num_blocks_(num_blocks), mapping_((num_blocks + 1) * kBlockNbytes) {
+    if (mapping_.data() == nullptr) {
+      fail_with(
+          errno, "cannot take memory for " + std::to_string(num_blocks) + " blocks of a file");
+    }
+#ifdef MADV_HUGEPAGE
+    ::madvise(mapping_.data(), (num_blocks + 1) * kBlockNbytes, MADV_HUGEPAGE);
+#endif
+  }
+  // Of kBlockNbytes; the last one is the first in memory, and taken first.
+  std::vector<char*> blocks() const {
+    const size_t rest = reinterpret_cast<uintptr_t>(mapping_.data()) % kBlockNbytes;
+    std::vector<char*> found;
+    for (size_t i = num_blocks_; i > 0; --i) {
+      found.push_back(mapping_.data() + (kBlockNbytes - rest) + (i - 1) * kBlockNbytes);
+    }
+    return found;
+  }
 
  private:
   size_t num_blocks_;

@@ -32,8 +32,6 @@ class BlockThreads {
   BlockThreads(std::mutex& mutex, size_t depth, Done done);
   // Waits for what is under way. Not under the lock.
   ~BlockThreads();
-  BlockThreads(const BlockThreads&) = delete;
-  BlockThreads& operator=(const BlockThreads&) = delete;
 
   bool is_full() const {
     return num_under_way_ == depth_;

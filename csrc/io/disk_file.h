@@ -30,8 +30,6 @@ class DiskFile {
   DiskFile(const std::string& folder, const std::string& name, int64_t nbytes);
   // Waits for what is under way.
   ~DiskFile() = default;
-  DiskFile(const DiskFile&) = delete;
-  DiskFile& operator=(const DiskFile&) = delete;
 
   // Begin a transfer of `nbytes` > 0 and return at once. The memory is the request's until wait().
   // Requests of the same bytes have no order: wait for the first one. Bytes that were never written

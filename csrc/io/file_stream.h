@@ -39,8 +39,6 @@ class FileStream {
       int64_t end_block = std::numeric_limits<int64_t>::max());
   // Waits for what is under way; nothing more is read.
   ~FileStream();
-  FileStream(const FileStream&) = delete;
-  FileStream& operator=(const FileStream&) = delete;
 
   // Once: reads all blocks and returns the CRC-32 of each. The runs come in the order of the file
   // and have no byte in common. Throws EIO if the blocks end before a run does;

@@ -97,8 +97,7 @@ FileWriter::FileWriter(int file, int64_t nbytes, StreamWay way)
     fail_with(EINVAL, "no writes past the page cache");
   }
   if (is_direct_) {
-    ring_.emplace(static_cast<size_t>(kRingNbytes / kBlockNbytes));
-    free_ = ring_->blocks();
+    free_ = rings_.emplace_back(static_cast<size_t>(kRingNbytes / kBlockNbytes)).blocks();
     traffic_.emplace(mutex_, kMostUnderWay, [this](int64_t tag, const Block& rest, int code) {
       account(block_of(tag), rest, code);
     });
@@ -163,8 +162,7 @@ char* FileWriter::place_of(int64_t index) {
 char* FileWriter::take_block(std::unique_lock<std::mutex>& lock) {
   while (free_.empty()) {
     if (traffic_->is_idle()) { // all wait for bytes that may come behind these
-      more_.push_back(std::make_unique<BlockRing>(1));
-      free_ = more_.back()->blocks();
+      free_ = rings_.emplace_back(1).blocks();
     } else {
       traffic_->wait_for_some(lock);
     }

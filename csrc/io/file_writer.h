@@ -5,8 +5,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -36,8 +36,6 @@ class FileWriter {
   FileWriter(int file, int64_t nbytes, StreamWay way);
   // Waits for what is under way.
   ~FileWriter() = default;
-  FileWriter(const FileWriter&) = delete;
-  FileWriter& operator=(const FileWriter&) = delete;
 
   // Takes `nbytes` for byte `offset` on, each of the file's once, and returns crc32(crc, data,
   // nbytes). Throws the errors of earlier writes, too. By way of the page cache the disk begins
@@ -70,11 +68,10 @@ class FileWriter {
   Descriptor file_; // its own
   int64_t nbytes_;
   bool is_direct_;
-  std::optional<BlockRing> ring_;
   std::vector<std::atomic<uint32_t>> sums_; // of each block, of the bytes so far
 
   std::mutex mutex_; // what follows
-  std::vector<std::unique_ptr<BlockRing>> more_; // of one block each
+  std::deque<BlockRing> rings_; // all but the first one of one block
   std::vector<char*> free_;
   std::map<int64_t, OpenBlock> open_; // by the block's place in the file
   std::string rest_; // the last bytes of the file, fewer than what direct writes are made of

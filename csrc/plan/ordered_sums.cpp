@@ -3,12 +3,6 @@
 
 namespace zerocore {
 
-OrderedSums::OrderedSums(const ReductionFacts& facts, RegionKey key)
-    : facts_(facts),
-      key_(key),
-      mesh_(facts.mesh_of(key.first)),
-      nbytes_(facts.region_of(key).grad.itemsize * facts.region_of(key).numel()) {}
-
 bool OrderedSums::complete(bool adds, GradSteps& steps) const {
   GradStep last = make_step(GradStepKind::Sum, key_);
   last.to = facts_.offloads_grads() ? GradBuffer::Sums : GradBuffer::Kept;

@@ -9,7 +9,11 @@ namespace zerocore {
 class OrderedSums {
  public:
   // Of one region. The facts outlive it.
-  OrderedSums(const ReductionFacts& facts, RegionKey key);
+  OrderedSums(const ReductionFacts& facts, RegionKey key)
+      : facts_(facts),
+        key_(key),
+        mesh_(facts.mesh_of(key.first)),
+        nbytes_(facts.region_of(key).grad.itemsize * facts.region_of(key).numel()) {}
 
   // Whether it needs GradBuffer::Sums.
   bool takes_block() const {

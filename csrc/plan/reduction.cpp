@@ -32,14 +32,17 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
     for (const Key& key : keys) {
       issue(key, steps);
     }
-    // On a device behind all of the unit's reductions, which may be one launch.
-    for (const Key key : facts_.runs_across(unit) ? keys : std::vector<Key>()) {
-      start_across(key, state_of(key).result, steps);
+    if (facts_.runs_across(unit)) { // behind all of the unit's reductions, which may be one launch
+      for (const Key& key : keys) {
+        start_across(key, state_of(key).result, steps);
+      }
     }
   } else if (!holds) {
-    for (const Key key : facts_.offloads_grads() ? keys : std::vector<Key>()) {
-      offload_grad(key, GradBuffer::Full, steps);
-      blocks_.give_back_all(key, GradBuffer::Full, steps);
+    if (facts_.offloads_grads()) {
+      for (const Key& key : keys) {
+        offload_grad(key, GradBuffer::Full, steps);
+        blocks_.give_back_all(key, GradBuffer::Full, steps);
+      }
     }
     for (ParamState& param : units_[unit].params) {
       param = {/*valid=*/param.valid || param.local, /*local=*/false};

@@ -39,8 +39,8 @@ using RegionKey = std::pair<UnitId, int>; // unit and region
 class ReductionFacts {
  public:
   // The units' layouts outlive it.
-  ReductionFacts(const ReductionOptions& options, std::vector<ReducedUnit> units)
-      : options(options), units(std::move(units)) {}
+  ReductionFacts(const ReductionOptions& options_, std::vector<ReducedUnit> units_)
+      : options(options_), units(std::move(units_)) {}
 
   const ReductionOptions options;
   const std::vector<ReducedUnit> units;
@@ -90,7 +90,29 @@ class ReductionFacts {
     return mesh_of(unit).shards_across ? GradBuffer::Across : first;
   }
   // Of a place; of this rank's part of the sum over the ranks that share the state.
-  int64_t nbytes_at(RegionKey key, GradBuffer place) const;
+  int64_t nbytes_at(RegionKey key, GradBuffer place) const {
+    const Region& region = region_of(key);
+    const UnitMesh& mesh = mesh_of(key.first);
+    switch (place) {
+      case GradBuffer::Across:
+        break;
+      case GradBuffer::Kept:
+        return region.grad.itemsize * (mesh.shards_gradients ? region.shard_numel : region.numel());
+      case GradBuffer::Full:
+        return region.grad.itemsize * region.numel();
+      case GradBuffer::Wire:
+        return region.reduce.itemsize * region.numel();
+      case GradBuffer::Sums: // and what comes from the replicas
+        return region.grad.itemsize * region.shard_numel * mesh.num_across() *
+            (mesh.sums_across() ? 2 : 1);
+      case GradBuffer::Scratch:
+        if (mesh.sums_in_order) {
+          return region.reduce.itemsize * region.numel();
+        }
+        return mesh.state.parts() * result_nbytes(key);
+    }
+    return 0;
+  }
   int64_t result_nbytes(RegionKey key) const {
     const Region& region = region_of(key);
     return region.reduce.itemsize * region.shard_numel * region.num_across;

@@ -8,14 +8,6 @@
 
 namespace zerocore {
 
-Schedule::Schedule(ScheduleOptions options, std::vector<CallEvent> order)
-    : prefetch_(options.prefetch),
-      retain_last_(options.retain_last),
-      order_(std::move(order)),
-      passes_(static_cast<int>(options.units.size())),
-      residency_(options),
-      walk_(static_cast<int>(options.units.size()), options.prefetch, passes_, residency_) {}
-
 // -- passes ---------------------------------------------------------------------------------
 
 void Schedule::open_pass(bool grad) {

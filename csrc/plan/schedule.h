@@ -33,7 +33,13 @@ namespace zerocore {
 class Schedule {
  public:
   // `order` is the expected sequence of enters and exits of a rooted pass.
-  Schedule(ScheduleOptions options, std::vector<CallEvent> order);
+  Schedule(ScheduleOptions options, std::vector<CallEvent> order)
+      : prefetch_(options.prefetch),
+        retain_last_(options.retain_last),
+        order_(std::move(order)),
+        passes_(static_cast<int>(options.units.size())),
+        residency_(options),
+        walk_(static_cast<int>(options.units.size()), options.prefetch, passes_, residency_) {}
   Schedule(const Schedule&) = delete; // its parts refer to each other
   Schedule& operator=(const Schedule&) = delete;
 

@@ -5,15 +5,6 @@
 
 namespace zerocore {
 
-Unsharding::Unsharding(UnitId unit, const GatherFacts& facts, const Layout& layout)
-    : unit_(unit),
-      facts_(facts),
-      layout_(layout),
-      received_(layout.encoded()),
-      copies_out_(layout.copies_out()),
-      state_(facts.mesh.shards_parameters ? UnitState::Sharded : UnitState::Unsharded),
-      has_full_(!facts.mesh.shards_parameters) {}
-
 void Unsharding::begin(const std::vector<int>& regions, bool again, GatherSteps& steps) {
   wait(steps); // a rank that skipped the unit may not have waited for its last gather
   const bool in_use = has_full_ && facts_.mesh.shards_parameters;

@@ -86,7 +86,14 @@ struct GatherFacts {
 class Unsharding {
  public:
   // The layout outlives it.
-  Unsharding(UnitId unit, const GatherFacts& facts, const Layout& layout);
+  Unsharding(UnitId unit, const GatherFacts& facts, const Layout& layout)
+      : unit_(unit),
+        facts_(facts),
+        layout_(layout),
+        received_(layout.encoded()),
+        copies_out_(layout.copies_out()),
+        state_(facts.mesh.shards_parameters ? UnitState::Sharded : UnitState::Unsharded),
+        has_full_(!facts.mesh.shards_parameters) {}
 
   UnitState state() const {
     return state_;

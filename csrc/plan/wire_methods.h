@@ -46,12 +46,24 @@ struct WireMethods {
   bool sums_in_parts = false;
 
   // The ones that take least processor time on a c10d backend of that name with `num_ranks` ranks;
-  // of gloo's, benchmarks/wire_methods.py measures 2 to 24.
-  // `sums_in_order`: ranks exchange parts and add them in their order, on any backend.
-  static WireMethods of_backend(
-      const std::string& name,
-      int64_t num_ranks,
-      bool sums_in_order = false);
+  // of gloo's, benchmarks/wire_methods.py measures 2 to 24. There a broadcast of each rank costs a
+  // turn of gloo's threads, and an all-reduce 2 (N - 1) of them one after the other: with four
+  // ranks or more the one turn of an all-to-all costs less. `sums_in_order`: ranks exchange parts
+  // and add them in their order, on any backend.
+  static WireMethods of_backend(const std::string& name, int64_t num_ranks, bool sums_in_order) {
+    constexpr int64_t kCopiedNbytes = 256 * 1024;
+    WireMethods methods;
+    if (name == "gloo") {
+      const bool has_many = num_ranks >= 4;
+      methods.gather = {GatherMethod::Kind::Broadcasts, has_many ? kCopiedNbytes : 0};
+      methods.reduce.kind = ReduceMethod::Kind::Exchange;
+      methods.sums_in_parts = has_many;
+    }
+    if (sums_in_order) {
+      methods.reduce.kind = ReduceMethod::Kind::Exchange;
+    }
+    return methods;
+  }
 };
 
 } // namespace zerocore

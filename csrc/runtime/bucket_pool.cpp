@@ -11,8 +11,6 @@
 
 namespace zerocore {
 
-BucketPool::BucketPool(const Streams& streams) : streams_(streams) {}
-
 BucketPool::~BucketPool() {
   // A device that has failed refuses to wait, and nothing is going to run on it.
   try {

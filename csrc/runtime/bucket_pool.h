@@ -39,10 +39,8 @@ struct Slot {
 
 class BucketPool {
  public:
-  explicit BucketPool(const Streams& streams);
+  explicit BucketPool(const Streams& streams) : streams_(streams) {}
   ~BucketPool();
-  BucketPool(const BucketPool&) = delete;
-  BucketPool& operator=(const BucketPool&) = delete;
 
   // A slot of exactly `nbytes`; work of `role`'s stream may use it at once. Zero bytes give an
   // empty slot. Throws what the device's allocator throws, and has changed nothing then.

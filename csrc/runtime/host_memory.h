@@ -28,8 +28,6 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   // c10::Error if there is not enough, and for pinned bytes in a build without CUDA.
   static std::shared_ptr<HostMemory> map(const HostMemoryOptions& options);
   ~HostMemory();
-  HostMemory(const HostMemory&) = delete;
-  HostMemory& operator=(const HostMemory&) = delete;
 
   // 1-D, of the bytes from `offset` on; keeps the mapping. Throws c10::ValueError if they are not
   // within it, or `offset` is no multiple of an element.

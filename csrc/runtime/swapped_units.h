@@ -30,8 +30,6 @@ class SwappedUnits {
   ~SwappedUnits() {
     file_.reset(); // ends its transfers while there is memory
   }
-  SwappedUnits(const SwappedUnits&) = delete;
-  SwappedUnits& operator=(const SwappedUnits&) = delete;
 
   // As SwapRing says; the reads are begun, not waited for.
   void expect(std::vector<UnitId> order);

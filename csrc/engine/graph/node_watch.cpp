@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <mutex>
-#include <utility>
 #include <vector>
 
 namespace zerocore {
@@ -38,8 +37,6 @@ std::unique_ptr<at::ObserverContext> before_node(const at::RecordFunction& node)
 }
 
 } // namespace
-
-NodeWatch::NodeWatch(Seen seen) : seen_(std::make_shared<Seen>(std::move(seen))) {}
 
 NodeWatch::~NodeWatch() {
   set_on(false);

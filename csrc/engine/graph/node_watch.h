@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 
 namespace zerocore {
 
@@ -15,7 +16,7 @@ class NodeWatch {
   // that recorded it. Called on the thread that runs the node. It must not throw.
   using Seen = std::function<void(uint64_t number, uint64_t thread)>;
 
-  explicit NodeWatch(Seen seen);
+  explicit NodeWatch(Seen seen) : seen_(std::make_shared<Seen>(std::move(seen))) {}
   ~NodeWatch();
   NodeWatch(const NodeWatch&) = delete;
   NodeWatch& operator=(const NodeWatch&) = delete;

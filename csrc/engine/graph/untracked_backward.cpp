@@ -3,8 +3,6 @@
 
 #include <ATen/record_function.h>
 
-#include <utility>
-
 #include "common/math.h"
 #include "engine/graph/autograd.h"
 
@@ -15,11 +13,6 @@ namespace {
 constexpr size_t kMaxShapes = 4096; // a model whose shape never repeats stays watched
 
 } // namespace
-
-UntrackedBackward::UntrackedBackward(Enter enter, std::function<bool(const CallHandle&)> is_usable)
-    : enter_(std::move(enter)),
-      is_usable_(std::move(is_usable)),
-      watch_([this](uint64_t number, uint64_t thread) { see(number, thread); }) {}
 
 int64_t UntrackedBackward::add(const RecordedCall& call) {
   if (std::exchange(settled_, false)) {

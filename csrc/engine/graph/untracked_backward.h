@@ -22,6 +22,7 @@
 #include <deque>
 #include <functional>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "engine/graph/node_watch.h"
@@ -42,7 +43,10 @@ class UntrackedBackward {
   using Enter = std::function<void(const RecordedCall&)>;
 
   // `is_usable` tells whether what the call's backward needs is there.
-  UntrackedBackward(Enter enter, std::function<bool(const CallHandle&)> is_usable);
+  UntrackedBackward(Enter enter, std::function<bool(const CallHandle&)> is_usable)
+      : enter_(std::move(enter)),
+        is_usable_(std::move(is_usable)),
+        watch_([this](uint64_t number, uint64_t thread) { see(number, thread); }) {}
 
   // A call has been left; returns its number.
   int64_t add(const RecordedCall& call);

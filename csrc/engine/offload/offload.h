@@ -53,8 +53,6 @@ class Offload {
   Offload(const Units& units, const UnitContext& context, int num_threads);
   // Waits for all work.
   ~Offload();
-  Offload(const Offload&) = delete;
-  Offload& operator=(const Offload&) = delete;
 
   // -- memory
   // Gives the units their file or their mapping. Before any unit is materialized.

@@ -28,8 +28,6 @@ class StepWorker {
   StepWorker(c10::Device device, int num_threads) : device_(device), num_threads_(num_threads) {}
   // Ends when all work is done.
   ~StepWorker();
-  StepWorker(const StepWorker&) = delete;
-  StepWorker& operator=(const StepWorker&) = delete;
 
   Ticket submit(Work work);
   // The same; `record`, if there is one, gets its times.

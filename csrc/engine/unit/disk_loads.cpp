@@ -5,17 +5,6 @@
 
 namespace zerocore {
 
-DiskLoads::DiskLoads(
-    SwappedUnits& units,
-    std::vector<Range> ranges,
-    int64_t nbytes,
-    VersionOf version_of)
-    : units_(units),
-      ranges_(std::move(ranges)),
-      nbytes_(nbytes),
-      version_of_(std::move(version_of)),
-      memory_(HostMemory::map({nbytes * static_cast<int64_t>(buffers_.size())})) {}
-
 void DiskLoads::forget() {
   for (size_t buffer = 0; buffer < buffers_.size(); ++buffer) {
     wait(buffer);

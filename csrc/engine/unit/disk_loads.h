@@ -31,7 +31,12 @@ class DiskLoads {
 
   // `ranges`: bytes of each unit's parameters, of which `nbytes` are the most. `units`, whose file
   // it is, outlives it.
-  DiskLoads(SwappedUnits& units, std::vector<Range> ranges, int64_t nbytes, VersionOf version_of);
+  DiskLoads(SwappedUnits& units, std::vector<Range> ranges, int64_t nbytes, VersionOf version_of)
+      : units_(units),
+        ranges_(std::move(ranges)),
+        nbytes_(nbytes),
+        version_of_(std::move(version_of)),
+        memory_(HostMemory::map({nbytes * static_cast<int64_t>(buffers_.size())})) {}
   ~DiskLoads() {
     forget();
   }
