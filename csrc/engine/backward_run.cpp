@@ -97,8 +97,7 @@ void BackwardRun::mute_units() {
   }
   muted_ = selective;
   for (const auto& unit : units_) {
-    const auto& params = unit->params();
-    const bool wanted = std::any_of(params.begin(), params.end(), [](const UnitParam& param) {
+    const bool wanted = std::ranges::any_of(unit->params(), [](const UnitParam& param) {
       return param.full.requires_grad() && accumulates_into(param.full);
     });
     schedule_.walk().set_muted(unit->id(), !wanted);

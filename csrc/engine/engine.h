@@ -62,17 +62,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // All parameters are materialized and bound. `consistent`: all ranks hold the same values.
   void start(bool consistent);
 
-  // Unshards the units and shows their full parameters until release_unsharded.
+  // Unshards the units and shows their full parameters until UnitLifecycle::release_unsharded.
   void hold_unsharded(const std::vector<UnitId>& units);
-  void release_unsharded(const std::vector<UnitId>& units, bool write_back) {
-    lifecycle_.release_unsharded(units, write_back);
-  }
-  // The same of one unit in two parts, which modules do not show: begins its gather, and orders the
-  // compute stream behind it. Also of a unit whose memory is back while the model is parked.
+  // The same of one unit, which modules do not show: begins its gather, behind which
+  // UnitLifecycle::wait_held orders the compute stream. Also of a unit whose memory is back while
+  // the model is parked.
   void begin_hold(UnitId unit);
-  void wait_held(UnitId unit) {
-    lifecycle_.wait_held(unit);
-  }
   // Unshards the unit ahead of its next forward, or reshards it if nothing uses it. On all ranks.
   void set_kept(UnitId unit, bool kept);
   // Waits for the host, brings what gathers read up to date and frees the pool's arena: from here

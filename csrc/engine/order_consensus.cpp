@@ -72,7 +72,7 @@ void OrderConsensus::serve(const ControlChannel::Answer& answer, bool in_pass) {
     lifecycle_.order_gathers();
   }
   lifecycle_.run([&](Actions& out) {
-    in_pass ? schedule_.serve(unit.id(), out) : schedule_.serve_one(unit.id(), out);
+    in_pass ? schedule_.serve(unit.id(), out) : schedule_.residency().serve(unit.id(), out);
   });
   if (is_past) {
     unit.exchange_past(answer.num_writes);
@@ -101,7 +101,7 @@ void OrderConsensus::serve_others() {
     if (!next) {
       return;
     }
-    lifecycle_.run([&](Actions& out) { schedule_.serve_one(*next, out); });
+    lifecycle_.run([&](Actions& out) { schedule_.residency().serve(*next, out); });
   }
 }
 

@@ -59,9 +59,8 @@ int find_or_add_region(
     int64_t num_shards,
     bool by_rows) {
   Region region = make_region(spec, num_shards, by_rows);
-  const auto found = std::find_if(regions.begin(), regions.end(), [&](const Region& other) {
-    return same_kind(other, region);
-  });
+  const auto found =
+      std::ranges::find_if(regions, [&](const Region& other) { return same_kind(other, region); });
   if (found != regions.end()) {
     return static_cast<int>(found - regions.begin());
   }

@@ -166,9 +166,8 @@ Range Reduction::added(const GradStep& pack, int param) const {
 }
 
 bool Reduction::any_valid(Key key) const {
-  const auto& params = facts_.region_of(key).params;
-  return std::any_of(
-      params.begin(), params.end(), [&](int param) { return is_valid(key.first, param); });
+  return std::ranges::any_of(
+      facts_.region_of(key).params, [&](int param) { return is_valid(key.first, param); });
 }
 
 // -- reducing -------------------------------------------------------------------------------

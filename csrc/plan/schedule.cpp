@@ -10,10 +10,6 @@ namespace zerocore {
 
 // -- passes ---------------------------------------------------------------------------------
 
-void Schedule::open_pass(bool grad) {
-  open_ = passes_.open(grad).id;
-}
-
 void Schedule::close_loose_pass() {
   if (!rooted_) {
     open_ = -1;
@@ -23,7 +19,7 @@ void Schedule::close_loose_pass() {
 // Ranks go through a pass together where it has a backward or where units have to be gathered.
 void Schedule::begin_pass(bool grad, Actions& out) {
   close_loose_pass();
-  open_pass(grad);
+  open_ = passes_.open(grad).id;
   rooted_ = true;
   retained_ = -1;
   // A gather at the step may differ between ranks, which hear of that as they leave the pass.
@@ -84,7 +80,7 @@ void Schedule::enter(UnitId unit, bool grad, Actions& out) {
   Frame frame{unit};
   frame.follows = rooted_ && follows_;
   if (!rooted_ && grad && open_ < 0) {
-    open_pass(grad);
+    open_ = passes_.open(grad).id;
   }
   if (frame.follows) {
     frame.pass = open_;
@@ -109,7 +105,7 @@ int32_t Schedule::enter_in_order(UnitId unit, Actions& out) {
     finish_order(out);
     call = order_.add(unit);
     ++residency_.uses(unit).held; // by the call that is made
-    serve_one(unit, out);
+    residency_.serve(unit, out);
     --residency_.uses(unit).held;
   }
   order_.enter(*call);
@@ -141,16 +137,12 @@ CallHandle Schedule::exit(UnitId unit, bool needs_backward, bool reads, Actions&
 
 void Schedule::serve(UnitId unit, Actions& out) {
   order_.add(unit);
-  serve_one(unit, out);
-}
-
-void Schedule::serve_one(UnitId unit, Actions& out) {
   residency_.serve(unit, out);
 }
 
 void Schedule::take_one(UnitId unit, Actions& out) {
   residency_.uses(unit).in_backward = true;
-  serve_one(unit, out);
+  residency_.serve(unit, out);
 }
 
 void Schedule::finish_order(Actions& out) {

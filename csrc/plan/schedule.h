@@ -86,9 +86,7 @@ class Schedule {
   BackwardWalk& walk() {
     return walk_;
   }
-  // Unshards and reshards a unit that other ranks need.
-  void serve_one(UnitId unit, Actions& out);
-  // As serve_one, on a rank that needs the unit: it keeps it to the end of the backward.
+  // As Residency::serve, on a rank that needs the unit: it keeps it to the end of the backward.
   void take_one(UnitId unit, Actions& out);
 
   // The unit's parameters changed: what was gathered is stale, and, if `trained` ones did, no
@@ -134,7 +132,6 @@ class Schedule {
     bool follows = false; // is a call of the order
   };
 
-  void open_pass(bool grad);
   void close_loose_pass();
 
   void go_through(const CallEvent& event, Actions& out);

@@ -87,8 +87,7 @@ void SwapRing::finish(SwapSteps& steps) {
 }
 
 std::optional<int> SwapRing::buffer_of(UnitId unit) const {
-  const auto found = std::find_if(
-      buffers_.begin(), buffers_.end(), [&](const Buffer& buffer) { return buffer.unit == unit; });
+  const auto found = std::ranges::find(buffers_, unit, &Buffer::unit);
   return found == buffers_.end() ? std::nullopt
                                  : std::optional(static_cast<int>(found - buffers_.begin()));
 }

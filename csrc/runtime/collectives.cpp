@@ -17,10 +17,6 @@ namespace zerocore {
 
 namespace {
 
-bool is_given(const OwnCollective* collective) {
-  return collective != nullptr && *collective;
-}
-
 // The sum comes into the first part; the others count as zero.
 c10::intrusive_ptr<c10d::Work> reduce_by(
     const OwnCollective& reduce,
@@ -286,8 +282,8 @@ PendingCollective Collectives::all_gather(
   const OwnCollective* given = tag.own;
   return start(
       "all_gather", StreamRole::AllGather, {{own}, {full}}, std::move(tag), [&](bool async) {
-        return is_given(given) ? wire::Works{(*given)(full, own)}
-                               : wire::gather(*backend_, methods_.gather, full, own, async);
+        return given != nullptr ? wire::Works{(*given)(full, own)}
+                                : wire::gather(*backend_, methods_.gather, full, own, async);
       });
 }
 
@@ -312,8 +308,9 @@ PendingCollective Collectives::reduce_scatter(
       {{full}, {received}},
       std::move(tag),
       [&](bool async) {
-        return is_given(given) ? wire::Works{reduce_by(*given, received, full, size_)}
-                               : wire::reduce(*reductions_, methods_.reduce, received, full, async);
+        return given != nullptr
+            ? wire::Works{reduce_by(*given, received, full, size_)}
+            : wire::reduce(*reductions_, methods_.reduce, received, full, async);
       });
 }
 

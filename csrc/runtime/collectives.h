@@ -86,7 +86,7 @@ struct CollectiveTag {
   UnitId id = -1; // of the unit, -1 for several
   // Bytes that ranks compare, the same on all of them; by default those of the written tensors.
   std::optional<int64_t> nbytes = std::nullopt;
-  const OwnCollective* own = nullptr; // null for the backend's; outlives the call
+  const OwnCollective* own = nullptr; // null for the backend's, never empty; outlives the call
 };
 
 // A gather or a reduction that goes with others; of an all-reduce `from` is `to`.

@@ -76,7 +76,7 @@ ControlChannel::Pending ControlChannel::begin(ControlMessage own, const std::str
   try {
     pending.round = link_->begin(std::move(own));
   } catch (const std::exception& error) {
-    fail(what, error);
+    fail_collective("all_reduce", what, error, alarm_);
   }
   return pending;
 }
@@ -94,12 +94,8 @@ ControlMessage ControlChannel::wait(Pending& pending) {
     }
     return heard;
   } catch (const std::exception& error) {
-    fail(*pending.what, error);
+    fail_collective("all_reduce", *pending.what, error, alarm_);
   }
-}
-
-void ControlChannel::fail(const std::string& what, const std::exception& error) const {
-  fail_collective("all_reduce", what, error, alarm_);
 }
 
 void ControlChannel::say(const Answer& own) {

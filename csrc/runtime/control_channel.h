@@ -84,7 +84,6 @@ class ControlChannel {
 
   Pending begin(ControlMessage own, const std::string& what);
   ControlMessage wait(Pending& pending);
-  [[noreturn]] void fail(const std::string& what, const std::exception& error) const;
   // The flags of all ranks are on their way, unless they are known.
   struct Flags {
     MessageKind kind = MessageKind::AnyFlags;

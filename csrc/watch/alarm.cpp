@@ -261,12 +261,9 @@ std::string Alarm::waits_without_number() const {
 
 std::string Alarm::waits_in() const {
   const LedgerState state = ledger_.state(kToldEntries);
-  for (const LedgerEntry& entry : state.entries) {
-    if (entry.number == state.waiting) {
-      return entry.op + " of '" + entry.unit + "'";
-    }
-  }
-  return waits_without_number();
+  const auto entry = std::ranges::find(state.entries, state.waiting, &LedgerEntry::number);
+  return entry == state.entries.end() ? waits_without_number()
+                                      : entry->op + " of '" + entry->unit + "'";
 }
 
 RankReport Alarm::report() const {

@@ -18,8 +18,7 @@ using Statements = std::vector<std::pair<std::string, Ranks>>;
 constexpr size_t kNamedRanks = 8;
 
 void add(Statements& statements, const std::string& what, size_t rank) {
-  const auto same = std::find_if(
-      statements.begin(), statements.end(), [&](const auto& entry) { return entry.first == what; });
+  const auto same = std::ranges::find(statements, what, &Statements::value_type::first);
   if (same == statements.end()) {
     statements.push_back({what, {rank}});
   } else {
@@ -72,12 +71,9 @@ std::string name_entry(const LedgerEntry& entry) {
 }
 
 const LedgerEntry* find(const RankReport& report, int64_t number) {
-  for (const LedgerEntry& entry : report.ledger.entries) {
-    if (entry.number == number) {
-      return &entry;
-    }
-  }
-  return nullptr;
+  const auto& entries = report.ledger.entries;
+  const auto found = std::ranges::find(entries, number, &LedgerEntry::number);
+  return found == entries.end() ? nullptr : &*found;
 }
 
 int64_t next_number(const RankReport& report) {

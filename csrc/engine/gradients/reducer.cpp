@@ -88,13 +88,11 @@ bool Reducer::holds_back(UnitId id) const {
 }
 
 bool Reducer::holds_back_any() const {
-  return std::any_of(
-      units_.begin(), units_.end(), [this](const auto& unit) { return holds_back(unit->id()); });
+  return std::ranges::any_of(units_, [this](const auto& unit) { return holds_back(unit->id()); });
 }
 
 bool Reducer::has_grads(UnitId id) const {
-  const auto& params = units_[id]->params();
-  return std::any_of(params.begin(), params.end(), [](const UnitParam& param) {
+  return std::ranges::any_of(units_[id]->params(), [](const UnitParam& param) {
     return gradient_of(param.full).defined();
   });
 }

@@ -35,9 +35,8 @@ RecomputedCalls::Found RecomputedCalls::find(UnitId unit) {
     backward_ = backward;
     look_behind(number_, thread_);
   }
-  const auto made = std::find_if(group_.begin(), group_.end(), [&](const Made* each) {
-    return each->recorded.call.unit == unit;
-  });
+  const auto made = std::ranges::find_if(
+      group_, [&](const Made* each) { return each->recorded.call.unit == unit; });
   if (made == group_.end()) {
     return {place_, {-1, -1, unit}};
   }

@@ -51,12 +51,11 @@ int64_t ParamVersions::of_full(size_t param) const {
 }
 
 bool ParamVersions::is_written() const {
+  bool any = false;
   for (size_t param = 0; param < params_.size(); ++param) {
-    if (full_versions_[param] != of_full(param)) {
-      return true;
-    }
+    any = any || full_versions_[param] != of_full(param);
   }
-  return false;
+  return any;
 }
 
 bool ParamVersions::take_writes(bool keeps) {

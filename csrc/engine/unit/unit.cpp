@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/unit/disk_states.h"
+#include "engine/unit/host_states.h"
+
 namespace zerocore {
 
 namespace {
@@ -39,7 +42,7 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
       shards_(shards_of(layout_, context_, name_)),
       main_(layout_, context_, name_),
       gathers_(id_, name_, context_, settings_, layout_, bucket_, shards_ ? &*shards_ : nullptr),
-      settings_{1.0 / static_cast<double>(context.mesh.divisor)},
+      settings_{1.0 / static_cast<double>(context.mesh.divisor), /*syncs=*/true, spec.stays},
       versions_(params_, layout_),
       gathered_(layout_.regions().size(), -1) {
   for (const int region : layout_.gathered_regions()) {
@@ -171,6 +174,18 @@ int64_t Unit::persistent_nbytes() const {
   return gathers_.near_nbytes() + (context_.tiers.has_host_parameters() ? 0 : kept().nbytes());
 }
 
+c10::DataPtr UnitContext::memory_of(Tier tier, UnitId unit, StatePart part, int64_t nbytes) const {
+  switch (tier) {
+    case Tier::Host:
+      return host->memory(unit, part);
+    case Tier::Disk:
+      return disk->memory(unit, part);
+    case Tier::Device:
+      break;
+  }
+  return allocate_memory(streams->device(), nbytes);
+}
+
 Units make_units(std::vector<UnitSpec> specs, const std::vector<UnitContext>& contexts) {
   Units units;
   for (UnitSpec& spec : specs) {
@@ -179,9 +194,7 @@ Units make_units(std::vector<UnitSpec> specs, const std::vector<UnitContext>& co
       own.mesh = own.mesh.without_near();
     }
     const auto id = static_cast<UnitId>(units.size());
-    const bool stays = spec.stays;
     units.push_back(std::make_unique<Unit>(id, std::move(spec), own));
-    units.back()->settings().stays = stays;
   }
   return units;
 }
