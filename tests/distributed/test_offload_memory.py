@@ -33,7 +33,7 @@ from tests.distributed.offloading import (
 )
 from zerocore import Offload, memory_usage, predict_memory
 from zerocore._C import HostMemory
-from zerocore.common.host_memory import obtainable_nbytes
+from zerocore.common.host import obtainable_nbytes
 from zerocore.model.state import state_of
 
 

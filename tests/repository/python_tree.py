@@ -87,7 +87,7 @@ FLOORS = (
 HEIGHTS = {part: height for height, parts in enumerate(FLOORS) for part in parts}
 # (module, what it imports from above) and why it must.
 ALLOWED: dict[tuple[str, str], str] = {
-    ("zerocore.checkpoint.slices.dcp_protocol", "zerocore.tensor.place"): "the type of an argument"
+    ("zerocore.checkpoint.slices.boxes", "zerocore.tensor.place"): "the type of an argument"
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerocore._C import FileWriter
 from zerocore.checkpoint.commit import files
-from zerocore.common.cores import host_threads, local_ranks
+from zerocore.common.host import host_threads, local_ranks
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

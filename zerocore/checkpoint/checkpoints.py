@@ -141,7 +141,7 @@ class Checkpoints:
         self._set_state(ready_state_of(model))
 
     def _set_state(self, state: ShardState) -> None:
-        from zerocore.checkpoint.dcp.plan_cache import KeptPlan
+        from zerocore.checkpoint.dcp.saved_state import KeptPlan
 
         self._state_ref = ref(state)  # a model of zerocore.fsdp must be able to let it go
         self._writer, self._kept = writer_of(state), KeptPlan(state)

@@ -1,9 +1,23 @@
-"""Options that a function takes one by one, or together as a dataclass."""
+"""Options that a function takes one by one, or together as a dataclass; checks of numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
+
+
+def require_int(name: str, value: object) -> int:
+    """The value; raises TypeError if it is no int. A bool counts as none."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    return value
+
+
+def check_int(name: str, value: object, minimum: int) -> None:
+    """Raises TypeError if ``value`` is no int, ValueError if it is below ``minimum``."""
+    if require_int(name, value) < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
 
 P = ParamSpec("P")
 T = TypeVar("T")

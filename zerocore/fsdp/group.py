@@ -1,4 +1,8 @@
-"""A group of one ``fully_shard`` call: parameters that are gathered and reduced together."""
+"""A group of one ``fully_shard`` call: parameters that are gathered and reduced together.
+
+The shards of those that gather themselves stay tensors of a class of their own; the engine reduces
+their gradients like others.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,11 @@ from torch.distributed.tensor import DTensor, Shard
 from zerocore._C import Engine
 from zerocore.fsdp.mesh import DataMesh, device_of
 from zerocore.fsdp.rows import Rows, shard_rows
+from zerocore.model.extensions import Extension
 from zerocore.model.state import ShardState
 from zerocore.model.unit_call import UnitCall
 from zerocore.tensor.place import as_view
+from zerocore.tensor.wrapped import PRE, gathers_itself
 
 PlacementOf = Callable[[nn.Parameter], tuple[Shard | None, DataMesh]]
 _GROUP = "_zerocore_fsdp_group"
@@ -302,3 +308,47 @@ def _check_param(param: nn.Parameter, name: str) -> None:
             f"FSDP does not support non-contiguous parameters: '{name}' of shape "
             f"{list(param.shape)} has strides {list(param.stride())}"
         )
+
+
+def note_extensions(group: Group) -> None:
+    """Notes which of the group's parameters are some, and asks them what is gathered.
+
+    Raises:
+        AssertionError: one lacks a function, or does not do as FSDP2's interface says.
+        NotImplementedError: one that is cut in another dimension than the first, or on the host.
+    """
+    for param in group.params:
+        shard: Any = param.shard
+        param.extension = None
+        if gathers_itself(param.fqn, shard._local_tensor):
+            _check_place(param, group)
+            param.extension = _extension(param, group)
+            param.extension.ask()
+
+
+def extensions_of(group: Group) -> list[Extension]:
+    """Of the group's parameters, in their order."""
+    return [param.extension for param in group.params if param.extension is not None]
+
+
+def _extension(param: RowParam, group: Group) -> Extension:
+    shard: Any = param.shard
+    mesh, module = _shard_mesh(group.mesh), param.owners[0][0]
+    return Extension(param.fqn, shard._local_tensor, module, mesh, group.policy, param.rows.shape)
+
+
+def _check_place(param: RowParam, group: Group) -> None:
+    if param.rows.dim != 0 or group.offloads:
+        where = "lies on the host" if group.offloads else f"is cut in dimension {param.rows.dim}"
+        raise NotImplementedError(
+            f"parameter '{param.fqn}' has {PRE} and {where}; shard it by rows on the device"
+        )
+
+
+def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    names = mesh.mesh_dim_names
+    if mesh.ndim == 1:
+        return mesh
+    if names is None:
+        raise AssertionError("mesh_dim_names are required for HSDP with all-gather extensions")
+    return mesh[names[-1]]

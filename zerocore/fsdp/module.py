@@ -13,8 +13,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from zerocore.fsdp.calls import call, ready_state, root_of
 from zerocore.fsdp.collectives import on_stream
-from zerocore.fsdp.extensions import extensions_of
-from zerocore.fsdp.group import Group, group_of, groups_below
+from zerocore.fsdp.group import Group, extensions_of, group_of, groups_below
 from zerocore.fsdp.root import apply_settings
 from zerocore.fsdp.state import read_state
 from zerocore.model.unit_call import UnitCall, leave_out_of_graphs

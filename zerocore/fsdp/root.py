@@ -16,12 +16,13 @@ from zerocore._C import Engine, ParamOwner, UnitParam, UnitSpec
 from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds
 from zerocore.fsdp.collectives import set_collectives
-from zerocore.fsdp.extensions import extensions_of, note_extensions
 from zerocore.fsdp.group import (
     Group,
     RowParam,
+    extensions_of,
     group_of,
     groups_below,
+    note_extensions,
 )
 from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.policy import types_of, wire_dtype_of

@@ -19,7 +19,7 @@ from torch.utils import _foreach_utils
 from zerocore.common import alarm
 from zerocore.hooks import (
     autograd_calls,
-    broadcasts,
+    collectives,
     module_moves,
     optimizer_rules,
     optimizer_steps,
@@ -64,10 +64,10 @@ PATCHES = (
     Patch("torch.autograd.graph", "_get_grad_fn_or_grad_acc", autograd_calls.takes_full),
     Patch("torch.autograd.function._SingleLevelFunction", "apply", autograd_calls.reads_in_full),
     Patch("torch.distributed", "barrier", alarm.watched_barrier),
-    Patch("torch.distributed", "_broadcast_coalesced", broadcasts.sends_no_shards),
+    Patch("torch.distributed", "_broadcast_coalesced", collectives.sends_no_shards),
     *(
-        Patch("torch.distributed", name, broadcasts.asks_shards, before="2.13")
-        for name in broadcasts.UNASKED
+        Patch("torch.distributed", name, collectives.asks_shards, before="2.13")
+        for name in collectives.UNASKED
     ),
     *(
         Patch("torch.distributed.pipelining.stage", name, pipelines.for_full_weights)

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from zerocore.api import no_sync
 from zerocore.common.extras import missing
 from zerocore.hooks.optimizer_states import params_of
-from zerocore.integrations.precision import check_precision
-from zerocore.integrations.shard_folders import ShardFolders
+from zerocore.integrations.common import ShardFolders, check_precision
 from zerocore.model.state import find_state
 from zerocore.state_dict import full_state_dict
 from zerocore.tensor.parameter import ShardedParameter

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zerocore.api import no_sync, shard
 from zerocore.common.extras import missing
-from zerocore.integrations.precision import mixed_precision
+from zerocore.integrations.common import mixed_precision
 from zerocore.model.state import find_state
 from zerocore.state_dict import full_optimizer_state_dict, full_state_dict
 

@@ -13,8 +13,7 @@ from torch import nn
 from zerocore.api import shard
 from zerocore.common.extras import missing
 from zerocore.integrations.accelerate import Accelerator
-from zerocore.integrations.precision import check_precision, mixed_precision
-from zerocore.integrations.shard_folders import ShardFolders
+from zerocore.integrations.common import ShardFolders, check_precision, mixed_precision
 from zerocore.model.state import find_state
 from zerocore.reporting.figures import figures
 from zerocore.state_dict import full_state_dict

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zerocore._C import ShardOptions
-from zerocore.common.checks import require_int
+from zerocore.common.options import require_int
 from zerocore.model.offload import Offload, place_of
 from zerocore.model.precision import MixedPrecision, check_mixed
 from zerocore.model.stages import STAGES, Placements, placements_of

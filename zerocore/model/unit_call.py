@@ -1,24 +1,62 @@
-"""The per-class subclass whose ``__call__`` enters and leaves units."""
+"""The per-class subclass whose ``__call__`` enters and leaves units.
+
+Inside of ``torch.func.jvp`` the engine works outside of it: forward mode leaves parameters, and the
+graph that a backward goes through, as they are. The other transforms compute with something else
+than autograd sees, and the engine refuses them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
+from torch.utils._pytree import tree_map_only
 
 from zerocore._C import Engine
 from zerocore.model.casting import cast_floats
 from zerocore.model.refusals import fsdp_mark
-from zerocore.model.transforms import is_transformed, outside
 
 _UNIT_CALL = "_zerocore_unit_call"
 # (what was raised, the state, units of the module that was called)
 Explain = Callable[[BaseException, Any, tuple[int, ...]], BaseException | None]
+
+
+_functorch: Any = torch._C._functorch
+is_transformed: Callable[[], Any] = _functorch.peek_interpreter_stack  # None outside of all
+
+
+def outside(engine: Engine) -> Engine:
+    """``engine``, whose methods run outside of ``jvp`` and get the values of wrapped tensors."""
+    stack = _functorch.get_interpreter_stack()
+    if any(level.key() != _functorch.TransformType.Jvp for level in stack):
+        return engine
+    return cast(Engine, _Outside(engine))
+
+
+class _Outside:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._engine, name)
+
+        def run(*args: Any) -> Any:
+            with temporarily_clear_interpreter_stack():
+                return method(*tree_map_only(Tensor, _value_of, args))
+
+        return run
+
+
+def _value_of(tensor: Tensor) -> Tensor:
+    while _functorch.is_gradtrackingtensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _nothing() -> None:

@@ -20,11 +20,11 @@ from zerocore.model.state import ShardState
 from zerocore.optim.adamw import AdamW
 from zerocore.optim.choice import Choice, choice_of
 from zerocore.optim.exchange import Lanes
-from zerocore.optim.gradients import Used, plan_of, used_in_step
 from zerocore.optim.kernel_calls import Factors, global_norm, squares_of
 from zerocore.optim.matrices import (
     Item,
     Splits,
+    Used,
     Whole,
     check_has_whole_matrices,
     check_pattern,
@@ -35,6 +35,8 @@ from zerocore.optim.matrices import (
     items_of,
     name_of,
     param_of,
+    plan_of,
+    used_in_step,
 )
 from zerocore.optim.muon_rounds import WIRE, MuonRounds, check_options
 from zerocore.planning.ownership import Round, plan_rounds

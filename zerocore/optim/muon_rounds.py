@@ -1,7 +1,11 @@
-"""One step of Muon: rounds whose exchange runs under the Newton-Schulz iterations before them."""
+"""One step of Muon: rounds whose exchange runs under the Newton-Schulz iterations before them.
+
+These orthogonalise the matrices of one shape in one batch.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -11,13 +15,57 @@ from torch import Tensor
 from zerocore.optim.exchange import Arrival, Lanes, to_owners, to_shards
 from zerocore.optim.kernel_calls import Factors
 from zerocore.optim.matrices import Whole
-from zerocore.optim.newton_schulz import ADJUSTMENTS, adjusted_ratio, orthogonalise
 from zerocore.planning.ownership import Matrix, Round
 
 WIRE = torch.bfloat16  # which Newton-Schulz begins and ends with, so nothing is lost
 
 States = Mapping[Any, Mapping[str, Tensor]]  # by parameter
 Pair = tuple[Whole, dict[str, Any]]
+
+
+# Shorter sides of what a CPU takes in one batch. For larger matrices it is 2 to 4 times slower than
+# one after the other, for smaller ones its sums round differently from those of one matrix.
+_BATCHED_ON_CPU = range(24, 129)
+ADJUSTMENTS = ("original", "match_rms_adamw")
+
+
+def orthogonalise(batch: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """Orthogonalises each matrix as ``torch.optim.Muon`` does, by the same operations.
+
+    Args:
+        batch: matrices, ``(count, rows, columns)``, of any floating dtype.
+        coefficients: of the polynomial of degree 5, three.
+        steps: how often it is applied.
+        eps: least norm that a matrix is divided by.
+
+    Returns:
+        bfloat16, of the same shape.
+    """
+    if batch.device.type == "cpu" and min(batch.shape[1:]) not in _BATCHED_ON_CPU:
+        return torch.stack([_iterate(matrix, coefficients, steps, eps) for matrix in batch])
+    return _iterate(batch, coefficients, steps, eps)
+
+
+def _iterate(given: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    a, b, c = coefficients
+    add_product = torch.addmm if given.dim() == 2 else torch.baddbmm
+    is_tall = given.size(-2) > given.size(-1)
+    x = given.to(torch.bfloat16, copy=True)
+    x = x.mT if is_tall else x
+    norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x.div_(norms.clamp(min=eps))
+    for _ in range(steps):
+        gram = x @ x.mT
+        polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
+        x = add_product(x, polynomial, x, beta=a)
+    return x.mT if is_tall else x
+
+
+def adjusted_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+    """By what the learning rate is multiplied for a matrix, as in ``torch.optim.Muon``."""
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
 
 
 def check_options(group: Mapping[str, Any]) -> None:

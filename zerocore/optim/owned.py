@@ -17,8 +17,16 @@ from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.model.parts import check_has_places
 from zerocore.optim.choice import Choice, choice_of
 from zerocore.optim.exchange import Arrival, Lanes, to_owners, to_shards
-from zerocore.optim.gradients import Used, plan_of, used_in_step
-from zerocore.optim.matrices import Whole, check_is_whole, check_sharded, groups_of, name_of
+from zerocore.optim.matrices import (
+    Used,
+    Whole,
+    check_is_whole,
+    check_sharded,
+    groups_of,
+    name_of,
+    plan_of,
+    used_in_step,
+)
 from zerocore.planning.ownership import Matrix, Round, assign, make_rounds, whole_cost
 
 Exchanged = tuple[Round, Tensor, Lanes]

@@ -16,11 +16,10 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 
-from zerocore.common.checks import check_int
 from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import LinkLike, traffic_nbytes
 from zerocore.common.nodes import Node
-from zerocore.common.options import UNSET, options_of
+from zerocore.common.options import UNSET, check_int, options_of
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.config import Communication
 from zerocore.model.parts import assign_parts

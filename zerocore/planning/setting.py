@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerocore.common.checks import check_int
 from zerocore.common.links import Link, LinkLike, find_link
 from zerocore.common.nodes import DEFAULT_NODE, MATMUL_SHARE, Gpu, Node, find_node
+from zerocore.common.options import check_int
 from zerocore.common.quantities import parse_bandwidth, parse_flops, parse_nbytes
 from zerocore.model.config import Communication
 from zerocore.model.parts import Part

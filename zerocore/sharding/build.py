@@ -21,13 +21,11 @@ from zerocore._C import (
 )
 from zerocore.common.agreement import together
 from zerocore.common.alarm import watch
-from zerocore.common.cores import local_ranks, update_threads
-from zerocore.common.host_memory import check_obtainable, shortage
+from zerocore.common.host import check_obtainable, local_ranks, shortage, update_threads
 from zerocore.common.links import emulated_host_link
-from zerocore.hooks.loads import watch_loads
 from zerocore.hooks.module_moves import keep_in_place
 from zerocore.hooks.optimizer_steps import mark_full, mark_replaced
-from zerocore.hooks.registration import watch_registrations
+from zerocore.hooks.registration import watch_loads, watch_registrations
 from zerocore.model.buffers import BufferSync
 from zerocore.model.call_order import UnitsOf, call_order, units_by_module
 from zerocore.model.casting import cast_around_kept

@@ -27,7 +27,7 @@ from zerocore.model.tensor_parallel import (
     with_tensor_ranks,
 )
 from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
-from zerocore.planning.budget import check_budget
+from zerocore.planning.changes import check_budget
 from zerocore.sharding.extensions import check_options, split_several
 
 

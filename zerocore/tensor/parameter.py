@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from zerocore.checkpoint.slices.dcp_protocol import chunk_list, find_chunk, write_items
+from zerocore.checkpoint.slices.boxes import chunk_list, find_chunk, write_items
 from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
 from zerocore.tensor.functions import Args, Function, Kwargs

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zerocore.checkpoint.commit import files
-from zerocore.checkpoint.dcp.chunk_reads import locate, read_box
+from zerocore.checkpoint.dcp.safe_reader import locate, read_box
 from zerocore.checkpoint.dcp.torch_chunks import HEAD_NBYTES, chunk_nbytes, frame
 
 DTYPES = [

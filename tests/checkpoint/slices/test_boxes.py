@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from zerocore.checkpoint.slices.boxes import Box, boxes_of
-from zerocore.checkpoint.slices.dcp_protocol import box_view, chunk_boxes
+from zerocore.checkpoint.slices.boxes import Box, box_view, boxes_of, chunk_boxes
 from zerocore.tensor.place import Place
 
 

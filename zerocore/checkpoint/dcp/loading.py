@@ -18,11 +18,10 @@ from zerocore.checkpoint import training_state
 from zerocore.checkpoint.checksums import METADATA, check_files, read_checked, read_range
 from zerocore.checkpoint.commit.saving import own_name
 from zerocore.checkpoint.dcp.contents import Contents
-from zerocore.checkpoint.dcp.plan_cache import KeptPlan
 from zerocore.checkpoint.dcp.rank_file_reader import OwnFile, Target, own_targets, values_of
 from zerocore.checkpoint.dcp.safe_reader import load_tensors
 from zerocore.checkpoint.dcp.save_plan import VALUES, SavePlan
-from zerocore.checkpoint.dcp.saved_state import SavedState, saved_state
+from zerocore.checkpoint.dcp.saved_state import KeptPlan, SavedState, saved_state
 from zerocore.checkpoint.safe_files import is_count, named, reading, shown
 from zerocore.checkpoint.safe_pickles import load_plain
 from zerocore.checkpoint.training_state import Optimizers, State

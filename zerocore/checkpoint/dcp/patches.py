@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from zerocore.common.patching import around
-from zerocore.hooks.comm_counts import begins_to_count, counts_issued
+from zerocore.hooks.collectives import begins_to_count, counts_issued
 from zerocore.hooks.optimizer_states import as_shard, is_of_shards, make_states
 from zerocore.tensor.place import Placed, local_of
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.distributed.scripts import run_program
-from zerocore.common.cores import host_threads, num_cores, update_threads
+from zerocore.common.host import host_threads, num_cores, update_threads
 
 CHILD = """
 import os
-from zerocore.common.cores import host_threads
+from zerocore.common.host import host_threads
 cores = sorted(os.sched_getaffinity(0))
 shared = [host_threads(ranks) for ranks in (1, 2, 1000)]
 os.sched_setaffinity(0, cores[:1])
@@ -43,7 +43,7 @@ def test_ranks_share_the_cores_that_they_are_not_bound_to() -> None:
 
 def test_threads_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """One core is left to who feeds a device; torch's own number is the most beside the CPU."""
-    monkeypatch.setattr("zerocore.common.cores.num_cores", lambda _: 12)
+    monkeypatch.setattr("zerocore.common.host.num_cores", lambda _: 12)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     cpu, device = torch.device("cpu"), torch.device("cuda", 0)
