@@ -34,11 +34,7 @@ from zerocore.reporting.out_of_memory import OutOfMemory, explain_out_of_memory
 from zerocore.reporting.recording import record_events, trace
 from zerocore.reporting.report import Report, report
 from zerocore.reporting.timeline import Timeline
-from zerocore.state_dict import (
-    full_optimizer_state_dict,
-    full_state_dict,
-    load_full_state_dict,
-)
+from zerocore.state_dict import full_optimizer_state_dict, full_state_dict, load_full_state_dict
 from zerocore.tensor.operators import register_elementwise
 from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
 from zerocore.tensor.place import Place, is_sharded

@@ -46,7 +46,8 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
             for param, value in zip(unit.params, gathered, strict=False)
         ]
         if keep:
-            _copy_out(unit, keys, values, full)
+            for param, value in zip(unit.params, values, strict=True):
+                full.update(dict.fromkeys(keys[param], value.to("cpu", copy=True)))
             full.update(_several(unit, gathered[len(unit.params) :]))
         del gathered, values
     if not keep:
@@ -79,12 +80,6 @@ def _several(unit: Unit, encoded: list[Tensor]) -> dict[str, Tensor]:
             encoded = encoded[1:]  # what they make
             found[each.fqn] = each.make(own, each.rows.dtype).cpu()
     return found
-
-
-def _copy_out(unit: Unit, keys: Keys, values: list[Tensor], full: dict[str, Tensor]) -> None:
-    for param, on_device in zip(unit.params, values, strict=True):
-        value = on_device.to("cpu", copy=True)
-        full.update(dict.fromkeys(keys[param], value))
 
 
 @operation("full_optimizer_state_dict")

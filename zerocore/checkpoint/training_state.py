@@ -108,12 +108,8 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {known[id(param)]: param for param in params}
 
 
-def check_model(state: State, metadata: Metadata, folder: object) -> None:
-    """Raises ValueError if the weights of a checkpoint do not fit; names folder and key."""
-    _check_tensors(state["model"], "model.", metadata, f"{folder} does not fit the model")
-
-
-def _check_tensors(state: State, prefix: str, metadata: Metadata, trouble: str) -> None:
+def check_tensors(state: State, prefix: str, metadata: Metadata, trouble: str) -> None:
+    """Raises ValueError if a checkpoint's tensors of this prefix do not fit; names the key."""
     saved = {key for key in metadata.state_dict_metadata if key.startswith(prefix)}
     own = {f"{prefix}{key}": value for key, value in flatten_state_dict(state)[0].items()}
     missing, unexpected = sorted(set(own) - saved), sorted(saved - set(own))
@@ -173,7 +169,7 @@ def fit_optimizers(
     drop_states(model, optimizers, new - stated)
     state = {k: v for k, v in _by_names(model, optimizers)["state"].items() if k in stated}
     trouble = f"{folder} was saved with another kind of optimizer"
-    _check_tensors(state, "optim.state.", metadata, trouble)
+    check_tensors(state, "optim.state.", metadata, trouble)
     return {"state": state, "param_groups": groups}
 
 

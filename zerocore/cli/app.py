@@ -163,7 +163,8 @@ def plan(
         if reduce_dtype is not None and mixed_precision is None:
             raise ValueError("--reduce-dtype goes with --mixed-precision")
         given = (mixed_precision, reduce_dtype, wire_dtype, gather_dtype)
-        mixed = _mixed(*map(_torch_dtype, given)) if any(given) else None
+        param, reduce, wire, gather = map(_torch_dtype, given)
+        mixed = MixedPrecision(param, reduce, wire_dtype=wire, gather_dtype=gather)
         result = zerocore.plan(
             _source(hf_config, preset),
             gpus,
@@ -174,7 +175,7 @@ def plan(
             machine=machine,
             memory=memory,
             dtype=_torch_dtype(dtype),
-            mixed_precision=mixed,
+            mixed_precision=mixed if any(given) else None,
             optimizer=optimizer,
             prefetch=prefetch,
             gather_at_step=gather_at_step,
@@ -197,15 +198,6 @@ def plan(
         _print_json(result.to_dict())
     else:
         print_table(result.title(), result.rows(), result.notes())
-
-
-def _mixed(
-    param: torch.dtype | None,
-    reduce: torch.dtype | None,
-    wire: torch.dtype | None,
-    gather: torch.dtype | None,
-) -> MixedPrecision:
-    return MixedPrecision(param, reduce, wire_dtype=wire, gather_dtype=gather)
 
 
 def _groups(given: list[str]) -> dict[str, zerocore.Part]:

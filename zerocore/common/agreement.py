@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha256
 from itertools import zip_longest
@@ -199,6 +199,14 @@ def differing(groups: Groups, numbers: torch.Tensor) -> list[int]:
                 dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
     highest, lowest = bounds.tolist()
     return [place for place, high in enumerate(highest) if high != -lowest[place]]
+
+
+def ranks_by_value(values: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """The ranks of ``(rank, value)`` that have the same value, those of the first pair first."""
+    found: dict[int, list[int]] = {}
+    for rank, value in values:
+        found.setdefault(value, []).append(rank)
+    return list(found.values())
 
 
 def _difference(rank: int, expected: list[Any], came: list[Any]) -> str:

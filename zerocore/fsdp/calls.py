@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map_only
@@ -54,12 +53,10 @@ def call(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> 
     assert unit_call is not None
     device = unit_call.state.device
     if unit_call.is_root and device.type != "cpu":
-        args, kwargs = _moved((args, kwargs), device)
+        args, kwargs = tree_map_only(
+            Tensor, lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
+        )
     output = unit_call.call(function, *args, **kwargs)
     if unit_call.is_root and unit_call.state.config.offload is not None:
         unit_call.engine.synchronize()  # loads from the host end before anyone changes parameters
     return output
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)

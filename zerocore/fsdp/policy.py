@@ -44,11 +44,6 @@ class MixedPrecisionPolicy(PolicyOfTorch):
         check_gather(self.gather_dtype)
 
 
-def gather_dtype_of(policy: PolicyOfTorch) -> torch.dtype | None:
-    """The dtype that parameters are gathered in; None for a policy of torch."""
-    return policy.gather_dtype if isinstance(policy, MixedPrecisionPolicy) else None
-
-
 def types_of(param: RowParam, group: Group) -> ParamTypes:
     """The dtypes of a parameter under its group's policy.
 
@@ -63,7 +58,7 @@ def types_of(param: RowParam, group: Group) -> ParamTypes:
     main = own if param.extension is None else model  # it is its own main weight
     grad = param.shard.grad_dtype or own
     reduce = wire_dtype_of(policy) or policy.reduce_dtype or (model if grad == own else grad)
-    types, gather = ParamTypes(model, main, reduce, grad), gather_dtype_of(policy)
+    types, gather = ParamTypes(model, main, reduce, grad), getattr(policy, "gather_dtype", None)
     if gather is None or param.extension is not None:
         return types
     if group.offloads:

@@ -38,14 +38,7 @@ from zerocore.reporting.out_of_memory import explain_forward
 from zerocore.sharding.build import make_engine, map_host_memory, start
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.parameter import make_alike
-from zerocore.tensor.rows import (
-    RowShard,
-    as_dtensor,
-    at_origin,
-    forget_rows,
-    local_part,
-    note_rows,
-)
+from zerocore.tensor.rows import RowShard, as_dtensor, at_origin, forget_rows, local_part, note_rows
 
 _COMMUNICATION = Communication(accumulate="full")
 _CONFIG = ShardConfig(communication=_COMMUNICATION, by_rows=True)

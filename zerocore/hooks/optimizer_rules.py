@@ -67,15 +67,13 @@ def checks_shards(add: Any, self: Optimizer, param_group: dict[str, Any]) -> Non
         except ValueError:
             self.param_groups.pop()
             raise
-        _watch_state_dicts(self)
-        _keep_eager(type(self))
-
-
-def _keep_eager(cls: Any) -> None:
-    """``torch.compile(optimizer.step)`` runs the step without graphs, which cannot take shards."""
-    if not hasattr(cls.step, _EAGER):
-        cls.step = _disable_dynamo(cls.step)
-        setattr(cls.step, _EAGER, True)
+        if wrap_states not in self._optimizer_state_dict_post_hooks.values():
+            self.register_state_dict_post_hook(wrap_states)
+            self.register_load_state_dict_pre_hook(_fit_states)
+        cls: Any = type(self)
+        if not hasattr(cls.step, _EAGER):  # graphs of torch.compile cannot take shards
+            cls.step = _disable_dynamo(cls.step)
+            setattr(cls.step, _EAGER, True)
 
 
 def _refuse(optimizer: Optimizer, sharded: list[ShardedParameter]) -> None:
@@ -125,15 +123,6 @@ def _with_rules(closure: Callable[[], Any]) -> Callable[[], Any]:
             return closure()
 
     return run
-
-
-# -- state dicts --------------------------------------------------------------------------------
-
-
-def _watch_state_dicts(optimizer: Optimizer) -> None:
-    if wrap_states not in optimizer._optimizer_state_dict_post_hooks.values():
-        optimizer.register_state_dict_post_hook(wrap_states)
-        optimizer.register_load_state_dict_pre_hook(_fit_states)
 
 
 def _fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -64,6 +64,13 @@ def as_shard(local: Tensor, place: Place) -> LocalShard:
     return shard
 
 
+def as_state(local: Tensor, param: Any) -> Tensor:
+    """``local``, this rank's part of a parameter's state, as a shard or DTensor like that."""
+    if isinstance(param, Placed):
+        return as_shard(local, param.place)
+    return as_part(local, param)
+
+
 def wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Gives elements of shards in a state dict their place, on the same memory."""
     params = params_of(optimizer)
@@ -160,7 +167,9 @@ def make_states(optimizer: Optimizer) -> None:
             local = own_elements(param)
             kind = (local.dtype, local.device)
             if kind not in probed:
-                probed[kind] = _probed_state(optimizer, group, local)
+                probe = nn.Parameter(torch.zeros(1, dtype=local.dtype, device=local.device))
+                probe.grad = torch.zeros_like(probe)
+                probed[kind] = stepped_state(optimizer, group, probe)
             state = dict(_first_states(param, probed[kind]))
             if state:
                 optimizer.state[param] = state
@@ -169,13 +178,6 @@ def make_states(optimizer: Optimizer) -> None:
 def without_state(params: Iterable[_P], states: Mapping[Any, Any]) -> list[_P]:
     """The trained ones of the parameters whose states have not been made yet."""
     return [param for param in params if param.requires_grad and not states.get(param)]
-
-
-def _probed_state(optimizer: Optimizer, group: dict[str, Any], local: Tensor) -> dict[str, Any]:
-    """The state that a step gives to a parameter of one element like those of ``local``."""
-    probe = nn.Parameter(torch.zeros(1, dtype=local.dtype, device=local.device))
-    probe.grad = torch.zeros_like(probe)
-    return stepped_state(optimizer, group, probe)
 
 
 def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -191,8 +193,7 @@ def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any
             yield key, as_shard(zeros, param.place)
         else:
             full = torch.full_like(local, value.item(), dtype=value.dtype)
-            is_shard = isinstance(param, Placed)
-            yield key, as_shard(full, param.place) if is_shard else as_part(full, param)
+            yield key, as_state(full, param)
 
 
 def stepped_state(

@@ -21,7 +21,6 @@ from zerocore.model.precision import ParamTypes
 from zerocore.model.ranks import Ranks
 from zerocore.model.refusals import refuse_capture
 from zerocore.model.unit_call import unit_call_of
-from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.rows import shard_of
 
 _STATE = "_zerocore_state"
@@ -113,11 +112,6 @@ class ShardState:
     def ranks_of(self, unit: int) -> Ranks:
         """The ranks that share a unit."""
         return self.meshes[self.units[unit].mesh]
-
-    def ranks_saving(self, shard: ShardedParameter) -> Ranks:
-        """The ranks that have elements of a parameter, which is not a part that others lack."""
-        unit = self.units[shard.unit]
-        return self.ranks if shard.place.part is None else self.meshes[unit.mesh]
 
     def ranks_holding(self, fqn: str) -> Ranks:
         """The ranks that share a parameter."""

@@ -59,10 +59,6 @@ def _value_of(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _nothing() -> None:
-    """In the place of a function that is not needed."""
-
-
 @dataclass(eq=False, slots=True)
 class UnitCall:
     """Goes around a module's call: enters its units, and begins the pass if it is the root.
@@ -84,7 +80,7 @@ class UnitCall:
     before_call: Callable[[], None] | None = None
     looked_at: tuple[int, ...] = ()
     viewed: tuple[int, ...] = ()
-    before_units: Callable[[], None] = _nothing
+    before_units: Callable[[], None] = lambda: None
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zerocore.hooks.optimizer_states import as_shard, params_of
-from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.rows import as_part, own_elements, shard_of
+from zerocore.hooks.optimizer_states import as_state, params_of
+from zerocore.tensor.rows import own_elements, shard_of
 
 
 class EMA(Optimizer):
@@ -40,7 +39,7 @@ class EMA(Optimizer):
         """Begins the averages of parameters that have none yet, with their values."""
         for param in params_of(self):
             if not self.state.get(param):
-                self.state[param] = {"average": _like(own_elements(param).clone(), param)}
+                self.state[param] = {"average": as_state(own_elements(param).clone(), param)}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Refused: an EMA updates no parameters."""
@@ -86,9 +85,3 @@ class EMA(Optimizer):
             self.make_states()
         average: Any = self.state[param]["average"]
         return own_elements(average)
-
-
-def _like(local: Tensor, param: Any) -> Tensor:
-    if isinstance(param, ShardedParameter):
-        return as_shard(local, param.place)
-    return as_part(local, param)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocore.hooks.optimizer_states import as_shard, state_memory
+from zerocore.hooks.optimizer_states import as_state, state_memory
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import Placed
-from zerocore.tensor.rows import as_part, local_part, shard_of
+from zerocore.tensor.rows import local_part, shard_of
 
 State = dict[str, Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -72,10 +72,9 @@ def allocate_states(params: Sequence[Tensor]) -> list[State]:
 
 
 def _placed(param: Tensor, state: State) -> State:
-    if not isinstance(param, ShardedParameter):
-        return {"step": state["step"], **{name: as_part(state[name], param) for name in MOMENTS}}
-    step = state["step"].as_subclass(HostState) if param.on_host else state["step"]
-    return {"step": step, **{name: as_shard(state[name], param.place) for name in MOMENTS}}
+    on_host = isinstance(param, ShardedParameter) and param.on_host
+    step = state["step"].as_subclass(HostState) if on_host else state["step"]
+    return {"step": step, **{name: as_state(state[name], param) for name in MOMENTS}}
 
 
 def _planned_moments(params: Sequence[Tensor]) -> dict[int, list[Tensor]]:

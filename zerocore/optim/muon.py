@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zerocore.common.agreement import together
-from zerocore.hooks.optimizer_states import as_shard, params_of, without_state
+from zerocore.hooks.optimizer_states import as_state, params_of, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.model.state import ShardState
 from zerocore.optim.adamw import AdamW
@@ -40,9 +40,7 @@ from zerocore.optim.matrices import (
 )
 from zerocore.optim.muon_rounds import WIRE, MuonRounds, check_options
 from zerocore.planning.ownership import Round, plan_rounds
-from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import local_of
-from zerocore.tensor.rows import as_part, local_part
+from zerocore.tensor.rows import local_part, own_elements
 
 
 class Muon(ShardOptimizer):
@@ -280,11 +278,8 @@ class Muon(ShardOptimizer):
 
     def _make_momenta(self, params: Iterable[Any]) -> None:
         for param in params:
-            if isinstance(param, ShardedParameter):
-                momentum: Tensor = as_shard(torch.zeros_like(local_of(param)), param.place)
-            else:
-                momentum = as_part(torch.zeros_like(local_part(param)), param)
-            self.state[param] = {"momentum_buffer": momentum}
+            zeros = torch.zeros_like(own_elements(param))
+            self.state[param] = {"momentum_buffer": as_state(zeros, param)}
 
     def make_states(self) -> None:
         """Makes the states of all parameters that have none yet, as the first step would."""

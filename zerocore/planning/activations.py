@@ -144,7 +144,7 @@ def record(
         recorder = _Recorder(copy, entries, fqns)
         with recorder.recording(tree_leaves(batch)):
             value = loss(copy, batch)
-            recorder.end_forward()
+            recorder.saved_nbytes = sum(recorder.saved.values())
             value.backward()
             del value
     return recorder.result()
@@ -199,7 +199,7 @@ class _Recorder:
     first_nodes: list[int] = field(default_factory=list)  # of the calls not left
     backward: list[tuple[bool, int]] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)  # nbytes by id of the storage
-    saved_nbytes: int = 0
+    saved_nbytes: int = 0  # when the forward is over
 
     def __post_init__(self) -> None:
         params = dict(self.model.named_parameters(remove_duplicate=False))
@@ -272,10 +272,6 @@ class _Recorder:
             storage = tensor.untyped_storage()
             self.saved[id(storage)] = storage.nbytes()
         return tensor
-
-    def end_forward(self) -> None:
-        """The forward is over; what is saved now is what it leaves for the backward."""
-        self.saved_nbytes = sum(self.saved.values())
 
     def result(self) -> Recording:
         """The figures by moment."""

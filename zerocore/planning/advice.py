@@ -111,15 +111,9 @@ def _fully_sharded(plan: Plan, planner: Planner) -> Candidate:
     return Candidate(planner, replace(division, rank=0, communication=communication))
 
 
-def _around_gathers(plan: Plan) -> tuple[StagePlan, StagePlan]:
-    """The highest stage that keeps parameters whole, and the first that gathers them."""
-    gathers = [placements_of(stage.stage).parameters for stage in plan.stages]
-    first = gathers.index(True)
-    return plan.stages[first - 1], plan.stages[first]
-
-
 def _slow_links(plan: Plan, planner: Planner) -> Iterator[str]:
-    whole, gathered = _around_gathers(plan)
+    first = [placements_of(stage.stage).parameters for stage in plan.stages].index(True)
+    whole, gathered = plan.stages[first - 1 : first + 1]
     if plan.setting.world_size == plan.setting.num_replicas:
         return
     for slow, other in zip(gathered.timings, whole.timings, strict=True):

@@ -40,10 +40,12 @@ class CheckpointBytes:
 def checkpoint_bytes(planner: Planner, division: Division) -> CheckpointBytes:
     """Bytes that ``zerocore.Checkpoints`` writes of a model and its optimizer."""
     total = own = 0
-    meshes = planner.meshes or (0,) * len(planner.specs)
-    rows = zip(planner.specs, planner.types, planner.layouts(division), meshes, strict=True)
-    for specs, types, layout, mesh in rows:
-        num_parts, rank = division.num_parts(mesh), division.rank_in(mesh)
+    rows = zip(planner.specs, planner.types, planner.layouts(division), strict=True)
+    for unit, (specs, types, layout) in enumerate(rows):
+        mesh = planner.mesh_of(unit)
+        num_parts, rank = division.num_parts(mesh), division.rank
+        if mesh > 0:
+            rank = division.parts[mesh - 1][2]
         copies = division.world_size // num_parts // layout.num_shards
         for position, (spec, each) in enumerate(zip(specs, types, strict=True)):
             tensors = 1 + (planner.num_states if spec.requires_grad else 0)

@@ -57,10 +57,6 @@ class Division:
         num_shards, num_replicas, _ = self.parts[mesh - 1]
         return max(1, self.world_size // (num_shards * num_replicas))
 
-    def rank_in(self, mesh: int) -> int:
-        """This rank in a mesh."""
-        return self.parts[mesh - 1][2] if mesh else self.rank
-
     def num_ranks(self, axis: str, mesh: int = 0) -> int:
         """Ranks along an axis of the model's mesh, or of that of a part."""
         num_shards, num_replicas = (

@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import LinkLike, traffic_nbytes

@@ -126,26 +126,22 @@ class Machine:
         listed = links if isinstance(links, Sequence) and not isinstance(links, str) else [links]
         replica_link = own_link(self.replica_link, num_replicas, num_shards)
         near_link = own_link(self.near_link, num_near)
+        gpu = None if self.node is None else node.gpu
+        memory, flops = self.memory, self.flops
+        if memory is None:
+            memory = DEFAULT_MEMORY if gpu is None else gpu.memory_nbytes
+        if flops is None:
+            flops = DEFAULT_FLOPS if gpu is None else MATMUL_SHARE * gpu.matmul_flops
         return Figures(
-            memory_nbytes=self._memory_nbytes(),
+            memory_nbytes=parse_nbytes(memory),
             links=tuple(find_link(link) for link in listed),
             replica_link=replica_link if num_replicas > 1 else None,
             near_link=near_link if num_near > 1 else None,
-            flops_per_s=self._flops_per_s(),
+            flops_per_s=parse_flops(flops),
             host=self._host(node),
             node=node,
-            gpu=node.gpu if self.node is not None and self.flops is None else None,
+            gpu=gpu if self.flops is None else None,
         )
-
-    def _memory_nbytes(self) -> int:
-        if self.memory is None and self.node is not None:
-            return find_node(self.node).gpu.memory_nbytes
-        return parse_nbytes(DEFAULT_MEMORY if self.memory is None else self.memory)
-
-    def _flops_per_s(self) -> float:
-        if self.flops is None and self.node is not None:
-            return MATMUL_SHARE * find_node(self.node).gpu.matmul_flops
-        return parse_flops(DEFAULT_FLOPS if self.flops is None else self.flops)
 
     def _host(self, node: Node) -> Host | None:
         rate = parse_bandwidth(self.host_bandwidth, "host_bandwidth")

@@ -225,15 +225,15 @@ class PeerCheckpoints(Checkpoints):
         finish_writes()
         held = self._gather(self._good_files())
         keys = sorted({key for each in held for key in each}, reverse=True)
-        complete = [key for key in keys if _is_complete(key, held)]
+        counts = {key: _num_found(key, held) for key in keys}
+        complete = [key for key, (found, total) in counts.items() if found == total]
         chosen = [key for key in complete if step in (None, key[0])][:1]
         wanted = keys[0][0] if keys and not fallback else step
         if wanted is not None and (not chosen or chosen[0][0] != wanted):
             steps = [key[0] for key in complete]
             raise FileNotFoundError(f"no complete checkpoint of step {wanted}: {steps}")
         if not chosen:
-            for key in keys:
-                found, total = _num_found(key, held)
+            for key, (found, total) in counts.items():
                 lost = f"{total - found} of its {total} files are lost, or damaged on all nodes"
                 _log.warning("step %d cannot be loaded: %s", key[0], lost)
             return None
@@ -290,11 +290,6 @@ class PeerCheckpoints(Checkpoints):
 
     def _gather(self, value: T) -> list[T]:
         return gather_objects(self._writer.groups, [value], None)
-
-
-def _is_complete(key: _Key, held: Sequence[Mapping[_Key, Held]]) -> bool:
-    found, total = _num_found(key, held)
-    return found == total
 
 
 def _num_found(key: _Key, held: Sequence[Mapping[_Key, Held]]) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from zerocore.checkpoint.training_state import optimizers_of
-from zerocore.common.agreement import Groups, checksum, differing, gather_objects
+from zerocore.common.agreement import Groups, checksum, differing, gather_objects, ranks_by_value
 from zerocore.common.alarm import operation
 from zerocore.hooks.optimizer_states import NUMBERS, options_of, params_of
 from zerocore.model.state import Param, ShardState, Unit, ready_state_of
@@ -213,16 +213,8 @@ def _compare(state: ShardState, values: list[_Value]) -> tuple[list[Difference],
         if places := differing(groups, numbers):
             own = (_own_number(state), [int(numbers[place]) for place in places])
             table = gather_objects(groups, [own], state.device)
-            found += [
-                Difference(same[place].name, _classes([(rank, row[i]) for rank, row in table]))
-                for i, place in enumerate(places)
-            ]
+            for i, place in enumerate(places):
+                classes = ranks_by_value((rank, row[i]) for rank, row in table)
+                ordered = sorted(map(tuple, classes), key=lambda ranks: -len(ranks))
+                found.append(Difference(same[place].name, tuple(ordered)))
     return found, sum(map(len, by_groups.values()))
-
-
-def _classes(numbers: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-    """Ranks of the same number, most ranks first."""
-    found: dict[int, list[int]] = {}
-    for rank, number in numbers:
-        found.setdefault(number, []).append(rank)
-    return tuple(sorted((tuple(ranks) for ranks in found.values()), key=lambda each: -len(each)))

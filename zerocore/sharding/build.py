@@ -39,11 +39,7 @@ from zerocore.model.state import Param, ShardState, Unit, set_state
 from zerocore.model.unit_call import UnitCall, looked_at_by, set_unit_call
 from zerocore.model.units import ParamChoice, UnitPlanned
 from zerocore.reporting.out_of_memory import explain_backward, explain_forward, remember_model
-from zerocore.sharding.extensions import (
-    bind_extensions,
-    encoded_params,
-    make_extensions,
-)
+from zerocore.sharding.extensions import bind_extensions, encoded_params, make_extensions
 from zerocore.sharding.request import ShardRequest, types_of
 from zerocore.sharding.same_values import check_same_values
 from zerocore.tensor import pending_host_updates
@@ -126,6 +122,7 @@ def make_engine(
         stall_seconds: as of :class:`ShardRequest`.
     """
     control = control_group(ranks)
+    threads = None if config.offload is None else config.offload.threads
     options = EngineOptions(
         sharding=shard_options(
             config.stage,
@@ -148,7 +145,7 @@ def make_engine(
         alarm_name="" if control is None else name,
         stall_seconds=stall_seconds,
         host_link=emulated_host_link(),
-        host_threads=_host_threads(config, device),
+        host_threads=update_threads(device) if threads is None else threads,
     )
     engine = Engine(options, device=device, units=units, order=order)
     watch(control)
@@ -161,11 +158,6 @@ def start(model: nn.Module, state: ShardState, consistent: bool) -> None:
     set_state(model, state)
     remember_model(state, model)
     state.explain_backward = explain_backward
-
-
-def _host_threads(config: ShardConfig, device: torch.device) -> int:
-    given = None if config.offload is None else config.offload.threads
-    return update_threads(device) if given is None else given
 
 
 def _take_host_memory(

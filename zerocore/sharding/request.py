@@ -21,11 +21,7 @@ from zerocore.model.precision import ParamTypes, param_types
 from zerocore.model.ranks import Ranks, check_levels, with_near
 from zerocore.model.refusals import check_kinds
 from zerocore.model.state import find_state
-from zerocore.model.tensor_parallel import (
-    find_tensor_ranks,
-    split_replicated,
-    with_tensor_ranks,
-)
+from zerocore.model.tensor_parallel import find_tensor_ranks, split_replicated, with_tensor_ranks
 from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
 from zerocore.planning.changes import check_budget
 from zerocore.sharding.extensions import check_options, split_several

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zerocore.common.agreement import bits_of, checksum, differing, gather_objects
+from zerocore.common.agreement import bits_of, checksum, differing, gather_objects, ranks_by_value
 from zerocore.model.parts import choices_on
 from zerocore.model.ranks import Ranks
 from zerocore.model.units import ParamChoice
@@ -49,7 +49,7 @@ def _check(ranks: Ranks, chosen: Sequence[ParamChoice], device: torch.device) ->
     if all(_is_constant(choice.tensor) for choice in same):
         return  # nothing was the same but by its rule: the ranks have drawn all numbers
     classes = {
-        chosen[place].fqns[0]: _ranks_by_value(column)
+        chosen[place].fqns[0]: ranks_by_value(enumerate(column))
         for place, column in zip(places, zip(*tables, strict=True), strict=True)
     }
     _refuse_parts(classes)
@@ -82,14 +82,6 @@ def _refuse_parts(classes: dict[str, list[list[int]]]) -> None:
             "over all of them. Name them in groups=, with the ranks that hold the same values. If "
             "rank 0's are meant for all, set one seed on all ranks before the model is built"
         )
-
-
-def _ranks_by_value(column: Sequence[int]) -> list[list[int]]:
-    """The ranks that have the same value, those of the first rank first."""
-    found: dict[int, list[int]] = {}
-    for rank, value in enumerate(column):
-        found.setdefault(value, []).append(rank)
-    return list(found.values())
 
 
 def _listed(names: Sequence[str] | dict[str, list[list[int]]]) -> str:

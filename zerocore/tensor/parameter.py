@@ -20,14 +20,7 @@ from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
-from zerocore.tensor.place import (
-    Place,
-    Placed,
-    PlacedParameter,
-    as_view,
-    keep_place,
-    local_of,
-)
+from zerocore.tensor.place import Place, Placed, PlacedParameter, as_view, keep_place, local_of
 from zerocore.tensor.wrapped import is_wrapped
 
 _grad: Any = torch._C.TensorBase.grad

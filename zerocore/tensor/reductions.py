@@ -174,14 +174,10 @@ def unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Te
     """
     func(grads, found_inf, inv_scale)
     torch.autograd.graph.increment_version(list(grads))  # torch's kernel counts no change
-    for group in _groups_of(grads):
+    places = [grad.place for grad in grads if isinstance(grad, Placed)]
+    for group in dict.fromkeys(group for place in places for group in place.groups):
         with waiting(group, "GradScaler.unscale_"):
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
-
-
-def _groups_of(shards: Sequence[Tensor]) -> list[dist.ProcessGroup]:
-    places = [shard.place for shard in shards if isinstance(shard, Placed)]
-    return list(dict.fromkeys(group for place in places for group in place.groups))
 
 
 def global_norms(

@@ -190,8 +190,8 @@ def as_rows(value: Any, param: Any) -> Any:
     """A shard of :func:`as_range` as a DTensor again, on its memory; any other value as it is."""
     if not isinstance(value, LocalShard) or not hasattr(param, "_spec"):
         return value
-    dim = _cut_dims(param)[0]
-    sizes = _rows_first(local_part(param).shape, dim)
+    dim, shape = _cut_dims(param)[0], local_part(param).shape
+    sizes = (shape[dim], *shape[:dim], *shape[dim + 1 :])
     return as_part(local_of(value).view(sizes).movedim(0, dim), param)
 
 
@@ -201,7 +201,3 @@ def _rows_of(value: Tensor, param: Any) -> Tensor:
 
 def _cut_dims(param: Any) -> list[int]:
     return [each.dim for each in param._spec.placements if not each.is_replicate()]
-
-
-def _rows_first(shape: torch.Size, dim: int) -> tuple[int, ...]:
-    return shape[dim], *shape[:dim], *shape[dim + 1 :]

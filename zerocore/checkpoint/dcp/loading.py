@@ -104,7 +104,8 @@ class TrainingLoad:
         if missing := sorted(set(stateful) - set(self.own["stateful"])):
             raise ValueError(f"{self._folder} has no state of {missing}")
         self._wanted = training_state.training_state(self._model, ())
-        training_state.check_model(self._wanted, contents.metadata, self._folder)
+        trouble = f"{self._folder} does not fit the model"
+        training_state.check_tensors(self._wanted["model"], "model.", contents.metadata, trouble)
         self._check_buffers()
         if self._optimizers:
             self._stateless = training_state.params_without_state(self._model, self._optimizers)

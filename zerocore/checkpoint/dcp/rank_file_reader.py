@@ -10,7 +10,7 @@ cache: that takes no new memory, which costs more than bytes that are there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -115,14 +115,8 @@ def values_of(targets: dict[int, Target]) -> dict[str, Tensor]:
     return values
 
 
-def in_use(targets: Iterable[Target]) -> int:
-    """Bytes of memory that must not change yet."""
-    return sum(target.memory.nbytes for target in targets if target.landing is None)
-
-
-def keep_beside(targets: Iterable[Target]) -> None:
-    """Gives memory to land in to the targets in use."""
-    waiting = [target for target in targets if target.landing is None]
+def keep_beside(waiting: Sequence[Target]) -> None:
+    """Gives memory to land in to targets in use."""
     ends = list(accumulate(-(-target.memory.nbytes // _ALIGNMENT) for target in waiting))
     memory = HostMemory(_ALIGNMENT * ends[-1] if ends else 0)
     for target, begin in zip(waiting, [0, *ends], strict=False):
@@ -155,11 +149,12 @@ class OwnFile:
         sums = contents.sums_of(name)
         if sums is None:
             return
+        in_use = [target for target in targets.values() if target.landing is None]
         if self._stream is None:
-            fits = in_use(targets.values()) <= self._budget
+            fits = sum(target.memory.nbytes for target in in_use) <= self._budget
             self._stream = self._open(StreamWay.ANY if fits else StreamWay.CACHED)
         if self._stream.is_direct:  # else the page cache has what is read a second time
-            keep_beside(targets.values())
+            keep_beside(in_use)
         runs: list[tuple[int, Tensor]] = []
         heads: list[tuple[Tensor, Target]] = []
         for offset, target in sorted(targets.items()):

@@ -30,10 +30,7 @@ def _is_a(*kinds: type) -> Test:
 
 
 def _all_of(kind: type[Sequence[Any]], test: Test) -> Test:
-    def is_full_of(value: Any) -> bool:
-        return type(value) is kind and all(map(test, value))
-
-    return is_full_of
+    return lambda value: type(value) is kind and all(map(test, value))
 
 
 def _or_none(test: Test) -> Test:

@@ -192,15 +192,14 @@ def _plan_file(path: Path, tensors: Facts, metadata: Mapping[str, str]) -> FileP
     return FilePlan(path.name, len(text).to_bytes(8, "little") + text, entries, base + end)
 
 
-def index_text(files: Sequence[FilePlan]) -> str:
-    weight_map = {name: file.name for file in files for name in file.entries}
-    total = sum(entry.end - entry.begin for file in files for entry in file.entries.values())
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-
-
 def write_lists(folder: Path, plans: Sequence[FilePlan], sums: checksums.Checksums) -> list[str]:
     """Writes the index of several files, and the checksums of all; returns their names."""
-    lists = {INDEX_NAME: index_text(plans).encode()} if len(plans) > 1 else {}
+    lists = {}
+    if len(plans) > 1:
+        weight_map = {name: plan.name for plan in plans for name in plan.entries}
+        total = sum(entry.end - entry.begin for plan in plans for entry in plan.entries.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        lists[INDEX_NAME] = json.dumps(index, indent=2).encode()
     sums.update({name: checksums.FileSums.of(text) for name, text in lists.items()})
     lists[checksums.NAME] = sums.text()
     for name, text in lists.items():

@@ -139,25 +139,19 @@ def _check(
     for name, entry in found.items():
         if name not in targets:
             continue
-        tensor = _full_of(targets[name])
-        if entry.shape != _shape_of(targets[name]):
+        target = targets[name]
+        if entry.shape != (shape := _shape_of(target)):
             raise ValueError(
-                f"{entry.file}: {shown(name)} has shape {shown(entry.shape)}, the model "
-                f"{_shape_of(targets[name])}"
+                f"{entry.file}: {shown(name)} has shape {shown(entry.shape)}, the model {shape}"
             )
-        if _kind(entry.dtype) > _kind(tensor.dtype):
-            raise ValueError(
-                f"{entry.file}: {shown(name)} is {entry.dtype}, the model {tensor.dtype}"
-            )
+        dtype = target.full.dtype if isinstance(target, Param) else target.dtype
+        if _kind(entry.dtype) > _kind(dtype):
+            raise ValueError(f"{entry.file}: {shown(name)} is {entry.dtype}, the model {dtype}")
 
 
 def _kind(dtype: torch.dtype) -> int:
     """Whole numbers become floating-point ones, and these complex ones; never the other way."""
     return 2 if dtype.is_complex else int(dtype.is_floating_point)
-
-
-def _full_of(target: Target) -> Tensor:
-    return target.full if isinstance(target, Param) else target
 
 
 def _shape_of(target: Target) -> tuple[int, ...]:
@@ -338,7 +332,7 @@ def _own_part(state: ShardState, target: Target) -> tuple[Tensor, int]:
     if first is None:  # pieces of it are scattered over the file
         flat = place.whole_of(place.gather(local)).contiguous().view(-1)
         return (flat if state.rank == 0 else flat[:0]), 0
-    ranks = state.ranks_saving(target.shard)
+    ranks = state.ranks if place.part is None else state.ranks_of(target.shard.unit)
     copies = ranks.num_replicas if place.group is not None else ranks.world_size
     index = ranks.rank // ranks.num_shards if place.group is not None else ranks.rank
     size = -(-local.numel() // copies)
