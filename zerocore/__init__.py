@@ -35,7 +35,7 @@ from zerocore.reporting.recording import record_events, trace
 from zerocore.reporting.report import Report, report
 from zerocore.reporting.timeline import Timeline
 from zerocore.state_dict import full_optimizer_state_dict, full_state_dict, load_full_state_dict
-from zerocore.tensor.operators import register_elementwise
+from zerocore.tensor.functions import register_elementwise
 from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
 from zerocore.tensor.place import Place, is_sharded
 from zerocore.weights.buckets import Bucket, Export, export

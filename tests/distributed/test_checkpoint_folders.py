@@ -24,7 +24,7 @@ from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import assert_equal, full_states, make, train, trained
 from tests.reported import warnings_of
-from zerocore.checkpoint.commit.job import Job, _stat, this_job
+from zerocore.checkpoint.commit.folder import Job, _stat, this_job
 from zerocore.checkpoint.safe_files import DamagedError
 
 COMMON = (ValueError, RuntimeError)

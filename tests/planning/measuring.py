@@ -9,4 +9,4 @@ from zerocore.planning.activations import Activations, record
 
 def measure(*args: Any, **kwargs: Any) -> Activations:
     """As ``zerocore.planning.repeats.measure``; equal blocks are run, too."""
-    return record(*args, **kwargs).activations()
+    return record(*args, **kwargs)

@@ -16,7 +16,7 @@ from tests.zoo import CASES
 from zerocore.model.units import choose_units
 from zerocore.planning import activations
 from zerocore.planning.activations import Activations
-from zerocore.planning.fake_mode import RepeatingFakeMode, fake_copy, fake_like
+from zerocore.planning.modes import RepeatingFakeMode, fake_copy, fake_like
 
 
 def figures(run: Activations) -> tuple[object, ...]:

@@ -26,7 +26,7 @@ from zerocore.common.alarm import operation
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.extensions import check_plain
 from zerocore.model.state import ShardState, ready_state_of
-from zerocore.planning.checkpoint_bytes import MEMORY_BUDGET
+from zerocore.planning.other_bytes import MEMORY_BUDGET
 from zerocore.tensor.place import Placed
 
 if TYPE_CHECKING:

@@ -322,19 +322,16 @@ def note_extensions(group: Group) -> None:
         param.extension = None
         if gathers_itself(param.fqn, shard._local_tensor):
             _check_place(param, group)
-            param.extension = _extension(param, group)
+            mesh, module = _shard_mesh(group.mesh), param.owners[0][0]
+            param.extension = Extension(
+                param.fqn, shard._local_tensor, module, mesh, group.policy, param.rows.shape
+            )
             param.extension.ask()
 
 
 def extensions_of(group: Group) -> list[Extension]:
     """Of the group's parameters, in their order."""
     return [param.extension for param in group.params if param.extension is not None]
-
-
-def _extension(param: RowParam, group: Group) -> Extension:
-    shard: Any = param.shard
-    mesh, module = _shard_mesh(group.mesh), param.owners[0][0]
-    return Extension(param.fqn, shard._local_tensor, module, mesh, group.policy, param.rows.shape)
 
 
 def _check_place(param: RowParam, group: Group) -> None:

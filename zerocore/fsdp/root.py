@@ -26,7 +26,6 @@ from zerocore.fsdp.group import (
 )
 from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.policy import types_of, wire_dtype_of
-from zerocore.model.call_order import call_order, units_by_module
 from zerocore.model.config import Communication, ShardConfig
 from zerocore.model.extensions import Extension
 from zerocore.model.offload import Offload
@@ -34,6 +33,7 @@ from zerocore.model.ranks import Ranks, make_near, ranks_of, with_near, with_red
 from zerocore.model.refusals import check_trained
 from zerocore.model.state import Param, ShardState, Unit, drop_state
 from zerocore.model.unit_call import UnitCall, note_unit_call
+from zerocore.model.units import call_order, units_by_module
 from zerocore.reporting.out_of_memory import explain_forward
 from zerocore.sharding.build import make_engine, map_host_memory, start
 from zerocore.tensor import pending_host_updates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pkgutil import resolve_name
 from types import ModuleType
@@ -18,12 +18,11 @@ from torch.utils import _foreach_utils
 
 from zerocore.common import alarm
 from zerocore.hooks import (
-    autograd_calls,
+    backwards,
     collectives,
     module_moves,
     optimizer_rules,
     optimizer_steps,
-    pipelines,
     registration,
 )
 from zerocore.model import refusals, state
@@ -59,10 +58,10 @@ PATCHES = (
         Patch(f"torch.optim.{name}", "step", optimizer_rules.without_rules)
         for name in (*_ELEMENTWISE, "LBFGS")
     ),
-    Patch("torch.autograd", "backward", autograd_calls.noted),
-    Patch("torch.autograd", "grad", autograd_calls.noted),
-    Patch("torch.autograd.graph", "_get_grad_fn_or_grad_acc", autograd_calls.takes_full),
-    Patch("torch.autograd.function._SingleLevelFunction", "apply", autograd_calls.reads_in_full),
+    Patch("torch.autograd", "backward", backwards.noted),
+    Patch("torch.autograd", "grad", backwards.noted),
+    Patch("torch.autograd.graph", "_get_grad_fn_or_grad_acc", backwards.takes_full),
+    Patch("torch.autograd.function._SingleLevelFunction", "apply", backwards.reads_in_full),
     Patch("torch.distributed", "barrier", alarm.watched_barrier),
     Patch("torch.distributed", "_broadcast_coalesced", collectives.sends_no_shards),
     *(
@@ -70,18 +69,18 @@ PATCHES = (
         for name in collectives.UNASKED
     ),
     *(
-        Patch("torch.distributed.pipelining.stage", name, pipelines.for_full_weights)
+        Patch("torch.distributed.pipelining.stage", name, backwards.for_full_weights)
         for name in ("stage_backward_input", "stage_backward_weight")
     ),
     Patch(
         "torch.distributed.pipelining.stage._PipelineStageBase",
         "perform_reduce_grad",
-        pipelines.reduces_deferred,
+        backwards.reduces_deferred,
     ),
     Patch(
         "torch.distributed.pipelining.schedules.PipelineScheduleMulti",
         "step",
-        pipelines.reduces_at_the_end,
+        backwards.reduces_at_the_end,
     ),
 )
 
@@ -103,7 +102,10 @@ def install(others: tuple[Patch, ...]) -> None:
         setattr(owner, patch.name, new)
         if isinstance(owner, ModuleType):
             functions[id(old)] = (old, new)
-    _replace_imported(functions)
+    for module in [each for each in sys.modules.values() if isinstance(each, ModuleType)]:
+        for name, value in list(vars(module).items()):  # where it was imported from there
+            if id(value) in functions:
+                vars(module)[name] = functions[id(value)][1]
     torch_modules.register_module_parameter_registration_hook(registration.check_param)
     torch_modules.register_module_module_registration_hook(registration.check_module)
     torch_optimizers.register_optimizer_step_pre_hook(optimizer_steps.before_step)
@@ -114,11 +116,3 @@ def install(others: tuple[Patch, ...]) -> None:
         known._foreach_supported_types.extend(kinds)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=state.mark_forked)
-
-
-def _replace_imported(functions: Mapping[int, tuple[Any, Any]]) -> None:
-    for module in list(sys.modules.values()):
-        names = vars(module) if isinstance(module, ModuleType) else {}
-        for name, value in list(names.items()):
-            if id(value) in functions:
-                names[name] = functions[id(value)][1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partialmethod
 from typing import Any
 
 from torch import nn
@@ -95,7 +96,7 @@ class ShardedStrategy(_Sharding, DDPStrategy):
         with no_sync(self.model):
             yield
 
-    def _run_step(self, name: str, args: Any, kwargs: Any) -> Any:
+    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         short = {"training_step": "train_step", "validation_step": "val_step"}.get(name, name)
         # Through the module's call, in which its layers are gathered ahead.
         with getattr(self.precision_plugin, f"{short}_context")():
@@ -105,17 +106,10 @@ class ShardedStrategy(_Sharding, DDPStrategy):
                 self.model, self.lightning_module, name, *args, **kwargs
             )
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step("training_step", args, kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step("validation_step", args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step("test_step", args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step("predict_step", args, kwargs)
+    training_step = partialmethod(_run_step, "training_step")
+    validation_step = partialmethod(_run_step, "validation_step")
+    test_step = partialmethod(_run_step, "test_step")
+    predict_step = partialmethod(_run_step, "predict_step")
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Full values on rank 0, ``{}`` elsewhere; all ranks call."""

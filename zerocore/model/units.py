@@ -1,13 +1,17 @@
-"""Chooses the units of a model: which parameters are gathered together, and for which modules."""
+"""Chooses the units of a model: which parameters are gathered together, for which modules.
+
+Also the order in which they are expected to be called, before a forward was seen.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from zerocore._C import CallEvent
 from zerocore.model.precision import MixedPrecision, ParamTypes, gathered_types
 from zerocore.tensor.rows import local_part
 from zerocore.tensor.wrapped import Wrapper, gathers_itself, is_wrapped, plain_part, wrapper_of
@@ -308,3 +312,45 @@ def _merge_small(units: list[UnitPlanned], model: nn.Module) -> list[UnitPlanned
     for unit in merged:
         unit.name = unit.name or "(root)"
     return merged
+
+
+UnitsOf = Mapping[int, tuple[int, ...]]
+"""Units to enter by id of the module that is called."""
+
+
+def call_order(models: Iterable[nn.Module], units_of: UnitsOf) -> list[CallEvent]:
+    """Enters and exits of the units if modules are called in order of registration."""
+    order: list[CallEvent] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        units = units_of.get(id(module), ())
+        order.extend(CallEvent(True, unit) for unit in units)
+        for child in module.children():
+            visit(child)
+        reads = backward_reads(module)
+        order.extend(CallEvent(False, unit, reads=reads) for unit in units[::-1])
+
+    for model in models:
+        visit(model)
+    return order
+
+
+def backward_reads(module: nn.Module) -> bool:
+    """Whether a backward through the module reads its parameters, as far as its class says.
+
+    The runtime looks at the graph of each call instead.
+    """
+    return not isinstance(module, nn.Embedding)
+
+
+def units_by_module(units: Iterable[Sequence[nn.Module]]) -> UnitsOf:
+    """The units that each module enters, from the modules whose calls enter each unit."""
+    found: dict[int, tuple[int, ...]] = {}
+    for index, modules in enumerate(units):
+        for module in modules:
+            found[id(module)] = (*found.get(id(module), ()), index)
+    return found

@@ -18,8 +18,7 @@ from zerocore.hooks.optimizer_states import as_state, params_of, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.model.state import ShardState
 from zerocore.optim.adamw import AdamW
-from zerocore.optim.choice import Choice, choice_of
-from zerocore.optim.exchange import Lanes
+from zerocore.optim.exchange import Choice, Lanes, choice_of
 from zerocore.optim.kernel_calls import Factors, global_norm, squares_of
 from zerocore.optim.matrices import (
     Item,

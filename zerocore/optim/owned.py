@@ -15,8 +15,7 @@ from zerocore.common.agreement import agree, gather_objects, together
 from zerocore.hooks.optimizer_states import options_of, params_of, stepped_state, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.model.parts import check_has_places
-from zerocore.optim.choice import Choice, choice_of
-from zerocore.optim.exchange import Arrival, Lanes, to_owners, to_shards
+from zerocore.optim.exchange import Arrival, Choice, Lanes, choice_of, to_owners, to_shards
 from zerocore.optim.matrices import (
     Used,
     Whole,

@@ -13,21 +13,33 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from zerocore._C import BackwardEvent, CallEvent
 from zerocore.common.nodes import Work
-from zerocore.model.call_order import backward_reads, units_by_module
-from zerocore.model.units import UnitPlanned
-from zerocore.planning.fake_mode import RepeatingFakeMode, fake_copy, fake_like
-from zerocore.planning.operators import FusedAttention, StorageTracker
+from zerocore.model.units import UnitPlanned, backward_reads, units_by_module
+from zerocore.planning.modes import (
+    FusedAttention,
+    RepeatingFakeMode,
+    StorageTracker,
+    fake_copy,
+    fake_like,
+)
 
 Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Call(NamedTuple):
+    """A unit entered or left in a forward, as ``CallEvent`` has it."""
+
+    enter: bool
+    unit: int
+    needs_backward: bool = True
+    reads: bool = True
 
 
 @dataclass(frozen=True)
@@ -36,7 +48,7 @@ class Activations:
 
     Attributes:
         order: units entered and left in the forward, in order.
-        backward: when outputs of a call (by the index of its exit in ``order``) got a gradient,
+        backward: (False, index of an exit in ``order``) when outputs of that call got a gradient,
             (True, unit) when all gradients of a unit existed, in order.
         saved_nbytes: bytes that autograd saved, at the end of the forward.
         live_nbytes: highest bytes alive by moment: at event i of ``order`` in the forward,
@@ -46,8 +58,8 @@ class Activations:
         work: what kernels do, by moment.
     """
 
-    order: tuple[CallEvent, ...]
-    backward: tuple[BackwardEvent, ...]
+    order: tuple[Call, ...]
+    backward: tuple[tuple[bool, int], ...]
     saved_nbytes: int
     live_nbytes: tuple[int, ...]
     flops: tuple[int, ...]
@@ -77,37 +89,6 @@ class Activations:
         return products + (self.total_flops - products) * 6 // 7
 
 
-@dataclass(frozen=True)
-class Recording:
-    """:class:`Activations` in plain values.
-
-    Attributes:
-        order: (enter, unit, needs backward, reads parameters in it) of each event.
-        backward: (True, unit) and (False, index of the exit), as in :class:`Activations`.
-        saved_nbytes, live_nbytes, flops, unused, work: see there.
-    """
-
-    order: tuple[tuple[bool, int, bool, bool], ...]
-    backward: tuple[tuple[bool, int], ...]
-    saved_nbytes: int
-    live_nbytes: tuple[int, ...]
-    flops: tuple[int, ...]
-    unused: tuple[tuple[int, ...], ...]
-    work: tuple[Work, ...]
-
-    def activations(self) -> Activations:
-        """The same with the events that a planner takes."""
-        return Activations(
-            tuple(CallEvent(*event) for event in self.order),
-            tuple(BackwardEvent(*event) for event in self.backward),
-            self.saved_nbytes,
-            self.live_nbytes,
-            self.flops,
-            self.unused,
-            self.work,
-        )
-
-
 def record(
     model: nn.Module,
     planned: list[UnitPlanned],
@@ -117,7 +98,7 @@ def record(
     checkpointing: bool = False,
     dtype: torch.dtype | None = None,
     dropped: Sequence[nn.Module] = (),
-) -> Recording:
+) -> Activations:
     """Runs ``loss(model, inputs)`` and its backward on fake tensors; the model is left alone.
 
     Args:
@@ -193,8 +174,7 @@ class _Recorder:
     model: nn.Module
     entries: dict[str, tuple[int, ...]]
     fqns: list[list[str]]  # of each unit's parameters
-    # [is enter, unit, needs backward, reads parameters in it]
-    events: list[list[Any]] = field(default_factory=list)
+    events: list[Call] = field(default_factory=list)
     exits: dict[Any, list[int]] = field(default_factory=dict)  # by node of the graph
     first_nodes: list[int] = field(default_factory=list)  # of the calls not left
     backward: list[tuple[bool, int]] = field(default_factory=list)
@@ -230,7 +210,7 @@ class _Recorder:
 
     def _add(self, enter: bool, unit: int, needs_backward: bool = True, reads: bool = True) -> None:
         self.tracker.at(len(self.events))
-        self.events.append([enter, unit, needs_backward, reads])
+        self.events.append(Call(enter, unit, needs_backward, reads))
 
     def _enter(self, units: tuple[int, ...], _module: nn.Module, _args: Any) -> None:
         self.first_nodes += [_next_node()] * len(units)
@@ -273,15 +253,15 @@ class _Recorder:
             self.saved[id(storage)] = storage.nbytes()
         return tensor
 
-    def result(self) -> Recording:
+    def result(self) -> Activations:
         """The figures by moment."""
         moments = range(2 * len(self.events) + 1)
         unused = [
             tuple(i for i, p in enumerate(unit) if p.requires_grad and p not in self.used)
             for unit in self.params
         ]
-        return Recording(
-            tuple((enter, unit, needs, reads) for enter, unit, needs, reads in self.events),
+        return Activations(
+            tuple(self.events),
             tuple(self.backward),
             self.saved_nbytes,
             tuple(self.tracker.highest[moment] for moment in moments),

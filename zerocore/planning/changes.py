@@ -81,7 +81,11 @@ def changes(now: Candidate, fits: Fits, narrow: Planner | None = None) -> Iterat
         name = "mesh" if rows else "group"
         yield Change(f"{name}= a {fewer.division.mesh} (gathers reach further)", fewer.nbytes)
     if narrow is not None:
-        yield from _in_bfloat16(replace(now, planner=narrow))
+        narrowed = replace(now, planner=narrow)
+        yield Change("parameters in bfloat16, model.bfloat16() before shard", narrowed.nbytes)
+        if stages_above(now.division.stage):
+            nbytes = narrowed.at(stage=HIGHEST_STAGE).nbytes
+            yield Change(f"stage={HIGHEST_STAGE} with parameters in bfloat16", nbytes)
     for stage in sorted({now.division.stage, HIGHEST_STAGE}):
         more = with_more_ranks(now.at(stage=stage), fits)
         if more is not None:
@@ -109,13 +113,6 @@ def _higher_stages(now: Candidate) -> Iterator[Change]:
         yield Change(f"stage={HIGHEST_STAGE}, prefetch=0 (nor are gathers hidden)", nbytes)
     else:
         yield Change("prefetch=0 (gathers are not hidden)", alone.nbytes)
-
-
-def _in_bfloat16(narrow: Candidate) -> Iterator[Change]:
-    yield Change("parameters in bfloat16, model.bfloat16() before shard", narrow.nbytes)
-    if stages_above(narrow.division.stage):
-        highest = narrow.at(stage=HIGHEST_STAGE)
-        yield Change(f"stage={HIGHEST_STAGE} with parameters in bfloat16", highest.nbytes)
 
 
 def with_fewer_replicas(now: Candidate, fits: Fits) -> Candidate | None:

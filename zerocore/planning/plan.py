@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from zerocore._C import BackwardEvent, CallEvent
 from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import LinkLike, traffic_nbytes
 from zerocore.common.nodes import Node
@@ -26,12 +27,11 @@ from zerocore.model.state import is_sharded
 from zerocore.model.units import UnitChoice, UnitPlanned, choose_units
 from zerocore.planning.activations import Activations, Loss, default_loss
 from zerocore.planning.advice import advise
-from zerocore.planning.checkpoint_bytes import checkpoint_bytes
 from zerocore.planning.division import Division
-from zerocore.planning.exchange import exchanged_nbytes
 from zerocore.planning.export_steps import DEFAULT_BUCKET, Load, Sizes, peak_nbytes
 from zerocore.planning.huggingface import build_model, config_dtype, load_config, sample_inputs
 from zerocore.planning.offloading import OffloadPlan, plan_offloads
+from zerocore.planning.other_bytes import checkpoint_bytes, exchanged_nbytes
 from zerocore.planning.planner import (
     PlannedEvent,
     Planner,
@@ -193,7 +193,9 @@ def _make_plan(
     """All stages and the advice; ``note`` says why activations were not measured."""
     run = checkpointed if setting.workload.checkpointing else plain
     if run is not None:
-        planner = replace(planner, order=run.order, backward=run.backward, unused=run.unused)
+        order = tuple(CallEvent(*call) for call in run.order)
+        backward = tuple(BackwardEvent(*event) for event in run.backward)
+        planner = replace(planner, order=order, backward=backward, unused=run.unused)
     result = Plan(
         model=name,
         num_params=sum(choice.param.numel() for unit in planned for choice in unit.params),

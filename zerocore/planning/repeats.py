@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zerocore.model.units import UnitPlanned
-from zerocore.planning.activations import Activations, Loss, Recording, record
+from zerocore.planning.activations import Activations, Loss, record
 
 _FEWEST = 8  # blocks; of fewer all are run
 _REPEATED = 2  # the block of a short run whose figures are repeated
@@ -39,14 +39,14 @@ def measure(
         Exception: what the model raises, also where its forward depends on values of tensors.
     """
 
-    def run(units: list[UnitPlanned], dropped: Sequence[nn.Module] = ()) -> Recording:
+    def run(units: list[UnitPlanned], dropped: Sequence[nn.Module] = ()) -> Activations:
         return record(
             model, units, inputs, loss, checkpointing=checkpointing, dtype=dtype, dropped=dropped
         )
 
     blocks = _Blocks.of(model, planned)
     if blocks is None:
-        return run(planned).activations()
+        return run(planned)
     try:
         short, longer = (run(*blocks.shortened(planned, count)) for count in (_SHORT, _SHORT + 1))
         grown = longer.saved_nbytes - short.saved_nbytes
@@ -55,7 +55,7 @@ def measure(
             found = blocks.repeat(short, len(blocks.modules), grown)
     except Exception:  # of a model that needs all blocks; or of any, which is raised below
         found = None
-    return (run(planned) if found is None else found).activations()
+    return run(planned) if found is None else found
 
 
 @dataclass
@@ -100,7 +100,7 @@ class _Blocks:
         dropped = [module for i, module in enumerate(self.modules) if i not in kept]
         return [planned[unit] for unit in present], dropped
 
-    def repeat(self, short: Recording, wanted: int, grown: int) -> Recording | None:
+    def repeat(self, short: Activations, wanted: int, grown: int) -> Activations | None:
         """The figures of so many blocks, ``grown`` bytes saved by each; None where they cannot
         be told from those of the short run."""
         repeat = _Repeat.of(short, self.numbers(_SHORT), self.numbers(wanted), wanted - _SHORT)
@@ -111,7 +111,7 @@ class _Blocks:
 class _Repeat:
     """A short run whose third block comes ``copies`` times more."""
 
-    short: Recording
+    short: Activations
     copies: int
     units: list[int]  # of the short run: their numbers in the wanted one, where not in a block
     place: dict[int, tuple[int, int]]  # of units of the short run: block, position in the block
@@ -123,7 +123,7 @@ class _Repeat:
     @classmethod
     def of(
         cls,
-        short: Recording,
+        short: Activations,
         own: tuple[list[int], list[list[int]]],
         wanted: tuple[list[int], list[list[int]]],
         copies: int,
@@ -157,23 +157,21 @@ class _Repeat:
         inner = [(value, copy) for copy in range(copies + 1) for value in values[begin:end]]
         return [*((v, 0) for v in values[:begin]), *inner, *((v, copies) for v in values[end:])]
 
-    def recording(self, grown: int) -> Recording | None:
+    def recording(self, grown: int) -> Activations | None:
         """The figures of the wanted run."""
         short, backward = self.short, self.backward()
         live = self.live()
         if backward is None or live is None:
             return None
-        order = [
-            (enter, self.unit(unit, copy), needs, reads)
-            for (enter, unit, needs, reads), copy in self.spread(short.order)
-        ]
+        calls = self.spread(short.order)
+        order = [call._replace(unit=self.unit(call.unit, copy)) for call, copy in calls]
         unused: list[tuple[int, ...]] = [()] * self.num_units
         for unit, names in enumerate(short.unused):
             copies = self.copies if self.block_of(unit) == _REPEATED else 0
             for copy in range(copies + 1):
                 last = self.copies if (self.block_of(unit) or 0) > _REPEATED else copy
                 unused[self.unit(unit, last)] = names
-        return Recording(
+        return Activations(
             order=tuple(order),
             backward=tuple(backward),
             saved_nbytes=short.saved_nbytes + self.copies * grown,

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zerocore._C import CallEvent
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.common.quantities import format_flops, format_nbytes, format_seconds
 from zerocore.common.tables import render_table
-from zerocore.planning.activations import Activations
-from zerocore.planning.checkpoint_bytes import CheckpointBytes
+from zerocore.planning.activations import Activations, Call
 from zerocore.planning.offloading import OffloadPlan
+from zerocore.planning.other_bytes import CheckpointBytes
 from zerocore.planning.setting import Setting
 from zerocore.planning.step_time import Timing
 
@@ -307,7 +306,7 @@ def _summary(activations: Activations | None) -> dict[str, int] | None:
     }
 
 
-def moment_name(order: tuple[CallEvent, ...], moment: int, names: tuple[str, ...]) -> str:
+def moment_name(order: tuple[Call, ...], moment: int, names: tuple[str, ...]) -> str:
     """When a moment is, in words."""
     num_events = len(order)
     if moment >= 2 * num_events:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerocore._C import CallEvent
 from zerocore.common.events import COLLECTIVES, GATHERS
 from zerocore.common.links import Link
+from zerocore.planning.activations import Call
 from zerocore.planning.planner import PlannedEvent
 
 
@@ -49,7 +49,7 @@ class Timing:
 
 def predict_timing(
     events: list[PlannedEvent],
-    order: tuple[CallEvent, ...],
+    order: tuple[Call, ...],
     compute_s: tuple[float, ...],
     link: Link,
     replica_link: Link | None = None,
@@ -108,7 +108,7 @@ def predict_timing(
     )
 
 
-def _unit_starting(order: tuple[CallEvent, ...], moment: int) -> int | None:
+def _unit_starting(order: tuple[Call, ...], moment: int) -> int | None:
     """The unit whose forward or backward begins at a moment."""
     num_events = len(order)
     if moment < num_events:

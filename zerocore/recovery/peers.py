@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 
 from zerocore.checkpoint.checkpoints import Checkpoints
 from zerocore.checkpoint.checksums import METADATA, NAME, Checksums, check_files, read_sums
-from zerocore.checkpoint.commit.folder import path_of, steps_in
-from zerocore.checkpoint.commit.job import this_job
+from zerocore.checkpoint.commit.folder import path_of, steps_in, this_job
 from zerocore.checkpoint.commit.saving import Save, own_name
 from zerocore.checkpoint.commit.writer import finish_writes
 from zerocore.checkpoint.dcp.contents import Contents

@@ -105,7 +105,12 @@ def describe(model: nn.Module | Optimizer) -> Any:
         RuntimeError: this process was forked from the one that sharded it.
     """
     if isinstance(model, Optimizer):
-        return _describe_optimizer(model)
+        if (own := getattr(model, "describe", None)) is None:
+            raise ValueError(
+                f"{type(model).__name__} updates each shard where it lies; only optimizers of "
+                "whole matrices have something to describe"
+            )
+        return own()
     state = state_of(model)
     units = tuple(
         replace(
@@ -140,16 +145,6 @@ def _describe_offload(config: ShardConfig) -> str:
         for place, where in places.items()
     }
     return ", ".join(f"{' and '.join(names)} {where}" for where, names in parts.items() if names)
-
-
-def _describe_optimizer(optimizer: Optimizer) -> Any:
-    own = getattr(optimizer, "describe", None)
-    if own is None:
-        raise ValueError(
-            f"{type(optimizer).__name__} updates each shard where it lies; only optimizers of "
-            "whole matrices have something to describe"
-        )
-    return own()
 
 
 def describe_plan(model: str, planner: Planner, division: Division) -> Description:

@@ -27,7 +27,6 @@ from zerocore.hooks.module_moves import keep_in_place
 from zerocore.hooks.optimizer_steps import mark_full, mark_replaced
 from zerocore.hooks.registration import watch_loads, watch_registrations
 from zerocore.model.buffers import BufferSync
-from zerocore.model.call_order import UnitsOf, call_order, units_by_module
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.config import ShardConfig, shard_options
 from zerocore.model.extensions import Extension
@@ -37,15 +36,14 @@ from zerocore.model.precision import MixedPrecision, param_types
 from zerocore.model.ranks import Ranks, control_group, make_levels, make_near, with_reductions
 from zerocore.model.state import Param, ShardState, Unit, set_state
 from zerocore.model.unit_call import UnitCall, looked_at_by, set_unit_call
-from zerocore.model.units import ParamChoice, UnitPlanned
+from zerocore.model.units import ParamChoice, UnitPlanned, UnitsOf, call_order, units_by_module
 from zerocore.reporting.out_of_memory import explain_backward, explain_forward, remember_model
 from zerocore.sharding.extensions import bind_extensions, encoded_params, make_extensions
-from zerocore.sharding.request import ShardRequest, types_of
-from zerocore.sharding.same_values import check_same_values
+from zerocore.sharding.request import ShardRequest, check_same_values, types_of
 from zerocore.tensor import pending_host_updates
+from zerocore.tensor.implicit_unshard import replace
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 from zerocore.tensor.place import PartOf, Place, spread
-from zerocore.tensor.replaced_parameters import replace
 from zerocore.tensor.wrapped import show_made
 
 

@@ -93,7 +93,11 @@ def make_extensions(
         AssertionError: one does not do as FSDP2's interface says, or other tensors than elsewhere.
     """
     made: list[list[Extension]] = []
-    policy = _policy(config.mixed_precision or MixedPrecision())
+    mixed = config.mixed_precision or MixedPrecision()
+    reduce, cast = mixed.wire_dtype or mixed.reduce_dtype, mixed.cast_inputs
+    policy = MixedPrecisionPolicy(
+        mixed.param_dtype, reduce, mixed.output_dtype, cast_forward_inputs=cast
+    )
     with together(ranks.groups, device) as facts:
         for unit in planned:
             own = _of_unit(unit, meshes[unit.mesh], config, policy, device)
@@ -102,13 +106,6 @@ def make_extensions(
                 facts.append(f"parameter '{each.fqn}', gathered as {each.kinds}")
             made.append(own)
     return made
-
-
-def _policy(mixed: MixedPrecision) -> MixedPrecisionPolicy:
-    reduce = mixed.wire_dtype or mixed.reduce_dtype
-    return MixedPrecisionPolicy(
-        mixed.param_dtype, reduce, mixed.output_dtype, cast_forward_inputs=mixed.cast_inputs
-    )
 
 
 def _of_unit(

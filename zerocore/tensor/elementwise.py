@@ -11,17 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocore.common.alarm import waiting
-from zerocore.tensor.functions import (
-    COPIES,
-    VIEWS,
-    Args,
-    Function,
-    Kwargs,
-    is_foreach,
-    is_in_place,
-    name_of,
-)
-from zerocore.tensor.operators import returns_nothing
+from zerocore.tensor import functions
+from zerocore.tensor.functions import Args, Function, Kwargs, is_foreach, is_in_place, name_of
 from zerocore.tensor.place import Place, Placed, PlacedParameter, keep_place, local_of, outline_of
 
 
@@ -33,9 +24,9 @@ def apply(func: Function, name: str, base: str, args: Args, kwargs: Kwargs) -> A
     """Calls ``func`` on local elements, with shards as results; NotLocal if nothing was done."""
     if is_foreach(name):
         return _apply_foreach(func, name, args, kwargs)
-    if base in VIEWS:
+    if base in functions.VIEWS:
         return _view(func, args, kwargs)
-    return _apply_one(func, name, args, kwargs, base in COPIES)
+    return _apply_one(func, name, args, kwargs, base in functions.COPIES)
 
 
 def _apply_one(func: Function, name: str, args: Args, kwargs: Kwargs, is_copy: bool = False) -> Any:
@@ -78,7 +69,7 @@ def apply_operator(func: Function, args: Args, kwargs: Kwargs, changed: list[Any
             )
     for tensor in tensors:
         torch.autograd.graph.increment_version(tensor)  # a kernel need not count, nor on all ranks
-    if returns_nothing(func) and not any(local_of(tensor).numel() for tensor in tensors):
+    if functions.returns_nothing(func) and not any(local_of(tensor).numel() for tensor in tensors):
         return None  # kernels need not expect tensors without elements
     has_lists = any(_is_list(value) for value in (*args, *kwargs.values()))
     run = _apply_foreach if has_lists else _apply_one

@@ -16,8 +16,7 @@ from typing_extensions import TypeIs  # torch needs it, too
 
 from zerocore.common.alarm import waiting
 from zerocore.tensor import pending_host_updates
-from zerocore.tensor.functions import has_operator
-from zerocore.tensor.operators import is_elementwise
+from zerocore.tensor.functions import has_operator, is_elementwise
 
 _LEAF = "_zerocore_leaf"  # on what modules see: the parameter that autograd knows
 

@@ -13,27 +13,10 @@ import torch
 from torch import Tensor
 
 from zerocore.common.patching import around
-from zerocore.tensor import pending_host_updates
+from zerocore.tensor import functions, pending_host_updates
 from zerocore.tensor.elementwise import NotLocal, apply, apply_operator, draw, fit, get_items
-from zerocore.tensor.functions import (
-    ELEMENTWISE,
-    FACTORIES,
-    GLOBAL,
-    LIKES,
-    MEMORY,
-    ON_THE_SHARD,
-    RANDOM,
-    SHAPES,
-    Args,
-    Function,
-    Kwargs,
-    base_of,
-    is_foreach,
-    is_in_place,
-    name_of,
-)
+from zerocore.tensor.functions import Args, Function, Kwargs, is_foreach, is_in_place, name_of
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
-from zerocore.tensor.operators import changed_by, is_elementwise
 from zerocore.tensor.place import (
     Placed,
     PlacedParameter,
@@ -54,13 +37,13 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
     :func:`refuse`."""
     name = name_of(func)
     with torch._C.DisableTorchFunctionSubclass():
-        if name in SHAPES:
+        if name in functions.SHAPES:
             outlines = {key: outline_of(value) for key, value in kwargs.items()}
             return func(*(outline_of(value) for value in args), **outlines)
         pending_host_updates.finish()
         if name == "data" and not isinstance(args[0], PlacedParameter):
             torch.autograd.graph.increment_version(args[0])  # what is changed through it counts
-        if name in ON_THE_SHARD or (name in ("__eq__", "__ne__") and args[1] is None):
+        if name in functions.ON_THE_SHARD or (name in ("__eq__", "__ne__") and args[1] is None):
             result = func(*args, **kwargs)
             return keep_place(result, args[0]) if name in ("detach", "data") else result
         if is_foreach(name) and _changes_gradients(name, args):
@@ -71,19 +54,19 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
             return _view_like(name, *args, **kwargs)
         found = [value for value in leaves((args, kwargs)) if isinstance(value, Placed)]
         params = [value for value in found if isinstance(value, PlacedParameter)]
-        changed = list(leaves(changed_by(func, args, kwargs)))
+        changed = list(leaves(functions.changed_by(func, args, kwargs)))
         writes = any(isinstance(value, Placed) for value in changed)
         if params and any(in_call(param) for param in params):
             return call_with_full(func, args, kwargs, params)
-        if name in FACTORIES:
+        if name in functions.FACTORIES:
             return func(*args, **kwargs)
-        if name in MEMORY:
+        if name in functions.MEMORY:
             refuse(name, found[0])
         if writes:
             check_not_shown_full(name, changed)
             _check_no_leaf(name, changed)
             params = []  # full ones would be changed in their place
-        elif is_recorded((args, kwargs)) and base_of(name) not in LIKES:
+        elif is_recorded((args, kwargs)) and functions.base_of(name) not in functions.LIKES:
             return call_with_full(func, args, kwargs, params)
         return _on_shards(func, args, kwargs, changed, params)
 
@@ -95,7 +78,7 @@ def _changes_gradients(name: str, args: Args) -> bool:
     """
     return (
         is_in_place(name)
-        and base_of(name) in ELEMENTWISE
+        and functions.base_of(name) in functions.ELEMENTWISE
         and all(isinstance(t, Placed) and not isinstance(t, PlacedParameter) for t in args[0])
         and all(
             isinstance(value, int | float)
@@ -123,26 +106,26 @@ def _on_shards(
 
 def _local_or_global(func: Function, args: Args, kwargs: Kwargs, changed: list[Any]) -> Any:
     """NotImplemented, or NotLocal is raised, where it is neither."""
-    if is_elementwise(func):
+    if functions.is_elementwise(func):
         return apply_operator(func, args, kwargs, changed)
     name = name_of(func)
-    base = base_of(name)
+    base = functions.base_of(name)
     if name == "__getitem__":
         return get_items(args[0], args[1])
     if name == "__setitem__":
         return _set_items(*args)
     if base == "_amp_foreach_non_finite_check_and_unscale":
         return unscale(func, *args, **kwargs)
-    if base in RANDOM and (is_in_place(name) or name.endswith("_like")):
+    if base in functions.RANDOM and (is_in_place(name) or name.endswith("_like")):
         result = draw(func, name, args[0], args, kwargs)
         return args[0] if is_in_place(name) else keep_place(result, args[0])
     pair = base in ("max", "min") and len(args) == 2 and isinstance(args[1], Tensor)
-    if base in GLOBAL and not pair and not is_in_place(name):
+    if base in functions.GLOBAL and not pair and not is_in_place(name):
         if is_foreach(name):
             whole = foreach_norm(args, kwargs) if base == "norm" else NotImplemented
             return [reduce(torch.max, base, (t,), {}) for t in args[0]] if base == "max" else whole
         return (norm if base in _NORMS else reduce)(func, base, args, kwargs)
-    if base in ELEMENTWISE or pair:
+    if base in functions.ELEMENTWISE or pair:
         return apply(func, name, base, args, kwargs)
     return NotImplemented
 
