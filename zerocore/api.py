@@ -177,26 +177,21 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
     state.engine.hold_unsharded(indices)
     state.shown_full.update(indices)
     versions = [param.full._version for param in params]
-    changed = None
+    changed: list[str] = []
     try:
         yield
-        changed = next(
-            (
-                param.fqn
-                for param, version in zip(params, versions, strict=True)
-                if param.full._version not in (version, param.written_version)
-            ),
-            None,
-        )
+        for param, version in zip(params, versions, strict=True):
+            if param.full._version not in (version, param.written_version):
+                changed.append(param.fqn)
     finally:
         state.shown_full.subtract(indices)
         state.engine.release_unsharded(indices, write_back)
         if write_back:
             for param in params:
                 param.written_version = param.full._version
-    if changed is not None and not write_back:
+    if changed and not write_back:
         raise RuntimeError(
-            f"parameter '{changed}' was changed inside of unsharded(write_back=False); pass "
+            f"parameter '{changed[0]}' was changed inside of unsharded(write_back=False); pass "
             "write_back=True to keep changes"
         )
 

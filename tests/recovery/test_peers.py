@@ -23,7 +23,7 @@ from tests.distributed.scripts import run_program
 from tests.recovery import lives
 from tests.reported import warnings_of
 from zerocore.checkpoint.dcp.contents import Contents
-from zerocore.recovery.file_moves import Move, rounds_of
+from zerocore.recovery.peers import Move, rounds_of
 
 RANKS_ON_A_NODE = 2
 

@@ -115,12 +115,8 @@ def _cut(text: str) -> str:
 
 @contextmanager
 def named(path: Path, what: str = "cannot be read") -> Iterator[None]:
-    """Makes any error in the block one that names the file.
-
-    Raises:
-        OSError: the system refuses it, or it ends before.
-        ValueError: anything else; a damaged file fails in many ways.
-    """
+    """Makes any error in the block one that names the file: an OSError if the system refuses it, or
+    it ends before; else a ValueError, as a damaged file fails in many ways."""
     try:
         yield
     except OSError as error:

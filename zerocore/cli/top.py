@@ -31,11 +31,8 @@ class Run:
         self.units: dict[int, dict[str, float]] = {}
 
     def read(self) -> None:
-        """Reads the new lines; one that is not complete is left for the next time.
-
-        Raises:
-            FileNotFoundError: no such folder.
-        """
+        """Reads the new lines; one that is not complete is left for the next time. Raises
+        FileNotFoundError for no folder."""
         if not self._folder.is_dir():
             raise FileNotFoundError(f"'{self._folder}' is no folder; zerocore.FigureLog makes it")
         for path in self._folder.glob("figures-*.jsonl"):

@@ -93,11 +93,8 @@ class RowParam:
         return self.shown
 
     def take_registered(self) -> None:
-        """Another parameter may have been put in its place (a load that assigns, ``to_empty``).
-
-        Raises:
-            ValueError: it is no DTensor of the same shape on the same mesh.
-        """
+        """Another parameter may have been put in its place (a load that assigns, ``to_empty``);
+        raises ValueError if it is no DTensor of the same shape on the same mesh."""
         found = self.registered()
         if found is not self.shard and self._knows(found):
             return

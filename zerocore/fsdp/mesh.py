@@ -67,11 +67,8 @@ def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataMesh:
 
 
 def data_mesh_of(info: Any) -> DataMesh:
-    """The same of an FSDPMeshInfo or HSDPMeshInfo.
-
-    Raises:
-        NotImplementedError: another one, which has no dimension to shard over.
-    """
+    """The same of an FSDPMeshInfo or HSDPMeshInfo; raises NotImplementedError for another one,
+    which has no dimension to shard over."""
     if getattr(info, "shard_mesh_dim", None) is None:
         raise NotImplementedError(
             f"{type(info).__name__}: zerocore.fsdp takes meshes with a dimension to shard over; "

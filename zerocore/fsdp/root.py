@@ -73,11 +73,7 @@ class Root:
         return None if self.state is None else self.state.engine
 
     def settle(self) -> None:
-        """It is the root.
-
-        Raises:
-            RuntimeError: it is a group of several modules.
-        """
+        """It is the root; raises RuntimeError if it is a group of several modules."""
         modules = self.group.modules
         if self.is_provisional and len(modules) > 1:
             names = ", ".join(type(module).__name__ for module in modules)
@@ -94,11 +90,8 @@ class Root:
 
     @_disable_dynamo  # torch.compile(root) would trace it
     def ready(self) -> ShardState:
-        """The state; made anew if parameters were replaced or moved since. Collective then.
-
-        Raises:
-            RuntimeError, ValueError: the model cannot be trained like this, on every rank.
-        """
+        """The state; made anew if parameters were replaced or moved since. Collective then: raises
+        RuntimeError or ValueError on every rank if the model cannot be trained like this."""
         if self.state is not None and not all(param.is_in_place() for param in self.params()):
             self.release()
         if self.state is None:
@@ -316,9 +309,7 @@ def apply_settings(group: Group) -> None:
     state.units[group.unit].stays = group.stays
     engine = state.engine
     engine.set_staying(
-        group.unit,
-        after_forward=group.stays,
-        after_backward=not group.reshard_after_backward,
+        group.unit, after_forward=group.stays, after_backward=not group.reshard_after_backward
     )
     engine.set_syncs(group.unit, group.syncs)
     engine.set_gradient_scale(group.unit, 1.0 / (group.divide_factor or group.mesh.size()))

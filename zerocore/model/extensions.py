@@ -59,11 +59,8 @@ class Extension:
     windows: tuple[Tensor, ...] = field(default=(), repr=False)
 
     def ask(self) -> None:
-        """Asks the parameter what to gather.
-
-        Raises:
-            AssertionError: it does not do as FSDP2's interface says.
-        """
+        """Asks the parameter what to gather; raises AssertionError if it does not do as FSDP2's
+        interface says."""
         pre = self.rows.fsdp_pre_all_gather
         count = len(signature(pre).parameters)
         arguments: tuple[Any, ...] = (self.mesh,)
@@ -120,11 +117,8 @@ class Extension:
 
     @torch.no_grad()
     def encode(self) -> None:
-        """Asks the parameter, and gives the engine what it says.
-
-        Raises:
-            RuntimeError: shapes or dtypes are other ones than before.
-        """
+        """Asks the parameter, and gives the engine what it says; raises RuntimeError if shapes or
+        dtypes are other ones than before."""
         before = self.kinds
         self.ask()
         if self.kinds != before:

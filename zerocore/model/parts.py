@@ -38,12 +38,8 @@ class Cut:
 
 
 def cut_of(choice: ParamChoice) -> Cut | None:
-    """How a DTensor is spread; None for a plain parameter, and over one rank.
-
-    Raises:
-        ValueError: a mesh of several dimensions, or a placement that is neither Shard nor
-            Replicate.
-    """
+    """How a DTensor is spread; None for a plain parameter, and over one rank. Raises ValueError for
+    a mesh of several dimensions, or a placement that is neither Shard nor Replicate."""
     spec = choice.spec
     if spec is None or spec.mesh.size() == 1:
         return None
@@ -223,11 +219,8 @@ def _find_part(pattern: str, given: Any, model_ranks: Ranks) -> ModelPart:
 
 
 def assign_parts(planned: Sequence[UnitPlanned], patterns: Sequence[str]) -> list[UnitPlanned]:
-    """The units by mesh: one with parameters on several becomes several, at the same calls.
-
-    Raises:
-        ValueError: a pattern that matches no parameter, or a parameter on several meshes.
-    """
+    """The units by mesh: one with parameters on several becomes several, at the same calls. Raises
+    ValueError for a pattern that matches no parameter, or a parameter on several meshes."""
     names = [fqn for unit in planned for choice in unit.params for fqn in choice.fqns]
     for pattern in patterns:
         if not any(fnmatchcase(fqn, pattern) for fqn in names):
@@ -236,9 +229,7 @@ def assign_parts(planned: Sequence[UnitPlanned], patterns: Sequence[str]) -> lis
                 f"{', '.join(repr(name) for name in names[:3])}"
             )
     return split_units(
-        planned,
-        lambda choice, _: _mesh_of(choice, patterns),
-        lambda mesh: patterns[mesh - 1],
+        planned, lambda choice, _: _mesh_of(choice, patterns), lambda mesh: patterns[mesh - 1]
     )
 
 
@@ -263,11 +254,8 @@ def larger_tensor(
     choice: ParamChoice, mesh: int, parts: Sequence[ModelPart]
 ) -> tuple[dist.ProcessGroup, int] | None:
     """The ranks that have the parts of the tensor that a parameter is a part of, and the dimension
-    along which they follow each other; None of a parameter that is no part.
-
-    Raises:
-        ValueError: a DTensor that is spread over other ranks than ``of=`` says.
-    """
+    along which they follow each other; None of a parameter that is no part. Raises ValueError for a
+    DTensor that is spread over other ranks than ``of=`` says."""
     part = parts[mesh - 1] if 0 < mesh <= len(parts) else None
     given = None if part is None or part.others is None else (part.others, part.dim)
     cut = cut_of(choice)

@@ -151,11 +151,8 @@ def note_names(group: Any, divides: bool) -> None:
 
 
 def ranks_of(group: Any, what: str) -> Ranks:
-    """The ranks of a process group or DeviceMesh; ``what`` names the argument in errors.
-
-    Raises:
-        TypeError, ValueError: not a group, or a mesh of more than two dimensions.
-    """
+    """The ranks of a process group or DeviceMesh; ``what`` names the argument in errors: a
+    TypeError if it is neither, a ValueError for a mesh of more than two dimensions."""
     if hasattr(group, "get_group") and group.ndim == 2:
         members = tuple(group.mesh.flatten().tolist())
         return Ranks(_unless_one(group.get_group(1)), _unless_one(group.get_group(0)), members)
@@ -169,11 +166,8 @@ def ranks_of(group: Any, what: str) -> Ranks:
 
 
 def group_of(group: Any, what: str) -> dist.ProcessGroup:
-    """The process group of a 1-D DeviceMesh, or the one that was given.
-
-    Raises:
-        TypeError, ValueError: neither, or a mesh of several dimensions.
-    """
+    """The process group of a 1-D DeviceMesh, or the one that was given; raises TypeError if it is
+    neither, ValueError for a mesh of several dimensions."""
     if hasattr(group, "get_group"):
         if group.ndim != 1:
             raise ValueError(f"{what}: expected a 1-D DeviceMesh, got {group.ndim} dimensions")
@@ -222,13 +216,8 @@ def members_of(group: dist.ProcessGroup | None) -> set[int]:
 
 
 def make_near(ranks: Ranks, device: torch.device) -> Ranks:
-    """The ranks with the group of those near this one, if they are to have one; collective.
-
-    Models of the same ranks share it.
-
-    Raises:
-        ValueError: such a group cannot be made by these ranks alone.
-    """
+    """The ranks with the group of those near this one, if they are to have one; collective. Models
+    of the same ranks share it. Raises ValueError if these ranks alone cannot make it."""
     shard = ranks.shard
     if ranks.num_near == 1 or ranks.near is not None or shard is None:
         return ranks

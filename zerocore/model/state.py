@@ -115,12 +115,8 @@ class ShardState:
 
     def ranks_holding(self, fqn: str) -> Ranks:
         """The ranks that share a parameter."""
-        return next(
-            self.meshes[unit.mesh]
-            for unit in self.units
-            for param in unit.params
-            if param.fqn == fqn
-        )
+        holders = (u for u in self.units if any(param.fqn == fqn for param in u.params))
+        return self.meshes[next(holders).mesh]
 
     @property
     def world_size(self) -> int:
@@ -152,11 +148,8 @@ class ShardState:
         return [each for unit in self.units for each in unit.extensions]
 
     def encode(self) -> None:
-        """Asks parameters that gather themselves and have changed what is gathered of them.
-
-        Raises:
-            Exception: as a parameter does; on the other ranks a RuntimeError that names it.
-        """
+        """Asks parameters that gather themselves and have changed what is gathered of them; raises
+        what a parameter does, and on the other ranks a RuntimeError that names it."""
         stale = [each for each in self.extensions if each.is_stale()]
         if not stale:
             return
@@ -297,11 +290,8 @@ def state_of(module: nn.Module, *, by_rows: bool = True) -> ShardState:
 
 
 def ready_state_of(module: nn.Module) -> ShardState:
-    """As :func:`state_of`; makes a state that is made late, which is collective.
-
-    Raises:
-        ValueError, RuntimeError: as :func:`state_of`, or the state cannot be made.
-    """
+    """As :func:`state_of`; makes a state that is made late, which is collective. Raises ValueError
+    or RuntimeError as :func:`state_of`, or if the state cannot be made."""
     make = _maker_in(module)
     if make is not None:
         make()

@@ -56,11 +56,9 @@ def check_sharded(
             shard = ready_shard_of(param)
             state = None if shard is None else shard.state_ref()
             if state is None or known not in (None, state):
-                what = (
-                    "is no parameter of a sharded model"
-                    if state is None
-                    else ("belongs to another sharded model than those before it")
-                )
+                what = "belongs to another sharded model than those before it"
+                if state is None:
+                    what = "is no parameter of a sharded model"
                 raise ValueError(
                     f"{optimizer}: {_label(item, number)} {what}; call zerocore.shard or "
                     "zerocore.fsdp.fully_shard first and give each optimizer the parameters of one "

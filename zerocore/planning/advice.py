@@ -42,12 +42,10 @@ def advise(plan: Plan, planner: Planner) -> list[str]:
 def _headroom(plan: Plan, fit: StagePlan) -> str:
     higher = (stage for stage in plan.stages if stage.stage in stages_above(fit.stage))
     following = [stage for stage in higher if stage.spare > fit.spare]
-    more = (
-        f"; stage {following[-1].stage} leaves {format_nbytes(following[-1].spare)}"
-        if following
-        else ""
-    )
-    return f", which is little headroom{more}"
+    if not following:
+        return ", which is little headroom"
+    best = following[-1]
+    return f", which is little headroom; stage {best.stage} leaves {format_nbytes(best.spare)}"
 
 
 def _where_none_fits(plan: Plan, planner: Planner) -> Iterator[str]:

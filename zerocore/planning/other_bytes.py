@@ -63,11 +63,8 @@ _ITEMSIZE = 2  # bfloat16
 
 
 def exchanged_nbytes(planner: Planner, division: Division) -> int:
-    """Bytes that the division's rank sends if Muon trains all matrices, chosen by their shape.
-
-    Raises:
-        ValueError: replicas share the optimizer's states.
-    """
+    """Bytes that the division's rank sends if Muon trains all matrices, chosen by their shape;
+    raises ValueError if replicas share the optimizer's states."""
     if division.communication.replicas_share is not None:
         raise ValueError("replicas_share='optimizer' is not built for Muon; leave it out")
     shared = division.placements.optimizer

@@ -32,11 +32,8 @@ _DTYPE_NUMBERS: dict[torch.dtype, int] = {}  # the C++ plan only compares them
 
 
 def optimizer_states(optimizer: str | int) -> int:
-    """State tensors of an optimizer named as in :data:`OPTIMIZER_STATES`, or a number of them.
-
-    Raises:
-        ValueError: an unknown name or a negative number.
-    """
+    """State tensors of an optimizer named as in :data:`OPTIMIZER_STATES`, or a number of them;
+    raises ValueError for an unknown name or a negative number."""
     if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
         return optimizer
     if isinstance(optimizer, str) and optimizer.lower() in OPTIMIZER_STATES:
@@ -128,10 +125,7 @@ class Planner:
     def memory(self, division: Division) -> MemoryBytes:
         """Bytes on the division's rank after a steady step."""
         plan = _C.plan_memory(
-            self._units(),
-            self.order,
-            self._options(division),
-            optimizer_states=self.num_states,
+            self._units(), self.order, self._options(division), optimizer_states=self.num_states
         )
         return MemoryBytes(
             parameters=plan.parameters,

@@ -63,11 +63,8 @@ def division_of(state: ShardState) -> Division:
 
 
 def planner_of(state: ShardState, micro_batches: int = 1, num_states: int = 2) -> Planner:
-    """Plans a sharded model, with the calls that its runtime has seen.
-
-    Raises:
-        ValueError, TypeError: ``micro_batches`` is below 1, or no int.
-    """
+    """Plans a sharded model, with the calls that its runtime has seen; raises ValueError or
+    TypeError for ``micro_batches`` below 1, or no int."""
     check_int("micro_batches", micro_batches, 1)
     return Planner(
         names=tuple(unit.name for unit in state.units),
@@ -85,11 +82,8 @@ def planner_of(state: ShardState, micro_batches: int = 1, num_states: int = 2) -
 
 
 def planned_events(model: nn.Module, micro_batches: int = 1) -> list[tuple[str, str, int, int]]:
-    """Predicted events of a steady step: ``(op, unit, nbytes, pool_nbytes)`` in order.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as :func:`predict_events`.
-    """
+    """Predicted events of a steady step: ``(op, unit, nbytes, pool_nbytes)`` in order; raises as
+    :func:`predict_events` does."""
     state = state_of(model)
     events = planner_of(state, micro_batches).events(division_of(state))
     return [(e.op, state.units[e.unit].name, e.nbytes, e.pool_nbytes) for e in events]

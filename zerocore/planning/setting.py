@@ -235,10 +235,5 @@ class Setting:
         """How the state is divided at a stage."""
         parts = tuple((p.num_ranks, 1, self.rank // p.num_parts) for p in self.groups)
         return Division(
-            stage,
-            self.world_size,
-            self.num_replicas,
-            self.communication,
-            self.rank,
-            parts=parts,
+            stage, self.world_size, self.num_replicas, self.communication, self.rank, parts=parts
         )

@@ -6,7 +6,6 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -122,10 +121,5 @@ class FigureLog:
     def __enter__(self) -> FigureLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -159,8 +159,9 @@ def _report_of(
             raise ValueError(f"{name} must be positive and finite, got {value}")
     if flops_per_token is None:
         flops_per_token = 6.0 * sum(param.spec.numel for param in state.params())
-    if peak_flops is None:
-        peak_flops = _known_peak(state.device)
+    if peak_flops is None and state.device.type == "cuda":
+        device = torch.cuda.get_device_name(state.device)
+        peak_flops = next((flops for part, flops in PEAK_FLOPS.items() if part in device), None)
     names, queues = [unit.name for unit in state.units], queues_of(state)
     traces = {
         step.number: times_by_unit(read_events(step.records, names), queues)
@@ -231,13 +232,6 @@ def _memory(state: ShardState) -> MemoryFigures:
         host=usage.host,
         disk=usage.disk,
     )
-
-
-def _known_peak(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
 def _figure(step: StepFigures, name: str) -> float | None:

@@ -152,13 +152,8 @@ def draw_timeline(timeline: Timeline, path: Path, title: str = "") -> None:
     """A picture: a lane per kind of work, and below the bytes of the pool if it is used."""
     has_pool = any(nbytes > 0 for _, nbytes in timeline.pool)
     figure = _import_figure()(figsize=(12, 4.2 if has_pool else 2.8), layout="constrained")
-    rows = figure.subplots(
-        2 if has_pool else 1,
-        1,
-        sharex=True,
-        squeeze=False,
-        height_ratios=(3, 1) if has_pool else (1,),
-    )[:, 0]
+    ratios = (3, 1) if has_pool else (1,)
+    rows = figure.subplots(len(ratios), sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     _draw_boxes(rows[0], timeline.boxes, timeline.start_ns)
     rows[0].set_title(title or timeline.label, fontsize=10)
     if has_pool:

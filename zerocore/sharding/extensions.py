@@ -87,11 +87,9 @@ def make_extensions(
     ranks: Ranks,
     device: torch.device,
 ) -> list[list[Extension]]:
-    """By unit those that are gathered so, which say now what they gather; collective.
-
-    Raises:
-        AssertionError: one does not do as FSDP2's interface says, or other tensors than elsewhere.
-    """
+    """By unit those that are gathered so, which say now what they gather; collective. Raises
+    AssertionError if one does not do as FSDP2's interface says, or gives other tensors than
+    elsewhere."""
     made: list[list[Extension]] = []
     mixed = config.mixed_precision or MixedPrecision()
     reduce, cast = mixed.wire_dtype or mixed.reduce_dtype, mixed.cast_inputs

@@ -223,11 +223,8 @@ def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> tor
         return chosen
     if found:
         return next(iter(found))
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    on_gpu = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def _check_types(planned: list[UnitPlanned], config: ShardConfig) -> None:
@@ -239,11 +236,7 @@ def _check_types(planned: list[UnitPlanned], config: ShardConfig) -> None:
 
 
 def types_of(choice: ParamChoice, config: ShardConfig) -> ParamTypes:
-    """The dtypes of a parameter.
-
-    Raises:
-        ValueError: mixed precision cannot keep it in them.
-    """
+    """The dtypes of a parameter; raises ValueError if mixed precision cannot keep it in them."""
     param, mixed = choice.param, config.mixed_precision
     return choice.with_gather(
         param_types(mixed, choice.fqns[0], param.dtype, param.requires_grad), mixed
@@ -279,11 +272,8 @@ _log = logging.getLogger("zerocore")
 
 
 def check_same_values(request: ShardRequest) -> None:
-    """Says which parameters have other values on other ranks; collective.
-
-    Raises:
-        ValueError: groups of ranks hold values of their own; names parameters and ranks.
-    """
+    """Says which parameters have other values on other ranks; collective. Raises ValueError if
+    groups of ranks hold values of their own; names parameters and ranks."""
     own = {mesh: choices_on(request.planned, mesh) for mesh in range(len(request.meshes))}
     plain = [choice for choice in own[0] if choice.spec is None]
     own[0] = [choice for choice in own[0] if choice.spec is not None]

@@ -134,13 +134,9 @@ def fit(
             return gathered, place
         if changed.shape != local_shape:
             raise NotLocal(f"; what is changed has shape {tuple(changed.shape)}")
-    return [
-        tensor
-        if tensor is changed and not isinstance(tensor, Placed)
-        # A tensor that is changed in place is not broadcast.
-        else _fit_one(tensor, place, local_shape)
-        for tensor in tensors
-    ], place
+    # A plain tensor that is changed in place is not broadcast.
+    kept = None if isinstance(changed, Placed) else changed
+    return [t if t is kept else _fit_one(t, place, local_shape) for t in tensors], place
 
 
 def _fit_one(tensor: Tensor, place: Place, local_shape: torch.Size) -> Tensor:

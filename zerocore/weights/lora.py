@@ -38,11 +38,8 @@ class Adapter:
 
 def find_adapters(model: nn.Module) -> tuple[dict[int, list[Adapter]], set[int]]:
     """Active adapters by the id of the weight that they belong to, and ids of all that adapters
-    have, which a merged model does not.
-
-    Raises:
-        ValueError: no LoRA layer, or one of a kind that is not merged here; named.
-    """
+    have, which a merged model does not; raises ValueError for no LoRA layer, or one of a kind that
+    is not merged here."""
     adapters: dict[int, list[Adapter]] = {}
     own: set[int] = set()
     for name, module in model.named_modules():

@@ -165,15 +165,12 @@ def plan_files(
             filled = 0
         groups[-1].append(name)
         filled += nbytes
-    count = len(groups)
-    files = (
-        ["model.safetensors"]
-        if count <= 1
-        else [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-    )
+    names = ["model.safetensors"]
+    if (count := len(groups)) > 1:
+        names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
     return [
         _plan_file(folder / file, {name: tensors[name] for name in group}, metadata)
-        for file, group in zip(files, groups or [[]], strict=True)
+        for file, group in zip(names, groups or [[]], strict=True)
     ]
 
 
