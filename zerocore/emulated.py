@@ -166,10 +166,8 @@ def _backend_of(group: dist.ProcessGroup) -> EmulatedGroup:
 
 
 def _create(options: Any, chosen: LinkModel | EmulatedGroup | None) -> EmulatedGroup:
-    """Called by torch.distributed for each group; subgroups take the default group's link model.
-
-    A group in the place of a link: another communicator of its ranks, over its very link.
-    """
+    """Called by torch.distributed for each group; subgroups take the default group's link model. A
+    group in the place of a link: another communicator of its ranks, over its very link."""
     if isinstance(chosen, EmulatedGroup):
         return chosen.beside()
     if chosen is None:

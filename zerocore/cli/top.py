@@ -128,17 +128,8 @@ def view(run: Run) -> Group | str:
 
 
 def follow(folder: Path, interval: float, once: bool, console: Console | None = None) -> None:
-    """Shows a run until it is interrupted; once where that is asked for, or without a terminal.
-
-    Args:
-        folder: of the run.
-        interval: seconds between two looks.
-        once: prints the view and returns.
-        console: where to show it; the terminal by default.
-
-    Raises:
-        FileNotFoundError: no such folder.
-    """
+    """Shows the run of a folder until it is interrupted, every ``interval`` seconds; once where
+    that is asked for, or without a terminal. Raises FileNotFoundError for no such folder."""
     console, run = console or Console(), Run(folder)
     run.read()
     if once or not console.is_terminal:

@@ -30,16 +30,16 @@ def parse_bandwidth(value: str | float, name: str = "bandwidth") -> float:
     return _parse(value, name, _BANDWIDTHS, "450GB/s")
 
 
-def parse_seconds(value: str | float, name: str = "latency") -> float:
+def parse_seconds(value: str | float) -> float:
     """Seconds from a number or from text such as ``"12us"``."""
-    return _parse(value, name, _TIMES, "12us")
+    return _parse(value, "latency", _TIMES, "12us")
 
 
-def parse_flops(value: str | float, name: str = "flops") -> float:
+def parse_flops(value: str | float) -> float:
     """Floating-point operations per second from a number or from text such as ``"400TFLOP/s"``."""
-    rate = _parse(value, name, _RATES, "400TFLOP/s")
+    rate = _parse(value, "flops", _RATES, "400TFLOP/s")
     if rate == 0:
-        raise ValueError(f"{name} must be positive, got {value!r}")
+        raise ValueError(f"flops must be positive, got {value!r}")
     return rate
 
 

@@ -87,11 +87,8 @@ PATCHES = (
 
 @cache
 def install(others: tuple[Patch, ...]) -> None:
-    """Applies the patches and registers the hooks that torch has, once in a process.
-
-    Args:
-        others: patches of packages that see this one.
-    """
+    """Applies the patches, with ``others`` of packages that see this one, and registers the hooks
+    that torch has; once in a process."""
     functions: dict[int, tuple[Any, Any]] = {}  # by id: the old one, which must live, and the new
     for patch in (*PATCHES, *others):
         owner = resolve_name(patch.owner)

@@ -78,5 +78,5 @@ class ShardFolders:
             raise FileNotFoundError(f"no checkpoint of shards in {self._checkpoints.folder}")
 
     @staticmethod
-    def exist(folder: str | os.PathLike[str], name: str = "zerocore") -> bool:
-        return Path(folder, name).exists()
+    def exist(folder: str | os.PathLike[str]) -> bool:
+        return Path(folder, "zerocore").exists()

@@ -157,9 +157,7 @@ class Seq2SeqTrainer(ShardedTrainerMixin, transformers.Seq2SeqTrainer):
 
 def _sync_generate(model: nn.Module) -> None:
     """Ranks whose texts have ended go on until the last one's has: each token gathers the layers.
-
-    Hugging Face decides this by wrappers that it knows, and passes its answer on.
-    """
+    Hugging Face decides this by wrappers that it knows, and passes its answer on."""
     state = find_state(model)
     generate = getattr(model, "generate", None)
     if (

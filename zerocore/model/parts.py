@@ -63,15 +63,10 @@ def cut_of(choice: ParamChoice) -> Cut | None:
 def find_tensor_ranks(
     planned: Sequence[UnitPlanned], ranks: Ranks, has_parts: bool
 ) -> dist.ProcessGroup | None:
-    """The ranks of tensor parallelism, which hold other parts of the model; None without.
-
-    Args:
-        ranks: of data parallelism.
-        has_parts: ``groups=`` names parameters with ranks of their own.
-
-    Raises:
-        ValueError: DTensors on several meshes, or on ranks of ``ranks``; names a parameter.
-    """
+    """The ranks of tensor parallelism, which hold other parts of the model; None without. ``ranks``
+    are those of data parallelism, and with ``has_parts`` ``groups=`` names parameters with ranks of
+    their own. Raises ValueError for DTensors on several meshes, or on ranks of ``ranks``; names a
+    parameter."""
     found: dict[tuple[int, ...], tuple[str, dist.ProcessGroup]] = {}
     for unit in planned:
         for choice in unit.params:
@@ -299,10 +294,7 @@ def find_sizes(
 
 def find_ranges(state: Any) -> dict[str, list[PartRanges]]:
     """The ranks that save each part of the tensors that parameters are parts of; collective.
-
-    Args:
-        state: a :class:`zerocore.model.state.ShardState` with all units.
-    """
+    ``state``: a :class:`zerocore.model.state.ShardState` with all units."""
     by_group: dict[dist.ProcessGroup, dict[str, PartRanges]] = {}
     for unit in state.units:
         for position, param in enumerate(unit.params):

@@ -115,12 +115,8 @@ _MODEL = {"tp", "pp", "ep", "tensor", "pipeline", "expert"}
 
 
 def note_names(group: Any, divides: bool) -> None:
-    """Logs on the first rank where a mesh's names say that it is not what it is taken for.
-
-    Args:
-        group: as of :func:`find_ranks`.
-        divides: gradients are divided by a number that was given.
-    """
+    """Logs on the first rank where a mesh's names say that it is not what it is taken for;
+    ``divides``: gradients are divided by a number that was given."""
     names: tuple[str, ...] = getattr(group, "mesh_dim_names", None) or ()
     words = {name: set(name.lower().split("_")) for name in names}
     if not names or group.get_rank() != int(group.mesh.flatten()[0]):
@@ -354,10 +350,8 @@ def with_reductions(ranks: Ranks, device: torch.device) -> Ranks:
 
 def _takes_turns(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether collectives of one communicator do, and another one can be made by its ranks alone.
-
-    Where the default group is bound to a device, NCCL splits its communicator for each other
-    group, which all ranks would have to join. A new group has its ranks in ascending order.
-    """
+    Where the default group is bound to a device, NCCL splits its communicator for each other group,
+    which all ranks would have to join. A new group has its ranks in ascending order."""
     if device.type in ("cpu", "meta") or group._get_backend(device).name() in ("gloo", "fake"):
         return False
     world, members = dist.group.WORLD, dist.get_process_group_ranks(group)

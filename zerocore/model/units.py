@@ -134,11 +134,8 @@ def split_units(
     name_of: Callable[[int], str],
 ) -> list[UnitPlanned]:
     """The units by mesh: one with parameters on several becomes several, at the same calls.
-
-    Args:
-        mesh_of: a parameter's mesh, given that of its unit so far.
-        name_of: what a mesh is called in the names of units that are split.
-    """
+    ``mesh_of`` gives the mesh of a parameter and that of its unit so far, ``name_of`` a name of a
+    mesh for units that are split."""
     return [own for unit in planned for own in _by_mesh(unit, mesh_of, name_of)]
 
 
@@ -291,10 +288,8 @@ def _units_of_modules(planned: list[UnitPlanned], model: nn.Module) -> dict[int,
 
 
 def _merge_small(units: list[UnitPlanned], model: nn.Module) -> list[UnitPlanned]:
-    """Joins leftovers that follow each other while one of the two is small.
-
-    A norm of a few kilobytes beside the output layer costs three collectives a step on its own.
-    """
+    """Joins leftovers that follow each other while one of the two is small. A norm of a few
+    kilobytes beside the output layer costs three collectives a step on its own."""
     merged: list[UnitPlanned] = []
     for unit in units:
         last = merged[-1] if merged else None

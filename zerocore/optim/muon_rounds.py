@@ -140,10 +140,8 @@ class MuonRounds:
     def _momenta(
         self, params: Sequence[int], states: States, factors: Factors | None
     ) -> list[Tensor]:
-        """Moves momenta on, and returns the updates that are to be orthogonalised.
-
-        Those of one group have one kernel launch for each operation.
-        """
+        """Moves momenta on, and returns the updates that are to be orthogonalised. Those of one
+        group have one kernel launch for each operation."""
         by_group: dict[Hashable, list[int]] = {}
         for index in params:
             whole, group = self._pairs[index]

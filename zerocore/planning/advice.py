@@ -81,9 +81,7 @@ def _where_none_fits(plan: Plan, planner: Planner) -> Iterator[str]:
 
 def _other_ranks(plan: Plan, planner: Planner, activations: int, with_it: str) -> Iterator[str]:
     """The same ranks in fewer replicas, or else the first doubling of them, where all is sharded.
-
-    The doubled ranks are those of one replica.
-    """
+    The doubled ranks are those of one replica."""
     memory = plan.setting.machine.memory_nbytes
     now, highest = _fully_sharded(plan, planner), f"stage {HIGHEST_STAGE}"
 

@@ -336,10 +336,8 @@ def _nbytes(value: Any) -> int:
 
 
 def _with_all_heads(packet: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of grouped-query attention with as many key and value heads as query heads.
-
-    The kernels broadcast them; the formula of torch 2.11 asks for equal shapes.
-    """
+    """The arguments of grouped-query attention with as many key and value heads as query heads. The
+    kernels broadcast them; the formula of torch 2.11 asks for equal shapes."""
     if "scaled_dot_product" not in str(packet):
         return args
     heads = max(a.shape[1] for a in args if isinstance(a, Tensor) and a.dim() == 4)

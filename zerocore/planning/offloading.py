@@ -93,15 +93,9 @@ def offloads_to_disk(stage: int) -> Iterator[Offload]:
 def plan_offloads(
     planner: Planner, division: Division, host: Host, memory: int, activations: int
 ) -> tuple[OffloadPlan, ...]:
-    """All stages with all offloads, the least first: those to a disk behind those to the host.
-
-    Args:
-        planner: of the model.
-        division: over which ranks; its stage does not matter.
-        host: the machine's memory.
-        memory: bytes of a device.
-        activations: their peak, bytes.
-    """
+    """All stages with all offloads, the least first: those to a disk behind those to the host. The
+    stage of ``division`` does not matter; ``memory`` of a device and the peak of ``activations``
+    are bytes."""
     share, plans = host.nbytes_of(division.world_size), []
     for kind in (offloads_at, offloads_to_disk):
         for stage in STAGES:

@@ -352,10 +352,8 @@ def _measure(
     dtype: torch.dtype | None,
     given: bool,
 ) -> tuple[Activations | None, Activations | None, str]:
-    """The run as it is, the checkpointed one, and why either is missing.
-
-    Inputs or a loss that were ``given`` are a mistake if they fail for want of no data.
-    """
+    """The run as it is, the checkpointed one, and why either is missing. Inputs or a loss that were
+    ``given`` are a mistake if they fail for want of no data."""
     if inputs is None:
         note = f"activations not measured: pass inputs= to run a {type(model).__name__}"
         return None, None, note

@@ -52,10 +52,8 @@ class _Shown(torch.autograd.Function):
 
 
 def _summand(grad: DTensor) -> Tensor:
-    """This rank's term of a sum over the mesh, which is the gradient.
-
-    Where all ranks have the gradient itself the first one gives it, so that the sum is exact.
-    """
+    """This rank's term of a sum over the mesh, which is the gradient. Where all ranks have the
+    gradient itself the first one gives it, so that the sum is exact."""
     if all(placement == Partial() for placement in grad.placements):
         return waited(grad._local_tensor)
     whole = grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim)

@@ -159,11 +159,8 @@ def _fit_one(tensor: Tensor, place: Place, local_shape: torch.Size) -> Tensor:
 
 
 def _is_full(changed: Tensor, place: Place, local_shape: torch.Size) -> bool:
-    """Whether a plain tensor that is changed is a full one; the same on all ranks.
-
-    One rank may own all elements of a vector, so that its shape says nothing: the ranks tell each
-    other.
-    """
+    """Whether a plain tensor that is changed is a full one; the same on all ranks. One rank may own
+    all elements of a vector, so that its shape says nothing: the ranks tell each other."""
     is_full, is_local = changed.shape == place.global_shape, changed.shape == local_shape
     if place.group is None or len(place.global_shape) != 1:
         return is_full

@@ -73,9 +73,7 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def _changes_gradients(name: str, args: Args) -> bool:
     """Whether one list of gradients is changed by numbers alone: what clipping does in each step.
-
-    That is local whatever their places, and is told fast.
-    """
+    That is local whatever their places, and is told fast."""
     return (
         is_in_place(name)
         and functions.base_of(name) in functions.ELEMENTWISE

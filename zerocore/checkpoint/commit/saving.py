@@ -114,10 +114,8 @@ class Save:
 
     def _write_files(self, temporary: Path, copies: Iterable[Tensor] | None) -> Checksums:
         """This rank's files, and on the first rank the metadata of all; returns their checksums.
-
-        The small ones are written beside the large one, and flushed behind it: the flush of
-        that one does most of the work for them, too.
-        """
+        The small ones are written beside the large one, and flushed behind it: the flush of that
+        one does most of the work for them, too."""
         small: list[int] = []
         sums = Checksums()
 

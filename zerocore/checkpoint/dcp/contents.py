@@ -342,10 +342,8 @@ def _pieces_of(key: str, facts: Any) -> Iterator[tuple[dcp.MetadataIndex, int]]:
 
 
 def _overlap(chunks: Sequence[dcp.ChunkStorageMetadata]) -> bool:
-    """Whether boxes share elements, or lie in a way that no system saves.
-
-    A dimension divides them into groups, the next one each of these.
-    """
+    """Whether boxes share elements, or lie in a way that no system saves. A dimension divides them
+    into groups, the next one each of these."""
     groups = [[chunk for chunk in chunks if 0 not in chunk.sizes]]
     dims = range(len(chunks[0].sizes) if chunks else 0)
     for dim in [*dims, *dims]:

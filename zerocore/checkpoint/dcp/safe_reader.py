@@ -197,10 +197,8 @@ def _begin_of(file: int, header: int) -> int:
 
 
 def _chunk(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> Chunk:
-    """Of ``(requires_grad, hooks)``, and of the dtype where the storage does not say it.
-
-    It begins at an element, not yet at a byte.
-    """
+    """Of ``(requires_grad, hooks)``, and of the dtype where the storage does not say it. It begins
+    at an element, not yet at a byte."""
     dtype = storage or rest[2]
     if not (isinstance(dtype, torch.dtype) and type(sizes) is type(strides) is tuple):
         raise ValueError("a tensor's dtype or shape is none")

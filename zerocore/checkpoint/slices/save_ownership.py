@@ -83,11 +83,8 @@ class SavedRanges:
 
     @staticmethod
     def on(ranks: Any, numel: int, place: tuple[Layout, int] | None) -> SavedRanges:
-        """Of a parameter; its layout and position, or None if nothing is shared.
-
-        Args:
-            ranks: a :class:`zerocore.model.ranks.Ranks`, whose ranks hold the parameter.
-        """
+        """Of a parameter that ``ranks``, a :class:`zerocore.model.ranks.Ranks`, hold; ``place``:
+        its layout and position, or None if nothing is shared."""
         if place is None:
             return SavedRanges(Cut.whole(numel), ranks.world_size)
         return SavedRanges(Cut.of(*place), ranks.num_replicas)
