@@ -290,8 +290,11 @@ def state_of(module: nn.Module, *, by_rows: bool = True) -> ShardState:
 
 
 def ready_state_of(module: nn.Module) -> ShardState:
-    """As :func:`state_of`; makes a state that is made late, which is collective. Raises ValueError
-    or RuntimeError as :func:`state_of`, or if the state cannot be made."""
+    """As :func:`state_of`; makes a state that is made late, which is collective.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`state_of`, or the state cannot be made.
+    """
     make = _maker_in(module)
     if make is not None:
         make()

@@ -82,8 +82,11 @@ def planner_of(state: ShardState, micro_batches: int = 1, num_states: int = 2) -
 
 
 def planned_events(model: nn.Module, micro_batches: int = 1) -> list[tuple[str, str, int, int]]:
-    """Predicted events of a steady step: ``(op, unit, nbytes, pool_nbytes)`` in order; raises as
-    :func:`predict_events` does."""
+    """Predicted events of a steady step: ``(op, unit, nbytes, pool_nbytes)`` in order.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`predict_events`.
+    """
     state = state_of(model)
     events = planner_of(state, micro_batches).events(division_of(state))
     return [(e.op, state.units[e.unit].name, e.nbytes, e.pool_nbytes) for e in events]

@@ -134,7 +134,12 @@ def report(
 
 def recent_report(model: nn.Module, *rates: float | None) -> Report:
     """As :func:`report`, of the steps since the last traced one alone; waits for no update.
-    ``rates``: tokens, operations for a token, operations per second."""
+
+    ``rates``: tokens, operations for a token, operations per second.
+
+    Raises:
+        ValueError, TypeError: as :func:`report`.
+    """
     state = state_of(model)
     steps = state.meters.steps(waits=False)
     traced = [i for i, step in enumerate(steps) if step.records is not None]
