@@ -76,7 +76,7 @@ class Training:
         self._step = 0
 
     def take_turn(self, way: str) -> float:
-        """Milliseconds of a step, with the wait for the last save."""
+        """Milliseconds of a step; the last save is five steps old at the end and waited for."""
         dist.barrier()
         start = time.perf_counter()
         for _ in range(SAVE_EVERY * SAVES_A_TURN):
@@ -84,7 +84,7 @@ class Training:
             self._model(self._batch).square().mean().backward()
             self._optimizer.step()
             self._optimizer.zero_grad()
-            if way in self._checkpoints and self._step % SAVE_EVERY == 0:
+            if way in self._checkpoints and self._step % SAVE_EVERY == SAVE_EVERY // 2:
                 self._checkpoints[way].save(self._step)
         if way in self._checkpoints:
             self._checkpoints[way].wait()
@@ -145,7 +145,8 @@ def speed(
     table.notes = [
         f"Stage 3, {depth} layers; a layer's compute is emulated by sleeping {compute_ms:g} ms in "
         f"forward and {2 * compute_ms:g} ms in backward. Medians of {rounds} turns of "
-        f"{SAVE_EVERY * SAVES_A_TURN} steps with {SAVES_A_TURN} saves, whose end is waited for.",
+        f"{SAVE_EVERY * SAVES_A_TURN} steps with {SAVES_A_TURN} saves, the last one five steps "
+        "before the end.",
         f"Load of the machine when the run began: {load:.1f}. Wanted: PeerCheckpoints <= 1.02.",
     ]
     table.show(make_console())

@@ -25,8 +25,8 @@ planning/planner.py | _element(types.grad) | _element(types.reduce) | planning/t
 common/alarm.py | "" if error is None | "" if error | distributed/test_alarm.py
 optim/muon_rounds.py | alpha=-lr * ratio | alpha=lr * ratio | distributed/test_muon.py
 optim/adamw.py | plan.kinds != kinds or | | optim/test_adamw.py distributed/test_adamw.py
-hooks/optimizer_rules.py | [param.unit] > 0 | [param.unit] > 1 | distributed/test_programs.py
-tensor/full_reads.py | engine.exit(unit, None) | pass | distributed/test_reads.py
+tensor/rules.py | [shard.unit] > 0 | [shard.unit] > 1 | distributed/test_programs.py
+tensor/implicit_unshard.py | engine.exit(unit, None) | pass | distributed/test_reads.py
 tensor/reductions.py | .sum() / counts.sum() | .mean() | distributed/test_shard_functions.py
 checkpoint/commit/saving.py | files.flush(file) | pass | distributed/test_durability.py
 checkpoint/checksums.py | // parts, 0 | // parts - 1, 0 | checkpoint/test_checksums.py
@@ -38,7 +38,7 @@ tensor/rows.py | get_group(dim) for | get_group(0) for | fsdp/test_clip.py
 hooks/optimizer_rules.py | hooked.hooked = True | hooked.hooked = False | hooks/test_patches.py
 fsdp/module.py | reduces=requires_gradient_sync, | reduces=True, | fsdp/test_controls.py
 sharding/build.py | _name_of(ranks.near) | _name_of(ranks.shard) | distributed/test_regather.py
-plan/schedule.cpp | upcoming(1 + options_ | upcoming(options_ | plan/test_schedule.py
+plan/schedule.cpp | upcoming(1 + prefetch_) | upcoming(prefetch_) | plan/test_schedule.py
 runtime/bucket_pool.cpp | *offset + slot.nbytes} | *offset} | engine/test_hand_overs.py
 kernels/cpu/adamw.cpp | = ++*call.tensors[i].step | = *call.tensors[i].step | kernels/test_adamw.py
 """

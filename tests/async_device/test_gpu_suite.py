@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-import torch
 
-import zerocore
 from tests.async_device.training import start
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
@@ -18,7 +16,6 @@ from tests.gpu.training import PRECISIONS, VARIANTS
 
 Case = dict[str, Any]
 STAGES = range(4)
-CLIPS = (None, torch.nn.utils.clip_grad_norm_, zerocore.clip_grad_norm_)
 DELAYED = ("plain", "all", "accumulates_sharded", "bf16_reduced", "bf16_full")
 
 
@@ -115,7 +112,7 @@ def test_delays_change_nothing(
 )
 def test_nothing_waits_or_allocates(num_ranks: int, stages: list[tuple[int, ...]]) -> None:
     """By day at stage 3 or 1, in turn."""
-    clips, turn = itertools.cycle(CLIPS), itertools.cycle(stages)
+    clips, turn = itertools.cycle(test_steady_state.CLIPS), itertools.cycle(stages)
     cases = [
         {"stage": stage, "variant": variant, "clip": next(clips)}
         for variant in (*VARIANTS, *PRECISIONS)
