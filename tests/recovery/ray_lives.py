@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch.distributed as dist
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
@@ -38,6 +39,7 @@ def train(fault: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    ray.init(num_cpus=WORLD_SIZE + 1)  # also where there are fewer: they wait for each other
     for name in sys.argv[2:]:
         point, victim = name.split("/")
         folder = Path(sys.argv[1]) / f"{point}{victim}"
