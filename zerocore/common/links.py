@@ -8,6 +8,15 @@ from dataclasses import dataclass
 from zerocore._C import LinkModel
 from zerocore.common.quantities import format_nbytes, parse_bandwidth, parse_seconds
 
+# Of the full buffer; an operation that is not here is an error.
+_SHARES = {
+    "all_gather": 1.0,
+    "gather_near": 1.0,
+    "gather_sums": 1.0,
+    "reduce_scatter": 1.0,
+    "all_reduce": 2.0,
+}
+
 
 @dataclass(frozen=True)
 class Link:
@@ -51,8 +60,7 @@ LinkLike = Link | str | float
 def traffic_nbytes(op: str, nbytes: int, world_size: int) -> float:
     """Bytes that one rank sends for a collective whose full buffer has ``nbytes``: (N - 1) / N of
     it, and for an all-reduce twice that."""
-    share = 2.0 if op == "all_reduce" else 1.0
-    return share * nbytes * (world_size - 1) / world_size
+    return _SHARES[op] * nbytes * (world_size - 1) / world_size
 
 
 _NVLINK4 = "8 H100 on NVSwitch: about 360 of 450 GB/s, NVIDIA/nccl-tests issue 326; 370 is assumed"
