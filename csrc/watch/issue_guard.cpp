@@ -33,9 +33,9 @@ constexpr std::array kLeaving = {power(kBase, kDepths[0] - 1), power(kBase, kDep
 // Both levels are forgotten at once: a point of the second one is then always one of the first,
 // too.
 bool KnownSequence::advance(uint64_t collective) {
-  if (std::max(levels_[0].successors.size(), levels_[1].successors.size()) >= kMaxPoints) {
-    levels_[0].successors.clear();
-    levels_[1].successors.clear();
+  const auto is_full = [](const Level& level) { return level.successors.size() >= kMaxPoints; };
+  if (std::ranges::any_of(levels_, is_full)) {
+    std::ranges::for_each(levels_, [](Level& level) { level.successors.clear(); });
   }
   bool ask = true;
   for (size_t i = 0; i < levels_.size(); ++i) {

@@ -38,11 +38,14 @@ void ParamVersions::mark_changed() {
 }
 
 void ParamVersions::mark_updated(const std::optional<std::vector<int>>& params) {
-  for (size_t param = 0; !params && param < params_.size(); ++param) {
-    changes_[param] += params_[param].shard.requires_grad() ? 1 : 0;
+  if (params) {
+    for (const int param : *params) {
+      ++changes_.at(param);
+    }
+    return;
   }
-  for (const int param : params.value_or(std::vector<int>())) {
-    ++changes_.at(param);
+  for (size_t param = 0; param < params_.size(); ++param) {
+    changes_[param] += params_[param].shard.requires_grad() ? 1 : 0;
   }
 }
 
@@ -51,11 +54,12 @@ int64_t ParamVersions::of_full(size_t param) const {
 }
 
 bool ParamVersions::is_written() const {
-  bool any = false;
   for (size_t param = 0; param < params_.size(); ++param) {
-    any = any || full_versions_[param] != of_full(param);
+    if (full_versions_[param] != of_full(param)) {
+      return true;
+    }
   }
-  return any;
+  return false;
 }
 
 bool ParamVersions::take_writes(bool keeps) {
