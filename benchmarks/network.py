@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.lib.nodes import run_on_nodes
+from bench.lib.nodes import nodes_class, run_on_nodes
 from bench.lib.results import write_results
-from bench.lib.systems import import_zerocore, is_installed
+from bench.lib.systems import is_installed
 from bench.lib.tables import Table, make_console
 from bench.network.faults import measure_faults
 from bench.network.report import network_table
@@ -50,18 +50,14 @@ def speed(
     only: Annotated[str, typer.Option(help="Stages, such as 3 or 0,2.")] = "0,2,3",
 ) -> None:
     """Prints step times, ratios to the named peer and hidden shares; writes a dated file."""
-    import_zerocore()  # and with it the tests, which make such nodes
-    from tests.distributed.nodes import Nodes, can_make_nodes
-
-    if not can_make_nodes():
-        print("skipped: network namespaces need root, and Linux with ip and tc")
+    if (make_nodes := nodes_class()) is None:
         return
     load = os.getloadavg()[0]
     console = make_console()
     tables: list[Table] = []
     raw: dict[str, Any] = {"load_at_start": load, "ranks_a_node": ranks_a_node, "nodes": nodes}
     for number, rate in enumerate(rates.split(",")):
-        with Nodes(nodes, rate) as network:
+        with make_nodes(nodes, rate) as network:
             arguments = [__file__, "rank", str(rounds), str(ranks_a_node), only]
             found = run_on_nodes(network, arguments, 29600 + number, RUN_TIMEOUT_S, ranks_a_node)
         raw[rate] = found
@@ -83,11 +79,7 @@ def faults(
     at_a_time: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 2,
 ) -> None:
     """Prints how long the other ranks take to end; writes a dated file."""
-    import_zerocore()
-    from tests.distributed.nodes import can_make_nodes
-
-    if not can_make_nodes():
-        print("skipped: network namespaces need root, and Linux with ip and tc")
+    if nodes_class() is None:
         return
     load = os.getloadavg()[0]
     raw, table = measure_faults(times, only, at_a_time)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 
-from bench.lib.nodes import run_on_nodes
+from bench.lib.nodes import nodes_class, run_on_nodes
 from bench.lib.results import write_results
 from bench.lib.systems import import_zerocore
 from bench.lib.tables import Table, make_console
@@ -129,14 +129,13 @@ def speed(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each way.")] = 5,
 ) -> None:
     """Prints what copies cost; writes a dated file."""
-    import_zerocore()
-    from tests.distributed.nodes import Nodes, can_make_nodes
-
-    if not can_make_nodes():
-        print("skipped: network namespaces need root, and Linux with ip and tc")
+    if (make_nodes := nodes_class()) is None:
         return
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="peer-copies-") as folder, Nodes(nodes, rate) as joined:
+    with (
+        tempfile.TemporaryDirectory(prefix="peer-copies-") as folder,
+        make_nodes(nodes, rate) as joined,
+    ):
         sizes = [width, depth, compute_ms, rounds, folder]
         words = [__file__, "rank", *map(str, sizes)]
         found = run_on_nodes(joined, words, 29700, RUN_TIMEOUT_S)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import typer
 
 from bench.lib.models import GPT, GPT_SIZES
-from bench.lib.nodes import run_on_nodes
+from bench.lib.nodes import nodes_class, run_on_nodes
 from bench.lib.ranks import run_on_ranks
 from bench.lib.results import write_results
 from bench.lib.systems import import_zerocore
@@ -138,10 +138,9 @@ def speed(
 ) -> None:
     """Times steps of two ranks in network namespaces of their own, the policies in turn."""
     found: dict[str, list[float]] = {name: [] for name in POLICIES}
-    import_zerocore()  # and with it the tests, which make such nodes
-    from tests.distributed.nodes import Nodes
-
-    with Nodes(2, rate) as nodes:
+    if (make_nodes := nodes_class()) is None:
+        return
+    with make_nodes(2, rate) as nodes:
         for turn in range(turns):
             for number, name in enumerate(POLICIES):
                 port = 29600 + turn * len(POLICIES) + number

@@ -8,6 +8,19 @@ import subprocess
 import sys
 from typing import Any
 
+from bench.lib.systems import import_zerocore
+
+
+def nodes_class() -> Any:
+    """`tests.distributed.nodes.Nodes`; None, with a message, where no nodes can be made."""
+    import_zerocore()  # and with it the tests, which make such nodes
+    from tests.distributed.nodes import Nodes, can_make_nodes
+
+    if can_make_nodes():
+        return Nodes
+    print("skipped: network namespaces need root, and Linux with ip and tc")
+    return None
+
 
 def run_on_nodes(
     nodes: Any, arguments: list[str], port: int, timeout_s: float, ranks_a_node: int = 1
