@@ -9,12 +9,6 @@
 
 namespace zerocore {
 
-// Note [Pieces]
-// A broadcast uses the wire in one direction, and gloo's all-to-all of two ranks hardly both ones.
-// Where two ranks send their slices by turns in pieces of 1 MiB, a piece of each is under way: at 1
-// Gbit/s a step of stage 3 takes 0.63 instead of 1.05 of FSDP2's. With more ranks the links are
-// busy both ways, and pieces only cost turns of gloo's threads.
-
 // How every rank gets the shards of all.
 struct GatherMethod {
   enum class Kind : uint8_t {
@@ -24,7 +18,6 @@ struct GatherMethod {
   };
   Kind kind = Kind::AllGather;
   int64_t copied_nbytes = 0; // of all shards: up to here ranks send copies instead
-  int64_t piece_nbytes = 0; // of broadcasts, see Note [Pieces]; 0 for whole shards
 
   Kind kind_of(int64_t nbytes) const {
     return nbytes <= copied_nbytes ? Kind::Copies : kind;
@@ -36,14 +29,14 @@ struct ReduceMethod {
   enum class Kind : uint8_t {
     ReduceScatter, // the backend's own
     Exchange, // an all-to-all: every rank sums what it received
+    Swap, // the same of two ranks by broadcasts in pieces
   };
   Kind kind = Kind::ReduceScatter;
-  int64_t piece_nbytes = 0; // of an exchange of two ranks, see Note [Pieces]; 0 for an all-to-all
 
   // Parts that it leaves for each element on each of `num_ranks` ranks, to be summed there. Where
   // it is one, that is the sum, and may lie in its place.
   int64_t parts(int64_t num_ranks) const {
-    return kind == Kind::Exchange ? num_ranks : 1;
+    return kind == Kind::ReduceScatter ? 1 : num_ranks;
   }
 };
 
@@ -60,18 +53,14 @@ struct WireMethods {
   // and add them in their order, on any backend.
   static WireMethods of_backend(const std::string& name, int64_t num_ranks, bool sums_in_order) {
     constexpr int64_t kCopiedNbytes = 256 * 1024;
-    constexpr int64_t kPieceNbytes = 1024 * 1024;
     WireMethods methods;
     if (name == "gloo") {
       const bool has_many = num_ranks >= 4;
       methods.gather = {GatherMethod::Kind::Broadcasts, has_many ? kCopiedNbytes : 0};
-      methods.reduce.kind = ReduceMethod::Kind::Exchange;
+      methods.reduce.kind =
+          num_ranks == 2 ? ReduceMethod::Kind::Swap : ReduceMethod::Kind::Exchange;
       methods.sums_in_parts = has_many;
-      if (num_ranks == 2) {
-        methods.gather.piece_nbytes = methods.reduce.piece_nbytes = kPieceNbytes;
-      }
-    }
-    if (sums_in_order) {
+    } else if (sums_in_order) {
       methods.reduce.kind = ReduceMethod::Kind::Exchange;
     }
     return methods;
