@@ -6,10 +6,11 @@ Usage: python benchmarks/wires.py losses --ranks 2 --steps 200
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from bench.lib.models import GPT, GPT_SIZES
+from bench.lib.models import GPT, GPT_SIZES, GPTSize
 from bench.lib.nodes import nodes_class, run_on_nodes
 from bench.lib.ranks import run_on_ranks
 from bench.lib.results import write_results
@@ -52,24 +53,41 @@ def make_step(name: str) -> Any:
     return model, zerocore.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def train(name: str, num_steps: int) -> tuple[list[float], list[float]]:
+def train(name: str, num_steps: int, size: GPTSize = SIZE) -> tuple[list[float], list[float]]:
     """Losses in nats per byte, the mean of the ranks, and seconds of each step."""
     model, optimizer = make_step(name)
-    draw = torch.Generator().manual_seed(1 + dist.get_rank())
-    losses, seconds = [], []
-    for _ in range(num_steps):
-        batch = random_batch(SIZE, draw)
-        dist.barrier()
-        begin = time.perf_counter()
+    losses: list[float] = []
+
+    def step(batch: Any) -> None:
         loss = model(*batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-        seconds.append(time.perf_counter() - begin)
+
+    seconds = timed(step, num_steps, size)
     total = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist(), seconds
+
+
+def timed(step: Callable[[Any], None], num_steps: int, size: GPTSize) -> list[float]:
+    """Seconds of each step, which all ranks begin together."""
+    draw = torch.Generator().manual_seed(1 + dist.get_rank())
+    seconds = []
+    for _ in range(num_steps):
+        batch = random_batch(size, draw)
+        dist.barrier()
+        begin = time.perf_counter()
+        step(batch)
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def compute(name: str, num_steps: int, size: GPTSize) -> list[float]:
+    """Seconds of a forward and backward alone, of a plain model in the dtype of the policy."""
+    model = GPT(SIZE).to(POLICIES[name].get("param_dtype", FP32))
+    return timed(lambda batch: model(*batch).backward(), num_steps, size)
 
 
 def smoothed(losses: Sequence[float], width: int = 10) -> list[float]:
@@ -120,13 +138,14 @@ def losses(
 
 
 @app.command(hidden=True)
-def rank(name: str, steps: int) -> None:
+def rank(name: str, steps: int, tokens: int) -> None:
     """One rank of ``speed``, which says where the others are."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    _, seconds = train(name, steps)
+    size = dataclasses.replace(SIZE, batch=1, sequence=tokens)
+    found = compute(name, steps, size), train(name, steps, size)[1]
     if dist.get_rank() == 0:
-        print(json.dumps(seconds))
+        print(json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -135,29 +154,38 @@ def speed(
     rate: Annotated[str, typer.Option(help="Of the link, as tc has it.")] = "1gbit",
     steps: Annotated[int, typer.Option(help="Timed steps of each turn.")] = 12,
     turns: Annotated[int, typer.Option(help="Turns of all policies.")] = 3,
+    tokens: Annotated[int, typer.Option(help="Of a rank and step; few, so that wires count.")] = 32,
 ) -> None:
     """Times steps of two ranks in network namespaces of their own, the policies in turn."""
-    found: dict[str, list[float]] = {name: [] for name in POLICIES}
+    found: dict[str, list[list[float]]] = {name: [[], []] for name in POLICIES}
     if (make_nodes := nodes_class()) is None:
         return
     with make_nodes(2, rate) as nodes:
         for turn in range(turns):
             for number, name in enumerate(POLICIES):
                 port = 29600 + turn * len(POLICIES) + number
-                arguments = [__file__, "rank", name, str(steps + 3)]
-                found[name] += run_on_nodes(nodes, arguments, port, RUN_TIMEOUT_S)[3:]
-    middle = {name: statistics.median(values) for name, values in found.items()}
+                arguments = [__file__, "rank", name, str(steps + 3), str(tokens)]
+                timings = run_on_nodes(nodes, arguments, port, RUN_TIMEOUT_S)
+                for seconds, more in zip(found[name], timings, strict=True):
+                    seconds += more[3:]
     table = Table(
-        f"two nodes, {rate} between them: GPT of 10 M parameters at stage 3, {SIZE.batch} x "
-        f"{SIZE.sequence} tokens a rank",
-        ["policy", "ms a step", "of fp32's", "fastest"],
+        f"two nodes, {rate} between them: GPT of 10 M parameters at stage 3, {tokens} tokens each",
+        ["policy", "ms a step", "of fp32's", "fastest", "compute ms"],
     )
-    for name, values in found.items():
-        share = f"{middle[name] / middle['fp32']:.2f}"
-        table.add(name, f"{1e3 * middle[name]:.0f}", share, f"{1e3 * min(values):.0f}")
-    table.notes = [f"Medians of {steps * turns} steps; the policies ran in turn, {turns} times."]
+    fp32 = statistics.median(found["fp32"][1])
+    for name, (alone, seconds) in found.items():
+        middle = statistics.median(seconds)
+        times = [f"{1e3 * value:.0f}" for value in (middle, min(seconds), statistics.median(alone))]
+        table.add(name, times[0], f"{middle / fp32:.2f}", *times[1:])
+    table.notes = [
+        f"Medians of {steps * turns} steps; the policies ran in turn, {turns} times.",
+        "Compute: a plain model's forward and backward in the policy's dtype, on both ranks at the "
+        "same time. A processor without instructions for bf16 takes longer there than in fp32.",
+    ]
     table.show(make_console())
-    write_results(f"wires_{rate}", {"seconds": found}, table.markdown())
+    names = ("compute seconds", "seconds")
+    raw = {key: {name: found[name][i] for name in found} for i, key in enumerate(names)}
+    write_results(f"wires_{rate}", raw, table.markdown())
 
 
 if __name__ == "__main__":
