@@ -1,14 +1,15 @@
 """Ranks on nodes of their own that are lost, and how the job goes on: seconds and losses.
 
-``python -m tests.recovery.network_lives`` loses each of three ranks at each point in each way
-(needs root and iproute2); ``--only elastic/kill/forward/0`` some, ``--times 3`` each three times,
-and ``--markdown FILE`` writes the seconds.
+``python -m tests.recovery.network_lives`` loses each of three ranks at each point in each way, and
+one of four (needs root and iproute2); ``--only 3/elastic/kill/forward/0`` some, ``--times 3`` each
+three times, and ``--markdown FILE`` writes the seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import signal
 import statistics
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -37,31 +39,56 @@ WAYS = {
     "peers": "all processes start again, `PeerCheckpoints`",
     "elastic": "`run_elastic`, `PeerCheckpoints`",
 }
-KINDS = {"kill": "a process is killed", "stop": "it is stopped", "cut": "its node is cut off"}
-WORLD_SIZE, LIMIT, END_SECONDS = 3, 5.0, 180.0
+KINDS = {
+    "kill": "a process is killed",
+    "stop": "it is stopped",
+    "blip": "its node's link is down for 6 s",
+    "cut": "for good",
+}
+LIMIT, DOWN_SECONDS, END_SECONDS = 5.0, 6, 180.0
 # Of torch's rendezvous, so that a node that is cut off is missed soon.
 SOON = {"last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
 
 
 @dataclass(frozen=True)
 class Fault:
+    num_ranks: int
     way: str
     kind: str
     point: str
     victim: int
 
     def __str__(self) -> str:
-        return f"{self.way}/{self.kind}/{self.point}/{self.victim}"
+        return f"{self.num_ranks}/{self.way}/{self.kind}/{self.point}/{self.victim}"
+
+    @property
+    def first_victim(self) -> int:
+        """The rank that is killed in a forward before the fault, which is in the load behind it.
+
+        It is no neighbour of the victim, so that each of their files has a copy. -1: none.
+        """
+        return (self.victim + 2) % self.num_ranks if self.point == "load" else -1
 
 
 def all_faults() -> list[Fault]:
-    """A disk has no copies, and a point in a load is one behind another fault."""
-    every = [Fault(*each) for each in product(WAYS, KINDS, lives.POINTS, range(WORLD_SIZE))]
-    return [
-        each
-        for each in every
-        if each.point != "load" and (each.way, each.point) != ("disk", "copy")
-    ]
+    """Of three ranks each one, of four another one at each point.
+
+    A disk, which is there for comparison, has no copies.
+    """
+    faults = []
+    for num_ranks, way, kind in product((3, 4), WAYS, KINDS):
+        points = list(lives.POINTS)
+        if way == "disk":
+            points = [point for point in points if point not in ("copy", "load")]
+        elif num_ranks == 3:
+            points.remove("load")  # another rank is lost before
+        for number, point in enumerate(points):
+            is_each = num_ranks == 3 and way != "disk"
+            # Rank 0 completes a checkpoint on a disk.
+            other = 0 if (way, point) == ("disk", "commit") else number % num_ranks
+            victims = range(num_ranks) if is_each else [other]
+            faults += [Fault(num_ranks, way, kind, point, victim) for victim in victims]
+    return faults
 
 
 # -- on a node -----------------------------------------------------------------------------------
@@ -69,30 +96,40 @@ def all_faults() -> list[Fault]:
 
 def run_rank(fault: Fault, folder: Path, node: int, endpoint: str, pull: list[str]) -> None:
     """One process's training, which notes each step with its time, ranks and loss."""
-    mark = folder / "fault"
+    marks = {fault.first_victim: folder / "first", fault.victim: folder / "fault"}
+    mark = marks.get(node)
 
     def lose(*_: Any) -> None:
-        if mark.exists():
+        if mark is None or mark.exists():
             return
         mark.write_text(str(time.time()))
-        if fault.kind == "cut":
-            subprocess.run(pull, check=True)
+        if node == fault.first_victim or fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         else:
-            os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+            subprocess.run(pull, check=True)
+        if fault.kind == "blip":  # also if this process ends
+            plug = shlex.join([*pull[:-1], "up"])
+            subprocess.Popen(f"sleep {DOWN_SECONDS}; {plug}", shell=True, start_new_session=True)
 
     def took(step: int, loss: float) -> None:
         with open(folder / f"steps{node}", "a") as file:
             print(time.time(), step, dist.get_world_size(), loss.hex(), file=file)
 
     def train(life: Any = None) -> Any:
-        point = fault.point if node == fault.victim and not mark.exists() else ""
+        point = "" if mark is None or mark.exists() else fault.point
+        if node == fault.first_victim:
+            point = point and "forward"
+        elif point == "load" and not (folder / "first").exists():
+            point = ""
         make = zerocore.Checkpoints if fault.way == "disk" else zerocore.PeerCheckpoints
         own = folder / ("disk" if fault.way == "disk" else f"node{node}")
         return lives.train(own, point, lose, True, make=make, took=took)
 
     timeout = timedelta(seconds=LIMIT)
     if fault.way == "elastic":
-        ranks = (WORLD_SIZE - 1, WORLD_SIZE)
+        ranks = (2, fault.num_ranks)
         zerocore.run_elastic(train, endpoint, ranks, timeout=timeout, is_host="false", **SOON)
     else:
         dist.init_process_group("gloo", timeout=timeout)
@@ -117,16 +154,17 @@ class Job:
         self._fault, self._nodes, self._folder = fault, nodes, folder
         self._processes: dict[int, subprocess.Popen[Any]] = {}
         self._num_starts = 0
+        self._old: set[int] = set()
         store = "from torch.distributed import TCPStore as T; import time; s = T('0.0.0.0', 29400, "
         store += "is_master=True, wait_for_workers=False); time.sleep(1e6)"
-        self._store = self._start(WORLD_SIZE, ["-c", store], {})
+        self._store = self._start(fault.num_ranks, ["-c", store], {})
 
     def start(self, living: list[int]) -> None:
         """One process on each of the nodes."""
         self._num_starts += 1
         for rank, node in enumerate(living):
             pull = self._nodes.set_cable(self._fault.victim, "down")
-            store = f"{self._nodes.address(WORLD_SIZE)}:29400"
+            store = f"{self._nodes.address(self._fault.num_ranks)}:29400"
             words = ["-m", "tests.recovery.network_lives", "--rank", str(self._fault)]
             env = {"RANK": rank, "WORLD_SIZE": len(living), "MASTER_PORT": 29500 + self._num_starts}
             env["MASTER_ADDR"] = self._nodes.address(living[0])
@@ -140,23 +178,31 @@ class Job:
             return subprocess.Popen(inside, env=rank_environment() | env, stdout=log, stderr=log)
 
     def run(self) -> list[int | None]:
-        """Until the nodes that live have ended; what is not elastic starts again, once."""
-        fault, living = self._fault, list(range(WORLD_SIZE))
+        """Until the nodes that live have ended; what is not elastic starts again."""
+        living = list(range(self._fault.num_ranks))
         self.start(living)
         deadline = time.monotonic() + END_SECONDS
         while time.monotonic() < deadline:
             time.sleep(0.05)
-            others = [n for n in living if n != fault.victim or self._num_starts > 1]
-            codes = [self._processes[node].poll() for node in others]
-            if all(code == 0 for code in codes):
+            codes = [self._processes[node].poll() for node in living if node not in self._lost()]
+            if None in codes:
+                continue
+            if not any(codes) or self._fault.way == "elastic" or self._num_starts == 3:
                 return codes
-            if None not in codes and self._num_starts == 1 and fault.way != "elastic":
-                self.end()  # also the one that is stopped
-                living = [n for n in living if (fault.kind, n) != ("cut", fault.victim)]
-                self.start(living)
-            elif None not in codes:
-                return codes
+            self.end()  # also the one that is stopped
+            self._old = self._lost()
+            living = [node for node in living if not self._is_cut(node)]
+            self.start(living)
         return codes
+
+    def _lost(self) -> set[int]:
+        """Nodes whose processes were lost since the last start."""
+        marks = {self._fault.first_victim: "first", self._fault.victim: "fault"}
+        found = {node for node, name in marks.items() if (self._folder / name).exists()}
+        return found - self._old
+
+    def _is_cut(self, node: int) -> bool:
+        return self._fault.kind == "cut" and node == self._fault.victim and node in self._old
 
     def end(self) -> None:
         for process in self._processes.values():
@@ -171,7 +217,7 @@ class Job:
 
 def play(fault: Fault) -> End:
     folder = Path(tempfile.mkdtemp(prefix="lives-"))
-    with Nodes(WORLD_SIZE + 1) as nodes:
+    with Nodes(fault.num_ranks + 1) as nodes:
         job = Job(fault, nodes, folder)
         try:
             codes = job.run()
@@ -181,10 +227,11 @@ def play(fault: Fault) -> End:
     mark = folder / "fault"
     begun = float(mark.read_text()) if mark.exists() else float("inf")
     steps = [step for path in folder.glob("steps*") for step in steps_of(path)]
-    found += [text for step in steps if (text := step.mistake())]
+    found += [text for step in steps if (text := step.mistake(fault.num_ranks))]
     behind = [step for step in steps if step.at > begun]
     ended = [step for step in behind if step.number == lives.NUM_STEPS]
-    if len(ended) < WORLD_SIZE - 1:
+    num_left = fault.num_ranks - 1 - (fault.way == "elastic" and fault.point == "load")
+    if len(ended) < num_left:
         found.append(f"{len(ended)} ranks came to the end behind the fault")
     # The step that is lost may end on other ranks; for the next one all are needed.
     again = min((step.at for step in behind if step.number > lives.LAST), default=float("nan"))
@@ -203,11 +250,11 @@ class Step:
     num_ranks: int
     loss: float
 
-    def mistake(self) -> str:
+    def mistake(self, num_ranks: int) -> str:
         """Equal where there are as many ranks as before; else sums have another order."""
-        expected = undisturbed()[self.number - 1]
+        expected = undisturbed(num_ranks)[self.number - 1]
         is_same = self.loss == expected
-        if is_same or (self.num_ranks < WORLD_SIZE and abs(self.loss / expected - 1) < 1e-4):
+        if is_same or (self.num_ranks < num_ranks and abs(self.loss / expected - 1) < 1e-4):
             return ""
         return f"step {self.number} on {self.num_ranks} ranks: {self.loss}, expected {expected}"
 
@@ -220,9 +267,9 @@ def steps_of(path: Path) -> list[Step]:
 
 
 @cache
-def undisturbed() -> list[float]:
+def undisturbed(num_ranks: int) -> list[float]:
     folder = Path(tempfile.mkdtemp(prefix="whole-"))
-    return run_ranks(lives.undisturbed, WORLD_SIZE, folder, True)[0]
+    return run_ranks(lives.undisturbed, num_ranks, folder, True)[0]
 
 
 def markdown(seconds: dict[Fault, list[float]], num_failed: int) -> str:
@@ -230,12 +277,14 @@ def markdown(seconds: dict[Fault, list[float]], num_failed: int) -> str:
     lines = [
         "# Seconds from a fault to the step that it lost",
         "",
-        f"Measured by `python -m tests.recovery.network_lives`: {WORLD_SIZE} nodes are network "
-        f"namespaces of this machine. The process group's timeout is {LIMIT:g} s, and the model is "
-        "so small that the time is that of the way, not of its bytes. Medians, and all between.",
+        "Measured by `python -m tests.recovery.network_lives`: nodes are network namespaces of "
+        f"this machine. The process group's timeout is {LIMIT:g} s, and the model is so small "
+        "that the time is that of the way, not of its bytes. Medians, and all between.",
         "",
-        f"{sum(map(len, seconds.values()))} faults, of which {num_failed} failed: each point "
-        f"({', '.join(lives.POINTS[:-1])}), each rank; losses equal those of an undisturbed run.",
+        f"{sum(map(len, seconds.values()))} faults, of which {num_failed} failed, at each point "
+        f"({', '.join(lives.POINTS)}; a load is behind the loss of another rank). In both ways of "
+        "peers on each of three ranks, and on another one of four at each point; losses are those "
+        "of an undisturbed run, bit for bit on as many ranks.",
         "",
         "| way | " + " | ".join(KINDS.values()) + " |",
         "|---" * (len(KINDS) + 1) + "|",
@@ -257,17 +306,20 @@ def markdown(seconds: dict[Fault, list[float]], num_failed: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", default=[""], help="parts of way/kind/point/victim")
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of 3/way/kind/point/rank")
     parser.add_argument("--times", type=int, default=1)
+    parser.add_argument("--at-a-time", type=int, default=2, help="faults side by side")
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
     chosen = [each for each in all_faults() if any(part in str(each) for part in options.only)]
+    for num_ranks in {fault.num_ranks for fault in chosen}:
+        undisturbed(num_ranks)  # forks, which no other thread may see
     seconds, num_failed = defaultdict[Fault, list[float]](list), 0
-    for fault in chosen * options.times:
-        found = play(fault)
-        seconds[fault].append(found.seconds)
-        num_failed += bool(found.mistakes)
-        print(fault, f"{found.seconds:.1f} s:", "\n".join(found.mistakes) or "ok", flush=True)
+    with ThreadPoolExecutor(options.at_a_time) as pool:
+        for fault, found in pool.map(lambda f: (f, play(f)), chosen * options.times):
+            seconds[fault].append(found.seconds)
+            num_failed += bool(found.mistakes)
+            print(fault, f"{found.seconds:.1f} s:", "\n".join(found.mistakes) or "ok", flush=True)
     print(f"{len(chosen) * options.times} faults, {num_failed} failed")
     if options.markdown:
         options.markdown.write_text(markdown(seconds, num_failed))
@@ -276,8 +328,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        way, kind, point, victim = sys.argv[2].split("/")
+        ranks, way, kind, point, victim = sys.argv[2].split("/")
         folder, node, endpoint, *pull = sys.argv[3:]
-        run_rank(Fault(way, kind, point, int(victim)), Path(folder), int(node), endpoint, pull)
+        fault = Fault(int(ranks), way, kind, point, int(victim))
+        run_rank(fault, Path(folder), int(node), endpoint, pull)
     else:
         main()

@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.harness import REPOSITORY
 from tests.distributed.nodes import can_make_nodes
 
-FAULTS = ("elastic/cut/step/2", "peers/stop/forward/0")
+FAULTS = ("3/elastic/cut/step/2", "4/peers/stop/load/")
 
 
 @pytest.mark.nightly
