@@ -1,7 +1,7 @@
 """Ranks on nodes of their own that are lost, and how the job goes on: seconds and losses.
 
-``python -m tests.recovery.network_lives`` loses each of three ranks at each point in each way, and
-one of four (needs root and iproute2); ``--only 3/elastic/kill/forward/0`` some, ``--times 3`` each
+``python -m tests.recovery.network_lives`` loses one of three or four ranks at each point in each
+way (needs root and iproute2); ``--only 3/elastic/kill/forward/0`` some, ``--times 3`` each
 three times, and ``--markdown FILE`` writes the seconds.
 """
 
@@ -37,6 +37,7 @@ from tests.repository.test_examples import rank_environment
 WAYS = {
     "disk": "all processes start again, `Checkpoints` on a disk",
     "peers": "all processes start again, `PeerCheckpoints`",
+    "torchrun": "torchrun starts its processes again, `PeerCheckpoints`",
     "elastic": "`run_elastic`, `PeerCheckpoints`",
 }
 KINDS = {
@@ -71,21 +72,22 @@ class Fault:
 
 
 def all_faults() -> list[Fault]:
-    """Of three ranks each one, of four another one at each point.
+    """Three ranks of which each is lost, or, as with four ranks, others at each point and kind.
 
     A disk, which is there for comparison, has no copies.
     """
     faults = []
-    for num_ranks, way, kind in product((3, 4), WAYS, KINDS):
+    for num_ranks, way, (turn, kind) in product((3, 4), WAYS, enumerate(KINDS)):
         points = list(lives.POINTS)
         if way == "disk":
             points = [point for point in points if point not in ("copy", "load")]
         elif num_ranks == 3:
             points.remove("load")  # another rank is lost before
         for number, point in enumerate(points):
-            is_each = num_ranks == 3 and way != "disk"
-            # Rank 0 completes a checkpoint on a disk.
-            other = 0 if (way, point) == ("disk", "commit") else number % num_ranks
+            is_each = num_ranks == 3 and way in ("peers", "elastic")
+            other = (number + turn) % num_ranks
+            if (way, point) == ("disk", "commit"):
+                other = 0  # which completes a checkpoint there
             victims = range(num_ranks) if is_each else [other]
             faults += [Fault(num_ranks, way, kind, point, victim) for victim in victims]
     return faults
@@ -160,16 +162,28 @@ class Job:
         self._store = self._start(fault.num_ranks, ["-c", store], {})
 
     def start(self, living: list[int]) -> None:
-        """One process on each of the nodes."""
+        """One process, or torchrun's agent, on each of the nodes."""
         self._num_starts += 1
+        fault, nodes = self._fault, self._nodes
+        store = f"{nodes.address(fault.num_ranks)}:29400"
         for rank, node in enumerate(living):
-            pull = self._nodes.set_cable(self._fault.victim, "down")
-            store = f"{self._nodes.address(self._fault.num_ranks)}:29400"
-            words = ["-m", "tests.recovery.network_lives", "--rank", str(self._fault)]
+            words = ["-m", "tests.recovery.network_lives", "--rank", str(fault), str(self._folder)]
+            words += [str(node), store, *nodes.set_cable(fault.victim, "down")]
             env = {"RANK": rank, "WORLD_SIZE": len(living), "MASTER_PORT": 29500 + self._num_starts}
-            env["MASTER_ADDR"] = self._nodes.address(living[0])
-            words += [str(self._folder), str(node), store, *pull]
+            env["MASTER_ADDR"] = nodes.address(living[0])
+            if fault.way == "torchrun":
+                # Ranks that start again would else read addresses of before in the agents' store.
+                env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
+                words = [*self._agent(nodes.address(node), store), *words]
             self._processes[node] = self._start(node, words, env)
+
+    def _agent(self, address: str, store: str) -> list[str]:
+        conf = ",".join(f"{name}={value}" for name, value in {"is_host": "false", **SOON}.items())
+        return [
+            *("-m", "torch.distributed.run", "--nnodes", f"2:{self._fault.num_ranks}"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", store, "--rdzv-conf", conf),
+            *("--local-addr", address, "--max-restarts", "3"),
+        ]
 
     def _start(self, node: int, words: list[str], env: dict[str, Any]) -> subprocess.Popen[Any]:
         inside = ["ip", "netns", "exec", self._nodes.names[node], sys.executable, *words]
@@ -187,7 +201,8 @@ class Job:
             codes = [self._processes[node].poll() for node in living if node not in self._lost()]
             if None in codes:
                 continue
-            if not any(codes) or self._fault.way == "elastic" or self._num_starts == 3:
+            starts_itself = self._fault.way in ("torchrun", "elastic")
+            if not any(codes) or starts_itself or self._num_starts == 3:
                 return codes
             self.end()  # also the one that is stopped
             self._old = self._lost()
@@ -205,9 +220,13 @@ class Job:
         return self._fault.kind == "cut" and node == self._fault.victim and node in self._old
 
     def end(self) -> None:
-        for process in self._processes.values():
+        for node, process in self._processes.items():
             process.kill()
             process.wait()
+            if self._fault.way == "torchrun":  # the agent's workers
+                inside = ["ip", "netns", "pids", self._nodes.names[node]]
+                left = subprocess.run(inside, capture_output=True, text=True).stdout.split()
+                subprocess.run(["kill", "-9", *left], capture_output=True)
 
     def close(self) -> None:
         self.end()
@@ -282,9 +301,9 @@ def markdown(seconds: dict[Fault, list[float]], num_failed: int) -> str:
         "that the time is that of the way, not of its bytes. Medians, and all between.",
         "",
         f"{sum(map(len, seconds.values()))} faults, of which {num_failed} failed, at each point "
-        f"({', '.join(lives.POINTS)}; a load is behind the loss of another rank). In both ways of "
-        "peers on each of three ranks, and on another one of four at each point; losses are those "
-        "of an undisturbed run, bit for bit on as many ranks.",
+        f"({', '.join(lives.POINTS)}; a load is behind the loss of another rank). Of three ranks "
+        "that keep `PeerCheckpoints` and no torchrun each is lost at each point, else another one at "
+        "each point and kind. Losses are those of an undisturbed run, bit for bit on as many ranks.",
         "",
         "| way | " + " | ".join(KINDS.values()) + " |",
         "|---" * (len(KINDS) + 1) + "|",
