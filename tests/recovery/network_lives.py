@@ -302,8 +302,9 @@ def markdown(seconds: dict[Fault, list[float]], num_failed: int) -> str:
         "",
         f"{sum(map(len, seconds.values()))} faults, of which {num_failed} failed, at each point "
         f"({', '.join(lives.POINTS)}; a load is behind the loss of another rank). Of three ranks "
-        "that keep `PeerCheckpoints` and no torchrun each is lost at each point, else another one at "
-        "each point and kind. Losses are those of an undisturbed run, bit for bit on as many ranks.",
+        "that keep `PeerCheckpoints` without torchrun each is lost at each point, else another one "
+        "at each point and kind. Losses are those of an undisturbed run, on as many ranks bit for "
+        "bit.",
         "",
         "| way | " + " | ".join(KINDS.values()) + " |",
         "|---" * (len(KINDS) + 1) + "|",
