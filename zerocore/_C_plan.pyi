@@ -98,6 +98,7 @@ class ShardOptions:
         *,
         stage: int,
         prefetch: int = 1,
+        reductions: int = 1,
         hold_full: bool = False,
         by_rows: bool = False,
         gather_at_step: bool = False,

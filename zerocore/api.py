@@ -43,6 +43,7 @@ def shard(
     find_unused_parameters: bool = False,
     optimizer: Optimizer | None = None,
     prefetch: int = UNSET,
+    reductions_in_flight: int = UNSET,
     accumulate: str = UNSET,
     gather_at_step: bool = UNSET,
     regather: Any = UNSET,
@@ -102,6 +103,7 @@ def shard(
             overlap_reductions=overlap_reductions, replicas_share=replicas_share,
             retain_last=retain_last, static_graph=static_graph,
             gradient_divide_factor=gradient_divide_factor,
+            reductions_in_flight=reductions_in_flight,
         )  # fmt: skip
         return ShardConfig(stage, options, sync_params, mixed_precision, offload)
 

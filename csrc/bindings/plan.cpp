@@ -135,6 +135,7 @@ void register_options(py::module_& module) {
       .def(
           py::init([](int64_t stage,
                       int prefetch,
+                      int reductions,
                       bool hold_full,
                       bool by_rows,
                       bool gather_at_step,
@@ -148,6 +149,7 @@ void register_options(py::module_& module) {
             return ShardOptions{
                 stage,
                 prefetch,
+                reductions,
                 hold_full,
                 by_rows,
                 gather_at_step,
@@ -159,6 +161,7 @@ void register_options(py::module_& module) {
           py::kw_only(),
           py::arg("stage"),
           py::arg("prefetch") = 1,
+          py::arg("reductions") = 1,
           py::arg("hold_full") = false,
           py::arg("by_rows") = false,
           py::arg("gather_at_step") = false,

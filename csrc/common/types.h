@@ -10,12 +10,19 @@ namespace zerocore {
 using UnitId = int32_t;
 
 // Work of one role runs in order; between roles events order it.
-enum class StreamRole : uint8_t { Compute, AllGather, ReduceScatter, DeviceToHost, HostToDevice };
-inline constexpr int kNumStreamRoles = 5;
+enum class StreamRole : uint8_t {
+  Compute,
+  AllGather,
+  ReduceScatter,
+  Replicas, // reductions over the ranks that hold the same shard
+  DeviceToHost,
+  HostToDevice
+};
+inline constexpr int kNumStreamRoles = 6;
 
 constexpr const char* stream_role_name(StreamRole role) {
   constexpr std::array<const char*, kNumStreamRoles> kNames = {
-      "compute", "all_gather", "reduce_scatter", "device_to_host", "host_to_device"};
+      "compute", "all_gather", "reduce_scatter", "replicas", "device_to_host", "host_to_device"};
   return kNames[static_cast<size_t>(role)];
 }
 

@@ -29,7 +29,7 @@ Exchange::Exchange(
   const int64_t leaves = sum_of(sizes.sent) - sizes.sent.at(group.rank());
   CollectiveTag tag{&kOptimizer, context.note(TraceOp::AllToAll, -1, leaves)};
   streams_.note_write(StreamRole::Compute, sent, "sends", kOptimizer);
-  streams_.order(StreamRole::ReduceScatter, StreamRole::Compute);
+  streams_.order(group.reducing(), StreamRole::Compute);
   // As bytes: backends know few dtypes.
   pending_ = group.all_to_all(
       received_.view(at::kByte), sent.view(at::kByte), std::move(sizes), std::move(tag));

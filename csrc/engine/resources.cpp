@@ -21,11 +21,13 @@ std::unique_ptr<Collectives> make_collectives(
     const Streams& streams,
     Alarm* alarm,
     bool sums_in_order,
-    const std::optional<std::string>& reductions = std::nullopt) {
+    const std::optional<std::string>& reductions = std::nullopt,
+    StreamRole reducing = StreamRole::ReduceScatter) {
   auto group = find_group(name);
-  return group ? std::make_unique<Collectives>(
-                     std::move(group), streams, alarm, find_group(reductions), sums_in_order)
-               : nullptr;
+  return group
+      ? std::make_unique<Collectives>(
+            std::move(group), streams, alarm, find_group(reductions), sums_in_order, reducing)
+      : nullptr;
 }
 
 Axis axis_of(const Collectives* collectives) {
@@ -129,7 +131,13 @@ Resources::MeshGroups::MeshGroups(
     Alarm* alarm,
     bool sums_in_order)
     : shard(make_collectives(names.shard, streams, alarm, sums_in_order, names.reductions)),
-      replicas(make_collectives(names.replicas, streams, alarm, sums_in_order)),
+      replicas(make_collectives(
+          names.replicas,
+          streams,
+          alarm,
+          sums_in_order,
+          std::nullopt,
+          StreamRole::Replicas)),
       near(make_collectives(names.near, streams, alarm, sums_in_order)) {}
 
 Collectives* Resources::MeshGroups::of(AxisName axis) const {

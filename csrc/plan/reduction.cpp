@@ -20,9 +20,7 @@ Reduction::Reduction(const ReductionOptions& options, std::vector<ReducedUnit> u
 bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
   const bool holds =
       !sync && (!facts_.mesh_of(unit).shards_gradients || facts_.options.sharding.hold_full);
-  if (completes_first(unit)) {
-    complete_all(steps);
-  }
+  complete_until(most_beside(unit), steps);
   const std::vector<Key> keys = trained_regions(unit);
   for (const Key& key : keys) {
     pack(key, holds, steps);
@@ -31,6 +29,9 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
     steps.run(make_step(GradStepKind::Order, {unit, 0}));
     for (const Key& key : keys) {
       issue(key, steps);
+    }
+    if (!keys.empty()) {
+      in_flight_.push_back(keys);
     }
     if (facts_.runs_across(unit)) { // behind all of the unit's reductions, which may be one launch
       for (const Key& key : keys) {
@@ -65,22 +66,28 @@ std::vector<RegionKey> Reduction::trained_regions(UnitId unit) const {
   return keys;
 }
 
-// At most one reduction is in flight where it holds blocks of the pool, which the next one then
-// takes, and where the sum over the replicas waits for the host.
-bool Reduction::completes_first(UnitId unit) const {
+// Units that may be in flight beside this one: few where they hold blocks of the pool, which the
+// next ones then take, and where the sums over the replicas wait for the host.
+size_t Reduction::most_beside(UnitId unit) const {
+  const auto is_it = [&](const std::vector<Key>& keys) { return keys[0].first == unit; };
+  if (std::ranges::any_of(in_flight_, is_it)) {
+    return 0; // a second reduction in one backward
+  }
   const UnitMesh& mesh = facts_.mesh_of(unit);
-  return mesh.shards_gradients || facts_.takes_scratch(unit) || facts_.hands_across(unit) ||
+  const bool is_limited = mesh.shards_gradients || facts_.takes_scratch(unit) ||
+      facts_.hands_across(unit) ||
       (mesh.communicates() &&
        std::ranges::any_of(facts_.layout_of(unit).regions(), &Region::has_wire));
+  return is_limited ? facts_.options.sharding.reductions - 1 : in_flight_.size();
 }
 
 void Reduction::finish(GradSteps& steps) {
-  complete_all(steps);
+  complete_until(0, steps);
   for (UnitId unit = 0; unit < static_cast<UnitId>(units_.size()); ++unit) {
     for (int region = 0; region < static_cast<int>(units_[unit].regions.size()); ++region) {
-      if (state_of({unit, region}).across) {
-        wait_across({unit, region}, steps);
-        grad_ready({unit, region}, steps);
+      if (const Key key{unit, region}; state_of(key).across) {
+        wait_across(key, steps);
+        grad_ready(key, steps);
       }
     }
   }
@@ -110,9 +117,6 @@ void Reduction::reset(GradSteps& steps) {
 
 void Reduction::pack(Key key, bool holds, GradSteps& steps) {
   RegionState& state = state_of(key);
-  if (std::erase(in_flight_, key) > 0) {
-    complete(key, steps); // a second reduction in one backward
-  }
   wait_across(key, steps);
   state.kept = true;
   steps.run(make_step(GradStepKind::Keep, key));
@@ -183,7 +187,6 @@ void Reduction::issue(Key key, GradSteps& steps) {
   step.parts = facts_.parts(key.first);
   step.nbytes = facts_.nbytes_at(key, step.from);
   steps.run(step);
-  in_flight_.push_back(key);
 }
 
 // Where the collective leaves its result: in the gradient itself if it can.
@@ -201,21 +204,24 @@ void Reduction::choose_result(Key key, GradSteps& steps) {
   }
 }
 
-void Reduction::complete_all(GradSteps& steps) {
-  if (!facts_.options.on_host && in_flight_.size() > 1) {
-    // The last one first: on a stream it is behind the others, so one wait is enough.
-    wait(in_flight_.back(), steps);
+void Reduction::complete_until(size_t most, GradSteps& steps) {
+  std::vector<Key> oldest;
+  for (; in_flight_.size() > most; in_flight_.pop_front()) {
+    oldest.insert(oldest.end(), in_flight_.front().begin(), in_flight_.front().end());
   }
-  for (const Key& key : in_flight_) {
+  if (!facts_.options.on_host && oldest.size() > 1) {
+    // The last one first: on a stream it is behind the others, so one wait is enough.
+    wait(oldest.back(), steps);
+  }
+  for (const Key& key : oldest) {
     complete(key, steps);
   }
-  in_flight_.clear();
 }
 
 // Where the sum over the replicas runs right behind the reduction, it is what is waited for.
 void Reduction::wait(Key key, GradSteps& steps) {
-  const bool is_behind = facts_.runs_across(key.first);
-  steps.run(make_step(is_behind ? GradStepKind::WaitAcross : GradStepKind::Wait, key));
+  steps.run(make_step(
+      facts_.runs_across(key.first) ? GradStepKind::WaitAcross : GradStepKind::Wait, key));
 }
 
 // Waits for a reduction and adds its result to the gradient that is kept.
@@ -245,7 +251,6 @@ void Reduction::complete(Key key, GradSteps& steps) {
 
 // See Note [Sums in order].
 void Reduction::complete_in_order(Key key, GradSteps& steps) {
-  RegionState& state = state_of(key);
   const OrderedSums sums(facts_, key);
   if (sums.takes_block()) {
     blocks_.take(key, GradBuffer::Sums, steps);
@@ -253,7 +258,7 @@ void Reduction::complete_in_order(Key key, GradSteps& steps) {
   if (!facts_.offloads_grads()) {
     zero_invalid(key, steps);
   }
-  state.across = sums.complete(state.adds, steps);
+  state_of(key).across = sums.complete(state_of(key).adds, steps);
   if (facts_.offloads_grads()) {
     wait_across(key, steps);
     offload_grad(key, GradBuffer::Sums, steps);
@@ -293,8 +298,7 @@ void Reduction::sum_parts(Key key, GradBuffer to, GradSteps& steps) {
 
 void Reduction::start_across(Key key, GradBuffer place, GradSteps& steps) {
   GradStep step = make_step(GradStepKind::StartAcross, key);
-  const bool scatters = facts_.mesh_of(key.first).shards_across;
-  step.op = scatters ? TraceOp::ReduceScatter : TraceOp::AllReduce;
+  step.op = facts_.mesh_of(key.first).shards_across ? TraceOp::ReduceScatter : TraceOp::AllReduce;
   step.from = place;
   step.to = facts_.last_result(key.first, place);
   step.nbytes = facts_.result_nbytes(key);
@@ -321,12 +325,11 @@ void Reduction::zero_invalid(Key key, GradSteps& steps) {
 
 void Reduction::offload_grad(Key key, GradBuffer from, GradSteps& steps) {
   zero_invalid(key, steps);
-  RegionState& state = state_of(key);
   const Region& region = facts_.region_of(key);
-  state.result = from;
+  state_of(key).result = from;
   GradStep step = make_step(GradStepKind::OffloadGrad, key);
   step.from = from;
-  step.adds = state.adds;
+  step.adds = state_of(key).adds;
   const bool is_kept_type = from == GradBuffer::Full || from == GradBuffer::Sums;
   const ElementType& type = is_kept_type ? region.grad : region.reduce;
   step.nbytes = type.itemsize * region.shard_numel;
@@ -334,13 +337,12 @@ void Reduction::offload_grad(Key key, GradBuffer from, GradSteps& steps) {
 }
 
 void Reduction::add_to_kept(Key key, GradBuffer from, int64_t parts, GradSteps& steps) {
-  const RegionState& state = state_of(key);
   zero_invalid(key, steps);
   GradStep step = make_step(GradStepKind::Sum, key);
   step.from = facts_.last_result(key.first, from);
   const UnitMesh& mesh = facts_.mesh_of(key.first);
   step.parts = mesh.shards_across ? mesh.replicas.parts() : parts;
-  step.adds = state.adds;
+  step.adds = state_of(key).adds;
   step.scale = facts_.splits_scale(key) ? ScalePart::Rest : ScalePart::None;
   steps.run(step);
 }
@@ -348,8 +350,9 @@ void Reduction::add_to_kept(Key key, GradBuffer from, int64_t parts, GradSteps& 
 int64_t Reduction::kept_nbytes(UnitId unit) const {
   int64_t nbytes = 0;
   for (int region = 0; region < static_cast<int>(units_.at(unit).regions.size()); ++region) {
-    const Key key{unit, region};
-    nbytes += units_[unit].regions[region].kept ? facts_.nbytes_at(key, GradBuffer::Kept) : 0;
+    if (units_[unit].regions[region].kept) {
+      nbytes += facts_.nbytes_at({unit, region}, GradBuffer::Kept);
+    }
   }
   return nbytes;
 }

@@ -17,7 +17,7 @@
 //
 // Note [Replicas]
 // With hybrid sharding the reduced shards are summed once more, over the ranks that hold the same
-// one. On a device that runs on the stream of the reductions of a unit, right behind them. On the
+// one. On a device that runs on a stream of its own, right behind the unit's reductions. On the
 // CPU it starts when the first sum is known, which is asked for when the next unit is reduced;
 // where that sum is in its final place the second one is only waited for at the end of the
 // backward.
@@ -43,6 +43,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <deque>
 #include <vector>
 
 #include "common/types.h"
@@ -115,13 +116,13 @@ class Reduction {
     return units_[key.first].regions[key.second];
   }
   std::vector<Key> trained_regions(UnitId unit) const;
-  bool completes_first(UnitId unit) const;
+  size_t most_beside(UnitId unit) const;
   bool any_valid(Key key) const;
 
   void pack(Key key, bool holds, GradSteps& steps);
   void issue(Key key, GradSteps& steps);
   void choose_result(Key key, GradSteps& steps);
-  void complete_all(GradSteps& steps);
+  void complete_until(size_t most, GradSteps& steps);
   void wait(Key key, GradSteps& steps);
   void complete(Key key, GradSteps& steps);
   void complete_across(Key key, GradSteps& steps);
@@ -137,7 +138,7 @@ class Reduction {
   ReductionFacts facts_;
   GradBlocks blocks_;
   std::vector<UnitState> units_;
-  std::vector<Key> in_flight_; // oldest first
+  std::deque<std::vector<Key>> in_flight_; // by unit, oldest first
 };
 
 } // namespace zerocore

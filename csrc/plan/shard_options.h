@@ -12,6 +12,7 @@ namespace zerocore {
 struct ShardOptions {
   int64_t stage = 3; // see UnitMesh
   int prefetch = 1; // units gathered ahead
+  int reductions = 1; // units reduced at a time, where reductions hold blocks of the pool
   bool hold_full = false; // stages 2, 3: full sums of gradients are kept while not syncing
   bool by_rows = false; // a shard is some rows of each parameter, see plan/layout.h
   bool gather_at_step =

@@ -104,11 +104,13 @@ Collectives::Collectives(
     const Streams& streams,
     Alarm* alarm,
     c10::intrusive_ptr<c10d::ProcessGroup> reductions,
-    bool sums_in_order)
+    bool sums_in_order,
+    StreamRole reducing)
     : group_(std::move(group)),
       backend_(group_->getBackend(streams.device().type())),
       reductions_(reductions ? reductions->getBackend(streams.device().type()) : backend_),
       streams_(streams),
+      reducing_(reducing),
       launches_together_(streams.has_streams() && backend_->supportsCoalescing()),
       rank_(group_->getRank()),
       size_(group_->getSize()),
@@ -231,7 +233,7 @@ void Collectives::finish(
 std::vector<PendingCollective> Collectives::start_together(
     TraceOp op,
     std::vector<CollectiveCall> calls) {
-  const auto role = op == TraceOp::AllGather ? StreamRole::AllGather : StreamRole::ReduceScatter;
+  const auto role = op == TraceOp::AllGather ? StreamRole::AllGather : reducing_;
   std::vector<PendingCollective> pending;
   for (CollectiveCall& call : calls) {
     pending.push_back(
@@ -291,10 +293,9 @@ PendingCollective Collectives::gather_sums(
     const at::Tensor& full,
     const at::Tensor& own,
     CollectiveTag tag) {
-  return start(
-      "gather_sums", StreamRole::ReduceScatter, {{}, {full}}, std::move(tag), [&](bool async) {
-        return wire::gather(*reductions_, methods_.gather, full, own, async);
-      });
+  return start("gather_sums", reducing_, {{}, {full}}, std::move(tag), [&](bool async) {
+    return wire::gather(*reductions_, methods_.gather, full, own, async);
+  });
 }
 
 PendingCollective Collectives::reduce_scatter(
@@ -302,23 +303,16 @@ PendingCollective Collectives::reduce_scatter(
     const at::Tensor& full,
     CollectiveTag tag) {
   const OwnCollective* given = tag.own;
-  return start(
-      "reduce_scatter",
-      StreamRole::ReduceScatter,
-      {{full}, {received}},
-      std::move(tag),
-      [&](bool async) {
-        return given != nullptr
-            ? wire::Works{reduce_by(*given, received, full, size_)}
-            : wire::reduce(*reductions_, methods_.reduce, received, full, async);
-      });
+  return start("reduce_scatter", reducing_, {{full}, {received}}, std::move(tag), [&](bool async) {
+    return given != nullptr ? wire::Works{reduce_by(*given, received, full, size_)}
+                            : wire::reduce(*reductions_, methods_.reduce, received, full, async);
+  });
 }
 
 PendingCollective Collectives::all_reduce(const at::Tensor& tensor, CollectiveTag tag) {
-  return start(
-      "all_reduce", StreamRole::ReduceScatter, {{}, {tensor}}, std::move(tag), [&](bool async) {
-        return wire::all_reduce(*reductions_, tensor, async);
-      });
+  return start("all_reduce", reducing_, {{}, {tensor}}, std::move(tag), [&](bool async) {
+    return wire::all_reduce(*reductions_, tensor, async);
+  });
 }
 
 PendingCollective Collectives::all_to_all(
@@ -327,19 +321,13 @@ PendingCollective Collectives::all_to_all(
     MessageSizes sizes,
     CollectiveTag tag) {
   tag.nbytes = sizes.total_nbytes;
-  return start(
-      "all_to_all",
-      StreamRole::ReduceScatter,
-      {{sent}, {received}},
-      std::move(tag),
-      [&](bool async) {
-        at::Tensor to = received;
-        at::Tensor from = sent;
-        c10d::AllToAllOptions options;
-        options.asyncOp = async;
-        return wire::Works{
-            reductions_->alltoall_base(to, from, sizes.received, sizes.sent, options)};
-      });
+  return start("all_to_all", reducing_, {{sent}, {received}}, std::move(tag), [&](bool async) {
+    at::Tensor to = received;
+    at::Tensor from = sent;
+    c10d::AllToAllOptions options;
+    options.asyncOp = async;
+    return wire::Works{reductions_->alltoall_base(to, from, sizes.received, sizes.sent, options)};
+  });
 }
 
 PendingCollective Collectives::broadcast(const at::Tensor& bytes, CollectiveTag tag) {

@@ -104,14 +104,15 @@ struct MessageSizes {
 class Collectives {
  public:
   // `alarm` may be null, and outlives the collectives otherwise. `reductions`: another communicator
-  // of the same ranks, for what runs on that role's stream; null for the same one. `sums_in_order`:
-  // see WireMethods.
+  // of the same ranks, for all but gathers; null for the same one. These run on the stream of
+  // `reducing`. `sums_in_order`: see WireMethods.
   Collectives(
       c10::intrusive_ptr<c10d::ProcessGroup> group,
       const Streams& streams,
       Alarm* alarm = nullptr,
       c10::intrusive_ptr<c10d::ProcessGroup> reductions = nullptr,
-      bool sums_in_order = false);
+      bool sums_in_order = false,
+      StreamRole reducing = StreamRole::ReduceScatter);
 
   int64_t rank() const {
     return rank_;
@@ -122,6 +123,10 @@ class Collectives {
   // How gathers and reduce-scatters go over the wire.
   const WireMethods& methods() const {
     return methods_;
+  }
+  // The role of reductions.
+  StreamRole reducing() const {
+    return reducing_;
   }
 
   // Several calls of one kind cost one launch if start_together() starts them.
@@ -212,6 +217,7 @@ class Collectives {
   c10::intrusive_ptr<c10d::Backend> backend_, reductions_;
   EmulatedGroup* emulated_ = nullptr; // the backend, on the CPU
   const Streams& streams_;
+  const StreamRole reducing_;
   const bool launches_together_;
   int64_t rank_ = 0;
   int64_t size_ = 1;

@@ -26,7 +26,9 @@ StreamRole stream_role_named(const std::string& name) {
 
 Streams::Streams(c10::Device device, HandOverLog* log) : device_(device), log_(log) {
   // Communication first: a collective that starts late delays every layer behind it.
-  take({StreamRole::AllGather, StreamRole::ReduceScatter}, /*is_high_priority=*/true);
+  take(
+      {StreamRole::AllGather, StreamRole::ReduceScatter, StreamRole::Replicas},
+      /*is_high_priority=*/true);
 }
 
 void Streams::add_copy_streams() {

@@ -12,6 +12,7 @@ from torch import nn
 import zerocore
 import zerocore.fsdp
 from tests.async_device.device import DEVICE
+from tests.async_device.test_joint_launches import Mesh
 from tests.async_device.training import Block, make_model, start, train
 from tests.distributed.harness import run_ranks
 from zerocore.model.state import state_of
@@ -97,6 +98,39 @@ def test_a_reduction_waits_for_no_gather() -> None:
         before = two.issued_before[:last]
         assert two.finished_before.count((0, GATHER)) < before.count((0, GATHER))
         assert two.losses == one.losses
+
+
+def hold_replicas() -> list[str]:
+    """Launches that have ended while the stream of the sums over replicas is held."""
+    device, extension = start(on_device=True)
+    model = make_model(device)
+    communication = zerocore.Communication(reductions_in_flight=4)
+    mesh = Mesh(f"cpu:gloo,{DEVICE}:{DEVICE}")
+    zerocore.shard(model, units=[Block], group=mesh, communication=communication)
+    train(model, device, steps=2)
+    handle = state_of(model).engine.stream_handle
+    roles = {role: extension.id_of_handle(handle(role)) for role in ("replicas", "reduce_scatter")}
+    extension.synchronize()
+    extension.begin_launches()
+    gate = extension.hold(roles["replicas"])
+    finished: Launches = []
+
+    def look(*_: Any) -> None:
+        """Blocks 3, 2 and 1 are being reduced."""
+        extension.wait_for_stream(roles["reduce_scatter"])
+        finished.extend(extension.finished_launches())
+        gate.open()
+
+    model[0].up.register_full_backward_hook(look)
+    train(model, device, steps=1)
+    extension.synchronize()
+    return [what for _, what in finished]
+
+
+def test_a_reduction_waits_for_no_sum_over_replicas() -> None:
+    """The shards of three blocks are reduced before the first sum over the replicas begins."""
+    for ended in run_ranks(hold_replicas, 4, launch="torchrun", timeout=150):
+        assert ended.count(SCATTER) >= 2 and "ALLREDUCE" not in ended, ended
 
 
 def share_communicators() -> list[int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from tests.distributed.chain import WIDTH, Chain
@@ -18,6 +20,7 @@ from zerocore.model.state import find_state, state_of
 pytestmark = pytest.mark.distributed
 OPTIONS: dict[str, Any] = {
     "prefetch": 2,
+    "reductions_in_flight": 2,
     "accumulate": "full",
     "gather_at_step": True,
     "regather": 2,
@@ -49,6 +52,29 @@ def test_both_spellings_are_equal() -> None:
     run_ranks(compare, 4)
 
 
+def reduce_at_a_time(world: int) -> None:
+    """Gradients of two backwards, the second added, with few and with many reductions in flight."""
+    wires = {"mixed_precision": zerocore.MixedPrecision(wire_dtype=torch.bfloat16)}
+    replicas: dict[str, Any] = {"group": init_device_mesh("cpu", (2, world // 2))}
+    for stage, options in product((0, 2, 3), ({}, wires, replicas, wires | replicas)):
+        found = []
+        for number in (1, 2, 8):
+            torch.manual_seed(0)
+            communication = Communication(reductions_in_flight=number)
+            model = zerocore.shard(Chain(), stage=stage, communication=communication, **options)
+            for seed in range(2):
+                torch.manual_seed(10 * seed + dist.get_rank())
+                model(torch.randn(2, WIDTH)).sum().backward()
+            found.append([param.grad.full_tensor() for param in model.parameters()])
+        for more in found[1:]:
+            assert all(map(torch.equal, more, found[0])), (stage, options)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_reductions_in_flight_change_no_bit(world: int) -> None:
+    run_ranks(reduce_at_a_time, world, world)
+
+
 def mistake(message: str, error: type[Exception], options: dict[str, Any]) -> None:
     model = Chain()
     with pytest.raises(error if dist.get_rank() == 1 else RuntimeError, match=message):
@@ -68,6 +94,13 @@ def test_a_mistake_of_one_rank_is_an_error_on_all(
     message: str, error: type[Exception], options: dict[str, Any]
 ) -> None:
     run_ranks(mistake, 2, message, error, options)
+
+
+def test_reductions_in_flight_are_counted() -> None:
+    with pytest.raises(ValueError, match="reductions_in_flight must be 1 or more, got 0"):
+        Communication(reductions_in_flight=0)
+    with pytest.raises(TypeError, match="reductions_in_flight"):
+        Communication(reductions_in_flight=1.5)  # type: ignore[arg-type]
 
 
 def differ() -> None:

@@ -32,6 +32,7 @@ def make(stage: int, world: int = WORLD, units: int = 1, **options: Any) -> _C_t
         stage=stage,
         hold_full=options.pop("hold_full", False),
         sums_in_order=options.pop("sums_in_order", False),
+        reductions=options.pop("reductions", 1),
         gradients=gradients,
     )
     return _C_testing.Reduction(
@@ -240,6 +241,19 @@ def test_blocks_are_given_back_before_the_next_unit_takes_its_own() -> None:
     assert texts(together.reduce(1)) == ["pack full", f"reduce_scatter full kept {FP32}"]
     # On a stream the last one is behind the others.
     assert [step.unit for step in together.finish()] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("reductions", [1, 2, 3])
+def test_as_many_units_are_reduced_at_a_time(reductions: int) -> None:
+    """The oldest is completed first; at the end one wait on a stream is behind all."""
+    reduction = make(3, units=5, reductions=reductions)
+    waited = []
+    for unit in range(5):
+        steps = reduction.reduce(unit)
+        waited += [step.unit for step in steps if step.kind == "wait"]
+        assert waited == list(range(unit + 1 - reductions))
+    waits = [step.unit for step in reduction.finish() if step.kind == "wait"]
+    assert waits == [4][: reductions - 1] + list(range(5 - reductions, 5))
 
 
 def test_a_unit_that_is_reduced_again_completes_first() -> None:

@@ -23,6 +23,8 @@ class Communication:
 
     Attributes:
         prefetch: units gathered ahead of the one that computes, at stage 3.
+        reductions_in_flight: units whose gradients are reduced at a time while the backward goes
+            on, at stages 2 and 3; each holds a unit's full gradients in the pool until it is done.
         accumulate: ``"sharded"`` reduces gradients in every backward (stages 2 and 3, also under
             ``no_sync``); ``"full"`` holds full gradients under ``no_sync`` and communicates once.
         gather_at_step: at stage 3, the first gather of a forward begins when the optimizer has
@@ -56,10 +58,11 @@ class Communication:
 
     Raises:
         ValueError: an option is out of range.
-        TypeError: ``prefetch`` is no int.
+        TypeError: ``prefetch`` or ``reductions_in_flight`` is no int.
     """
 
     prefetch: int = 1
+    reductions_in_flight: int = 1
     accumulate: str = "sharded"
     gather_at_step: bool = False
     regather: Any = None
@@ -79,6 +82,10 @@ class Communication:
     def __post_init__(self) -> None:
         if require_int("prefetch", self.prefetch) < 0:
             raise ValueError(f"prefetch must be 0 or more, got {self.prefetch}")
+        if require_int("reductions_in_flight", self.reductions_in_flight) < 1:
+            raise ValueError(
+                f"reductions_in_flight must be 1 or more, got {self.reductions_in_flight}"
+            )
         if self.accumulate not in ACCUMULATE_MODES:
             raise ValueError(
                 f"accumulate must be one of {ACCUMULATE_MODES}, got {self.accumulate!r}"
@@ -103,6 +110,7 @@ def shard_options(
     return ShardOptions(
         stage=stage,
         prefetch=communication.prefetch,
+        reductions=communication.reductions_in_flight,
         hold_full=communication.accumulate == "full",
         by_rows=by_rows,
         gather_at_step=communication.gather_at_step,

@@ -67,6 +67,7 @@ def plan(
     loss: Loss = default_loss,
     rank: int = 0,
     prefetch: int = UNSET,
+    reductions_in_flight: int = UNSET,
     accumulate: str = UNSET,
     gather_at_step: bool = UNSET,
     regather: Any = UNSET,
@@ -128,7 +129,7 @@ def plan(
     communication = options_of(
         communication, Communication, prefetch=prefetch, accumulate=accumulate,
         gather_at_step=gather_at_step, regather=regather, replicas_share=replicas_share,
-        retain_last=retain_last,
+        retain_last=retain_last, reductions_in_flight=reductions_in_flight,
     )  # fmt: skip
     workload = options_of(
         workload, Workload, micro_batches=micro_batches, micro_batch=micro_batch, seq_len=seq_len,

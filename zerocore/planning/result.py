@@ -219,6 +219,7 @@ class Plan:
     def title(self) -> str:
         """One line: model, ranks, memory."""
         setting, communication = self.setting, self.setting.communication
+        reductions = communication.reductions_in_flight
         return (
             f"{self.model}: {self.num_params:,} parameters in {self.num_units} units, rank "
             f"{setting.rank} of {setting.world_size}"
@@ -228,6 +229,7 @@ class Plan:
             + "".join(f", {p.num_parts} parts of {p.pattern}" for p in setting.groups)
             + f", {format_nbytes(setting.machine.memory_nbytes)} of memory, "
             f"prefetch {communication.prefetch}"
+            + (f", {reductions} reductions in flight" if reductions > 1 else "")
             + (", first gather at the step" if communication.gather_at_step else "")
             + (", checkpointed" if setting.workload.checkpointing else "")
             + (", zero bubble" if setting.workload.zero_bubble else "")

@@ -277,6 +277,7 @@ void Reducer::gather_sums(const GradStep& step) {
   const at::Tensor to = memory.summed(step.to, numel);
   const at::Tensor own = memory.summed(step.to, numel / context.mesh.axis(step.axis).size);
   Collectives& collectives = is_whole ? *context.collectives : *context.replicas;
+  context_.streams->order(collectives.reducing(), StreamRole::ReduceScatter);
   in_flight_[step.unit][step.region].across =
       collectives.gather_sums(to, own, unit.tag(step.op, step.nbytes));
 }
@@ -291,6 +292,7 @@ void Reducer::start(
   if (joint_.collectives != &collectives) {
     start_joint();
   }
+  context_.streams->order(collectives.reducing(), StreamRole::ReduceScatter);
   const Unit& unit = *units_[step.unit];
   CollectiveTag tag = unit.tag(step.op, step.nbytes);
   if (unit.settings().reduce && step.kind == GradStepKind::Start) {
