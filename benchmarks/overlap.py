@@ -23,7 +23,7 @@ from bench.overlap.at_step import AtStepRun
 from bench.overlap.lookups import lookups
 from bench.overlap.offloaded import HostedRun
 from bench.overlap.report import comparison, draw_sweep, find, requirements, sweep
-from bench.overlap.run import COMPARED, GOAL_RATIO, HYBRID, OTHER_PREFETCH, WORKLOADS, OverlapRun
+from bench.overlap.run import COMPARED, GOAL_RATIO, HYBRID, OTHER_OPTIONS, WORKLOADS, OverlapRun
 from zerocore import Timeline, trace
 
 
@@ -32,7 +32,7 @@ def measure(link: Link, quick: bool, num_rounds: int | None) -> OverlapRun:
     workload = WORKLOADS["quick" if quick else link.device.type]
     workload = replace(workload, num_rounds=num_rounds or workload.num_rounds)
     hybrid = HYBRID if link.is_emulated else ()
-    run = OverlapRun(link, workload, (*COMPARED, *OTHER_PREFETCH, *hybrid))
+    run = OverlapRun(link, workload, (*COMPARED, *OTHER_OPTIONS, *hybrid))
     rounds = range(workload.num_rounds)
     for index in track(rounds, "rounds", transient=True, disable=not link.is_main):
         try:

@@ -20,10 +20,10 @@ class System:
     """A way to train: `peer` is the library, `stage` the ZeRO stage it amounts to, if any.
 
     `overlap` asks FSDP2 for explicit prefetching, see `prefetch_in_order`; `prefetch` is the number
-    of units that zerocore gathers ahead. A `hybrid` one shards within replicas, over a 2-D mesh.
-    With `offload` states are on the host; with `gather_at_step` zerocore begins the first gather of
-    a forward at the optimizer's step. With `near` all gathers but the first one come from so many
-    ranks that follow each other (hpZ).
+    of units that zerocore gathers ahead, `reductions` of those it reduces at a time. A `hybrid` one
+    shards within replicas, over a 2-D mesh. With `offload` states are on the host; with
+    `gather_at_step` zerocore begins the first gather of a forward at the optimizer's step. With
+    `near` all gathers but the first one come from so many ranks that follow each other (hpZ).
     """
 
     peer: str
@@ -31,6 +31,7 @@ class System:
     label: str
     overlap: bool = False
     prefetch: int = 1
+    reductions: int = 1
     hybrid: bool = False
     offload: bool = False
     gather_at_step: bool = False
@@ -154,6 +155,8 @@ def _shard(system: System, model: nn.Module, recipe: Recipe, mesh: Any) -> nn.Mo
         options["gather_at_step"] = True
     if system.near is not None:
         options["regather"] = system.near
+    if system.reductions != 1:
+        options["reductions_in_flight"] = system.reductions
     sharded: nn.Module = zerocore.shard(
         model,
         stage=system.stage,

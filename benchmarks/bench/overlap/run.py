@@ -28,9 +28,10 @@ COMPARED = (
     System("fsdp2", 3, "FSDP2, async", overlap=True),
     System("zerocore", 3, "zerocore stage 3"),
 )
-OTHER_PREFETCH = (
+OTHER_OPTIONS = (
     System("zerocore", 3, "zerocore stage 3, prefetch 0", prefetch=0),
     System("zerocore", 3, "zerocore stage 3, prefetch 2", prefetch=2),
+    System("zerocore", 3, "zerocore stage 3, 2 reductions", reductions=2),
 )
 HYBRID = (
     System("zerocore", 2, "zerocore stage 2, hybrid", hybrid=True),
