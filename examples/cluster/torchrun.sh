@@ -20,6 +20,8 @@ fi
 if [[ " $(hostname -I) " == *" $HEAD "* ]]; then
   options+=(--rdzv-conf is_host=1) # torchrun looks at the addresses of the host name alone
 fi
+# Ranks that start again would otherwise read addresses of before in the agents' store.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 ulimit -n "$(ulimit -Hn)" # a rank has connections to all others, and files
 exec torchrun --nnodes "${NODES:-2}" --nproc-per-node "${RANKS:-auto}" \
   --rdzv-backend c10d --rdzv-endpoint "$HEAD:${PORT:-29400}" --rdzv-id "${JOB:-zerocore}" \

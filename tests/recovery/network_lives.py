@@ -172,7 +172,7 @@ class Job:
             env = {"RANK": rank, "WORLD_SIZE": len(living), "MASTER_PORT": 29500 + self._num_starts}
             env["MASTER_ADDR"] = nodes.address(living[0])
             if fault.way == "torchrun":
-                # Ranks that start again would else read addresses of before in the agents' store.
+                # As examples/cluster/torchrun.sh has it.
                 env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
                 words = [*self._agent(nodes.address(node), store), *words]
             self._processes[node] = self._start(node, words, env)
