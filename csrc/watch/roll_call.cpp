@@ -44,7 +44,21 @@ void append(c10d::Store& store, const std::string& list, size_t rank, const std:
   }
 }
 
+c10::intrusive_ptr<c10d::Store> without_prefix(const c10::intrusive_ptr<c10d::Store>& store) {
+  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  return prefixed == nullptr ? store : prefixed->getUnderlyingNonPrefixStore();
+}
+
 } // namespace
+
+void RollCall::note_holder(const c10::intrusive_ptr<c10d::Store>& store, int rank) {
+  const auto base = without_prefix(store);
+  const auto* tcp = dynamic_cast<c10d::TCPStore*>(base.get());
+  if (tcp != nullptr && tcp->repr().find("server=<nullptr>") == std::string::npos) {
+    store->set(kHolder, std::to_string(rank));
+    store->check({kHolder}); // the answer comes behind it
+  }
+}
 
 // A connection of its own, as another thread may block in the group's. No store that may call
 // Python, for which the thread that waits may hold the lock.
@@ -54,10 +68,7 @@ RollCall::RollCall(
     size_t rank,
     size_t size)
     : rank_(rank), size_(size) {
-  c10::intrusive_ptr<c10d::Store> base = store;
-  if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(base.get())) {
-    base = prefixed->getUnderlyingNonPrefixStore();
-  }
+  const auto base = without_prefix(store);
   const auto* tcp = dynamic_cast<c10d::TCPStore*>(base.get());
   if (tcp == nullptr && dynamic_cast<c10d::FileStore*>(base.get()) == nullptr &&
       dynamic_cast<c10d::HashStore*>(base.get()) == nullptr) {
@@ -65,26 +76,18 @@ RollCall::RollCall(
   }
   const std::string prefix = "zerocore/" + name;
   if (tcp == nullptr) {
-    store_ = c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(base));
+    store_ = c10::make_intrusive<c10d::PrefixStore>(prefix, base);
     return;
   }
   address_ = tcp->getHost() + ":" + std::to_string(tcp->getPort());
   store_ = c10::make_intrusive<c10d::PrefixStore>(prefix, base->clone());
-  if (tcp->repr().find("server=<nullptr>") == std::string::npos) {
-    holder_ = static_cast<int64_t>(rank_);
-    store_->set(kHolder, std::to_string(rank_));
+  if (store->check({kHolder})) {
+    holder_ = std::stoll(store->get_to_str(kHolder));
   }
 }
 
 std::string RollCall::key(const char* what) const {
   return what + std::to_string(number_);
-}
-
-// The server may be that of a launcher: then no rank ever says that it is the one.
-void RollCall::find_holder() {
-  if (holder_ < 0 && !address_.empty() && holder_polls_-- > 0 && store_->check({kHolder})) {
-    holder_ = std::stoll(store_->get_to_str(kHolder));
-  }
 }
 
 std::string RollCall::holder() const {
@@ -99,7 +102,6 @@ Call RollCall::next(Call wanted) {
   if (store_ == nullptr) {
     return Call::None;
   }
-  find_holder();
   std::string made;
   const std::string own = (wanted == Call::Alarm ? "alarm " : "warning ") + std::to_string(rank_);
   if (wanted != Call::None) {

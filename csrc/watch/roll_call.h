@@ -12,7 +12,6 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -32,6 +31,8 @@ class RollCall {
  public:
   using Describe = std::function<std::string(const std::vector<RankReport>&)>;
 
+  // Behind this on all ranks, their roll calls know if one of them holds the store; a launcher may.
+  static void note_holder(const c10::intrusive_ptr<c10d::Store>& store, int rank);
   // `name`: of the model, the same on all its ranks and no other model's.
   RollCall(
       const c10::intrusive_ptr<c10d::Store>& store,
@@ -60,7 +61,6 @@ class RollCall {
 
  private:
   std::string key(const char* what) const;
-  void find_holder();
   std::vector<RankReport> collect();
   std::vector<std::pair<size_t, std::string>> lines(const std::string& list);
   bool wait_for_sentence();
@@ -71,9 +71,8 @@ class RollCall {
   bool is_alarm_ = false; // the one that next() found
   bool is_own_ = false;
   std::chrono::steady_clock::time_point told_; // when this rank did
-  int holder_polls_ = 10;
   std::string address_; // of the store
-  std::atomic<int64_t> holder_ = -1;
+  int64_t holder_ = -1; // the rank, if it is one of them
 };
 
 } // namespace zerocore

@@ -316,6 +316,8 @@ ending, rank = sys.argv[1], int(os.environ["RANK"])
 os.environ[STALL_SECONDS] = str(LIMIT)
 dist.init_process_group("gloo")
 model = sharded(3)
+if ending == "died" and rank == 0:
+    os._exit(4)
 step(model)
 if ending == "raised" and rank == 1:
     raise KeyError("bad batch")
@@ -329,6 +331,7 @@ step(model)
     ("ending", "told", "codes"),
     [
         ("raised", "rank 1 ended the program after KeyError: 'bad batch'", (1, 1)),
+        ("died", r"rank 0, which holds the store at [^ ]+, did not answer", (4, 1)),
         ("left", "rank 0(, which holds the store .*,)? (ended the program|did not answer)", (3, 1)),
     ],
 )
