@@ -84,12 +84,12 @@ def test_emulated_links_of_a_block() -> None:
 
 def test_traffic_is_what_the_systems_send() -> None:
     from bench.lib.links import EmulatedLink
-    from bench.overlap.run import COMPARED, HYBRID, OTHER_PREFETCH, OverlapRun, Workload, traffic_of
+    from bench.overlap.run import COMPARED, HYBRID, OTHER_OPTIONS, OverlapRun, Workload, traffic_of
 
     link = EmulatedLink(torch.device("cpu"))
     try:
         work = Workload(3, 16, 2, 1, 4, num_rounds=1, steps_per_round=1)
-        run = OverlapRun(link, work, (*COMPARED, *OTHER_PREFETCH, *HYBRID))
+        run = OverlapRun(link, work, (*COMPARED, *OTHER_OPTIONS, *HYBRID))
         everyone = dist.distributed_c10d._get_default_group()
         replicas, shards = link.mesh.get_all_groups()
         for subject in run.subjects:
