@@ -67,6 +67,7 @@ def options_of(seed: int, stage: int, shape: str) -> dict[str, Any]:
     replicas, _, shards = shape.rpartition("x")
     options: dict[str, Any] = {
         "prefetch": rng.randrange(3),
+        "reductions_in_flight": 1 + seed % 3,
         "accumulate": rng.choice([None, None, "full"]),
     }
     if replicas:

@@ -51,6 +51,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "replicas_share": (None, "optimizer"),
     "gather_dtype": (None, None, torch.int8),
     "own_sum": (False, False, True),
+    "reductions_in_flight": (1, 2, 3),
 }  # fmt: skip
 Case = dict[str, Any]
 
@@ -114,6 +115,7 @@ def sharded(case: Case) -> Any:
             name: case[name]
             for name in (
                 "prefetch", "overlap_reductions", "accumulate", "gather_at_step", "replicas_share",
+                "reductions_in_flight",
             )
         },
     )  # fmt: skip
