@@ -157,7 +157,8 @@ def speed(
     tokens: Annotated[int, typer.Option(help="Of a rank and step; few, so that wires count.")] = 32,
 ) -> None:
     """Times steps of two ranks in network namespaces of their own, the policies in turn."""
-    found: dict[str, list[list[float]]] = {name: [[], []] for name in POLICIES}
+    alone: dict[str, list[float]] = {name: [] for name in POLICIES}
+    found: dict[str, list[float]] = {name: [] for name in POLICIES}
     if (make_nodes := nodes_class()) is None:
         return
     with make_nodes(2, rate) as nodes:
@@ -165,26 +166,26 @@ def speed(
             for number, name in enumerate(POLICIES):
                 port = 29600 + turn * len(POLICIES) + number
                 arguments = [__file__, "rank", name, str(steps + 3), str(tokens)]
-                timings = run_on_nodes(nodes, arguments, port, RUN_TIMEOUT_S)
-                for seconds, more in zip(found[name], timings, strict=True):
-                    seconds += more[3:]
+                computing, stepping = run_on_nodes(nodes, arguments, port, RUN_TIMEOUT_S)
+                alone[name] += computing[3:]
+                found[name] += stepping[3:]
     table = Table(
         f"two nodes, {rate} between them: GPT of 10 M parameters at stage 3, {tokens} tokens each",
         ["policy", "ms a step", "of fp32's", "fastest", "compute ms"],
     )
-    fp32 = statistics.median(found["fp32"][1])
-    for name, (alone, seconds) in found.items():
-        middle = statistics.median(seconds)
-        times = [f"{1e3 * value:.0f}" for value in (middle, min(seconds), statistics.median(alone))]
-        table.add(name, times[0], f"{middle / fp32:.2f}", *times[1:])
+    middle = {name: statistics.median(values) for name, values in found.items()}
+    for name, values in found.items():
+        times = (middle[name], min(values), statistics.median(alone[name]))
+        step, fastest, compute_alone = (f"{1e3 * seconds:.0f}" for seconds in times)
+        share = f"{middle[name] / middle['fp32']:.2f}"
+        table.add(name, step, share, fastest, compute_alone)
     table.notes = [
         f"Medians of {steps * turns} steps; the policies ran in turn, {turns} times.",
         "Compute: a plain model's forward and backward in the policy's dtype, on both ranks at the "
         "same time. A processor without instructions for bf16 takes longer there than in fp32.",
     ]
     table.show(make_console())
-    names = ("compute seconds", "seconds")
-    raw = {key: {name: found[name][i] for name in found} for i, key in enumerate(names)}
+    raw = {"compute seconds": alone, "seconds": found}
     write_results(f"wires_{rate}", raw, table.markdown())
 
 

@@ -70,6 +70,10 @@ class Fault:
         """
         return (self.victim + 2) % self.num_ranks if self.point == "load" else -1
 
+    def marks(self, folder: Path) -> dict[int, Path]:
+        """Files that ranks write when they are lost."""
+        return {self.first_victim: folder / "first", self.victim: folder / "fault"}
+
 
 def all_faults() -> list[Fault]:
     """Three ranks of which each is lost, or, as with four ranks, others at each point and kind.
@@ -98,7 +102,7 @@ def all_faults() -> list[Fault]:
 
 def run_rank(fault: Fault, folder: Path, node: int, endpoint: str, pull: list[str]) -> None:
     """One process's training, which notes each step with its time, ranks and loss."""
-    marks = {fault.first_victim: folder / "first", fault.victim: folder / "fault"}
+    marks = fault.marks(folder)
     mark = marks.get(node)
 
     def lose(*_: Any) -> None:
@@ -123,7 +127,7 @@ def run_rank(fault: Fault, folder: Path, node: int, endpoint: str, pull: list[st
         point = "" if mark is None or mark.exists() else fault.point
         if node == fault.first_victim:
             point = point and "forward"
-        elif point == "load" and not (folder / "first").exists():
+        elif point == "load" and not marks[fault.first_victim].exists():
             point = ""
         make = zerocore.Checkpoints if fault.way == "disk" else zerocore.PeerCheckpoints
         own = folder / ("disk" if fault.way == "disk" else f"node{node}")
@@ -212,9 +216,8 @@ class Job:
 
     def _lost(self) -> set[int]:
         """Nodes whose processes were lost since the last start."""
-        marks = {self._fault.first_victim: "first", self._fault.victim: "fault"}
-        found = {node for node, name in marks.items() if (self._folder / name).exists()}
-        return found - self._old
+        marks = self._fault.marks(self._folder)
+        return {node for node, mark in marks.items() if mark.exists()} - self._old
 
     def _is_cut(self, node: int) -> bool:
         return self._fault.kind == "cut" and node == self._fault.victim and node in self._old
@@ -243,7 +246,7 @@ def play(fault: Fault) -> End:
         finally:
             job.close()
     found = [f"the others ended with {codes}"] if any(codes) else []
-    mark = folder / "fault"
+    mark = fault.marks(folder)[fault.victim]
     begun = float(mark.read_text()) if mark.exists() else float("inf")
     steps = [step for path in folder.glob("steps*") for step in steps_of(path)]
     found += [text for step in steps if (text := step.mistake(fault.num_ranks))]
