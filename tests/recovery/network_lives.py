@@ -307,7 +307,7 @@ def markdown(seconds: dict[Fault, list[float]], num_failed: int) -> str:
         f"({', '.join(lives.POINTS)}; a load is behind the loss of another rank). Of three ranks "
         "that keep `PeerCheckpoints` without torchrun each is lost at each point, else another one "
         "at each point and kind. Losses are those of an undisturbed run, on as many ranks bit for "
-        "bit.",
+        "bit. 0.0: the others had begun the next step before they missed the rank.",
         "",
         "| way | " + " | ".join(KINDS.values()) + " |",
         "|---" * (len(KINDS) + 1) + "|",
