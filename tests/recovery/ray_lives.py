@@ -1,6 +1,7 @@
 """Workers of Ray Train of which one is lost with its node, and the others' memory brings it back.
 
-``python -m tests.recovery.ray_lives FOLDER POINT/VICTIM ...`` loses each named worker at its point.
+``python -m tests.recovery.ray_lives FOLDER KILL/POINT/VICTIM ...`` loses each named worker at its
+point; STOP in place of KILL stops it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def train(fault: dict[str, Any]) -> None:
     def lose(*_: Any) -> None:
         mark.touch()
         shutil.rmtree(folder / f"node{rank}", ignore_errors=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.Signals[f"SIG{fault['kind']}"])
 
     is_lost = rank == fault["victim"] and not mark.exists()
     life = lives.train(folder / f"node{rank}", fault["point"] if is_lost else "", lose)
@@ -41,12 +42,13 @@ def train(fault: dict[str, Any]) -> None:
 def main() -> None:
     ray.init(num_cpus=WORLD_SIZE + 1)  # also where there are fewer: they wait for each other
     for name in sys.argv[2:]:
-        point, victim = name.split("/")
-        folder = Path(sys.argv[1]) / f"{point}{victim}"
-        folder.mkdir()
+        kind, point, victim = name.split("/")
+        folder = Path(sys.argv[1]) / name
+        folder.mkdir(parents=True)
+        config = {"folder": str(folder), "kind": kind, "point": point, "victim": int(victim)}
         TorchTrainer(
             train,
-            train_loop_config={"folder": str(folder), "point": point, "victim": int(victim)},
+            train_loop_config=config,
             torch_config=TorchConfig(backend="gloo", timeout_s=20),
             scaling_config=ScalingConfig(num_workers=WORLD_SIZE),
             run_config=RunConfig(
