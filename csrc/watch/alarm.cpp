@@ -85,7 +85,9 @@ Alarm::Alarm(
   for (const Group& group : groups) {
     add_group(group);
   }
-  limit_ = options_.stall_seconds.value_or(timeout_of(*groups[0]));
+  const double timeout = timeout_of(*groups[0]);
+  limit_ = std::min(timeout, options_.stall_seconds.value_or(timeout));
+  limit_is_timeout_ = limit_ == timeout;
 }
 
 void Alarm::add_group(const Group& group) {
@@ -278,14 +280,12 @@ RankReport Alarm::report() const {
 }
 
 std::string Alarm::advice() const {
-  const char* limit =
-      options_.stall_seconds ? "ZEROCORE_STALL_SECONDS" : "the timeout of the process group";
   return c10::str(
       "If a rank is only slow (it evaluates or saves alone), raise ",
-      limit,
+      limit_is_timeout_ ? "the timeout of the process group" : "ZEROCORE_STALL_SECONDS",
       ", which is ",
       limit_,
-      options_.stall_seconds ? "; 0 waits for ever." : ".");
+      limit_is_timeout_ ? "." : "; 0 waits for ever.");
 }
 
 std::string Alarm::describe_alone() const {

@@ -99,6 +99,7 @@ class Alarm {
   const AlarmOptions options_;
   const std::vector<std::string> params_;
   double limit_ = 0; // seconds
+  bool limit_is_timeout_ = true; // the group's, at which its collectives fail
   Ledger ledger_;
   RollCall roll_call_; // of the thread that talks
 

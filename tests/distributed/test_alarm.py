@@ -226,9 +226,9 @@ def test_a_barrier_of_the_program(act: Callable[[Model], None]) -> None:
         assert re.search(told, outcomes[rank].value), outcomes[rank].value
 
 
-def save_alone(folder: Path) -> str:
+def save_alone(folder: Path, limit: float) -> str:
     """Only one rank saves, as programs do that saved whole models before."""
-    os.environ[STALL_SECONDS] = str(LIMIT)
+    os.environ[STALL_SECONDS] = str(limit)
     model = sharded(3)
     checkpoints = zerocore.Checkpoints(folder, model)
     with pytest.raises(dist.DistBackendError) as error:
@@ -239,9 +239,14 @@ def save_alone(folder: Path) -> str:
     return str(error.value)
 
 
-def test_a_save_on_one_rank_only(tmp_path: Path) -> None:
-    for outcome in run_to_end(save_alone, 2, tmp_path, group_timeout=600.0):
+@pytest.mark.parametrize(
+    ("limit", "timeout", "advice"),
+    [(LIMIT, 600.0, STALL_SECONDS), (600.0, LIMIT, "the timeout of the process group")],
+)
+def test_a_save_on_one_rank_only(tmp_path: Path, limit: float, timeout: float, advice: str) -> None:
+    for outcome in run_to_end(save_alone, 2, tmp_path, limit, group_timeout=timeout):
         assert outcome.error is None, outcome.error
+        assert f"raise {advice}, which is {LIMIT:g}" in outcome.value
         assert "rank 0 waits in save of 'step-00000001'" in outcome.value
         assert re.search(r"rank 1 (waits in all_gather of '\w+' \(|has)", outcome.value)
 

@@ -1,0 +1,169 @@
+"""Processor time of a step on 2 to 24 real ranks, beside DDP and FSDP2 in the same processes.
+
+Usage: python benchmarks/many_ranks.py
+
+The model is tiny, so that a step is messages: what a rank pays for each collective and for control
+messages, whose number is what changes with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable
+from statistics import mean, median
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.lib.forked import run_forked
+from bench.lib.results import write_results
+from bench.lib.systems import import_zerocore
+from bench.lib.tables import Table, make_console
+
+WARM_UP = 25  # steps: beyond the 17 in which ranks compare what they issue
+BATCH = 4
+NOTES = (
+    "CPU ms a step of one rank: mean over the ranks, median over the rounds, in which each system "
+    "takes its turn. Measured on the CPU, over loopback, by ranks that share the cores.",
+    "Promised: with static_graph=True.",
+    "Wanted: stage 0 at most 1.3 of DDP at 24 ranks.",
+)
+Found = dict[str, list[float]]
+
+
+class Chain(nn.Module):
+    """Layers of one width, each of which is a unit."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def data_parallel(model: Chain) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def fsdp2(model: Chain) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def stage(number: int, static_graph: bool = False) -> Callable[[Chain], nn.Module]:
+    """Shards a model at the stage."""
+
+    def apply(model: Chain) -> nn.Module:
+        import zerocore
+
+        zerocore.shard(model, stage=number, units=["Linear"], static_graph=static_graph)
+        return model
+
+    return apply
+
+
+SYSTEMS: dict[str, Callable[[Chain], nn.Module]] = {
+    "DDP": data_parallel,
+    "stage 0": stage(0),
+    "stage 0, promised": stage(0, static_graph=True),
+    "FSDP2": fsdp2,
+    "stage 3": stage(3),
+    "stage 3, promised": stage(3, static_graph=True),
+}
+
+
+def make_step(wrap: Callable[[Chain], nn.Module], depth: int, width: int) -> Callable[[], None]:
+    """A step of training of a new model."""
+    torch.manual_seed(0)
+    model = wrap(Chain(depth, width))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(BATCH, width)
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def used_seconds() -> float:
+    """Processor time of this process, in all of its threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def on_this_rank(depth: int, width: int, rounds: int, num_steps: int) -> Found:
+    """CPU ms a step, by system and round."""
+    steps = {name: make_step(wrap, depth, width) for name, wrap in SYSTEMS.items()}
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step()
+    found: Found = {name: [] for name in SYSTEMS}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            dist.barrier()
+            begin = used_seconds()
+            for _ in range(num_steps):
+                step()
+            found[name].append((used_seconds() - begin) / num_steps * 1e3)
+    return found
+
+
+def table_of(results: dict[int, list[Found]], title: str) -> Table:
+    """One row a number of ranks: each system's time, and its ratio to its peer's."""
+    table = Table(title, ["ranks", *SYSTEMS])
+    for size, ranks in results.items():
+        rounds = {
+            name: [mean(each) for each in zip(*(rank[name] for rank in ranks), strict=True)]
+            for name in SYSTEMS
+        }
+        row = [str(size)]
+        for name, times in rounds.items():
+            peer = rounds["FSDP2" if "3" in name else "DDP"]
+            ratio = median(a / b for a, b in zip(times, peer, strict=True))
+            shown = f"{median(times):.2f}"
+            row.append(f"{shown} ({ratio:.2f})" if name.startswith("stage") else shown)
+        table.add(*row)
+    return table
+
+
+def main(
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, apart by commas.")] = "2,4,8,16,24",
+    depth: Annotated[int, typer.Option(help="Layers of the model.")] = 4,
+    width: Annotated[int, typer.Option(help="Of the model.")] = 32,
+    rounds: Annotated[int, typer.Option(help="Turns of each system.")] = 5,
+    steps: Annotated[int, typer.Option(help="Of a turn.")] = 40,
+    save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
+) -> None:
+    """Prints the processor time of a step, by the number of ranks."""
+    import_zerocore()
+    torch.set_num_threads(1)
+    load = os.getloadavg()[0]
+    results = {
+        size: run_forked(lambda: on_this_rank(depth, width, rounds, steps), size)
+        for size in map(int, ranks.split(","))
+    }
+    table = table_of(results, f"{depth} layers of width {width}, gloo: CPU ms a step (of the peer)")
+    table.notes = [*NOTES, f"Load of the machine when the run began: {load:.1f}."]
+    console = make_console()
+    table.show(console)
+    if save:
+        raw = {"load_at_start": load, "cpu_ms": results, "depth": depth, "width": width}
+        paths = write_results("many_ranks", raw, table.markdown())
+        console.print(f"written: {', '.join(path.name for path in paths)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
