@@ -19,6 +19,14 @@ CHUNK_NUMEL: int
 HAS_CUDA_KERNELS: bool
 """Whether this build has the kernels for CUDA devices."""
 
+class RegisteredStats:
+    """Memory that a group's backend has registered; whether it offers that, and how much it is."""
+
+    backend: str
+    is_offered: bool
+    num_windows: int
+    nbytes: int
+
 class PoolStats:
     """Figures of a bucket pool, bytes."""
 
@@ -126,6 +134,7 @@ class EngineOptions:
         control: str | None,
         log_hand_overs: bool = False,
         static_graph: bool = False,
+        registered: bool = False,
         alarm_name: str = "",
         stall_seconds: float | None = 0.0,
         host_link: LinkModel | None = None,
@@ -314,6 +323,7 @@ class Engine:
     def set_recycling(self, recycling: bool) -> None: ...
     def set_parked(self, parked: bool) -> None: ...
     def device_memory(self, unit: int) -> list[Tensor]: ...
+    def take_memory(self, tensor: Tensor) -> None: ...
     def mark_forked(self) -> None: ...
     def check_process(self) -> None: ...
     def begin_update(self, units: Sequence[int], casts: bool) -> None: ...
@@ -356,6 +366,7 @@ class Engine:
     def param_version(self, unit: int, param: int) -> int: ...
     order: list[CallEvent]
     pool_stats: PoolStats
+    registered: RegisteredStats | None
     def forget_recent_peak(self) -> None: ...
     parameter_nbytes: int
     main_nbytes: int

@@ -53,6 +53,7 @@ def shard(
     static_graph: bool = UNSET,
     gradient_divide_factor: float | None = UNSET,
     sync_buffers: bool = UNSET,
+    registered: bool = UNSET,
 ) -> _Model:
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
@@ -103,7 +104,7 @@ def shard(
             overlap_reductions=overlap_reductions, replicas_share=replicas_share,
             retain_last=retain_last, static_graph=static_graph,
             gradient_divide_factor=gradient_divide_factor,
-            reductions_in_flight=reductions_in_flight,
+            reductions_in_flight=reductions_in_flight, registered=registered,
         )  # fmt: skip
         return ShardConfig(stage, options, sync_params, mixed_precision, offload)
 

@@ -195,6 +195,7 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def("set_recycling", method(&BucketPool::set_recycling))
       .def("set_parked", method(&Engine::set_parked), no_gil)
       .def("device_memory", method(&Engine::device_memory))
+      .def("take_memory", method(&Engine::take_memory))
       .def(
           "begin_update", method(&Engine::begin_update), py::arg("units"), py::arg("casts"), no_gil)
       .def("end_update", method(&Engine::end_update), py::arg("units"), py::arg("casts"), no_gil)
@@ -354,6 +355,7 @@ void register_figures(py::class_<PyEngine>& engine) {
             return sum_of_units(self, [](const Unit& unit) { return unit.main().device_nbytes(); });
           })
       .def_property_readonly("gradient_nbytes", method(&Reducer::persistent_nbytes))
+      .def_property_readonly("registered", method(&Engine::registered))
       .def_property_readonly(
           "hand_overs", [](const PyEngine& self) { return self.engine->hand_overs(); })
       .def(

@@ -15,6 +15,7 @@
 #include "runtime/control_channel.h"
 #include "runtime/host_memory.h"
 #include "runtime/host_threads.h"
+#include "runtime/registered_memory.h"
 #include "watch/alarm.h"
 #include "watch/watchdog.h"
 
@@ -126,6 +127,11 @@ void register_runtime(py::module_& module) {
       .def_readonly("num_retries", &AllocatorCounts::num_retries)
       .def_readonly("num_device_allocations", &AllocatorCounts::num_device_allocations);
   module.def("allocator_counts", &allocator_counts, py::arg("device"));
+  py::class_<RegisteredStats>(module, "RegisteredStats")
+      .def_readonly("backend", &RegisteredStats::backend)
+      .def_readonly("is_offered", &RegisteredStats::is_offered)
+      .def_readonly("num_windows", &RegisteredStats::num_windows)
+      .def_readonly("nbytes", &RegisteredStats::nbytes);
   py::class_<PoolStats>(module, "PoolStats")
       .def_readonly("in_use_nbytes", &PoolStats::in_use_nbytes)
       .def_readonly("peak_nbytes", &PoolStats::peak_nbytes)

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/backward_run.h"
@@ -55,6 +56,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const Streams& streams() const {
     return *context_.streams;
   }
+  std::optional<RegisteredStats> registered() const {
+    return resources_.registered();
+  }
   const std::vector<HandOver>& hand_overs() const {
     return resources_.hand_overs().entries();
   }
@@ -77,6 +81,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Bytes of a unit that stay on the device between steps: parameters first, then what only
   // optimizers and reductions use.
   std::vector<at::Tensor> device_memory(UnitId unit) const;
+  // Gives the storage of a tensor on the device memory again where it had it, not initialised.
+  void take_memory(const at::Tensor& tensor) {
+    give_memory(tensor, context_.memory_for(tensor));
+  }
   UnitLifecycle& lifecycle() {
     return lifecycle_;
   }

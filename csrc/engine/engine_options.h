@@ -25,6 +25,7 @@ struct EngineOptions {
   std::optional<std::string> control; // all ranks, on the CPU; none where they are simulated
   bool log_hand_overs = false; // on the CPU: as if there were streams
   bool static_graph = false; // see Note [Static graphs]
+  bool registered = false; // see Note [Registered memory]
   std::string alarm_name; // see AlarmOptions; empty for no alarm
   std::optional<double> stall_seconds = 0; // see AlarmOptions; 0 for no alarm
   std::optional<LinkModel> host_link; // emulated, between the device and the host

@@ -121,8 +121,21 @@ Resources::Resources(
     expected.meshes.push_back(context.mesh);
     contexts_.push_back(context);
   }
+  if (options.registered && contexts_.front().collectives != nullptr) {
+    register_memory();
+  }
   expected.sums_on_host = !streams_.has_streams();
   pool_.expect(plan_pool(plans_of(units), order, expected));
+}
+
+void Resources::register_memory() {
+  registered_.emplace(contexts_.front().collectives->backend(), streams_.device());
+  if (registered_->is_offered()) {
+    pool_.register_arena(*registered_);
+    for (UnitContext& context : contexts_) {
+      context.registered = &*registered_;
+    }
+  }
 }
 
 Resources::MeshGroups::MeshGroups(

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/engine_options.h"
@@ -34,6 +35,10 @@ class Resources {
   const HandOverLog& hand_overs() const {
     return hand_overs_;
   }
+  // What the first mesh's group registers; none where that was not asked for, or with one rank.
+  std::optional<RegisteredStats> registered() const {
+    return registered_ ? std::optional(registered_->stats()) : std::nullopt;
+  }
   // As the groups of the mesh were given; null with one rank.
   Collectives* group_of(size_t mesh, AxisName axis) const {
     return groups_.at(mesh).of(axis);
@@ -48,6 +53,7 @@ class Resources {
     Collectives* of(AxisName axis) const;
   };
 
+  void register_memory();
   UnitContext make_context(const MeshGroups& groups, const ShardOptions& sharding);
 
   HandOverLog hand_overs_;
@@ -56,6 +62,7 @@ class Resources {
   Trace trace_;
   std::shared_ptr<Alarm> alarm_;
   std::vector<MeshGroups> groups_;
+  std::optional<RegisteredMemory> registered_;
   std::unique_ptr<ControlChannel> control_;
   std::unique_ptr<HostLink> host_link_; // emulated, or null
   std::unique_ptr<HostStates> host_; // null if no state is on the host

@@ -41,7 +41,11 @@ void BucketPool::take_memory(Slot& slot, const std::optional<int64_t>& offset, S
     return;
   }
   if (arena_.nbytes == 0) {
-    arena_ = allocate(map_.arena_nbytes());
+    const int64_t nbytes = map_.arena_nbytes();
+    arena_ =
+        own(registered_ == nullptr ? allocate_memory(streams_.device(), nbytes)
+                                   : registered_->allocate(Window::Arena, nbytes),
+            nbytes);
     past_uses_ = {{{0, arena_.nbytes}, streams_.record(StreamRole::Compute)}};
   }
   TORCH_INTERNAL_ASSERT(arena_.nbytes == map_.arena_nbytes());
@@ -75,7 +79,7 @@ DeviceMemory BucketPool::take_spare(int64_t nbytes) {
   const auto found = std::ranges::find(spares_, nbytes, &DeviceMemory::nbytes);
   if (found == spares_.end()) {
     spares_.clear();
-    return allocate(nbytes);
+    return own(allocate_memory(streams_.device(), nbytes), nbytes);
   }
   DeviceMemory memory = std::move(*found);
   spares_.erase(found);
@@ -83,9 +87,8 @@ DeviceMemory BucketPool::take_spare(int64_t nbytes) {
 }
 
 // Work that the compute stream was given may still use the memory's last owner.
-DeviceMemory BucketPool::allocate(int64_t nbytes) const {
-  DeviceMemory memory{
-      allocate_memory(streams_.device(), nbytes), nbytes, streams_.compute_stream()};
+DeviceMemory BucketPool::own(c10::DataPtr data, int64_t nbytes) const {
+  DeviceMemory memory{std::move(data), nbytes, streams_.compute_stream()};
   streams_.note_allocator(memory.data.get(), nbytes);
   return memory;
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "plan/pool_map.h"
+#include "runtime/registered_memory.h"
 #include "runtime/stream.h"
 
 namespace zerocore {
@@ -53,6 +54,10 @@ class BucketPool {
   void expect(PoolMap map) {
     map_ = std::move(map);
   }
+  // The arena is a window of `memory`, which outlives the pool, from the next one on.
+  void register_arena(RegisteredMemory& memory) {
+    registered_ = &memory;
+  }
   // From now on slots are held for other reasons than a step and keep out of the arena.
   void set_apart(bool apart) {
     apart_ = apart;
@@ -85,13 +90,14 @@ class BucketPool {
   };
 
   DeviceMemory take_spare(int64_t nbytes);
-  DeviceMemory allocate(int64_t nbytes) const;
+  DeviceMemory own(c10::DataPtr data, int64_t nbytes) const;
   void free(DeviceMemory& memory) const;
   void take_memory(Slot& slot, const std::optional<int64_t>& offset, StreamRole role);
   void wait_for_past_uses(const Range& range, StreamRole role);
   void free_arena();
 
   const Streams& streams_;
+  RegisteredMemory* registered_ = nullptr; // null for the device's allocator
   PoolMap map_;
   DeviceMemory arena_;
   int64_t arrangement_ = 0; // of the map, that the arena is for

@@ -124,6 +124,10 @@ class Collectives {
   const WireMethods& methods() const {
     return methods_;
   }
+  // Of gathers.
+  const c10::intrusive_ptr<c10d::Backend>& backend() const {
+    return backend_;
+  }
   // The role of reductions.
   StreamRole reducing() const {
     return reducing_;

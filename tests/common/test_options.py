@@ -61,5 +61,8 @@ def test_keywords_have_the_types_of_the_fields(function: Callable[..., Any], nam
         keyword: types[keyword] for keyword in shared
     }
     assert all(keywords[keyword].default is UNSET for keyword in shared)
-    lacking = {"overlap_reductions", "gradient_divide_factor", "sync_buffers", "static_graph"}
+    lacking = {
+        *("overlap_reductions", "gradient_divide_factor", "sync_buffers", "static_graph"),
+        "registered",
+    }
     assert types.keys() - shared == (lacking & types.keys() if function is zerocore.plan else set())

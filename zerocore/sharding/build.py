@@ -140,6 +140,7 @@ def make_engine(
         ],
         control=_name_of(control),
         static_graph=config.communication.static_graph,
+        registered=config.communication.registered,
         alarm_name="" if control is None else name,
         stall_seconds=stall_seconds,
         host_link=emulated_host_link(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,10 +48,12 @@ class Memory:
             if self.copies and tensor.nbytes > 0:
                 free_memory(tensor, _MESSAGE)
 
-    def bring(self, count: int | None = None) -> None:
+    def bring(
+        self, count: int | None = None, take: Callable[[Tensor], None] = take_memory
+    ) -> None:
         """Takes memory on the device and copies what the host has, of the first ``count``."""
         for tensor, copy in list(zip(self.tensors, self.copies, strict=False))[:count]:
-            take_memory(tensor)
+            take(tensor)
             tensor.copy_(copy, non_blocking=True)
         for window, part in self.windows if self.copies else ():
             if window.nbytes > 0:
@@ -111,7 +113,7 @@ def parked(model: nn.Module, *optimizers: Optimizer, to: str = "cpu") -> Iterato
     finally:
         del _parked[state]
         for memory in made.all():
-            memory.bring()
+            memory.bring(take=state.engine.take_memory)
         _synchronize(state.device)
         state.engine.set_parked(False)
 

@@ -1,19 +1,11 @@
 // Memory for the gradients of one region.
 #include "engine/gradients/gradient_memory.h"
 
-#include <ATen/ops/zeros.h>
-
 #include "engine/unit/host_states.h"
 
 namespace zerocore {
 
 namespace {
-
-c10::DataPtr zeroed_memory(int64_t nbytes, c10::Device device) {
-  return at::zeros({nbytes}, at::TensorOptions().dtype(at::kByte).device(device))
-      .storage()
-      .set_data_ptr(c10::DataPtr(nullptr, device));
-}
 
 // One that was frozen when the model was sharded has memory apart.
 const HostStates* host_of(const Unit& unit, int region) {
@@ -25,22 +17,22 @@ const HostStates* host_of(const Unit& unit, int region) {
 } // namespace
 
 GradientMemory::GradientMemory(const Unit& unit, int index)
-    : mesh_(unit.context().mesh),
+    : context_(unit.context()),
+      mesh_(context_.mesh),
       unit_(unit.id()),
       region_(index),
       host_(host_of(unit, index)),
       home_(mesh_.shards_gradients ? GradBuffer::Kept : GradBuffer::Full) {
-  const UnitContext& context = unit.context();
   const Region& region = unit.layout().regions()[index];
   const Layout kept = unit.layout().retyped(&Region::grad);
   const Layout sent = unit.layout().retyped(&Region::reduce);
-  const bool on_host = context.tiers.gradients == Tier::Host;
+  const bool on_host = context_.tiers.gradients == Tier::Host;
   const auto make = [&](GradBuffer place, const Layout& layout, int64_t shard) {
     buckets_[static_cast<size_t>(place)].emplace(
         layout,
         std::vector<int>{index},
         shard,
-        place == home_ && on_host ? c10::Device(c10::kCPU) : context.streams->device(),
+        place == home_ && on_host ? c10::Device(c10::kCPU) : context_.streams->device(),
         "the gradient of unit '" + unit.name() + "'");
   };
   make(GradBuffer::Full, kept, mesh_.shard());
@@ -49,7 +41,10 @@ GradientMemory::GradientMemory(const Unit& unit, int index)
   } else {
     home_begin_ = region.shard_range(mesh_.shard()).begin;
   }
-  if (context.collectives != nullptr) {
+  if (context_.registered != nullptr && region.requires_grad && !on_host) {
+    context_.registered->reserve(Window::Gradients, home().bytes());
+  }
+  if (context_.collectives != nullptr) {
     make(GradBuffer::Scratch, mesh_.parts() > 1 ? sent : sent.of_shards(mesh_.num_across()), 0);
     if (mesh_.sums_in_order) {
       make(GradBuffer::Sums, kept.of_shards(mesh_.num_across() * (mesh_.sums_across() ? 2 : 1)), 0);
@@ -116,8 +111,9 @@ void GradientMemory::keep() {
   if (!is_kept() && host_ != nullptr) {
     bucket(home_).attach(host_->gradient(unit_, region_));
   } else if (!is_kept()) {
-    const c10::Device device = home().full(region_).device();
-    bucket(home_).attach(zeroed_memory(home().nbytes(), device));
+    const at::Tensor bytes = home().bytes();
+    bucket(home_).attach(context_.memory_for(bytes));
+    bytes.zero_();
   }
 }
 

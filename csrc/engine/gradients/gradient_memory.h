@@ -61,6 +61,7 @@ class GradientMemory {
   void cut_scratch(const Region& region);
   void cut_sums(const Region& region);
 
+  const UnitContext& context_;
   const UnitMesh& mesh_;
   UnitId unit_;
   int region_;

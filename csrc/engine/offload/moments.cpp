@@ -17,7 +17,7 @@ Moments::Moments(const Units& units, const UnitContext& context) {
     for (const StatePart part : {StatePart::ExpAvg, StatePart::ExpAvgSq}) {
       auto& bucket = own.buckets[part == StatePart::ExpAvg ? 0 : 1];
       bucket.emplace(main, regions, 0, c10::kCPU, owner);
-      bucket->attach(context.memory_of(context.tiers.states, unit->id(), part, bucket->nbytes()));
+      bucket->attach(context.memory_of(context.tiers.states, unit->id(), part, *bucket));
     }
   }
 }

@@ -45,6 +45,9 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
       settings_{1.0 / static_cast<double>(context.mesh.divisor), /*syncs=*/true, spec.stays},
       versions_(params_, layout_),
       gathered_(layout_.regions().size(), -1) {
+  if (context_.registered != nullptr && !context_.tiers.has_host_parameters()) {
+    context_.registered->reserve(Window::Parameters, kept().bytes());
+  }
   for (const int region : layout_.gathered_regions()) {
     main_.set_model(region, model_shard(region));
   }
@@ -174,7 +177,8 @@ int64_t Unit::persistent_nbytes() const {
   return gathers_.near_nbytes() + (context_.tiers.has_host_parameters() ? 0 : kept().nbytes());
 }
 
-c10::DataPtr UnitContext::memory_of(Tier tier, UnitId unit, StatePart part, int64_t nbytes) const {
+c10::DataPtr UnitContext::memory_of(Tier tier, UnitId unit, StatePart part, const Bucket& bucket)
+    const {
   switch (tier) {
     case Tier::Host:
       return host->memory(unit, part);
@@ -183,7 +187,7 @@ c10::DataPtr UnitContext::memory_of(Tier tier, UnitId unit, StatePart part, int6
     case Tier::Device:
       break;
   }
-  return allocate_memory(streams->device(), nbytes);
+  return memory_for(bucket.bytes());
 }
 
 Units make_units(std::vector<UnitSpec> specs, const std::vector<UnitContext>& contexts) {

@@ -9,10 +9,12 @@
 #include "plan/state_parts.h"
 #include "plan/tiers.h"
 #include "plan/unit_mesh.h"
+#include "runtime/bucket.h"
 #include "runtime/bucket_pool.h"
 #include "runtime/collectives.h"
 #include "runtime/control_channel.h"
 #include "runtime/host_link.h"
+#include "runtime/registered_memory.h"
 
 namespace zerocore {
 
@@ -29,6 +31,7 @@ struct UnitContext {
       nullptr; // all ranks; null where there is one or the others are simulated
   Streams* streams = nullptr;
   BucketPool* pool = nullptr;
+  RegisteredMemory* registered = nullptr; // null where none is offered or asked for
   Trace* trace = nullptr;
   HostLink* host_link = nullptr; // emulated; null for none
   bool by_rows = false; // see Note [Shards of rows]
@@ -44,8 +47,14 @@ struct UnitContext {
   bool lands_gradients() const {
     return tiers.lands_gradients(!streams->has_streams());
   }
-  // For a part of the unit that lies in that tier.
-  c10::DataPtr memory_of(Tier tier, UnitId unit, StatePart part, int64_t nbytes) const;
+  // For the bucket of a part of the unit, which lies in that tier.
+  c10::DataPtr memory_of(Tier tier, UnitId unit, StatePart part, const Bucket& bucket) const;
+  // For the storage of `bytes`, outside of the tiers.
+  c10::DataPtr memory_for(const at::Tensor& bytes) const {
+    const auto nbytes = static_cast<int64_t>(bytes.storage().nbytes());
+    return registered == nullptr ? allocate_memory(bytes.device(), nbytes)
+                                 : registered->memory_for(bytes);
+  }
   // Counts what happens to a unit now; null where it is not traced.
   std::shared_ptr<OpenRecord> note(TraceOp op, UnitId unit, int64_t nbytes) const {
     return trace->add(op, unit, nbytes, pool->stats().in_use_nbytes);

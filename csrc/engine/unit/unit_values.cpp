@@ -27,13 +27,12 @@ void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast_full)
 }
 
 void Unit::allocate_persistent() {
-  const c10::Device device = context_.streams->device();
   main_.allocate(id_);
   if (shards_ && !shards_->attached()) {
     const Tier tier = context_.tiers.parameters;
-    shards_->attach(context_.memory_of(tier, id_, StatePart::Parameters, shards_->nbytes()));
+    shards_->attach(context_.memory_of(tier, id_, StatePart::Parameters, *shards_));
   } else if (!shards_ && !bucket_.attached()) {
-    bucket_.attach(allocate_memory(device, bucket_.nbytes()));
+    bucket_.attach(context_.memory_for(bucket_.bytes()));
   }
 }
 
