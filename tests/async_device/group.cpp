@@ -12,6 +12,7 @@
 #include "allocator.h"
 #include "device.h"
 #include "operators.h"
+#include "registration.h"
 
 namespace async_device {
 
@@ -188,7 +189,10 @@ AsyncGroup::WorkPtr AsyncGroup::launch(Collective collective) {
   if (last_ != nullptr) {
     queue(stream).wait_for(last_);
   }
-  const Launch noted_as{number_, collective.what};
+  const bool is_registered = std::ranges::all_of(collective.tensors, [&](const at::Tensor& each) {
+    return each.nbytes() == 0 || async_device::is_registered(number_, each);
+  });
+  const Launch noted_as{number_, collective.what, is_registered};
   note(&Noted::issued, noted_as);
   queue(stream).push(
       [tasks = std::move(collective.tasks), noted_as] {
@@ -201,6 +205,12 @@ AsyncGroup::WorkPtr AsyncGroup::launch(Collective collective) {
   last_ = queue(stream).record();
   return collective.async ? work(collective.op, stream, last_, std::move(collective.tensors))
                           : nullptr;
+}
+
+at::Tensor AsyncGroup::allocateTensor(
+    long size, // NOLINT(*-runtime-int)
+    at::TensorOptions options) {
+  return allocate_registered(number_, size, options);
 }
 
 void AsyncGroup::startCoalescing() {

@@ -19,10 +19,12 @@
 
 namespace async_device {
 
-// A task of collectives: of which communicator, by number, and what they are.
+// A task of collectives: of which communicator, by number, what they are, and whether all that they
+// read and write is registered with it.
 struct Launch {
   int communicator;
   std::string what;
+  bool is_registered;
 };
 
 // From now on launches are noted: as they are issued, and as they are over.
@@ -44,6 +46,10 @@ class AsyncGroup final : public c10d::Backend {
   bool supportsCoalescing() const override {
     return true;
   }
+  bool supportsTensorAlloc(c10::DeviceIndex /*device*/) override {
+    return true;
+  }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override; // NOLINT(*-runtime-int)
   // The calls in between return null; their common Work, if they are asynchronous, comes at the
   // end.
   void startCoalescing() override;

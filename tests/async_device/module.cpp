@@ -6,6 +6,7 @@
 #include "group.h"
 #include "link_timer.h"
 #include "queue.h"
+#include "registration.h"
 
 namespace py = pybind11;
 
@@ -42,6 +43,17 @@ std::vector<std::pair<int, std::string>> in_python(const std::vector<Launch>& la
   return result;
 }
 
+// Those whose tensors lie in registered memory, or the others.
+std::vector<std::string> launches_by_memory(bool is_registered) {
+  std::vector<std::string> result;
+  for (const Launch& launch : issued_launches()) {
+    if (launch.is_registered == is_registered) {
+      result.push_back(launch.what);
+    }
+  }
+  return result;
+}
+
 // Nothing that the stream is given from now on begins before the gate is opened.
 PointPtr hold(int stream) {
   auto gate = std::make_shared<Point>(-1);
@@ -66,6 +78,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("begin_launches", &begin_launches);
   module.def("issued_launches", [] { return in_python(issued_launches()); });
   module.def("finished_launches", [] { return in_python(finished_launches()); });
+  module.def("launches_by_memory", &launches_by_memory, py::kw_only(), py::arg("registered"));
+  module.def("registrations", [] {
+    const Registrations found = registrations();
+    return py::make_tuple(found.num_allocations, found.num_windows, found.nbytes);
+  });
+  module.def("refuse_registration", &refuse_registration, py::arg("why"));
   module.def("device_timer", [] { return py::capsule(static_cast<const void*>(&link_timer())); });
   module.def("booked", &booked_durations);
   module.def("host_waits", &host_waits);

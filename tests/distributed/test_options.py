@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "static_graph": True,
     "gradient_divide_factor": 1.0,
     "sync_buffers": True,
+    "registered": True,
 }
 
 
@@ -73,6 +74,30 @@ def reduce_at_a_time(world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_reductions_in_flight_change_no_bit(world: int) -> None:
     run_ranks(reduce_at_a_time, world, world)
+
+
+def register() -> None:
+    """Gloo offers no registered memory."""
+    for stage in range(4):
+        found = []
+        for registered in (True, False):
+            torch.manual_seed(0)
+            model = zerocore.shard(Chain(), stage=stage, registered=registered)
+            model(torch.ones(2, WIDTH)).sum().backward()
+            found.append([param.grad.full_tensor() for param in model.parameters()])
+            texts = zerocore.describe(model).title(), str(zerocore.report(model))
+            offer = "registered memory: not offered by gloo"
+            assert all((offer in text) is registered for text in texts)
+        assert all(map(torch.equal, *found))
+
+
+def test_a_backend_without_registered_memory_is_named() -> None:
+    run_ranks(register, 2)
+
+
+def test_one_rank_registers_no_memory() -> None:
+    model = zerocore.shard(Chain(), registered=True)
+    assert "registered memory: none with one rank" in zerocore.describe(model).title()
 
 
 def mistake(message: str, error: type[Exception], options: dict[str, Any]) -> None:

@@ -68,6 +68,7 @@ def options_of(seed: int, stage: int, shape: str) -> dict[str, Any]:
     options: dict[str, Any] = {
         "prefetch": rng.randrange(3),
         "reductions_in_flight": 1 + seed % 3,
+        "registered": seed % 2 == 1,
         "accumulate": rng.choice([None, None, "full"]),
     }
     if replicas:

@@ -72,6 +72,7 @@ class ShardedPlayer(Player):
             units=rng.choice([None, [Block]]),
             prefetch=rng.randrange(3),
             reductions_in_flight=1 + case.seed % 3,
+            registered=case.seed % 2 == 1,
             group=mesh_of(2, 2) if self.has("hybrid") else None,
             accumulate="full" if self.has("accumulate_full") else "sharded",
             find_unused_parameters=rng.random() < 0.3,

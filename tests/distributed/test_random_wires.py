@@ -52,6 +52,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "gather_dtype": (None, None, torch.int8),
     "own_sum": (False, False, True),
     "reductions_in_flight": (1, 2, 3),
+    "registered": (False, True),
 }  # fmt: skip
 Case = dict[str, Any]
 
@@ -115,7 +116,7 @@ def sharded(case: Case) -> Any:
             name: case[name]
             for name in (
                 "prefetch", "overlap_reductions", "accumulate", "gather_at_step", "replicas_share",
-                "reductions_in_flight",
+                "reductions_in_flight", "registered",
             )
         },
     )  # fmt: skip

@@ -55,11 +55,10 @@ class Communication:
         gradient_divide_factor: of the sum of the ranks' gradients; None averages them, 1 sums.
         sync_buffers: buffers take rank 0's values before the calls before which
             DistributedDataParallel broadcasts them: batch norm's statistics stay alike.
-        registered: the bucket pool's arena, parameters and kept gradients lie in memory that the
-            group's backend registers with its communicator, where it offers that (NCCL on GPUs with
-            NVLink SHARP): collectives read and write it without a copy. Reductions need
-            ``overlap_reductions=False`` for it at stage 3. NCCL's pool keeps what is freed, also
-            by ``parked``.
+        registered: the group's backend allocates the bucket pool's arena, parameters and kept
+            gradients and registers them with its communicator, so that collectives copy less (NCCL
+            on GPUs with multicast; other backends offer none). At stage 3 reductions need
+            ``overlap_reductions=False`` for it. NCCL's pool keeps what ``parked`` frees.
 
     Raises:
         ValueError: an option is out of range.

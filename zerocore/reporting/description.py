@@ -56,6 +56,7 @@ class Description:
     gather_at_step: bool = False
     num_near: int = 1
     replicas_share: str | None = None
+    registered: str = ""  # see registered_of
 
     def title(self) -> str:
         """One line: model, stage, ranks."""
@@ -65,6 +66,7 @@ class Description:
             + (", first gather at the step" if self.gather_at_step else "")
             + (f", later gathers from {self.num_near} near ranks" if self.num_near > 1 else "")
             + (", replicas share the optimizer's states" if self.replicas_share else "")
+            + (self.registered and f", {self.registered}")
         )
 
     def rows(self) -> list[list[str]]:
@@ -135,6 +137,7 @@ def describe(model: nn.Module | Optimizer) -> Any:
         state.config.communication.gather_at_step,
         state.meshes[0].num_near,
         state.config.communication.replicas_share,
+        registered_of(state),
     )
 
 
@@ -196,6 +199,20 @@ def wires_of(state: ShardState) -> tuple[tuple[str, ...], tuple[str, ...]]:
                 reduced.add(types.reduce)
     names = ({str(dtype).removeprefix("torch.") for dtype in each} for each in (gathered, reduced))
     return tuple(sorted(next(names))), tuple(sorted(next(names)))
+
+
+def registered_of(state: ShardState) -> str:
+    """Memory that is registered with a communicator; empty where that was not asked for."""
+    if not state.config.communication.registered:
+        return ""
+    found = state.engine.registered
+    if found is None:
+        return "registered memory: none with one rank"
+    if not found.is_offered:
+        return f"registered memory: not offered by {found.backend}"
+    scope = "" if state.meshes[0].reductions is None else " for gathers alone"
+    nbytes = f"{found.nbytes / 2**20:,.1f} MiB"
+    return f"registered memory{scope}: {found.num_windows} windows, {nbytes}"
 
 
 def _describe_types(types: ParamTypes) -> str:

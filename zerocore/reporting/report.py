@@ -19,7 +19,7 @@ from zerocore.common.tables import render_table
 from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.meters import Step
 from zerocore.model.state import ShardState, state_of
-from zerocore.reporting.description import wires_of
+from zerocore.reporting.description import registered_of, wires_of
 from zerocore.reporting.memory_usage import usage_of
 from zerocore.reporting.recording import queues_of, source_of, title_of
 from zerocore.reporting.step_figures import (
@@ -54,6 +54,7 @@ class Report:
         memory: see there.
         meshes: ranks and divisor of each unit's gradients, where units differ.
         wires: dtypes that parameters are gathered in, and those that gradients travel in.
+        registered: memory that is registered with a communicator; empty if not asked for.
     """
 
     title: str
@@ -63,6 +64,7 @@ class Report:
     memory: MemoryFigures
     meshes: tuple[str, ...] = ()
     wires: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    registered: str = ""
 
     @property
     def counted(self) -> tuple[StepFigures, ...]:
@@ -174,7 +176,9 @@ def _report_of(
     units = unit_means(list(traces.values()))
     title, memory = title_of(model, state), _memory(state)
     meshes, wires = _meshes(state), wires_of(state)
-    return Report(title, source_of(state), tuple(figures), units, memory, meshes, wires)
+    return Report(
+        title, source_of(state), tuple(figures), units, memory, meshes, wires, registered_of(state)
+    )
 
 
 def _meshes(state: ShardState) -> tuple[str, ...]:
@@ -278,6 +282,8 @@ def _notes(found: Report) -> list[str]:
     gathered, reduced = (" and ".join(each) or "nothing" for each in found.wires)
     on_wire = f"on the wire: parameters in {gathered}, gradients in {reduced}"
     lines = [*found.meshes, on_wire, f"peaks so far: {peaks}"]
+    if found.registered:
+        lines.append(found.registered)
     if memory.num_retries is not None:
         lines.append(
             f"allocator so far: {memory.num_retries} retries, "

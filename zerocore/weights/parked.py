@@ -48,9 +48,7 @@ class Memory:
             if self.copies and tensor.nbytes > 0:
                 free_memory(tensor, _MESSAGE)
 
-    def bring(
-        self, count: int | None = None, take: Callable[[Tensor], None] = take_memory
-    ) -> None:
+    def bring(self, count: int | None = None, take: Callable[[Tensor], None] = take_memory) -> None:
         """Takes memory on the device and copies what the host has, of the first ``count``."""
         for tensor, copy in list(zip(self.tensors, self.copies, strict=False))[:count]:
             take(tensor)
@@ -82,7 +80,8 @@ def parked(model: nn.Module, *optimizers: Optimizer, to: str = "cpu") -> Iterato
     Parameters, main weights and gradients of the model and the states of ``optimizers`` go to one
     mapping of host memory, which stays for the next time, and their memory on the device is freed,
     with that of the bucket pool. Afterwards all bits are the same, at other addresses. Inside, the
-    model and its optimizer may not be used; :func:`export` takes weights from the host.
+    model and its optimizer may not be used; :func:`export` takes weights from the host. Of a model
+    with ``registered=True`` the group's backend gets its memory back, and NCCL keeps it.
 
     Args:
         to: ``"cpu"``, the only place so far.
