@@ -35,7 +35,7 @@ class Resources {
   const HandOverLog& hand_overs() const {
     return hand_overs_;
   }
-  // What the first mesh's group registers; none where that was not asked for, or with one rank.
+  // Memory of the first mesh's shard group; none with one rank or without the option.
   std::optional<RegisteredStats> registered() const {
     return registered_ ? std::optional(registered_->stats()) : std::nullopt;
   }

@@ -4,8 +4,8 @@
 // NCCL sends from registered memory without a copy to buffers of its own. A window is one
 // allocation of c10d::Backend::allocateTensor(): NCCL takes it from a pool that is registered with
 // the group's communicator, and with no other one. That is a local call, so ranks agree on nothing.
-// Windows are few: the bucket pool's arena, and all units' parameters and all their kept gradients
-// between steps. These have places in their window before the first of them has memory; a window
+// Windows are few: the bucket pool's arena, all gathered parameters between steps, all kept
+// gradients. The last two have places in their window before the first of them has memory; a window
 // is freed with the last of them.
 #pragma once
 

@@ -16,11 +16,15 @@ from tests.async_device.training import Block, make_model, start, train
 from tests.distributed.harness import run_ranks
 
 MIXED = zerocore.MixedPrecision(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-CASES: list[dict[str, Any]] = [
-    *({"stage": stage} for stage in range(4)),
-    *({"stage": stage, "mixed_precision": MIXED} for stage in (1, 3)),
-    {"stage": 2, "mixed_precision": zerocore.MixedPrecision(wire_dtype=torch.bfloat16)},
-    {"stage": 3, "prefetch": 2, "reductions_in_flight": 2, "gather_at_step": True},
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (1, {"stage": 0}),  # gradients
+    (2, {"stage": 1}),  # and parameters
+    (3, {"stage": 2}),  # and the arena
+    (3, {"stage": 3}),
+    (2, {"stage": 1, "mixed_precision": MIXED}),
+    (3, {"stage": 3, "mixed_precision": MIXED}),
+    (3, {"stage": 2, "mixed_precision": zerocore.MixedPrecision(wire_dtype=torch.bfloat16)}),
+    (3, {"stage": 3, "prefetch": 2, "reductions_in_flight": 2, "gather_at_step": True}),
 ]
 
 
@@ -34,15 +38,15 @@ def trained(
     return train(model, device, steps, make_optimizer=lambda *_, **__: optimizer)
 
 
-def windows_of(case: dict[str, Any]) -> None:
+def windows_of(count: int, case: dict[str, Any]) -> None:
     device, extension = start(on_device=True)
     model = sharded(device, **case, registered=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = trained(model, device, optimizer, 2)
     made, windows, nbytes = extension.registrations()
-    assert made == windows == 3  # the arena, parameters, gradients
-    assert f"registered memory: 3 windows, {nbytes / 2**20:,.1f} MiB" in str(zerocore.report(model))
-    assert "registered memory: 3 windows" in zerocore.describe(model).title()
+    assert made == windows == count
+    text = f"registered memory: {count} window{'s' * (count > 1)}, {nbytes / 2**20:,.1f} MiB"
+    assert text in str(zerocore.report(model)) and text in zerocore.describe(model).title()
     extension.begin_launches()
     extension.set_delays(1, 0.3, 300)
     losses += trained(model, device, optimizer, 18)
@@ -63,9 +67,11 @@ def windows_of(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.one_by_day
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_collectives_of_a_step_touch_registered_memory_alone(case: dict[str, Any]) -> None:
-    run_ranks(windows_of, 2, case, launch="torchrun", timeout=120)
+@pytest.mark.parametrize(("count", "case"), CASES)
+def test_collectives_of_a_step_touch_registered_memory_alone(
+    count: int, case: dict[str, Any]
+) -> None:
+    run_ranks(windows_of, 2, count, case, launch="torchrun", timeout=120)
 
 
 def parks() -> None:
@@ -120,9 +126,9 @@ def changes() -> None:
             with zerocore.no_sync(model):
                 model(x).sum().backward()
         trained(model, device, optimizer, 1)
-        assert extension.registrations()[1] == 3
+        assert extension.registrations()[1] <= 3  # the next arena comes with the next gather
     with zerocore.unsharded(model):
-        assert extension.registrations()[1] == 3
+        assert extension.registrations()[1] <= 3
     made = extension.registrations()[0]
     assert made > 3
     trained(model, device, optimizer, 3)

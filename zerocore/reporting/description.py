@@ -211,8 +211,8 @@ def registered_of(state: ShardState) -> str:
     if not found.is_offered:
         return f"registered memory: not offered by {found.backend}"
     scope = "" if state.meshes[0].reductions is None else " for gathers alone"
-    nbytes = f"{found.nbytes / 2**20:,.1f} MiB"
-    return f"registered memory{scope}: {found.num_windows} windows, {nbytes}"
+    windows = f"{found.num_windows} window{'s' * (found.num_windows != 1)}"
+    return f"registered memory{scope}: {windows}, {found.nbytes / 2**20:,.1f} MiB"
 
 
 def _describe_types(types: ParamTypes) -> str:

@@ -45,9 +45,6 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
       settings_{1.0 / static_cast<double>(context.mesh.divisor), /*syncs=*/true, spec.stays},
       versions_(params_, layout_),
       gathered_(layout_.regions().size(), -1) {
-  if (context_.registered != nullptr && !context_.tiers.has_host_parameters()) {
-    context_.registered->reserve(Window::Parameters, kept().bytes());
-  }
   for (const int region : layout_.gathered_regions()) {
     main_.set_model(region, model_shard(region));
   }
@@ -199,6 +196,10 @@ Units make_units(std::vector<UnitSpec> specs, const std::vector<UnitContext>& co
     }
     const auto id = static_cast<UnitId>(units.size());
     units.push_back(std::make_unique<Unit>(id, std::move(spec), own));
+    const bool is_gathered = own.mesh.shards_optimizer; // after a step
+    if (own.registered != nullptr && is_gathered && !own.tiers.has_host_parameters()) {
+      own.registered->reserve(Window::Parameters, units.back()->kept().bytes());
+    }
   }
   return units;
 }
