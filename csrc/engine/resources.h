@@ -58,11 +58,11 @@ class Resources {
 
   HandOverLog hand_overs_;
   Streams streams_;
+  std::optional<RegisteredMemory> registered_;
   BucketPool pool_;
   Trace trace_;
   std::shared_ptr<Alarm> alarm_;
   std::vector<MeshGroups> groups_;
-  std::optional<RegisteredMemory> registered_;
   std::unique_ptr<ControlChannel> control_;
   std::unique_ptr<HostLink> host_link_; // emulated, or null
   std::unique_ptr<HostStates> host_; // null if no state is on the host

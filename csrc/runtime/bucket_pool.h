@@ -54,7 +54,7 @@ class BucketPool {
   void expect(PoolMap map) {
     map_ = std::move(map);
   }
-  // The arena is a window of `memory`, which outlives the pool, from the next one on.
+  // From now on a new arena is a window of `memory`, which outlives the pool.
   void register_arena(RegisteredMemory& memory) {
     registered_ = &memory;
   }

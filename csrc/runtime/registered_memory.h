@@ -35,7 +35,7 @@ class RegisteredMemory {
   // Collective on a device: NCCL registers memory only with a communicator that is connected.
   RegisteredMemory(c10::intrusive_ptr<c10d::Backend> backend, c10::Device device);
 
-  // Without this the other methods are not to be called.
+  // Where it is false, only stats() may be called.
   bool is_offered() const {
     return is_offered_;
   }
