@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import zerocore
+from tests.async_device.device import DEVICE
+from tests.async_device.test_joint_launches import Mesh
 from tests.async_device.test_weights import exported
 from tests.async_device.training import Block, make_model, start, train
 from tests.distributed.harness import run_ranks
@@ -24,6 +26,8 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"stage": 1, "mixed_precision": MIXED}),
     (3, {"stage": 3, "mixed_precision": MIXED}),
     (3, {"stage": 2, "mixed_precision": zerocore.MixedPrecision(wire_dtype=torch.bfloat16)}),
+    (2, {"stage": 2, "offload": zerocore.Offload(states="cpu", gradients="cpu")}),
+    (1, {"offload": zerocore.Offload(states="cpu", gradients="cpu", parameters="cpu")}),
     (3, {"stage": 3, "prefetch": 2, "reductions_in_flight": 2, "gather_at_step": True}),
 ]
 
@@ -41,7 +45,7 @@ def trained(
 def windows_of(count: int, case: dict[str, Any]) -> None:
     device, extension = start(on_device=True)
     model = sharded(device, **case, registered=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = zerocore.optim.AdamW(model.parameters(), lr=1e-2)
     losses = trained(model, device, optimizer, 2)
     made, windows, nbytes = extension.registrations()
     assert made == windows == count
@@ -59,7 +63,7 @@ def windows_of(count: int, case: dict[str, Any]) -> None:
     extension.synchronize()
     assert extension.registrations() == (made, 0, 0)
     plain = sharded(device, **case)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer = zerocore.optim.AdamW(plain.parameters(), lr=1e-2)
     expected = trained(plain, device, optimizer, 2) + trained(plain, device, optimizer, 18)
     assert torch.stack(losses).tolist() == torch.stack(expected).tolist()
     assert extension.registrations() == (made, 0, 0)
@@ -79,7 +83,7 @@ def parks() -> None:
     losses = []
     for registered in (True, False):
         model = sharded(device, registered=registered)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = zerocore.optim.AdamW(model.parameters(), lr=1e-2)
         losses.append(trained(model, device, optimizer, 2))
         for turn in range(1, 4):
             with zerocore.parked(model, optimizer):
@@ -113,11 +117,29 @@ def two_communicators() -> None:
     assert "registered memory for gathers alone: 3 windows" in zerocore.describe(model).title()
 
 
+def replicas() -> None:
+    """Sums over replicas go over another communicator."""
+    device, extension = start(on_device=True)
+    mesh = Mesh(f"cpu:gloo,{DEVICE}:{DEVICE}")
+    losses = []
+    for registered in (True, False):
+        model = sharded(device, registered=registered, group=mesh)
+        losses.append(train(model, device, steps=2))
+        extension.begin_launches()
+        losses[-1] += train(model, device, steps=2)
+        if registered:
+            touched = set(extension.launches_by_memory(registered=True))
+            assert touched == {"_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE"}
+            assert set(extension.launches_by_memory(registered=False)) == {"ALLREDUCE"}
+    first, second = (torch.stack(each).tolist() for each in losses)
+    assert first == second
+
+
 def changes() -> None:
     """Steps of several kinds: the arena is another one, never a second one."""
     device, extension = start(on_device=True)
     model = sharded(device, accumulate="full", registered=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = zerocore.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(6):
         x = torch.ones(4, 32, device=device)
         with torch.no_grad():
@@ -142,6 +164,6 @@ def is_refused() -> None:
         sharded(device, registered=True)
 
 
-@pytest.mark.parametrize("check", [parks, two_communicators, changes, is_refused])
+@pytest.mark.parametrize("check", [parks, two_communicators, replicas, changes, is_refused])
 def test_windows(check: Callable[[], None]) -> None:
-    run_ranks(check, 2, launch="torchrun", timeout=120)
+    run_ranks(check, 4 if check is replicas else 2, launch="torchrun", timeout=120)
