@@ -14,6 +14,7 @@ _PARTS = {
     *("csrc/runtime/bucket.cpp", "csrc/runtime/bucket_pool.cpp"),
     *("csrc/runtime/file_memory.cpp", "csrc/runtime/swapped_units.cpp"),
     *("csrc/runtime/hand_over.cpp", "csrc/runtime/stream.cpp"),
+    "csrc/runtime/registered_memory.cpp",
     *("csrc/watch/control_link.cpp", "csrc/watch/issue_guard.cpp"),
     *("csrc/watch/ledger.cpp", "csrc/watch/rank_report.cpp", "csrc/watch/roll_call.cpp"),
 }
