@@ -32,6 +32,7 @@ BackwardRun::BackwardRun(
       lifecycle_(lifecycle),
       consensus_(consensus),
       untracked_(
+          context.streams->device(),
           [this](const RecordedCall& recorded) { enter_untracked(recorded); },
           [this](const CallHandle& call) {
             return is_done(call.unit) || schedule_.is_resident(call.unit) ||
@@ -42,8 +43,8 @@ BackwardRun::BackwardRun(
   }
 }
 
-void BackwardRun::expect(const std::vector<at::Tensor>& outputs) {
-  on_backward_of(outputs, while_owned([this] { begin(); }));
+void BackwardRun::expect(const std::vector<at::Tensor>& outputs, uint64_t first) {
+  on_backward_of(outputs, context_.streams->device(), first, while_owned([this] { begin(); }));
 }
 
 void BackwardRun::expect(
@@ -51,7 +52,9 @@ void BackwardRun::expect(
     const RecordedCall& recorded,
     int64_t number) {
   on_backward_of(
-      outputs, while_owned([this, recorded, number] { pre_backward(recorded, number); }));
+      outputs, context_.streams->device(), recorded.first, while_owned([this, recorded, number] {
+        pre_backward(recorded, number);
+      }));
 }
 
 std::function<void()> BackwardRun::while_owned(std::function<void()> run) const {
@@ -67,6 +70,10 @@ void BackwardRun::begin() {
   throw_untracked_error();
   if (lifecycle_.in_backward_pass()) {
     return;
+  }
+  std::shared_ptr<void> running = thread_check_.begin_backward();
+  if (context_.control != nullptr) {
+    context_.control->begin_backward(running);
   }
   lifecycle_.set_in_backward_pass(true);
   consensus_.settle_pass();
@@ -85,7 +92,10 @@ void BackwardRun::begin() {
     untracked_.keep_watching();
   }
   mute_units();
-  on_backward_end(while_owned([this, running = thread_check_.begin_backward()] { end(); }));
+  on_backward_end(while_owned([this, running = std::move(running)]() mutable {
+    end();
+    running.reset(); // autograd may keep what it has called
+  }));
 }
 
 // A backward for other gradients than the unit's (of inputs, or of chosen parameters) must not be
@@ -160,7 +170,16 @@ void BackwardRun::note_changes(UnitId id) {
 }
 
 // Autograd asks nothing of what a checkpoint reads again, and nobody has gathered it since.
-void BackwardRun::check_recompute(UnitId id) {
+void BackwardRun::begin_recompute(UnitId id) {
+  TORCH_CHECK(
+      runs_node_of(context_.streams->device()),
+      "unit '",
+      units_[id]->name(),
+      "' is called in a backward by a node of another device, which autograd runs beside those of ",
+      context_.streams->device(),
+      ". Return outputs of checkpointed modules on that device, and move them outside of the "
+      "checkpoint; hooks that call the model belong on tensors there.");
+  begin();
   note_changes(id);
   TORCH_CHECK(
       !progress_[id].changed,

@@ -32,10 +32,12 @@ class BackwardRun {
       OrderConsensus& consensus);
 
   void set_owner(std::weak_ptr<void> owner) {
+    untracked_.set_owner(owner);
     owner_ = std::move(owner);
   }
   // A backward that reaches the outputs begins; and it goes through the call that gave them.
-  void expect(const std::vector<at::Tensor>& outputs);
+  // `first`: the first node that the model recorded.
+  void expect(const std::vector<at::Tensor>& outputs, uint64_t first);
   void expect(const std::vector<at::Tensor>& outputs, const RecordedCall& recorded, int64_t number);
   UntrackedBackward& untracked() {
     return untracked_;
@@ -47,8 +49,9 @@ class BackwardRun {
   // A use of the model that only a backward makes; the first one begins it.
   void begin();
   void grad_ready(UnitId unit, int param);
-  // A checkpoint is about to make a call of the unit again. Throws if its parameters have changed.
-  void check_recompute(UnitId unit);
+  // A checkpoint is about to make a call of the unit again. Throws if its parameters have changed,
+  // or on a thread that runs beside the hooks. Begins the backward.
+  void begin_recompute(UnitId unit);
   // The unit's gradients that have come are none of what comes next.
   void forget_fired(UnitId unit);
   // Forgets what has come, in all units.

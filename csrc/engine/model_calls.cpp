@@ -82,7 +82,7 @@ void ModelCalls::begin_pass() {
     calls_.push_back({true}); // nested: the outer pass goes on
     return;
   }
-  calls_.push_back({false});
+  calls_.push_back({false, next_node()});
   backward_run_.untracked().forget(schedule_.passes().oldest());
   backward_run_.recomputed_calls().forget(schedule_.passes().oldest());
   first_gather_.begin_pass();
@@ -110,7 +110,8 @@ void ModelCalls::end_pass(const std::vector<at::Tensor>& outputs) {
     fail_pass();
     std::rethrow_exception(refused);
   }
-  if (pop_call().recomputing) {
+  const Call call = pop_call();
+  if (call.recomputing) {
     return; // nested
   }
   consensus_.leave_pass();
@@ -118,7 +119,7 @@ void ModelCalls::end_pass(const std::vector<at::Tensor>& outputs) {
     unit->wait_for_unshard(); // of a skipped unit: must not meet the optimizer's update
   }
   if (any_recorded(outputs)) {
-    backward_run_.expect(outputs);
+    backward_run_.expect(outputs, call.first_node);
   }
   backward_run_.untracked().expect_backward();
 }
@@ -136,8 +137,7 @@ void ModelCalls::enter(UnitId id) {
   recover();
   const bool recomputing = in_backward();
   if (recomputing) {
-    backward_run_.begin();
-    backward_run_.check_recompute(id);
+    backward_run_.begin_recompute(id);
   }
   calls_.push_back({recomputing, next_node(), c10::GradMode::is_enabled()});
   if (recomputing) {

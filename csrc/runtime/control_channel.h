@@ -49,6 +49,10 @@ class ControlChannel {
       Alarm* alarm,
       bool is_static);
 
+  // See ControlLink.
+  void begin_backward(const std::shared_ptr<void>& running) {
+    link_->begin_backward(running);
+  }
   // A round begins for this rank, with what it has to say; wait() ends it.
   void say(const Answer& own);
   Answer wait();

@@ -69,6 +69,19 @@ c10::intrusive_ptr<c10d::Backend> ControlLink::backend() const {
   return backend;
 }
 
+void ControlLink::begin_backward(const std::shared_ptr<void>& running) {
+  const std::thread::id self = std::this_thread::get_id();
+  const std::lock_guard lock(mutex_);
+  std::erase_if(backwards_, [](const auto& backward) { return backward.second.expired(); });
+  TORCH_CHECK(
+      std::ranges::all_of(backwards_, [&](const auto& backward) { return backward.first == self; }),
+      "two sharded models run backward at a time, in two threads: their collectives would come in "
+      "no order that all ranks share. Autograd runs a device's nodes in a thread of its own and "
+      "those of the CPU in the caller's. Run a backward for each model, one after the other, in "
+      "one thread, or keep the models on one device.");
+  backwards_.emplace_back(self, running);
+}
+
 ControlLink::Ticket ControlLink::begin(ControlMessage own) {
   auto round = std::make_shared<Round>(Dissemination(rank_, size_, std::move(own)));
   const auto backend = this->backend();

@@ -13,6 +13,8 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "plan/dissemination.h"
@@ -46,6 +48,9 @@ class ControlLink : public std::enable_shared_from_this<ControlLink> {
   int64_t add_user() {
     return ++num_users_;
   }
+  // A backward begins on this thread, over as soon as nobody else holds `running`. Throws if one of
+  // another thread is under way: no order of their rounds is the same on all ranks.
+  void begin_backward(const std::shared_ptr<void>& running);
   // A round begins with this rank's message; whoever drops the ticket leaves it to the others.
   Ticket begin(ControlMessage own);
   // Blocks until this rank has heard all; throws what failed, and c10::DistBackendError if the
@@ -69,6 +74,7 @@ class ControlLink : public std::enable_shared_from_this<ControlLink> {
   std::mutex mutex_; // of all that follows
   std::condition_variable changed_;
   std::deque<Ticket> rounds_; // not done, in order
+  std::vector<std::pair<std::thread::id, std::weak_ptr<void>>> backwards_;
   bool has_thread_ = false;
   // Of the thread that begins.
   int64_t num_users_ = 0;

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 
+import torch
 import torch.distributed as dist
 
 import zerocore
+from tests.async_device.test_backward_threads import HostBlock, host_model
 from tests.async_device.training import Block, make_model, start, train
 from tests.distributed.harness import find_free_port
 
@@ -27,6 +29,7 @@ def train_stages() -> None:
         assert all(loss.isfinite() for loss in losses)
         zerocore.report(model)
         del model
+    train(zerocore.shard(host_model(device), units=[HostBlock]), torch.device("cpu"), steps=2)
     extension.synchronize()
     dist.destroy_process_group()
 

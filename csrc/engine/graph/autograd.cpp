@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "common/math.h"
@@ -42,9 +43,48 @@ struct AccumulatedHook final : torch::autograd::PostAccumulateGradHook {
   std::function<void()> run_;
 };
 
-// Autograd runs a device's nodes on threads of its own.
-std::mutex call_mutex;
-std::optional<BackwardCall> call;
+// Under way, by the thread that called: autograd runs a device's nodes on threads of its own.
+std::mutex calls_mutex;
+std::vector<std::pair<std::thread::id, BackwardCall>> calls;
+
+bool takes_gradient_on(const Node& node, c10::Device device) {
+  for (uint32_t input = 0; input < node.num_inputs(); ++input) {
+    const c10::Device found = node.input_metadata(input).device();
+    if (found == device || (found.is_cpu() && device.is_cpu())) { // "cpu:0" is the CPU, too
+      return true;
+    }
+  }
+  return false;
+}
+
+// Where a backward from the outputs comes to the device.
+std::vector<Node*> first_nodes_on(
+    c10::Device device,
+    const std::vector<at::Tensor>& outputs,
+    uint64_t first) {
+  std::vector<Node*> found;
+  std::vector<Node*> elsewhere;
+  const auto add = [&](Node* node) {
+    std::vector<Node*>& nodes = takes_gradient_on(*node, device) ? found : elsewhere;
+    if (std::find(nodes.begin(), nodes.end(), node) == nodes.end()) {
+      nodes.push_back(node);
+    }
+  };
+  for (const at::Tensor& output : outputs) {
+    if (Node* node = output.grad_fn().get()) {
+      add(node);
+    }
+  }
+  for (size_t i = 0; i < elsewhere.size(); ++i) {
+    for (const auto& edge : elsewhere[i]->next_edges()) {
+      const uint64_t number = edge.is_valid() ? edge.function->sequence_nr() : 0;
+      if (edge.is_valid() && first <= number && number < next_node()) { // leaves have no number
+        add(edge.function.get());
+      }
+    }
+  }
+  return found;
+}
 
 } // namespace
 
@@ -77,18 +117,24 @@ void note_backward_call(const std::vector<at::Tensor>& roots) {
     const auto& node = root.grad_fn();
     distances = mix(distances, node == nullptr ? 0 : next - node->sequence_nr());
   }
-  const std::lock_guard<std::mutex> lock(call_mutex);
-  call = {next, distances};
+  const std::lock_guard lock(calls_mutex);
+  calls.emplace_back(std::this_thread::get_id(), BackwardCall{next, distances});
 }
 
 void forget_backward_call() {
-  const std::lock_guard<std::mutex> lock(call_mutex);
-  call.reset();
+  const std::lock_guard lock(calls_mutex);
+  const auto of_this_thread = [self = std::this_thread::get_id()](const auto& call) {
+    return call.first == self;
+  };
+  const auto last = std::find_if(calls.rbegin(), calls.rend(), of_this_thread);
+  if (last != calls.rend()) {
+    calls.erase(std::next(last).base());
+  }
 }
 
 std::optional<BackwardCall> backward_call() {
-  const std::lock_guard<std::mutex> lock(call_mutex);
-  return call;
+  const std::lock_guard lock(calls_mutex);
+  return calls.size() == 1 ? std::make_optional(calls.front().second) : std::nullopt;
 }
 
 std::optional<GraphNode> current_node() {
@@ -97,6 +143,11 @@ std::optional<GraphNode> current_node() {
     return std::nullopt;
   }
   return GraphNode{node->sequence_nr(), node->thread_id()};
+}
+
+bool runs_node_of(c10::Device device) {
+  const auto node = torch::autograd::get_current_node();
+  return device.is_cpu() || node == nullptr || takes_gradient_on(*node, device);
 }
 
 uint64_t next_node() {
@@ -114,17 +165,16 @@ std::vector<at::Tensor> computed_since(uint64_t first, const std::vector<at::Ten
   return computed.empty() ? outputs : computed;
 }
 
-void on_backward_of(const std::vector<at::Tensor>& outputs, const std::function<void()>& run) {
-  std::vector<Node*> hooked;
-  for (const at::Tensor& output : outputs) {
-    Node* node = output.grad_fn().get();
-    if (node != nullptr && std::find(hooked.begin(), hooked.end(), node) == hooked.end()) {
-      // In front: a unit that returns its input has its hook on the node of the unit before it,
-      // and backward meets the later unit first.
-      auto& hooks = node->tensor_pre_hooks();
-      hooks.insert(hooks.begin(), std::make_unique<BackwardHook>(run));
-      hooked.push_back(node);
-    }
+void on_backward_of(
+    const std::vector<at::Tensor>& outputs,
+    c10::Device device,
+    uint64_t first,
+    const std::function<void()>& run) {
+  for (Node* node : first_nodes_on(device, outputs, first)) {
+    // In front: a unit that returns its input has its hook on the node of the unit before it,
+    // and backward meets the later unit first.
+    auto& hooks = node->tensor_pre_hooks();
+    hooks.insert(hooks.begin(), std::make_unique<BackwardHook>(run));
   }
 }
 

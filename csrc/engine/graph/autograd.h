@@ -1,4 +1,12 @@
 // C++ hooks on the autograd graph; nothing of Python runs in them.
+//
+// Note [The thread of a model's backward]
+// Autograd has a thread for each device; nodes whose gradients are on the CPU run on the thread
+// that called backward, at the same time. The hooks of a model take no lock: all of them run on the
+// thread of the model's device. A unit whose output is on another device has its hook where the
+// backward comes back to the model's. That also keeps their order: autograd orders the nodes of one
+// thread alone, so a hook on the CPU could run before the gradients of the unit after it are there.
+// A lock would make such a hook safe and leave its order, hence that of collectives, to chance.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,9 +37,10 @@ struct BackwardCall {
   uint64_t roots = 0;
 };
 
-// Say that a backward is called and that it has ended, whatever model it goes through.
+// Say that this thread calls a backward and that it has ended, whatever model it goes through.
 void note_backward_call(const std::vector<at::Tensor>& roots);
 void forget_backward_call();
+// None if several are under way: of another thread, or within each other.
 std::optional<BackwardCall> backward_call();
 
 // A node of autograd by its number, of those that were made on one thread.
@@ -42,6 +51,8 @@ struct GraphNode {
 
 // The node that this thread runs in a backward.
 std::optional<GraphNode> current_node();
+// Whether the node that this thread runs, if any, is one of the device, hence of its thread.
+bool runs_node_of(c10::Device device);
 // The number that the next node of this thread's graph will have.
 uint64_t next_node();
 // Those of `outputs` that were computed since next_node() was `first`; all of them if none was. A
@@ -49,8 +60,13 @@ uint64_t next_node();
 std::vector<at::Tensor> computed_since(uint64_t first, const std::vector<at::Tensor>& outputs);
 
 // Calls `run` each time the backward reaches one of `outputs` (those with a grad_fn), before the
-// node that produced it runs.
-void on_backward_of(const std::vector<at::Tensor>& outputs, const std::function<void()>& run);
+// node that produced it runs; of an output on another device, before the first nodes on `device`
+// that it was computed by since next_node() was `first`.
+void on_backward_of(
+    const std::vector<at::Tensor>& outputs,
+    c10::Device device,
+    uint64_t first,
+    const std::function<void()>& run);
 
 // Calls `run` after a gradient was accumulated into the leaf.
 void on_grad_accumulated(const at::Tensor& leaf, std::function<void()> run);

@@ -15,7 +15,7 @@ namespace {
 // RecordFunction takes a plain function, so what it is to call is found here.
 struct Watches {
   std::mutex mutex;
-  std::vector<std::shared_ptr<NodeWatch::Seen>> on;
+  std::vector<std::shared_ptr<NodeWatch::Watcher>> on;
   at::CallbackHandle callback = 0;
 };
 
@@ -25,13 +25,15 @@ Watches& watches() {
 }
 
 std::unique_ptr<at::ObserverContext> before_node(const at::RecordFunction& node) {
-  std::vector<std::shared_ptr<NodeWatch::Seen>> on;
+  std::vector<std::shared_ptr<NodeWatch::Watcher>> on;
   {
     const std::lock_guard<std::mutex> lock(watches().mutex);
     on = watches().on;
   }
-  for (const auto& seen : on) {
-    (*seen)(static_cast<uint64_t>(node.seqNr()), node.forwardThreadId());
+  for (const auto& watcher : on) {
+    if (const auto alive = watcher->owner.lock()) { // another thread may free the model
+      watcher->seen(static_cast<uint64_t>(node.seqNr()), node.forwardThreadId());
+    }
   }
   return nullptr;
 }
@@ -50,13 +52,13 @@ void NodeWatch::set_on(bool on) {
   Watches& all = watches();
   const std::lock_guard<std::mutex> lock(all.mutex);
   if (!on) {
-    all.on.erase(std::remove(all.on.begin(), all.on.end(), seen_), all.on.end());
+    all.on.erase(std::remove(all.on.begin(), all.on.end(), watcher_), all.on.end());
     if (all.on.empty()) {
       at::removeCallback(all.callback);
     }
     return;
   }
-  all.on.push_back(seen_);
+  all.on.push_back(watcher_);
   if (all.on.size() == 1) {
     all.callback = at::addGlobalCallback(
         at::RecordFunctionCallback(&before_node)

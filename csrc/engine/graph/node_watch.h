@@ -13,21 +13,31 @@ namespace zerocore {
 class NodeWatch {
  public:
   // `seen(number, thread)`: the node's sequence number, and RecordFunction's name for the thread
-  // that recorded it. Called on the thread that runs the node. It must not throw.
+  // that recorded it. Called on the thread that runs the node, which may be of a backward of
+  // another model, while the owner lives. It must not throw.
   using Seen = std::function<void(uint64_t number, uint64_t thread)>;
 
-  explicit NodeWatch(Seen seen) : seen_(std::make_shared<Seen>(std::move(seen))) {}
+  explicit NodeWatch(Seen seen) : watcher_(std::make_shared<Watcher>(std::move(seen))) {}
   ~NodeWatch();
   NodeWatch(const NodeWatch&) = delete;
   NodeWatch& operator=(const NodeWatch&) = delete;
 
+  // Once, before it is on.
+  void set_owner(std::weak_ptr<void> owner) {
+    watcher_->owner = std::move(owner);
+  }
   void set_on(bool on);
   bool is_on() const {
     return on_;
   }
 
+  struct Watcher {
+    Seen seen;
+    std::weak_ptr<void> owner = {};
+  };
+
  private:
-  std::shared_ptr<Seen> seen_;
+  std::shared_ptr<Watcher> watcher_;
   bool on_ = false;
 };
 

@@ -19,16 +19,15 @@ int64_t UntrackedBackward::add(const RecordedCall& call) {
     calls_ = 0;
   }
   calls_ = mix(mix(calls_, static_cast<uint64_t>(call.call.unit)), call.last - call.first);
-  thread_ = at::RecordFunction::currentThreadId();
   return note(call, /*recomputed=*/false);
 }
 
 int64_t UntrackedBackward::add_recomputed(const RecordedCall& call) {
-  recomputing_thread_ = at::RecordFunction::currentThreadId();
   return note(call, /*recomputed=*/true);
 }
 
 int64_t UntrackedBackward::note(const RecordedCall& call, bool recomputed) {
+  const std::lock_guard lock(mutex_);
   visits_.push_back({call, at::RecordFunction::currentThreadId(), recomputed});
   return first_visit_ + static_cast<int64_t>(visits_.size()) - 1;
 }
@@ -56,6 +55,7 @@ void UntrackedBackward::keep_watching() {
 }
 
 void UntrackedBackward::announce(int64_t number) {
+  const std::lock_guard lock(mutex_);
   if (number >= first_visit_ && number - first_visit_ < static_cast<int64_t>(visits_.size())) {
     visits_[number - first_visit_].announced = true;
     announced_.push_back(number);
@@ -63,16 +63,26 @@ void UntrackedBackward::announce(int64_t number) {
 }
 
 void UntrackedBackward::see(uint64_t number, uint64_t thread) {
-  if (thread == thread_ && !in_backward_) {
-    begin_backward();
+  if (!runs_node_of(device_)) {
+    return;
   }
-  if ((thread == thread_ || thread == recomputing_thread_) && watch_.is_on()) {
-    look_up(number, thread);
+  for (const auto& [index, visit] : visits_around(number, thread)) {
+    begin_backward();
+    const RecordedCall& recorded = visit.recorded;
+    if (watch_.is_on() && (!visit.announced || !is_usable_(recorded.call))) {
+      announce(index);
+      enter_(recorded);
+      found_ = true;
+    }
   }
 }
 
-void UntrackedBackward::look_up(uint64_t number, uint64_t thread) {
-  // The outermost call is left last and its backward comes first.
+// With their numbers. The outermost call is left last and its backward comes first.
+std::vector<std::pair<int64_t, UntrackedBackward::Visit>> UntrackedBackward::visits_around(
+    uint64_t number,
+    uint64_t thread) const {
+  std::vector<std::pair<int64_t, Visit>> around;
+  const std::lock_guard lock(mutex_);
   for (auto index = static_cast<int64_t>(visits_.size()) - 1; index >= 0; --index) {
     const Visit& visit = visits_[index];
     if (visit.thread != thread) {
@@ -81,14 +91,11 @@ void UntrackedBackward::look_up(uint64_t number, uint64_t thread) {
     if (visit.recorded.last <= number) {
       break; // as are those before it
     }
-    const bool contains = visit.recorded.first <= number;
-    if (contains && (!visit.announced || !is_usable_(visit.recorded.call))) {
-      const RecordedCall recorded = visit.recorded;
-      announce(first_visit_ + index);
-      enter_(recorded);
-      found_ = true;
+    if (visit.recorded.first <= number) {
+      around.emplace_back(first_visit_ + index, visit);
     }
   }
+  return around;
 }
 
 void UntrackedBackward::end_backward() {
@@ -98,22 +105,25 @@ void UntrackedBackward::end_backward() {
     }
     plain_.insert(shape_);
   }
-  for (const int64_t number : announced_) {
-    if (number >= first_visit_) {
-      visits_[number - first_visit_].announced = false;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const int64_t number : announced_) {
+      if (number >= first_visit_) {
+        visits_[number - first_visit_].announced = false;
+      }
+    }
+    while (!visits_.empty() && visits_.back().recomputed) {
+      visits_.pop_back();
     }
   }
   announced_.clear();
-  while (!visits_.empty() && visits_.back().recomputed) {
-    visits_.pop_back();
-  }
-  recomputing_thread_ = 0;
   in_backward_ = false;
   settled_ = true;
   expect_backward(); // through a graph that was retained
 }
 
 void UntrackedBackward::forget(int64_t oldest_pass) {
+  const std::lock_guard lock(mutex_);
   while (!visits_.empty() && visits_.front().recorded.call.pass < oldest_pass) {
     visits_.pop_front();
     ++first_visit_;
@@ -121,10 +131,12 @@ void UntrackedBackward::forget(int64_t oldest_pass) {
 }
 
 void UntrackedBackward::reset() {
-  first_visit_ += static_cast<int64_t>(visits_.size());
-  visits_.clear();
+  {
+    const std::lock_guard lock(mutex_);
+    first_visit_ += static_cast<int64_t>(visits_.size());
+    visits_.clear();
+  }
   announced_.clear();
-  recomputing_thread_ = 0;
   in_backward_ = false;
   settled_ = true;
   watch_.set_on(false);

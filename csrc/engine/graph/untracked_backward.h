@@ -11,16 +11,22 @@
 // A unit may also have been released too early: where ranks take different ways, the order that
 // they share may have left a call that this rank is in. Its nodes show that it is.
 //
-// That costs about 0.2 us a node, so the watch goes off with the first node if a backward of the
-// same shape has gone by without a side door. The shape is how many nodes each call recorded, how
-// many were recorded after the calls, and which ones the backward begins with. It says nothing of
-// other ranks: the watch stays on in a backward in which they differ. If a backward takes a side
-// door all the same, the unit's storage raises an error: it is never read before it was waited for.
+// That costs about 0.2 us a node, so the watch goes off with the first node of a call if a backward
+// of the same shape has gone by without a side door. The shape is how many nodes each call
+// recorded, how many were recorded after the calls, and which ones the backward begins with. It
+// says nothing of other ranks: the watch stays on in a backward in which they differ. If a backward
+// takes a side door all the same, the unit's storage raises an error: it is never read before it
+// was waited for.
+//
+// Nodes of all backwards in the process are seen, on the threads that run them, those of other
+// models, too. They change nothing unless they are nodes of a call on the model's device, see Note
+// [The thread of a model's backward].
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <mutex>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -43,18 +49,25 @@ class UntrackedBackward {
   using Enter = std::function<void(const RecordedCall&)>;
 
   // `is_usable` tells whether what the call's backward needs is there.
-  UntrackedBackward(Enter enter, std::function<bool(const CallHandle&)> is_usable)
-      : enter_(std::move(enter)),
+  UntrackedBackward(
+      c10::Device device,
+      Enter enter,
+      std::function<bool(const CallHandle&)> is_usable)
+      : device_(device),
+        enter_(std::move(enter)),
         is_usable_(std::move(is_usable)),
         watch_([this](uint64_t number, uint64_t thread) { see(number, thread); }) {}
 
+  void set_owner(std::weak_ptr<void> owner) {
+    watch_.set_owner(std::move(owner));
+  }
   // A call has been left; returns its number.
   int64_t add(const RecordedCall& call);
   // As add, of a call that a checkpoint makes again in a backward; known until that ends.
   int64_t add_recomputed(const RecordedCall& call);
   // The outermost call has been left: a backward may come.
   void expect_backward();
-  // The first node of a backward runs, or the first one that concerns the model.
+  // The first node of a backward that concerns the model runs.
   void begin_backward();
   // The shape of this backward says nothing.
   void keep_watching();
@@ -75,16 +88,17 @@ class UntrackedBackward {
 
   int64_t note(const RecordedCall& call, bool recomputed);
   void see(uint64_t number, uint64_t thread);
-  void look_up(uint64_t number, uint64_t thread);
+  std::vector<std::pair<int64_t, Visit>> visits_around(uint64_t number, uint64_t thread) const;
 
+  c10::Device device_;
   Enter enter_;
   std::function<bool(const CallHandle&)> is_usable_;
-  std::deque<Visit>
-      visits_; // in the order in which calls were left, so `last` grows in each thread
+  // In the order in which calls were left, so `last` grows in each thread. Changes under the mutex,
+  // for which nobody waits long: other models' threads look here.
+  std::deque<Visit> visits_;
+  mutable std::mutex mutex_;
   int64_t first_visit_ = 0; // number of the first one that is kept
   std::vector<int64_t> announced_; // numbers
-  uint64_t thread_ = 0; // that records
-  uint64_t recomputing_thread_ = 0; // in this backward: on devices it is autograd's own
   uint64_t calls_ = 0; // shape of the calls since the last backward
   uint64_t shape_ = 0; // of the backward under way
   bool settled_ = true; // no call since the last backward
