@@ -16,6 +16,7 @@
 #include "runtime/host_memory.h"
 #include "runtime/host_threads.h"
 #include "runtime/registered_memory.h"
+#include "runtime/stream.h"
 #include "watch/alarm.h"
 #include "watch/watchdog.h"
 
@@ -89,6 +90,7 @@ void register_watchdog(py::module_& module) {
       py::kw_only(),
       py::arg("beside"),
       Released());
+  module.def("check_not_capturing", &check_not_capturing<std::string>);
   py::class_<Waiting>(module, "Waiting")
       .def(py::init<std::string, std::string>(), py::arg("what"), py::arg("group"))
       .def("__enter__", &Waiting::enter)

@@ -71,6 +71,7 @@ void BackwardRun::begin() {
   if (lifecycle_.in_backward_pass()) {
     return;
   }
+  check_not_capturing(context_.streams->device(), "backward went through a sharded model");
   std::shared_ptr<void> running = thread_check_.begin_backward();
   if (context_.control != nullptr) {
     context_.control->begin_backward(running);

@@ -108,8 +108,8 @@ void Engine::hold_unsharded(const std::vector<UnitId>& units) {
 }
 
 void Engine::begin_hold(UnitId unit) {
-  offload_.wait_updates();
   calls_.recover(/*may_be_parked=*/true);
+  offload_.wait_updates();
   first_gather_.drop();
   lifecycle_.begin_hold(unit);
   calls_.leave_if_outside();
@@ -117,8 +117,8 @@ void Engine::begin_hold(UnitId unit) {
 
 void Engine::set_parked(bool parked) {
   if (parked) {
-    offload_.synchronize(); // gradients may be on their way to the host
     calls_.recover();
+    offload_.synchronize(); // gradients may be on their way to the host
     first_gather_.drop();
     for (const auto& unit : units_) {
       lifecycle_.refresh(unit->id());
@@ -158,9 +158,9 @@ void Engine::set_kept(UnitId unit, bool kept) {
 }
 
 void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast) {
-  offload_.wait_updates();
   calls_.recover();
   calls_.leave_if_outside();
+  offload_.wait_updates();
   first_gather_.drop();
   units_.at(unit)->materialize(full, broadcast);
   if (context_.disk != nullptr) {
@@ -169,14 +169,16 @@ void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool 
 }
 
 std::vector<at::Tensor> Engine::full_values(UnitId unit) {
-  offload_.wait_updates();
   calls_.recover();
   calls_.leave_if_outside();
+  offload_.wait_updates();
   return units_.at(unit)->full_values();
 }
 
 // Each pass of the model comes to an end before its weights change.
 void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
+  check_not_capturing(
+      context_.streams->device(), "an optimizer stepped parameters of a sharded model");
   calls_.check_not_parked();
   if (first_gather_.is_on()) {
     calls_.recover();

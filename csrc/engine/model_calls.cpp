@@ -32,7 +32,8 @@ void ModelCalls::check_not_parked() const {
 }
 
 // Before a use of units. A backward that ended with an exception never reached end_backward().
-void ModelCalls::recover(bool may_be_parked) {
+void ModelCalls::recover(bool may_be_parked, const char* what) {
+  check_not_capturing(context_.streams->device(), what);
   if (!may_be_parked) {
     check_not_parked();
   }
@@ -77,7 +78,7 @@ void ModelCalls::reset() {
 }
 
 void ModelCalls::begin_pass() {
-  recover();
+  recover(/*may_be_parked=*/false, "a sharded model was called");
   if (schedule_.in_rooted_pass() || in_backward()) {
     calls_.push_back({true}); // nested: the outer pass goes on
     return;
@@ -134,7 +135,7 @@ void ModelCalls::fail_pass() {
 }
 
 void ModelCalls::enter(UnitId id) {
-  recover();
+  recover(/*may_be_parked=*/false, "a unit of a sharded model was called");
   const bool recomputing = in_backward();
   if (recomputing) {
     backward_run_.begin_recompute(id);

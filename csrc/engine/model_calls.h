@@ -56,8 +56,9 @@ class ModelCalls {
     return !calls_.empty();
   }
 
-  // Before a use of units: ends what an exception has left, and what other ranks wait for.
-  void recover(bool may_be_parked = false);
+  // Before a use of units: ends what an exception has left, and what other ranks wait for. Throws
+  // in the capture of a graph, with `what` was called.
+  void recover(bool may_be_parked = false, const char* what = "a sharded model was used");
   void check_not_parked() const;
   void set_parked(bool parked) {
     parked_ = parked;

@@ -15,6 +15,17 @@ size_t index(StreamRole role) {
 
 } // namespace
 
+bool is_capturing(c10::Device device) {
+  const auto ask = [](const auto& stream) {
+    if constexpr (requires { stream.is_capturing(); }) {
+      return stream.is_capturing();
+    } else {
+      return false;
+    }
+  };
+  return !device.is_cpu() && ask(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
 StreamRole stream_role_named(const std::string& name) {
   for (int role = 0; role < kNumStreamRoles; ++role) {
     if (name == stream_role_name(static_cast<StreamRole>(role))) {

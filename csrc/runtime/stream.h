@@ -13,6 +13,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/util/Exception.h>
 
 #include <array>
 #include <initializer_list>
@@ -43,6 +44,22 @@ struct RecordedEvent {
 
 // Copies share the event; a default one is already reached.
 using StreamEvent = std::shared_ptr<const RecordedEvent>;
+
+// Whether the device's current stream records a graph of its work. Always false before torch 2.13.
+bool is_capturing(c10::Device device);
+
+// Throws in a capture; `what` was called. What zerocore does on the host cannot be replayed: waits,
+// the exchange of control messages, gathers in the ranks' order, notes of what has changed. And an
+// event of before the capture, as the pool has them, would make it invalid.
+template <typename... What>
+void check_not_capturing(c10::Device device, const What&... what) {
+  TORCH_CHECK(
+      !is_capturing(device),
+      what...,
+      " in the capture of a CUDA graph: a replay would leave out what the host does there, as it "
+      "gathers, waits, and notes which weights have changed. Capture code that calls no sharded "
+      "module, and steps of zerocore.optim.AdamW over plain parameters.");
+}
 
 class Streams {
  public:

@@ -61,6 +61,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return stream_of(exchange_stream(id_of(stream)));
   }
+  bool isStreamCapturing(const c10::Stream& stream) const { // torch asks from 2.13 on
+    return capturing_stream() == id_of(stream);
+  }
   void* getStreamNativeHandle(const c10::Stream stream) const override {
     return &queue(id_of(stream));
   }

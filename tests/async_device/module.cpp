@@ -86,6 +86,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("refuse_registration", &refuse_registration, py::arg("why"));
   module.def("device_timer", [] { return py::capsule(static_cast<const void*>(&link_timer())); });
   module.def("booked", &booked_durations);
+  module.def("set_capturing", [](int stream) { capturing_stream() = stream; });
   module.def("host_waits", &host_waits);
   module.def("forbid_host_waits", &forbid_host_waits);
   module.def("begin_waits", &begin_waits, py::arg("dropped"), py::arg("dropped_of_host") = -1);

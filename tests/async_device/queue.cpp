@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <map>
 
 namespace async_device {
@@ -181,6 +180,11 @@ int current_stream() {
 
 int exchange_stream(int id) {
   return std::exchange(the_current_stream, id);
+}
+
+std::atomic<int>& capturing_stream() {
+  static std::atomic<int> stream = -1;
+  return stream;
 }
 
 void choose_device() noexcept {

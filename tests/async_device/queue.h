@@ -4,6 +4,7 @@
 // points between tasks. An error of a task is thrown at the host where it next waits.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -99,6 +100,9 @@ void set_delays(const Delays& delays);
 // By thread.
 int current_stream();
 int exchange_stream(int id);
+
+// The stream that says that it records a graph, or -1. It carries out its tasks all the same.
+std::atomic<int>& capturing_stream();
 
 // -- the host waits
 // --------------------------------------------------------------------------------

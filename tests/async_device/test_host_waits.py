@@ -6,7 +6,6 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 import zerocore
@@ -40,21 +39,6 @@ def clip_muon() -> None:
 
 def test_muon_clips_without_a_wait() -> None:
     run_ranks(clip_muon, 2, launch="torchrun")
-
-
-def capture() -> None:
-    device, _ = start(on_device=True)
-    model: Any = zerocore.shard(make_model(device), stage=3, units=[Block])
-    module: Any = torch.get_device_module(device)
-    module.is_current_stream_capturing = lambda: True
-    with pytest.raises(RuntimeError, match="capture of a CUDA graph"):
-        backward(model, device, 0)
-    module.is_current_stream_capturing = lambda: False
-    backward(model, device, 0)
-
-
-def test_a_captured_forward_is_refused() -> None:
-    run_ranks(capture, 2, launch="torchrun")
 
 
 def save() -> None:

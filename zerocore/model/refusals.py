@@ -107,19 +107,6 @@ class _Registry(OrderedDict[str, Any]):
         return super().__contains__(name)
 
 
-def refuse_capture(device: torch.device) -> None:
-    """Raises RuntimeError where a CUDA graph is being captured, on the current stream."""
-    if device.type == "cpu":
-        return
-    is_capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    if is_capturing is not None and is_capturing():
-        raise RuntimeError(
-            "a sharded model was called in the capture of a CUDA graph. A replay would repeat its "
-            "kernels without the waits of the host between them. Capture code that calls no "
-            "sharded module, or the step of zerocore.optim.AdamW."
-        )
-
-
 def refuse_fully_shard(module: nn.Module) -> None:
     """From now on FSDP2 refuses ``module``, before it does anything to it."""
     registry = _Registry(module.__dict__.get(REGISTRY_KEY, {}))

@@ -41,9 +41,10 @@ class AdamW(ShardOptimizer):
     the last ``numel % 16`` elements of a tensor may differ in the last bit. A parameter's moments
     (``state[p]["exp_avg"]`` and ``["exp_avg_sq"]``) are views of one flat tensor for each unit and
     dtype, and its ``step`` a float32 scalar on its device: nothing waits for the device, and a
-    step can be captured in a CUDA graph. State dicts are those of ``torch.optim.AdamW`` over the
-    same parameters, both ways. The values of a tensor put into ``state[p]`` by hand are copied
-    into those views by the next step; of a sharded parameter it may be a shard, or the full value.
+    step of plain parameters can be captured in a CUDA graph. State dicts are those of
+    ``torch.optim.AdamW`` over the same parameters, both ways. The values of a tensor put into
+    ``state[p]`` by hand are copied into those views by the next step; of a sharded parameter it may
+    be a shard, or the full value.
 
     Gradients may be of another dtype than their parameter (bfloat16 or float16 beside float32). A
     parameter with an attribute ``model_weight`` (1-D, of its numel, of another dtype) has its

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zerocore._C import check_not_capturing
 from zerocore.common.alarm import operation, waiting
 from zerocore.common.patching import around
 from zerocore.model.ranks import group_of
@@ -103,8 +104,9 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type: expected p > 0 or inf, got {norm_type}")
     if not bound >= 0:
         raise ValueError(f"max_norm: expected 0 or more, got {max_norm}")
-    pending_host_updates.finish()
     parts = _Parts(parameters)
+    parts.check_not_capturing()
+    pending_host_updates.finish()
     total = parts.norm(p)
     if across is not None:
         total = reduce_norms(total, p, group_of(across, "across"))
@@ -143,6 +145,12 @@ class _Parts:
         for number, param in enumerate(self.params):
             self.numbers.setdefault(tuple(groups_of(param)), []).append(number)
         self.norms: dict[Groups, Tensor] = {}  # over all ranks, once known
+
+    def check_not_capturing(self) -> None:
+        """Raises RuntimeError for shards, in the capture of a CUDA graph."""
+        shards = (shard_of(param) for param in self.params)
+        for state in {shard.state_ref() for shard in shards if shard is not None} - {None}:
+            check_not_capturing(state.device, "clip_grad_norm_ was called for a sharded model")
 
     def present(self) -> list[Tensor]:
         """This rank's parts of the gradients that there are."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerocore._C import check_not_capturing
 from zerocore.common.alarm import waiting
 from zerocore.tensor.elementwise import NotLocal, fit
 from zerocore.tensor.functions import Args, Function, Kwargs
@@ -222,6 +223,7 @@ def reduce_norms(norms: Tensor, norm_type: float, group: dist.ProcessGroup | Non
     """Combines the ranks' norms of disjoint parts, elementwise, into those of the whole."""
     if group is None:
         return norms
+    check_not_capturing(norms.device, "a norm over several ranks was taken")
     if norm_type <= 0:
         raise ValueError(f"the norm of a sharded gradient needs p > 0 or inf, got {norm_type}")
     wide = norms.double()

@@ -310,6 +310,7 @@ void Offload::wait_updates() {
 }
 
 void Offload::synchronize() {
+  check_not_capturing(context_.streams->device(), "a sharded model's work on the host was awaited");
   end_step();
   wait(worker_ == nullptr ? 0 : worker_->last());
   wait_arrivals();
