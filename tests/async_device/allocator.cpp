@@ -25,6 +25,7 @@ struct Block {
   int stream = 0;
   std::vector<int> other_streams; // by record_stream()
   std::vector<PointPtr> last_uses; // of those, once it is freed
+  bool is_recorded = false; // recorded work may use it at any time
 };
 
 class PoisoningAllocator final : public c10::DeviceAllocator {
@@ -77,6 +78,9 @@ class PoisoningAllocator final : public c10::DeviceAllocator {
   void give_back(Block* block) {
     const std::lock_guard lock(mutex_);
     allocated_.decrease(block->nbytes);
+    if (block->is_recorded) {
+      return;
+    }
     for (const int stream : block->other_streams) {
       block->last_uses.push_back(queue(stream).record());
     }
@@ -95,12 +99,14 @@ class PoisoningAllocator final : public c10::DeviceAllocator {
     if (free.empty()) {
       ++num_device_allocations_;
       for (int i = 0; i < kBlocksPerSegment; ++i) {
-        free.push_back(new Block{std::aligned_alloc(kAlignment, nbytes), nbytes, stream, {}, {}});
+        free.push_back(
+            new Block{std::aligned_alloc(kAlignment, nbytes), nbytes, stream, {}, {}, false});
         std::memset(free.back()->memory, kPoison, nbytes);
       }
     }
     Block* block = free.back();
     free.pop_back();
+    block->is_recorded = is_recording();
     allocated_.increase(nbytes);
     return block;
   }

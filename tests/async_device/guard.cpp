@@ -84,12 +84,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       const c10::Stream& stream,
       c10::DeviceIndex /*one*/,
       c10::EventFlag /*flag*/) const override {
+    check_not_recording("an event");
     if (*event == nullptr) {
       *event = new Event();
     }
     static_cast<Event*>(*event)->point = queue(id_of(stream)).record();
   }
   void block(void* event, const c10::Stream& stream) const override {
+    check_not_recording("a wait for an event");
     const auto* recorded = static_cast<Event*>(event);
     if (recorded != nullptr && note_wait({id_of(stream), recorded->point->stream})) {
       queue(id_of(stream)).wait_for(recorded->point);

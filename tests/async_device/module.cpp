@@ -1,6 +1,8 @@
 // Functions of the device for tests, in Python.
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+
 #include "allocator.h"
 #include "generator.h"
 #include "group.h"
@@ -61,6 +63,16 @@ PointPtr hold(int stream) {
   return gate;
 }
 
+void bind_recording(py::module_& module) {
+  py::class_<Recording, std::shared_ptr<Recording>>(module, "Recording")
+      .def("__len__", [](const Recording& self) { return self.tasks.size(); })
+      .def("replay", [](const Recording& self) {
+        std::for_each(self.tasks.begin(), self.tasks.end(), &launch);
+      });
+  module.def("begin_recording", &begin_recording);
+  module.def("end_recording", &end_recording);
+}
+
 } // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -86,6 +98,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("refuse_registration", &refuse_registration, py::arg("why"));
   module.def("device_timer", [] { return py::capsule(static_cast<const void*>(&link_timer())); });
   module.def("booked", &booked_durations);
+  bind_recording(module);
   module.def("set_capturing", [](int stream) { capturing_stream() = stream; });
   module.def("host_waits", &host_waits);
   module.def("forbid_host_waits", &forbid_host_waits);

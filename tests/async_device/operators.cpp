@@ -211,7 +211,7 @@ void enqueue(const c10::OperatorHandle& op, const Stack& args, const Stack& outp
       targets.push_back(tensor.defined() ? on_cpu(tensor) : tensor);
     }
   }
-  queue(current_stream()).push([op, inputs = std::move(inputs), targets]() mutable {
+  launch([op, inputs = std::move(inputs), targets]() mutable {
     run(op, inputs);
     size_t next = 0;
     for (const IValue& output : targets.empty() ? Stack() : inputs) {
@@ -231,7 +231,7 @@ at::Tensor to_device(const at::Tensor& tensor) {
   }
   const auto options = tensor.options().device(kDevice);
   const at::Tensor result = at::empty_strided(tensor.sizes(), tensor.strides(), options);
-  queue(current_stream()).push([to = on_cpu(result), tensor] { to.copy_(tensor); });
+  launch([to = on_cpu(result), tensor] { to.copy_(tensor); });
   return result;
 }
 
@@ -332,9 +332,9 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
     // The host's memory is as if it were pinned: it is read when the stream gets there.
     const bool reads_later = non_blocking && !is_ours(self);
     const at::Tensor source = reads_later ? self.detach() : for_task(self);
-    queue(current_stream()).push([to = on_cpu(dst), source] { to.copy_(source); });
+    launch([to = on_cpu(dst), source] { to.copy_(source); });
   } else if (non_blocking) {
-    queue(current_stream()).push([to = dst, from = on_cpu(self)] { to.copy_(from); });
+    launch([to = dst, from = on_cpu(self)] { to.copy_(from); });
   } else {
     note_host_wait("copy to the host");
     wait_for_stream(current_stream());

@@ -34,6 +34,7 @@ Shared& shared() {
 thread_local int the_current_stream = 0;
 thread_local Queue* the_working_queue = nullptr;
 thread_local bool has_device = false;
+thread_local std::shared_ptr<Recording> the_recording;
 
 } // namespace
 
@@ -182,6 +183,29 @@ int exchange_stream(int id) {
   return std::exchange(the_current_stream, id);
 }
 
+void launch(Task task) {
+  if (the_recording != nullptr) {
+    the_recording->tasks.push_back(task);
+  }
+  queue(current_stream()).push(std::move(task));
+}
+
+void begin_recording() {
+  the_recording = std::make_shared<Recording>();
+}
+
+std::shared_ptr<Recording> end_recording() {
+  return std::exchange(the_recording, nullptr);
+}
+
+bool is_recording() {
+  return the_recording != nullptr;
+}
+
+void check_not_recording(const char* what) {
+  TORCH_CHECK(!is_recording(), what, " in recorded work");
+}
+
 std::atomic<int>& capturing_stream() {
   static std::atomic<int> stream = -1;
   return stream;
@@ -192,6 +216,7 @@ void choose_device() noexcept {
 }
 
 void note_host_wait(const char* what) {
+  check_not_recording(what);
   const std::lock_guard lock(shared().mutex);
   ++shared().host_waits[what];
   if (!has_device) {

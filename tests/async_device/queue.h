@@ -104,6 +104,24 @@ int exchange_stream(int id);
 // The stream that says that it records a graph, or -1. It carries out its tasks all the same.
 std::atomic<int>& capturing_stream();
 
+// -- recorded work
+// --------------------------------------------------------------------------------
+
+// Work of a thread, to be given to a stream again as it is: with the addresses that it had. Like a
+// captured graph it may wait for nothing, and the memory that it allocated is never another's.
+struct Recording {
+  std::vector<Task> tasks;
+};
+
+// Gives the current stream work.
+void launch(Task task);
+// From here on this thread's launches are also recorded.
+void begin_recording();
+std::shared_ptr<Recording> end_recording();
+bool is_recording();
+// Throws while this thread records; `what` would wait, or let others wait.
+void check_not_recording(const char* what);
+
 // -- the host waits
 // --------------------------------------------------------------------------------
 
