@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "runtime/bucket.h"
-#include "runtime/page_pinning.h"
+#include "runtime/cuda_calls.h"
 
 namespace zerocore {
 
@@ -42,15 +42,15 @@ HostMemory::HostMemory(const HostMemoryOptions& options)
     advise(data(), options);
   }
   if (options.pinned_nbytes > 0) {
-    TORCH_CHECK(page_pinning() != nullptr, "pinned host memory needs a build with CUDA");
-    page_pinning()->pin(data(), static_cast<size_t>(options.pinned_nbytes));
+    TORCH_CHECK(cuda_calls() != nullptr, "pinned host memory needs a build with CUDA");
+    cuda_calls()->pin(data(), static_cast<size_t>(options.pinned_nbytes));
     pinned_nbytes_ = options.pinned_nbytes;
   }
 }
 
 HostMemory::~HostMemory() {
   if (pinned_nbytes_ > 0) {
-    page_pinning()->unpin(data());
+    cuda_calls()->unpin(data());
   }
 }
 

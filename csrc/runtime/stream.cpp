@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "runtime/cuda_calls.h"
+
 namespace zerocore {
 
 namespace {
@@ -19,8 +21,9 @@ bool is_capturing(c10::Device device) {
   const auto ask = [](const auto& stream) {
     if constexpr (requires { stream.is_capturing(); }) {
       return stream.is_capturing();
-    } else {
-      return false;
+    } else { // before torch 2.13
+      return stream.device().is_cuda() && cuda_calls() != nullptr &&
+          cuda_calls()->is_capturing(stream);
     }
   };
   return !device.is_cpu() && ask(c10::impl::VirtualGuardImpl(device.type()).getStream(device));

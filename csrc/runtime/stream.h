@@ -45,7 +45,7 @@ struct RecordedEvent {
 // Copies share the event; a default one is already reached.
 using StreamEvent = std::shared_ptr<const RecordedEvent>;
 
-// Whether the device's current stream records a graph of its work. Always false before torch 2.13.
+// Whether the device's current stream records a graph of its work.
 bool is_capturing(c10::Device device);
 
 // Throws in a capture; `what` was called. What zerocore does on the host cannot be replayed: waits,

@@ -43,7 +43,7 @@ RESERVED = [
         r"|emulation/(emulated_(group|link|work)|mirrored_call)\."
         r"|runtime/(collectives|control_channel|registered_memory|wire_calls)\.",
     ),
-    (r"(c10/|ATen/)?cuda", r"kernels/cuda/|emulation/emulated_timer\.cu|runtime/page_pinning\.cu"),
+    (r"(c10/|ATen/)?cuda", r"kernels/cuda/|emulation/emulated_timer\.cu|runtime/cuda_calls\.cu"),
     (ANY_TORCH, r"(kernels|watch|emulation|runtime|engine|bindings)/"),
 ]
 

@@ -1,7 +1,7 @@
 // The states of a model in the host's memory.
 #include "engine/unit/host_states.h"
 
-#include "runtime/page_pinning.h"
+#include "runtime/cuda_calls.h"
 
 namespace zerocore {
 
@@ -10,7 +10,7 @@ void HostStates::plan(const Units& units, const UnitContext& context) {
   for (const auto& unit : units) {
     layout_->add(unit->layout(), unit->context().mesh);
   }
-  pins_ = context.streams->device().is_cuda() && page_pinning() != nullptr;
+  pins_ = context.streams->device().is_cuda() && cuda_calls() != nullptr;
 }
 
 void HostStates::open() {
