@@ -2,14 +2,18 @@
 parking of a model's state beside plain copies.
 
 Usage: python benchmarks/export.py --ranks 2
+       python benchmarks/export.py on-nodes --rate 4gbit     # root; Linux with ip and tc
 """
 
 from __future__ import annotations
 
+import json
 import os
 from statistics import median
 from typing import Annotated
 
+import torch
+import torch.distributed as dist
 import typer
 
 from bench.export.run import (
@@ -20,13 +24,16 @@ from bench.export.run import (
     RAW,
     SHARD,
     STATE_DICT,
+    Block,
     export_on_this_rank,
     park_on_this_rank,
     planned_peak,
 )
+from bench.lib.nodes import nodes_class, run_on_nodes
 from bench.lib.ranks import run_on_ranks
 from bench.lib.results import write_results
 from bench.lib.tables import Table, make_console
+from bench.network.report import bits_per_second
 
 TIMEOUT_S = 400.0
 Found = dict[str, list[tuple[float, float]]]
@@ -71,15 +78,26 @@ def park_table(times: dict[str, list[float]], nbytes: int) -> Table:
     return table
 
 
+app = typer.Typer(add_completion=False)
+Width = Annotated[int, typer.Option(help="Of the model.")]
+Depth = Annotated[int, typer.Option(help="Blocks of the model.")]
+MaxMib = Annotated[int, typer.Option(help="MiB of a bucket.")]
+Rounds = Annotated[int, typer.Option(help="Turns of each way.")]
+
+
+@app.callback(invoke_without_command=True)
 def main(
+    context: typer.Context,
     ranks: Annotated[int, typer.Option(help="Processes, one thread each.")] = 2,
-    width: Annotated[int, typer.Option(help="Of the model.")] = 1024,
-    depth: Annotated[int, typer.Option(help="Blocks of the model.")] = 8,
-    max_mib: Annotated[int, typer.Option(help="MiB of a bucket.")] = 64,
-    rounds: Annotated[int, typer.Option(help="Turns of each way.")] = 10,
+    width: Width = 1024,
+    depth: Depth = 8,
+    max_mib: MaxMib = 64,
+    rounds: Rounds = 10,
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
     """Prints what an export and parking take."""
+    if context.invoked_subcommand is not None:
+        return
     load = os.getloadavg()[0]
     sizes = (width, depth)
     results, peaks = {}, {}
@@ -110,5 +128,47 @@ def main(
         console.print(f"written: {', '.join(path.name for path in paths)}")
 
 
+@app.command(hidden=True)
+def rank(width: int, depth: int, dtype: str, max_nbytes: int, rounds: int) -> None:
+    """One rank of ``on-nodes``, which says where the others are."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = export_on_this_rank(width, depth, dtype, max_nbytes, rounds)
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    dist.barrier()
+    os._exit(0)  # as ranks of one host do
+
+
+@app.command()
+def on_nodes(
+    rate: Annotated[str, typer.Option(help="Of a node's link, as tc has it.")] = "4gbit",
+    nodes: Annotated[int, typer.Option(help="Network namespaces, a rank each.")] = 2,
+    width: Width = 1024,
+    depth: Depth = 8,
+    max_mib: MaxMib = 64,
+    rounds: Rounds = 5,
+) -> None:
+    """Times exports of ranks in network namespaces, beside the wire's own time."""
+    if (make_nodes := nodes_class()) is None:
+        return
+    results = {}
+    with make_nodes(nodes, rate) as network:
+        for number, dtype in enumerate(("fp32", "bf16")):
+            own = [str(each) for each in (width, depth, dtype, max_mib * MIB, rounds)]
+            arguments = [__file__, "rank", *own]
+            results[dtype] = [run_on_nodes(network, arguments, 29600 + number, TIMEOUT_S)]
+    table = export_table(results, f"{nodes} nodes, {rate}: {depth} blocks of width {width}")
+    numel = depth * sum(param.numel() for param in Block(width).parameters())
+    wires = {
+        dtype: 8e3 * nbytes * numel * (nodes - 1) / nodes / bits_per_second(rate)
+        for dtype, nbytes in (("fp32", 4), ("bf16", 2))
+    }
+    of = ", ".join(f"{dtype} {ms:.0f} ms" for dtype, ms in wires.items())
+    table.notes = [*NOTES[:-1], f"The bytes that a rank gets from the others, at {rate}: {of}."]
+    table.show(make_console())
+    write_results(f"export_{rate}", {"exports": results, "wire_ms": wires}, table.markdown())
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    app()
