@@ -48,9 +48,9 @@ using StreamEvent = std::shared_ptr<const RecordedEvent>;
 // Whether the device's current stream records a graph of its work.
 bool is_capturing(c10::Device device);
 
-// Throws in a capture; `what` was called. What zerocore does on the host cannot be replayed: waits,
-// the exchange of control messages, gathers in the ranks' order, notes of what has changed. And an
-// event of before the capture, as the pool has them, would make it invalid.
+// Throws in a capture; `what` was called. A replay would leave out zerocore's work on the host:
+// waits, the exchange of control messages, gathers in the ranks' order, notes of what has changed.
+// And an event of before the capture, as the pool has them, would make it invalid.
 template <typename... What>
 void check_not_capturing(c10::Device device, const What&... what) {
   TORCH_CHECK(
