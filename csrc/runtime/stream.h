@@ -51,8 +51,8 @@ bool is_capturing(c10::Device device);
 // Throws in a capture; `what` was called. A replay would leave out zerocore's work on the host:
 // waits, the exchange of control messages, gathers in the ranks' order, notes of what has changed.
 // And an event of before the capture, as the pool has them, would make it invalid.
-template <typename... What>
-void check_not_capturing(c10::Device device, const What&... what) {
+template <typename... Words>
+void check_not_capturing(c10::Device device, const Words&... what) {
   TORCH_CHECK(
       !is_capturing(device),
       what...,

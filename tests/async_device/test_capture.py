@@ -19,7 +19,7 @@ Call = tuple[str, Callable[[], Any]]
 
 
 def calls_of(model: Any, optimizer: Any, device: torch.device) -> list[Call]:
-    """What is called in a capture, and what the error says was."""
+    """The calls that a capture makes, and what the error says was called."""
     x, loss = batch(device, 0), model(batch(device, 0)).sum()
 
     def without_sync() -> None:

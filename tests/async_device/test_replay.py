@@ -1,6 +1,6 @@
 """Work of a unit that is recorded in one step and given to the device again in later ones.
 
-What CUDA graphs of single blocks need: a block's own forward and backward wait for nothing, and
+CUDA graphs of single blocks need this: a block's own forward and backward wait for nothing, and
 find weights, activations and gradients at the addresses of the step before.
 """
 
