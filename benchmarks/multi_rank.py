@@ -31,6 +31,7 @@ from bench.lib.tables import Table, make_console
 SYSTEMS = (
     System("fsdp2", 3, "FSDP2"),
     *(System("zerocore", stage, f"zerocore stage {stage}") for stage in range(4)),
+    System("zerocore", 3, "zerocore stage 3, registered", registered=True),
 )
 PARITY_SIZE = GPTSize(num_blocks=3, width=64, num_heads=4, vocab_size=97, sequence=32)
 PARITY_STEPS = 6

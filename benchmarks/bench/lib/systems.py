@@ -23,7 +23,8 @@ class System:
     of units that zerocore gathers ahead, `reductions` of those it reduces at a time. A `hybrid` one
     shards within replicas, over a 2-D mesh. With `offload` states are on the host; with
     `gather_at_step` zerocore begins the first gather of a forward at the optimizer's step. With
-    `near` all gathers but the first one come from so many ranks that follow each other (hpZ).
+    `near` all gathers but the first one come from so many ranks that follow each other (hpZ). With
+    `registered` the group's backend allocates what collectives read and write.
     """
 
     peer: str
@@ -36,6 +37,7 @@ class System:
     offload: bool = False
     gather_at_step: bool = False
     near: int | None = None
+    registered: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,8 @@ def _shard(system: System, model: nn.Module, recipe: Recipe, mesh: Any) -> nn.Mo
         options["regather"] = system.near
     if system.reductions != 1:
         options["reductions_in_flight"] = system.reductions
+    if system.registered:  # with one communicator, which all of its collectives are registered with
+        options |= {"registered": True, "overlap_reductions": False}
     sharded: nn.Module = zerocore.shard(
         model,
         stage=system.stage,
