@@ -2,6 +2,7 @@
 #include "engine/unit/host_states.h"
 
 #include "runtime/cuda_calls.h"
+#include "runtime/numa_node.h"
 
 namespace zerocore {
 
@@ -10,15 +11,17 @@ void HostStates::plan(const Units& units, const UnitContext& context) {
   for (const auto& unit : units) {
     layout_->add(unit->layout(), unit->context().mesh);
   }
-  pins_ = context.streams->device().is_cuda() && cuda_calls() != nullptr;
+  options_.nbytes = layout_->nbytes();
+  options_.inherited = true; // a worker of a data loader may look at a parameter
+  const c10::Device device = context.streams->device();
+  if (device.is_cuda() && cuda_calls() != nullptr) {
+    options_.pinned_nbytes = layout_->copied_nbytes();
+    options_.numa_node = numa_node_of(cuda_calls()->pci_bus_id(device.index()));
+  }
 }
 
 void HostStates::open() {
-  HostMemoryOptions options;
-  options.nbytes = layout_->nbytes();
-  options.pinned_nbytes = pins_ ? layout_->copied_nbytes() : 0;
-  options.inherited = true; // a worker of a data loader may look at a parameter
-  memory_ = HostMemory::map(options);
+  memory_ = HostMemory::map(options_);
 }
 
 c10::DataPtr HostStates::at(const Range& range) const {
