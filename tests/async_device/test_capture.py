@@ -16,6 +16,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.offloading import STATES
 
 Call = tuple[str, Callable[[], Any]]
+AWAITED = "work on the host was awaited"  # with offload
 
 
 def calls_of(model: Any, optimizer: Any, device: torch.device) -> list[Call]:
@@ -30,12 +31,18 @@ def calls_of(model: Any, optimizer: Any, device: torch.device) -> list[Call]:
         with zerocore.unsharded(model):
             pass
 
+    scaler = torch.amp.GradScaler(device.type)
+    scaler.scale(torch.ones((), device=device))  # makes its scale
+    unscaled = f"GradScaler unscaled gradients|{AWAITED}"
+
     calls: list[Call] = [
         ("a sharded model was called", lambda: model(x)),
         ("a sharded model was called", without_sync),
         ("a unit of a sharded model was called", lambda: model[0](x)),
         ("backward went through a sharded model", loss.backward),
         ("an optimizer stepped parameters of a sharded model", optimizer.step),
+        (unscaled, lambda: scaler.unscale_(optimizer)),
+        (unscaled, lambda: scaler.step(optimizer)),
         ("clip_grad_norm_ was called", lambda: zerocore.clip_grad_norm_(model, 1.0)),
         ("a sharded model was used", unsharded),
         ("a sharded model was used", lambda: zerocore.full_state_dict(model)),
@@ -43,7 +50,7 @@ def calls_of(model: Any, optimizer: Any, device: torch.device) -> list[Call]:
     ]
     if model[0].up.weight.place.group is not None:
         clip = partial(torch.nn.utils.clip_grad_norm_, model.parameters(), 1.0)
-        calls.append(("a norm over several ranks was taken|work on the host was awaited", clip))
+        calls.append((f"a norm over several ranks was taken|{AWAITED}", clip))
     return calls
 
 

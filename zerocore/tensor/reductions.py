@@ -173,6 +173,7 @@ def unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Te
 
     The ranks must agree, or only some would make the step; one that owns no elements takes part.
     """
+    check_not_capturing(found_inf.device, "GradScaler unscaled gradients of a sharded model")
     func(grads, found_inf, inv_scale)
     torch.autograd.graph.increment_version(list(grads))  # torch's kernel counts no change
     places = [grad.place for grad in grads if isinstance(grad, Placed)]
