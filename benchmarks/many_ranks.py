@@ -18,12 +18,10 @@ import torch
 import torch.distributed as dist
 import typer
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from bench.lib.forked import run_forked
 from bench.lib.results import write_results
-from bench.lib.systems import import_zerocore
+from bench.lib.systems import System, import_zerocore, wrap_model
 from bench.lib.tables import Table, make_console
 
 WARM_UP = 25  # steps: beyond the 17 in which ranks compare what they issue
@@ -50,43 +48,22 @@ class Chain(nn.Module):
         return x
 
 
-def data_parallel(model: Chain) -> nn.Module:
-    return DistributedDataParallel(model)
+SYSTEMS = (
+    System("ddp", 0, "DDP"),
+    System("zerocore", 0, "stage 0"),
+    System("zerocore", 0, "stage 0, promised", static_graph=True),
+    System("fsdp2", 3, "FSDP2"),
+    System("zerocore", 3, "stage 3"),
+    System("zerocore", 3, "stage 3, promised", static_graph=True),
+)
+LABELS = [system.label for system in SYSTEMS]
 
 
-def fsdp2(model: Chain) -> nn.Module:
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    return model
-
-
-def stage(number: int, static_graph: bool = False) -> Callable[[Chain], nn.Module]:
-    """Shards a model at the stage."""
-
-    def apply(model: Chain) -> nn.Module:
-        import zerocore
-
-        zerocore.shard(model, stage=number, units=["Linear"], static_graph=static_graph)
-        return model
-
-    return apply
-
-
-SYSTEMS: dict[str, Callable[[Chain], nn.Module]] = {
-    "DDP": data_parallel,
-    "stage 0": stage(0),
-    "stage 0, promised": stage(0, static_graph=True),
-    "FSDP2": fsdp2,
-    "stage 3": stage(3),
-    "stage 3, promised": stage(3, static_graph=True),
-}
-
-
-def make_step(wrap: Callable[[Chain], nn.Module], depth: int, width: int) -> Callable[[], None]:
+def make_step(system: System, depth: int, width: int) -> Callable[[], None]:
     """A step of training of a new model."""
     torch.manual_seed(0)
-    model = wrap(Chain(depth, width))
+    chain = Chain(depth, width)
+    model = wrap_model(system, chain, chain.layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(BATCH, width)
 
@@ -106,11 +83,11 @@ def used_seconds() -> float:
 
 def on_this_rank(depth: int, width: int, rounds: int, num_steps: int) -> Found:
     """CPU ms a step, by system and round."""
-    steps = {name: make_step(wrap, depth, width) for name, wrap in SYSTEMS.items()}
+    steps = {system.label: make_step(system, depth, width) for system in SYSTEMS}
     for step in steps.values():
         for _ in range(WARM_UP):
             step()
-    found: Found = {name: [] for name in SYSTEMS}
+    found: Found = {name: [] for name in LABELS}
     for _ in range(rounds):
         for name, step in steps.items():
             dist.barrier()
@@ -123,11 +100,11 @@ def on_this_rank(depth: int, width: int, rounds: int, num_steps: int) -> Found:
 
 def table_of(results: dict[int, list[Found]], title: str) -> Table:
     """One row a number of ranks: each system's time, and its ratio to its peer's."""
-    table = Table(title, ["ranks", *SYSTEMS])
+    table = Table(title, ["ranks", *LABELS])
     for size, ranks in results.items():
         rounds = {
             name: [mean(each) for each in zip(*(rank[name] for rank in ranks), strict=True)]
-            for name in SYSTEMS
+            for name in LABELS
         }
         row = [str(size)]
         for name, times in rounds.items():

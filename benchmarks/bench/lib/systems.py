@@ -24,7 +24,8 @@ class System:
     shards within replicas, over a 2-D mesh. With `offload` states are on the host; with
     `gather_at_step` zerocore begins the first gather of a forward at the optimizer's step. With
     `near` all gathers but the first one come from so many ranks that follow each other (hpZ). With
-    `registered` the group's backend allocates what collectives read and write.
+    `registered` the group's backend allocates what collectives read and write. With `static_graph`
+    the ranks promise to do the same in each pass.
     """
 
     peer: str
@@ -38,6 +39,7 @@ class System:
     gather_at_step: bool = False
     near: int | None = None
     registered: bool = False
+    static_graph: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,8 @@ def _shard(system: System, model: nn.Module, recipe: Recipe, mesh: Any) -> nn.Mo
         options["regather"] = system.near
     if system.reductions != 1:
         options["reductions_in_flight"] = system.reductions
+    if system.static_graph:
+        options["static_graph"] = True
     if system.registered:  # with one communicator, which all of its collectives are registered with
         options |= {"registered": True, "overlap_reductions": False}
     sharded: nn.Module = zerocore.shard(
