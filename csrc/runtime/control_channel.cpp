@@ -99,6 +99,17 @@ ControlMessage ControlChannel::wait(Pending& pending) {
   }
 }
 
+void ControlChannel::begin_backward(const std::shared_ptr<void>& running) {
+  try {
+    link_->begin_backward(running);
+  } catch (const c10::Error& error) {
+    if (alarm_ != nullptr) {
+      alarm_->note_failure(error.what_without_backtrace());
+    }
+    throw; // at once: autograd reports the first error, and the alarm ends waits with others
+  }
+}
+
 void ControlChannel::say(const Answer& own) {
   std::vector<int64_t> fields(kNumFields);
   fields[Wanted] =

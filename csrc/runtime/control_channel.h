@@ -49,10 +49,9 @@ class ControlChannel {
       Alarm* alarm,
       bool is_static);
 
-  // See ControlLink.
-  void begin_backward(const std::shared_ptr<void>& running) {
-    link_->begin_backward(running);
-  }
+  // See ControlLink. A refusal raises the alarm: another rank may have begun this backward first,
+  // and waits for this one.
+  void begin_backward(const std::shared_ptr<void>& running);
   // A round begins for this rank, with what it has to say; wait() ends it.
   void say(const Answer& own);
   Answer wait();

@@ -114,8 +114,7 @@ void Alarm::throw_message() const {
   TORCH_CHECK_WITH(DistBackendError, false, message_);
 }
 
-void Alarm::fail(const std::string& what) {
-  check();
+void Alarm::note_failure(const std::string& what) {
   {
     std::unique_lock lock(mutex_);
     if (call_ != Call::Alarm && !failed_) { // what fails then is a consequence
@@ -124,6 +123,11 @@ void Alarm::fail(const std::string& what) {
     failed_ = true;
   }
   Watchdog::of_process().wake();
+}
+
+void Alarm::fail(const std::string& what) {
+  check();
+  note_failure(what);
   std::unique_lock lock(mutex_);
   changed_.wait_for(lock, kWatchdog, [this] { return raised_.load(); });
   TORCH_CHECK_WITH(DistBackendError, raised_.load(), what);

@@ -60,6 +60,8 @@ class Alarm {
   }
   // A collective failed, or ranks were seen to disagree: raises the alarm and throws it.
   [[noreturn]] void fail(const std::string& what);
+  // Raises the alarm and goes on: the caller has an error that says more.
+  void note_failure(const std::string& what);
   // A thread waits for other ranks in a collective that is not in the ledger; a token for leave().
   int64_t enter(std::string what);
   void leave(int64_t token);
