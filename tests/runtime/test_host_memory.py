@@ -132,7 +132,7 @@ def test_memory_goes_without_a_node_that_is_not_there(node: int) -> None:
 
 
 def test_the_node_of_a_device_is_what_the_system_says(tmp_path: Path) -> None:
-    for bus_id, text in (("0000:3b:00.0", "1\n"), ("0000:af:00.0", "-1\n"), ("0001:00:00.0", "")):
+    for bus_id, text in (("0000:3b:00.0", "1\n"), ("0000:af:00.0", "-1\n"), ("0001:00:00.0", "?")):
         (tmp_path / bus_id).mkdir()
         (tmp_path / bus_id / "numa_node").write_text(text)
     expected = {"0000:3B:00.0": 1, "0000:3b:00.0": 1, "0000:AF:00.0": -1, "0001:00:00.0": -1}
