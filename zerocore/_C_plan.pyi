@@ -153,7 +153,20 @@ class BackwardEvent:
     def __init__(self, ready: bool, index: int) -> None: ...
 
 class PlannedEvent:
-    """One thing that a rank does in a step; fields as of the planner's event."""
+    """One thing that a rank does in a step.
+
+    Attributes:
+        op: ``all_gather``, ``gather_near``, ``reduce_scatter``, ``all_reduce``, ``gather_sums``,
+            ``unshard`` or ``reshard``.
+        unit: index of the unit.
+        nbytes: bytes of the full bucket.
+        pool_nbytes: bytes of the bucket pool in use right after.
+        moment: when, counted by the calls of the forward; one after the backward's end is at the
+            optimizer's step.
+        axis: among which ranks: ``state``, those that share the state, ``replicas``, those that
+            hold the same shard, or ``near``, those that gather again from each other.
+        num_ranks: how many these are.
+    """
 
     op: str
     unit: int
@@ -161,6 +174,7 @@ class PlannedEvent:
     pool_nbytes: int
     moment: int
     axis: str
+    num_ranks: int
 
 class HostBytes:
     """Predicted bytes on the host for one rank, and in its file."""

@@ -238,6 +238,7 @@ void register_units(py::module_& module) {
       .def_readonly("pool_nbytes", &PlannedEvent::pool_nbytes)
       .def_readonly("moment", &PlannedEvent::moment)
       .def_property_readonly("axis", [](const PlannedEvent& e) { return axis_name(e.axis); })
+      .def_readonly("num_ranks", &PlannedEvent::num_ranks)
       .def(py::self == py::self);
 }
 

@@ -51,6 +51,7 @@ struct PlannedEvent {
   // its end, 2n + 1 at the optimizer's step.
   int32_t moment = 0;
   AxisName axis = AxisName::State; // the ranks that communicate
+  int64_t num_ranks = 1; // how many these are
 
   bool operator==(const PlannedEvent& other) const = default;
 };

@@ -292,7 +292,8 @@ void StepSimulation::give_back(const BlockKey& key, int64_t nbytes) {
 }
 
 void StepSimulation::add(TraceOp op, UnitId unit, int64_t nbytes, AxisName axis) {
-  events_.push_back({op, unit, nbytes, pool_.stats().in_use_nbytes, moment_, axis});
+  const int64_t num_ranks = meshes_[unit].num_ranks(axis);
+  events_.push_back({op, unit, nbytes, pool_.stats().in_use_nbytes, moment_, axis, num_ranks});
 }
 
 } // namespace zerocore

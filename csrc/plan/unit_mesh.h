@@ -74,6 +74,10 @@ struct UnitMesh {
   const Axis& axis(AxisName name) const {
     return name == AxisName::State ? state : name == AxisName::Replicas ? replicas : near;
   }
+  // Ranks along the axis that has the name, also where another one takes its place.
+  int64_t num_ranks(AxisName name) const {
+    return (state.name == name ? state : replicas.name == name ? replicas : near).size;
+  }
   // Equal parts of the state, those of them that make one replica's, and this rank's.
   int64_t num_shards() const {
     return shards_optimizer ? state.size * num_across() : 1;

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
-from zerocore._C import CallEvent
+from zerocore._C import CallEvent, PlannedEvent
 from zerocore.common import quantities
 from zerocore.common.links import PRESETS, Link, find_link, traffic_nbytes
-from zerocore.planning.planner import PlannedEvent
 from zerocore.planning.step_time import Timing, predict_timing
 
 ORDER = tuple(CallEvent(enter, unit) for unit in range(3) for enter in (True, False))
@@ -65,7 +67,10 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
 
 
 def event(op: str, unit: int, moment: int, nbytes: int, axis: str = "state") -> PlannedEvent:
-    return PlannedEvent(op, unit, nbytes, 0, moment, axis, num_ranks=2)
+    made = SimpleNamespace(
+        op=op, unit=unit, nbytes=nbytes, pool_nbytes=0, moment=moment, axis=axis, num_ranks=2
+    )
+    return cast(PlannedEvent, made)
 
 
 def gather(unit: int, moment: int, nbytes: int) -> PlannedEvent:

@@ -57,14 +57,6 @@ class Division:
         num_shards, num_replicas, _ = self.parts[mesh - 1]
         return max(1, self.world_size // (num_shards * num_replicas))
 
-    def num_ranks(self, axis: str, mesh: int = 0) -> int:
-        """Ranks along an axis of the model's mesh, or of that of a part."""
-        num_shards, num_replicas = (
-            self.parts[mesh - 1][:2] if mesh else (self.num_shards, self.num_replicas)
-        )
-        near = self.communication.num_near
-        return {"state": num_shards, "replicas": num_replicas, "near": near}[axis]
-
     @property
     def placements(self) -> Placements:
         """The state that these ranks share."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from zerocore._C import BackwardEvent, CallEvent
+from zerocore._C import BackwardEvent, CallEvent, PlannedEvent
 from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import LinkLike, traffic_nbytes
 from zerocore.common.nodes import Node
@@ -33,7 +33,6 @@ from zerocore.planning.huggingface import build_model, config_dtype, load_config
 from zerocore.planning.offloading import OffloadPlan, plan_offloads
 from zerocore.planning.other_bytes import checkpoint_bytes, exchanged_nbytes
 from zerocore.planning.planner import (
-    PlannedEvent,
     Planner,
     Precision,
     make_planner,

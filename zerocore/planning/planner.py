@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -42,31 +41,6 @@ def optimizer_states(optimizer: str | int) -> int:
         f"optimizer must be one of {', '.join(OPTIMIZER_STATES)}, or how many tensors of a "
         f"parameter's size it keeps, got {optimizer!r}"
     )
-
-
-class PlannedEvent(NamedTuple):
-    """One thing a rank does in a step.
-
-    Attributes:
-        op: ``all_gather``, ``gather_near``, ``reduce_scatter``, ``all_reduce``, ``gather_sums``,
-            ``unshard`` or ``reshard``.
-        unit: index of the unit.
-        nbytes: bytes of the full bucket.
-        pool_nbytes: bytes of the bucket pool in use right after.
-        moment: when, counted by the calls of the forward; one after the backward's end is at the
-            optimizer's step.
-        axis: among which ranks: ``state``, those that share the state, ``replicas``, those that
-            hold the same shard, or ``near``, those that gather again from each other.
-        num_ranks: how many these are.
-    """
-
-    op: str
-    unit: int
-    nbytes: int
-    pool_nbytes: int
-    moment: int
-    axis: str
-    num_ranks: int
 
 
 @dataclass(frozen=True)
@@ -145,21 +119,9 @@ class Planner:
         """Layouts of the units."""
         return _C.plan_layouts(self._units(), self._options(division))
 
-    def events(self, division: Division) -> list[PlannedEvent]:
+    def events(self, division: Division) -> list[_C.PlannedEvent]:
         """A steady step, in order."""
-        events = _C.plan_events(self._units(), self.order, self._options(division))
-        return [
-            PlannedEvent(
-                event.op,
-                event.unit,
-                event.nbytes,
-                event.pool_nbytes,
-                event.moment,
-                event.axis,
-                division.num_ranks(event.axis, self.mesh_of(event.unit)),
-            )
-            for event in events
-        ]
+        return _C.plan_events(self._units(), self.order, self._options(division))
 
     def _units(self) -> list[_C.UnitPlan]:
         unused = self.unused or ((),) * len(self.specs)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zerocore._C import PlannedEvent
 from zerocore.common.events import COLLECTIVES, GATHERS
 from zerocore.common.links import Link
 from zerocore.planning.activations import Call
-from zerocore.planning.planner import PlannedEvent
 
 
 @dataclass(frozen=True)
