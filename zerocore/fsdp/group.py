@@ -6,9 +6,10 @@ their gradients like others.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,29 +114,54 @@ class RowParam:
         self.shard = found
 
 
-class Tree(Protocol):
-    """The root that a group belongs to, as the group sees it."""
+class Tree(ABC):
+    """A module that is called from outside, and all groups below it."""
 
-    group: Group
-    groups: list[tuple[str, Group]]
-    is_provisional: bool
-    is_manual: bool  # backwards are finalized by the program
-    extensions: list[Any]
-    state: ShardState | None
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.module = group.modules[0]
+        self.state: ShardState | None = None
+        self.is_provisional = True  # another one may be called later
+        self.is_manual = False  # backwards are finalized by the program
+        self.extensions: list[Extension] = []  # of all groups, with the state
+        self.groups = groups_below(*group.modules)
+        for name, inner in self.groups:
+            if inner.root is not None and not inner.root.is_provisional:
+                raise RuntimeError(
+                    f"FSDP state has already been lazily initialized for {name}\n"
+                    "FSDP requires running forward through the root module first"
+                )
+        for _, inner in self.groups:
+            if inner.root is not None:
+                inner.root.release()
+            inner.root = self
 
     @property
     def engine(self) -> Engine | None:
         """That of the state, once there is one."""
+        return None if self.state is None else self.state.engine
 
     def settle(self) -> None:
-        """It is the root; no other one will be called."""
+        """It is the root; raises RuntimeError if it is a group of several modules."""
+        modules = self.group.modules
+        if self.is_provisional and len(modules) > 1:
+            names = ", ".join(type(module).__name__ for module in modules)
+            raise RuntimeError(f"FSDP requires a single root module but got [{names}]")
+        self.is_provisional = False
+
+    def params(self) -> list[RowParam]:
+        """Those of all groups, in the order of the units."""
+        return [param for _, group in self.groups for param in group.params]
 
     def with_params(self) -> list[Group]:
         """The groups that are units of the engine, in their order."""
+        return [group for _, group in self.groups if group.params]
 
+    @abstractmethod
     def ready(self) -> ShardState:
         """The state; made if need be."""
 
+    @abstractmethod
     def release(self) -> None:
         """Drops the engine."""
 

@@ -12,22 +12,21 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zerocore._C import Engine, ParamOwner, UnitParam, UnitSpec
+from zerocore._C import ParamOwner, UnitParam, UnitSpec
 from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds
 from zerocore.fsdp.collectives import set_collectives
 from zerocore.fsdp.group import (
     Group,
     RowParam,
+    Tree,
     extensions_of,
     group_of,
-    groups_below,
     note_extensions,
 )
 from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.policy import types_of, wire_dtype_of
 from zerocore.model.config import Communication, ShardConfig
-from zerocore.model.extensions import Extension
 from zerocore.model.offload import Offload
 from zerocore.model.ranks import Ranks, make_near, ranks_of, with_near, with_reductions
 from zerocore.model.refusals import check_trained
@@ -45,48 +44,8 @@ _CONFIG = ShardConfig(communication=_COMMUNICATION, by_rows=True)
 _OFFLOADS = replace(_CONFIG, offload=Offload(states="cpu", gradients="cpu", parameters="cpu"))
 
 
-class Root:
-    """A module that is called from outside, and all groups below it."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.module = group.modules[0]
-        self.state: ShardState | None = None
-        self.is_provisional = True  # another one may be called later
-        self.is_manual = False  # backwards are finalized by the program
-        self.extensions: list[Extension] = []  # of all groups, with the state
-        self.groups = groups_below(*group.modules)
-        for name, inner in self.groups:
-            if inner.root is not None and not inner.root.is_provisional:
-                raise RuntimeError(
-                    f"FSDP state has already been lazily initialized for {name}\n"
-                    "FSDP requires running forward through the root module first"
-                )
-        for _, inner in self.groups:
-            if inner.root is not None:
-                inner.root.release()
-            inner.root = self
-
-    @property
-    def engine(self) -> Engine | None:
-        """That of the state, once there is one."""
-        return None if self.state is None else self.state.engine
-
-    def settle(self) -> None:
-        """It is the root; raises RuntimeError if it is a group of several modules."""
-        modules = self.group.modules
-        if self.is_provisional and len(modules) > 1:
-            names = ", ".join(type(module).__name__ for module in modules)
-            raise RuntimeError(f"FSDP requires a single root module but got [{names}]")
-        self.is_provisional = False
-
-    def params(self) -> list[RowParam]:
-        """Those of all groups, in the order of the units."""
-        return [param for _, group in self.groups for param in group.params]
-
-    def with_params(self) -> list[Group]:
-        """The groups that are units of the engine, in their order."""
-        return [group for _, group in self.groups if group.params]
+class Root(Tree):
+    """The tree with the engine of all its groups."""
 
     @_disable_dynamo  # torch.compile(root) would trace it
     def ready(self) -> ShardState:
