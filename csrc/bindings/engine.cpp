@@ -234,13 +234,21 @@ void register_steps(py::class_<PyEngine>& engine) {
 }
 
 // Settings of each unit in FSDP2's interface.
-void register_unit_controls(py::class_<PyEngine>& engine) {
+void register_unit_controls(py::module_& module, py::class_<PyEngine>& engine) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  engine.def(
-            "keep", [](PyEngine& self, UnitId unit) { self.engine->set_kept(unit, true); }, no_gil)
-      .def("show", method(&UnitLifecycle::use), no_gil)
+  py::class_<UnitSettings>(module, "UnitSettings")
+      .def_readwrite("gradient_scale", &UnitSettings::gradient_scale)
+      .def_readwrite("syncs", &UnitSettings::syncs)
+      .def_readwrite("gather", &UnitSettings::gather)
+      .def_readwrite("reduce", &UnitSettings::reduce)
+      .def_readwrite("after_reduce", &UnitSettings::after_reduce);
+  engine
       .def(
-          "drop", [](PyEngine& self, UnitId unit) { self.engine->set_kept(unit, false); }, no_gil)
+          "settings",
+          [](PyEngine& self, UnitId unit) { return &self.engine->unit(unit).settings(); },
+          py::return_value_policy::reference_internal)
+      .def("set_kept", method(&Engine::set_kept), no_gil)
+      .def("show", method(&UnitLifecycle::use), no_gil)
       .def(
           "set_staying",
           [](PyEngine& self, UnitId unit, bool after_forward, bool after_backward) {
@@ -249,39 +257,7 @@ void register_unit_controls(py::class_<PyEngine>& engine) {
           py::arg("unit"),
           py::kw_only(),
           py::arg("after_forward"),
-          py::arg("after_backward"))
-      .def(
-          "set_syncs",
-          [](PyEngine& self, UnitId unit, bool syncs) {
-            self.engine->unit(unit).settings().syncs = syncs;
-          })
-      .def(
-          "gradient_scale",
-          [](PyEngine& self, UnitId unit) {
-            return self.engine->unit(unit).settings().gradient_scale;
-          },
-          py::arg("unit"))
-      .def(
-          "set_gradient_scale",
-          [](PyEngine& self, UnitId unit, double scale) {
-            self.engine->unit(unit).settings().gradient_scale = scale;
-          })
-      .def(
-          "set_collectives",
-          [](PyEngine& self, UnitId unit, OwnCollective gather, OwnCollective reduce) {
-            UnitSettings& settings = self.engine->unit(unit).settings();
-            settings.gather = std::move(gather);
-            settings.reduce = std::move(reduce);
-          },
-          py::arg("unit"),
-          py::kw_only(),
-          py::arg("gather"),
-          py::arg("reduce"))
-      .def(
-          "set_after_reduce",
-          [](PyEngine& self, UnitId unit, std::function<void(const at::Tensor&)> function) {
-            self.engine->unit(unit).settings().after_reduce = std::move(function);
-          });
+          py::arg("after_backward"));
 }
 
 // Steps of states that are not on the device.
@@ -386,7 +362,7 @@ void register_engine(py::module_& module) {
   module.def("forget_backward_call", &forget_backward_call);
   register_setup(engine);
   register_steps(engine);
-  register_unit_controls(engine);
+  register_unit_controls(module, engine);
   register_offload(engine);
   register_figures(engine);
 }

@@ -9,19 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerocore._C import Engine
+from zerocore._C import UnitSettings
 from zerocore.fsdp.group import Group
 
 
-def set_collectives(engine: Engine, group: Group) -> None:
+def set_collectives(settings: UnitSettings, group: Group) -> None:
     """Tells the engine what is set for the group."""
-    gather = reduce = None
-    if group.all_gather is not None:
-        gather = _gather_by(group)
-    if group.reduce_scatter is not None:
-        reduce = _reduce_by(group)
-    engine.set_collectives(group.unit, gather=gather, reduce=reduce)
-    engine.set_after_reduce(group.unit, group.after_reduce)
+    settings.gather = None if group.all_gather is None else _gather_by(group)
+    settings.reduce = None if group.reduce_scatter is None else _reduce_by(group)
+    settings.after_reduce = group.after_reduce
 
 
 def on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor], None]:

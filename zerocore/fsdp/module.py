@@ -101,7 +101,7 @@ class FSDPModule(TorchFSDPModule):
             engine = ready_state(group).engine
             for extension in () if group.is_unsharded else extensions_of(group):
                 extension.encode()
-            engine.keep(group.unit)
+            engine.set_kept(group.unit, True)
         if async_op:
             return handle
         handle.wait()
@@ -111,7 +111,7 @@ class FSDPModule(TorchFSDPModule):
         """Gives this module's own full parameters back, unless a call of it is under way."""
         for group in self._groups(False):
             if group.params and group.root is not None and group.root.engine is not None:
-                group.root.engine.drop(group.unit)
+                group.root.engine.set_kept(group.unit, False)
 
     def reset_iter_state(self) -> None:
         """Drops what a failed forward or backward left; the next forward does so by itself.

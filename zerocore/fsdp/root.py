@@ -266,13 +266,13 @@ def apply_settings(group: Group) -> None:
     if state is None or group.unit < 0:
         return
     state.units[group.unit].stays = group.stays
-    engine = state.engine
-    engine.set_staying(
+    state.engine.set_staying(
         group.unit, after_forward=group.stays, after_backward=not group.reshard_after_backward
     )
-    engine.set_syncs(group.unit, group.syncs)
-    engine.set_gradient_scale(group.unit, 1.0 / (group.divide_factor or group.mesh.size()))
-    set_collectives(engine, group)
+    settings = state.engine.settings(group.unit)
+    settings.syncs = group.syncs
+    settings.gradient_scale = 1.0 / (group.divide_factor or group.mesh.size())
+    set_collectives(settings, group)
 
 
 def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:

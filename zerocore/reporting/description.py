@@ -123,7 +123,7 @@ def describe(model: nn.Module | Optimizer) -> Any:
                 _encoded_names(unit),
             ),
             ranks=state.ranks_of(unit.index).text,
-            divisor=1.0 / state.engine.gradient_scale(unit.index),
+            divisor=1.0 / state.engine.settings(unit.index).gradient_scale,
         )
         for unit in state.units
     )

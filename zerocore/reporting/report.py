@@ -184,7 +184,7 @@ def _report_of(
 def _meshes(state: ShardState) -> tuple[str, ...]:
     names: dict[tuple[str, float], list[str]] = {}
     for unit in state.units:
-        divisor = 1.0 / state.engine.gradient_scale(unit.index)
+        divisor = 1.0 / state.engine.settings(unit.index).gradient_scale
         names.setdefault((state.ranks_of(unit.index).text, divisor), []).append(f"'{unit.name}'")
     if len(names) == 1:
         return ()

@@ -68,7 +68,7 @@ def build(request: ShardRequest) -> ShardState:
     )
     if (factor := config.communication.gradient_divide_factor) is not None:
         for index in range(len(planned)):
-            engine.set_gradient_scale(index, 1.0 / factor)
+            engine.settings(index).gradient_scale = 1.0 / factor
     _take_host_memory(engine, config, meshes[0], request.device)
     state = ShardState(
         engine, config, all_ranks, tuple(meshes), request.device, request.tensor_ranks
