@@ -118,7 +118,7 @@ run_on_gpu() {
   part step_emulated 130 "$python" benchmarks/step.py --device cuda --link emulated --ranks 8 \
     --peers plain,ddp,fsdp2 --stages 0,2,3 --rounds 1
   part step_nccl 100 "$python" benchmarks/step.py --device cuda --ranks 1 \
-    --peers plain,fsdp2 --stages 2,3 --rounds 1
+    --peers plain,fsdp2 --stages 2,3 --rounds 1 --fused
   part step_bf16 120 "$python" benchmarks/step.py --device cuda --link emulated --ranks 8 \
     --peers plain,ddp,fsdp2 --stages 0,2,3 --rounds 1 --dtype bf16 --accumulate 4 --clip 1.0 \
     --optimizer zerocore

@@ -98,6 +98,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // The first throws if a shard has left its place in memory.
   void begin_update(const std::vector<UnitId>& units, bool casts);
   void end_update(const std::vector<UpdatedUnit>& units, bool casts);
+  // As F.linear of the parameter, see fused_linear().
+  at::Tensor linear(
+      UnitId unit,
+      int param,
+      const at::Tensor& input,
+      const std::optional<at::Tensor>& bias);
   // Reduces gradients that backwards without sync have held back. On all ranks.
   void finalize_backward();
   // From here on nothing is reduced, and units that are gathered stay.

@@ -3,11 +3,11 @@
 
 namespace zerocore {
 
-bool OrderedSums::complete(bool adds, GradSteps& steps) const {
+bool OrderedSums::complete(bool adds, ScalePart rest, GradSteps& steps) const {
   GradStep last = make_step(GradStepKind::Sum, key_);
   last.to = facts_.offloads_grads() ? GradBuffer::Sums : GradBuffer::Kept;
   last.adds = adds && last.to == GradBuffer::Kept;
-  last.scale = ScalePart::Rest;
+  last.scale = rest;
   bool gathers = false;
   if (mesh_.sums_across()) {
     GradStep first = make_step(GradStepKind::Sum, key_);

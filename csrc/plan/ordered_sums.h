@@ -19,9 +19,9 @@ class OrderedSums {
   bool takes_block() const {
     return facts_.offloads_grads() || mesh_.sums_across();
   }
-  // Sums the parts that have come. `adds`: to the kept gradient, unless the host keeps that.
-  // Returns whether a last gather has to be waited for.
-  bool complete(bool adds, GradSteps& steps) const;
+  // Sums the parts that have come, scaled by `rest`. `adds`: to the kept gradient, unless the host
+  // keeps that. Returns whether a last gather has to be waited for.
+  bool complete(bool adds, ScalePart rest, GradSteps& steps) const;
 
  private:
   void sum(GradBuffer from, int64_t parts, GradStep step, GradSteps& steps) const;

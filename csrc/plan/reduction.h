@@ -36,6 +36,12 @@
 // they are packed, and the rest with the sum. Local sums have all of it, and lose the rest where
 // they are cast.
 //
+// Note [Gradients in place]
+// With `fuse_wgrad` a unit's block is there when its backward begins, so that layers can write
+// gradients of weights to where a pack would copy them. They are not scaled there: what a rank sums
+// or keeps of them is. That changes no bit where the scale is a power of two; with other scales,
+// and where sums of this rank or reduced values are added to, all gradients are packed.
+//
 // Note [Gradients on the host]
 // Where a device keeps its gradients on the host, a reduction leaves its result in a block, which
 // is copied from there. Without a collective it is the packed gradients themselves.
@@ -44,12 +50,15 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <vector>
 
 #include "common/types.h"
 #include "plan/grad_blocks.h"
+#include "plan/grad_packing.h"
 #include "plan/grad_steps.h"
 #include "plan/reduction_facts.h"
+#include "plan/reduction_state.h"
 
 namespace zerocore {
 
@@ -63,6 +72,15 @@ class Reduction {
   // Packs the unit's gradients and starts their reduction. Without sync they may only be summed on
   // this rank; false then.
   bool reduce(UnitId unit, bool sync, GradSteps& steps);
+  // The unit's backward begins: takes the blocks that its gradients are packed into.
+  void prepare(UnitId unit, bool sync, GradSteps& steps);
+  bool fuses() const {
+    return facts_.fuses();
+  }
+  // Where layers may write the gradients of a region, not scaled, until they are packed.
+  std::optional<GradBuffer> place(UnitId unit, int region) const {
+    return packing_.place({unit, region});
+  }
   // Ends a backward: completes everything.
   void finish(GradSteps& steps);
   // Forgets reductions and local sums. Gives back all blocks, whatever was carried out.
@@ -70,56 +88,46 @@ class Reduction {
 
   // Whether the region's parameters get gradients; at first as its layout says.
   void set_trainable(UnitId unit, int region, bool trainable) {
-    units_.at(unit).regions.at(region).trainable = trainable;
+    state_.of({unit, region}).trainable = trainable;
   }
   // Whether the parameter's kept gradient holds a value.
   bool is_valid(UnitId unit, int param) const {
-    return units_.at(unit).params.at(param).valid;
+    return state_.params(unit).at(param).valid;
   }
   void set_valid(UnitId unit, int param, bool valid) {
-    units_.at(unit).params.at(param).valid = valid;
+    state_.params(unit).at(param).valid = valid;
+  }
+  // Whether the region's gradients are the same bits if the sum is scaled, and not what it adds.
+  void set_exact(UnitId unit, int region, bool exact) {
+    state_.of({unit, region}).is_exact = exact;
   }
   // Forgets what is known of the parameter's gradient, sums of this rank included.
   void drop(UnitId unit, int param) {
-    units_.at(unit).params.at(param) = {};
+    state_.params(unit).at(param) = {};
   }
   // During a Pack: the parameter's elements of the region that are added to; empty, at its
   // beginning, for none. The others are overwritten.
-  Range added(const GradStep& pack, int param) const;
+  Range added(const GradStep& pack, int param) const {
+    return packing_.added(pack, param);
+  }
   // Whether this rank has sums of the unit that were not reduced.
   bool has_local(UnitId unit) const {
-    return std::ranges::any_of(units_.at(unit).regions, &RegionState::local);
+    return std::ranges::any_of(
+        state_.regions(unit), [&](const Key& key) { return state_.of(key).local; });
   }
   // Bytes of memory that stays.
   int64_t kept_nbytes(UnitId unit) const;
 
  private:
-  struct RegionState {
-    bool trainable = true;
-    bool kept = false; // has memory that stays
-    bool local = false; // the full bucket holds sums that were not reduced
-    bool adds = false; // what is being reduced is added to the gradient
-    bool across = false; // a StartAcross is to be waited for
-    GradBuffer result = GradBuffer::Kept; // of the reduction
-  };
-  struct ParamState {
-    bool valid = false;
-    bool local = false; // the local sums include this parameter
-  };
-  struct UnitState {
-    std::vector<RegionState> regions;
-    std::vector<ParamState> params;
-  };
   using Key = RegionKey;
 
-  RegionState& state_of(Key key) {
-    return units_[key.first].regions[key.second];
+  // Sums of this rank, unless its backward communicates.
+  bool holds(UnitId unit, bool sync) const {
+    return !sync && (!facts_.mesh_of(unit).shards_gradients || facts_.options.sharding.hold_full);
   }
-  std::vector<Key> trained_regions(UnitId unit) const;
+  bool is_in_flight(UnitId unit) const;
   size_t most_beside(UnitId unit) const;
-  bool any_valid(Key key) const;
 
-  void pack(Key key, bool holds, GradSteps& steps);
   void issue(Key key, GradSteps& steps);
   void choose_result(Key key, GradSteps& steps);
   void complete_until(size_t most, GradSteps& steps);
@@ -130,14 +138,17 @@ class Reduction {
   void start_across(Key key, GradBuffer place, GradSteps& steps);
   void wait_across(Key key, GradSteps& steps);
   void grad_ready(Key key, GradSteps& steps);
-  void sum_parts(Key key, GradBuffer to, GradSteps& steps);
+  ScalePart rest_of_scale(Key key) const;
+  void scale_bare(Key key, GradBuffer place, GradSteps& steps);
+  void sum_parts(Key key, GradBuffer to, ScalePart scale, GradSteps& steps);
   void zero_invalid(Key key, GradSteps& steps);
   void offload_grad(Key key, GradBuffer from, GradSteps& steps);
   void add_to_kept(Key key, GradBuffer from, int64_t parts, GradSteps& steps);
 
   ReductionFacts facts_;
   GradBlocks blocks_;
-  std::vector<UnitState> units_;
+  ReductionState state_;
+  GradPacking packing_;
   std::deque<std::vector<Key>> in_flight_; // by unit, oldest first
 };
 

@@ -73,6 +73,10 @@ class ReductionFacts {
     return mesh_of(key.first).communicates() &&
         (sums_in_order(key.first) || region_of(key).has_wire());
   }
+  // See Note [Gradients in place].
+  bool fuses() const {
+    return options.sharding.fuse_wgrad && !offloads_grads();
+  }
   // See Note [Scale of gradients].
   bool splits_scale(RegionKey key) const {
     return is_wired(key) && (sums_in_order(key.first) || !offloads_grads());

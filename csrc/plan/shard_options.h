@@ -19,6 +19,7 @@ struct ShardOptions {
       false; // stage 3: the first gather of a forward begins at the step before it
   bool shard_across = false; // the optimizer's states are sharded over the replicas, too
   bool sums_in_order = false; // of gradients, see Note [Sums in order]
+  bool fuse_wgrad = false; // see Note [Gradients in place]
   bool retain_last = true; // the unit that a forward leaves last stays for its backward
   Tiers tiers;
 };

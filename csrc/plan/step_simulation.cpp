@@ -179,7 +179,9 @@ void StepSimulation::backward(Actions& actions) {
     }
     run(actions);
     if (!event.ready) {
-      unsharding_[calls_.at(event.index).first.unit].wait(*this);
+      const UnitId unit = calls_.at(event.index).first.unit;
+      unsharding_[unit].wait(*this);
+      reduction_.prepare(unit, sync_, *this);
     }
   }
 }

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import itertools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,8 +24,9 @@ class System:
     shards within replicas, over a 2-D mesh. With `offload` states are on the host; with
     `gather_at_step` zerocore begins the first gather of a forward at the optimizer's step. With
     `near` all gathers but the first one come from so many ranks that follow each other (hpZ). With
-    `registered` the group's backend allocates what collectives read and write. With `static_graph`
-    the ranks promise to do the same in each pass.
+    `registered` the group's backend allocates what collectives read and write. With `fused` linear
+    layers write gradients where they are reduced. With `static_graph` the ranks promise to do the
+    same in each pass.
     """
 
     peer: str
@@ -39,7 +40,13 @@ class System:
     gather_at_step: bool = False
     near: int | None = None
     registered: bool = False
+    fused: bool = False
     static_graph: bool = False
+
+
+def with_fused(system: System) -> System:
+    """The same, and linear layers write gradients where they are reduced."""
+    return replace(system, fused=True, label=f"{system.label}, fuse_wgrad")
 
 
 @dataclass(frozen=True)
@@ -163,6 +170,8 @@ def _shard(system: System, model: nn.Module, recipe: Recipe, mesh: Any) -> nn.Mo
         options["reductions_in_flight"] = system.reductions
     if system.static_graph:
         options["static_graph"] = True
+    if system.fused:
+        options["fuse_wgrad"] = True
     if system.registered:  # with one communicator, which all of its collectives are registered with
         options |= {"registered": True, "overlap_reductions": False}
     sharded: nn.Module = zerocore.shard(

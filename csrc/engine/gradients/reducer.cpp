@@ -34,6 +34,7 @@ Reducer::Reducer(
       reduction_({sharding, !context.streams->has_streams()}, reduced_units(units)),
       shown_(units, context, reduction_),
       memory_(units.size()),
+      places_(units),
       touched_(units.size()),
       reduced_(units.size()),
       leaves_(units.size()) {
@@ -66,21 +67,51 @@ void Reducer::reduce(UnitId id) {
   RECORD_USER_SCOPE("zerocore::reduce (" + units_[id]->name() + ")"); // made for a profiler alone
   const at::NoGradGuard no_grad;
   const bool sync = sync_ && units_[id]->settings().syncs;
-  if (!touched_[id]) {
-    offload_.recall(id);
-    shown_.take_changes(id, memory_[id]);
-    touched_[id] = true;
-  }
+  take_changes(id);
   if (sync && units_[id]->settings().after_reduce) {
     shown_.set_apart(id);
   }
   leaves_[id] = sync;
   note_trainable(id);
   shown_.note_used(id);
+  places_.take_back(*units_[id]);
   const bool is_reduced = reduction_.reduce(id, sync, *this);
-  start_joint();
+  launches_.start_joint();
   clear_full_grads(id);
   reduced_[id] = reduced_[id] || is_reduced;
+}
+
+void Reducer::prepare(UnitId id) {
+  if (!deferred_ && reduction_.fuses()) {
+    const at::NoGradGuard no_grad;
+    take_changes(id);
+    note_trainable(id);
+    reduction_.prepare(id, sync_ && units_[id]->settings().syncs, *this);
+    places_.open(context_.streams->compute_stream());
+  }
+}
+
+void Reducer::take_changes(UnitId id) {
+  if (!touched_[id]) {
+    offload_.recall(id);
+    shown_.take_changes(id, memory_[id]);
+    touched_[id] = true;
+  }
+}
+
+at::Tensor Reducer::place_for_grad(UnitId id, int param) {
+  const Unit& unit = *units_[id];
+  const int region = unit.layout().places()[param].region;
+  const std::optional<GradBuffer> to = reduction_.place(id, region);
+  if (!to || unit.layout().by_rows()) {
+    return {};
+  }
+  const at::Tensor& bucket = memory_[id][region].whole(*to);
+  const at::Tensor place = places_.give(unit, param, bucket, context_.streams->compute_stream());
+  if (place.defined()) {
+    context_.streams->note_write(StreamRole::Compute, place, "computes", unit.name());
+  }
+  return place;
 }
 
 bool Reducer::holds_back(UnitId id) const {
@@ -105,6 +136,7 @@ void Reducer::note_trainable(UnitId id) {
     reduction_.set_trainable(id, region, std::any_of(params.begin(), params.end(), [&](int param) {
                                return unit.params()[param].full.requires_grad();
                              }));
+    reduction_.set_exact(id, region, scales_exactly(unit, region));
   }
 }
 
@@ -155,7 +187,7 @@ void Reducer::after_reduce(UnitId id) {
 }
 
 void Reducer::reset() {
-  joint_ = {};
+  launches_.forget();
   if (context_.lands_gradients()) { // blocks that are given back may be on their way to the host
     context_.streams->order(StreamRole::Compute, StreamRole::DeviceToHost);
   }
@@ -169,6 +201,9 @@ void Reducer::reset() {
 }
 
 void Reducer::forget_backward() {
+  for (const auto& unit : units_) {
+    places_.take_back(*unit);
+  }
   std::fill(touched_.begin(), touched_.end(), false);
   std::fill(reduced_.begin(), reduced_.end(), false);
 }
@@ -253,7 +288,8 @@ void Reducer::start_within(const GradStep& step) {
   const at::Tensor& to =
       step.op == TraceOp::AllReduce ? sent : memory.received(step.to, step.parts);
   PendingCollective& pending = in_flight_[step.unit][step.region].within;
-  start(*units_[step.unit]->context().collectives, step, to, sent, pending);
+  const Unit& unit = *units_[step.unit];
+  launches_.start(unit, step, *unit.context().collectives, to, sent, pending);
 }
 
 void Reducer::start_across(const GradStep& step) {
@@ -264,7 +300,8 @@ void Reducer::start_across(const GradStep& step) {
   const at::Tensor& to = memory.own(step.to);
   const at::Tensor from = memory.summed(step.from, to.numel());
   PendingCollective& pending = in_flight_[step.unit][step.region].across;
-  start(*units_[step.unit]->context().replicas, step, to, from, pending);
+  const Unit& unit = *units_[step.unit];
+  launches_.start(unit, step, *unit.context().replicas, to, from, pending);
 }
 
 void Reducer::gather_sums(const GradStep& step) {
@@ -282,55 +319,20 @@ void Reducer::gather_sums(const GradStep& step) {
       collectives.gather_sums(to, own, unit.tag(step.op, step.nbytes));
 }
 
-// At once, or with the unit's others.
-void Reducer::start(
-    Collectives& collectives,
-    const GradStep& step,
-    const at::Tensor& to,
-    const at::Tensor& from,
-    PendingCollective& pending) {
-  if (joint_.collectives != &collectives) {
-    start_joint();
-  }
-  context_.streams->order(collectives.reducing(), StreamRole::ReduceScatter);
-  const Unit& unit = *units_[step.unit];
-  CollectiveTag tag = unit.tag(step.op, step.nbytes);
-  if (unit.settings().reduce && step.kind == GradStepKind::Start) {
-    tag.own = &unit.settings().reduce;
-  }
-  const bool is_waited_for = unit.context().mesh.sums_in_order && step.kind != GradStepKind::Start;
-  if (memory_[step.unit].size() > 1 && collectives.launches_together() && tag.own == nullptr &&
-      !is_waited_for) {
-    joint_.collectives = &collectives;
-    joint_.op = step.op;
-    joint_.calls.push_back({to, from, std::move(tag)});
-    joint_.pending.push_back(&pending);
-  } else if (step.op == TraceOp::AllReduce) {
-    pending = collectives.all_reduce(to, std::move(tag));
-  } else {
-    pending = collectives.reduce_scatter(to, from, std::move(tag));
-  }
-}
-
-void Reducer::start_joint() {
-  if (joint_.calls.empty()) {
-    return;
-  }
-  Joint joint = std::exchange(joint_, {});
-  auto started = joint.collectives->start_together(joint.op, std::move(joint.calls));
-  for (size_t i = 0; i < started.size(); ++i) {
-    *joint.pending[i] = std::move(started[i]);
-  }
-}
-
 void Reducer::sum(const GradStep& step) {
   const GradientMemory& memory = memory_[step.unit][step.region];
   const std::string& name = units_[step.unit]->name();
   const at::Tensor& from = memory.received(step.from, step.parts);
   const at::Tensor to = memory.summed(step.to, from.numel() / step.parts);
+  const double scale = scale_of(step, *units_[step.unit]);
+  const bool is_in_place = step.from == step.to && step.parts == 1;
+  if (is_in_place && scale == 1.0) {
+    return;
+  }
+  scaled_nbytes_ += is_in_place ? static_cast<int64_t>(to.nbytes()) : 0;
   context_.streams->note_read(StreamRole::Compute, from, "sums", name);
   context_.streams->note_write(StreamRole::Compute, to, "sums", name);
-  kernels::accumulate(to, from, step.parts, step.adds, scale_of(step, *units_[step.unit]));
+  kernels::accumulate(to, from, step.parts, step.adds, scale);
 }
 
 void Reducer::offload_grad(const GradStep& step) {

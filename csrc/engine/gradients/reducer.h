@@ -8,9 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "engine/gradients/grad_places.h"
 #include "engine/gradients/grad_views.h"
 #include "engine/gradients/gradient_memory.h"
 #include "engine/gradients/gradient_packer.h"
+#include "engine/gradients/reduction_launches.h"
 #include "engine/offload/offload.h"
 #include "engine/unit/unit.h"
 #include "plan/reduction.h"
@@ -34,6 +36,12 @@ class Reducer final : private GradSteps {
     shown_.bind(unit, param, std::move(grad));
   }
 
+  // The unit's backward begins.
+  void prepare(UnitId unit);
+  // Where a layer is to write its gradient of the parameter, of the parameter's shape and not
+  // scaled; undefined where it is to allocate one. Autograd must get this very tensor, and nobody
+  // keep it. See Note [Gradients in place].
+  at::Tensor place_for_grad(UnitId unit, int param);
   // Packs the unit's gradients and starts their reduction. Without sync, of the model or in the
   // unit's settings, it sums them locally (stages 0, 1, or where full sums are held). Parameters
   // without gradient count as zero.
@@ -66,6 +74,10 @@ class Reducer final : private GradSteps {
   void reset();
   // Gradients of a unit that stay on the device, as bytes.
   std::vector<at::Tensor> device_memory(UnitId unit) const;
+  // Bytes of gradients that were copied into buckets so far, or scaled where they lay.
+  int64_t moved_nbytes() const {
+    return packer_.copied_nbytes() + scaled_nbytes_;
+  }
   // Bytes of gradient memory that stay between steps.
   int64_t persistent_nbytes() const;
 
@@ -75,31 +87,17 @@ class Reducer final : private GradSteps {
     PendingCollective across; // the replicas
   };
 
-  // Reductions of a unit over the same ranks that are to be one launch, and where they belong.
-  struct Joint {
-    Collectives* collectives = nullptr;
-    TraceOp op = TraceOp::ReduceScatter;
-    std::vector<CollectiveCall> calls;
-    std::vector<PendingCollective*> pending;
-  };
-
   void run(const GradStep& step) override;
   void pack(const GradStep& step);
   void cast(const GradStep& step);
   void start_within(const GradStep& step);
   void start_across(const GradStep& step);
   void gather_sums(const GradStep& step);
-  void start(
-      Collectives& collectives,
-      const GradStep& step,
-      const at::Tensor& to,
-      const at::Tensor& from,
-      PendingCollective& pending);
-  void start_joint();
   void sum(const GradStep& step);
   void offload_grad(const GradStep& step);
   void grad_ready(const GradStep& step);
   void note_trainable(UnitId unit);
+  void take_changes(UnitId unit);
   void clear_full_grads(UnitId unit);
   void after_reduce(UnitId unit);
   void forget_backward();
@@ -113,9 +111,11 @@ class Reducer final : private GradSteps {
   GradientPacker packer_;
   std::vector<std::vector<GradientMemory>> memory_; // by unit and region
   std::vector<std::vector<InFlight>> in_flight_; // by unit and region
-  Joint joint_; // not started yet
+  ReductionLaunches launches_;
   bool sync_ = true; // reductions communicate
   bool deferred_ = false;
+  GradPlaces places_;
+  int64_t scaled_nbytes_ = 0;
   std::vector<bool> touched_, reduced_; // units, in this backward
   std::vector<bool> leaves_; // units whose gradients the ranks are not to add to in this step
 };

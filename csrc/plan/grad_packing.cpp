@@ -1,0 +1,103 @@
+// Where gradients are packed and whether they add.
+#include "plan/grad_packing.h"
+
+#include "common/math.h"
+
+namespace zerocore {
+
+void GradPacking::prepare(UnitId unit, GradSteps& steps) {
+  for (const RegionKey& key : state_.trained_regions(unit)) {
+    RegionState& state = state_.of(key);
+    if (!state.local && !state.across) {
+      take_blocks(key, /*holds=*/false, steps);
+      state.is_open = packs_bare(key, /*holds=*/false);
+    }
+  }
+}
+
+std::optional<GradBuffer> GradPacking::place(RegionKey key) const {
+  return state_.of(key).is_open ? std::make_optional(target(key, /*holds=*/false)) : std::nullopt;
+}
+
+void GradPacking::give_back_unused(RegionKey key, GradSteps& steps) {
+  RegionState& state = state_.of(key);
+  state.is_open = false;
+  if (facts_.fuses() && !state.local) {
+    blocks_.give_back_all(key, GradBuffer::Kept, steps);
+  }
+}
+
+GradBuffer GradPacking::target(RegionKey key, bool holds) const {
+  const bool to_wire = facts_.is_wired(key) && !holds && !state_.of(key).local;
+  return to_wire ? GradBuffer::Wire : GradBuffer::Full;
+}
+
+// Whether what is packed gets its scale later; not where something scaled is added to, or the sums
+// of this rank alone are shown.
+bool GradPacking::packs_bare(RegionKey key, bool holds) const {
+  const bool keeps = facts_.is_wired(key) || facts_.mesh_of(key.first).shards_gradients;
+  return facts_.fuses() && state_.of(key).is_exact && !holds && (keeps || !state_.any_valid(key));
+}
+
+void GradPacking::take_blocks(RegionKey key, bool holds, GradSteps& steps) {
+  state_.of(key).kept = true;
+  steps.run(make_step(GradStepKind::Keep, key));
+  if (facts_.is_wired(key) && !holds) {
+    blocks_.take(key, GradBuffer::Wire, steps);
+  }
+  if (facts_.mesh_of(key.first).shards_gradients && target(key, holds) == GradBuffer::Full) {
+    blocks_.take(key, GradBuffer::Full, steps);
+  }
+}
+
+void GradPacking::pack(RegionKey key, bool holds, GradSteps& steps) {
+  RegionState& state = state_.of(key);
+  take_blocks(key, holds, steps);
+  GradStep step = make_step(GradStepKind::Pack, key);
+  step.to = target(key, holds);
+  if (!state.local) {
+    state.is_bare = packs_bare(key, holds);
+  }
+  const bool to_wire = step.to == GradBuffer::Wire;
+  const bool splits = facts_.splits_scale(key);
+  step.scale = state.is_bare ? ScalePart::None
+      : to_wire && splits    ? ScalePart::Packed
+                             : ScalePart::All;
+  steps.run(step);
+  if (facts_.is_wired(key) && !holds && !to_wire) {
+    step.kind = GradStepKind::Cast;
+    step.from = GradBuffer::Full;
+    step.to = GradBuffer::Wire;
+    step.scale = splits && !state.is_bare ? ScalePart::RestUndone : ScalePart::None;
+    steps.run(step);
+  }
+  // Reduced values that lie in memory of their own, or in a part that the sums leave alone.
+  state.adds = (to_wire || facts_.mesh_of(key.first).shards_gradients) && state_.any_valid(key);
+  state.local = holds;
+  state.is_open = false;
+  for (const int param : facts_.region_of(key).params) {
+    state_.params(key.first)[param].local = true;
+  }
+}
+
+Range GradPacking::added(const GradStep& pack, int param) const {
+  const RegionKey key{pack.unit, pack.region};
+  const UnitMesh& mesh = facts_.mesh_of(pack.unit);
+  const Range place = facts_.layout_of(pack.unit).places().at(param).range();
+  const Range none{place.begin, place.begin};
+  const ParamState& state = state_.params(pack.unit)[param];
+  if (pack.to == GradBuffer::Wire) {
+    return none;
+  }
+  if (state_.of(key).local) {
+    return state.local ? place : none;
+  }
+  // A reduced value counts once in the next sum: on one of the ranks that own it.
+  if (mesh.shards_gradients || !state.valid || !mesh.counts_kept()) {
+    return none;
+  }
+  const Range kept = intersect(place, facts_.region_of(key).shard_range(mesh.shard()));
+  return kept.empty() ? none : kept;
+}
+
+} // namespace zerocore

@@ -1,0 +1,39 @@
+// Decides where gradients are packed and whether they add; integers only.
+#pragma once
+
+#include <optional>
+
+#include "plan/grad_blocks.h"
+#include "plan/grad_steps.h"
+#include "plan/reduction_state.h"
+
+namespace zerocore {
+
+class GradPacking {
+ public:
+  // All outlive it.
+  GradPacking(const ReductionFacts& facts, ReductionState& state, GradBlocks& blocks)
+      : facts_(facts), state_(state), blocks_(blocks) {}
+
+  // Takes the blocks that a unit's gradients are packed into, see Note [Gradients in place].
+  void prepare(UnitId unit, GradSteps& steps);
+  // Where layers may write gradients.
+  std::optional<GradBuffer> place(RegionKey key) const;
+  // Of a backward that did not come to the reduction.
+  void give_back_unused(RegionKey key, GradSteps& steps);
+  // `holds`: into sums of this rank.
+  void pack(RegionKey key, bool holds, GradSteps& steps);
+  // See Reduction::added.
+  Range added(const GradStep& pack, int param) const;
+
+ private:
+  GradBuffer target(RegionKey key, bool holds) const;
+  bool packs_bare(RegionKey key, bool holds) const;
+  void take_blocks(RegionKey key, bool holds, GradSteps& steps);
+
+  const ReductionFacts& facts_;
+  ReductionState& state_;
+  GradBlocks& blocks_;
+};
+
+} // namespace zerocore
