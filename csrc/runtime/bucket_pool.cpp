@@ -8,6 +8,7 @@
 
 #include "common/math.h"
 #include "runtime/bucket.h"
+#include "runtime/host_memory.h"
 
 namespace zerocore {
 
@@ -79,6 +80,7 @@ DeviceMemory BucketPool::take_spare(int64_t nbytes) {
   const auto found = std::ranges::find(spares_, nbytes, &DeviceMemory::nbytes);
   if (found == spares_.end()) {
     spares_.clear();
+    if (recycles_ && getenv("THP")) return own(HostMemory::map({.nbytes = nbytes, .inherited = true})->at(0), nbytes);
     return own(allocate_memory(streams_.device(), nbytes), nbytes);
   }
   DeviceMemory memory = std::move(*found);

@@ -265,6 +265,7 @@ void Collectives::trace_completion(const PendingCollective& pending) const {
     pending.record_->end = streams_.record_timed(pending.done_->role);
     return;
   }
+  pending.record_->done_ns = now_ns(); // if there is no work any more
   for (const auto& work : pending.works_) {
     work->getFuture()->addCallback([record = pending.record_](c10::ivalue::Future&) {
       record->done_ns = std::max(record->done_ns, now_ns());
@@ -287,6 +288,34 @@ PendingCollective Collectives::all_gather(
         return given != nullptr ? wire::Works{(*given)(full, own)}
                                 : wire::gather(*backend_, methods_.gather, full, own, async);
       });
+}
+
+void Collectives::find_peers() {
+  if (!streams_.has_streams() && backend_->getBackendName() == "gloo") {
+    peers_ = PeerMemory::find(backend_);
+  }
+}
+
+PendingCollective Collectives::read_peers(
+    const at::Tensor& full,
+    const at::Tensor& own,
+    const std::vector<PeerBytes>& pieces,
+    CollectiveTag tag) {
+  Operands operands{{own}, {full}};
+  PendingCollective pending =
+      begin("read_peers", StreamRole::AllGather, operands, std::move(tag));
+  if (alarm_ != nullptr) {
+    alarm_->ledger().begin_wait(pending.number_);
+  }
+  issue_on(StreamRole::AllGather, pending, [&](bool) {
+    peers_->read(own.const_data_ptr(), full.mutable_data_ptr(), pieces);
+    return wire::Works{};
+  });
+  if (alarm_ != nullptr) {
+    alarm_->ledger().end_wait();
+  }
+  finish(pending, std::move(operands), StreamRole::AllGather, nullptr);
+  return pending;
 }
 
 PendingCollective Collectives::gather_sums(

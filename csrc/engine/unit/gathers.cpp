@@ -42,11 +42,13 @@ Gathers::Gathers(
 void Gathers::begin(
     const std::vector<int>& regions,
     int64_t version,
-    const std::shared_future<void>& after) {
+    const std::shared_future<void>& after,
+    bool reads) {
   RECORD_USER_SCOPE("zerocore::all_gather (" + name_ + ")"); // made for a profiler alone
   after_ = after;
   together_.clear(); // of gathers that failed
-  unsharding_.begin(regions, std::exchange(version_, version) == version, *this);
+  const bool again = std::exchange(version_, version) == version;
+  unsharding_.begin(regions, again, *this, reads && reads_peers());
 }
 
 void Gathers::set_keeps_near(bool keeps) {
@@ -80,6 +82,8 @@ void Gathers::run(const GatherStep& step) {
       return wait_across();
     case GatherStepKind::Start:
       return start(step);
+    case GatherStepKind::ReadPeers:
+      return read_peers(step);
     case GatherStepKind::Launch:
       return launch();
     case GatherStepKind::Wait: {
@@ -194,6 +198,52 @@ void Gathers::start(const GatherStep& step) {
     after = {};
   }
   issue(collectives, step, bucket_of(step.to).full_bytes(step.region), source_of(step), after);
+}
+
+void Gathers::read_peers(const GatherStep& step) {
+  if (after_.valid()) {
+    after_.get();
+  }
+  if (arrival_.valid()) { // from the host
+    arrival_.get();
+  }
+  const at::Tensor own = source_of(step);
+  const at::Tensor& full = bucket_of(step.to).full_bytes(step.region);
+  const std::vector<PeerBytes> pieces = pieces_of(step);
+  if (step.from == ParamMemory::Own) {
+    std::vector<kernels::Piece> copies;
+    for (const PeerBytes& piece : pieces) {
+      if (piece.rank == context_.collectives->rank()) {
+        copies.push_back({piece.from, piece.to, piece.nbytes});
+      }
+    }
+    kernels::copy_pieces(full, own, copies);
+  }
+  CollectiveTag tag{&name_, context_.note(step.op, id_, step.nbytes), id_};
+  pending_.push_back(context_.collectives->read_peers(full, own, pieces, std::move(tag)));
+}
+
+// Of all ranks, where they belong in the region of `to`.
+std::vector<PeerBytes> Gathers::pieces_of(const GatherStep& step) const {
+  std::vector<PeerBytes> pieces;
+  const Region& region = layout_.regions()[step.region];
+  const int64_t nbytes = step.nbytes / context_.collectives->size();
+  for (int64_t rank = 0; rank < context_.collectives->size(); ++rank) {
+    if (step.to == ParamMemory::Received || !layout_.by_rows()) {
+      pieces.push_back({rank, 0, rank * nbytes, nbytes});
+      continue;
+    }
+    for (const int param : region.params) {
+      const Range owned = layout_.owned(param, rank);
+      const int64_t to = layout_.places()[param].offset + owned.begin;
+      if (!owned.empty()) {
+        const int64_t from = layout_.offset_in_shard(param, rank);
+        pieces.push_back(
+            {rank, from * region.itemsize, to * region.itemsize, owned.size() * region.itemsize});
+      }
+    }
+  }
+  return pieces;
 }
 
 void Gathers::issue(
