@@ -303,7 +303,7 @@ PendingCollective Collectives::read_peers(
     CollectiveTag tag) {
   Operands operands{{own}, {full}};
   PendingCollective pending =
-      begin("read_peers", StreamRole::AllGather, operands, std::move(tag));
+      begin("all_gather_by_reads", StreamRole::AllGather, operands, std::move(tag));
   if (alarm_ != nullptr) {
     alarm_->ledger().begin_wait(pending.number_);
   }

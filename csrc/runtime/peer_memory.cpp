@@ -77,7 +77,8 @@ void PeerMemory::read_rank(
   try {
     io::read_process(processes_[rank], wanted);
   } catch (const std::system_error& error) {
-    throw std::system_error(error.code(), "rank " + std::to_string(rank) + " of the group");
+    throw std::system_error(
+        error.code(), "cannot read memory of the group's rank " + std::to_string(rank));
   }
 }
 

@@ -39,11 +39,8 @@ class PeerMemory {
  private:
   explicit PeerMemory(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
 
-  void read_rank(
-      int64_t rank,
-      uint64_t address,
-      void* full,
-      const std::vector<PeerBytes>& pieces) const;
+  void read_rank(int64_t rank, uint64_t address, void* full, const std::vector<PeerBytes>& pieces)
+      const;
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
   std::vector<int64_t> processes_; // by rank

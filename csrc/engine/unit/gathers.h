@@ -30,8 +30,8 @@ class Gathers final : private GatherSteps {
   UnitState state() const {
     return unsharding_.state();
   }
-  // See Unsharding. This rank's part has its values when `after`, if it is valid, is ready. `reads`:
-  // out of the other ranks' memory, where they can.
+  // See Unsharding. This rank's part has its values when `after`, if it is valid, is ready.
+  // `reads`: out of the other ranks' memory, where they can.
   void begin(
       const std::vector<int>& regions,
       int64_t version,
