@@ -167,7 +167,7 @@ UnitContext Resources::make_context(const MeshGroups& groups, const ShardOptions
       axis_of(groups.near.get()));
   context.collectives = groups.of(context.mesh.state.name);
   if (context.collectives != nullptr) {
-    context.collectives->find_peers();
+    context.collectives->find_processes();
   }
   context.replicas = groups.of(context.mesh.replicas.name);
   context.near = context.mesh.shards_across ? context.collectives : groups.near.get();

@@ -7,10 +7,11 @@
 
 namespace zerocore {
 
-bool Unsharding::receives(bool reads) const {
-  const bool is_encoded = std::ranges::any_of(layout_.regions(), &Region::is_encoded);
-  const bool has_own = !facts_.tiers.has_host_parameters() && !facts_.mesh.shards_across;
-  return copies_out_ && !(reads && has_own && !is_encoded);
+bool Unsharding::can_read() const {
+  const UnitMesh& mesh = facts_.mesh;
+  const bool has_own = mesh.shards_parameters && !mesh.shards_across;
+  return has_own && !facts_.tiers.has_host_parameters() &&
+      std::ranges::none_of(layout_.regions(), &Region::is_encoded);
 }
 
 void Unsharding::begin(
@@ -26,6 +27,7 @@ void Unsharding::begin(
   is_near_ = again && facts_.mesh.gathers_near() && (has_near_ || has_full_);
   has_near_ = has_near_ && is_near_;
   is_whole_ = false;
+  reads = reads && can_read();
   receives_ = receives(reads) && !is_near_;
   if (receives_) {
     take(ParamMemory::Received, StreamRole::AllGather, steps);

@@ -47,7 +47,7 @@ enum class GatherStepKind : uint8_t {
   StartAcross, // the gather of this rank's part of `to` over the replicas, from `from`
   WaitAcross, // for StartAcross, where no stream keeps the order
   Start, // the gather of a region, from `from` (this rank's part of it) to `to`
-  ReadPeers, // the same, complete: each rank reads the others' parts out of their memory
+  ReadPeers, // the same, complete, from Own to Full: ranks read the others' memory
   Launch, // no Start follows
   Wait, // for all gathers and loads
   CopyOut, // Received goes to Full
@@ -105,7 +105,9 @@ class Unsharding {
   // `reads`: by Note [Reads of peers].
   void begin(const std::vector<int>& regions, bool again, GatherSteps& steps, bool reads = false);
   // Whether a gather goes to Received, unless it comes from near ranks.
-  bool receives(bool reads) const;
+  bool receives(bool reads) const {
+    return copies_out_ && !(reads && can_read());
+  }
   // Completes the gathers that begin() has started, if there are any.
   void wait(GatherSteps& steps);
   // Completes them and gives Full back; the unit is not sharded.
@@ -117,6 +119,7 @@ class Unsharding {
   }
 
  private:
+  bool can_read() const;
   void start_across(const std::vector<int>& regions, GatherSteps& steps) const;
   void start(int region, bool reads, GatherSteps& steps) const;
   void start_near(int region, GatherSteps& steps) const;

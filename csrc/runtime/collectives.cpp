@@ -163,6 +163,9 @@ template <typename Issue>
 void Collectives::issue_on(StreamRole role, PendingCollective& pending, const Issue& issue) {
   const bool async = !streams_.has_streams();
   const auto guard = streams_.use(role);
+  if (alarm_ != nullptr) {
+    alarm_->ledger().begin_wait(pending.number_); // by reads it blocks
+  }
   try {
     pending.works_ = issue(async);
     std::erase(pending.works_, nullptr);
@@ -173,6 +176,9 @@ void Collectives::issue_on(StreamRole role, PendingCollective& pending, const Is
     }
   } catch (const std::exception& error) {
     pending.fail(pending.op_, error);
+  }
+  if (alarm_ != nullptr) {
+    alarm_->ledger().end_wait();
   }
 }
 
@@ -290,32 +296,23 @@ PendingCollective Collectives::all_gather(
       });
 }
 
-void Collectives::find_peers() {
-  if (!streams_.has_streams() && backend_->getBackendName() == "gloo") {
-    peers_ = PeerMemory::find(backend_);
+void Collectives::find_processes() {
+  if (!streams_.has_streams() && size_ > 1 && backend_->getBackendName() == "gloo") {
+    processes_ = find_readable_processes(*backend_);
   }
 }
 
 PendingCollective Collectives::read_peers(
     const at::Tensor& full,
     const at::Tensor& own,
-    const std::vector<PeerBytes>& pieces,
+    const PiecesOfRank& pieces_of,
     CollectiveTag tag) {
-  Operands operands{{own}, {full}};
-  PendingCollective pending =
-      begin("all_gather_by_reads", StreamRole::AllGather, operands, std::move(tag));
-  if (alarm_ != nullptr) {
-    alarm_->ledger().begin_wait(pending.number_);
-  }
-  issue_on(StreamRole::AllGather, pending, [&](bool) {
-    peers_->read(own.const_data_ptr(), full.mutable_data_ptr(), pieces);
-    return wire::Works{};
-  });
-  if (alarm_ != nullptr) {
-    alarm_->ledger().end_wait();
-  }
-  finish(pending, std::move(operands), StreamRole::AllGather, nullptr);
-  return pending;
+  return start(
+      "all_gather_by_reads", StreamRole::AllGather, {{own}, {full}}, std::move(tag), [&](bool) {
+        void* to = full.mutable_data_ptr();
+        read_processes(*backend_, processes_, own.const_data_ptr(), to, pieces_of);
+        return wire::Works{};
+      });
 }
 
 PendingCollective Collectives::gather_sums(

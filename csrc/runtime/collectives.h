@@ -150,17 +150,17 @@ class Collectives {
       CollectiveTag tag,
       const std::shared_future<void>& after = {});
   // Finds out whether ranks can read each other's memory, on the CPU over gloo; collective.
-  void find_peers();
+  void find_processes();
   // See Note [Reads of peers].
   bool reads_peers() const {
-    return peers_ != nullptr;
+    return !processes_.empty();
   }
-  // As all_gather with the others' `pieces` of their `own`, where reads_peers(). Blocks: nobody
-  // reads `own` any more when it returns.
+  // As all_gather of pieces of each rank's `own`, where reads_peers(). Blocks: no rank reads `own`
+  // any more when it returns.
   PendingCollective read_peers(
       const at::Tensor& full,
       const at::Tensor& own,
-      const std::vector<PeerBytes>& pieces,
+      const PiecesOfRank& pieces_of,
       CollectiveTag tag);
   // The same among reductions, of floating-point numbers and in place.
   PendingCollective gather_sums(const at::Tensor& full, const at::Tensor& own, CollectiveTag tag);
@@ -234,7 +234,7 @@ class Collectives {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::intrusive_ptr<c10d::Backend> backend_, reductions_;
   EmulatedGroup* emulated_ = nullptr; // the backend, on the CPU
-  std::unique_ptr<PeerMemory> peers_; // null where ranks cannot read each other's memory
+  std::vector<int64_t> processes_; // of the ranks; empty unless they can read each other's memory
   const Streams& streams_;
   const StreamRole reducing_;
   const bool launches_together_;

@@ -12,38 +12,28 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <cstdint>
-#include <memory>
+#include <functional>
 #include <vector>
+
+#include "io/process_memory.h"
 
 namespace zerocore {
 
-// Bytes of a rank's part, at least one, and where they belong among those of all.
-struct PeerBytes {
-  int64_t rank = 0; // of the group
-  int64_t from = 0; // in its part
-  int64_t to = 0; // among all
-  int64_t nbytes = 0;
-};
+// The processes of a gloo group's ranks; empty on all ranks unless each can read every other one's
+// memory, which they try with a random number. Collective. Throws what the group throws.
+std::vector<int64_t> find_readable_processes(c10d::Backend& group);
 
-class PeerMemory {
- public:
-  // Collective over a gloo group, on the CPU. Each rank tries to read a random number of each other
-  // one; null on all ranks unless all could. Throws what the group throws.
-  static std::unique_ptr<PeerMemory> find(const c10::intrusive_ptr<c10d::Backend>& backend);
+// Pieces of a rank's part, and where they belong among those of all.
+using PiecesOfRank = std::function<std::vector<io::ProcessBytes>(int64_t rank)>;
 
-  // Copies the other ranks' pieces to `full`; `own` is this rank's part. Collective; blocks until
-  // nobody reads `own` any more. Throws std::system_error that names a rank which cannot be read,
-  // and what the group throws.
-  void read(const void* own, void* full, const std::vector<PeerBytes>& pieces) const;
-
- private:
-  explicit PeerMemory(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
-
-  void read_rank(int64_t rank, uint64_t address, void* full, const std::vector<PeerBytes>& pieces)
-      const;
-
-  const c10::intrusive_ptr<c10d::Backend> backend_;
-  std::vector<int64_t> processes_; // by rank
-};
+// Copies all ranks' pieces to `full`; `own` is this rank's part. Collective; blocks until no rank
+// reads `own` any more. Throws std::system_error that names a rank which cannot be read, and what
+// the group throws.
+void read_processes(
+    c10d::Backend& group,
+    const std::vector<int64_t>& processes,
+    const void* own,
+    void* full,
+    const PiecesOfRank& pieces_of);
 
 } // namespace zerocore

@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include <string>
-#include <system_error>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -20,22 +19,16 @@ void register_process_memory(py::module_& module) {
   module.def(
       "read_process",
       [](int64_t process,
-         const std::vector<std::pair<uint64_t, size_t>>& pieces) -> std::variant<py::bytes, int> {
-        size_t nbytes = 0;
-        for (const auto& piece : pieces) {
-          nbytes += piece.second;
+         const std::vector<std::pair<int64_t, int64_t>>& pieces) -> std::variant<py::bytes, int> {
+        std::vector<io::ProcessBytes> wanted;
+        int64_t end = 0;
+        for (const auto& [address, nbytes] : pieces) {
+          wanted.push_back({address, end, nbytes});
+          end += nbytes;
         }
-        std::string found(nbytes, '\0');
-        std::vector<io::ForeignBytes> wanted;
-        size_t end = 0;
-        for (const auto& [address, count] : pieces) {
-          wanted.push_back({address, found.data() + end, count});
-          end += count;
-        }
-        try {
-          io::read_process(process, wanted);
-        } catch (const std::system_error& error) {
-          return error.code().value();
+        std::string found(end, '\0');
+        if (const int error = io::read_process(process, 0, found.data(), wanted)) {
+          return error;
         }
         return py::bytes(found);
       },

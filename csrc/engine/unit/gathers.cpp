@@ -204,43 +204,28 @@ void Gathers::read_peers(const GatherStep& step) {
   if (after_.valid()) {
     after_.get();
   }
-  if (arrival_.valid()) { // from the host
-    arrival_.get();
-  }
-  const at::Tensor own = source_of(step);
-  const at::Tensor& full = bucket_of(step.to).full_bytes(step.region);
-  const std::vector<PeerBytes> pieces = pieces_of(step);
-  if (step.from == ParamMemory::Own) {
-    std::vector<kernels::Piece> copies;
-    for (const PeerBytes& piece : pieces) {
-      if (piece.rank == context_.collectives->rank()) {
-        copies.push_back({piece.from, piece.to, piece.nbytes});
-      }
-    }
-    kernels::copy_pieces(full, own, copies);
-  }
   CollectiveTag tag{&name_, context_.note(step.op, id_, step.nbytes), id_};
-  pending_.push_back(context_.collectives->read_peers(full, own, pieces, std::move(tag)));
+  pending_.push_back(context_.collectives->read_peers(
+      full_.full_bytes(step.region),
+      own_->full_bytes(step.region),
+      [&](int64_t rank) { return pieces_of(step.region, rank); },
+      std::move(tag)));
 }
 
-// Of all ranks, where they belong in the region of `to`.
-std::vector<PeerBytes> Gathers::pieces_of(const GatherStep& step) const {
-  std::vector<PeerBytes> pieces;
-  const Region& region = layout_.regions()[step.region];
-  const int64_t nbytes = step.nbytes / context_.collectives->size();
-  for (int64_t rank = 0; rank < context_.collectives->size(); ++rank) {
-    if (step.to == ParamMemory::Received || !layout_.by_rows()) {
-      pieces.push_back({rank, 0, rank * nbytes, nbytes});
-      continue;
-    }
-    for (const int param : region.params) {
-      const Range owned = layout_.owned(param, rank);
-      const int64_t to = layout_.places()[param].offset + owned.begin;
-      if (!owned.empty()) {
-        const int64_t from = layout_.offset_in_shard(param, rank);
-        pieces.push_back(
-            {rank, from * region.itemsize, to * region.itemsize, owned.size() * region.itemsize});
-      }
+std::vector<io::ProcessBytes> Gathers::pieces_of(int index, int64_t rank) const {
+  const Region& region = layout_.regions()[index];
+  const int64_t nbytes = region.shard_nbytes();
+  if (!layout_.by_rows()) {
+    return {{0, rank * nbytes, nbytes}};
+  }
+  std::vector<io::ProcessBytes> pieces;
+  for (const int param : region.params) {
+    const Range rows = layout_.owned(param, rank);
+    if (!rows.empty()) {
+      const int64_t from = layout_.offset_in_shard(param, rank);
+      const int64_t to = layout_.places()[param].offset + rows.begin;
+      const int64_t size = region.itemsize;
+      pieces.push_back({from * size, to * size, rows.size() * size});
     }
   }
   return pieces;

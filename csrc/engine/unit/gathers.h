@@ -81,7 +81,7 @@ class Gathers final : private GatherSteps {
         !settings_.gather;
   }
   void read_peers(const GatherStep& step);
-  std::vector<PeerBytes> pieces_of(const GatherStep& step) const;
+  std::vector<io::ProcessBytes> pieces_of(int region, int64_t rank) const;
   void issue(
       Collectives& collectives,
       const GatherStep& step,
