@@ -68,7 +68,7 @@ def test_values(face: str, param_dtype: torch.dtype | None, world_size: int) -> 
 def write_between(face: str, stops: bool) -> None:
     """The ranks come to each gather, and to each write behind it, at different times."""
     model = sharded(face)
-    # The engine moves parameters of fsdp; a forward would leave the root's full ones in the modules.
+    # The engine moves parameters of fsdp. A forward would leave full ones in the root.
     ready_state_of(model)
     rng = random.Random(dist.get_rank())
     parts = [getattr(param, "_local_tensor", param) for param in model.parameters()]
