@@ -90,7 +90,7 @@ DeviceMemory BucketPool::take_spare(int64_t nbytes) {
 // The system clears new pages, which takes as long as the copy into them; huge ones take less.
 c10::DataPtr BucketPool::new_spare(int64_t nbytes) const {
   constexpr int64_t kHugeNbytes = int64_t{4} << 20;
-  return recycles_ && nbytes >= kHugeNbytes && std::getenv("HUGE_OFF") == nullptr
+  return recycles_ && nbytes >= kHugeNbytes
       ? HostMemory::map({.nbytes = nbytes, .inherited = true})->at(0)
       : allocate_memory(streams_.device(), nbytes);
 }
