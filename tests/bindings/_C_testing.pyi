@@ -24,7 +24,7 @@ class VectorSplit:
     num_vectors: int
 
 def read_process(process: int, pieces: Sequence[tuple[int, int]]) -> bytes | int:
-    """What is read at addresses, so many bytes each; or the errno."""
+    """The bytes at addresses, so many at each; or the errno."""
 
 def kernel_chunks(numels: Sequence[int]) -> list[SegmentChunk]: ...
 def kernel_run_chunks(numel: int, run: int) -> list[SegmentChunk]: ...

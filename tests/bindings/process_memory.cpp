@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace zerocore {
 
 void register_process_memory(py::module_& module) {
-  // `pieces`: addresses and bytes. What is read, or the errno.
+  // The bytes of `pieces` (addresses and sizes), or the errno.
   module.def(
       "read_process",
       [](int64_t process,
