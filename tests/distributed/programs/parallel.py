@@ -135,7 +135,8 @@ def parallel_sequences(run: Run) -> None:
 
 @program("sequences over ranks whose second half is padding, two micro-batches for a step")
 def parallel_sequences_padded(run: Run) -> None:
-    attend(run, lambda model: adamw(model.parameters()), micro_batches=2, used=4)
+    # The gradient of a bias of keys is rounding and nothing else.
+    attend(run, lambda model: adamw(model.parameters(), eps=1e-3), micro_batches=2, used=4)
 
 
 def cut_over_ranks(run: Run, frozen: bool, clip: bool) -> None:
