@@ -47,7 +47,6 @@
 // is copied from there. Without a collective it is the packed gradients themselves.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <optional>
@@ -112,8 +111,7 @@ class Reduction {
   }
   // Whether this rank has sums of the unit that were not reduced.
   bool has_local(UnitId unit) const {
-    return std::ranges::any_of(
-        state_.regions(unit), [&](const Key& key) { return state_.of(key).local; });
+    return state_.any_local(unit);
   }
   // Bytes of memory that stays.
   int64_t kept_nbytes(UnitId unit) const;

@@ -53,6 +53,9 @@ class ReductionState {
     return std::ranges::any_of(
         facts_.region_of(key).params, [&](int param) { return params_[key.first][param].valid; });
   }
+  bool any_local(UnitId unit) const {
+    return std::ranges::any_of(regions_.at(unit), &RegionState::local);
+  }
   // Of all units.
   std::vector<RegionKey> regions() const {
     std::vector<RegionKey> keys;

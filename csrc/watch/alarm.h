@@ -70,7 +70,7 @@ class Alarm {
   void tick();
   // -- the thread that talks to stores
   void talk();
-  // The program ends: `how` is for the others. Waits a moment for those that read an alarm.
+  // The program ends: `how` is for the others. Waits a moment for them if it holds their store.
   void note_end(const std::string& how);
 
   // -- any thread

@@ -20,7 +20,7 @@ using Milliseconds = std::chrono::milliseconds;
 constexpr Milliseconds kAnswer(3000); // what the others have to tell where they are
 constexpr Milliseconds kSentence(3500); // what the one that reads has; before Alarm gives up
 constexpr Milliseconds kPoll(50);
-constexpr Milliseconds kReaders(1000);
+constexpr Milliseconds kOthers(1000); // what the rank that holds the store gives them at its end
 constexpr const char* kHolder = "holder";
 
 void wait_until(Clock::time_point deadline, const std::function<bool()>& is_so) {
@@ -199,16 +199,18 @@ void RollCall::note_end(const std::string& how) {
   if (store_ == nullptr) {
     return;
   }
+  int64_t others = static_cast<int64_t>(size_);
   if (!is_alarm_) {
     append(*store_, "ends", rank_, how);
     store_->add("ended", 1);
-    return;
+  } else {
+    others = store_->add(key("answers"), 0);
   }
   if (holder_ == static_cast<int64_t>(rank_)) { // its store ends with it
-    const auto deadline = Clock::now() + kReaders;
-    wait_until(
-        deadline, [&] { return store_->add("readers", 0) >= store_->add(key("answers"), 0); });
+    const char* const done = is_alarm_ ? "readers" : "ended";
+    wait_until(Clock::now() + kOthers, [&] { return store_->add(done, 0) >= others; });
   }
+  give_up();
 }
 
 } // namespace zerocore

@@ -46,13 +46,14 @@ class RollCall {
   void tell(const RankReport& own);
   // Behind tell(): returns what all are told; empty if this rank need not know.
   std::string hear(const Describe& describe);
-  // The program ends: `how` is for the others. Waits a moment for those that read.
+  // The program ends: `how` is for the others. The rank that holds the store waits a moment for
+  // them, or for those that read an alarm.
   void note_end(const std::string& how);
 
   bool can_ask() const {
     return store_ != nullptr;
   }
-  // The store has failed: no more of it.
+  // The store has failed, or the program ends: no more of it.
   void give_up() {
     store_ = nullptr;
   }

@@ -34,7 +34,10 @@ at::Tensor GradPlaces::give(
 void GradPlaces::take_back(const Unit& unit) {
   for (size_t i = 0; i < unit.params().size(); ++i) {
     const std::optional<Given> given = std::exchange(given_[unit.id()][i], std::nullopt);
-    const at::Tensor tensor(given ? given->lock() : decltype(given->lock())());
+    if (!given) {
+      continue;
+    }
+    const at::Tensor tensor(given->lock());
     const at::Tensor& grad = gradient_of(unit.params()[i].full);
     if (tensor.defined() && !(grad.defined() && grad.is_alias_of(tensor))) {
       tensor.set_(tensor.clone());
