@@ -1,14 +1,13 @@
 // See Note [Roll call].
 #include "watch/roll_call.h"
 
-#include <torch/csrc/distributed/c10d/FileStore.hpp>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <map>
 #include <sstream>
 #include <thread>
+
+#include "watch/store_connection.h"
 
 namespace zerocore {
 
@@ -44,44 +43,28 @@ void append(c10d::Store& store, const std::string& list, size_t rank, const std:
   }
 }
 
-c10::intrusive_ptr<c10d::Store> without_prefix(const c10::intrusive_ptr<c10d::Store>& store) {
-  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
-  return prefixed == nullptr ? store : prefixed->getUnderlyingNonPrefixStore();
-}
-
 } // namespace
 
 void RollCall::note_holder(const c10::intrusive_ptr<c10d::Store>& store, int rank) {
-  const auto base = without_prefix(store);
-  const auto* tcp = dynamic_cast<c10d::TCPStore*>(base.get());
-  if (tcp != nullptr && tcp->repr().find("server=<nullptr>") == std::string::npos) {
+  if (serves(store)) {
     store->set(kHolder, std::to_string(rank));
     store->check({kHolder}); // the answer comes behind it
   }
 }
 
-// A connection of its own, as another thread may block in the group's. No store that may call
-// Python, for which the thread that waits may hold the lock.
 RollCall::RollCall(
     const c10::intrusive_ptr<c10d::Store>& store,
     const std::string& name,
     size_t rank,
     size_t size)
     : rank_(rank), size_(size) {
-  const auto base = without_prefix(store);
-  const auto* tcp = dynamic_cast<c10d::TCPStore*>(base.get());
-  if (tcp == nullptr && dynamic_cast<c10d::FileStore*>(base.get()) == nullptr &&
-      dynamic_cast<c10d::HashStore*>(base.get()) == nullptr) {
+  StoreConnection beside = connect_beside(store);
+  if (beside.store == nullptr) {
     return;
   }
-  const std::string prefix = "zerocore/" + name;
-  if (tcp == nullptr) {
-    store_ = c10::make_intrusive<c10d::PrefixStore>(prefix, base);
-    return;
-  }
-  address_ = tcp->getHost() + ":" + std::to_string(tcp->getPort());
-  store_ = c10::make_intrusive<c10d::PrefixStore>(prefix, base->clone());
-  if (store->check({kHolder})) {
+  store_ = c10::make_intrusive<c10d::PrefixStore>("zerocore/" + name, std::move(beside.store));
+  address_ = std::move(beside.address);
+  if (!address_.empty() && store->check({kHolder})) {
     holder_ = std::stoll(store->get_to_str(kHolder));
   }
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,34 @@ def shard_under_torchrun() -> str:
 def test_under_torchrun_a_group_is_made_and_said(ranks: int) -> None:
     said = run_ranks(shard_under_torchrun, ranks, launch="torchrun")
     assert "gloo" in said[0] and str(ranks) in said[0]
+
+
+def connections_of_models() -> list[int]:
+    """To the store, behind each of three models."""
+    counts = []
+    models = []
+    for _ in range(3):
+        models.append(zerocore.shard(nn.Linear(3, 3)))
+        counts.append(num_connections(int(os.environ["MASTER_PORT"])))
+    return counts
+
+
+def num_connections(port: int) -> int:
+    """Of this process, to a server at that port."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            peer = socket.socket(fileno=os.dup(int(name))).getpeername()
+        except OSError:  # no socket, or without a peer
+            continue
+        count += isinstance(peer, tuple) and peer[1] == port
+    return count
+
+
+def test_models_share_a_connection_to_the_store() -> None:
+    """Each one that torch makes looks up names of hosts, which may take seconds."""
+    for first, *others in run_ranks(connections_of_models, 2, launch="torchrun"):
+        assert first > 1 and others == [first, first]
 
 
 def shard_alone(stage: int) -> None:
