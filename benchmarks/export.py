@@ -113,7 +113,7 @@ def main(
     table.notes = [
         *NOTES,
         f"Peak of {SHARD.label} by the plan, and of the pool in the run: {planned}. "
-        f"{FULLY_SHARD.label} copies rows to their places, so it holds a unit twice.",
+        f"{FULLY_SHARD.label} holds a unit twice where ranks cannot read each other's memory.",
         f"Load of the machine when the run began: {load:.1f}.",
     ]
     console = make_console()

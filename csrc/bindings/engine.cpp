@@ -62,6 +62,8 @@ PyEngine make_engine(
     std::vector<UnitSpec> units,
     std::vector<CallEvent> order) {
   auto registrar = std::make_shared<DictRegistrar>(units.size());
+  // It communicates, and a thread of gloo that ends a program's collective may need the GIL.
+  const py::gil_scoped_release released;
   auto engine = std::make_shared<Engine>(
       options, device, std::move(units), std::move(order), [registrar](UnitId unit, bool full) {
         registrar->show(unit, full);
@@ -310,6 +312,11 @@ void register_figures(py::class_<PyEngine>& engine) {
           "releases",
           [](PyEngine& self, UnitId unit) {
             return self.engine->unit(unit).context().mesh.shards_parameters;
+          })
+      .def(
+          "received_nbytes",
+          [](PyEngine& self, UnitId unit) {
+            return self.engine->unit(unit).gathers().received_nbytes();
           })
       .def(
           "param_version",

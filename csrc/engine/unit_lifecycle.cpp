@@ -38,7 +38,7 @@ void UnitLifecycle::carry_out() {
     }
     switch (action.kind) {
       case ActionKind::Unshard:
-        unit.unshard(offload_.before_gather(action.unit));
+        unit.unshard(offload_.before_gather(action.unit), reads_peers_);
         break;
       case ActionKind::Reshard:
         unit.reshard();
@@ -116,7 +116,11 @@ bool UnitLifecycle::refresh(UnitId id) {
 
 void UnitLifecycle::begin_hold(UnitId id) {
   context_.pool->set_apart(true); // what is held for long must not shape the arena
-  const auto back = c10::make_scope_exit([this] { context_.pool->set_apart(false); });
+  reads_peers_ = true;
+  const auto back = c10::make_scope_exit([this] {
+    context_.pool->set_apart(false);
+    reads_peers_ = false;
+  });
   if (refresh(id)) {
     order_gathers();
   }

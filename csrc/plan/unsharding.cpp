@@ -3,9 +3,22 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 namespace zerocore {
 
-void Unsharding::begin(const std::vector<int>& regions, bool again, GatherSteps& steps) {
+bool Unsharding::can_read() const {
+  const UnitMesh& mesh = facts_.mesh;
+  const bool has_own = mesh.shards_parameters && !mesh.shards_across;
+  return has_own && !facts_.tiers.has_host_parameters() &&
+      std::ranges::none_of(layout_.regions(), &Region::is_encoded);
+}
+
+void Unsharding::begin(
+    const std::vector<int>& regions,
+    bool again,
+    GatherSteps& steps,
+    bool reads) {
   wait(steps); // a rank that skipped the unit may not have waited for its last gather
   const bool in_use = has_full_ && facts_.mesh.shards_parameters;
   if (in_use) {
@@ -14,7 +27,9 @@ void Unsharding::begin(const std::vector<int>& regions, bool again, GatherSteps&
   is_near_ = again && facts_.mesh.gathers_near() && (has_near_ || has_full_);
   has_near_ = has_near_ && is_near_;
   is_whole_ = false;
-  if (copies_out_ && !is_near_) {
+  reads = reads && can_read();
+  receives_ = receives(reads) && !is_near_;
+  if (receives_) {
     take(ParamMemory::Received, StreamRole::AllGather, steps);
   } else if (!has_full_) {
     take(ParamMemory::Full, StreamRole::AllGather, steps);
@@ -30,7 +45,7 @@ void Unsharding::begin(const std::vector<int>& regions, bool again, GatherSteps&
     start_across(regions, steps);
   }
   for (const int region : regions) {
-    is_near_ ? start_near(region, steps) : start(region, steps);
+    is_near_ ? start_near(region, steps) : start(region, reads, steps);
   }
   steps.run({.kind = GatherStepKind::Launch, .unit = unit_});
   is_whole_ = true;
@@ -54,9 +69,9 @@ void Unsharding::start_across(const std::vector<int>& regions, GatherSteps& step
   steps.run({.kind = GatherStepKind::WaitAcross, .unit = unit_});
 }
 
-void Unsharding::start(int index, GatherSteps& steps) const {
+void Unsharding::start(int index, bool reads, GatherSteps& steps) const {
   const Region& region = layout_.regions()[index];
-  const ParamMemory to = copies_out_ ? ParamMemory::Received : ParamMemory::Full;
+  const ParamMemory to = receives_ ? ParamMemory::Received : ParamMemory::Full;
   const bool loads = facts_.tiers.has_host_parameters();
   if (loads) {
     steps.run({GatherStepKind::Load, unit_, index, ParamMemory::Own, to, region.shard_nbytes()});
@@ -70,7 +85,8 @@ void Unsharding::start(int index, GatherSteps& steps) const {
     const bool is_in_place = loads || encodes || !mesh.shards_parameters || mesh.shards_across;
     const ParamMemory from = is_in_place ? to : ParamMemory::Own;
     const int64_t nbytes = received_.regions()[index].nbytes();
-    steps.run({GatherStepKind::Start, unit_, index, from, to, nbytes, TraceOp::AllGather});
+    const auto kind = reads ? GatherStepKind::ReadPeers : GatherStepKind::Start;
+    steps.run({kind, unit_, index, from, to, nbytes, TraceOp::AllGather});
   }
 }
 
@@ -87,7 +103,7 @@ void Unsharding::wait(GatherSteps& steps) {
     return;
   }
   steps.run({.kind = GatherStepKind::Wait, .unit = unit_});
-  if (copies_out_ && !is_near_) {
+  if (receives_) {
     if (!has_full_) {
       take(ParamMemory::Full, StreamRole::Compute, steps);
     }

@@ -8,6 +8,7 @@
 
 #include "common/math.h"
 #include "runtime/bucket.h"
+#include "runtime/host_memory.h"
 
 namespace zerocore {
 
@@ -79,11 +80,19 @@ DeviceMemory BucketPool::take_spare(int64_t nbytes) {
   const auto found = std::ranges::find(spares_, nbytes, &DeviceMemory::nbytes);
   if (found == spares_.end()) {
     spares_.clear();
-    return own(allocate_memory(streams_.device(), nbytes), nbytes);
+    return own(new_spare(nbytes), nbytes);
   }
   DeviceMemory memory = std::move(*found);
   spares_.erase(found);
   return memory;
+}
+
+// The system clears new pages, which takes as long as the copy into them; huge ones take less.
+c10::DataPtr BucketPool::new_spare(int64_t nbytes) const {
+  constexpr int64_t kHugeNbytes = int64_t{4} << 20;
+  return recycles_ && nbytes >= kHugeNbytes
+      ? HostMemory::map({.nbytes = nbytes, .inherited = true})->at(0)
+      : allocate_memory(streams_.device(), nbytes);
 }
 
 // Work that the compute stream was given may still use the memory's last owner.

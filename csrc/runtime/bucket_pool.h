@@ -90,6 +90,7 @@ class BucketPool {
   };
 
   DeviceMemory take_spare(int64_t nbytes);
+  c10::DataPtr new_spare(int64_t nbytes) const;
   DeviceMemory own(c10::DataPtr data, int64_t nbytes) const;
   void free(DeviceMemory& memory) const;
   void take_memory(Slot& slot, const std::optional<int64_t>& offset, StreamRole role);

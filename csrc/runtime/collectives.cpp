@@ -163,6 +163,9 @@ template <typename Issue>
 void Collectives::issue_on(StreamRole role, PendingCollective& pending, const Issue& issue) {
   const bool async = !streams_.has_streams();
   const auto guard = streams_.use(role);
+  if (alarm_ != nullptr) {
+    alarm_->ledger().begin_wait(pending.number_); // by reads it blocks
+  }
   try {
     pending.works_ = issue(async);
     std::erase(pending.works_, nullptr);
@@ -173,6 +176,9 @@ void Collectives::issue_on(StreamRole role, PendingCollective& pending, const Is
     }
   } catch (const std::exception& error) {
     pending.fail(pending.op_, error);
+  }
+  if (alarm_ != nullptr) {
+    alarm_->ledger().end_wait();
   }
 }
 
@@ -265,6 +271,7 @@ void Collectives::trace_completion(const PendingCollective& pending) const {
     pending.record_->end = streams_.record_timed(pending.done_->role);
     return;
   }
+  pending.record_->done_ns = now_ns(); // if there is no work any more
   for (const auto& work : pending.works_) {
     work->getFuture()->addCallback([record = pending.record_](c10::ivalue::Future&) {
       record->done_ns = std::max(record->done_ns, now_ns());
@@ -286,6 +293,25 @@ PendingCollective Collectives::all_gather(
       "all_gather", StreamRole::AllGather, {{own}, {full}}, std::move(tag), [&](bool async) {
         return given != nullptr ? wire::Works{(*given)(full, own)}
                                 : wire::gather(*backend_, methods_.gather, full, own, async);
+      });
+}
+
+void Collectives::find_processes() {
+  if (!streams_.has_streams() && size_ > 1 && backend_->getBackendName() == "gloo") {
+    processes_ = find_readable_processes(*backend_);
+  }
+}
+
+PendingCollective Collectives::read_peers(
+    const at::Tensor& full,
+    const at::Tensor& own,
+    const PiecesOfRank& pieces_of,
+    CollectiveTag tag) {
+  return start(
+      "all_gather_by_reads", StreamRole::AllGather, {{own}, {full}}, std::move(tag), [&](bool) {
+        void* to = full.mutable_data_ptr();
+        read_processes(*backend_, processes_, own.const_data_ptr(), to, pieces_of);
+        return wire::Works{};
       });
 }
 

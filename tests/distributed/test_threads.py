@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import accumulate, assert_gradients, case_named
+from zerocore.sharding import build
 
 WAIT_SECONDS = 20.0
 
@@ -146,3 +148,27 @@ def fail_in_thread() -> None:
 
 def test_a_failure_in_a_thread_leaves_the_model_usable() -> None:
     run_ranks(fail_in_thread, 2)
+
+
+def make_an_engine_beside_a_thread() -> None:
+    """A thread of gloo that frees a tensor of Python needs the GIL, and holds its queue."""
+    had_the_gil = threading.Event()
+
+    def make_late(*args: Any, **options: Any) -> build.Engine:
+        if dist.get_rank() == 1:
+            time.sleep(1.0)
+        timer = threading.Timer(0.1, had_the_gil.set)
+        timer.start()
+        engine = make(*args, **options)
+        assert dist.get_rank() == 1 or had_the_gil.is_set()
+        timer.join()
+        return engine
+
+    make = build.Engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "Engine", make_late)
+        zerocore.shard(nn.Linear(4, 4), stage=3)
+
+
+def test_no_engine_waits_under_the_gil() -> None:
+    run_ranks(make_an_engine_beside_a_thread, 2)

@@ -2,7 +2,7 @@
 
 All ranks derive the same steps from the same sizes. A unit's gather begins ahead of its turn where
 the bytes held leave room for it, so the peak is ``max_nbytes`` and one unit: two where shards are
-rows, which are copied to their places, and more where one tensor alone is larger.
+rows that are copied to their places, and more where one tensor alone is larger.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ class StagePlan(MemoryBytes):
         num_collectives: collectives in a step.
         timings: predicted steps by link; none where activations were not measured.
         checkpoint: bytes of a checkpoint, and of this rank's part of it.
-        export: most bytes that :func:`zerocore.export` takes at a time with buckets of 1 GiB.
+        export: most bytes that :func:`zerocore.export` takes at a time with buckets of 1 GiB; less
+            for rows where ranks of one machine read each other's memory.
     """
 
     stage: int

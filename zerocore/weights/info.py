@@ -328,7 +328,7 @@ class _Builder:
         if sums * _SUM_FACTOR > layout.nbytes or gathers:
             sums = 0
         held = sums or layout.nbytes
-        received = 0 if sums else layout.received_nbytes
+        received = 0 if sums else engine.received_nbytes(unit.index)
         return UnitExport(unit.index, tuple(entries), sums, Load(held, received, entries_sizes))
 
 

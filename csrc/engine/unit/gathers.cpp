@@ -42,11 +42,13 @@ Gathers::Gathers(
 void Gathers::begin(
     const std::vector<int>& regions,
     int64_t version,
-    const std::shared_future<void>& after) {
+    const std::shared_future<void>& after,
+    bool reads) {
   RECORD_USER_SCOPE("zerocore::all_gather (" + name_ + ")"); // made for a profiler alone
   after_ = after;
   together_.clear(); // of gathers that failed
-  unsharding_.begin(regions, std::exchange(version_, version) == version, *this);
+  const bool again = std::exchange(version_, version) == version;
+  unsharding_.begin(regions, again, *this, reads && reads_peers());
 }
 
 void Gathers::set_keeps_near(bool keeps) {
@@ -80,6 +82,8 @@ void Gathers::run(const GatherStep& step) {
       return wait_across();
     case GatherStepKind::Start:
       return start(step);
+    case GatherStepKind::ReadPeers:
+      return read_peers(step);
     case GatherStepKind::Launch:
       return launch();
     case GatherStepKind::Wait: {
@@ -194,6 +198,37 @@ void Gathers::start(const GatherStep& step) {
     after = {};
   }
   issue(collectives, step, bucket_of(step.to).full_bytes(step.region), source_of(step), after);
+}
+
+void Gathers::read_peers(const GatherStep& step) {
+  if (after_.valid()) {
+    after_.get();
+  }
+  CollectiveTag tag{&name_, context_.note(step.op, id_, step.nbytes), id_};
+  pending_.push_back(context_.collectives->read_peers(
+      full_.full_bytes(step.region),
+      own_->full_bytes(step.region),
+      [&](int64_t rank) { return pieces_of(step.region, rank); },
+      std::move(tag)));
+}
+
+std::vector<io::ProcessBytes> Gathers::pieces_of(int index, int64_t rank) const {
+  const Region& region = layout_.regions()[index];
+  const int64_t nbytes = region.shard_nbytes();
+  if (!layout_.by_rows()) {
+    return {{0, rank * nbytes, nbytes}};
+  }
+  std::vector<io::ProcessBytes> pieces;
+  for (const int param : region.params) {
+    const Range rows = layout_.owned(param, rank);
+    if (!rows.empty()) {
+      const int64_t from = layout_.offset_in_shard(param, rank);
+      const int64_t to = layout_.places()[param].offset + rows.begin;
+      const int64_t size = region.itemsize;
+      pieces.push_back({from * size, to * size, rows.size() * size});
+    }
+  }
+  return pieces;
 }
 
 void Gathers::issue(

@@ -31,10 +31,16 @@ class Gathers final : private GatherSteps {
     return unsharding_.state();
   }
   // See Unsharding. This rank's part has its values when `after`, if it is valid, is ready.
+  // `reads`: out of the other ranks' memory, where they can.
   void begin(
       const std::vector<int>& regions,
       int64_t version,
-      const std::shared_future<void>& after);
+      const std::shared_future<void>& after,
+      bool reads);
+  // Bytes of the block from which such a gather is copied out; 0 for none.
+  int64_t received_nbytes() const {
+    return unsharding_.receives(reads_peers()) ? received_->nbytes() : 0;
+  }
   // Orders compute behind the gathers, or blocks, see PendingCollective::wait.
   void wait() {
     unsharding_.wait(*this);
@@ -70,6 +76,12 @@ class Gathers final : private GatherSteps {
   void start_across(const GatherStep& step);
   void wait_across();
   void start(const GatherStep& step);
+  bool reads_peers() const {
+    return context_.collectives != nullptr && context_.collectives->reads_peers() &&
+        !settings_.gather;
+  }
+  void read_peers(const GatherStep& step);
+  std::vector<io::ProcessBytes> pieces_of(int region, int64_t rank) const;
   void issue(
       Collectives& collectives,
       const GatherStep& step,

@@ -104,7 +104,7 @@ const at::Tensor& Unit::updated_shard(int region) const {
   return main_.has(region) ? main_.full(region) : model_shard(region);
 }
 
-void Unit::unshard(const std::shared_future<void>& after) {
+void Unit::unshard(const std::shared_future<void>& after, bool reads) {
   std::vector<int> regions = bucket_.regions();
   if (!shards_) {
     std::erase_if(regions, [&](int region) { return is_gathered(region); });
@@ -114,7 +114,7 @@ void Unit::unshard(const std::shared_future<void>& after) {
   wait_for_unshard();
   const std::vector<at::Tensor> written = in_use ? copy_of_writes() : std::vector<at::Tensor>();
   gathered_version_ = version();
-  gathers_.begin(regions, gathered_version_, after);
+  gathers_.begin(regions, gathered_version_, after, reads);
   mark_gathered();
   if (in_use) {
     wait_for_unshard();

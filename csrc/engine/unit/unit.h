@@ -92,8 +92,8 @@ class Unit {
   }
 
   // Sharded > Unsharding: issues the gathers. Where unsharded parameters stay, only of regions that
-  // have changed since. This rank's part has its values when `after`, if it is valid, is ready.
-  void unshard(const std::shared_future<void>& after = {});
+  // have changed since. `after`, `reads`: see Gathers::begin.
+  void unshard(const std::shared_future<void>& after = {}, bool reads = false);
   // Unsharding > Unsharded: orders compute behind the gathers.
   void wait_for_unshard() {
     gathers_.wait();
