@@ -38,8 +38,9 @@ std::vector<int64_t> find_readable_processes(c10d::Backend& group) {
   for (int64_t rank = 0; rank < facts.size(0); ++rank) {
     processes.push_back(facts[rank][0]);
     int64_t read = 0;
-    const int error = io::read_process(processes.back(), facts[rank][1], &read, {{0, 0, 8}});
-    all_read = all_read && error == 0 && read == facts[rank][2];
+    all_read = all_read && // those of other machines are not tried
+        io::read_process(processes.back(), facts[rank][1], &read, {{0, 0, 8}}) == 0 &&
+        read == facts[rank][2];
   }
   return exchange(group, {all_read}).all().item<bool>() ? processes : std::vector<int64_t>();
 }
