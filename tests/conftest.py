@@ -17,11 +17,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_configure() -> None:
-    """Processes that wake up do not preempt others: collectives take a fraction of the time.
+    """Small blocks are units, as large ones are.
+
+    Processes that wake up do not preempt others: collectives take a fraction of the time.
 
     With more ranks than cores, a rank is else preempted in the moment it sends, holding the lock
     that gloo's own thread then spins on for a time slice. All processes of a test inherit this.
     """
+    from zerocore.model import units  # loads torch, for which the environment is set above
+
+    units.JOINED_NBYTES = 0
     if hasattr(os, "SCHED_BATCH"):  # Linux
         with suppress(PermissionError):  # some sandboxes
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -29,6 +29,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from zerocore.model import units
+
 Launch = Literal["group", "torchrun", "none"]
 
 
@@ -55,6 +57,7 @@ def serve(pipe: Connection, log: Path) -> None:
     _write_all_to(log)
     gc.set_threshold(20_000)  # garbage is collected behind each function
     torch.set_num_threads(1)
+    units.JOINED_NBYTES = 0  # small blocks are units, as large ones are
     random_states = torch.get_rng_state(), random.getstate()
     before = surroundings()
     while (message := _receive(pipe)) is not None:

@@ -20,6 +20,8 @@ from zerocore.tensor.wrapped import Wrapper, gathers_itself, is_wrapped, plain_p
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 # Leftovers that follow each other are gathered together while one of two is smaller than this.
 _SMALL_NBYTES = 1 << 20
+# Blocks that follow each other are one unit of at most this size: a message costs as much as it.
+JOINED_NBYTES = 1 << 20
 
 UnitChoice = type[nn.Module] | str | nn.Module
 
@@ -78,6 +80,7 @@ class UnitPlanned:
     params: list[ParamChoice] = field(default_factory=list)
     several: list[ParamChoice] = field(default_factory=list)  # of several tensors, no shards
     is_leftover: bool = False
+    is_block: bool = False
     mesh: int = 0  # 0 is the model's, the others are those of its parts
 
     @property
@@ -92,6 +95,7 @@ def choose_units(model: nn.Module, units: Sequence[UnitChoice] | None) -> list[U
         model: any module.
         units: classes, class or module names, or modules that each become a unit; None finds the
             repeated blocks: lists of at least two children of one class, outermost lists first.
+            Blocks that follow each other are one unit while they have at most 1 MiB together.
 
     Raises:
         ValueError: nothing to shard, an entry that matches nothing, or units that overlap.
@@ -109,7 +113,7 @@ def choose_units(model: nn.Module, units: Sequence[UnitChoice] | None) -> list[U
     planned = _make_units(model, blocks)
     chosen = set() if units is None else {id(block) for _, block in blocks}
     _assign(planned, model, params, chosen)
-    return _merge_small([unit for unit in planned if unit.params], model)
+    return _merge_small([unit for unit in planned if unit.params], units is None)
 
 
 def collect_params(model: nn.Module) -> list[ParamChoice]:
@@ -221,7 +225,7 @@ def _make_units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[U
         is_block = id(module) in block_ids
         splits = id(module) in inside or module is model or isinstance(module, NOT_CALLED)
         if is_block:
-            planned.append(UnitPlanned(name, [module]))
+            planned.append(UnitPlanned(name, [module], is_block=module is not model))
         elif not in_block and not isinstance(module, NOT_CALLED):
             leftover = id(module) not in inside and module is not model
             planned.append(UnitPlanned(name, [module], is_leftover=leftover))
@@ -287,18 +291,12 @@ def _units_of_modules(planned: list[UnitPlanned], model: nn.Module) -> dict[int,
     return units_of
 
 
-def _merge_small(units: list[UnitPlanned], model: nn.Module) -> list[UnitPlanned]:
-    """Joins leftovers that follow each other while one of the two is small. A norm of a few
-    kilobytes beside the output layer costs three collectives a step on its own."""
+def _merge_small(units: list[UnitPlanned], joins_blocks: bool) -> list[UnitPlanned]:
+    """Joins small units that follow each other: each costs at least two collectives a step."""
     merged: list[UnitPlanned] = []
     for unit in units:
         last = merged[-1] if merged else None
-        if (
-            last is not None
-            and last.is_leftover
-            and unit.is_leftover
-            and min(last.nbytes, unit.nbytes) < _SMALL_NBYTES
-        ):
+        if last is not None and _belong_together(last, unit, joins_blocks):
             last.name += f" + {unit.name}"
             last.modules += unit.modules
             last.params += unit.params
@@ -307,6 +305,14 @@ def _merge_small(units: list[UnitPlanned], model: nn.Module) -> list[UnitPlanned
     for unit in merged:
         unit.name = unit.name or "(root)"
     return merged
+
+
+def _belong_together(last: UnitPlanned, unit: UnitPlanned, joins_blocks: bool) -> bool:
+    """Leftovers if one of them is small, blocks if they are it together."""
+    if last.is_leftover and unit.is_leftover:
+        return min(last.nbytes, unit.nbytes) < _SMALL_NBYTES
+    are_blocks = last.is_block and unit.is_block
+    return joins_blocks and are_blocks and last.nbytes + unit.nbytes <= JOINED_NBYTES
 
 
 UnitsOf = Mapping[int, tuple[int, ...]]

@@ -111,11 +111,7 @@ def record(
     names = {id(module): name for name, module in model.named_modules()}
     units = units_by_module(unit.modules for unit in planned)
     entries = {names[key]: value for key, value in units.items()}
-    blocks = [
-        names[id(unit.modules[0])]
-        for unit in planned
-        if not unit.is_leftover and len(unit.modules) == 1 and unit.modules[0] is not model
-    ]
+    blocks = [names[id(module)] for unit in planned if unit.is_block for module in unit.modules]
     fqns = [[choice.fqns[0] for choice in unit.params] for unit in planned]
     with RepeatingFakeMode() as mode:
         copy = fake_copy(model, mode, dtype, dropped)
