@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,3 +106,36 @@ def count_collectives(stage: int) -> list[int]:
 def test_they_take_the_messages_of_one_unit(stage: int) -> None:
     for apart, together in run_ranks(count_collectives, 2, stage):
         assert apart - together == 5 * {0: 1, 1: 2, 2: 2, 3: 3}[stage]
+
+
+def load_into_other_units(folder: Path) -> None:
+    """A checkpoint of one choice of units goes on with the other one's."""
+    for stage, first in itertools.product((0, 1, 2, 3), (0, 1 << 20)):
+        losses = []
+        for nbytes in (first, first ^ 1 << 20):
+            torch.manual_seed(0)
+            with joined(nbytes):
+                model = zerocore.shard(chain(), stage=stage)
+            optimizer = zerocore.optim.AdamW(model.parameters(), lr=0.1)
+            checkpoints = zerocore.Checkpoints(folder / f"{stage}-{first}", model, optimizer)
+            if checkpoints.load() is None:
+                train(model, optimizer)
+                checkpoints.save(1).wait()
+            losses.append(train(model, optimizer))
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # three ranks add in other orders
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    found = []
+    for step in range(3):
+        loss = model(torch.full((2, 3), dist.get_rank() + step + 1.0)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_checkpoints_go_from_one_to_the_other(world_size: int, tmp_path: Path) -> None:
+    run_ranks(load_into_other_units, world_size, tmp_path, timeout=120)

@@ -26,7 +26,7 @@ class System:
     `near` all gathers but the first one come from so many ranks that follow each other (hpZ). With
     `registered` the group's backend allocates what collectives read and write. With `fused` linear
     layers write gradients where they are reduced. With `static_graph` the ranks promise to do the
-    same in each pass.
+    same in each pass. One that `finds_units` is not told the blocks, and joins small ones.
     """
 
     peer: str
@@ -42,6 +42,7 @@ class System:
     registered: bool = False
     fused: bool = False
     static_graph: bool = False
+    finds_units: bool = False
 
 
 def with_fused(system: System) -> System:
@@ -151,11 +152,18 @@ def wrap_model(
             engine="zerocore.fsdp",
         )
     elif system.peer == "zerocore":
-        return _shard(system, model, recipe, mesh)
+        units = None if system.finds_units else [*blocks]
+        return _shard(system, model, units, recipe, mesh)
     return model
 
 
-def _shard(system: System, model: nn.Module, recipe: Recipe, mesh: Any) -> nn.Module:
+def _shard(
+    system: System,
+    model: nn.Module,
+    units: list[nn.Module] | None,
+    recipe: Recipe,
+    mesh: Any,
+) -> nn.Module:
     zerocore = import_zerocore()
     mixed = None
     if recipe.compute_dtype is not None:
@@ -178,6 +186,7 @@ def _shard(system: System, model: nn.Module, recipe: Recipe, mesh: Any) -> nn.Mo
         model,
         stage=system.stage,
         group=mesh,
+        units=units,
         prefetch=system.prefetch,
         accumulate="sharded" if recipe.accumulate == 1 else "full",
         mixed_precision=mixed,
