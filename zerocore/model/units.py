@@ -297,7 +297,7 @@ def _merge_small(units: list[UnitPlanned], joins_blocks: bool) -> list[UnitPlann
     for unit in units:
         last = merged[-1] if merged else None
         if last is not None and _belong_together(last, unit, joins_blocks):
-            last.name += f" + {unit.name}"
+            last.name = _joint_name(last, unit)
             last.modules += unit.modules
             last.params += unit.params
         else:
@@ -305,6 +305,13 @@ def _merge_small(units: list[UnitPlanned], joins_blocks: bool) -> list[UnitPlann
     for unit in merged:
         unit.name = unit.name or "(root)"
     return merged
+
+
+def _joint_name(last: UnitPlanned, unit: UnitPlanned) -> str:
+    """Of blocks, which may be many, the first and the last."""
+    if not unit.is_block:
+        return f"{last.name} + {unit.name}"
+    return f"{last.name.partition(' to ')[0]} to {unit.name}"
 
 
 def _belong_together(last: UnitPlanned, unit: UnitPlanned, joins_blocks: bool) -> bool:
