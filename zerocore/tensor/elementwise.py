@@ -34,7 +34,7 @@ def _apply_one(func: Function, name: str, args: Args, kwargs: Kwargs, is_copy: b
     source = _source(tensors)
     fitted = tensors
     if not is_copy:
-        fitted, _ = fit(name, tensors, is_in_place(name), kwargs.get("out"))
+        fitted, _ = fit(tensors, is_in_place(name), kwargs.get("out"))
     replaced = {id(old): new for old, new in zip(tensors, fitted, strict=True)}
     result = func(
         *(replaced.get(id(value), value) for value in args),
@@ -104,13 +104,13 @@ def _fit_row(name: str, row: Sequence[Any]) -> list[Any]:
     tensors = [value for value in row if isinstance(value, Tensor)]
     if not any(isinstance(tensor, Placed) for tensor in tensors):
         return list(row)
-    fitted, _ = fit(name, tensors, is_in_place(name))
+    fitted, _ = fit(tensors, is_in_place(name))
     replaced = iter(fitted)
     return [next(replaced) if isinstance(value, Tensor) else value for value in row]
 
 
 def fit(
-    name: str, tensors: list[Tensor], in_place: bool, out: Tensor | None = None
+    tensors: list[Tensor], in_place: bool, out: Tensor | None = None
 ) -> tuple[list[Tensor], Place]:
     """Plain local tensors for each of ``tensors``, or full ones if they change a full one.
 

@@ -118,7 +118,7 @@ def _compare_or_multiply(func: Function, base: str, args: Args, kwargs: Kwargs) 
     if len(args) < 2 or not all(isinstance(arg, Tensor) for arg in args[:2]):
         return NotImplemented
     try:
-        (one, other), place = fit(base, list(args[:2]), False)
+        (one, other), place = fit(list(args[:2]), False)
     except NotLocal:
         return NotImplemented
     place.check_whole()
