@@ -182,16 +182,15 @@ void RollCall::note_end(const std::string& how) {
   if (store_ == nullptr) {
     return;
   }
-  int64_t others = static_cast<int64_t>(size_);
   if (!is_alarm_) {
     append(*store_, "ends", rank_, how);
     store_->add("ended", 1);
-  } else {
-    others = store_->add(key("answers"), 0);
   }
   if (holder_ == static_cast<int64_t>(rank_)) { // its store ends with it
-    const char* const done = is_alarm_ ? "readers" : "ended";
-    wait_until(Clock::now() + kOthers, [&] { return store_->add(done, 0) >= others; });
+    wait_until(Clock::now() + kOthers, [&] {
+      return is_alarm_ ? store_->add("readers", 0) >= store_->add(key("answers"), 0)
+                       : store_->add("ended", 0) >= static_cast<int64_t>(size_);
+    });
   }
   give_up();
 }

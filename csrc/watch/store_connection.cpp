@@ -56,8 +56,9 @@ bool listens_at(int fd, uint16_t port) {
   if (getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) { // NOLINT
     return false;
   }
-  // Both families have the port in the same place.
-  return ntohs(reinterpret_cast<const sockaddr_in*>(&address)->sin_port) == port; // NOLINT
+  // Both families of the network have the port in the same place.
+  return (address.ss_family == AF_INET || address.ss_family == AF_INET6) &&
+      ntohs(reinterpret_cast<const sockaddr_in*>(&address)->sin_port) == port; // NOLINT
 }
 
 } // namespace
