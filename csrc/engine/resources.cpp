@@ -166,7 +166,7 @@ UnitContext Resources::make_context(const MeshGroups& groups, const ShardOptions
       !streams_.has_streams(),
       axis_of(groups.near.get()));
   context.collectives = groups.of(context.mesh.state.name);
-  if (context.collectives != nullptr) {
+  if (context.collectives != nullptr && context.mesh.shards_parameters) {
     context.collectives->find_processes();
   }
   context.replicas = groups.of(context.mesh.replicas.name);

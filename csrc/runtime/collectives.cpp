@@ -125,6 +125,21 @@ Collectives::Collectives(
   }
 }
 
+template <typename Block>
+void Collectives::wait_in(const PendingCollective& pending, const Block& block) const {
+  if (alarm_ != nullptr) {
+    alarm_->ledger().begin_wait(pending.number_);
+  }
+  try {
+    block();
+  } catch (const std::exception& error) {
+    pending.fail(pending.op_, error);
+  }
+  if (alarm_ != nullptr) {
+    alarm_->ledger().end_wait();
+  }
+}
+
 // Before a collective is issued: notes it, and makes sure that the others issue it too.
 void Collectives::announce(PendingCollective& pending, UnitId id, int64_t nbytes) {
   pending.alarm_ = alarm_;
@@ -139,21 +154,7 @@ void Collectives::announce(PendingCollective& pending, UnitId id, int64_t nbytes
   uint64_t collective = mix(mix(user_, op), static_cast<uint64_t>(id));
   collective = mix(mix(collective, static_cast<uint64_t>(nbytes)), facts_);
   if (guard_->must_compare(collective)) {
-    compare(pending, collective);
-  }
-}
-
-void Collectives::compare(const PendingCollective& pending, uint64_t collective) const {
-  if (alarm_ != nullptr) {
-    alarm_->ledger().begin_wait(pending.number_);
-  }
-  try {
-    guard_->compare(collective);
-  } catch (const std::exception& error) {
-    pending.fail(pending.op_, error);
-  }
-  if (alarm_ != nullptr) {
-    alarm_->ledger().end_wait();
+    wait_in(pending, [&] { guard_->compare(collective); });
   }
 }
 
@@ -163,9 +164,6 @@ template <typename Issue>
 void Collectives::issue_on(StreamRole role, PendingCollective& pending, const Issue& issue) {
   const bool async = !streams_.has_streams();
   const auto guard = streams_.use(role);
-  if (alarm_ != nullptr) {
-    alarm_->ledger().begin_wait(pending.number_); // by reads it blocks
-  }
   try {
     pending.works_ = issue(async);
     std::erase(pending.works_, nullptr);
@@ -176,9 +174,6 @@ void Collectives::issue_on(StreamRole role, PendingCollective& pending, const Is
     }
   } catch (const std::exception& error) {
     pending.fail(pending.op_, error);
-  }
-  if (alarm_ != nullptr) {
-    alarm_->ledger().end_wait();
   }
 }
 
@@ -307,12 +302,15 @@ PendingCollective Collectives::read_peers(
     const at::Tensor& own,
     const PiecesOfRank& pieces_of,
     CollectiveTag tag) {
-  return start(
-      "all_gather_by_reads", StreamRole::AllGather, {{own}, {full}}, std::move(tag), [&](bool) {
-        void* to = full.mutable_data_ptr();
-        read_processes(*backend_, processes_, own.const_data_ptr(), to, pieces_of);
-        return wire::Works{};
-      });
+  Operands operands{{own}, {full}};
+  PendingCollective pending =
+      begin("all_gather_by_reads", StreamRole::AllGather, operands, std::move(tag));
+  wait_in(pending, [&] {
+    void* to = full.mutable_data_ptr();
+    read_processes(*backend_, processes_, own.const_data_ptr(), to, pieces_of);
+  });
+  finish(pending, std::move(operands), StreamRole::AllGather, nullptr);
+  return pending;
 }
 
 PendingCollective Collectives::gather_sums(

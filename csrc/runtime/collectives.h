@@ -228,7 +228,9 @@ class Collectives {
     return role == StreamRole::AllGather ? *backend_ : *reductions_;
   }
   void announce(PendingCollective& pending, UnitId id, int64_t nbytes);
-  void compare(const PendingCollective& pending, uint64_t collective) const;
+  // Runs `block`, in which the host waits for other ranks, as a part of the collective.
+  template <typename Block>
+  void wait_in(const PendingCollective& pending, const Block& block) const;
   void trace_completion(const PendingCollective& pending) const;
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
