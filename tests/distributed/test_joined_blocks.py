@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from tests.distributed.joined import joined
+from tests.distributed.programs.models import Net
 from tests.distributed.training import (
     Trained,
     assert_same_training,
@@ -22,19 +26,10 @@ from tests.distributed.training import (
     train_sharded,
 )
 from tests.zoo import CASES
-from zerocore.model import units
 from zerocore.model.units import choose_units
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 NAMES = [name for name, case in CASES.items() if case.units is None]
-
-
-@contextmanager
-def joined(nbytes: int = 1 << 20) -> Iterator[None]:
-    """As in programs; tests have a unit for each block."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units, "JOINED_NBYTES", nbytes)
-        yield
 
 
 def chain(depth: int = 6, width: int = 8) -> nn.Sequential:
@@ -140,3 +135,89 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_checkpoints_go_from_one_to_the_other(world_size: int, tmp_path: Path) -> None:
     run_ranks(load_into_other_units, world_size, tmp_path, timeout=120)
+
+
+def wrap(system: str, model: nn.Module, stage: int) -> nn.Module:
+    if system == "ddp":
+        return DistributedDataParallel(model, find_unused_parameters=True)
+    if system == "fsdp2":
+        return fully_shard(model)
+    with joined():
+        return zerocore.shard(model, stage=stage)
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    if zerocore.is_sharded(model):
+        return zerocore.full_state_dict(model)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    copy = {name: value.clone() for name, value in state.items()}
+    found = [copy] if dist.get_rank() == 0 else [None]  # FSDP2 gives it to one rank
+    dist.broadcast_object_list(found)
+    assert found[0] is not None
+    return found[0]
+
+
+class Dropping(Net):
+    """Leaves out a block that its caller names."""
+
+    def forward(self, x: Tensor, dropped: int = -1) -> Tensor:
+        x = self.inp(x)
+        for index, block in enumerate(self.blocks):
+            x = x if index == dropped else block(x)
+        return self.out(self.norm(x))
+
+
+def batch(step: int) -> Tensor:
+    seed = 10 * step + dist.get_rank()
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def drop_and_evaluate(system: str, stage: int) -> dict[str, Tensor]:
+    """Layer drop, with an evaluation of the whole model behind each step."""
+    torch.manual_seed(0)
+    model = wrap(system, Dropping(4), stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    outputs = []
+    for step in range(5):
+        model(batch(step), step % 5).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            outputs.append(model(batch(-step - 1)))
+        model.train()
+    return full_state(model) | {"outputs": torch.stack(outputs)}
+
+
+def load_and_freeze(system: str, stage: int) -> dict[str, Tensor]:
+    """Goes on from a state in a new model, of which some blocks are frozen, by micro-batches."""
+    torch.manual_seed(0)
+    model = wrap(system, Net(4), stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+    plain = Net(4)
+    plain.load_state_dict(full_state(model))
+    plain.blocks[:2].requires_grad_(False)
+    model = wrap(system, plain, stage)
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    for step in range(1, 4):
+        for part in batch(step).chunk(2):
+            (model(part).square().mean() / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state(model)
+
+
+def compare(script: Callable[[str, int], dict[str, Tensor]], stage: int) -> None:
+    expected = script("ddp", stage)
+    for system in ("fsdp2", "zerocore"):
+        torch.testing.assert_close(script(system, stage), expected)
+
+
+@pytest.mark.parametrize("script", [drop_and_evaluate, load_and_freeze])
+def test_scripts_train_as_with_ddp_and_fsdp2(
+    script: Callable[[str, int], dict[str, Tensor]], stage: int
+) -> None:
+    run_ranks(compare, 2, script, stage)

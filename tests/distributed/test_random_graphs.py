@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from tests.distributed.joined import joined
 from tests.distributed.random_graphs import build, choose_units, total_loss
 from tests.distributed.random_runs import (
     BETWEEN,
@@ -49,7 +50,6 @@ from tests.distributed.random_seeds import (
     world_of,
 )
 from zerocore.common.alarm import STALL_SECONDS
-from zerocore.model import units
 
 GRAPHS_OF_A_SHAPE = 6
 GRAPHS_BY_NIGHT = 46  # others
@@ -81,8 +81,7 @@ def options_of(seed: int, stage: int, shape: str) -> dict[str, Any]:
 
 
 def shard(seed: int, model: nn.Module, candidates: list[nn.Module], **options: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units, "JOINED_NBYTES", seed % 2 << 20)
+    with joined(seed % 2 << 20):
         try:
             zerocore.shard(model, units=choose_units(seed, candidates), **options)
         except (

@@ -51,6 +51,17 @@ def test_checkpointing_keeps_the_inputs_of_the_blocks() -> None:
     assert checkpointed.total_flops == plain.total_flops + forward
 
 
+def test_checkpointing_recomputes_blocks_and_not_what_is_around_them() -> None:
+    """A list of blocks in a module with a parameter of its own, which is a unit, too."""
+    model = nn.Sequential(Chain(), nn.Linear(WIDTH, 1))
+    model[0].bias = nn.Parameter(torch.zeros(WIDTH))
+    planned = choose_units(model, None)
+    assert [unit.name for unit in planned][:2] == ["0", "0.blocks.0"]
+    batch = torch.randn(ROWS, WIDTH)
+    run = measure(model, planned, batch, default_loss, checkpointing=True)
+    assert run.saved_nbytes == NUM_BLOCKS * ROW_NBYTES  # inputs of blocks but one, and of the head
+
+
 def test_operations_of_matrix_products() -> None:
     """2 operations a weight and row in the forward, 4 in the backward less the first layer's
     input, which needs no gradient."""
