@@ -31,14 +31,15 @@ def bits_per_second(rate: str) -> float:
 def network_table(title: str, rate: str, found: dict[str, Any]) -> Table:
     """A row for each system; `found` has the times that a rank printed, by label."""
     columns = ["system", "step ms", "of", "peer's", "sent MB", "wire ms", "compute ms"]
-    table = Table(title, [*columns, "hidden %, by length", "by timeline"])
+    columns += ["hidden %, by length", "by timeline", "floor ms", "floor of peer's"]
+    table = Table(title, columns)
     middle = {
         label: {name: median(values) if values else 0.0 for name, values in times.items()}
         for label, times in found.items()
     }
     plain = middle[PLAIN.label]["step_ms"] - middle[PLAIN.label]["update_ms"]
     for label, own in middle.items():
-        cells = [label, f"{own['step_ms']:.0f}", *_beside(label, middle)]
+        cells = [label, f"{own['step_ms']:.0f}", *_beside(label, middle, own["step_ms"])]
         if label == PLAIN.label:
             table.add(*cells)
             continue
@@ -48,17 +49,20 @@ def network_table(title: str, rate: str, found: dict[str, Any]) -> Table:
         cells.append(_percent(own["step_ms"] - compute, wire))
         if found[label]["wait_ms"]:
             cells.append(_percent(own["wait_ms"], wire))
+        if found[label]["floor_ms"]:
+            floor = own["floor_ms"] + own["update_ms"]
+            cells += [f"{floor:.0f}", *_beside(label, middle, floor)[1:]]
         table.add(*cells)
     return table
 
 
-def _beside(label: str, middle: dict[str, Any]) -> list[str]:
-    """The faster peer, and the step's share of its step."""
+def _beside(label: str, middle: dict[str, Any], step_ms: float) -> list[str]:
+    """The faster peer, and what share of its step `step_ms` is."""
     steps = {peer: middle[peer]["step_ms"] for peer in PEERS.get(label, ()) if peer in middle}
     if not steps:
         return ["", ""]
     peer = min(steps, key=lambda name: steps[name])
-    return [peer, f"{middle[label]['step_ms'] / steps[peer]:.2f}"]
+    return [peer, f"{step_ms / steps[peer]:.2f}"]
 
 
 def _percent(exposed: float, wire: float) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from bench.step.run import LEARNING_RATE
 
 SIZE = GPT_SIZES["29m"]
 STEPS_A_TURN = 2
+PIECE_NBYTES = 1 << 20
+PIECES_ON_THEIR_WAY = 4
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 PLAIN = System("plain", None, "plain, no communication")
 SYSTEMS = tuple(system for system in ALL_SYSTEMS if system.stage not in (None, 1))
@@ -48,6 +52,7 @@ class Times:
     update_ms: list[float] = field(default_factory=list)
     wait_ms: list[float] = field(default_factory=list)  # by the timeline, of one step a turn
     sent_nbytes: list[int] = field(default_factory=list)  # by the node
+    floor_ms: list[float] = field(default_factory=list)  # of zerocore: see Floor
 
 
 class Subject:
@@ -97,8 +102,65 @@ class Subject:
             self.times.wait_ms.append(sum(event.wait_ns for event in events) / 1e6)
 
 
+class Floor:
+    """A plain model's forward and backward, while as many bytes as a system's are sent beside.
+
+    Bytes of gradients wait for the backward. Nothing else waits, so no other order of collectives
+    that send as much can be faster on this machine.
+    """
+
+    def __init__(self, plain: Subject, system: Subject) -> None:
+        self.plain, self.system = plain, system
+        self.group = dist.new_group()
+        count = dist.get_world_size()
+        sums = 2 if system.system.stage == 0 else 1  # the sums are sent, too
+        numel = sum(p.numel() for p in plain.model.parameters())
+        self.grad_nbytes = 4 * numel * sums * (count - 1) // count
+
+    def take_turn(self) -> None:
+        """Times as many steps as the system takes, without the update."""
+        for _ in range(STEPS_A_TURN):
+            self.system.times.floor_ms.append(self._step())
+
+    def _step(self) -> float:
+        nbytes = int(median(self.system.times.sent_nbytes))
+        backward = threading.Event()
+        sender = threading.Thread(target=self._send, args=(nbytes, backward))
+        dist.barrier()
+        start = time.perf_counter()
+        sender.start()
+        loss = self.plain.model(*self.plain.batch)
+        backward.set()
+        loss.backward()
+        sender.join()
+        end = time.perf_counter()
+        self.plain.optimizer.zero_grad()
+        return (end - start) * 1e3
+
+    def _send(self, nbytes: int, backward: threading.Event) -> None:
+        """To the next rank, and takes as much from the one before."""
+        size, rank = dist.get_world_size(), dist.get_rank()
+        piece = torch.zeros(PIECE_NBYTES, dtype=torch.uint8)
+        taken = [torch.empty_like(piece) for _ in range(PIECES_ON_THEIR_WAY)]
+        pending: list[Any] = []
+        for number in range(nbytes // PIECE_NBYTES):
+            if number == (nbytes - self.grad_nbytes) // PIECE_NBYTES:
+                backward.wait()
+            if len(pending) == 2 * PIECES_ON_THEIR_WAY:
+                pending.pop(0).wait()
+                pending.pop(0).wait()
+            into = taken[number % PIECES_ON_THEIR_WAY]
+            pending.append(dist.isend(piece, (rank + 1) % size, group=self.group))
+            pending.append(dist.irecv(into, (rank - 1) % size, group=self.group))
+        for work in pending:
+            work.wait()
+
+
 def run_rank(rounds: int, near: int, only: str) -> None:
-    """Measures all systems and a plain model; rank 0 prints the times of each as JSON."""
+    """Measures all systems and a plain model; rank 0 prints the times of each as JSON.
+
+    With one rank a node also the floor of each of zerocore's systems.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(1 + dist.get_rank())
@@ -109,8 +171,10 @@ def run_rank(rounds: int, near: int, only: str) -> None:
         subject.step()
     gc.collect()
     gc.freeze()
+    ours = [subject for subject in subjects if subject.system.peer in OURS]
+    floors = [Floor(subjects[0], subject) for subject in ours] if near == 1 else []
     for _ in range(rounds):
-        for subject in subjects:
+        for subject in [*subjects, *floors]:
             subject.take_turn()
     if dist.get_rank() == 0:
         print(json.dumps({s.system.label: asdict(s.times) for s in subjects}), flush=True)
