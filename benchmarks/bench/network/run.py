@@ -123,9 +123,10 @@ class Floor:
             self.system.times.floor_ms.append(self._step())
 
     def _step(self) -> float:
-        nbytes = int(median(self.system.times.sent_nbytes))
+        nbytes = torch.tensor(median(self.system.times.sent_nbytes), dtype=torch.int64)
+        dist.broadcast(nbytes, 0)  # nodes count some packets more or fewer
         backward = threading.Event()
-        sender = threading.Thread(target=self._send, args=(nbytes, backward))
+        sender = threading.Thread(target=self._send, args=(int(nbytes), backward))
         dist.barrier()
         start = time.perf_counter()
         sender.start()
