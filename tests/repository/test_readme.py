@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -77,8 +78,9 @@ def test_every_block_has_a_language_that_is_tested(page: Path) -> None:
 
 
 @cache
-def help_of(script: str) -> str:
-    code, text = run_script(ROOT / script, "--help")
+def help_of(script: str, *words: str) -> str:
+    """With the words before its options, of which the first may be a subcommand."""
+    code, text = run_script(ROOT / script, *words, "--help")
     assert code == 0, text
     return text
 
@@ -87,9 +89,10 @@ def help_of(script: str) -> str:
 def test_scripts_have_the_options(page: str, command: str) -> None:
     _, script, *args = command.split()
     assert (ROOT / script).exists()
+    words = list(takewhile(lambda word: not word.startswith("--"), args))
     for option in args:
         if option.startswith("--"):
-            assert re.search(rf"{option}\b", help_of(script)), option
+            assert re.search(rf"{option}\b", help_of(script, *words)), option
 
 
 def write_checkpoints() -> None:
