@@ -1,8 +1,4 @@
-"""AdamW in one pass: moments, weights and the copies of these that layers compute with.
-
-``torch.optim.Optimizer`` in everything else: parameter groups, schedulers, hooks, state dicts,
-``torch.amp.GradScaler``.
-"""
+"""AdamW in one pass: moments, weights and the copies of these that layers compute with."""
 
 from __future__ import annotations
 

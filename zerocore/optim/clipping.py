@@ -112,7 +112,7 @@ def clip_grad_norm_(
         total = reduce_norms(total, p, group_of(across, "across"))
     if error_if_nonfinite and not total.isfinite():
         raise parts.explain(total)
-    grads = parts.present()
+    grads = [grad for grad in parts.grads if grad is not None]
     _scale(grads, torch.clamp(bound / (total + 1e-6), max=1.0))
     is_double = any(grad.dtype == torch.float64 for grad in grads)
     return total if is_double else total.float()
@@ -151,10 +151,6 @@ class _Parts:
         shards = (shard_of(param) for param in self.params)
         for state in {shard.state_ref() for shard in shards if shard is not None} - {None}:
             check_not_capturing(state.device, "clip_grad_norm_ was called for a sharded model")
-
-    def present(self) -> list[Tensor]:
-        """This rank's parts of the gradients that there are."""
-        return [grad for grad in self.grads if grad is not None]
 
     def norm(self, p: float) -> Tensor:
         """The global norm, float64 on the device of the first parameter."""

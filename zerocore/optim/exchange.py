@@ -1,7 +1,4 @@
-"""Moves the parts of matrices to their owners, and the results back; see Note [Whole matrices].
-
-The choice of owners is shown as a table.
-"""
+"""Moves the parts of matrices to their owners, and the results back; see Note [Whole matrices]."""
 
 from __future__ import annotations
 
@@ -28,28 +25,18 @@ Arrival = Callable[[], list[Tensor]]  # waits for tensors
 
 @dataclass(frozen=True)
 class Lanes:
-    """The ranks of a mesh of a model as the exchange sees them.
-
-    Attributes:
-        grid: their numbers.
-        rank: of this one in it.
-        shards: the group that parameters are cut over; None where each rank has all elements.
-        replicas: one group for each dimension of ranks that hold the same.
-        members: their numbers in the model.
-        mesh: its number.
-        state: of the model, which counts what is sent.
-    """
+    """The ranks of a mesh of a model as the exchange sees them."""
 
     grid: Grid
-    rank: int
-    shards: dist.ProcessGroup | None
-    replicas: tuple[dist.ProcessGroup, ...]
-    members: tuple[int, ...]
-    mesh: int
-    state: ShardState
+    rank: int  # in the grid
+    shards: dist.ProcessGroup | None  # that parameters are cut over; None: each rank has all
+    replicas: tuple[dist.ProcessGroup, ...]  # one for each dimension of ranks that hold the same
+    members: tuple[int, ...]  # numbers in the model
+    mesh: int  # its number
+    state: ShardState  # which counts what is sent
 
     @staticmethod
-    def of(state: ShardState, mesh: int = 0) -> Lanes:
+    def of(state: ShardState, mesh: int) -> Lanes:
         """Those of a sharded model, as its stage divides what the mesh shares."""
         ranks = state.meshes[mesh]
         shared = placements_of(state.config.stage).optimizer
@@ -65,114 +52,99 @@ class Lanes:
         return Lanes(grid, rank, shards, replicas, members, mesh, state)
 
     def cut(self, shard: ShardedParameter | RowShard) -> Cut:
-        """Of a parameter over the shards."""
         cut = Cut.of(self.state.engine.layout(shard.unit), shard.position)
         return cut if self.shards is not None else Cut.whole(cut.numel)
 
 
-def _transfer(
-    lanes: Lanes,
-    group: dist.ProcessGroup,
-    send: Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    total: int,
-) -> Exchange:
-    """An all-to-all of 1-D messages, rank after rank.
+@dataclass(frozen=True)
+class RoundExchange:
+    """One round of matrices between the ranks of a mesh, all of which must call its methods."""
 
-    Args:
-        sent: elements for each rank of the group.
-        received: elements from each.
-        total: elements of all ranks' messages, the same on all of them.
-    """
-    size = send.element_size()
-    sent_nbytes, received_nbytes = ([n * size for n in counts] for counts in (sent, received))
-    across = group is lanes.state.meshes[lanes.mesh].replicas
-    return lanes.state.engine.exchange(
-        lanes.mesh, across, send, sent_nbytes, received_nbytes, total * size
-    )
+    step: Round
+    lanes: Lanes
+    like: Tensor  # of the dtype and device of all that is sent
 
+    def to_owners(self, parts: Sequence[Tensor]) -> Arrival:
+        """Sends this rank's elements of each matrix (1-D) to its owner; returns what waits for the
+        matrices that this rank owns, flattened."""
+        step = self.step
+        if self.lanes.shards is None:
+            return lambda: [parts[index] for index in step.mine]
+        send = self._joined([parts[index] for owned in step.by_shard for index in owned])
+        counts = step.elements_from_shards()
+        sent = step.elements_to_owners()
+        transfer = self._transfer(self.lanes.shards, send, sent, counts, step.exchanged_numel)
 
-def joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """One after the other, 1-D, of the dtype and device of ``like``; also where there are none."""
-    return torch.cat(list(tensors)) if tensors else like.new_empty(0)
+        def arrived() -> list[Tensor]:
+            pieces: dict[int, list[Tensor]] = {index: [] for index in step.mine}
+            messages = transfer.wait().split([count for count in counts if count > 0])
+            for parts, message in zip(step.parts_of_mine.values(), messages, strict=True):
+                sizes = [end - begin for _, begin, end in parts]
+                for (index, _, _), piece in zip(parts, message.split(sizes), strict=True):
+                    pieces[index].append(piece)
+            return [self._joined(each) for each in pieces.values()]
 
+        return arrived
 
-def to_owners(step: Round, lanes: Lanes, parts: Sequence[Tensor], like: Tensor) -> Arrival:
-    """Sends this rank's elements of each matrix to its owner; all ranks must call.
+    def to_shards(self, wholes: Sequence[Tensor]) -> Arrival:
+        """Sends each rank its elements of the matrices (flattened) that this rank owns; returns
+        what waits for this rank's elements of every matrix of the round."""
+        step = self.step
+        own: dict[int, Tensor] = dict(zip(step.mine, wholes, strict=True))
+        transfer = None
+        if self.lanes.shards is not None:
+            cut = [
+                own[index][begin:end]
+                for parts in step.parts_of_mine.values()
+                for index, begin, end in parts
+            ]
+            sent, counts = step.elements_from_shards(), step.elements_to_owners()
+            send = self._joined(cut)
+            transfer = self._transfer(self.lanes.shards, send, sent, counts, step.exchanged_numel)
 
-    Args:
-        parts: for each matrix of the round, 1-D, of one dtype.
-        like: a tensor of that dtype and device.
+        def arrived() -> list[Tensor]:
+            if transfer is not None:
+                order = [index for owned in step.by_shard for index in owned]
+                own.update(self._split(order, transfer.wait()))
+            self._spread(own)
+            return [own[index] for index in range(len(step.matrices))]
 
-    Returns:
-        A function that waits and returns the matrices that this rank owns, flattened.
-    """
-    if lanes.shards is None:
-        return lambda: [parts[index] for index in step.mine]
-    send = joined([parts[index] for owned in step.by_shard for index in owned], like)
-    counts = step.elements_from_shards()
-    sent = step.elements_to_owners()
-    transfer = _transfer(lanes, lanes.shards, send, sent, counts, step.exchanged_numel)
+        return arrived
 
-    def arrived() -> list[Tensor]:
-        pieces: dict[int, list[Tensor]] = {index: [] for index in step.mine}
-        messages = transfer.wait().split([count for count in counts if count > 0])
-        for parts, message in zip(step.parts_of_mine.values(), messages, strict=True):
-            sizes = [end - begin for _, begin, end in parts]
-            for (index, _, _), piece in zip(parts, message.split(sizes), strict=True):
-                pieces[index].append(piece)
-        return [joined(each, like) for each in pieces.values()]
+    def _spread(self, held: dict[int, Tensor]) -> None:
+        """Gives the other replicas what this one has computed."""
+        for group, (place, found) in zip(self.lanes.replicas, self.step.spreads, strict=True):
+            message = self._joined([held[index] for index in found[place]])
+            counts = [self.step.own_numel(indices) for indices in found]
+            send = message.repeat(group.size())
+            sent = [message.numel()] * group.size()
+            transfer = self._transfer(group, send, sent, counts, sum(counts) * group.size())
+            order = [index for indices in found for index in indices]
+            held.update(self._split(order, transfer.wait()))
 
-    return arrived
+    def _transfer(
+        self,
+        group: dist.ProcessGroup,
+        send: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        total: int,
+    ) -> Exchange:
+        """An all-to-all of 1-D messages, rank after rank: ``sent`` and ``received`` elements for
+        and from each, ``total`` of all ranks' messages, the same on all of them."""
+        lanes, size = self.lanes, send.element_size()
+        sent_nbytes, received_nbytes = ([n * size for n in counts] for counts in (sent, received))
+        across = group is lanes.state.meshes[lanes.mesh].replicas
+        return lanes.state.engine.exchange(
+            lanes.mesh, across, send, sent_nbytes, received_nbytes, total * size
+        )
 
+    def _joined(self, tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors) if tensors else self.like.new_empty(0)
 
-def to_shards(step: Round, lanes: Lanes, wholes: Sequence[Tensor], like: Tensor) -> Arrival:
-    """Sends each rank its elements of the matrices that this rank owns; all ranks must call.
-
-    Args:
-        wholes: the matrices, flattened, of one dtype.
-        like: a tensor of that dtype and device.
-
-    Returns:
-        A function that waits and returns this rank's elements of every matrix of the round.
-    """
-    own: dict[int, Tensor] = dict(zip(step.mine, wholes, strict=True))
-    transfer = None
-    if lanes.shards is not None:
-        cut = [
-            own[index][begin:end]
-            for parts in step.parts_of_mine.values()
-            for index, begin, end in parts
-        ]
-        sent, counts = step.elements_from_shards(), step.elements_to_owners()
-        send = joined(cut, like)
-        transfer = _transfer(lanes, lanes.shards, send, sent, counts, step.exchanged_numel)
-
-    def arrived() -> list[Tensor]:
-        if transfer is not None:
-            order = [index for owned in step.by_shard for index in owned]
-            own.update(_split(step, order, transfer.wait()))
-        _spread(step, lanes, own, like)
-        return [own[index] for index in range(len(step.matrices))]
-
-    return arrived
-
-
-def _split(step: Round, order: Sequence[int], message: Tensor) -> dict[int, Tensor]:
-    sizes = [step.own_numel([index]) for index in order]
-    return dict(zip(order, message.split(sizes), strict=True)) if order else {}
-
-
-def _spread(step: Round, lanes: Lanes, held: dict[int, Tensor], like: Tensor) -> None:
-    for group, (place, found) in zip(lanes.replicas, step.spreads, strict=True):
-        message = joined([held[index] for index in found[place]], like)
-        counts = [step.own_numel(indices) for indices in found]
-        send = message.repeat(group.size())
-        sent = [message.numel()] * group.size()
-        transfer = _transfer(lanes, group, send, sent, counts, sum(counts) * group.size())
-        order = [index for indices in found for index in indices]
-        held.update(_split(step, order, transfer.wait()))
+    def _split(self, order: Sequence[int], message: Tensor) -> dict[int, Tensor]:
+        sizes = [self.step.own_numel([index]) for index in order]
+        return dict(zip(order, message.split(sizes), strict=True)) if order else {}
 
 
 @dataclass(frozen=True)
@@ -218,19 +190,19 @@ class Choice:
 
 def choice_of(
     optimizer: str,
-    rounds: Sequence[tuple[Round, Lanes]],
+    rounds: Sequence[RoundExchange],
     names: Sequence[str],
     others: Sequence[str],
     ranks: Ranks,
     sent_nbytes: int,
 ) -> Choice:
     """The choice that follows from the rounds of a step; ``names`` are those of parameters."""
-    owners: dict[str, dict[int, None]] = {}
+    owners: dict[str, set[int]] = {}
     work = [0] * ranks.world_size
-    for step, lanes in rounds:
-        for matrix, place in zip(step.matrices, step.owners, strict=True):
-            owner = lanes.members[place]
-            owners.setdefault(names[matrix.param], {})[owner] = None
+    for each in rounds:
+        for matrix, place in zip(each.step.matrices, each.step.owners, strict=True):
+            owner = each.lanes.members[place]
+            owners.setdefault(names[matrix.param], set()).add(owner)
             work[owner] += matrix.cost
     total = max(sum(work), 1)
     return Choice(

@@ -49,23 +49,19 @@ def check_sharded(
     groups: Iterable[Mapping[str, Any]], optimizer: str, known: ShardState | None = None
 ) -> ShardState:
     """The state of the one model whose parameters these are; raises ValueError."""
-    number = 0
-    for group in groups:
-        for item in group["params"]:
-            param = param_of(item)
-            shard = ready_shard_of(param)
-            state = None if shard is None else shard.state_ref()
-            if state is None or known not in (None, state):
-                what = "belongs to another sharded model than those before it"
-                if state is None:
-                    what = "is no parameter of a sharded model"
-                raise ValueError(
-                    f"{optimizer}: {_label(item, number)} {what}; call zerocore.shard or "
-                    "zerocore.fsdp.fully_shard first and give each optimizer the parameters of one "
-                    "model"
-                )
-            known = state
-            number += 1
+    for number, item in enumerate(item for group in groups for item in group["params"]):
+        shard = ready_shard_of(param_of(item))
+        state = None if shard is None else shard.state_ref()
+        if state is None or known not in (None, state):
+            what = "belongs to another sharded model than those before it"
+            if state is None:
+                what = "is no parameter of a sharded model"
+            raise ValueError(
+                f"{optimizer}: {_label(item, number)} {what}; call zerocore.shard or "
+                "zerocore.fsdp.fully_shard first and give each optimizer the parameters of one "
+                "model"
+            )
+        known = state
     if known is None:
         raise ValueError(f"{optimizer} got no parameters")
     if known.ranks.levels is not None:
@@ -160,10 +156,8 @@ class Splits:
 
     def count(self, name: str) -> int:
         """The first pattern that fits says it; 1 by default."""
-        for pattern, count in self._split.items():
-            if fnmatchcase(name, pattern):
-                return count
-        return 1
+        fitting = (count for pattern, count in self._split.items() if fnmatchcase(name, pattern))
+        return next(fitting, 1)
 
     def check_used(self, params: Sequence[Any]) -> None:
         """Raises ValueError if a pattern fits no matrix."""

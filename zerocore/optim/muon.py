@@ -1,8 +1,4 @@
-"""Muon on shards: whole matrices at their owners, AdamW on the rest.
-
-``torch.optim.Optimizer`` in everything else: parameter groups, schedulers, hooks, state dicts,
-``torch.amp.GradScaler``.
-"""
+"""Muon on shards: whole matrices at their owners, AdamW on the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from zerocore.hooks.optimizer_states import as_state, params_of, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.model.state import ShardState
 from zerocore.optim.adamw import AdamW
-from zerocore.optim.exchange import Choice, Lanes, choice_of
+from zerocore.optim.exchange import Choice, Lanes, RoundExchange, choice_of
 from zerocore.optim.kernel_calls import Factors, global_norm, squares_of
 from zerocore.optim.matrices import (
     Item,
@@ -38,7 +34,7 @@ from zerocore.optim.matrices import (
     used_in_step,
 )
 from zerocore.optim.muon_rounds import WIRE, MuonRounds, check_options
-from zerocore.planning.ownership import Round, plan_rounds
+from zerocore.planning.ownership import plan_rounds
 from zerocore.tensor.rows import local_part, own_elements
 
 
@@ -109,7 +105,11 @@ class Muon(ShardOptimizer):
             self._splits = Splits(split)
             super().__init__(groups, options)
             self._check_choice()
-            facts += self._facts()
+            facts += [
+                f"{'Muon' if group['use_muon'] else 'AdamW'} for '{name_of(param)}'"
+                for group in self.param_groups
+                for param in group["params"]
+            ]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; becomes a group of matrices and one of the
@@ -194,13 +194,6 @@ class Muon(ShardOptimizer):
         for pattern in self._adamw_names:
             check_pattern("adamw_names", pattern, [param for param in params if is_matrix(param)])
 
-    def _facts(self) -> list[str]:
-        return [
-            f"{'Muon' if group['use_muon'] else 'AdamW'} for '{name_of(param)}'"
-            for group in self.param_groups
-            for param in group["params"]
-        ]
-
     def describe(self) -> Choice:
         """Which parameters Muon and AdamW train, who owns the matrices, and what a step sends.
 
@@ -210,10 +203,10 @@ class Muon(ShardOptimizer):
         pairs = self._muon_params()
         plan = self._plan_for(tuple(param.requires_grad for param, _ in pairs))
         rest = [group for group in self.param_groups if not group["use_muon"]]
-        sent = sum(each.sent_to_owners() + each.sent_to_shards() for each in plan.rounds)
+        sent = sum(r.step.sent_to_owners() + r.step.sent_to_shards() for r in plan.rounds)
         return choice_of(
             "Muon",
-            list(zip(plan.rounds, plan.lanes, strict=True)),
+            plan.rounds,
             [name_of(param) for param, _ in pairs],
             [name_of(param) for group in rest for param in group["params"]],
             self._model.ranks,
@@ -225,7 +218,8 @@ class Muon(ShardOptimizer):
 
     def _make_plan(self, used: Used) -> MuonRounds:
         pairs = [(Whole.of(param), group) for param, group in self._muon_params()]
-        rounds: list[tuple[Round, Lanes]] = []
+        rounds: list[RoundExchange] = []
+        like = torch.empty(0, dtype=WIRE, device=self._model.device)
         for mesh in range(len(self._model.meshes)):  # in one order on all ranks
             indices = [i for i, (whole, _) in enumerate(pairs) if used[i] and whole.mesh == mesh]
             matrices = [
@@ -236,7 +230,7 @@ class Muon(ShardOptimizer):
             lanes = Lanes.of(self._model, mesh)
             cuts = {index: lanes.cut(pairs[index][0].shard) for index in indices}
             steps = plan_rounds(matrices, cuts, lanes.grid, lanes.rank, WIRE.itemsize)
-            rounds += [(step, lanes) for step in steps]
+            rounds += [RoundExchange(step, lanes, like) for step in steps]
         return MuonRounds(rounds, pairs)
 
     # -- steps ------------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""One step of Muon: rounds whose exchange runs under the Newton-Schulz iterations before them.
-
-These orthogonalise the matrices of one shape in one batch.
-"""
+"""One step of Muon: rounds whose exchange runs under the Newton-Schulz iterations before them."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocore.optim.exchange import Arrival, Lanes, to_owners, to_shards
+from zerocore.optim.exchange import Arrival, RoundExchange
 from zerocore.optim.kernel_calls import Factors
 from zerocore.optim.matrices import Whole
 from zerocore.planning.ownership import Matrix, Round
@@ -89,10 +86,8 @@ def check_options(group: Mapping[str, Any]) -> None:
 class MuonRounds:
     """The work of steps while the same parameters have gradients."""
 
-    def __init__(self, rounds: Sequence[tuple[Round, Lanes]], pairs: Sequence[Pair]) -> None:
-        self.rounds = [step for step, _ in rounds]
-        self.lanes = [lanes for _, lanes in rounds]
-        self._pairs = pairs
+    def __init__(self, rounds: Sequence[RoundExchange], pairs: Sequence[Pair]) -> None:
+        self.rounds, self._pairs = rounds, pairs
         self._updates: dict[int, Tensor] = {}  # of parameters whose matrices are not all sent yet
 
     def run(self, states: States, factors: Factors | None, meanwhile: Callable[[], None]) -> None:
@@ -101,19 +96,17 @@ class MuonRounds:
         The host does not wait to see that a step is skipped: it exchanges updates as any other
         one, and keeps momenta and weights.
         """
-        used = {matrix.param for step in self.rounds for matrix in step.matrices}
+        used = {matrix.param for each in self.rounds for matrix in each.step.matrices}
         locals_ = {index: self._pairs[index][0].elements() for index in sorted(used)}
         returning: Callable[[], None] | None = None
         arriving = self._send(0, states, factors)
         meanwhile()
-        for number, step in enumerate(self.rounds):
+        for number, each in enumerate(self.rounds):
             following = self._send(number + 1, states, factors)
-            lanes = self.lanes[number]
-            results = self._orthogonalised(step, arriving(), lanes)
-            back = to_shards(step, lanes, results, _like(lanes))
+            back = each.to_shards(self._orthogonalised(each.step, arriving()))
             if returning is not None:
                 returning()
-            returning = self._applying(step, back, locals_, factors)
+            returning = self._applying(each.step, back, locals_, factors)
             arriving = following
         if returning is not None:
             returning()
@@ -126,7 +119,7 @@ class MuonRounds:
         if number == len(self.rounds):
             self._updates = {}
             return list
-        step = self.rounds[number]
+        step = self.rounds[number].step
         needed = dict.fromkeys(matrix.param for matrix in step.matrices)
         fresh = [param for param in needed if param not in self._updates]
         known = self._updates | dict(zip(fresh, self._momenta(fresh, states, factors), strict=True))
@@ -135,7 +128,7 @@ class MuonRounds:
             self._updates[matrix.param][self._local(step, index, matrix)]
             for index, matrix in enumerate(step.matrices)
         ]
-        return to_owners(step, self.lanes[number], parts, _like(self.lanes[number]))
+        return self.rounds[number].to_owners(parts)
 
     def _momenta(
         self, params: Sequence[int], states: States, factors: Factors | None
@@ -170,14 +163,14 @@ class MuonRounds:
         offset = matrix.begin - step.cuts[index].owned(step.shard)[0]
         return slice(offset + begin, offset + end) if begin < end else slice(0, 0)
 
-    def _orthogonalised(self, step: Round, arrived: Sequence[Tensor], lanes: Lanes) -> list[Tensor]:
+    def _orthogonalised(self, step: Round, arrived: Sequence[Tensor]) -> list[Tensor]:
         """The matrices that this rank owns, flattened; those of one shape go in one batch."""
         batches: dict[Hashable, list[int]] = {}
         for position, index in enumerate(step.mine):
             matrix = step.matrices[index]
             group = self._pairs[matrix.param][1]
             batches.setdefault((matrix.shape, id(group)), []).append(position)
-        results: list[Tensor] = [_like(lanes)] * len(arrived)
+        results = list(arrived)
         for positions in batches.values():
             matrix = step.matrices[step.mine[positions[0]]]
             group = self._pairs[matrix.param][1]
@@ -220,7 +213,3 @@ def _scaled(grads: Sequence[Tensor], momenta: Sequence[Tensor], factors: Factors
         torch.where(skips, momentum, grad * factor)
         for grad, momentum in zip(grads, momenta, strict=True)
     ]
-
-
-def _like(lanes: Lanes) -> Tensor:
-    return torch.empty(0, dtype=WIRE, device=lanes.state.device)

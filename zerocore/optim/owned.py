@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from zerocore.common.agreement import agree, gather_objects, together
 from zerocore.hooks.optimizer_states import options_of, params_of, stepped_state, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.model.parts import check_has_places
-from zerocore.optim.exchange import Arrival, Choice, Lanes, choice_of, to_owners, to_shards
+from zerocore.optim.exchange import Arrival, Choice, Lanes, RoundExchange, choice_of
 from zerocore.optim.matrices import (
     Used,
     Whole,
@@ -27,9 +28,6 @@ from zerocore.optim.matrices import (
     used_in_step,
 )
 from zerocore.planning.ownership import Matrix, Round, assign, make_rounds, whole_cost
-
-Exchanged = tuple[Round, Tensor, Lanes]
-"""A round, a tensor of the dtype that is sent, and the ranks."""
 
 
 def owned(optimizer_class: type[Optimizer], params: Any, **options: Any) -> OwnedOptimizer:
@@ -86,8 +84,7 @@ class OwnedOptimizer(ShardOptimizer):
         self._owners: dict[int, int] = {}  # rank of its mesh by number
         self._known: list[Whole] = []
         self._whole: dict[int, nn.Parameter] = {}  # of this rank, by number
-        self._rounds: dict[Used, list[Exchanged]] = {}
-        self._is_built = False
+        self._rounds: dict[Used, list[RoundExchange]] = {}
         super().__init__(groups, {})
         for param in params_of(self):
             check_is_whole(param, name)
@@ -97,13 +94,12 @@ class OwnedOptimizer(ShardOptimizer):
             self._own(range(len(facts)))
         with together(self._model.ranks.groups, self._model.device):
             self.inner = self._make_inner()
-        self._is_built = True
         self.defaults = self.inner.defaults
         self._take_options(0)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; all ranks must call."""
-        if not self._is_built:
+        if not hasattr(self, "inner"):  # within the constructor
             super().add_param_group(param_group)
             return
         [group] = groups_of([param_group])
@@ -198,12 +194,10 @@ class OwnedOptimizer(ShardOptimizer):
     def _gather(self, used: Sequence[bool], read: Callable[[Whole], Tensor], name: str) -> None:
         """Sets an attribute of each parameter owned here to all elements of what ``read`` gives."""
 
-        def send(step: Round, like: Tensor, lanes: Lanes) -> Arrival:
-            parts = [read(self._known[matrix.param]) for matrix in step.matrices]
-            return to_owners(step, lanes, parts, like)
+        def send(each: RoundExchange) -> Arrival:
+            return each.to_owners([read(self._known[own.param]) for own in each.step.matrices])
 
-        transfers = ((each[0], send(*each)) for each in self._rounds_of(used))
-        for step, arrived in _one_ahead(transfers):
+        for step, arrived in self._one_ahead(used, send):
             for index, flat in zip(step.mine, arrived(), strict=True):
                 number = step.matrices[index].param
                 setattr(self._whole[number], name, self._known[number].place.full_of(flat))
@@ -211,15 +205,22 @@ class OwnedOptimizer(ShardOptimizer):
     def _scatter(self, used: Sequence[bool]) -> None:
         """Gives every rank its elements of what the owners have made of the parameters."""
 
-        def send(step: Round, like: Tensor, lanes: Lanes) -> Arrival:
-            numbers = [step.matrices[index].param for index in step.mine]
+        def send(each: RoundExchange) -> Arrival:
+            numbers = [each.step.matrices[index].param for index in each.step.mine]
             flat = [self._known[n].place.flat(self._whole[n].detach()) for n in numbers]
-            return to_shards(step, lanes, flat, like)
+            return each.to_shards(flat)
 
-        transfers = ((each[0], send(*each)) for each in self._rounds_of(used))
-        for step, arrived in _one_ahead(transfers):
+        for step, arrived in self._one_ahead(used, send):
             for matrix, part in zip(step.matrices, arrived(), strict=True):
                 self._known[matrix.param].elements().copy_(part)
+
+    def _one_ahead(
+        self, used: Sequence[bool], send: Callable[[RoundExchange], Arrival]
+    ) -> Iterator[tuple[Round, Arrival]]:
+        """Each round once the next one is under way."""
+        rounds = self._rounds_of(used)
+        sent = ((each.step, send(each)) for each in rounds)
+        return (each for each, _ in pairwise(chain(sent, [None])) if each is not None)
 
     def _release(self) -> None:
         """Between steps full parameters have a shape and no memory."""
@@ -227,16 +228,16 @@ class OwnedOptimizer(ShardOptimizer):
             whole.data = whole.new_empty(()).expand(whole.shape)
             whole.grad = None
 
-    def _rounds_of(self, used: Sequence[bool]) -> list[Exchanged]:
+    def _rounds_of(self, used: Sequence[bool]) -> list[RoundExchange]:
         """Exchanges of the parameters in use, each of one mesh and dtype."""
         return plan_of(tuple(used), self._rounds, lambda: self._make_rounds(used))
 
-    def _make_rounds(self, used: Sequence[bool]) -> list[Exchanged]:
+    def _make_rounds(self, used: Sequence[bool]) -> list[RoundExchange]:
         alike: dict[tuple[int, str], list[int]] = {}
         for number in (number for number, is_used in enumerate(used) if is_used):
             whole = self._known[number]
             alike.setdefault((whole.mesh, str(whole.param.dtype)), []).append(number)
-        rounds: list[Exchanged] = []
+        rounds: list[RoundExchange] = []
         for (mesh, _), numbers in sorted(alike.items()):  # in one order on all ranks
             lanes, dtype = self._lanes[mesh], self._known[numbers[0]].param.dtype
             shapes = [self._known[number].place.global_shape for number in numbers]
@@ -248,7 +249,7 @@ class OwnedOptimizer(ShardOptimizer):
             owners = [self._owners[number] for number in numbers]
             steps = make_rounds(matrices, owners, cuts, lanes.grid, lanes.rank, dtype.itemsize)
             like = torch.empty(0, dtype=dtype, device=self._model.device)
-            rounds += [(step, like, lanes) for step in steps]
+            rounds += [RoundExchange(step, lanes, like) for step in steps]
         return rounds
 
     def describe(self) -> Choice:
@@ -256,12 +257,11 @@ class OwnedOptimizer(ShardOptimizer):
         params = params_of(self)
         rounds = self._rounds_of([param.requires_grad for param in params])
         sent = sum(
-            (2 * step.sent_to_owners() + step.sent_to_shards()) * like.itemsize
-            for step, like, _ in rounds
+            (2 * each.step.sent_to_owners() + each.step.sent_to_shards()) * each.like.itemsize
+            for each in rounds
         )
         names = [name_of(param) for param in params]
-        steps = [(step, lanes) for step, _, lanes in rounds]
-        return choice_of(self._name, steps, names, [], self._model.ranks, sent)
+        return choice_of(self._name, rounds, names, [], self._model.ranks, sent)
 
     # -- states -----------------------------------------------------------------------------------
 
@@ -318,15 +318,3 @@ class OwnedOptimizer(ShardOptimizer):
                 probe = nn.Parameter(torch.zeros_like(whole, memory_format=torch.contiguous_format))
                 probe.grad = torch.zeros_like(probe)
                 self.inner.state[whole] = stepped_state(self.inner, group, probe)
-
-
-_Sent = tuple[Round, Arrival]
-
-
-def _one_ahead(transfers: Iterator[_Sent]) -> Iterator[_Sent]:
-    """Each transfer once the next one is under way."""
-    before = next(transfers, None)
-    while before is not None:
-        following = next(transfers, None)
-        yield before
-        before = following
