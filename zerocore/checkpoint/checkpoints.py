@@ -9,18 +9,26 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerocore.checkpoint.commit.folder import path_of, steps_in
+from zerocore.checkpoint.commit.saving import Save
 from zerocore.checkpoint.commit.writer import finish_writes, writer_of
+from zerocore.checkpoint.dcp.loading import TrainingLoad, restore_buffers, restore_own
+from zerocore.checkpoint.dcp.saved_state import KeptPlan, SavedState, saved_bytes, saved_state
 from zerocore.checkpoint.dcp.snapshot import StreamedCopy
 from zerocore.checkpoint.safe_files import DamagedError
+from zerocore.checkpoint.training_state import (
+    check_stateful,
+    optimizers_of,
+    random_state,
+    training_state,
+)
 from zerocore.common.agreement import from_rank, on_all_ranks
 from zerocore.common.alarm import operation
 from zerocore.common.quantities import parse_nbytes
@@ -28,11 +36,6 @@ from zerocore.model.extensions import check_plain
 from zerocore.model.state import ShardState, ready_state_of
 from zerocore.planning.other_bytes import MEMORY_BUDGET
 from zerocore.tensor.place import Placed
-
-if TYPE_CHECKING:
-    from zerocore.checkpoint.commit.saving import Save
-    from zerocore.checkpoint.dcp.loading import TrainingLoad
-    from zerocore.checkpoint.dcp.saved_state import SavedState
 
 _log = logging.getLogger("zerocore")
 _MIN_BUDGET = 16 << 20  # two parts, so that one is copied while another is written
@@ -123,9 +126,6 @@ class Checkpoints:
         rng: bool = True,
         **stateful: Any,
     ) -> None:
-        import_module("zerocore.checkpoint.commit.saving")  # takes a second, so not while saving
-        from zerocore.checkpoint.training_state import check_stateful, optimizers_of
-
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
         self._budget = parse_nbytes(memory_budget, "memory_budget")
@@ -141,8 +141,6 @@ class Checkpoints:
         self._set_state(ready_state_of(model))
 
     def _set_state(self, state: ShardState) -> None:
-        from zerocore.checkpoint.dcp.saved_state import KeptPlan
-
         self._state_ref = ref(state)  # a model of zerocore.fsdp must be able to let it go
         self._writer, self._kept = writer_of(state), KeptPlan(state)
 
@@ -193,8 +191,6 @@ class Checkpoints:
         return self._pending
 
     def _make_save(self, final: Path, saved: SavedState, own: bytes) -> Save:
-        from zerocore.checkpoint.commit.saving import Save
-
         return Save(final, saved, own, self._writer.groups, self._keep, self._known)
 
     def _fail(self, error: Exception) -> None:
@@ -265,9 +261,6 @@ class Checkpoints:
 
     def _collect(self, step: int, state: ShardState) -> tuple[SavedState, bytes]:
         """The shards of this rank, and the file that it saves for itself."""
-        from zerocore.checkpoint.dcp.saved_state import saved_bytes, saved_state
-        from zerocore.checkpoint.training_state import random_state, training_state
-
         check_plain(state, "Checkpoints")
         nested = training_state(self._model, self._optimizers)
         buffers = {k: v for k, v in nested["model"].items() if not isinstance(v, Placed)}
@@ -281,16 +274,10 @@ class Checkpoints:
         return saved_state(self._kept, nested, copy=self._background), saved_bytes(own)
 
     def _load(self, folder: Path, state: ShardState) -> None:
-        from zerocore.checkpoint.dcp.loading import TrainingLoad
-
-        load = TrainingLoad(
-            folder, state, self._model, self._optimizers, self._verify, self._budget
-        )
-        self._run_load(load, state)
+        options = (self._model, self._optimizers, self._verify, self._budget)
+        self._run_load(TrainingLoad(folder, state, *options), state)
 
     def _run_load(self, load: TrainingLoad, state: ShardState) -> None:
-        from zerocore.checkpoint.dcp.loading import restore_buffers, restore_own
-
         load.run(self._stateful)
         own = load.own
         for name, value in self._stateful.items():

@@ -15,6 +15,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from zerocore.checkpoint.convert import TORCH_SUFFIXES, open_weights
+from zerocore.checkpoint.convert import convert as convert_weights
+from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.safetensors.files import check_entries, read_folder
 from zerocore.common.tables import on_terminal, print_table
 
 app = typer.Typer(help="Look into checkpoints, check their bytes, convert them.")
@@ -50,8 +54,6 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")] = False,
 ) -> None:
     """Names, shapes, dtypes and bytes of the weights in a checkpoint or in safetensors files."""
-    from zerocore.checkpoint.convert import open_weights
-
     with _named_errors():
         found = _checkpoints(folder)
         weights = open_weights(found[-1])
@@ -79,9 +81,6 @@ def _progress() -> Progress:
 @app.command()
 def verify(folder: _Folder) -> None:
     """Compare the size of every file and the checksum of every byte; exit 1 if one is damaged."""
-    from zerocore.checkpoint.dcp.contents import Contents
-    from zerocore.checkpoint.safetensors.files import check_entries, read_folder
-
     with _named_errors(), _progress() as progress:
         for path in _checkpoints(folder):
             if not (path / ".metadata").exists():
@@ -110,9 +109,6 @@ def convert(
     ] = None,
 ) -> None:
     """Weights of a model from one kind of file to another, one tensor at a time."""
-    from zerocore.checkpoint.convert import TORCH_SUFFIXES, open_weights
-    from zerocore.checkpoint.convert import convert as convert_weights
-
     with _named_errors(), _progress() as progress:
         weights = open_weights(_checkpoints(source)[-1])
         kind = "safetensors" if weights.kind == "dcp" else "dcp"

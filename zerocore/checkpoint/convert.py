@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from zerocore.checkpoint.byte_ranges import read_into, write_from
+from zerocore.checkpoint.byte_ranges import write_from
 from zerocore.checkpoint.checksums import Checksums, FileSums
 from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.safe_reader import load_tensors, quiet
-from zerocore.checkpoint.safe_files import named, opened, size_of
-from zerocore.checkpoint.safetensors.files import NAME_OF, plan_files, read_folder, write_lists
+from zerocore.checkpoint.safe_files import named, size_of
+from zerocore.checkpoint.safetensors.files import plan_files, read_folder, write_lists
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 Advance = Callable[[int], None]  # told of bytes that are done
@@ -31,17 +31,11 @@ Advance = Callable[[int], None]  # told of bytes that are done
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors that can be read one by one.
+    """Tensors that can be read one by one."""
 
-    Attributes:
-        kind: ``"dcp"``, ``"safetensors"`` or ``"torch"``.
-        facts: dtype and shape of each.
-        read: a tensor on the CPU, by name.
-    """
-
-    kind: str
-    facts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    read: Callable[[str], Tensor]
+    kind: str  # "dcp", "safetensors" or "torch"
+    facts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of each
+    read: Callable[[str], Tensor]  # by name, on the CPU
 
     @property
     def nbytes(self) -> int:
@@ -55,15 +49,8 @@ def open_weights(path: Path) -> Weights:
     if path.suffix in TORCH_SUFFIXES and path.is_file():
         return _of_torch_file(path)
     entries = read_folder(path)
-
-    def read(name: str) -> Tensor:
-        entry = entries[name]
-        values = torch.empty(entry.shape, dtype=entry.dtype)
-        with opened(entry.file) as file:
-            read_into(file.fileno(), entry.begin, entry.dtype, values.view(-1))
-        return values
-
-    return Weights("safetensors", {n: (e.dtype, e.shape) for n, e in entries.items()}, read)
+    facts = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    return Weights("safetensors", facts, lambda name: entries[name].read(entries[name].dtype))
 
 
 def _of_checkpoint(path: Path) -> Weights:
@@ -149,9 +136,6 @@ def _write_checkpoint(source: Weights, target: Path, read: Callable[[str], Tenso
 
 
 def _write_safetensors(source: Weights, target: Path, read: Callable[[str], Tensor]) -> None:
-    for name, (dtype, _) in source.facts.items():
-        if dtype not in NAME_OF:
-            raise ValueError(f"'{name}' is {dtype}, which safetensors does not know")
     plans = plan_files(target, source.facts, 5_000_000_000, {"format": "pt"})
     target.mkdir()
     sums = Checksums()

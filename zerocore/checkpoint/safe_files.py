@@ -33,14 +33,11 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def opened(path: Path) -> FileIO:
-    """Opens a regular file for reading; never waits for a pipe and never reads a device.
+    """Opens a regular file for reading; never waits for a pipe and never reads a device, which are
+    a ValueError. Raises FileNotFoundError.
 
     A symbolic link is followed, as Hugging Face's cache is made of them; only who may write to
     the folder makes one.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is no regular file.
     """
 
     def open_regular(name: str, flags: int) -> int:

@@ -24,17 +24,11 @@ class _Opaque:
 
 @dataclass(frozen=True, eq=False)
 class Maker:
-    """Stands for a class or a function that a pickle names.
+    """Stands for a class or a function that a pickle names."""
 
-    Attributes:
-        call: makes a value of arguments, which it checks.
-        kind: of an object that is made empty, and filled by ``build`` once.
-        build: checks a state and gives it to the object.
-    """
-
-    call: Callable[..., Any] | None = None
-    kind: type | None = None
-    build: Callable[[Any, Any], None] | None = None
+    call: Callable[..., Any] | None = None  # makes a value of arguments, which it checks
+    kind: type | None = None  # of an object that is made empty, and filled by ``build`` once
+    build: Callable[[Any, Any], None] | None = None  # checks a state and gives it to the object
 
 
 def read_pickle(

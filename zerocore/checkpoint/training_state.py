@@ -141,16 +141,11 @@ def fit_optimizers(
     metadata: Metadata,
     folder: object,
 ) -> State:
-    """The optimizers' states that the checkpoint has, on their own memory, and options of groups.
+    """The optimizers' states that the checkpoint has, on their own memory, and its ``groups``, of
+    whose options a missing one keeps its value. ValueError that names folder and key for others.
 
     States are made where there are none yet, of memory that holds anything, and stay if this
     raises. A parameter may lack its state as a whole.
-
-    Args:
-        groups: the saved ones. An option that they lack keeps its value.
-
-    Raises:
-        ValueError: other parameters, groups, states or shapes; names folder and key.
     """
     if not groups:
         raise ValueError(f"{folder} holds no optimizer's state")

@@ -24,26 +24,18 @@ from zerocore.checkpoint.commit import files
 
 @dataclass(frozen=True)
 class Job:
-    """A process, so that no other one is taken for it.
+    """A process, so that no other one is taken for it."""
 
-    Attributes:
-        host: its name, for people.
-        system: hash of what else tells hosts apart: two containers may share a name.
-        number: of the process.
-        start: when it began, in the host's ticks; numbers are used again. 0 if unknown.
-    """
-
-    host: str
-    system: str
+    host: str  # its name, for people
+    system: str  # hash of what else tells hosts apart: two containers may share a name
     number: int
-    start: int
+    start: int  # in the host's ticks, as numbers are used again; 0 if unknown
 
     def __str__(self) -> str:
         return f"{self.host}.{self.system}.{self.number}.{self.start}"
 
     @staticmethod
     def parse(text: str) -> Job | None:
-        """The job of that text; None if it is none."""
         match = re.fullmatch(r"([\w.-]+)\.([0-9a-f]{8})\.(\d+)\.(\d+)", text)
         return None if match is None else Job(match[1], match[2], int(match[3]), int(match[4]))
 
@@ -133,7 +125,12 @@ def begin(temporary: Path) -> None:
     RuntimeError if another process of this host writes there."""
     folder = temporary.parent
     folder.mkdir(parents=True, exist_ok=True)
-    _refuse_others(folder)
+    for path, job in _remains(folder):
+        if job is not None and job != this_job() and job.is_on_this_host and job.lives:
+            raise RuntimeError(
+                f"process {job.number} of this host writes {path}; give each training a folder of "
+                "its own, or end that process"
+            )
     _writing.add(temporary)
     files.make_folder(temporary)
     now = temporary.stat().st_mtime  # by the clock of the file system, which other hosts see, too
@@ -197,15 +194,6 @@ def _remains(folder: Path) -> list[tuple[Path, Job | None]]:
         if match is not None and path.is_dir() and not path.is_symlink():
             found.append((path, Job.parse(match[1] or "")))
     return found
-
-
-def _refuse_others(folder: Path) -> None:
-    for path, job in _remains(folder):
-        if job is not None and job != this_job() and job.is_on_this_host and job.lives:
-            raise RuntimeError(
-                f"process {job.number} of this host writes {path}; give each training a folder of "
-                "its own, or end that process"
-            )
 
 
 def _delete_remains(path: Path, job: Job | None, now: float) -> None:

@@ -27,23 +27,14 @@ _log = logging.getLogger("zerocore")
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint that is being written.
+    """A checkpoint that is being written."""
 
-    Attributes:
-        final: its name when all is on disk.
-        saved: this rank's parts.
-        own: what this rank saves for itself.
-        groups: of the ranks; none for one.
-        keep: how many checkpoints stay; None for all.
-        known: whether a checkpoint is good, where that is known; a damaged one may be replaced,
-            and is none of ``keep``.
-    """
-
-    final: Path
-    saved: SavedState
-    own: bytes
-    groups: Sequence[dist.ProcessGroup]
-    keep: int | None
+    final: Path  # its name when all is on disk
+    saved: SavedState  # this rank's parts
+    own: bytes  # what this rank saves for itself
+    groups: Sequence[dist.ProcessGroup]  # of the ranks; none for one
+    keep: int | None  # how many checkpoints stay; None for all
+    # Whether a checkpoint is good; a damaged one may be replaced, and is none of ``keep``.
     known: dict[Path, bool]
 
     def write(self, copies: Iterable[Tensor] | None) -> None:

@@ -16,20 +16,15 @@ from zerocore.model.state import ShardState
 
 
 class Writer:
-    """Carries out saves one after the other: all ranks ask for them in the same order.
-
-    Attributes:
-        groups: a gloo group of the model's ranks, in which only the thread of ``writes``
-            communicates: its collectives must not meet the training's. None for one rank.
-        writes: a thread that writes one save after the other.
-        copies: a thread that copies for the save that is written.
-    """
+    """Carries out saves one after the other: all ranks ask for them in the same order."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        # A gloo group of the model's ranks, none for one rank. Only the thread of ``writes``
+        # communicates in it: its collectives must not meet the training's.
         self.groups = groups
         # Kept: to start a thread is to wait for it, up to 5 ms while others hold the interpreter.
         self.writes = ThreadPoolExecutor(1, "checkpoint-write")
-        self.copies = ThreadPoolExecutor(1, "checkpoint-copy")
+        self.copies = ThreadPoolExecutor(1, "checkpoint-copy")  # for the save that is written
         _living.add(self)
 
 

@@ -52,18 +52,8 @@ class Stored(NamedTuple):
 
 
 class Contents:
-    """The contents of the files of a checkpoint.
-
-    Attributes:
-        folder: of the checkpoint.
-        metadata: as torch knows it.
-        sums: checksums of all files, if there are any, as where zerocore wrote them.
-        is_ours: whether zerocore wrote the files, of which it knows more than of torch's.
-
-    Raises:
-        FileNotFoundError: there is no metadata.
-        ValueError: a small file is broken; names it.
-    """
+    """The contents of the files of a checkpoint; FileNotFoundError if there is no metadata,
+    ValueError if a small file is broken, which it names."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / checksums.METADATA
@@ -72,12 +62,12 @@ class Contents:
                 f"{folder} has no {checksums.METADATA}: no checkpoint, or an unfinished one"
             )
         self.folder = folder
-        self.sums = checksums.read_sums(folder)
+        self.sums = checksums.read_sums(folder)  # where zerocore wrote the files
         data = checksums.read_checked(path, self.sums)
         with named(path):
             self.metadata: Metadata = read_metadata(data)
-        save_id = getattr(self.metadata.storage_meta, "save_id", None)
-        self.is_ours = save_id == FORMAT
+        # Of zerocore's own files more is known than of torch's.
+        self.is_ours = getattr(self.metadata.storage_meta, "save_id", None) == FORMAT
         if self.is_ours and self.sums is None:
             raise ValueError(f"{folder / checksums.NAME} is missing")
 

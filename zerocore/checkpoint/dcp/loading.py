@@ -33,17 +33,8 @@ _log = logging.getLogger("zerocore")
 
 
 class TrainingLoad:
-    """A load of model and optimizers, in steps that all ranks take together.
-
-    Attributes:
-        own: what this rank saved for itself.
-
-    Args:
-        folder: of the checkpoint.
-        state: of the model.
-        checksums: whether to compare them before.
-        budget: bytes that may be kept beside the model until then.
-    """
+    """A load of model and optimizers, in steps that all ranks take together. ``checksums``: whether
+    to compare them before; ``budget``: bytes that may be kept beside the model until then."""
 
     def __init__(
         self,
@@ -62,7 +53,7 @@ class TrainingLoad:
         self._saved: SavedState | None = None  # this rank's parts
         self._targets: dict[int, Target] | None = None  # their memory, by the place in the file
         self._values: dict[str, Tensor] = {}  # small tensors that all ranks need, 1-D
-        self.own: State = {}
+        self.own: State = {}  # what this rank saved for itself
 
     def run(self, stateful: Iterable[str]) -> None:
         """Loads both; collective. DamagedError if files cannot be read, ValueError if they do not

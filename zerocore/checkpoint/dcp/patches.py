@@ -1,8 +1,8 @@
 """Places in ``torch.distributed.checkpoint`` that know DTensor by name and are told of shards here.
 
 Its plans ask every tensor for its chunks. Its helpers do not ask: they copy, gather and make states
-for plain tensors and DTensors alone. Importing that package takes a second, so each helper is
-replaced when its module is imported.
+for plain tensors and DTensors alone. Each is replaced when its module is imported, as some take a
+second.
 """
 
 from __future__ import annotations

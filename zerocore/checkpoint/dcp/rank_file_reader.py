@@ -25,7 +25,7 @@ from zerocore._C import FileStream, HostMemory, StreamWay
 from zerocore.checkpoint.byte_ranges import in_threads, num_threads, read_into
 from zerocore.checkpoint.commit.files import memory_of
 from zerocore.checkpoint.dcp.contents import Contents
-from zerocore.checkpoint.dcp.save_plan import VALUES, box_strides
+from zerocore.checkpoint.dcp.save_plan import VALUES
 from zerocore.checkpoint.dcp.saved_state import SavedState
 from zerocore.checkpoint.dcp.torch_chunks import HEAD_NBYTES, chunk_nbytes, has_form
 from zerocore.checkpoint.safe_files import opened, size_of
@@ -38,26 +38,17 @@ _VALUE_NBYTES, _VALUES_NBYTES = 1 << 10, 1 << 20  # of a small tensor, and of al
 
 @dataclass
 class Target:
-    """Memory for a whole chunk of a file.
+    """Memory for a whole chunk of a file."""
 
-    Attributes:
-        key: of the state.
-        memory: plain, 1-D and contiguous, on the CPU.
-        form: dtype, sizes and strides that the chunk must have.
-        landing: what may be filled before all files are known to be good: ``memory`` where nobody
-            has used it yet, or as much beside it; None if neither.
-        fits: whether the chunk is of its form.
-        is_read: whether ``landing`` holds the values of the file, and in the end ``memory``.
-        is_value: whether the memory is no shard, but a copy of a small tensor that all ranks need.
-    """
-
-    key: str
-    memory: Tensor
-    form: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
+    key: str  # of the state
+    memory: Tensor  # plain, 1-D and contiguous, on the CPU
+    form: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # that the chunk must have
+    # May be filled before all files are known to be good: ``memory`` where nobody has used it yet,
+    # or as much beside it; None if neither.
     landing: Tensor | None
-    fits: bool = False
-    is_read: bool = False
-    is_value: bool = False
+    fits: bool = False  # the chunk is of its form
+    is_read: bool = False  # ``landing`` holds the values of the file, and in the end ``memory``
+    is_value: bool = False  # the memory is no shard, but a copy of a small tensor for all ranks
 
     def read(self, file: Any, offset: int) -> None:
         """Fills the memory, if the chunk at ``offset``, which is intact, is of its form."""
@@ -80,23 +71,20 @@ def own_targets(
         return None
     targets = {}
     for piece in plan.pieces_of(rank):
-        dtype, spread = plan.tensors[piece.key]
+        form = plan.form_of(piece)
         index = MetadataIndex(piece.key, torch.Size(piece.box.offsets))
         info = metadata.storage_data.get(index)
         facts = metadata.state_dict_metadata[piece.key]
-        nbytes = chunk_nbytes(piece.box.numel * dtype.itemsize)
-        place = (plan.file_name(rank), nbytes)
+        place = (plan.file_name(rank), chunk_nbytes(piece.nbytes))
         if info is None or (info.relative_path, info.length) != place:
             return None
-        is_same = isinstance(facts, TensorStorageMetadata) and facts.properties.dtype == dtype
+        is_same = isinstance(facts, TensorStorageMetadata) and facts.properties.dtype == form[0]
         if not is_same or piece.box.numel == 0:
             continue
-        strides = tuple(box_strides(piece.box, spread.strides, spread.shape))
-        form = (dtype, tuple(piece.box.sizes), strides)
         local, begin = saved.tensors[piece.key]
         if not isinstance(saved.facts[piece.key][1], Place):
             if local.nbytes <= _VALUE_NBYTES:
-                value = torch.empty(local.numel(), dtype=dtype)
+                value = torch.empty(local.numel(), dtype=form[0])
                 targets[info.offset] = Target(piece.key, value, form, value, is_value=True)
         elif local.is_cpu:
             memory = local[piece.box.begin - begin :][: piece.box.numel]

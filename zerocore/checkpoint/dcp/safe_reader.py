@@ -235,14 +235,9 @@ def read_box(
     begin = chunk.begin + first * chunk.dtype.itemsize
     order = memory_order(sizes, chunk.strides)
     wanted = torch.empty_strided(tuple(sizes), chunk.strides, dtype=chunk.dtype, device="meta")
-    if wanted.permute(order).is_contiguous():
-        turned = target.permute(order)
-        if turned.is_contiguous():
-            read_into(file, begin, chunk.dtype, turned.view(-1))
-            return
-        values = torch.empty(turned.shape, dtype=chunk.dtype)
-        read_into(file, begin, chunk.dtype, values.view(-1))
-        turned.copy_(values)
+    turned = target.permute(order)
+    if wanted.permute(order).is_contiguous() and turned.is_contiguous():  # so is what is empty
+        read_into(file, begin, chunk.dtype, turned.view(-1))
         return
     span = 1 + sum((n - 1) * step for n, step in zip(sizes, chunk.strides, strict=True))
     values = torch.empty(span, dtype=chunk.dtype)

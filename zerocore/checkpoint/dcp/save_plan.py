@@ -5,7 +5,7 @@ Every rank's ranges follow from the layout. So the first rank writes all metadat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -24,28 +24,25 @@ FORMAT = "zerocore-1"  # the save_id of files whose chunks are framed as torch_c
 
 @dataclass(frozen=True)
 class Spread:
-    """Which elements of a tensor each rank writes.
+    """Which elements of a tensor each rank writes."""
 
-    Attributes:
-        shape: of the full tensor.
-        ranges: of its elements, None if ``parts`` have them.
-        strides: those of a tensor that is not C-contiguous, whose elements count in memory order.
-        parts: where the tensor is those of several parameters: the place of each, and its own.
-    """
-
-    shape: tuple[int, ...]
-    ranges: SavedRanges | None = None
+    shape: tuple[int, ...]  # of the full tensor
+    ranges: SavedRanges | None = None  # of its elements, None if ``parts`` have them
+    # Of a tensor that is not C-contiguous, whose elements count in memory order.
     strides: tuple[int, ...] | None = None
+    # Where the tensor is those of several parameters: the place of each, and its own.
     parts: tuple[tuple[tuple[int, ...], Spread], ...] = ()
 
     def pieces(self, itemsize: int, only: int | None = None) -> list[tuple[int, Box]]:
         """``(rank, box)`` of all ranks or one; a box without elements for an empty tensor."""
         if prod(self.shape) == 0:
             return [(0, Box((0,) * len(self.shape), self.shape, 0))] if not only else []
+        most = MAX_NBYTES // itemsize  # elements of a chunk
         own = [
             (rank, box)
             for rank, begin, end in self._ranges(only)
-            for box in cut_boxes(self.shape, begin, end, self.strides, itemsize)
+            for start in range(begin, end, most)
+            for box in boxes_of(self.shape, start, min(start + most, end), self.strides)
         ]
         return own + [
             (rank, box.moved(origin))
@@ -60,15 +57,6 @@ class Spread:
         return self.ranges.all() if only is None else [(only, *self.ranges.of(only))]
 
 
-def cut_boxes(
-    shape: Sequence[int], begin: int, end: int, strides: Sequence[int] | None, itemsize: int
-) -> Iterator[Box]:
-    """The boxes of a range, none of more bytes than a chunk may have."""
-    most = MAX_NBYTES // itemsize
-    for start in range(begin, end, most):
-        yield from boxes_of(shape, start, min(start + most, end), strides)
-
-
 @dataclass(frozen=True)
 class Piece:
     """A box of a tensor in a file, its elements one after the other in memory order."""
@@ -76,6 +64,7 @@ class Piece:
     key: str
     box: Box
     offset: int  # of its chunk, in the file
+    nbytes: int  # of its elements
 
 
 @dataclass(frozen=True)
@@ -97,14 +86,23 @@ class SavePlan:
         found, offset = [], 0
         for key, (dtype, spread) in self.tensors.items():
             for _, box in spread.pieces(dtype.itemsize, rank):
-                found.append(Piece(key, box, offset))
-                offset += chunk_nbytes(box.numel * dtype.itemsize)
+                piece = Piece(key, box, offset, box.numel * dtype.itemsize)
+                found.append(piece)
+                offset += chunk_nbytes(piece.nbytes)
         self._pieces[rank] = found
         return found
 
     def file_nbytes(self, rank: int) -> int:
-        sizes = ((p.box.numel, self.tensors[p.key][0].itemsize) for p in self.pieces_of(rank))
-        return sum(chunk_nbytes(numel * itemsize) for numel, itemsize in sizes)
+        return sum(chunk_nbytes(piece.nbytes) for piece in self.pieces_of(rank))
+
+    def form_of(self, piece: Piece) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
+        """Its dtype, sizes, and strides, as its elements lie in the tensor's memory order."""
+        dtype, spread = self.tensors[piece.key]
+        sizes, strides, step = piece.box.sizes, [0] * len(spread.shape), 1
+        for dim in reversed(memory_order(spread.shape, spread.strides)):
+            strides[dim] = step
+            step *= max(sizes[dim], 1)
+        return dtype, sizes, tuple(strides)
 
     def metadata(
         self, values: Mapping[str, tuple[int, int]], paths: Mapping[str, Any]
@@ -147,12 +145,3 @@ def _chunks(spread: Spread, itemsize: int) -> list[tuple[int, int, dcp.ChunkStor
         )
         for rank, box in spread.pieces(itemsize)
     ]
-
-
-def box_strides(box: Box, strides: Sequence[int] | None, shape: Sequence[int]) -> list[int]:
-    """Strides of a box whose elements lie one after the other in the tensor's memory order."""
-    found, step = [0] * len(shape), 1
-    for dim in reversed(memory_order(shape, strides)):
-        found[dim] = step
-        step *= max(box.sizes[dim], 1)
-    return found

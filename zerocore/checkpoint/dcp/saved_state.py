@@ -23,7 +23,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from zerocore._C import FileWriter
 from zerocore.checkpoint.checksums import FileSums
 from zerocore.checkpoint.commit import files
-from zerocore.checkpoint.dcp.save_plan import Piece, SavePlan, Spread, box_strides
+from zerocore.checkpoint.dcp.save_plan import Piece, SavePlan, Spread
 from zerocore.checkpoint.dcp.torch_chunks import HEAD_NBYTES, frame
 from zerocore.checkpoint.slices.save_ownership import Cut, SavedRanges
 from zerocore.model.parts import check_has_places
@@ -33,8 +33,7 @@ from zerocore.tensor.place import Place, Placed, local_of
 PART_NBYTES = 8 << 20  # what is copied and written at a time
 _SMALL_NBYTES = 64 << 10
 
-
-Facts = Mapping[str, tuple[torch.dtype, Place | torch.Size]]
+Facts = Mapping[str, tuple[torch.dtype, Place | torch.Size]]  # of each tensor: place or shape
 
 
 class KeptPlan:
@@ -46,7 +45,7 @@ class KeptPlan:
             for unit, layout in [(unit, state.engine.layout(unit.index)) for unit in state.units]
             for position, param in enumerate(unit.params)
         }
-        self._ranks = state.ranks
+        self.ranks = state.ranks
         self._parts = state.part_ranges
         check_has_places(state)
         self._spreads: dict[Any, Spread] = {}
@@ -56,16 +55,12 @@ class KeptPlan:
         self._written: tuple[Any, ...] = ()
         self._metadata = b""
 
-    @property
-    def rank(self) -> int:
-        return self._ranks.rank
-
     def plan_of(self, facts: Facts) -> SavePlan:
         """The plan of a save; the same object as long as the same tensors are saved."""
         with self._lock:
             if facts is not self._facts:
                 tensors = {key: (dtype, self._spread(of)) for key, (dtype, of) in facts.items()}
-                plan = SavePlan(tensors, self._ranks.world_size)
+                plan = SavePlan(tensors, self.ranks.world_size)
                 self._plan = self._plan if plan == self._plan else plan
                 self._facts = facts
             return self._plan
@@ -98,31 +93,23 @@ class KeptPlan:
             )
             return Spread(tuple(of.whole_shape), strides=of.strides, parts=parts)
         layout = None if of.group is None else self._places[of.fqn]
-        ranges = SavedRanges.on(self._ranks, of.global_shape.numel(), layout)
+        ranges = SavedRanges.on(self.ranks, of.global_shape.numel(), layout)
         return Spread(tuple(of.global_shape), ranges, of.strides)
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """A state as it goes into the files. Most of it is made later than training waits.
+    """A state as it goes into the files. Most of it is made later than training waits."""
 
-    Attributes:
-        kept: of this save and those before.
-        facts: what is the same on all ranks: each tensor's dtype, and its place or shape.
-        tensors: this rank's elements of each tensor, plain and 1-D, and where they begin.
-        plain: what is no tensor, copied; on the first rank.
-        paths: of every key in the nested state.
-    """
-
-    kept: KeptPlan
-    facts: Facts
-    tensors: Mapping[str, tuple[Tensor, int]]
-    plain: Mapping[str, Any]
-    paths: Mapping[str, Any]
+    kept: KeptPlan  # of this save and those before
+    facts: Facts  # the same on all ranks
+    tensors: Mapping[str, tuple[Tensor, int]]  # this rank's elements, 1-D, and where they begin
+    plain: Mapping[str, Any]  # what is no tensor, copied; on the first rank
+    paths: Mapping[str, Any]  # of every key in the nested state
 
     @property
     def rank(self) -> int:
-        return self.kept.rank
+        return self.kept.ranks.rank
 
     @property
     def plan(self) -> SavePlan:
@@ -185,6 +172,7 @@ def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedStat
     """The state of a model's ranks, on its own memory. ``copy``: what is no shard, which may
     change."""
     flat, paths = flatten_state_dict(nested)
+    is_first = kept.ranks.rank == 0
     facts: dict[str, tuple[torch.dtype, Place | torch.Size]] = {}
     tensors: dict[str, tuple[Tensor, int]] = {}
     plain: dict[str, Any] = {}
@@ -194,9 +182,9 @@ def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedStat
             tensors[key] = (local_of(value), value.place.shard_range[0])
         elif isinstance(value, Tensor):
             facts[key] = (value.dtype, value.shape)
-            if kept.rank == 0:
+            if is_first:
                 tensors[key] = (value.detach().to("cpu", copy=copy).reshape(-1), 0)
-        elif kept.rank == 0:
+        elif is_first:
             plain[key] = deepcopy(value)
     return SavedState(kept, facts, tensors, plain, paths)
 
@@ -232,13 +220,10 @@ def write_rank_file(
 
 
 def _write_piece(file: FileWriter, plan: SavePlan, piece: Piece, parts: Iterator[Tensor]) -> None:
-    dtype, spread = plan.tensors[piece.key]
-    strides = box_strides(piece.box, spread.strides, spread.shape)
-    nbytes = piece.box.numel * dtype.itemsize
-    begin = piece.offset + HEAD_NBYTES
+    form, nbytes, begin = plan.form_of(piece), piece.nbytes, piece.offset + HEAD_NBYTES
     if nbytes <= _SMALL_NBYTES:  # in one call
         data = bytes(files.memory_of(next(parts))) if nbytes else b""
-        head, tail = frame(dtype, piece.box.sizes, strides, crc32(data))
+        head, tail = frame(*form, crc32(data))
         files.write(file, piece.offset, head + data + tail)
         return
     crc = done = 0
@@ -246,6 +231,6 @@ def _write_piece(file: FileWriter, plan: SavePlan, piece: Piece, parts: Iterator
         part = next(parts)
         crc = files.write(file, begin + done, part, crc)
         done += part.nbytes
-    head, tail = frame(dtype, piece.box.sizes, strides, crc)
+    head, tail = frame(*form, crc)
     files.write(file, piece.offset, head)
     files.write(file, begin + nbytes, tail)

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zerocore._C import StreamWay
 from zerocore.checkpoint import checksums
+from zerocore.checkpoint.byte_ranges import read_into
 from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.safe_files import (
     is_count,
     is_plain_name,
     named,
     numel_of,
+    opened,
     parsed_json,
     shown,
     size_of,
@@ -49,7 +52,14 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
     end: int
-    name: str = ""
+    name: str
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """All of it on the CPU, cast to ``dtype``."""
+        values = torch.empty(self.shape, dtype=dtype)
+        with opened(self.file) as file:
+            read_into(file.fileno(), self.begin, self.dtype, values.view(-1))
+        return values
 
 
 def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str, Entry]:
@@ -125,7 +135,7 @@ def _entry(path: Path, base: int, name: str, facts: Mapping[str, Any]) -> Entry:
         raise ValueError(
             f"{shown(name)} has {end - begin} bytes, for a shape of {shown(shape)} and {dtype}"
         )
-    return Entry(path, dtype, tuple(shape), base + begin, base + end, name=name)
+    return Entry(path, dtype, tuple(shape), base + begin, base + end, name)
 
 
 def _check_places(entries: Mapping[str, Entry], begin: int, size: int) -> None:
@@ -155,10 +165,13 @@ class FilePlan:
 def plan_files(
     folder: Path, tensors: Facts, max_file_nbytes: int, metadata: Mapping[str, str]
 ) -> list[FilePlan]:
-    """Which tensors go into which file, in their order; a file has one tensor at least."""
+    """Which tensors go into which file, in their order; a file has one tensor at least. Raises
+    ValueError for a dtype that safetensors does not know."""
     groups: list[list[str]] = []
     filled = 0
     for name, (dtype, shape) in tensors.items():
+        if dtype not in NAME_OF:
+            raise ValueError(f"'{name}' is {dtype}, which safetensors does not know")
         nbytes = prod(shape) * dtype.itemsize
         if not groups or filled + nbytes > max_file_nbytes:
             groups.append([])

@@ -20,7 +20,6 @@ from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.safe_files import opened, shown
 from zerocore.checkpoint.safetensors.files import (
     INDEX_NAME,
-    NAME_OF,
     Entry,
     Facts,
     FilePlan,
@@ -34,12 +33,12 @@ from zerocore.common.alarm import operation
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.extensions import check_plain
 from zerocore.model.parts import check_has_places
-from zerocore.model.state import Param, ShardState, state_of
+from zerocore.model.state import ShardState, state_of
 from zerocore.state_dict import buffers_of, param_keys
+from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import Place, local_of
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
-Target = Param | Tensor  # a parameter, or a buffer
 Written = tuple[int, dict[int, int]]  # bytes of a file, and sums of blocks by their number
 
 
@@ -104,10 +103,11 @@ def load_safetensors(
         on_all_ranks(groups, load, device)
 
 
-def _targets(model: nn.Module, state: ShardState) -> dict[str, Target]:
+def _targets(model: nn.Module, state: ShardState) -> dict[str, Tensor]:
+    """Shards of parameters, and buffers."""
     keys = param_keys(model, state)
-    targets: dict[str, Target] = {key: param for param, names in keys.items() for key in names}
-    return {**targets, **buffers_of(model, keys)}
+    shards = {key: param.shard for param, names in keys.items() for key in names}
+    return {**shards, **buffers_of(model, keys)}
 
 
 def _renamed(entries: Mapping[str, Entry], rename: Rename | None) -> dict[str, Entry]:
@@ -126,7 +126,7 @@ def _renamed(entries: Mapping[str, Entry], rename: Rename | None) -> dict[str, E
 
 
 def _check(
-    targets: Mapping[str, Target], found: Mapping[str, Entry], strict: bool, folder: object
+    targets: Mapping[str, Tensor], found: Mapping[str, Entry], strict: bool, folder: object
 ) -> None:
     loaded = {id(target) for name, target in targets.items() if name in found}
     missing = sorted(name for name, target in targets.items() if id(target) not in loaded)
@@ -144,7 +144,7 @@ def _check(
             raise ValueError(
                 f"{entry.file}: {shown(name)} has shape {shown(entry.shape)}, the model {shape}"
             )
-        dtype = target.full.dtype if isinstance(target, Param) else target.dtype
+        dtype = (target.full if isinstance(target, ShardedParameter) else target).dtype
         if _kind(entry.dtype) > _kind(dtype):
             raise ValueError(f"{entry.file}: {shown(name)} is {entry.dtype}, the model {dtype}")
 
@@ -154,9 +154,10 @@ def _kind(dtype: torch.dtype) -> int:
     return 2 if dtype.is_complex else int(dtype.is_floating_point)
 
 
-def _shape_of(target: Target) -> tuple[int, ...]:
+def _shape_of(target: Tensor) -> tuple[int, ...]:
     """In the files."""
-    return tuple(target.shard.place.whole_shape if isinstance(target, Param) else target.shape)
+    shape = target.place.whole_shape if isinstance(target, ShardedParameter) else target.shape
+    return tuple(shape)
 
 
 def _begin_in_file(place: Place) -> int | None:
@@ -167,21 +168,17 @@ def _begin_in_file(place: Place) -> int | None:
     return before + place.shard_range[0]
 
 
-def _read_target(entry: Entry, target: Target) -> None:
+def _read_target(entry: Entry, target: Tensor) -> None:
+    if not isinstance(target, ShardedParameter):
+        target.copy_(entry.read(target.dtype))
+        return
+    place, local = target.place, local_of(target)
+    begin = _begin_in_file(place)
+    if begin is None:  # its elements are in another order in memory
+        local.copy_(place.part_of(place.part_of_whole(entry.read(local.dtype))))
+        return
     with opened(entry.file) as file:
-        begin = _begin_in_file(target.shard.place) if isinstance(target, Param) else None
-        if isinstance(target, Param) and begin is not None:
-            offset = entry.begin + begin * entry.dtype.itemsize
-            read_into(file.fileno(), offset, entry.dtype, local_of(target.shard))
-            return
-        dtype = target.shard.dtype if isinstance(target, Param) else target.dtype
-        full = torch.empty(entry.shape, dtype=dtype)
-        read_into(file.fileno(), entry.begin, entry.dtype, full.view(-1))
-    if isinstance(target, Param):  # its elements are in another order in memory
-        place = target.shard.place
-        local_of(target.shard).copy_(place.part_of(place.part_of_whole(full)))
-    else:
-        target.copy_(full)
+        read_into(file.fileno(), entry.begin + begin * entry.dtype.itemsize, entry.dtype, local)
 
 
 @operation("save_safetensors")
@@ -214,7 +211,7 @@ def save_safetensors(
     path = Path(folder)
     groups, device = state.ranks.groups, state.device
     temporary = path / f".safetensors-{agree(groups, None, [], device)}"
-    targets: dict[str, Target] = {}
+    targets: dict[str, Tensor] = {}
     plans: list[FilePlan] = []
 
     def prepare() -> None:
@@ -224,7 +221,10 @@ def save_safetensors(
         metadata = {"format": "pt", **_first_names(_targets(model, state), targets)}
         plans.extend(plan_files(temporary, _facts(targets, dtype), nbytes, metadata))
         if state.rank == 0:
-            _create(temporary, plans)
+            temporary.mkdir(parents=True)
+            for plan in plans:
+                with open(temporary / plan.name, "wb") as file:
+                    file.truncate(plan.nbytes)
 
     on_all_ranks(groups, prepare, device)
     sums = _joined(_write_all(state, temporary, plans, targets))
@@ -240,7 +240,7 @@ def save_safetensors(
     on_all_ranks(groups, commit, device)
 
 
-def _first_names(all_targets: Mapping[str, Target], kept: dict[str, Target]) -> dict[str, str]:
+def _first_names(all_targets: Mapping[str, Tensor], kept: dict[str, Tensor]) -> dict[str, str]:
     """Fills ``kept`` with one name of each tensor; returns the others, and what they stand for."""
     first: dict[int, str] = {}
     others = {}
@@ -253,26 +253,17 @@ def _first_names(all_targets: Mapping[str, Target], kept: dict[str, Target]) -> 
     return others
 
 
-def _facts(targets: Mapping[str, Target], dtype: torch.dtype | None) -> Facts:
+def _facts(targets: Mapping[str, Tensor], dtype: torch.dtype | None) -> Facts:
     facts = {}
     for name, target in targets.items():
-        own = target.shard.dtype if isinstance(target, Param) else target.dtype
+        own = target.dtype
         chosen = dtype if dtype is not None and own.is_floating_point else own
-        if chosen not in NAME_OF:
-            raise ValueError(f"'{name}' is {chosen}, which safetensors does not know")
         facts[name] = (chosen, _shape_of(target))
     return facts
 
 
-def _create(folder: Path, plans: list[FilePlan]) -> None:
-    folder.mkdir(parents=True)
-    for plan in plans:
-        with open(folder / plan.name, "wb") as file:
-            file.truncate(plan.nbytes)
-
-
 def _write_all(
-    state: ShardState, folder: Path, plans: list[FilePlan], targets: Mapping[str, Target]
+    state: ShardState, folder: Path, plans: list[FilePlan], targets: Mapping[str, Tensor]
 ) -> list[dict[str, Written]]:
     """Writes the parts of this rank; returns the sums of the blocks to which each rank wrote."""
     written: dict[str, Written] = {}
@@ -322,17 +313,17 @@ def _joined(parts: list[dict[str, Written]]) -> Checksums:
     return sums
 
 
-def _own_part(state: ShardState, target: Target) -> tuple[Tensor, int]:
+def _own_part(state: ShardState, target: Tensor) -> tuple[Tensor, int]:
     """The elements in C order that this rank writes, plain and 1-D, and where they begin."""
-    if not isinstance(target, Param):
+    if not isinstance(target, ShardedParameter):
         flat = target.detach().contiguous().view(-1)
         return (flat if state.rank == 0 else flat[:0]), 0
-    place, local = target.shard.place, local_of(target.shard)
+    place, local = target.place, local_of(target)
     first = _begin_in_file(place)
     if first is None:  # pieces of it are scattered over the file
         flat = place.whole_of(place.gather(local)).contiguous().view(-1)
         return (flat if state.rank == 0 else flat[:0]), 0
-    ranks = state.ranks if place.part is None else state.ranks_of(target.shard.unit)
+    ranks = state.ranks if place.part is None else state.ranks_of(target.unit)
     copies = ranks.num_replicas if place.group is not None else ranks.world_size
     index = ranks.rank // ranks.num_shards if place.group is not None else ranks.rank
     size = -(-local.numel() // copies)

@@ -7,19 +7,20 @@ first a piece at its begin and one at its end, and whole rows between them. Thes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
-
-from zerocore.tensor.place import Place
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from zerocore.tensor.place import Place
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,6 @@ def chunk_boxes(place: Place) -> list[Box]:
 
 def write_items(fqn: str, place: Place, local: Tensor) -> list[WriteItem]:
     """A save plan's items for a shard. Equal boxes of several ranks are written by one of them."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
     # Torch reads the dtype alone; its other notes differ between its versions.
     properties = TensorProperties(dtype=local.dtype)
     return [
@@ -121,8 +119,6 @@ def write_items(fqn: str, place: Place, local: Tensor) -> list[WriteItem]:
 
 def chunk_list(place: Place) -> list[ChunkStorageMetadata]:
     """A load plan's chunks of a shard."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
     return [
         ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
         for box in chunk_boxes(place)

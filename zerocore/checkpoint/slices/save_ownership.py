@@ -16,21 +16,13 @@ _MIN_SHARE_NUMEL = 1 << 14  # of what several ranks hold; below it one of them s
 
 @dataclass(frozen=True)
 class Cut:
-    """How the elements of a parameter are cut over shards.
-
-    Attributes:
-        numel: of the parameter.
-        slot_numel: elements of a slot; shards are slots in another order.
-        offset: of the parameter, from the first slot on.
-        num_shards: in all.
-        num_across: shards of one replica lie so many slots apart.
-    """
+    """How the elements of a parameter are cut over shards."""
 
     numel: int
-    slot_numel: int
-    offset: int = 0
+    slot_numel: int  # elements of a slot; shards are slots in another order
+    offset: int = 0  # of the parameter, from the first slot on
     num_shards: int = 1
-    num_across: int = 1
+    num_across: int = 1  # shards of one replica lie so many slots apart
 
     @staticmethod
     def whole(numel: int) -> Cut:
@@ -69,17 +61,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class SavedRanges:
-    """The elements of a parameter that each rank saves.
+    """The elements of a parameter that each rank saves."""
 
-    Attributes:
-        cut: over the shards; rank r owns shard r modulo their number.
-        copies: ranks that own each shard, which save a part each.
-        members: the ranks' numbers, if they are others.
-    """
-
-    cut: Cut
-    copies: int = 1
-    members: tuple[int, ...] = ()
+    cut: Cut  # rank r owns shard r modulo their number
+    copies: int = 1  # ranks that own each shard, which save a part each
+    members: tuple[int, ...] = ()  # the ranks' numbers, if they are others
 
     @staticmethod
     def on(ranks: Any, numel: int, place: tuple[Layout, int] | None) -> SavedRanges:
