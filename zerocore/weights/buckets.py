@@ -16,8 +16,7 @@ from zerocore.common.alarm import operation, waiting
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.state import Param, ShardState, Unit, ready_state_of
 from zerocore.planning.export_steps import DEFAULT_BUCKET, Load, Op, Sizes, export_steps
-from zerocore.tensor.place import Place
-from zerocore.tensor.rows import elements_of, place_of, shard_of
+from zerocore.tensor.rows import elements_of
 from zerocore.weights.info import (
     Exported,
     ExportInfo,
@@ -29,6 +28,7 @@ from zerocore.weights.info import (
     is_whole,
     owner_of,
     padded_nbytes,
+    place_in_unit,
 )
 from zerocore.weights.parked import memory_of
 
@@ -42,9 +42,7 @@ class Bucket(dict[str, Tensor]):
     On a device they are ready for work of the current stream.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._drop: Callable[[], None] | None = None
+    _drop: Callable[[], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -326,7 +324,7 @@ class _Gather(_Source):
 
     def full(self, position: int, param: Param) -> Tensor:
         """The full value of the engine's parameter."""
-        full, place = param.full.detach(), _place(param)
+        full, place = param.full.detach(), place_in_unit(param)
         if place.strides is None or not is_rows(param):
             return full
         return full.as_strided(place.global_shape, place.strides, full.storage_offset())
@@ -350,11 +348,11 @@ class _Sum(_Gather):
         self.flat = torch.zeros(end, dtype=torch.uint8, device=self.state.device)
         memory_of(self.state, self.unit.index).bring()
         for position, param in params.items():
-            start, stop = _place(param).shard_range
+            start, stop = place_in_unit(param).shard_range
             own = elements_of(param.shard, param.shard)
             self.elements(position, param)[start:stop].copy_(own)
         memory_of(self.state, self.unit.index).leave()
-        group = _place(next(iter(params.values()))).group
+        group = place_in_unit(next(iter(params.values()))).group
         if group is not None:
             with waiting(group, "an all-reduce of weights"):
                 self.work = dist.all_reduce(self.flat, group=group, async_op=True)
@@ -375,7 +373,7 @@ class _Sum(_Gather):
         return self.flat[begin : begin + nbytes].view(param.types.model)
 
     def full(self, position: int, param: Param) -> Tensor:
-        place = _place(param)
+        place = place_in_unit(param)
         elements = self.elements(position, param)
         if place.strides is None:
             return elements.view(place.global_shape)
@@ -389,9 +387,3 @@ def _source(state: ShardState, model: nn.Module, unit: UnitExport) -> _Source:
         return _Gather(state, state.units[unit.unit])
     read = sorted({position for entry in unit.entries for position in entry.read})
     return _Sum(state, state.units[unit.unit], read)
-
-
-def _place(param: Param) -> Place:
-    if is_rows(param):
-        return place_of(param.shard, cast(Any, shard_of(param.shard)))
-    return cast(Place, param.shard.place)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zerocore.model.config import Communication
-from zerocore.model.state import Param, ShardState, state_of
+from zerocore.model.state import ShardState, state_of
 from zerocore.sharding.build import build
 from zerocore.sharding.request import validate
 from zerocore.tensor.place import local_of
@@ -100,15 +100,11 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
         for bucket in export(source):
             for name, value in bucket.items():
                 if name in params:
-                    _take(params[name], value)
+                    shard = params[name].shard
+                    local_of(shard).copy_(shard.place.part_of(shard.place.part_of_whole(value)))
     buffers = dict(source.named_buffers())
     for name, buffer in target.named_buffers():
         buffer.copy_(buffers[name])
-
-
-def _take(param: Param, value: torch.Tensor) -> None:
-    place = param.shard.place
-    local_of(param.shard).copy_(place.part_of(place.part_of_whole(value)))
 
 
 def _layouts(state: ShardState) -> list[object]:

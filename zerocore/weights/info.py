@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,7 +16,8 @@ from zerocore.model.parts import check_has_places
 from zerocore.model.state import Param, ShardState, Unit, ready_state_of
 from zerocore.planning.export_steps import DEFAULT_BUCKET, Load, Sizes, peak_nbytes
 from zerocore.state_dict import buffers_of, param_keys
-from zerocore.tensor.rows import cuts_of, local_part
+from zerocore.tensor.place import Place
+from zerocore.tensor.rows import RowShard, cuts_of, local_part, place_of, shard_of
 from zerocore.weights.lora import BASE, PREFIX, Adapter, find_adapters
 
 Name = str | tuple[str, int] | None
@@ -55,18 +57,11 @@ class Exported:
 
 @dataclass(frozen=True)
 class UnitExport:
-    """The part of an export that one unit gives.
+    """The part of an export that one unit gives."""
 
-    Attributes:
-        unit: its index; -1 for the model's buffers, which all ranks hold.
-        entries: tensors.
-        sums: bytes of an all-reduce in the place of the gather of all; 0 for the gather.
-        load: its sizes.
-    """
-
-    unit: int
+    unit: int  # its index; -1 for the model's buffers, which all ranks hold
     entries: tuple[Exported, ...]
-    sums: int
+    sums: int  # bytes of an all-reduce in the place of the gather of all; 0 for the gather
     load: Load
 
 
@@ -179,6 +174,13 @@ def is_view(param: Param) -> bool:
 
 def is_rows(param: Param) -> bool:
     return hasattr(param.shard, "_spec")
+
+
+def place_in_unit(param: Param) -> Place:
+    """Where this rank's elements lie; ValueError for a DTensor that is cut in several ways."""
+    if is_rows(param):
+        return place_of(param.shard, cast(RowShard, shard_of(param.shard)))
+    return cast(Place, param.shard.place)
 
 
 def whole_shape(param: Param) -> torch.Size:

@@ -13,19 +13,12 @@ PREFIX, BASE = "base_model.model.", ".base_layer"
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter of a weight: ``weight + scaling * B @ A``.
+    """One adapter of a weight: ``weight + scaling * B @ A``."""
 
-    Attributes:
-        first: the matrix A of a linear layer: the id of the parameter, or its place in a unit.
-        second: the matrix B.
-        scaling: the factor.
-        transposed: the weight has its inputs first, as that of GPT-2's Conv1D.
-    """
-
-    first: int
-    second: int
+    first: int  # the matrix A: the id of the parameter, or its place in a unit
+    second: int  # the matrix B
     scaling: float
-    transposed: bool
+    transposed: bool  # the weight has its inputs first, as that of GPT-2's Conv1D
 
     def add_to(self, weight: Tensor, first: Tensor, second: Tensor) -> None:
         """Adds the product of the full matrices to ``weight``, in place, rounded as PEFT does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,22 +20,18 @@ from zerocore.tensor.rows import local_part, own_elements
 
 _ALIGNMENT = 256
 _MESSAGE = "this tensor is parked: leave `with zerocore.parked(...)` before it is used"
-_parked: WeakKeyDictionary[ShardState, _Parked] = WeakKeyDictionary()
+# Of each unit, and behind these of what else was parked.
+_parked: WeakKeyDictionary[ShardState, list[Memory]] = WeakKeyDictionary()
 _host: WeakKeyDictionary[ShardState, HostMemory] = WeakKeyDictionary()  # stays, to be used again
 
 
 @dataclass
 class Memory:
-    """Memory of several tensors, on the device or in the host's copy of it.
+    """Memory of several tensors, on the device or in the host's copy of it."""
 
-    Attributes:
-        tensors: 1-D bytes, all of a storage each.
-        copies: as large, on the host; none while nothing is parked.
-        windows: tensors over a part of the first ones with storages of their own, and these parts.
-    """
-
-    tensors: list[Tensor]
-    copies: list[Tensor] = field(default_factory=list)
+    tensors: list[Tensor]  # 1-D bytes, all of a storage each
+    copies: list[Tensor] = field(default_factory=list)  # on the host; none if nothing is parked
+    # Tensors over a part of the first ones with storages of their own, and these parts.
     windows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def save(self) -> None:
@@ -58,19 +55,10 @@ class Memory:
                 move_window(window, part)
 
 
-@dataclass
-class _Parked:
-    units: list[Memory]
-    others: Memory
-
-    def all(self) -> list[Memory]:
-        return [*self.units, self.others]
-
-
 def memory_of(state: ShardState, unit: int) -> Memory:
     """Memory of a unit whose model is parked; without any, if it is not."""
     parked = _parked.get(state)
-    return Memory([]) if parked is None else parked.units[unit]
+    return Memory([]) if parked is None else parked[unit]
 
 
 @contextmanager
@@ -98,26 +86,26 @@ def parked(model: nn.Module, *optimizers: Optimizer, to: str = "cpu") -> Iterato
     made = _find(state, optimizers)
     try:
         _give_copies(state, made)
-        for memory in made.all():
+        for memory in made:
             memory.save()
         _synchronize(state.device)
     except BaseException:
         state.engine.set_parked(False)
         raise
-    for memory in made.all():
+    for memory in made:
         memory.leave()
     _parked[state] = made
     try:
         yield
     finally:
         del _parked[state]
-        for memory in made.all():
+        for memory in made:
             memory.bring(take=state.engine.take_memory)
         _synchronize(state.device)
         state.engine.set_parked(False)
 
 
-def _find(state: ShardState, optimizers: Sequence[Optimizer]) -> _Parked:
+def _find(state: ShardState, optimizers: Sequence[Optimizer]) -> list[Memory]:
     units = [Memory(state.engine.device_memory(unit.index)) for unit in state.units]
     for unit, memory in zip(state.units, units, strict=True) if state.config.by_rows else ():
         for position, param in enumerate(unit.params):
@@ -140,20 +128,19 @@ def _find(state: ShardState, optimizers: Sequence[Optimizer]) -> _Parked:
                 found.add(storage._cdata)
                 bytes_of: Any = torch.empty(0, dtype=torch.uint8, device=plain.device)
                 others.append(bytes_of.set_(storage, 0, (storage.nbytes(),), (1,)))
-    return _Parked(units, Memory(others))
+    return [*units, Memory(others)]
 
 
-def _give_copies(state: ShardState, made: _Parked) -> None:
-    tensors = [tensor for memory in made.all() for tensor in memory.tensors]
-    ends = [0]
-    for tensor in tensors:
-        ends.append(ends[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
+def _give_copies(state: ShardState, made: list[Memory]) -> None:
+    tensors = [tensor for memory in made for tensor in memory.tensors]
+    sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
+    ends = list(accumulate(sizes, initial=0))
     host = _host.get(state)
     if host is None or host.nbytes < ends[-1]:
         pinned = ends[-1] if state.device.type == "cuda" else 0
         _host[state] = host = HostMemory(ends[-1], pinned_nbytes=pinned, inherited=True)
     views = iter([host.view(begin, t.nbytes, torch.uint8) for begin, t in zip(ends, tensors)])  # noqa: B905
-    for memory in made.all():
+    for memory in made:
         memory.copies = [next(views) for _ in memory.tensors]
 
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from zerocore.model.state import ready_state_of
 from zerocore.state_dict import param_keys
-from zerocore.tensor.rows import elements_of, place_of, shard_of
+from zerocore.tensor.rows import elements_of
+from zerocore.weights.info import place_in_unit
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,7 @@ def shards(model: nn.Module) -> list[Shard]:
     state = ready_state_of(model)
     found = []
     for param, names in param_keys(model, state).items():
-        known = shard_of(param.shard)
-        place = getattr(param.shard, "place", None) or place_of(param.shard, known)  # type: ignore[arg-type]
+        place = place_in_unit(param)
         if place.part is not None:
             raise ValueError(f"'{param.fqn}' is a part of a larger tensor; use zerocore.export")
         elements = elements_of(param.shard, param.shard)

@@ -152,7 +152,8 @@ class Sender:
     def _send(self, bucket: dict[str, Tensor]) -> None:
         entries, nbytes = _layout(bucket)
         data = self._packed(bucket, entries, nbytes)
-        header = {"tensors": entries, "nbytes": nbytes, "memory": self._name()}
+        name = self._memory.name if self.shared and self._memory is not None else None
+        header = {"tensors": entries, "nbytes": nbytes, "memory": name}
         text = json.dumps(header).encode()
         for address in self.addresses:
             try:
@@ -180,9 +181,6 @@ class Sender:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._connections[address] = made
         return self._connections[address]
-
-    def _name(self) -> str | None:
-        return self._memory.name if self.shared and self._memory is not None else None
 
     def _packed(
         self, bucket: dict[str, Tensor], entries: list[list[Any]], nbytes: int
