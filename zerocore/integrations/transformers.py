@@ -62,24 +62,22 @@ class ShardedTrainerMixin:
         self._log_figures = log_figures
         super().__init__(*args, **kwargs)
 
-    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def log(self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As ever, with figures of the last step where these are wanted."""
-        trainer: Any = self
         if self._log_figures and "loss" in logs:
-            logs = {**logs, **figures(trainer.model)}
+            logs = {**logs, **figures(self.model)}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
-    def create_accelerator_and_postprocess(self) -> None:
+    def create_accelerator_and_postprocess(self: Any) -> None:
         """Makes the accelerator one that leaves sharded models alone, then shards the model."""
-        trainer: Any = self
         for name, advice in _REFUSED.items():
-            if getattr(trainer.args, name, None):
+            if getattr(self.args, name, None):
                 raise ValueError(f"{name} cannot be used with a sharded model; {advice}")
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         # The trainer names the class itself, and ours has no fields of its own.
-        trainer.accelerator.__class__ = Accelerator
-        if trainer.model is not None:
-            self._shard(trainer.model)
+        self.accelerator.__class__ = Accelerator
+        if self.model is not None:
+            self._shard(self.model)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """The model of ``model_init``, sharded."""
@@ -87,19 +85,18 @@ class ShardedTrainerMixin:
         self._shard(model)
         return model
 
-    def _shard(self, model: nn.Module) -> None:
-        trainer: Any = self
+    def _shard(self: Any, model: nn.Module) -> None:
         state = find_state(model)
         if state is not None:
             if self._shard_options:
                 raise ValueError(f"the model is sharded already; leave out {self._shard_options}")
-            check_precision(state, trainer.args.mixed_precision, "Trainer")
+            check_precision(state, self.args.mixed_precision, "Trainer")
         else:
             options: dict[str, Any] = {
-                "mixed_precision": mixed_precision(trainer.args.mixed_precision),
-                "sync_buffers": bool(trainer.args.ddp_broadcast_buffers),
+                "mixed_precision": mixed_precision(self.args.mixed_precision),
+                "sync_buffers": bool(self.args.ddp_broadcast_buffers),
             }
-            device = trainer.args.device  # makes the process group
+            device = self.args.device  # makes the process group
             if any(param.is_meta for param in model.parameters()):
                 options["device"] = device
             else:
@@ -107,44 +104,38 @@ class ShardedTrainerMixin:
             shard(model, **{**options, **self._shard_options})
         _sync_generate(model)
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Writes the model in Hugging Face's format; all ranks call."""
-        trainer: Any = self
         if state_dict is None:
-            state_dict = full_state_dict(
-                trainer.model, rank0_only=not trainer.args.save_on_each_node
-            )
-        if trainer.args.should_save:
+            state_dict = full_state_dict(self.model, rank0_only=not self.args.save_on_each_node)
+        if self.args.should_save:
             super()._save(output_dir, state_dict)  # type: ignore[misc]
 
-    def _shards(self) -> ShardFolders:
-        trainer: Any = self
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    def _shards(self: Any) -> ShardFolders:
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         known = self.__dict__.get("_shard_folders")
         if known is None or known[0] is not optimizer:  # a second train() has another one
-            known = (optimizer, ShardFolders(trainer.model, optimizer))
+            known = (optimizer, ShardFolders(self.model, optimizer))
             self.__dict__["_shard_folders"] = known
         return known[1]
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        trainer: Any = self
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         self._shards().save(output_dir)
-        if trainer.args.should_save:
-            torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         # Shards are loaded with the optimizer, which does not exist yet.
         if not ShardFolders.exist(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        trainer: Any = self
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         if checkpoint is None or not ShardFolders.exist(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         self._shards().load(checkpoint)
         path = os.path.join(checkpoint, SCHEDULER_NAME)
-        trainer.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+        self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
 
 
 class Trainer(ShardedTrainerMixin, transformers.Trainer):

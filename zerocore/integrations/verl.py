@@ -46,25 +46,23 @@ class ShardedEngineMixin:
     optimizer: torch.optim.Optimizer | None
     _parking: ExitStack | None = None
 
-    def initialize(self) -> None:
+    def initialize(self: Any) -> None:
         """Makes model, optimizer and schedule, and parks them if the configuration says so."""
-        engine: Any = self
-        engine._build_model_optimizer()
-        if engine.is_param_offload_enabled:
+        self._build_model_optimizer()
+        if self.is_param_offload_enabled:
             self.to("cpu")
 
-    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
-        engine: Any = self
-        given = engine.engine_config.mixed_precision or {}
+    def _build_fsdp_module(self: Any, module: nn.Module) -> nn.Module:
+        given = self.engine_config.mixed_precision or {}
         param = _dtype(given.get("param_dtype", "bf16"))
         if param == torch.float16:
             raise ValueError("mixed_precision: fp16 needs a scaler; use bf16 for zerocore's engine")
-        engine._autocast_dtype = param
+        self._autocast_dtype = param
         reduce = _dtype(given.get("reduce_dtype", "fp32"))
-        mesh = engine.device_mesh
+        mesh = self.device_mesh
         return shard(
             module,
-            stage=3 if engine.engine_config.reshard_after_forward else 2,
+            stage=3 if self.engine_config.reshard_after_forward else 2,
             group=mesh,
             mixed_precision=MixedPrecision(param, reduce),
             device=torch.device(mesh.device_type) if mesh.device_type == "cpu" else None,
@@ -78,11 +76,10 @@ class ShardedEngineMixin:
             with no_sync(self.module):
                 yield
 
-    def optimizer_step(self) -> float:
+    def optimizer_step(self: Any) -> float:
         """Clips and steps, unless the norm is not finite; returns the norm."""
-        engine: Any = self
         assert self.optimizer is not None
-        norm = float(clip_grad_norm_(self.module, engine.optimizer_config.clip_grad))
+        norm = float(clip_grad_norm_(self.module, self.optimizer_config.clip_grad))
         if math.isfinite(norm):
             self.optimizer.step()
         else:
@@ -103,15 +100,14 @@ class ShardedEngineMixin:
             self._parking = stack
 
     def get_per_tensor_param(
-        self, layered_summon: bool = False, base_sync_done: bool = False, **options: Any
+        self: Any, layered_summon: bool = False, base_sync_done: bool = False, **options: Any
     ) -> tuple[Iterator[tuple[str, Tensor]], Any]:
         """Names and full tensors, also of a parked model. Adapters are merged if the configuration
         says so, else given alone once the base has been."""
-        engine: Any = self
         config = getattr(self.module, "peft_config", {}).get("default")
         if config is None:
             return export(self.module).tensors(), None
-        if engine.model_config.lora.get("merge", False):
+        if self.model_config.lora.get("merge", False):
             return export(self.module, merge="lora").tensors(), None
         names = _adapters if base_sync_done else None
         return export(self.module, names=names).tensors(), config

@@ -1,5 +1,4 @@
-"""Copies on this rank of what training changes, and the way back: for blocks that are undone, and
-for snapshots."""
+"""Copies on this rank of what training changes, for blocks that are undone and for snapshots."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
-    RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
 )
@@ -95,7 +94,10 @@ def run_elastic(
     )
     number = 0
     while True:
-        met = _meet(handler)
+        met = handler.next_rendezvous()
+        if met.rank == 0:
+            # Processes that join wait for this; torch's own rank 0 gives it once only.
+            RendezvousStoreInfo.build(0, met.store, local_addr=None, server_port=1)
         try:
             dist.init_process_group(
                 backend, timeout=timeout, store=met.store, rank=met.rank, world_size=met.world_size
@@ -115,14 +117,6 @@ def run_elastic(
             if dist.is_initialized():  # a rank may be lost between the meeting and the group
                 dist.destroy_process_group()
         number += 1
-
-
-def _meet(handler: RendezvousHandler) -> RendezvousInfo:
-    met = handler.next_rendezvous()
-    if met.rank == 0:
-        # Processes that join wait for this; torch's own rank 0 gives it once only.
-        RendezvousStoreInfo.build(0, met.store, local_addr=None, server_port=1)
-    return met
 
 
 def _says_lost(error: BaseException) -> bool:

@@ -118,17 +118,11 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Nodes:
-    """The ranks of a model by the node that they run on.
+    """The ranks of a model by the node that they run on."""
 
-    Attributes:
-        group: of all of them; None for one rank. Ranks here are those of the group.
-        names: the node of each rank.
-        numbers: of each rank, in the model.
-    """
-
-    group: dist.ProcessGroup | None
-    names: tuple[str, ...]
-    numbers: tuple[int, ...]
+    group: dist.ProcessGroup | None  # None for one rank. Ranks here are those of the group.
+    names: tuple[str, ...]  # the node of each rank
+    numbers: tuple[int, ...]  # of each rank, in the model
 
     @property
     def rank(self) -> int:
@@ -261,9 +255,6 @@ class PeerCheckpoints(Checkpoints):
         **options: Any,
     ) -> None:
         super().__init__(folder, model, optimizer, keep=keep, **options)
-        self._nodes = self._find_nodes()
-
-    def _find_nodes(self) -> Nodes:
         groups = self._writer.groups
 
         def find() -> tuple[int, str]:
@@ -274,7 +265,7 @@ class PeerCheckpoints(Checkpoints):
 
         found = on_all_ranks(groups, find)
         numbers, names = zip(*found, strict=True)
-        return Nodes(groups[0] if groups else None, names, numbers)
+        self._nodes = Nodes(groups[0] if groups else None, names, numbers)
 
     def _make_save(self, final: Path, saved: SavedState, own: bytes) -> Save:
         groups = self._writer.groups

@@ -69,17 +69,12 @@ class Verification:
 
 @dataclass(frozen=True)
 class _Value:
-    """Something that this rank holds.
-
-    Attributes:
-        holders: groups of the ranks that hold the same.
-        version: equal as long as nothing has written it; None if that is not known.
-    """
+    """Something that this rank holds."""
 
     name: str
     number: Tensor  # checksum, int64
-    holders: Groups
-    version: tuple[int, ...] | None = None
+    holders: Groups  # of the ranks that hold the same
+    version: tuple[int, ...] | None = None  # equal while nothing has written it; None: not known
 
 
 _seen: WeakKeyDictionary[ShardState, dict[str, tuple[tuple[int, ...], int]]] = WeakKeyDictionary()
