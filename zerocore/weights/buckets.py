@@ -15,7 +15,7 @@ from zerocore.common.agreement import together
 from zerocore.common.alarm import operation, waiting
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.state import Param, ShardState, Unit, ready_state_of
-from zerocore.planning.export_steps import DEFAULT_BUCKET, Load, Op, Sizes, export_steps
+from zerocore.planning.export_steps import DEFAULT_BUCKET, Op, export_steps
 from zerocore.tensor.rows import elements_of
 from zerocore.weights.info import (
     Exported,
@@ -190,9 +190,7 @@ def _changed(unit: UnitExport, token: Token, since: Token) -> UnitExport:
     changed = [
         entry for entry in unit.entries if token.get(entry.name) != since.get(entry.name, -1)
     ]
-    sizes = tuple(Sizes(each.nbytes, each.copies) for each in changed)
-    load = Load(unit.load.held_nbytes, unit.load.received_nbytes, sizes)
-    return replace(unit, entries=tuple(changed), load=load)
+    return replace(unit, entries=tuple(changed))
 
 
 def _recycling(
@@ -207,11 +205,7 @@ def _recycling(
 
 
 def _run(
-    state: ShardState,
-    model: nn.Module,
-    units: list[UnitExport],
-    max_nbytes: int,
-    takes: bool,
+    state: ShardState, model: nn.Module, units: list[UnitExport], max_nbytes: int, takes: bool
 ) -> Generator[Bucket, None, None]:
     sources = [_source(state, model, unit) for unit in units]
     steps = export_steps([unit.load for unit in units], max_nbytes)

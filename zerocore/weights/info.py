@@ -61,8 +61,15 @@ class UnitExport:
 
     unit: int  # its index; -1 for the model's buffers, which all ranks hold
     entries: tuple[Exported, ...]
-    sums: int  # bytes of an all-reduce in the place of the gather of all; 0 for the gather
-    load: Load
+    sums: int = 0  # bytes of an all-reduce in the place of the gather of all; 0 for the gather
+    held_nbytes: int = 0  # as of a Load
+    received_nbytes: int = 0
+
+    @property
+    def load(self) -> Load:
+        """Its sizes."""
+        sizes = tuple(Sizes(each.nbytes, each.copies) for each in self.entries)
+        return Load(self.held_nbytes, self.received_nbytes, sizes)
 
 
 @dataclass(frozen=True)
@@ -237,9 +244,7 @@ class _Builder:
 
     def build(self) -> ExportInfo:
         units = [self.unit(unit) for unit in self.state.units]
-        buffers = self.buffers()
-        load = Load(0, 0, tuple(Sizes(each.nbytes, False) for each in buffers))
-        units.append(UnitExport(-1, tuple(buffers), 0, load))
+        units.append(UnitExport(-1, tuple(self.buffers())))
         given = tuple(unit for unit in units if unit.entries)
         return ExportInfo(given, owner_of(self.state), [False])
 
@@ -318,9 +323,8 @@ class _Builder:
 
     def loaded(self, unit: Unit, entries: list[Exported]) -> UnitExport:
         engine = self.state.engine
-        entries_sizes = tuple(Sizes(each.nbytes, each.copies) for each in entries)
         if not engine.releases(unit.index):
-            return UnitExport(unit.index, tuple(entries), 0, Load(0, 0, entries_sizes))
+            return UnitExport(unit.index, tuple(entries))
         layout = engine.layout(unit.index)
         read = set().union(*(each.read for each in entries))
         params = [unit.params[position] for position in read]
@@ -329,9 +333,8 @@ class _Builder:
         gathers = any(param.types.gather or not is_whole(param) for param in params)
         if sums * _SUM_FACTOR > layout.nbytes or gathers:
             sums = 0
-        held = sums or layout.nbytes
         received = 0 if sums else engine.received_nbytes(unit.index)
-        return UnitExport(unit.index, tuple(entries), sums, Load(held, received, entries_sizes))
+        return UnitExport(unit.index, tuple(entries), sums, sums or layout.nbytes, received)
 
 
 def padded_nbytes(param: Param) -> int:
