@@ -149,8 +149,7 @@ def _plain(tensor: Any) -> Tensor:
 # Gradients on a device whose squares are summed over the ranks of groups (none: each rank has
 # all). A group is here without gradients too: other ranks may have some, and would wait.
 Squares = dict[tuple[Sequence[dist.ProcessGroup], torch.device], list[int]]
-# By number: unit and place in it of each parameter whose states are on the host.
-OnHost = dict[int, tuple[HostUnit, int]]
+OnHost = dict[int, ShardedParameter]  # by number, those whose states are on the host
 
 
 @dataclass
@@ -190,7 +189,7 @@ def make_plan(
         host = None
         if isinstance(param, ShardedParameter) and param.on_host:
             host = HostUnit(param.state_ref, param.unit)
-            on_host[index] = host, param.position
+            on_host[index] = param
         key = (id(group), param.device, param.dtype, kinds[index], model_dtype, host)
         batch = batches.setdefault(key, Batch(group, param.device, host))
         batch.add(index, param, states[param], model_weight)
@@ -232,11 +231,10 @@ def squares_of(params: Sequence[Tensor], grads: Sequence[Any]) -> Squares:
     return squares
 
 
-def _known_squares(place: tuple[HostUnit, int] | None) -> Tensor | None:
-    if place is None:
+def _known_squares(param: ShardedParameter | None) -> Tensor | None:
+    if param is None:
         return None
-    host, position = place
-    return host.state_ref().engine.known_squares(host.unit, position)
+    return param.state_ref().engine.known_squares(param.unit, param.position)
 
 
 def _copied(number: Tensor | None) -> Tensor | None:

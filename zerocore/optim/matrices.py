@@ -145,52 +145,43 @@ def is_matrix(param: Any) -> bool:
     return len(full_shape(param)) in (2, 3) and param.is_floating_point()
 
 
-class Splits:
+def checked_splits(split: Mapping[str, int] | None) -> dict[str, int]:
     """How many matrices lie below each other in a parameter, by patterns of names."""
+    splits = dict(split or {})
+    for pattern, count in splits.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"split['{pattern}'] must be a positive integer, got {count!r}")
+    return splits
 
-    def __init__(self, split: Mapping[str, int] | None) -> None:
-        self._split = dict(split or {})
-        for pattern, count in self._split.items():
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ValueError(f"split['{pattern}'] must be a positive integer, got {count!r}")
 
-    def count(self, name: str) -> int:
-        """The first pattern that fits says it; 1 by default."""
-        fitting = (count for pattern, count in self._split.items() if fnmatchcase(name, pattern))
-        return next(fitting, 1)
-
-    def check_used(self, params: Sequence[Any]) -> None:
-        """Raises ValueError if a pattern fits no matrix."""
-        for pattern in self._split:
-            check_pattern("split", pattern, params)
-
-    def matrices(self, index: int, place: Place, steps: int) -> list[Matrix]:
-        """The matrices of the ``index``-th parameter in the order of its memory; ValueError if they
-        do not lie one after the other, or the split does not divide."""
-        name, shape = place.fqn, tuple(place.global_shape)
-        count, (rows, columns) = self.count(name), shape[-2:]
-        order = memory_order(shape, place.strides)
-        if len(shape) == 3 and order[0] != 0:
-            raise ValueError(
-                f"parameter '{name}' of shape {shape} is a stack whose matrices do not lie "
-                f"one after the other in memory (strides {place.strides}); make it contiguous"
-            )
-        is_transposed = order[-1] != len(shape) - 1
-        if rows % count or (count > 1 and is_transposed):
-            raise ValueError(
-                f"split: parameter '{name}' of shape {shape} has {rows} rows"
-                f"{' (columns first in memory)' if is_transposed else ''}, which cannot be cut "
-                f"into {count} matrices"
-            )
-        rows //= count
-        numel, total = rows * columns, place.global_shape.numel()
-        # Orthogonalising a transpose gives the transpose, so the order in memory will do.
-        laid = (columns, rows) if is_transposed else (rows, columns)
-        cost = newton_schulz_cost(laid, steps)
-        return [
-            Matrix(index, begin, begin + numel, laid, cost, name)
-            for begin in (range(0, total, numel) if numel else ())
-        ]
+def matrices_of(index: int, place: Place, steps: int, splits: Mapping[str, int]) -> list[Matrix]:
+    """The matrices of the ``index``-th parameter in the order of its memory; ValueError if they do
+    not lie one after the other, or the split, of the first pattern that fits, does not divide."""
+    name, shape = place.fqn, tuple(place.global_shape)
+    count = next((n for pattern, n in splits.items() if fnmatchcase(name, pattern)), 1)
+    rows, columns = shape[-2:]
+    order = memory_order(shape, place.strides)
+    if len(shape) == 3 and order[0] != 0:
+        raise ValueError(
+            f"parameter '{name}' of shape {shape} is a stack whose matrices do not lie "
+            f"one after the other in memory (strides {place.strides}); make it contiguous"
+        )
+    is_transposed = order[-1] != len(shape) - 1
+    if rows % count or (count > 1 and is_transposed):
+        raise ValueError(
+            f"split: parameter '{name}' of shape {shape} has {rows} rows"
+            f"{' (columns first in memory)' if is_transposed else ''}, which cannot be cut "
+            f"into {count} matrices"
+        )
+    rows //= count
+    numel, total = rows * columns, place.global_shape.numel()
+    # Orthogonalising a transpose gives the transpose, so the order in memory will do.
+    laid = (columns, rows) if is_transposed else (rows, columns)
+    cost = newton_schulz_cost(laid, steps)
+    return [
+        Matrix(index, begin, begin + numel, laid, cost, name)
+        for begin in (range(0, total, numel) if numel else ())
+    ]
 
 
 def check_pattern(option: str, pattern: str, params: Sequence[Any]) -> None:

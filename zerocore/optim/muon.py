@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerocore.common.agreement import together
-from zerocore.hooks.optimizer_states import as_state, params_of, without_state
+from zerocore.hooks.optimizer_states import as_state, options_of, params_of, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.model.state import ShardState
 from zerocore.optim.adamw import AdamW
@@ -18,16 +18,17 @@ from zerocore.optim.exchange import Choice, Lanes, RoundExchange, choice_of
 from zerocore.optim.kernel_calls import Factors, global_norm, squares_of
 from zerocore.optim.matrices import (
     Item,
-    Splits,
     Used,
     Whole,
     check_has_whole_matrices,
     check_pattern,
     check_sharded,
+    checked_splits,
     full_shape,
     groups_of,
     is_matrix,
     items_of,
+    matrices_of,
     name_of,
     param_of,
     plan_of,
@@ -102,7 +103,7 @@ class Muon(ShardOptimizer):
         self._model: ShardState = check_sharded(groups, "Muon")
         self._adamw_options, self._adamw_names = dict(adamw or {}), tuple(adamw_names)
         with together(self._model.ranks.groups, self._model.device) as facts:
-            self._splits = Splits(split)
+            self._splits = checked_splits(split)
             super().__init__(groups, options)
             self._check_choice()
             facts += [
@@ -128,7 +129,7 @@ class Muon(ShardOptimizer):
                 self._add({**self.defaults, **group}, matrices, True)
                 check_options(self.param_groups[-1])
                 for param in self.param_groups[-1]["params"]:
-                    self._splits.matrices(0, Whole.of(param).place, 0)  # raises for bad cuts
+                    matrices_of(0, Whole.of(param).place, 0, self._splits)  # raises for bad cuts
             if rest:
                 self._add({**adamw, **(group if wanted is False else {})}, rest, False)
             self._adopt_groups()
@@ -153,8 +154,7 @@ class Muon(ShardOptimizer):
         """A group with its own options and no others."""
         if not use_muon:
             filled = AdamW(list(items), **options)  # checks them, and knows the defaults
-            options = {k: v for k, v in filled.param_groups[0].items() if k != "params"}
-            options.pop("param_names", None)
+            options = options_of(filled.param_groups[0])
         kept, self.defaults = self.defaults, {}
         try:
             super().add_param_group({**options, "params": items, "use_muon": use_muon})
@@ -190,7 +190,8 @@ class Muon(ShardOptimizer):
                 f"Muon found no matrix among {len(params)} parameters ({shapes}); use "
                 "zerocore.optim.AdamW for them"
             )
-        self._splits.check_used(matrices)
+        for pattern in self._splits:
+            check_pattern("split", pattern, matrices)
         for pattern in self._adamw_names:
             check_pattern("adamw_names", pattern, [param for param in params if is_matrix(param)])
 
@@ -225,7 +226,9 @@ class Muon(ShardOptimizer):
             matrices = [
                 matrix
                 for i in indices
-                for matrix in self._splits.matrices(i, pairs[i][0].place, pairs[i][1]["ns_steps"])
+                for matrix in matrices_of(
+                    i, pairs[i][0].place, pairs[i][1]["ns_steps"], self._splits
+                )
             ]
             lanes = Lanes.of(self._model, mesh)
             cuts = {index: lanes.cut(pairs[index][0].shard) for index in indices}

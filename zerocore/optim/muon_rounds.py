@@ -181,11 +181,7 @@ class MuonRounds:
         return results
 
     def _applying(
-        self,
-        step: Round,
-        back: Arrival,
-        locals_: Mapping[int, Tensor],
-        factors: Factors | None,
+        self, step: Round, back: Arrival, locals_: Mapping[int, Tensor], factors: Factors | None
     ) -> Callable[[], None]:
         def apply() -> None:
             for index, (matrix, update) in enumerate(zip(step.matrices, back(), strict=True)):
