@@ -26,7 +26,6 @@ from zerocore.checkpoint.safe_files import named, size_of
 from zerocore.checkpoint.safetensors.files import plan_files, read_folder, write_lists
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
-Advance = Callable[[int], None]  # told of bytes that are done
 
 
 @dataclass(frozen=True)
@@ -87,14 +86,11 @@ def _of_torch_file(path: Path) -> Weights:
     return Weights("torch", facts, lambda name: state[name])
 
 
-def convert(
-    source: Weights, target: Path, kind: str, advance: Advance = lambda nbytes: None
-) -> None:
+def convert(source: Weights, target: Path, kind: str, advance: Callable[[int], None]) -> None:
     """Writes weights as ``"dcp"``, ``"safetensors"`` or ``"torch"``, which holds all tensors at
-    once. The target, which must not exist, has its name when all is on disk."""
+    once. The target, which must not exist, has its name when all is on disk. ``advance`` is told of
+    bytes."""
     writers = {"dcp": _write_checkpoint, "safetensors": _write_safetensors, "torch": _write_torch}
-    if kind not in writers:
-        raise ValueError(f"kind must be one of {sorted(writers)}, got {kind!r}")
     if target.exists():
         raise FileExistsError(f"{target} exists; nothing is overwritten")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,6 @@ from zerocore.tensor import pending_host_updates
 from zerocore.tensor.reductions import reduce_norms
 from zerocore.tensor.rows import RowShard, groups_of, local_part, shard_of
 
-_ops: Any = torch.ops.zerocore
 # Elements that are widened to float64 at a time, where no kernel sums them.
 _PIECE_NUMEL = 1 << 20
 Groups = tuple[dist.ProcessGroup, ...]
@@ -66,16 +65,8 @@ def clip_grad_norm_(
 
     ``coefficient = min(1, max_norm / (norm + 1e-6))`` as in ``torch.nn.utils.clip_grad_norm_``;
     one all-reduce of one number for each group of ranks that parameters are cut over, and for
-    ``across``. Powers are summed in float64, whatever the gradients' dtypes.
-
-    To skip a step whose gradients are not finite::
-
-        try:
-            zerocore.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
-            optimizer.step()
-        except zerocore.NonFiniteGradError as error:  # on every rank alike
-            print(f"step skipped: {error}")
-        optimizer.zero_grad()
+    ``across``. Powers are summed in float64, whatever the gradients' dtypes. docs/behaviour.md
+    shows how to skip a step whose gradients are not finite.
 
     Args:
         parameters: a model, or parameters in the same order on every rank: shards, DTensors and
@@ -105,7 +96,9 @@ def clip_grad_norm_(
     if not bound >= 0:
         raise ValueError(f"max_norm: expected 0 or more, got {max_norm}")
     parts = _Parts(parameters)
-    parts.check_not_capturing()
+    shards = (shard_of(param) for param in parts.params)
+    for state in {shard.state_ref() for shard in shards if shard is not None} - {None}:
+        check_not_capturing(state.device, "clip_grad_norm_ was called for a sharded model")
     pending_host_updates.finish()
     total = parts.norm(p)
     if across is not None:
@@ -145,12 +138,6 @@ class _Parts:
         for number, param in enumerate(self.params):
             self.numbers.setdefault(tuple(groups_of(param)), []).append(number)
         self.norms: dict[Groups, Tensor] = {}  # over all ranks, once known
-
-    def check_not_capturing(self) -> None:
-        """Raises RuntimeError for shards, in the capture of a CUDA graph."""
-        shards = (shard_of(param) for param in self.params)
-        for state in {shard.state_ref() for shard in shards if shard is not None} - {None}:
-            check_not_capturing(state.device, "clip_grad_norm_ was called for a sharded model")
 
     def norm(self, p: float) -> Tensor:
         """The global norm, float64 on the device of the first parameter."""
@@ -222,7 +209,7 @@ def _norm(
     with torch._C.DisableTorchFunctionSubclass():
         if p == 2.0 and grads and are_shards:
             out = torch.empty(2, dtype=torch.float64, device=device)
-            _ops.sum_of_squares(out, list(grads))
+            torch.ops.zerocore.sum_of_squares(out, list(grads))
             return out[0].sqrt()
         pieces = [piece for grad in grads for piece in grad.flatten().split(_PIECE_NUMEL)]
         filled = [piece for piece in pieces if piece.numel() > 0]
