@@ -197,8 +197,6 @@ class AdamW(ShardOptimizer):
         is_bad = norm.isfinite().logical_not().float()
         return Factors(factor, is_bad if found_inf is None else is_bad + found_inf.to(norm.device))
 
-    # -- state dicts ------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``; waits for a step on the host."""
         self.synchronize()

@@ -149,26 +149,17 @@ class RoundExchange:
 
 @dataclass(frozen=True)
 class Choice:
-    """An optimizer's plan; ``str()`` is a table.
+    """An optimizer's plan; ``str()`` is a table."""
 
-    Attributes:
-        optimizer: its name.
-        owners: for each parameter that is updated as a whole, its name and the ranks that own its
-            matrices, numbered as in the sharded model; of experts, among those that share them.
-        others: names of parameters that AdamW trains.
-        work: share of each rank of the work on matrices that this one shares; their sum is 1.
-        num_rounds: exchanges of a step, each of one all-to-all there and one back.
-        sent_nbytes: what this rank sends in a step.
-        rank: this one.
-    """
-
-    optimizer: str
+    optimizer: str  # its name
+    # For each parameter that is updated as a whole, its name and the ranks that own its matrices,
+    # numbered as in the sharded model; of experts, among those that share them.
     owners: Mapping[str, tuple[int, ...]]
-    others: tuple[str, ...]
-    work: tuple[float, ...]
-    num_rounds: int
-    sent_nbytes: int
-    rank: int
+    others: tuple[str, ...]  # names of parameters that AdamW trains
+    work: tuple[float, ...]  # each rank's share of the work on matrices that this one shares; sum 1
+    num_rounds: int  # exchanges of a step, each of one all-to-all there and one back
+    sent_nbytes: int  # what this rank sends in a step
+    rank: int  # this one
 
     def title(self) -> str:
         """One line: how many parameters whom, and what is sent."""
@@ -194,12 +185,14 @@ def choice_of(
     names: Sequence[str],
     others: Sequence[str],
     ranks: Ranks,
-    sent_nbytes: int,
+    times_to_owners: int = 1,
 ) -> Choice:
     """The choice that follows from the rounds of a step; ``names`` are those of parameters."""
     owners: dict[str, set[int]] = {}
-    work = [0] * ranks.world_size
+    work, sent_nbytes = [0] * ranks.world_size, 0
     for each in rounds:
+        sent = times_to_owners * each.step.sent_to_owners() + each.step.sent_to_shards()
+        sent_nbytes += sent * each.like.itemsize
         for matrix, place in zip(each.step.matrices, each.step.owners, strict=True):
             owner = each.lanes.members[place]
             owners.setdefault(names[matrix.param], set()).add(owner)

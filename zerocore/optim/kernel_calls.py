@@ -43,7 +43,6 @@ class Factors:
         return Factors(_copied(self.grad_scale), _copied(self.found_inf))
 
     def skips(self, device: torch.device) -> Tensor:
-        """Whether the step is to be skipped, on the device."""
         assert self.found_inf is not None
         return self.found_inf.to(device) != 0
 

@@ -108,7 +108,6 @@ class Whole:
 
 
 def name_of(param: Any) -> str:
-    """The name of a parameter that an engine has."""
     shard = shard_of(param)
     return "" if shard is None else shard.fqn
 

@@ -171,8 +171,6 @@ class Muon(ShardOptimizer):
             self._adamw.state = self.state
         self._plans: dict[Used, MuonRounds] = {}
 
-    # -- what is chosen ---------------------------------------------------------------------------
-
     def _muon_params(self) -> list[tuple[Any, dict[str, Any]]]:
         return [
             (param, group)
@@ -204,14 +202,12 @@ class Muon(ShardOptimizer):
         pairs = self._muon_params()
         plan = self._plan_for(tuple(param.requires_grad for param, _ in pairs))
         rest = [group for group in self.param_groups if not group["use_muon"]]
-        sent = sum(r.step.sent_to_owners() + r.step.sent_to_shards() for r in plan.rounds)
         return choice_of(
             "Muon",
             plan.rounds,
             [name_of(param) for param, _ in pairs],
             [name_of(param) for group in rest for param in group["params"]],
             self._model.ranks,
-            sent * WIRE.itemsize,
         )
 
     def _plan_for(self, used: Used) -> MuonRounds:
@@ -235,8 +231,6 @@ class Muon(ShardOptimizer):
             steps = plan_rounds(matrices, cuts, lanes.grid, lanes.rank, WIRE.itemsize)
             rounds += [RoundExchange(step, lanes, like) for step in steps]
         return MuonRounds(rounds, pairs)
-
-    # -- steps ------------------------------------------------------------------------------------
 
     def _update(self) -> None:
         # Gradients of shards are a subclass, which Python need not look up here.
@@ -269,8 +263,6 @@ class Muon(ShardOptimizer):
         self.grad_norm = norm.float()
         coefficient = (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         return Factors(coefficient, norm.isfinite().logical_not().float())
-
-    # -- states -----------------------------------------------------------------------------------
 
     def _make_momenta(self, params: Iterable[Any]) -> None:
         for param in params:

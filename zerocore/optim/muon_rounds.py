@@ -19,7 +19,6 @@ WIRE = torch.bfloat16  # which Newton-Schulz begins and ends with, so nothing is
 States = Mapping[Any, Mapping[str, Tensor]]  # by parameter
 Pair = tuple[Whole, dict[str, Any]]
 
-
 # Shorter sides of what a CPU takes in one batch. For larger matrices it is 2 to 4 times slower than
 # one after the other, for smaller ones its sums round differently from those of one matrix.
 _BATCHED_ON_CPU = range(24, 129)
@@ -27,17 +26,10 @@ ADJUSTMENTS = ("original", "match_rms_adamw")
 
 
 def orthogonalise(batch: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Orthogonalises each matrix as ``torch.optim.Muon`` does, by the same operations.
-
-    Args:
-        batch: matrices, ``(count, rows, columns)``, of any floating dtype.
-        coefficients: of the polynomial of degree 5, three.
-        steps: how often it is applied.
-        eps: least norm that a matrix is divided by.
-
-    Returns:
-        bfloat16, of the same shape.
-    """
+    """Orthogonalises each matrix of ``(count, rows, columns)``, of any floating dtype, as
+    ``torch.optim.Muon`` does, by the same operations: the polynomial of degree 5 with the three
+    coefficients is applied so many times. A matrix is divided by its norm, or by ``eps`` if that is
+    larger. Returns bfloat16, of the same shape."""
     if batch.device.type == "cpu" and min(batch.shape[1:]) not in _BATCHED_ON_CPU:
         return torch.stack([_iterate(matrix, coefficients, steps, eps) for matrix in batch])
     return _iterate(batch, coefficients, steps, eps)

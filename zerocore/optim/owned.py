@@ -112,8 +112,6 @@ class OwnedOptimizer(ShardOptimizer):
         self._release()
         self._take_options(number)
 
-    # -- ownership --------------------------------------------------------------------------------
-
     def _own(self, numbers: range) -> None:
         """Gives each of these parameters an owner: what is trained first, largest first."""
         params = params_of(self)
@@ -165,8 +163,6 @@ class OwnedOptimizer(ShardOptimizer):
             self.param_groups[first:], self.inner.param_groups[first:], strict=True
         ):
             own.update(options_of(inner))
-
-    # -- steps ------------------------------------------------------------------------------------
 
     def _update(self) -> None:
         """Raises ValueError on every rank if a parameter has a gradient on some ranks only."""
@@ -256,14 +252,9 @@ class OwnedOptimizer(ShardOptimizer):
         """The owner of each parameter, and the bytes of a step in which all have gradients."""
         params = params_of(self)
         rounds = self._rounds_of([param.requires_grad for param in params])
-        sent = sum(
-            (2 * each.step.sent_to_owners() + each.step.sent_to_shards()) * each.like.itemsize
-            for each in rounds
-        )
         names = [name_of(param) for param in params]
-        return choice_of(self._name, rounds, names, [], self._model.ranks, sent)
-
-    # -- states -----------------------------------------------------------------------------------
+        # To the owners go weights and gradients.
+        return choice_of(self._name, rounds, names, [], self._model.ranks, times_to_owners=2)
 
     def state_dict(self) -> dict[str, Any]:
         """That of the optimizer in one process, tensors on the CPU; all ranks must call.
