@@ -16,6 +16,7 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zerocore.checkpoint import training_state
 from zerocore.checkpoint.commit.folder import path_of, steps_in
 from zerocore.checkpoint.commit.saving import Save
 from zerocore.checkpoint.commit.writer import finish_writes, writer_of
@@ -23,12 +24,6 @@ from zerocore.checkpoint.dcp.loading import TrainingLoad, restore_buffers, resto
 from zerocore.checkpoint.dcp.saved_state import KeptPlan, SavedState, saved_bytes, saved_state
 from zerocore.checkpoint.dcp.snapshot import StreamedCopy
 from zerocore.checkpoint.safe_files import DamagedError
-from zerocore.checkpoint.training_state import (
-    check_stateful,
-    optimizers_of,
-    random_state,
-    training_state,
-)
 from zerocore.common.agreement import from_rank, on_all_ranks
 from zerocore.common.alarm import operation
 from zerocore.common.quantities import parse_nbytes
@@ -131,10 +126,10 @@ class Checkpoints:
         self._budget = parse_nbytes(memory_budget, "memory_budget")
         if self._budget < _MIN_BUDGET:
             raise ValueError(f"memory_budget must be 16 MiB or more, got {memory_budget!r}")
-        check_stateful(stateful)
+        training_state.check_stateful(stateful)
         self.folder = Path(folder)
         self._model, self._stateful = model, stateful
-        self._optimizers = optimizers_of(optimizer)
+        self._optimizers = training_state.optimizers_of(optimizer)
         self._keep, self._background, self._verify, self._rng = keep, background, verify, rng
         self._known: dict[Path, bool] = {}  # whether a checkpoint is good
         self._pending: PendingSave | None = None
@@ -262,14 +257,14 @@ class Checkpoints:
     def _collect(self, step: int, state: ShardState) -> tuple[SavedState, bytes]:
         """The shards of this rank, and the file that it saves for itself."""
         check_plain(state, "Checkpoints")
-        nested = training_state(self._model, self._optimizers)
+        nested = training_state.training_state(self._model, self._optimizers)
         buffers = {k: v for k, v in nested["model"].items() if not isinstance(v, Placed)}
         own = {
             "step": step,
             "buffers": {key: v for key, v in buffers.items() if isinstance(v, Tensor)},
             "world_size": state.world_size,
             "stateful": {name: value.state_dict() for name, value in self._stateful.items()},
-            "rng": random_state() if self._rng else None,
+            "rng": training_state.random_state() if self._rng else None,
         }
         return saved_state(self._kept, nested, copy=self._background), saved_bytes(own)
 

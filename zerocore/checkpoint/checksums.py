@@ -35,7 +35,6 @@ class FileSums:
 
     @staticmethod
     def of(data: bytes) -> FileSums:
-        """Those of a file that holds ``data``."""
         blocks = range(0, len(data), BLOCK_NBYTES)
         return FileSums(len(data), [crc32(data[at : at + BLOCK_NBYTES]) for at in blocks])
 

@@ -61,22 +61,17 @@ def training_state(model: nn.Module, optimizers: Optimizers) -> State:
 
     Several optimizers are as one with the groups of all.
     """
-    state: State = {"model": {k: as_range(*each) for k, each in _entries(model).items()}}
+    values, owners = model.state_dict(), model.state_dict(keep_vars=True)
+    state: State = {"model": {key: as_range(v, owners[key]) for key, v in values.items()}}
     if optimizers:
         state["optim"] = _by_names(model, optimizers)
     return state
 
 
-def _entries(model: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """The values of ``model.state_dict()``, each with its parameter or buffer."""
-    values = model.state_dict()
-    return {k: (values[k], own) for k, own in model.state_dict(keep_vars=True).items()}
-
-
 def load_model(model: nn.Module, state: State) -> None:
     """Gives the model what was loaded into the tensors of :func:`training_state`."""
-    owners = _entries(model)
-    model.load_state_dict({key: as_rows(value, owners[key][1]) for key, value in state.items()})
+    owners = model.state_dict(keep_vars=True)
+    model.load_state_dict({key: as_rows(value, owners[key]) for key, value in state.items()})
 
 
 def _by_names(model: nn.Module, optimizers: Optimizers) -> State:
@@ -169,7 +164,6 @@ def fit_optimizers(
 
 
 def params_without_state(model: nn.Module, optimizers: Optimizers) -> set[str]:
-    """Names of the optimizers' parameters that have no state yet."""
     return {
         name
         for optimizer in optimizers
@@ -179,7 +173,6 @@ def params_without_state(model: nn.Module, optimizers: Optimizers) -> set[str]:
 
 
 def drop_states(model: nn.Module, optimizers: Optimizers, names: set[str]) -> None:
-    """Forgets the states of the parameters of these names."""
     for optimizer in optimizers:
         for name, param in _names(model, optimizer).items():
             if name in names:

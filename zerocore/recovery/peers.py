@@ -36,8 +36,6 @@ from zerocore.model.state import ShardState
 T = TypeVar("T")
 _log = logging.getLogger("zerocore")
 _Key = tuple[int, int]  # step, and sum of the list of files, as a step may be saved again
-
-
 _PIECE_NBYTES = 64 << 20  # of a message
 
 

@@ -122,18 +122,14 @@ def _holders(state: ShardState, unit: Unit, param: Param) -> Groups:
     return () if ranks.replicas is None else (ranks.replicas,)
 
 
-def _version(state: ShardState, unit: Unit, index: int) -> tuple[int, ...]:
-    return (state.engine.param_version(unit.index, index),)
-
-
 def _weights(state: ShardState) -> Iterator[_Value]:
     """Shards, and the full parameters that stages 1 and 2 keep on each rank."""
     is_kept = state.config.stage in (1, 2) and not state.config.placements.parameters
     for unit in state.units:
         for index, param in enumerate(unit.params):
             number = checksum(elements_of(param.shard, param.shard))
-            holders, version = _holders(state, unit, param), _version(state, unit, index)
-            yield _Value(f"'{param.fqn}'", number, holders, version)
+            version = (state.engine.param_version(unit.index, index),)
+            yield _Value(f"'{param.fqn}'", number, _holders(state, unit, param), version)
         if is_kept:
             state.engine.hold_unsharded([unit.index])  # first what has changed is gathered
             groups = state.meshes[unit.mesh].groups
@@ -157,7 +153,8 @@ def _states(state: ShardState, optimizers: Sequence[Optimizer]) -> Iterator[_Val
                 name = f"'{param.fqn}': {key}"
                 if isinstance(value, Tensor) and key not in NUMBERS:
                     local = elements_of(value, given)
-                    version = (*_version(state, unit, index), local._version, local.data_ptr())
+                    written = state.engine.param_version(unit.index, index)
+                    version = (written, local._version, local.data_ptr())
                     yield _Value(name, checksum(local), _holders(state, unit, param), version)
                 else:
                     yield _Value(name, _number_of(value), state.meshes[unit.mesh].groups)

@@ -29,17 +29,11 @@ _SUM_FACTOR = 3  # an all-reduce of a part moves less than a gather of all from 
 
 @dataclass(frozen=True)
 class Exported:
-    """A tensor of an export.
+    """A tensor of an export."""
 
-    Attributes:
-        name: as the receiver has it.
-        shape: of the full tensor.
-        dtype: as it is given out.
-    """
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
+    name: str  # as the receiver has it
+    shape: torch.Size  # of the full tensor
+    dtype: torch.dtype  # as it is given out
     key: str = field(repr=False)  # in the state dict, the first if there are several
     positions: tuple[int, ...] = field(repr=False)  # of its parameters in the unit
     adapters: tuple[Adapter, ...] = field(repr=False)

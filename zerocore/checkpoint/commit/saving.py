@@ -13,8 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from zerocore.checkpoint import checksums
-from zerocore.checkpoint.checksums import METADATA, Checksums, FileSums
+from zerocore.checkpoint.checksums import METADATA, NAME, Checksums, FileSums
 from zerocore.checkpoint.commit import files, folder
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.save_plan import VALUES
@@ -144,7 +143,7 @@ class Save:
             found = (temporary / name).stat().st_size
             if found != each.nbytes:
                 raise OSError(f"{temporary / name} has {found} bytes, expected {each.nbytes}")
-        files.write_file(temporary / checksums.NAME, sums.text())
+        files.write_file(temporary / NAME, sums.text())
         folder.complete(temporary, self.final)
         damaged = {path for path, is_good in self.known.items() if not is_good} - {self.final}
         folder.delete_old(self.final, self.keep, damaged)

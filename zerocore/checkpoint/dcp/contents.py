@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
 
 from zerocore._C import StreamWay
 from zerocore.checkpoint import checksums
@@ -65,7 +64,7 @@ class Contents:
         self.sums = checksums.read_sums(folder)  # where zerocore wrote the files
         data = checksums.read_checked(path, self.sums)
         with named(path):
-            self.metadata: Metadata = read_metadata(data)
+            self.metadata: dcp.Metadata = read_metadata(data)
         # Of zerocore's own files more is known than of torch's.
         self.is_ours = getattr(self.metadata.storage_meta, "save_id", None) == FORMAT
         if self.is_ours and self.sums is None:

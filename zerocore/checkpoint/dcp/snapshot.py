@@ -13,12 +13,9 @@ from torch import Tensor
 class StreamedCopy:
     """Copies of tensors on the CPU, made by one thread ahead of another one, which takes them.
 
-    Args:
-        parts: small plain tensors of one device, in the order in which they are taken; they must
-            not change until :meth:`wait_read` returns.
-        budget: bytes that copies take at most at a time; more than any one part.
-        device: of the parts.
-        check: called when all are read; raises if one has changed meanwhile.
+    ``parts`` are small plain tensors of ``device``, in the order in which they are taken. They must
+    not change until :meth:`wait_read` returns: ``check`` is called when all are read, and raises if
+    one has. ``budget``: bytes that copies take at most at a time; more than any one part.
     """
 
     def __init__(

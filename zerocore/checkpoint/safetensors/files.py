@@ -38,8 +38,6 @@ DTYPE_OF = {
     "C64": torch.complex64,
 }  # fmt: skip
 NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
-
-
 Facts = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # dtype and shape of tensors by name
 
 
@@ -63,16 +61,11 @@ class Entry:
 
 
 def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str, Entry]:
-    """The tensors of a folder by name: those of its index, or of all of its files.
+    """The tensors of a folder by name: those of its index, or of all of its files; or of one file.
+    ``verify``: compare the checksums of index and headers, if the folder has any.
 
-    Args:
-        folder: a folder, or one file.
-        verify: compare the checksums of index and headers, if the folder has any.
-
-    Raises:
-        FileNotFoundError: there is no such file, or none in the folder.
-        ValueError: a file is no safetensors file, is truncated or damaged, or lacks a tensor of the
-            index.
+    FileNotFoundError if there is no such file, or none in the folder; ValueError if a file is no
+    safetensors file, is truncated or damaged, or lacks a tensor of the index.
     """
     path = Path(folder)
     sums = checksums.read_sums(path.parent if path.is_file() else path) if verify else None

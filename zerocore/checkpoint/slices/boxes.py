@@ -13,11 +13,7 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from zerocore.tensor.place import Place
@@ -106,10 +102,10 @@ def chunk_boxes(place: Place) -> list[Box]:
 def write_items(fqn: str, place: Place, local: Tensor) -> list[WriteItem]:
     """A save plan's items for a shard. Equal boxes of several ranks are written by one of them."""
     # Torch reads the dtype alone; its other notes differ between its versions.
-    properties = TensorProperties(dtype=local.dtype)
+    properties = dcp.TensorProperties(dtype=local.dtype)
     return [
         WriteItem(
-            index=MetadataIndex(fqn, chunk.offsets),
+            index=dcp.MetadataIndex(fqn, chunk.offsets),
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=place.whole_shape),
         )
@@ -117,15 +113,15 @@ def write_items(fqn: str, place: Place, local: Tensor) -> list[WriteItem]:
     ]
 
 
-def chunk_list(place: Place) -> list[ChunkStorageMetadata]:
+def chunk_list(place: Place) -> list[dcp.ChunkStorageMetadata]:
     """A load plan's chunks of a shard."""
     return [
-        ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+        dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
         for box in chunk_boxes(place)
     ]
 
 
-def find_chunk(place: Place, local: Tensor, index: MetadataIndex) -> Tensor:
+def find_chunk(place: Place, local: Tensor, index: dcp.MetadataIndex) -> Tensor:
     """A view of the elements of the box at ``index.offset``; ValueError if none is there."""
     for box in chunk_boxes(place):
         if torch.Size(box.offsets) == index.offset:
