@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import zerocore
 from tests.async_device.test_offload import backward
 from tests.async_device.training import Block, make_model, start
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 
 Place = tuple[str, int]
@@ -68,15 +70,15 @@ def addresses(
     return steps
 
 
-def check_addresses() -> None:
+def check_addresses(micro_batches: int) -> None:
     device, _ = start(on_device=True)
     for options in CASES:
-        for micro_batches in (1, 2):
-            steps = addresses(device, micro_batches, options)
-            full = [address for name, address in steps[2] if "ward " in name]
-            assert len(full) == micro_batches * 2 * 4 * 4 and 0 not in full
-            assert all(step == steps[2] for step in steps[3:]), (options, micro_batches)
+        steps = addresses(device, micro_batches, options)
+        full = [address for name, address in steps[2] if "ward " in name]
+        assert len(full) == micro_batches * 2 * 4 * 4 and 0 not in full
+        assert all(step == steps[2] for step in steps[3:]), options
 
 
-def test_steady_steps_have_the_addresses_of_those_before() -> None:
-    run_ranks(check_addresses, 2, launch="torchrun", timeout=150)
+@pytest.mark.parametrize("micro_batches", [*by_night(1), 2])
+def test_steady_steps_have_the_addresses_of_those_before(micro_batches: int) -> None:
+    run_ranks(check_addresses, 2, micro_batches, launch="torchrun", timeout=150)

@@ -12,6 +12,7 @@ import torch
 import zerocore
 from tests.async_device.test_offload import backward, batch
 from tests.async_device.training import Block, make_model, start
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.distributed.offloading import STATES
 
@@ -78,7 +79,9 @@ def train_with_captures(captures: bool, options: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.skipif(not hasattr(torch.Stream, "is_capturing"), reason="torch says it from 2.13 on")
-@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 2}, {"stage": 3, "offload": STATES}])
+@pytest.mark.parametrize(
+    "options", [*by_night({"stage": 0}, {"stage": 2}), {"stage": 3, "offload": STATES}]
+)
 def test_captures_are_refused_and_change_nothing(options: dict[str, Any]) -> None:
     found = run_ranks(train_with_captures, 2, True, options, launch="torchrun")
     assert found == run_ranks(train_with_captures, 2, False, options, launch="torchrun")

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.distributed.joined import joined
 from tests.distributed.programs.models import Net
@@ -132,7 +133,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [*by_night(2), 3])
 def test_checkpoints_go_from_one_to_the_other(world_size: int, tmp_path: Path) -> None:
     run_ranks(load_into_other_units, world_size, tmp_path, timeout=120)
 

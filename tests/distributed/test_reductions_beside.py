@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.recovery.test_beside import CLOSE, clip, full_values, sharded_by
 
@@ -126,7 +127,13 @@ def compare(train: Any) -> None:
             )
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("train", [drop_blocks_and_resume, fail_in_a_backward])
+@pytest.mark.parametrize(
+    ("train", "world_size"),
+    [
+        *by_night((drop_blocks_and_resume, 2), (fail_in_a_backward, 4)),
+        (drop_blocks_and_resume, 4),
+        (fail_in_a_backward, 2),
+    ],
+)
 def test_beside(train: Any, world_size: int) -> None:
     run_ranks(compare, world_size, train)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.fsdp.both import ENGINES, Trained, check_same, full_params, train, train_both
 from tests.fsdp.test_placements import make_layers
@@ -71,7 +72,7 @@ def _part(param: Tensor, mesh: Any, placements: Any) -> Tensor:
     return local.contiguous()
 
 
-@pytest.mark.parametrize("case", MESHES)
+@pytest.mark.parametrize("case", [*by_night("fsdp", "hsdp"), "cp", "tp first"])
 def test_dtensors_train_as_with_fsdp2(case: str) -> None:
     run_ranks(train_dtensors, 4, *MESHES[case])
 
@@ -134,7 +135,7 @@ def train_annotated(hybrid: bool) -> None:
     assert spmd.get_local_type(model.up)[spmd.MeshAxis.of(mesh.get_group("tp"))] is spmd.V
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("hybrid", [*by_night(False), True])
 def test_annotated_parameters_train_as_one_process(hybrid: bool) -> None:
     pytest.importorskip("spmd_types")
     run_ranks(train_annotated, 8 if hybrid else 4, hybrid)

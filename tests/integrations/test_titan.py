@@ -10,14 +10,11 @@ from tests.integrations.titan import behind, difference, resume, train, write_as
 
 pytest.importorskip("torchtitan.config")
 pytest.importorskip("spmd_types")
+pytestmark = pytest.mark.nightly  # by day its decoders, in test_fsdp_torchtitan
 
 
 @pytest.mark.parametrize(
-    "case,writers",
-    [
-        ("llama3-fsdp", ["zerocore"]),
-        pytest.param("llama3-tp", ["zerocore", "torch"], marks=pytest.mark.nightly),
-    ],
+    "case,writers", [("llama3-fsdp", ["zerocore"]), ("llama3-tp", ["zerocore", "torch"])]
 )
 def test_its_trainer_trains_as_over_fsdp2_and_resumes(
     tmp_path: Path, case: str, writers: list[str]
@@ -30,7 +27,6 @@ def test_its_trainer_trains_as_over_fsdp2_and_resumes(
         assert resume(case, "zerocore", str(tmp_path), run=writer) == behind(expected)
 
 
-@pytest.mark.nightly
 def test_experts_under_tensor_parallelism_train_as_over_fsdp2(tmp_path: Path) -> None:
     """In float32: torchtitan's backends sum the router's gradient at different places."""
     write_assets(tmp_path)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerocore
+from tests.by_night import by_night
 from tests.distributed.chain import WIDTH, Chain, step
 from tests.planning.test_plan import (
     BF16,
@@ -36,12 +37,16 @@ def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
+NAMES = ("plain", "experts", "empty_shards")
+MODES = ((None, 1, "sharded"), (MIXED, 1, "sharded"), (MIXED, 2, "sharded"), (MIXED, 2, "full"))
+BY_DAY = [(NAMES[number % len(NAMES)], *mode) for number, mode in enumerate(MODES)]
+ALL = [(name, *mode) for name in NAMES for mode in MODES]
+
+
 @pytest.mark.parametrize(
-    ("mixed", "micro_batches", "accumulate"),
-    [(None, 1, "sharded"), (MIXED, 1, "sharded"), (MIXED, 2, "sharded"), (MIXED, 2, "full")],
-    ids=["fp32", "mixed", "mixed-sharded", "mixed-full"],
+    ("name", "mixed", "micro_batches", "accumulate"),
+    [*BY_DAY, *by_night(*(each for each in ALL if each not in BY_DAY))],
 )
-@pytest.mark.parametrize("name", ["plain", "experts", "empty_shards"])
 def test_the_runtime_allocates_what_was_planned(
     name: str, mixed: MixedPrecision | None, micro_batches: int, accumulate: str
 ) -> None:

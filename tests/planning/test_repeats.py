@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.by_night import by_night
 from tests.planning.measuring import measure
 from tests.planning.test_fake_mode import figures
 from zerocore.model.units import choose_units
@@ -119,8 +120,14 @@ WHOLE: dict[str, Case] = {  # all blocks run, at once or after runs that do not 
 CASES = REPEATED | WHOLE
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", CASES)
+# By day each model in one way, in turn.
+BY_DAY = [(name, bool(number % 2)) for number, name in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [*BY_DAY, *by_night(*((name, not checkpointing) for name, checkpointing in BY_DAY))],
+)
 def test_figures_are_those_of_all_blocks(
     name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

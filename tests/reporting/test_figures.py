@@ -130,6 +130,7 @@ with zerocore.emulate(4, "1GB/s", 0):
 """
 
 
+@pytest.mark.nightly
 def test_weights_and_biases(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     command = [sys.executable, "-c", WANDB]
