@@ -42,6 +42,12 @@ class Call(NamedTuple):
     reads: bool = True
 
 
+def mirrored(order: Sequence[Call]) -> list[Call]:
+    """The calls of a forward, and those of the backward that mirrors it: one for each moment but
+    the last."""
+    return [*order, *(call._replace(enter=not call.enter) for call in reversed(order))]
+
+
 @dataclass(frozen=True)
 class Activations:
     """One forward and backward of one micro-batch on one rank.

@@ -20,7 +20,7 @@ from zerocore.model.ranks import Ranks
 from zerocore.model.stages import HIGHEST_STAGE, placements_of, stages_above
 from zerocore.model.units import UnitPlanned
 from zerocore.planning.division import Division, parts_of
-from zerocore.planning.offloading import call_of, on_disk
+from zerocore.planning.offloading import call_of, offloads_at
 from zerocore.planning.planner import Planner, Precision, make_planner
 
 MAX_RANKS = 65536  # where a search for enough ranks gives up
@@ -94,7 +94,7 @@ def changes(now: Candidate, fits: Fits, narrow: Planner | None = None) -> Iterat
     if now.division.offload is None and not rows:
         away = now.at(offload=Offload(states="cpu"))
         yield Change("offload=zerocore.Offload(states='cpu') (updates on the host)", away.nbytes)
-        everything = on_disk("disk")
+        *_, everything = offloads_at(HIGHEST_STAGE, "disk")
         away = now.at(stage=HIGHEST_STAGE, offload=everything)
         text = f"stage={HIGHEST_STAGE}, {call_of(everything)} (each step reads and writes a file)"
         yield Change(text, away.nbytes)

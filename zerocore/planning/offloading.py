@@ -67,27 +67,15 @@ class OffloadPlan:
     fits: bool
 
 
-def offloads_at(stage: int) -> Iterator[Offload]:
-    """The parts that can leave the device at a stage, least first."""
-    yield Offload(states="cpu")
+def offloads_at(stage: int, place: str) -> Iterator[Offload]:
+    """The parts that can leave the device at a stage for ``"cpu"`` or ``"disk"``, least first;
+    gradients go to the host."""
+    path = FOLDER if place == "disk" else None
+    yield Offload(states=place, path=path)
     if placements_of(stage).gradients:
-        yield Offload(states="cpu", gradients="cpu")
+        yield Offload(states=place, gradients="cpu", path=path)
     if placements_of(stage).parameters:
-        yield Offload(states="cpu", gradients="cpu", parameters="cpu")
-
-
-def on_disk(parameters: str) -> Offload:
-    """Everything that a disk can take, with ``parameters`` there or in another place."""
-    return Offload(states="disk", gradients="cpu", parameters=parameters, path=FOLDER)
-
-
-def offloads_to_disk(stage: int) -> Iterator[Offload]:
-    """The parts that can be on disk at a stage, least first."""
-    yield Offload(states="disk", path=FOLDER)
-    if placements_of(stage).gradients:
-        yield on_disk("device")
-    if placements_of(stage).parameters:
-        yield on_disk("disk")
+        yield Offload(states=place, gradients="cpu", parameters=place, path=path)
 
 
 def plan_offloads(
@@ -97,9 +85,9 @@ def plan_offloads(
     stage of ``division`` does not matter; ``memory`` of a device and the peak of ``activations``
     are bytes."""
     share, plans = host.nbytes_of(division.world_size), []
-    for kind in (offloads_at, offloads_to_disk):
+    for place in ("cpu", "disk"):
         for stage in STAGES:
-            for offload in kind(stage):
+            for offload in offloads_at(stage, place):
                 found = planner.memory(replace(division, stage=stage, offload=offload))
                 on_device = found.reserved + activations
                 fits = on_device <= memory and found.host <= share

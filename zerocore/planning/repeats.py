@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,15 +48,12 @@ def measure(
     blocks = _Blocks.of(model, planned)
     if blocks is None:
         return run(planned)
-    try:
+    with suppress(Exception):  # of a model that needs all blocks; or of any, which is raised below
         short, longer = (run(*blocks.shortened(planned, count)) for count in (_SHORT, _SHORT + 1))
         grown = longer.saved_nbytes - short.saved_nbytes
-        found = None
-        if blocks.repeat(short, _SHORT + 1, grown) == longer:
-            found = blocks.repeat(short, len(blocks.modules), grown)
-    except Exception:  # of a model that needs all blocks; or of any, which is raised below
-        found = None
-    return run(planned) if found is None else found
+        if _Repeat(short, blocks.units, 1).recording(grown) == longer:
+            return _Repeat(short, blocks.units, len(blocks.units) - _SHORT).recording(grown)
+    return run(planned)
 
 
 @dataclass
@@ -64,7 +62,6 @@ class _Blocks:
 
     modules: list[nn.Module]
     units: list[list[int]]
-    num_units: int  # of the model
 
     @classmethod
     def of(cls, model: nn.Module, planned: list[UnitPlanned]) -> _Blocks | None:
@@ -74,82 +71,49 @@ class _Blocks:
         if len(modules) < _FEWEST or _differs_by_layer(model, len(modules)):
             return None
         units = _units_in(modules, planned)
-        return None if units is None else cls(modules, units, len(planned))
-
-    def kept(self, count: int) -> list[int]:
-        """The blocks that a run of so many has: the first ones, and the last."""
-        return [*range(count - 1), len(self.modules) - 1]
-
-    def numbers(self, count: int) -> tuple[list[int], list[list[int]]]:
-        """The units of a run with so many blocks: all of them, and those in each block.
-
-        The former are numbers in the whole model, the latter in the run.
-        """
-        kept = self.kept(count)
-        missing = {u for i, units in enumerate(self.units) if i not in kept for u in units}
-        present = [unit for unit in range(self.num_units) if unit not in missing]
-        number = {unit: index for index, unit in enumerate(present)}
-        return present, [[number[unit] for unit in self.units[i]] for i in kept]
+        return None if units is None else cls(modules, units)
 
     def shortened(
         self, planned: list[UnitPlanned], count: int
     ) -> tuple[list[UnitPlanned], list[nn.Module]]:
-        """The units of a run with so many blocks, and the modules that it has not."""
-        present, _ = self.numbers(count)
-        kept = self.kept(count)
-        dropped = [module for i, module in enumerate(self.modules) if i not in kept]
-        return [planned[unit] for unit in present], dropped
-
-    def repeat(self, short: Activations, wanted: int, grown: int) -> Activations | None:
-        """The figures of so many blocks, ``grown`` bytes saved by each; None where they cannot
-        be told from those of the short run."""
-        repeat = _Repeat.of(short, self.numbers(_SHORT), self.numbers(wanted), wanted - _SHORT)
-        return None if repeat is None else repeat.recording(grown)
+        """The units of a run with so many blocks, the first ones and the last, and the modules that
+        it has not. Units keep their numbers: those of other blocks are empty."""
+        missing = {unit for units in self.units[count - 1 : -1] for unit in units}
+        units = [
+            replace(unit, modules=[], params=[]) if number in missing else unit
+            for number, unit in enumerate(planned)
+        ]
+        return units, self.modules[count - 1 : -1]
 
 
-@dataclass
+class _Unlike(Exception):
+    """Blocks do not all do the same, so that one cannot stand for the others."""
+
+
 class _Repeat:
-    """A short run whose third block comes ``copies`` times more."""
+    """A short run whose third block comes ``copies`` times more; ``blocks``: units in each block.
 
-    short: Activations
-    copies: int
-    units: list[int]  # of the short run: their numbers in the wanted one, where not in a block
-    place: dict[int, tuple[int, int]]  # of units of the short run: block, position in the block
-    wanted: list[list[int]]  # units in each block of the wanted run
-    num_units: int
-    begin: int = 0  # the events of the third block
-    end: int = 0
+    Raises:
+        _Unlike, ValueError: the figures of the wanted run do not follow from those of the short one.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        short: Activations,
-        own: tuple[list[int], list[list[int]]],
-        wanted: tuple[list[int], list[list[int]]],
-        copies: int,
-    ) -> _Repeat | None:
-        number = {unit: index for index, unit in enumerate(wanted[0])}
-        place = {u: (b, i) for b, units in enumerate(own[1]) for i, u in enumerate(units)}
-        units = [number[unit] for unit in own[0]]
-        made = cls(short, copies, units, place, wanted[1], len(wanted[0]))
-        blocks = [made.block_of(unit) for _, unit, *_ in short.order]
-        if _REPEATED not in blocks:
-            return None
-        made.begin, size = blocks.index(_REPEATED), blocks.count(_REPEATED)
-        made.end = made.begin + size
-        before = [_REPEATED - 1] * size + [_REPEATED] * size
-        return made if blocks[made.begin - size : made.end] == before else None
-
-    def block_of(self, unit: int) -> int | None:
-        """The block that a unit of the short run is in."""
-        return self.place[unit][0] if unit in self.place else None
+    def __init__(self, short: Activations, blocks: list[list[int]], copies: int) -> None:
+        self.short, self.blocks, self.copies = short, blocks, copies
+        self.block_of = {unit: block for block, units in enumerate(blocks) for unit in units}
+        called = [self.block_of.get(call.unit) for call in short.order]
+        size = called.count(_REPEATED)
+        self.begin = called.index(_REPEATED)  # the events of the third block
+        self.end = self.begin + size
+        before, after = called[: self.begin], called[self.end :]
+        in_order = before[-size:] == [_REPEATED - 1] * size and _REPEATED not in after
+        if not in_order or len(blocks) - 1 in before or {0, _REPEATED - 1} & {*after}:
+            raise _Unlike
 
     def unit(self, unit: int, copy: int) -> int:
-        """The number of a unit in the wanted run, where its block is the copy's."""
-        if unit not in self.place:
-            return self.units[unit]
-        block, position = self.place[unit]
-        return self.wanted[block + copy][position]
+        """The number of a unit where its block is the copy's."""
+        if self.block_of.get(unit) != _REPEATED:
+            return unit
+        return self.blocks[_REPEATED + copy][self.blocks[_REPEATED].index(unit)]
 
     def spread(self, values: Sequence[Any]) -> list[tuple[Any, int]]:
         """Values by event of the short run, with the copy that each belongs to."""
@@ -157,25 +121,21 @@ class _Repeat:
         inner = [(value, copy) for copy in range(copies + 1) for value in values[begin:end]]
         return [*((v, 0) for v in values[:begin]), *inner, *((v, copies) for v in values[end:])]
 
-    def recording(self, grown: int) -> Activations | None:
-        """The figures of the wanted run."""
-        short, backward = self.short, self.backward()
-        live = self.live()
-        if backward is None or live is None:
-            return None
-        calls = self.spread(short.order)
-        order = [call._replace(unit=self.unit(call.unit, copy)) for call, copy in calls]
-        unused: list[tuple[int, ...]] = [()] * self.num_units
-        for unit, names in enumerate(short.unused):
-            copies = self.copies if self.block_of(unit) == _REPEATED else 0
-            for copy in range(copies + 1):
-                last = self.copies if (self.block_of(unit) or 0) > _REPEATED else copy
-                unused[self.unit(unit, last)] = names
+    def recording(self, grown: int) -> Activations:
+        """The figures of the wanted run, in which each block more saves ``grown`` bytes."""
+        short = self.short
+        unused = [*short.unused]
+        for units in self.blocks[_REPEATED : _REPEATED + self.copies + 1]:
+            for unit, first in zip(units, self.blocks[_REPEATED], strict=True):
+                unused[unit] = short.unused[first]
         return Activations(
-            order=tuple(order),
-            backward=tuple(backward),
+            order=tuple(
+                call._replace(unit=self.unit(call.unit, copy))
+                for call, copy in self.spread(short.order)
+            ),
+            backward=tuple(self.backward()),
             saved_nbytes=short.saved_nbytes + self.copies * grown,
-            live_nbytes=tuple(live),
+            live_nbytes=tuple(self.live()),
             flops=tuple(self.by_moment(short.flops)),
             unused=tuple(unused),
             work=tuple(self.by_moment(short.work)),
@@ -191,8 +151,8 @@ class _Repeat:
         forward, backward = ([v for v, _ in self.spread(half)] for half in self.halves(values))
         return [*forward, *reversed(backward), values[-1]]
 
-    def live(self) -> list[int] | None:
-        """Live bytes; None where blocks do not all add the same.
+    def live(self) -> list[int]:
+        """Live bytes.
 
         A block adds what it saves to all that runs between its forward and its backward, and what
         it keeps, such as gradients of a unit that is not complete, to all that runs later.
@@ -200,8 +160,6 @@ class _Repeat:
         values = self.short.live_nbytes
         forward, backward = self.halves(values)
         saves, changes = self.step(forward), self.step(backward)
-        if saves is None or changes is None:
-            return None
         keeps = self.copies * (saves - changes)
 
         def raised(half: Sequence[int], step: int, all_of_them: int) -> list[int]:
@@ -212,21 +170,20 @@ class _Repeat:
         end = values[-1] and values[-1] + keeps
         return [*raised(forward, saves, 0), *reversed(raised(backward, changes, keeps)), end]
 
-    def step(self, half: Sequence[int]) -> int | None:
-        """How much more the third block has than the one before it; None if events differ."""
+    def step(self, half: Sequence[int]) -> int:
+        """How much more the third block has than the one before it, at each event."""
         size = self.end - self.begin
         pairs = [(half[i - size], half[i]) for i in range(self.begin, self.end)]
         steps = {after - before for before, after in pairs if before or after}
-        return steps.pop() if len(steps) == 1 else None
+        if len(steps) != 1:
+            raise _Unlike
+        return steps.pop()
 
-    def backward(self) -> list[tuple[bool, int]] | None:
+    def backward(self) -> list[tuple[bool, int]]:
         """The backward's events; those between two blocks' first ones are repeated."""
         events = self.short.backward
-        blocks = [
-            self.block_of(index if ready else self.short.order[index][1]) for ready, index in events
-        ]
-        if not {_REPEATED - 1, _REPEATED} <= {*blocks}:
-            return None
+        units = [index if ready else self.short.order[index].unit for ready, index in events]
+        blocks = [self.block_of.get(unit) for unit in units]
         begin, end = blocks.index(_REPEATED), blocks.index(_REPEATED - 1)
         inner = [
             self.backward_event(event, copy)

@@ -9,7 +9,7 @@ from typing import Any
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.common.quantities import format_flops, format_nbytes, format_seconds
 from zerocore.common.tables import render_table
-from zerocore.planning.activations import Activations, Call
+from zerocore.planning.activations import Activations, Call, mirrored
 from zerocore.planning.offloading import OffloadPlan
 from zerocore.planning.other_bytes import CheckpointBytes
 from zerocore.planning.setting import Setting
@@ -311,11 +311,8 @@ def _summary(activations: Activations | None) -> dict[str, int] | None:
 
 def moment_name(order: tuple[Call, ...], moment: int, names: tuple[str, ...]) -> str:
     """When a moment is, in words."""
-    num_events = len(order)
-    if moment >= 2 * num_events:
+    calls = mirrored(order)
+    if moment == len(calls):
         return "end of the backward"
-    forward = moment < num_events
-    event = order[moment] if forward else order[2 * num_events - 1 - moment]
-    begins = event.enter == forward
-    phase = "forward" if forward else "backward"
-    return f"{phase} {'of' if begins else 'after'} {names[event.unit]}"
+    phase = "forward" if moment < len(order) else "backward"
+    return f"{phase} {'of' if calls[moment].enter else 'after'} {names[calls[moment].unit]}"

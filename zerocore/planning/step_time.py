@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from zerocore._C import PlannedEvent
 from zerocore.common.events import COLLECTIVES, GATHERS
 from zerocore.common.links import Link
-from zerocore.planning.activations import Call
+from zerocore.planning.activations import Call, mirrored
 
 
 @dataclass(frozen=True)
@@ -74,17 +74,16 @@ def predict_timing(
     links = {"state": link, "replicas": across, "near": near}
     by_moment: dict[int, list[PlannedEvent]] = {}
     for event in events:
-        by_moment.setdefault(event.moment, []).append(event)
+        if event.op in COLLECTIVES:
+            by_moment.setdefault(event.moment, []).append(event)
     now = reduced = 0.0
     free, busy = dict.fromkeys(links.values(), 0.0), dict.fromkeys(links.values(), 0.0)
     gathered: dict[int, float] = {}
-    for event in by_moment.get(2 * len(order) + 1, ()):  # at the optimizer's step
-        if event.op in COLLECTIVES:
-            busy[link] += link.seconds(event.op, event.nbytes, event.num_ranks)
-    for moment in range(2 * len(order) + 1):
+    calls = mirrored(order)
+    for event in by_moment.get(len(calls) + 1, ()):  # at the optimizer's step
+        busy[link] += link.seconds(event.op, event.nbytes, event.num_ranks)
+    for moment, call in enumerate((*calls, None)):
         for event in by_moment.get(moment, ()):
-            if event.op not in COLLECTIVES:
-                continue
             if event.op == "reduce_scatter":
                 now = max(now, reduced)
             used, is_gather = links[event.axis], event.op in GATHERS
@@ -95,9 +94,8 @@ def predict_timing(
                 gathered[event.unit] = free[used]
             else:
                 reduced = free[used]
-        starting = _unit_starting(order, moment)
-        if starting is not None:
-            now = max(now, gathered.get(starting, 0.0))
+        if call is not None and call.enter:
+            now = max(now, gathered.get(call.unit, 0.0))
         now += compute_s[moment]
     return Timing(
         " + ".join(dict.fromkeys(each.name for each in links.values())),
@@ -106,14 +104,3 @@ def predict_timing(
         max(now, *free.values()),
         0.0 if across == link else busy[across],
     )
-
-
-def _unit_starting(order: tuple[Call, ...], moment: int) -> int | None:
-    """The unit whose forward or backward begins at a moment."""
-    num_events = len(order)
-    if moment < num_events:
-        return order[moment].unit if order[moment].enter else None
-    if moment < 2 * num_events:
-        event = order[2 * num_events - 1 - moment]
-        return None if event.enter else event.unit
-    return None

@@ -15,6 +15,7 @@ from torch import nn
 
 from zerocore._C import allocator_counts
 from zerocore.common.events import GATHERS, read_events
+from zerocore.common.nodes import GPUS
 from zerocore.common.tables import render_table
 from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.meters import Step
@@ -31,14 +32,7 @@ from zerocore.reporting.step_figures import (
     unit_means,
 )
 
-PEAK_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "L40S": 362e12,
-    "B200": 2250e12,
-}
+PEAK_FLOPS = {"H100 PCIe": 756e12} | {gpu.name: gpu.peak_flops for gpu in GPUS.values()}
 """Dense bf16 operations per second by part of the device's name, from NVIDIA's data sheets."""
 
 
