@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import zerocore
-from zerocore.planning.offloading import Host, call_of
+from zerocore.planning.offloading import call_of
+from zerocore.planning.setting import Host
 
 WIDTH = 256
 
@@ -66,7 +67,7 @@ def test_the_least_that_fits_is_named() -> None:
 
 def test_tokens_from_which_an_update_is_hidden() -> None:
     """The parameters cancel: 28 bytes of memory against 6 operations a token."""
-    host = Host(1 << 40, 400e9)
+    host = Host(1 << 40, 400e9, num_ranks=8)
     assert host.hiding_tokens(8, 400e12) == 37_333
     assert host.hiding_tokens(64, 400e12) == 37_333  # 8 ranks are on a machine
     assert host.hiding_tokens(1, 400e12) == pytest.approx(37_333 / 8, abs=1)

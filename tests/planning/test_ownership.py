@@ -81,8 +81,8 @@ def test_messages_fit_and_all_elements_arrive(grid: Grid, numels: list[int]) -> 
         steps = [rounds[number] for rounds in everywhere]
         assert all(step.owners == first.owners for step in steps)
         for step in steps:
-            shard, here = grid.place(step.rank)
-            replica = [other for other in steps if grid.place(other.rank)[1] == here]
+            shard, *here = grid.places(step.rank)
+            replica = [other for other in steps if grid.places(other.rank)[1:] == tuple(here)]
             received = [other.elements_to_owners()[shard] for other in replica]
             assert step.elements_from_shards() == received
             assert sum(received) == sum(step.matrices[index].numel for index in step.mine)
@@ -104,7 +104,7 @@ def assert_spread_is_complete(step: Round) -> None:
 
 def elements_to_move(step: Round, index: int) -> int:
     """Elements of one matrix that must cross a link in a step, there and back."""
-    own, _ = step.grid.place(step.owners[index])
+    own = step.grid.places(step.owners[index])[0]
     parts = step.matrices[index].parts(step.cuts[index])
     to_owner = sum(end - begin for shard, begin, end in parts if shard != own)
     num_replicas = step.grid.num_ranks // step.grid.num_shards

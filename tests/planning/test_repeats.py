@@ -155,10 +155,10 @@ def test_figures_are_those_of_all_blocks(
 def test_layers_that_a_configuration_tells_apart_all_run() -> None:
     model = Stack(equal())
     model.config = type("Config", (), {})()  # type: ignore[assignment]
-    blocks = repeats._Blocks.of(model, choose_units(model, None))
-    assert blocks is not None and len(blocks.modules) == DEPTH
+    modules, _ = repeats._equal_blocks(model, choose_units(model, None))
+    assert len(modules) == DEPTH
     vars(model.config)["layer_types"] = ["full", "sliding"] * DEPTH
-    assert repeats._Blocks.of(model, choose_units(model, None)) is None
+    assert repeats._equal_blocks(model, choose_units(model, None)) == ([], [])
 
 
 def test_a_shared_parameter_is_no_repetition() -> None:
@@ -167,4 +167,4 @@ def test_a_shared_parameter_is_no_repetition() -> None:
     for block in blocks:
         block.unused = shared
     model = Stack(blocks)
-    assert repeats._Blocks.of(model, choose_units(model, None)) is None
+    assert repeats._equal_blocks(model, choose_units(model, None)) == ([], [])

@@ -83,10 +83,6 @@ PRESETS: dict[str, Link] = {
 """Links by name; those of a network count one port for each GPU."""
 
 
-RANKS_PER_NODE = 8
-"""GPUs that are assumed to be in a node where nothing is said."""
-
-
 DEFAULT_LATENCY = "12us"
 """Of a link that is given as a bandwidth alone."""
 

@@ -33,9 +33,8 @@ def advise(plan: Plan, planner: Planner) -> list[str]:
             )
     if fit is None or fit.stage == HIGHEST_STAGE or not roomy:  # what one would choose
         lines += _slow_links(plan, planner)
-    machine, world_size = plan.setting.machine, plan.setting.world_size
-    if machine.host is not None:
-        lines.append(advise_offload(plan.offloads, machine.host, world_size, machine.flops_per_s))
+    if plan.setting.machine.host is not None:
+        lines.append(advise_offload(plan.offloads, plan.setting.machine.host, plan.setting))
     return lines
 
 

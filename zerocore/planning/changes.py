@@ -72,8 +72,9 @@ def changes(now: Candidate, fits: Fits, narrow: Planner | None = None) -> Iterat
     rows = now.planner.by_rows
     if not rows:
         yield from _higher_stages(now)
-    elif any(now.planner.stays):
-        resharded = replace(now, planner=replace(now.planner, stays=()))
+    elif any(unit.stays for unit in now.planner.units):
+        units = tuple(replace(unit, stays=False) for unit in now.planner.units)
+        resharded = replace(now, planner=replace(now.planner, units=units))
         text = "reshard_after_forward=True for every module (the backward gathers them again)"
         yield Change(text, resharded.nbytes)
     fewer = with_fewer_replicas(now, fits)

@@ -2,50 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from zerocore.common.links import RANKS_PER_NODE
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.common.quantities import format_nbytes
 from zerocore.model.offload import Offload
 from zerocore.model.stages import STAGES, placements_of
-from zerocore.planning.division import Division
 from zerocore.planning.planner import Planner
+from zerocore.planning.setting import Host, Setting
 
-UPDATE_NBYTES = 28
-"""Host memory traffic for a parameter: AdamW in float32 reads four numbers and writes three."""
-STEP_OPERATIONS = 6
-"""For a parameter and a token: two in the forward, four in the backward."""
 FOLDER = "..."
 """In the place of a path that is not known."""
-
-
-@dataclass(frozen=True)
-class Host:
-    """The memory beside the devices of a machine.
-
-    Attributes:
-        memory_nbytes: bytes, for all ranks on the machine.
-        bandwidth_bytes_per_s: what an update reads and writes in a second.
-        num_ranks: ranks on the machine, at most.
-    """
-
-    memory_nbytes: int
-    bandwidth_bytes_per_s: float
-    num_ranks: int = RANKS_PER_NODE
-
-    def nbytes_of(self, world_size: int) -> int:
-        """The share of one of so many ranks."""
-        return self.memory_nbytes // min(world_size, self.num_ranks)
-
-    def hiding_tokens(self, world_size: int, flops_per_s: float) -> int:
-        """Tokens that a machine computes with in a step that lasts as long as the host's update.
-
-        Both are proportional to the parameters, which cancel.
-        """
-        flops = flops_per_s * min(world_size, self.num_ranks)
-        return round(UPDATE_NBYTES * flops / (STEP_OPERATIONS * self.bandwidth_bytes_per_s))
 
 
 @dataclass(frozen=True)
@@ -78,29 +46,27 @@ def offloads_at(stage: int, place: str) -> Iterator[Offload]:
         yield Offload(states=place, gradients="cpu", parameters=place, path=path)
 
 
-def plan_offloads(
-    planner: Planner, division: Division, host: Host, memory: int, activations: int
-) -> tuple[OffloadPlan, ...]:
-    """All stages with all offloads, the least first: those to a disk behind those to the host. The
-    stage of ``division`` does not matter; ``memory`` of a device and the peak of ``activations``
-    are bytes."""
-    share, plans = host.nbytes_of(division.world_size), []
+def plan_offloads(planner: Planner, setting: Setting, activations: int) -> tuple[OffloadPlan, ...]:
+    """All stages with all offloads, the least first: those to a disk behind those to the host; none
+    where no host was given. The peak of ``activations`` is in bytes."""
+    machine = setting.machine
+    if machine.host is None:
+        return ()
+    share, plans = machine.host.nbytes_of(setting.world_size), []
     for place in ("cpu", "disk"):
         for stage in STAGES:
             for offload in offloads_at(stage, place):
-                found = planner.memory(replace(division, stage=stage, offload=offload))
+                found = planner.memory(replace(setting.division(stage), offload=offload))
                 on_device = found.reserved + activations
-                fits = on_device <= memory and found.host <= share
+                fits = on_device <= machine.memory_nbytes and found.host <= share
                 plans.append(OffloadPlan(stage, offload, found, on_device, fits))
     return tuple(plans)
 
 
-def advise_offload(
-    plans: tuple[OffloadPlan, ...], host: Host, world_size: int, flops_per_s: float
-) -> str:
+def advise_offload(plans: Sequence[OffloadPlan], host: Host, setting: Setting) -> str:
     """A sentence: the least offload that fits, and from how many tokens on it is hidden."""
     fit = next((plan for plan in plans if plan.fits), None)
-    share = host.nbytes_of(world_size)
+    share = host.nbytes_of(setting.world_size)
     if fit is None:
         least = min(plans, key=lambda plan: plan.device_nbytes)
         return (
@@ -117,7 +83,7 @@ def advise_offload(
     if fit.memory.disk > 0:
         file = format_nbytes(fit.memory.disk)
         return f"{fits}, and a file of {file} for each rank, which every step reads and writes"
-    tokens = host.hiding_tokens(world_size, flops_per_s)
+    tokens = host.hiding_tokens(setting.world_size, setting.machine.flops_per_s)
     return (
         f"{fits}; the update there is as long as the compute of {tokens:,} tokens a step on the "
         "machine (predicted)"

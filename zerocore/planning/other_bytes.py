@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zerocore._C import FileWriter
+from zerocore._C import FileWriter, ParamSpec
 from zerocore.checkpoint.slices.save_ownership import Cut, SavedRanges
 from zerocore.planning.division import Division
 from zerocore.planning.ownership import Grid, Matrix, newton_schulz_cost, plan_rounds
@@ -43,14 +43,12 @@ class CheckpointBytes:
 def checkpoint_bytes(planner: Planner, division: Division) -> CheckpointBytes:
     """Bytes that ``zerocore.Checkpoints`` writes of a model and its optimizer."""
     total = own = 0
-    rows = zip(planner.specs, planner.types, planner.layouts(division), strict=True)
-    for unit, (specs, types, layout) in enumerate(rows):
-        mesh = planner.mesh_of(unit)
-        num_parts, rank = division.num_parts(mesh), division.rank
-        if mesh > 0:
-            rank = division.parts[mesh - 1][2]
+    for unit, layout in zip(planner.units, planner.layouts(division), strict=True):
+        num_parts, rank = division.num_parts(unit.mesh), division.rank
+        if unit.mesh > 0:
+            rank = division.parts[unit.mesh - 1][2]
         copies = division.world_size // num_parts // layout.num_shards
-        for position, (spec, each) in enumerate(zip(specs, types, strict=True)):
+        for position, (spec, each) in enumerate(zip(unit.specs, unit.types, strict=True)):
             tensors = 1 + (planner.num_states if spec.requires_grad else 0)
             nbytes = tensors * each.main.itemsize
             total += nbytes * spec.numel * num_parts
@@ -70,27 +68,20 @@ def exchanged_nbytes(planner: Planner, division: Division) -> int:
     shared = division.placements.optimizer
     levels = (division.num_replicas,) if shared else (division.num_shards, division.num_replicas)
     grid = Grid(division.num_shards if shared else 1, tuple(size for size in levels if size > 1))
-    matrices, cuts = [], {}
-    layouts = planner.layouts(division)
-    for number, (unit, position) in enumerate(_trained(planner)):
-        spec = planner.specs[unit][position]
-        matrices += list(_matrices(number, spec.fqn, spec.shape))
-        cut = Cut.of(layouts[unit], position)
-        cuts[number] = cut if shared else Cut.whole(cut.numel)
+    matrices: list[Matrix] = []
+    cuts: dict[int, Cut] = {}
+    for unit, layout in zip(planner.units, planner.layouts(division), strict=True):
+        for position, spec in enumerate(unit.specs):
+            if spec.requires_grad and len(spec.shape) in (2, 3):
+                matrices += _matrices(len(cuts), spec)
+                cut = Cut.of(layout, position)
+                cuts[len(cuts)] = cut if shared else Cut.whole(cut.numel)
     rounds = plan_rounds(matrices, cuts, grid, division.rank, _ITEMSIZE)
     return sum(each.sent_to_owners() + each.sent_to_shards() for each in rounds) * _ITEMSIZE
 
 
-def _trained(planner: Planner) -> Iterator[tuple[int, int]]:
-    for unit, specs in enumerate(planner.specs):
-        for position, spec in enumerate(specs):
-            if spec.requires_grad and len(spec.shape) in (2, 3):
-                yield unit, position
-
-
-def _matrices(number: int, name: str, shape: list[int]) -> Iterator[Matrix]:
-    rows, columns = shape[-2:]
-    numel, count = rows * columns, shape[0] if len(shape) == 3 else 1
-    for index in range(count if numel else 0):
-        begin, cost = index * numel, newton_schulz_cost((rows, columns))
-        yield Matrix(number, begin, begin + numel, (rows, columns), cost, name)
+def _matrices(number: int, spec: ParamSpec) -> Iterator[Matrix]:
+    rows, columns = spec.shape[-2:]
+    numel, cost = rows * columns, newton_schulz_cost((rows, columns))
+    for begin in range(0, spec.numel, numel) if numel else ():
+        yield Matrix(number, begin, begin + numel, (rows, columns), cost, spec.fqn)

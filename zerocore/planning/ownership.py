@@ -69,14 +69,13 @@ class Grid:
     def num_ranks(self) -> int:
         return self.num_shards * prod(self.replicas)
 
-    def place(self, rank: int) -> tuple[int, tuple[int, ...]]:
+    def places(self, rank: int) -> tuple[int, ...]:
         """A rank's shard, and its place along each dimension of replicas."""
-        rest, shard = divmod(rank, self.num_shards)
-        places = []
-        for size in self.replicas:
-            rest, place = divmod(rest, size)
-            places.append(place)
-        return shard, tuple(places)
+        found = []
+        for size in (self.num_shards, *self.replicas):
+            rank, place = divmod(rank, size)
+            found.append(place)
+        return tuple(found)
 
 
 def newton_schulz_cost(shape: Sequence[int], steps: int = 5) -> int:
@@ -161,32 +160,29 @@ class Round:
     @cached_property
     def by_shard(self) -> list[list[int]]:
         """Which matrices each shard of this rank's replica owns."""
-        _, here = self.grid.place(self.rank)
-        found: list[list[int]] = [[] for _ in range(self.grid.num_shards)]
-        for index, owner in enumerate(self.owners):
-            shard, replica = self.grid.place(owner)
-            if replica == here:
-                found[shard].append(index)
-        return found
+        return self._along(0, self.grid.num_shards)
 
     @cached_property
     def spreads(self) -> list[tuple[int, list[list[int]]]]:
         """For each dimension of replicas this rank's place, and what each rank along it has."""
-        _, here = self.grid.place(self.rank)
-        return [self._along(level, here) for level in range(len(self.grid.replicas))]
+        here = self.grid.places(self.rank)
+        sizes = enumerate(self.grid.replicas, 1)
+        return [(here[level], self._along(level, size)) for level, size in sizes]
 
-    def _along(self, level: int, here: tuple[int, ...]) -> tuple[int, list[list[int]]]:
-        found: list[list[int]] = [[] for _ in range(self.grid.replicas[level])]
+    def _along(self, level: int, size: int) -> list[list[int]]:
+        """What each rank along a dimension, of which 0 are the shards, has of those before it."""
+        found: list[list[int]] = [[] for _ in range(size)]
+        here = self.grid.places(self.rank)[level + 1 :]
         for index, owner in enumerate(self.owners):
-            _, replica = self.grid.place(owner)
-            if replica[level + 1 :] == here[level + 1 :]:
-                found[replica[level]].append(index)
-        return here[level], found
+            place, *beyond = self.grid.places(owner)[level:]
+            if tuple(beyond) == here:
+                found[place].append(index)
+        return found
 
-    @cached_property
+    @property
     def shard(self) -> int:
         """Which shard this rank has."""
-        return self.grid.place(self.rank)[0]
+        return self.rank % self.grid.num_shards
 
     def own_numel(self, indices: Sequence[int]) -> int:
         """This rank's elements of some of the matrices."""

@@ -30,7 +30,7 @@ from zerocore.planning.advice import advise
 from zerocore.planning.division import Division
 from zerocore.planning.export_steps import DEFAULT_BUCKET, Load, Sizes, peak_nbytes
 from zerocore.planning.huggingface import build_model, config_dtype, load_config, sample_inputs
-from zerocore.planning.offloading import OffloadPlan, plan_offloads
+from zerocore.planning.offloading import plan_offloads
 from zerocore.planning.other_bytes import checkpoint_bytes, exchanged_nbytes
 from zerocore.planning.planner import (
     Planner,
@@ -178,7 +178,8 @@ def _check(loss: Any, **counts: Any) -> None:
 def _of_step(planner: Planner, workload: Workload, optimizer: str | int) -> Planner:
     moves_matrices = isinstance(optimizer, str) and optimizer.lower() == "muon"
     if workload.zero_bubble:
-        return replace(planner, stays=(True,) * len(planner.names), moves_matrices=moves_matrices)
+        units = tuple(replace(unit, stays=True) for unit in planner.units)
+        return replace(planner, units=units, moves_matrices=moves_matrices)
     return replace(planner, micro_batches=workload.micro_batches, moves_matrices=moves_matrices)
 
 
@@ -196,30 +197,21 @@ def _make_plan(
     if run is not None:
         order = tuple(CallEvent(*call) for call in run.order)
         backward = tuple(BackwardEvent(*event) for event in run.backward)
-        planner = replace(planner, order=order, backward=backward, unused=run.unused)
+        rows = zip(planner.units, run.unused, strict=True)
+        units = tuple(replace(unit, unused=unused) for unit, unused in rows)
+        planner = replace(planner, units=units, order=order, backward=backward)
     result = Plan(
         model=name,
         num_params=sum(choice.param.numel() for unit in planned for choice in unit.params),
-        num_units=len(planner.names),
+        num_units=len(planner.units),
         setting=setting,
         stages=tuple(plan_stage(planner, stage, setting, run) for stage in STAGES),
         activations=plain,
         checkpointed=checkpointed,
+        offloads=plan_offloads(planner, setting, 0 if run is None else run.peak_nbytes),
         note=note,
     )
-    result = replace(result, offloads=_offloads(planner, setting, run))
     return replace(result, advice=tuple(advise(result, planner)))
-
-
-def _offloads(
-    planner: Planner, setting: Setting, run: Activations | None
-) -> tuple[OffloadPlan, ...]:
-    machine, activations = setting.machine, 0 if run is None else run.peak_nbytes
-    if machine.host is None:
-        return ()
-    return plan_offloads(
-        planner, setting.division(0), machine.host, machine.memory_nbytes, activations
-    )
 
 
 def plan_stage(
@@ -238,7 +230,8 @@ def plan_stage(
     peak = Peak(held, "any time after the first step")
     timings = []
     if activations is not None:
-        where = moment_name(activations.order, activations.peak_moment, planner.names)
+        names = [unit.name for unit in planner.units]
+        where = moment_name(activations.order, activations.peak_moment, names)
         peak = Peak(held + activations.peak_nbytes, where)
         is_one = planner.micro_batches == 1
         one = events if is_one else replace(planner, micro_batches=1).events(division)
@@ -269,11 +262,10 @@ def plan_stage(
 
 def _export_nbytes(planner: Planner, division: Division) -> int:
     loads = []
-    for layout, specs, types in zip(
-        planner.layouts(division), planner.specs, planner.types, strict=True
-    ):
+    for layout, unit in zip(planner.layouts(division), planner.units, strict=True):
         held = layout.nbytes if division.stage == 3 and layout.num_shards > 1 else 0
-        sizes = [spec.numel * kind.model.itemsize for spec, kind in zip(specs, types, strict=True)]
+        pairs = zip(unit.specs, unit.types, strict=True)
+        sizes = [spec.numel * kind.model.itemsize for spec, kind in pairs]
         received = layout.received_nbytes if held else 0
         loads.append(Load(held, received, tuple(Sizes(nbytes, False) for nbytes in sizes)))
     return peak_nbytes(loads, parse_nbytes(DEFAULT_BUCKET))
@@ -297,7 +289,7 @@ def _group_nbytes(
     collectives: list[PlannedEvent], planner: Planner, setting: Setting
 ) -> dict[str, int]:
     return {
-        part.pattern: _sent_nbytes([e for e in collectives if planner.mesh_of(e.unit) == mesh])
+        part.pattern: _sent_nbytes([e for e in collectives if planner.units[e.unit].mesh == mesh])
         for mesh, part in enumerate(setting.groups, 1)
     }
 

@@ -44,55 +44,62 @@ def optimizer_states(optimizer: str | int) -> int:
 
 
 @dataclass(frozen=True)
+class PlannerUnit:
+    """One unit.
+
+    Attributes:
+        name: its name.
+        specs: its parameters as they are gathered.
+        types: their dtypes.
+        unused: indices of parameters that get no gradient.
+        stays: whether it stays unsharded from forward to backward.
+        near: whether it gathers again from near ranks, where there are some.
+        mesh: 0 for that of the model, or the number of its part.
+    """
+
+    name: str
+    specs: tuple[_C.ParamSpec, ...]
+    types: tuple[ParamTypes, ...]
+    unused: tuple[int, ...] = ()
+    stays: bool = False
+    near: bool = True
+    mesh: int = 0
+
+
+@dataclass(frozen=True)
 class Planner:
     """Byte plans of one model, for any stage and number of ranks.
 
     Attributes:
-        names: the units' names.
-        specs: the units' parameters as they are gathered.
-        types: their dtypes.
+        units: of the model.
         order: calls of the units in a forward.
         first_order: calls that the runtime expects before it has seen a forward; empty where
             ``order`` is what it has seen.
         backward: observed backward; mirrors the forward where empty.
         num_states: the optimizer's tensors of a parameter's size.
-        unused: by unit, indices of parameters that get no gradient.
         micro_batches: forwards and backwards of a step, all but the last under ``no_sync``.
         by_rows: a shard is some rows of each parameter.
         sums_in_order: ranks sum gradients themselves, in their order.
-        stays: by unit, whether it stays unsharded from forward to backward.
-        near: by unit, whether it gathers again from near ranks, where there are some.
-        meshes: by unit, 0 for that of the model, or the number of its part.
         moves_matrices: the optimizer is Muon, which moves matrices to their owners.
     """
 
-    names: tuple[str, ...]
-    specs: tuple[tuple[_C.ParamSpec, ...], ...]
-    types: tuple[tuple[ParamTypes, ...], ...]
+    units: tuple[PlannerUnit, ...]
     order: tuple[_C.CallEvent, ...]
     first_order: tuple[_C.CallEvent, ...] = ()
     backward: tuple[_C.BackwardEvent, ...] = ()
     num_states: int = 2
-    unused: tuple[tuple[int, ...], ...] = ()
     micro_batches: int = 1
     by_rows: bool = False
     sums_in_order: bool = False
-    stays: tuple[bool, ...] = ()
-    near: tuple[bool, ...] = ()
-    meshes: tuple[int, ...] = ()
     moves_matrices: bool = False
-
-    def mesh_of(self, unit: int) -> int:
-        """The mesh of a unit."""
-        return self.meshes[unit] if self.meshes else 0
 
     @property
     def full_gradient_nbytes(self) -> int:
         """Bytes of all gradients in full, as autograd leaves them."""
         return sum(
             spec.numel * types.model.itemsize
-            for unit in zip(self.specs, self.types, strict=True)
-            for spec, types in zip(*unit, strict=True)
+            for unit in self.units
+            for spec, types in zip(unit.specs, unit.types, strict=True)
             if spec.requires_grad
         )
 
@@ -124,12 +131,7 @@ class Planner:
         return _C.plan_events(self._units(), self.order, self._options(division))
 
     def _units(self) -> list[_C.UnitPlan]:
-        unused = self.unused or ((),) * len(self.specs)
-        stays = self.stays or (False,) * len(self.specs)
-        near = self.near or (True,) * len(self.specs)
-        meshes = self.meshes or (0,) * len(self.specs)
-        rows = zip(self.specs, unused, stays, near, meshes, strict=True)
-        return [_C.UnitPlan(*row) for row in rows]
+        return [_C.UnitPlan(u.specs, u.unused, u.stays, u.near, u.mesh) for u in self.units]
 
     def _options(self, division: Division) -> _C.PlanOptions:
         return _C.PlanOptions(
@@ -219,23 +221,20 @@ def make_planner(
                 "zerocore.emulate(world_size):` and call zerocore.predict_memory(model)"
             )
     precision = precision or Precision()
-    types = [[precision.types(choice) for choice in unit.params] for unit in planned]
+    units = []
+    for unit in planned:
+        types = tuple(precision.types(choice) for choice in unit.params)
+        parts = num_parts[unit.mesh] if num_parts else 1
+        pairs = zip(unit.params, types, strict=True)
+        specs = tuple(_spec(choice, each, parts) for choice, each in pairs)
+        units.append(PlannerUnit(unit.name, specs, types, mesh=unit.mesh))
     order = tuple(call_order([model], units_by_module(unit.modules for unit in planned)))
     return Planner(
-        names=tuple(unit.name for unit in planned),
-        specs=tuple(
-            tuple(
-                _spec(choice, each, num_parts[unit.mesh] if num_parts else 1)
-                for choice, each in zip(unit.params, row, strict=True)
-            )
-            for unit, row in zip(planned, types, strict=True)
-        ),
-        types=tuple(tuple(row) for row in types),
+        units=tuple(units),
         order=order,
         first_order=order,
         num_states=num_states,
         sums_in_order=precision.mixed is not None and precision.mixed.sums_in_order,
-        meshes=tuple(unit.mesh for unit in planned),
     )
 
 

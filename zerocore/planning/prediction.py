@@ -10,7 +10,7 @@ from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.common.options import check_int
 from zerocore.model.state import ShardState, state_of
 from zerocore.planning.division import Division, parts_of
-from zerocore.planning.planner import Planner
+from zerocore.planning.planner import Planner, PlannerUnit
 
 
 def predict_memory(
@@ -66,18 +66,24 @@ def planner_of(state: ShardState, micro_batches: int = 1, num_states: int = 2) -
     """Plans a sharded model, with the calls that its runtime has seen; raises ValueError or
     TypeError for ``micro_batches`` below 1, or no int."""
     check_int("micro_batches", micro_batches, 1)
+    units = (
+        PlannerUnit(
+            unit.name,
+            tuple(each.spec for each in unit.laid_out),
+            tuple(each.types for each in unit.laid_out),
+            stays=unit.stays,
+            near=unit.near,
+            mesh=unit.mesh,
+        )
+        for unit in state.units
+    )
     return Planner(
-        names=tuple(unit.name for unit in state.units),
-        specs=tuple(tuple(each.spec for each in unit.laid_out) for unit in state.units),
-        types=tuple(tuple(each.types for each in unit.laid_out) for unit in state.units),
+        units=tuple(units),
         order=tuple(state.engine.order),
         num_states=num_states,
         micro_batches=micro_batches,
         by_rows=state.config.by_rows,
         sums_in_order=state.config.sums_in_order,
-        stays=tuple(unit.stays for unit in state.units),
-        near=tuple(unit.near for unit in state.units),
-        meshes=tuple(unit.mesh for unit in state.units),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,45 +45,25 @@ def measure(
             model, units, inputs, loss, checkpointing=checkpointing, dtype=dtype, dropped=dropped
         )
 
-    blocks = _Blocks.of(model, planned)
-    if blocks is None:
+    modules, blocks = _equal_blocks(model, planned)
+    if not modules:
         return run(planned)
-    with suppress(Exception):  # of a model that needs all blocks; or of any, which is raised below
-        short, longer = (run(*blocks.shortened(planned, count)) for count in (_SHORT, _SHORT + 1))
-        grown = longer.saved_nbytes - short.saved_nbytes
-        if _Repeat(short, blocks.units, 1).recording(grown) == longer:
-            return _Repeat(short, blocks.units, len(blocks.units) - _SHORT).recording(grown)
-    return run(planned)
 
-
-@dataclass
-class _Blocks:
-    """Equal blocks that follow each other in a list, and the units in each of them."""
-
-    modules: list[nn.Module]
-    units: list[list[int]]
-
-    @classmethod
-    def of(cls, model: nn.Module, planned: list[UnitPlanned]) -> _Blocks | None:
-        """The longest stretch of equal blocks, None where there is none of use."""
-        lists = (m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential))
-        modules = max((_longest_stretch([*each]) for each in lists), key=len, default=[])
-        if len(modules) < _FEWEST or _differs_by_layer(model, len(modules)):
-            return None
-        units = _units_in(modules, planned)
-        return None if units is None else cls(modules, units)
-
-    def shortened(
-        self, planned: list[UnitPlanned], count: int
-    ) -> tuple[list[UnitPlanned], list[nn.Module]]:
-        """The units of a run with so many blocks, the first ones and the last, and the modules that
-        it has not. Units keep their numbers: those of other blocks are empty."""
-        missing = {unit for units in self.units[count - 1 : -1] for unit in units}
-        units = [
+    def shortened(count: int) -> Activations:
+        """Of the first blocks and the last. Units keep their numbers: of other blocks are none."""
+        missing = {unit for units in blocks[count - 1 : -1] for unit in units}
+        kept = [
             replace(unit, modules=[], params=[]) if number in missing else unit
             for number, unit in enumerate(planned)
         ]
-        return units, self.modules[count - 1 : -1]
+        return run(kept, modules[count - 1 : -1])
+
+    with suppress(Exception):  # of a model that needs all blocks; or of any, which is raised below
+        short, longer = shortened(_SHORT), shortened(_SHORT + 1)
+        grown = longer.saved_nbytes - short.saved_nbytes
+        if _Repeat(short, blocks, 1).recording(grown) == longer:
+            return _Repeat(short, blocks, len(blocks) - _SHORT).recording(grown)
+    return run(planned)
 
 
 class _Unlike(Exception):
@@ -94,7 +74,7 @@ class _Repeat:
     """A short run whose third block comes ``copies`` times more; ``blocks``: units in each block.
 
     Raises:
-        _Unlike, ValueError: the figures of the wanted run do not follow from those of the short one.
+        _Unlike, ValueError: the figures of more blocks do not follow from those of the short run.
     """
 
     def __init__(self, short: Activations, blocks: list[list[int]], copies: int) -> None:
@@ -204,6 +184,18 @@ class _Repeat:
         return ready, index
 
 
+def _equal_blocks(
+    model: nn.Module, planned: list[UnitPlanned]
+) -> tuple[list[nn.Module], list[list[int]]]:
+    """The longest stretch of equal blocks in a list, and the units in each; none if of no use."""
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential))
+    modules = max((_longest_stretch([*each]) for each in lists), key=len, default=[])
+    if len(modules) < _FEWEST or _differs_by_layer(model, len(modules)):
+        return [], []
+    units = _units_in(modules, planned)
+    return (modules, units) if units else ([], [])
+
+
 def _longest_stretch(modules: list[nn.Module]) -> list[nn.Module]:
     """The most modules that follow each other and are equal."""
     best: list[nn.Module] = []
@@ -242,8 +234,8 @@ def _differs_by_layer(model: nn.Module, num_blocks: int) -> bool:
     return any(len(each) >= num_blocks and len({*map(str, each)}) > 1 for each in lists)
 
 
-def _units_in(modules: list[nn.Module], planned: list[UnitPlanned]) -> list[list[int]] | None:
-    """The units in each block; None where one has none, or a unit is in several of them."""
+def _units_in(modules: list[nn.Module], planned: list[UnitPlanned]) -> list[list[int]]:
+    """The units in each block; empty where one has none, or a unit is in several of them."""
     inside = [{id(inner) for inner in module.modules()} for module in modules]
     params = [{id(param) for param in module.parameters()} for module in modules]
     found: list[list[int]] = [[] for _ in modules]
@@ -254,7 +246,7 @@ def _units_in(modules: list[nn.Module], planned: list[UnitPlanned]) -> list[list
             if not parts & known and not own & held:
                 continue
             if not (parts <= known and own <= held):
-                return None
+                return []
             found[block].append(number)
     sizes = {len(units) for units in found}
-    return found if len(sizes) == 1 and sizes != {0} else None
+    return found if len(sizes) == 1 and sizes != {0} else []

@@ -309,7 +309,7 @@ def _summary(activations: Activations | None) -> dict[str, int] | None:
     }
 
 
-def moment_name(order: tuple[Call, ...], moment: int, names: tuple[str, ...]) -> str:
+def moment_name(order: tuple[Call, ...], moment: int, names: Sequence[str]) -> str:
     """When a moment is, in words."""
     calls = mirrored(order)
     if moment == len(calls):

@@ -13,7 +13,6 @@ from zerocore.common.quantities import parse_bandwidth, parse_flops, parse_nbyte
 from zerocore.model.config import Communication
 from zerocore.model.parts import Part
 from zerocore.planning.division import Division
-from zerocore.planning.offloading import Host
 
 DEFAULT_FLOPS = 400e12
 """Operations per second: about 40 % of an H100's 989e12 dense bf16 ones (NVIDIA's data sheet)."""
@@ -23,6 +22,11 @@ DEFAULT_MEMORY = "24GiB"
 DEFAULT_HOST_BANDWIDTH = 400e9
 """Bytes per second: assumed of a server with two sockets, of about 600e9 that 16 channels of DDR5
 reach on paper."""
+
+UPDATE_NBYTES = 28
+"""Host memory traffic for a parameter: AdamW in float32 reads four numbers and writes three."""
+STEP_OPERATIONS = 6
+"""For a parameter and a token: two in the forward, four in the backward."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,33 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("micro_batches", "micro_batch", "seq_len"):
             check_int(name, getattr(self, name), 1)
+
+
+@dataclass(frozen=True)
+class Host:
+    """The memory beside the devices of a machine.
+
+    Attributes:
+        memory_nbytes: bytes, for all ranks on the machine.
+        bandwidth_bytes_per_s: what an update reads and writes in a second.
+        num_ranks: ranks on the machine, at most.
+    """
+
+    memory_nbytes: int
+    bandwidth_bytes_per_s: float
+    num_ranks: int
+
+    def nbytes_of(self, world_size: int) -> int:
+        """The share of one of so many ranks."""
+        return self.memory_nbytes // min(world_size, self.num_ranks)
+
+    def hiding_tokens(self, world_size: int, flops_per_s: float) -> int:
+        """Tokens that a machine computes with in a step that lasts as long as the host's update.
+
+        Both are proportional to the parameters, which cancel.
+        """
+        flops = flops_per_s * min(world_size, self.num_ranks)
+        return round(UPDATE_NBYTES * flops / (STEP_OPERATIONS * self.bandwidth_bytes_per_s))
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,7 +15,7 @@ from zerocore.common.tables import render_table
 from zerocore.model.config import ShardConfig
 from zerocore.model.offload import FIRST_STAGE
 from zerocore.model.precision import ParamTypes
-from zerocore.model.state import ShardState, Unit, state_of
+from zerocore.model.state import ShardState, state_of
 from zerocore.planning.division import Division
 from zerocore.planning.planner import Planner
 
@@ -115,13 +116,11 @@ def describe(model: nn.Module | Optimizer) -> Any:
         return own()
     state = state_of(model)
     units = tuple(
-        replace(
-            _describe_unit(
-                unit.name,
-                state.engine.layout(unit.index),
-                [param.types for param in unit.params],
-                _encoded_names(unit),
-            ),
+        _describe_unit(
+            unit.name,
+            state.engine.layout(unit.index),
+            [param.types for param in unit.params],
+            _names({each.dtype for each in unit.encoded if each.dtype is not None}),
             ranks=state.ranks_of(unit.index).text,
             divisor=1.0 / state.engine.settings(unit.index).gradient_scale,
         )
@@ -153,13 +152,18 @@ def _describe_offload(config: ShardConfig) -> str:
 def describe_plan(model: str, planner: Planner, division: Division) -> Description:
     """As :func:`describe`, for a model that is not sharded."""
     layouts = planner.layouts(division)
-    rows = zip(planner.names, layouts, planner.types, strict=True)
-    units = tuple(_describe_unit(name, layout, list(types)) for name, layout, types in rows)
+    rows = zip(planner.units, layouts, strict=True)
+    units = tuple(_describe_unit(unit.name, layout, unit.types) for unit, layout in rows)
     return Description(model, division.stage, division.world_size, division.rank, units)
 
 
 def _describe_unit(
-    name: str, layout: Layout, types: list[ParamTypes], encoded: Sequence[str] = ()
+    name: str,
+    layout: Layout,
+    types: Sequence[ParamTypes],
+    encoded: Sequence[str] = (),  # dtypes of what is gathered in the place of parameters
+    ranks: str = "",
+    divisor: float | None = None,
 ) -> UnitDescription:
     regions = []
     for region in layout.regions:
@@ -169,18 +173,15 @@ def _describe_unit(
             continue
         kind = "trainable" if region.requires_grad else "frozen"
         first = types[region.params[0]]
-        narrow = [str(first.gather).removeprefix("torch.")] if region.is_encoded else []
+        narrow = _names([first.gather]) if region.is_encoded else []
         wire = narrow if region.is_gathered else encoded
         wires = f", gathered as {' and '.join(wire)}" if wire else ""
         regions.append(f"{_describe_types(first)} {kind}{wires}")
-    return UnitDescription(
-        name, len(types), layout.param_nbytes, layout.nbytes, layout.shard_nbytes, tuple(regions)
-    )
+    sizes = (layout.param_nbytes, layout.nbytes, layout.shard_nbytes)
+    return UnitDescription(name, len(types), *sizes, tuple(regions), ranks, divisor)
 
 
-def _encoded_names(unit: Unit) -> list[str]:
-    """Dtypes of what is gathered in the place of parameters."""
-    dtypes = {each.dtype for each in unit.encoded if each.dtype is not None}
+def _names(dtypes: Iterable[torch.dtype | None]) -> list[str]:
     return sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
@@ -197,8 +198,7 @@ def wires_of(state: ShardState) -> tuple[tuple[str, ...], tuple[str, ...]]:
                 gathered.add(types.gather if region.is_encoded and types.gather else types.model)
             if region.requires_grad:
                 reduced.add(types.reduce)
-    names = ({str(dtype).removeprefix("torch.") for dtype in each} for each in (gathered, reduced))
-    return tuple(sorted(next(names))), tuple(sorted(next(names)))
+    return tuple(_names(gathered)), tuple(_names(reduced))
 
 
 def registered_of(state: ShardState) -> str:
