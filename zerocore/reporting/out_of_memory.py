@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -21,7 +20,6 @@ from zerocore.tensor.rows import shard_of
 
 NUM_BUCKETS = 3  # that are listed
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_models: WeakKeyDictionary[ShardState, ref[nn.Module]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -108,11 +106,6 @@ def explain_step(error: BaseException, params: Sequence[Any]) -> OutOfMemory | N
     return None if state is None else _explain(error, state, "optimizer step", [])
 
 
-def remember_model(state: ShardState, model: nn.Module) -> None:
-    """From now on what runs out of memory in ``model`` is explained."""
-    _models[state] = ref(model)
-
-
 def explain_backward(error: BaseException, state: ShardState) -> OutOfMemory | None:
     """The error to raise for one in a backward, if units of the model are in use."""
     units = _units_in_use(state)
@@ -124,14 +117,11 @@ def _explain(
 ) -> OutOfMemory | None:
     if isinstance(error, OutOfMemory) or not _is_out_of_memory(error):
         return None
-    model = _models[state]()
-    if model is None:
-        return None
     name = ", ".join(unit.name for unit in units)
     message = str(error).partition("\nException raised from")[0]
     requested = _requested_nbytes(message)
     diagnosis = Diagnosis(
-        name, phase, requested, _held(model), _buckets(state), tuple(_savings(state))
+        name, phase, requested, _held(state), _buckets(state), tuple(_savings(state))
     )
     return OutOfMemory(message, diagnosis)
 
@@ -147,8 +137,7 @@ def _requested_nbytes(message: str) -> int | None:
     return int(float(match[1]) * _UNITS[match[2].replace("bytes", "")]) if match else None
 
 
-def _held(model: nn.Module) -> dict[str, int]:
-    state = state_of(model)
+def _held(state: ShardState) -> dict[str, int]:
     usage, stats = usage_of(state, optimizers_of(state)), state.engine.pool_stats
     held = {
         "parameters": usage.parameters,

@@ -38,7 +38,7 @@ from zerocore.model.ranks import Ranks, control_group, make_levels, make_near, w
 from zerocore.model.state import Param, ShardState, Unit, set_state
 from zerocore.model.unit_call import UnitCall, looked_at_by, set_unit_call
 from zerocore.model.units import ParamChoice, UnitPlanned, UnitsOf, call_order, units_by_module
-from zerocore.reporting.out_of_memory import explain_backward, explain_forward, remember_model
+from zerocore.reporting.out_of_memory import explain_backward, explain_forward
 from zerocore.sharding.extensions import bind_extensions, encoded_params, make_extensions
 from zerocore.sharding.request import ShardRequest, check_same_values, types_of
 from zerocore.tensor import pending_host_updates
@@ -157,7 +157,6 @@ def start(model: nn.Module, state: ShardState, consistent: bool) -> None:
     """The state is complete: functions of zerocore find it, and errors are explained."""
     state.engine.start(consistent)
     set_state(model, state)
-    remember_model(state, model)
     state.explain_backward = explain_backward
 
 
