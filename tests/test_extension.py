@@ -12,7 +12,7 @@ import torch
 
 import zerocore
 from zerocore import _C
-from zerocore.extension import built_for, import_extension, mismatch
+from zerocore.extension import import_extension, mismatch
 
 
 def import_with(folder: Path, extension: bytes) -> str:
@@ -50,10 +50,10 @@ def test_an_extension_that_is_missing_or_broken(
 
 
 def test_the_version_in_this_extension() -> None:
-    version = built_for(_C.build.encode())
-    assert version is not None
-    assert built_for(Path(_C.__file__).read_bytes()) == version
-    assert mismatch(version) is None
-    assert mismatch(None) is None
-    other_patch = ".".join([*torch.__version__.split(".")[:2], "99"])
-    assert mismatch(other_patch) is None
+    minor = ".".join(torch.__version__.split(".")[:2])
+    build = _C.build.encode()
+    for text in (build, Path(_C.__file__).read_bytes(), b"nothing"):
+        assert mismatch(text) is None
+    other = build.replace(b"torch %s." % minor.encode(), b"torch 1.2.")
+    assert other != build and "built for torch 1.2." in (mismatch(other) or "")
+    assert mismatch(b", torch %s.99, CUDA: no kernels" % minor.encode()) is None

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from zerocore._C import EmulatedGroup, LinkModel
 from zerocore.common.links import Link, find_link, set_emulated_host_link
-from zerocore.common.nodes import default_link
+from zerocore.common.nodes import DEFAULT_NODE
 from zerocore.common.options import check_int
 from zerocore.common.quantities import parse_seconds
 
@@ -146,7 +146,7 @@ def emulate(
             f"there is a default process group already ({dist.get_backend()}); call "
             "torch.distributed.destroy_process_group() before emulate()"
         )
-    chosen = link(default_link(world_size) if bandwidth is None else bandwidth, latency, sms)
+    chosen = link(DEFAULT_NODE.link(world_size) if bandwidth is None else bandwidth, latency, sms)
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(
         "emulated", rank=rank, world_size=world_size, store=store, pg_options=chosen
@@ -170,18 +170,14 @@ def _create(options: Any, chosen: LinkModel | EmulatedGroup | None) -> EmulatedG
     group in the place of a link: another communicator of its ranks, over its very link."""
     if isinstance(chosen, EmulatedGroup):
         return chosen.beside()
-    if chosen is None:
-        chosen = _default_group_link() or link(default_link(options.group_size))
+    if chosen is None and dist.is_initialized() and dist.get_backend() == "emulated":
+        chosen = _backend_of(distributed_c10d._get_default_group()).link
+    elif chosen is None:
+        chosen = link(DEFAULT_NODE.link(options.group_size))
     if not isinstance(chosen, LinkModel):
         raise TypeError(f"pg_options of 'emulated' must come from link(), got {chosen!r}")
     timeout: timedelta = options.timeout
     return EmulatedGroup(options.group_rank, options.group_size, chosen, timeout.total_seconds())
-
-
-def _default_group_link() -> LinkModel | None:
-    if not dist.is_initialized() or dist.get_backend() != "emulated":
-        return None
-    return _backend_of(distributed_c10d._get_default_group()).link
 
 
 def register() -> None:

@@ -18,18 +18,15 @@ _SOURCES = (
 )
 
 
-def built_for(text: bytes) -> str | None:
-    """The version of torch that is named in ``_C.build`` or in the extension's file, if any."""
-    found = _TORCH.search(text)
-    return None if found is None else found[1].decode()
-
-
-def mismatch(built: str | None) -> str | None:
-    """The error text for an extension built for torch ``built``; None if no error is known.
+def mismatch(text: bytes) -> str | None:
+    """The error text where ``_C.build``, or the extension's file, names another torch; None if no
+    error is known.
 
     Releases that differ in the third number only share their C++ interface.
     """
-    if built is None or built.split(".")[:2] == torch.__version__.split(".")[:2]:
+    found = _TORCH.search(text)
+    built = torch.__version__ if found is None else found[1].decode()
+    if built.split(".")[:2] == torch.__version__.split(".")[:2]:
         return None
     return (
         f"zerocore's C++ extension was built for torch {built}, and this is torch "
@@ -47,11 +44,11 @@ def import_extension(folder: Path) -> None:
             raise ImportError(_SOURCES) from error
         if not files:
             raise ImportError(f"zerocore's C++ extension is not there; {_REBUILD}") from error
-        wrong = mismatch(built_for(files[0].read_bytes()))
+        wrong = mismatch(files[0].read_bytes())
         if wrong is not None:
             raise ImportError(wrong) from error
         raise
-    wrong = mismatch(built_for(_C.build.encode()))
+    wrong = mismatch(_C.build.encode())
     if wrong is not None:
         raise ImportError(wrong)
 

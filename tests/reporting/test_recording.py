@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import zerocore
 from tests.reporting.test_report import WIDTH, Chain, train
 from zerocore.common.events import ONE_QUEUE, Event
-from zerocore.reporting.timeline import WAIT, Box, communication_boxes
+from zerocore.reporting.timeline import WAIT, Box, event_boxes
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_boxes_of_communication() -> None:
         event("all_gather", "1", 2, 20, 0),
         event("reduce_scatter", "1", 50, 60, 4),
     ]
-    assert communication_boxes(events, ONE_QUEUE) == [
+    assert event_boxes(events, ONE_QUEUE) == [
         Box("all_gather", "0", "all_gather", 0, 10),
         Box(WAIT, "0", WAIT, 0, 10),
         Box("all_gather", "1", "all_gather", 10, 20),  # the link was busy until 10

@@ -47,18 +47,19 @@ class DType(str, Enum):
     FP16 = "fp16"
     FP32 = "fp32"
 
-    @property
-    def torch(self) -> torch.dtype:
-        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.value]
-
 
 class ByteType(str, Enum):
     FP8 = "fp8"
     INT8 = "int8"
 
-    @property
-    def torch(self) -> torch.dtype:
-        return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[self.value]
+
+_TORCH_DTYPES = {
+    DType.BF16: torch.bfloat16,
+    DType.FP16: torch.float16,
+    DType.FP32: torch.float32,
+    ByteType.FP8: torch.float8_e4m3fn,
+    ByteType.INT8: torch.int8,
+}
 
 
 _Config = Annotated[
@@ -335,7 +336,7 @@ def _source(hf_config: str | None, preset: str | None) -> str:
 
 
 def _torch_dtype(dtype: DType | ByteType | None) -> torch.dtype | None:
-    return None if dtype is None else dtype.torch
+    return None if dtype is None else _TORCH_DTYPES[dtype]
 
 
 def _print_json(value: Any) -> None:

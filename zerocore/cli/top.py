@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from zerocore.common.quantities import format_nbytes
+from zerocore.common.quantities import format_nbytes, format_number
 from zerocore.reporting.figures import PREFIX
 
 NUM_UNITS = 12
@@ -54,17 +54,13 @@ class Run:
             self.units[rank] = {name: unit["exposed_ms"] for name, unit in line["units"].items()}
 
 
-def _number(digits: int, scale: float = 1.0) -> Callable[[float], str]:
-    return lambda value: f"{value * scale:,.{digits}f}"
-
-
-_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("step", "step", _number(0)),
-    ("ms", "step_ms", _number(1)),
-    ("tokens/s", "tokens_per_s", _number(0)),
-    ("MFU %", "mfu", _number(1, 100)),
-    ("exposed ms", "exposed_ms", _number(1)),
-    ("overlap %", "overlap", _number(0, 100)),
+_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("step", "step", format_number(0)),
+    ("ms", "step_ms", format_number(1)),
+    ("tokens/s", "tokens_per_s", format_number(0)),
+    ("MFU %", "mfu", format_number(1, 100)),
+    ("exposed ms", "exposed_ms", format_number(1)),
+    ("overlap %", "overlap", format_number(0, 100)),
     ("parameters", "memory/parameters", format_nbytes),
     ("gradients", "memory/gradients", format_nbytes),
     ("optimizer", "memory/optimizer", format_nbytes),

@@ -199,8 +199,3 @@ def find_node(name: str | Node) -> Node:
 
 DEFAULT_NODE = find_node("8xH100-ib400")
 """The machine of a plan that names none."""
-
-
-def default_link(num_ranks: int) -> Link:
-    """The link that is assumed between ranks, as :meth:`Node.link`."""
-    return DEFAULT_NODE.link(num_ranks)

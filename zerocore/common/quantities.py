@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 
 _NBYTES = {
     "": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "pb": 1e15,
@@ -15,6 +16,7 @@ _BANDWIDTHS = {f"{unit}/s": factor for unit, factor in _NBYTES.items() if unit} 
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _RATES = {"flop/s": 1.0, "gflop/s": 1e9, "tflop/s": 1e12, "pflop/s": 1e15}
 _RATES |= {unit.replace("flop/s", "flops"): factor for unit, factor in _RATES.items()}
+_PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
 
 
 def parse_nbytes(value: str | int | float, name: str = "memory") -> int:
@@ -63,19 +65,25 @@ def _parse_text(text: str, units: dict[str, float], expected: str) -> float:
 
 def format_nbytes(nbytes: float) -> str:
     """``"38.50 GB"``: decimal units, as in the arithmetic of bytes times parameters."""
-    size = abs(nbytes)
-    for unit, factor in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{nbytes / factor:,.2f} {unit}"
-    return f"{nbytes:,.0f} B"
+    return _format(nbytes, "B", "PTGMk")
 
 
 def format_flops(flops: float) -> str:
     """``"58.08 TFLOP"``: a number of operations."""
-    for unit, factor in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
-        if flops >= factor:
-            return f"{flops / factor:,.2f} {unit}"
-    return f"{flops:,.0f} FLOP"
+    return _format(flops, "FLOP", "PTGM")
+
+
+def _format(value: float, unit: str, prefixes: str) -> str:
+    for prefix in prefixes:
+        factor = _PREFIXES[prefix]
+        if abs(value) >= factor:
+            return f"{value / factor:,.2f} {prefix}{unit}"
+    return f"{value:,.0f} {unit}"
+
+
+def format_number(digits: int, scale: float = 1.0) -> Callable[[float | None], str]:
+    """Shows a number times ``scale`` with so many digits behind the point; ``-`` for None."""
+    return lambda value: "-" if value is None else f"{value * scale:,.{digits}f}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -19,7 +19,7 @@ from zerocore.common.agreement import is_simulated
 from zerocore.common.events import HOST, ONE_QUEUE, Event, Queues, queues_of_device, read_events
 from zerocore.model.state import ShardState, state_of
 from zerocore.model.unit_call import unit_call_of
-from zerocore.reporting.timeline import Box, Timeline, check_path, communication_boxes, host_boxes
+from zerocore.reporting.timeline import Box, Timeline, check_path, event_boxes
 from zerocore.tensor.place import leaves
 
 
@@ -65,8 +65,7 @@ def trace(model: nn.Module, *paths: str | Path) -> Iterator[Timeline]:
     recorder = _ModuleRecorder(Clock(state.device))
     with record_events(model) as events, recorder.attached(model, state):
         yield timeline
-    timeline.boxes = recorder.boxes() + communication_boxes(events, queues_of(state))
-    timeline.boxes += host_boxes(events)
+    timeline.boxes = recorder.boxes() + event_boxes(events, queues_of(state))
     inside = [event for event in events if event.op not in HOST]  # those have times of their own
     timeline.pool = [(event.issued_ns, event.pool_nbytes) for event in inside]
     for path in map(Path, paths):

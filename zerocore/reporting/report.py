@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +15,7 @@ from torch import nn
 from zerocore._C import allocator_counts
 from zerocore.common.events import GATHERS, read_events
 from zerocore.common.nodes import GPUS
+from zerocore.common.quantities import format_number
 from zerocore.common.tables import render_table
 from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.meters import Step
@@ -90,7 +90,7 @@ class Report:
         last = self.steps[-1] if self.steps else None
         rows = [["", "mean", "last step"]]
         for label, name, digits, scale in _ROWS:
-            show = _number(digits, scale)
+            show = format_number(digits, scale)
             value = None if last is None else _figure(last, name)
             rows.append([label, show(self.mean(name)), show(value)])
         title = f"{self.title}: {self.source}, mean of {len(self.counted)} steps"
@@ -234,10 +234,6 @@ def _figure(step: StepFigures, name: str) -> float | None:
     return getattr(step if hasattr(step, name) else step.communication, name, None)
 
 
-def _number(digits: int, scale: float = 1.0) -> Callable[[float | None], str]:
-    return lambda value: "-" if value is None else f"{value * scale:,.{digits}f}"
-
-
 # Label, attribute of a step or of its communication, digits, scale.
 _ROWS: tuple[tuple[str, str, int, float], ...] = (
     ("step, ms", "step_ms", 1, 1),
@@ -295,7 +291,7 @@ def _notes(found: Report) -> list[str]:
 
 
 def _unit_rows(units: dict[str, Communication]) -> list[list[str]]:
-    show, percent = _number(2), _number(1, 100)
+    show, percent = format_number(2), format_number(1, 100)
     rows = [["unit", "all-gather", "reduce", "exchange", "exposed", "overlap %"]]
     for name, unit in units.items():
         times = (unit.all_gather_ms, unit.reduce_ms, unit.exchange_ms, unit.exposed_ms)

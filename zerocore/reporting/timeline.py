@@ -96,24 +96,19 @@ def _import_figure() -> Any:
     return Figure
 
 
-def communication_boxes(events: Iterable[Event], queues: Queues) -> list[Box]:
-    """Boxes of collectives and of the waits for them; ``queues`` as for ``transfers``."""
+def event_boxes(events: Sequence[Event], queues: Queues) -> list[Box]:
+    """Boxes of collectives, of the waits for them, and of what is done on the host; ``queues`` as
+    for ``transfers``."""
     boxes = []
     for event, begin_ns in transfers(events, queues):
         boxes.append(Box(event.op, event.unit, event.op, begin_ns, event.done_ns))
         if event.wait_ns > 0:
             start_ns = event.done_ns - event.wait_ns
             boxes.append(Box(WAIT, event.unit, WAIT, start_ns, event.done_ns))
+    for event in events:
+        if event.op in HOST and event.done_ns >= 0:
+            boxes.append(Box(event.op, event.unit, event.op, event.issued_ns, event.done_ns))
     return boxes
-
-
-def host_boxes(events: Iterable[Event]) -> list[Box]:
-    """Boxes of what goes to the host, is updated there and comes back."""
-    return [
-        Box(event.op, event.unit, event.op, event.issued_ns, event.done_ns)
-        for event in events
-        if event.op in HOST and event.done_ns >= 0
-    ]
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
