@@ -10,7 +10,7 @@ Buffers that a kernel uses inside are not seen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -203,10 +203,8 @@ class _Recorder:
             for param in unit:
                 if param.requires_grad:
                     param.register_post_accumulate_grad_hook(partial(self._fired, index))
-        with ExitStack() as stack:
-            stack.enter_context(FusedAttention())
-            stack.enter_context(self.tracker)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t))
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        with FusedAttention(), self.tracker, hooks:
             yield
         self.tracker.at(2 * len(self.events))
 
