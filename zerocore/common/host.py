@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -75,10 +76,8 @@ def obtainable_nbytes(local_ranks: int, system: Path = _SYSTEM) -> int | None:
 def _container_limits(system: Path) -> list[int]:
     found = []
     for name in _LIMITS:
-        try:
+        with suppress(OSError, ValueError):  # none, or "max"
             found.append(int((system / name).read_text()))
-        except (OSError, ValueError):  # none, or "max"
-            continue
     return found
 
 
